@@ -1,0 +1,122 @@
+"""What a node tells people of itself: the value behind ``farandole status``, its ``--json``, and the testnet's report.
+
+One value, made by the daemon on request and sent over the control socket as JSON. Times are seconds: ``*_at`` Unix
+time, ``*_seconds`` durations. Fields are added, never renamed: scripts read them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Phase = Literal[
+    "starting",  # opening the store, the host, the control socket
+    "joining",  # dialling bootstrap peers, fetching the manifest, syncing the run state
+    "fetching weights",  # downloading a checkpoint from a peer
+    "preparing",  # the trainer process starts, loads torch, the data and the model
+    "training",  # inner steps
+    "pairing",  # contribution ready, waiting for the partner
+    "exchanging",  # contributions are moving
+    "outer step",  # the trainer applies the result
+    "finished",  # every round is done; still serves its peers
+    "leaving",
+    "failed",
+]
+
+
+class ExchangeStatus(msgspec.Struct, frozen=True):
+    """The last outer step that needed a partner, or would have."""
+
+    round: int
+    partner: str
+    """Peer id; empty when the step was taken alone."""
+    verdict: str
+    """``committed``, ``alone: <reason>`` or ``failed: <reason>``."""
+    bytes_sent: int
+    bytes_received: int
+    seconds: float
+    ended_at: float
+
+
+class MemberStatus(msgspec.Struct, frozen=True):
+    """One member of the run, as this node sees it through the run state."""
+
+    peer_id: str
+    is_live: bool
+    is_self: bool
+    has_left: bool
+    round: int
+    inner_steps: int
+    tokens: int
+    tokens_per_second: float
+    loss: float | None
+    device: str
+    addresses: list[str]
+    is_connected: bool
+    path: str
+    """How we reach it: ``direct``, ``relayed`` or empty when not connected."""
+    last_seen_seconds: float | None
+    """Since its heartbeat last advanced on our clock; None: never seen alive."""
+
+
+class RunStatus(msgspec.Struct, frozen=True):
+    """The run as a whole."""
+
+    run_id: str
+    name: str
+    members_live: int
+    members_gone: int
+    tokens: int
+    tokens_per_second: float
+    loss_mean: float | None
+    loss_min: float | None
+    loss_max: float | None
+    state_root: str
+    """Hex of the run state's root: equal on two nodes exactly when their entries are (heartbeats excluded)."""
+
+
+class NodeStatus(msgspec.Struct, frozen=True):
+    """Everything that ``farandole status`` shows."""
+
+    version: str
+    peer_id: str
+    pid: int
+    started_at: float
+    addresses: list[str]
+    phase: Phase
+    phase_detail: str
+    """In words: what is being done or waited for."""
+    phase_since: float
+    """Unix seconds."""
+    is_member: bool
+    round: int
+    inner_steps: int
+    inner_steps_this_round: int
+    tokens: int
+    tokens_per_second: float
+    loss: float | None
+    """Training loss, mean of the newest round, nats a token."""
+    losses: list[tuple[int, float]]
+    """(round, mean training loss), the newest 256 rounds."""
+    loss_first: float | None
+    validation: list[tuple[int, float]]
+    """(round, loss on the held-out split), where it was measured."""
+    device: str
+    trainer_pid: int | None
+    trainer_restarts: int
+    exchanges_ok: int
+    exchanges_alone: int
+    exchanges_failed: int
+    partners: dict[str, int]
+    """Peer id -> committed exchanges with it."""
+    bytes_sent: int
+    bytes_received: int
+    last_exchange: ExchangeStatus | None
+    waits_for: str
+    """Empty when nothing is waited for."""
+    connected_peers: int
+    run: RunStatus
+    members: list[MemberStatus]
+    warnings: list[str]
+    """What a person should know, newest last."""

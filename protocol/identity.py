@@ -1,0 +1,91 @@
+"""Who a node is: one Ed25519 key, which is its libp2p identity and its name as an author of run state.
+
+Inside farandole a peer is named by its 32-byte public key; people see the libp2p peer id (libp2p specs, peer-ids.md:
+the base58 of the identity multihash of the protobuf-encoded key), and the two convert both ways without a lookup.
+"""
+
+from __future__ import annotations
+
+import base58
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from .errors import RemoteProtocolError
+
+PUBLIC_KEY_BYTES = 32
+SIGNATURE_BYTES = 64
+# identity multihash (0x00), its length 36, then protobuf PublicKey{Type: Ed25519 (1), Data: 32 bytes}
+_PEER_ID_PREFIX = bytes((0x00, 0x24, 0x08, 0x01, 0x12, 0x20))
+
+# The eight points of order 1, 2, 4 or 8 in every encoding that OpenSSL decodes: under them one constant signature
+# verifies for any message (seen: the identity key accepted a forgery for 64 of 64 messages). RFC 8032, 5.1.7, and
+# "Taming the many EdDSAs" (eprint 2020/1244), table 1.
+_P = 2**255 - 19
+_SMALL_ORDER_Y = (
+    0,
+    1,
+    _P - 1,
+    _P,
+    _P + 1,
+    int.from_bytes(bytes.fromhex("26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05"), "little"),
+    int.from_bytes(bytes.fromhex("c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a"), "little"),
+)
+
+
+def _encodings(y: int) -> tuple[bytes, bytes]:
+    """Both signs of the point with this y coordinate, as 32 little-endian bytes."""
+    return y.to_bytes(32, "little"), (y | 1 << 255).to_bytes(32, "little")
+
+
+SMALL_ORDER_KEYS = frozenset(key for y in _SMALL_ORDER_Y for key in _encodings(y))
+
+
+def peer_id_of(public_key: bytes) -> str:
+    """The libp2p peer id (text, ``12D3KooW...``) of a 32-byte Ed25519 public key."""
+    if len(public_key) != PUBLIC_KEY_BYTES:
+        raise ValueError(f"an Ed25519 public key has {PUBLIC_KEY_BYTES} bytes, this has {len(public_key)}")
+    return base58.b58encode(_PEER_ID_PREFIX + public_key).decode("ascii")
+
+
+def public_key_of(peer_id: str) -> bytes:
+    """The public key inside a peer id's text; `RemoteProtocolError` if it is not the id of an Ed25519 key."""
+    if len(peer_id) > 64:
+        raise RemoteProtocolError("not a peer id: too long")
+    try:
+        raw = base58.b58decode(peer_id)
+    except ValueError as error:
+        raise RemoteProtocolError(f"not a peer id: {peer_id!r}") from error
+    if len(raw) != len(_PEER_ID_PREFIX) + PUBLIC_KEY_BYTES or not raw.startswith(_PEER_ID_PREFIX):
+        raise RemoteProtocolError(f"not the peer id of an Ed25519 key: {peer_id!r}")
+    return raw[len(_PEER_ID_PREFIX) :]
+
+
+def short_name(public_key: bytes) -> str:
+    """The last eight characters of the peer id: what tables and logs show."""
+    return peer_id_of(public_key)[-8:]
+
+
+def framed(domain: bytes, *parts: bytes) -> bytes:
+    """Length-prefixed concatenation, so that no two different sequences give equal bytes (libp2p RFC 0002)."""
+    return b"".join(len(part).to_bytes(4, "big") + part for part in (domain, *parts))
+
+
+def public_bytes(key: Ed25519PrivateKey) -> bytes:
+    """The 32-byte public key of a private key."""
+    return key.public_key().public_bytes_raw()
+
+
+def sign(key: Ed25519PrivateKey, domain: bytes, *parts: bytes) -> bytes:
+    """Sign the framed parts; 64 bytes."""
+    return key.sign(framed(domain, *parts))
+
+
+def is_signed_by(public_key: bytes, signature: bytes, domain: bytes, *parts: bytes) -> bool:
+    """Whether the signature is good for the framed parts and the key is not one of small order."""
+    if len(public_key) != PUBLIC_KEY_BYTES or len(signature) != SIGNATURE_BYTES or public_key in SMALL_ORDER_KEYS:
+        return False
+    try:
+        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, framed(domain, *parts))
+    except (InvalidSignature, ValueError):
+        return False
+    return True

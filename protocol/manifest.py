@@ -1,0 +1,214 @@
+"""The run manifest: what a run is, fixed for its whole life and signed by its creator.
+
+The run id is the SHA-256 of the manifest's bytes and the creator's key, so a manifest that is fetched from anybody
+proves itself. It is kept and passed on as the bytes that were signed, and never encoded again. Every field is
+validated, here and nowhere else: what the rest of farandole reads in a `Manifest` is in range.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Annotated, Literal
+
+import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from .errors import ManifestError
+from .identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, is_signed_by, public_bytes, sign
+
+MANIFEST_VERSION = 1
+# A manifest holds settings, not data: 64 fields at most a few hundred bytes each. Checked before anything is parsed.
+MAX_MANIFEST_BYTES = 16 * 1024
+RUN_ID_BYTES = 32
+_DOMAIN = b"farandole/manifest/1"
+
+Codec = Literal["fp32", "bf16", "int8"]
+Momentum = Literal["heavy_ball", "nesterov"]
+Admission = Literal["open", "invited"]
+
+_Count = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"^[\w .:+-]+$")]
+_Positive = Annotated[float, msgspec.Meta(gt=0)]
+_NonNegative = Annotated[float, msgspec.Meta(ge=0)]
+_UnitInterval = Annotated[float, msgspec.Meta(ge=0, lt=1)]
+
+
+class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A decoder-only transformer: RMSNorm, rotary embeddings, SwiGLU, tied embeddings."""
+
+    num_layers: Annotated[int, msgspec.Meta(ge=1, le=512)]
+    width: Annotated[int, msgspec.Meta(ge=8, le=65_536)]
+    num_heads: Annotated[int, msgspec.Meta(ge=1, le=1_024)]
+    hidden: Annotated[int, msgspec.Meta(ge=8, le=262_144)]
+    """Width of the SwiGLU layer."""
+    context: Annotated[int, msgspec.Meta(ge=8, le=1_048_576)]
+    """Tokens a sequence."""
+    vocabulary: Annotated[int, msgspec.Meta(ge=2, le=2_000_000)]
+    num_stages: Annotated[int, msgspec.Meta(ge=1, le=512)] = 1
+    """Contiguous groups of layers, each held by other nodes. Only 1 is served today."""
+
+
+class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where text comes from. A manifest never names a path: each volunteer says where his copy lies (``--data``)."""
+
+    source: Literal["stdlib", "text"] = "stdlib"
+    """``stdlib``: the sources of the node's own Python; ``text``: files or folders that the volunteer names."""
+    held_out: Annotated[float, msgspec.Meta(ge=0, le=0.5)] = 0.05
+    """Share of the documents that no node trains on, chosen by the hash of their names."""
+
+
+class TokenizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``bytes`` (256 tokens), or a Hugging Face ``tokenizers`` file, known by its hash; each node names its copy."""
+
+    kind: Literal["bytes", "tokenizers"] = "bytes"
+    sha256: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?$")] = ""
+
+
+class InnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """AdamW with linear warm-up and cosine decay. Defaults: NoLoCo, arXiv 2506.10911 (Adam, no decay, clip 1)."""
+
+    learning_rate: _Positive = 6e-4
+    min_learning_rate_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.1
+    warmup_steps: Annotated[int, msgspec.Meta(ge=0, le=2**40)] = 1_000
+    total_steps: _Count = 25_000
+    """Inner steps of one replica after which the learning rate stays at its least."""
+    beta1: _UnitInterval = 0.9
+    beta2: _UnitInterval = 0.95
+    epsilon: _Positive = 1e-8
+    weight_decay: _NonNegative = 0.0
+    clip: _NonNegative = 1.0
+    """Largest norm of a gradient; 0 clips nothing."""
+    batch_size: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = 16
+    """Sequences an inner step."""
+
+
+class OuterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The NoLoCo step: m <- alpha m + beta mean(theta - phi) + gamma (mean(phi) - phi_own); phi <- phi + m."""
+
+    alpha: _UnitInterval = 0.5
+    beta: _Positive = 0.7
+    gamma: _Positive = 0.7
+    momentum: Momentum = "heavy_ball"
+    codec: Codec = "fp32"
+
+
+class RoundConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How long a round is. With ``round_seconds`` a round is a box in time, and ``inner_steps`` its cap, if any."""
+
+    inner_steps: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 50
+    """Inner steps a round; 0: as many as fit into ``round_seconds``."""
+    round_seconds: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 0.0
+    """Length of a round's box; 0: no box, rounds end by their inner steps alone."""
+    exchange_seconds: Annotated[float, msgspec.Meta(ge=0.1, le=3_600)] = 30.0
+    """From the end of the inner steps, the longest that a node waits for a partner and its contribution."""
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One training run. Immutable: another setting is another run."""
+
+    name: _Name
+    model: ModelConfig
+    version: Literal[1] = MANIFEST_VERSION
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
+    created_at: Annotated[int, msgspec.Meta(ge=0, le=2**40)] = 0
+    """Unix seconds, for people; nothing depends on it."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    data: DataConfig = DataConfig()
+    inner: InnerConfig = InnerConfig()
+    outer: OuterConfig = OuterConfig()
+    rounds: RoundConfig = RoundConfig()
+    admission: Admission = "open"
+
+    def __post_init__(self) -> None:
+        for problem in _problems(self):
+            raise ManifestError(problem)
+
+
+def gamma_limit(alpha: float) -> float:
+    """The least gamma at which pairs diverge: 2 (1 - alpha^2).
+
+    Derived for groups of two, and borne out by simulation; the paper's own window (its equation 74) is wrong away
+    from alpha = 0.5 (alpha 0.9, gamma 1.2 lies inside it and diverges).
+    """
+    return 2.0 * (1.0 - alpha * alpha)
+
+
+def _problems(manifest: Manifest) -> list[str]:
+    """What the fields' own bounds cannot say: relations between them, and finiteness (NaN passes every bound)."""
+    problems = []
+    for section in (manifest.data, manifest.inner, manifest.outer, manifest.rounds):
+        for field in section.__struct_fields__:
+            value = getattr(section, field)
+            if isinstance(value, float) and not math.isfinite(value):
+                problems.append(f"{field} is {value}: it must be a finite number")
+    model, outer, rounds = manifest.model, manifest.outer, manifest.rounds
+    limit = gamma_limit(outer.alpha)
+    if not 0.0 < outer.gamma < limit:
+        problems.append(
+            f"outer.gamma is {outer.gamma:g}, but with alpha = {outer.alpha:g} pairs are stable only for "
+            f"0 < gamma < 2 (1 - alpha^2) = {limit:g}: the replicas would drift apart without bound"
+        )
+    if model.width % model.num_heads or model.width // model.num_heads % 2:
+        problems.append(
+            f"model.width ({model.width}) must be an even multiple of model.num_heads ({model.num_heads}): "
+            "rotary embeddings turn pairs"
+        )
+    if model.num_stages > model.num_layers:
+        problems.append(f"model.num_stages ({model.num_stages}) is more than model.num_layers ({model.num_layers})")
+    if manifest.tokenizer.kind == "bytes" and model.vocabulary < 256:
+        problems.append(f"model.vocabulary is {model.vocabulary}: the byte-level tokenizer has 256 tokens")
+    if (manifest.tokenizer.kind == "tokenizers") != bool(manifest.tokenizer.sha256):
+        problems.append("tokenizer.sha256 names the file of kind 'tokenizers', and is empty for kind 'bytes'")
+    if not rounds.inner_steps and not rounds.round_seconds:
+        problems.append("rounds.inner_steps and rounds.round_seconds are both 0: a round would never end")
+    return problems
+
+
+class SignedManifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A manifest as it travels: the signed bytes, the creator's key and signature."""
+
+    body: Annotated[bytes, msgspec.Meta(max_length=MAX_MANIFEST_BYTES)]
+    creator: Annotated[bytes, msgspec.Meta(min_length=PUBLIC_KEY_BYTES, max_length=PUBLIC_KEY_BYTES)]
+    signature: Annotated[bytes, msgspec.Meta(min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
+
+    @property
+    def run_id(self) -> bytes:
+        """32 bytes: SHA-256 of the manifest's bytes and the creator's key."""
+        return hashlib.sha256(self.body + self.creator).digest()
+
+    def encode(self) -> bytes:
+        """The bytes that are stored and sent."""
+        return msgspec.msgpack.encode(self)
+
+
+def sign_manifest(manifest: Manifest, creator: Ed25519PrivateKey) -> SignedManifest:
+    """Fix a manifest for good: its run id follows from the result."""
+    body = msgspec.msgpack.encode(manifest)
+    return SignedManifest(body, public_bytes(creator), sign(creator, _DOMAIN, body))
+
+
+def decode_manifest(raw: bytes, run_id: bytes | None = None) -> tuple[Manifest, SignedManifest]:
+    """Parse and verify what a peer or a file holds.
+
+    Raises `ManifestError` if it is too long, malformed, out of range, badly signed, or not of the run ``run_id``.
+    """
+    if len(raw) > 2 * MAX_MANIFEST_BYTES:
+        raise ManifestError(f"a manifest has at most {2 * MAX_MANIFEST_BYTES} bytes, this has {len(raw)}")
+    try:
+        signed = msgspec.msgpack.decode(raw, type=SignedManifest)
+        if run_id is not None and signed.run_id != run_id:
+            raise ManifestError(f"this manifest is of run {signed.run_id.hex()[:16]}, not of {run_id.hex()[:16]}")
+        if not is_signed_by(signed.creator, signed.signature, _DOMAIN, signed.body):
+            raise ManifestError("the manifest's signature is not its creator's")
+        return msgspec.msgpack.decode(signed.body, type=Manifest), signed
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ManifestError(f"not a manifest: {error}") from error
+
+
+def manifest_from_dict(settings: object) -> Manifest:
+    """A manifest from a parsed ``run.toml``; `ManifestError` names the field that is wrong."""
+    try:
+        return msgspec.convert(settings, type=Manifest, strict=True)
+    except msgspec.ValidationError as error:
+        raise ManifestError(str(error)) from error

@@ -1,0 +1,1 @@
+"""Many nodes on one machine: launch, faults, simulation, reports, benchmarks."""
