@@ -1,0 +1,46 @@
+# Two commands for a newcomer: `make demo` and `make test`. Both set up .venv first; nothing is installed outside it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.set-up
+
+.PHONY: help setup demo test lint types unit soak bench wheel clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(STAMP): pyproject.toml constraints.txt Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "farandole needs Python 3.11 or newer; this is $$($(PYTHON) --version). Say which: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+	  { echo "could not make a virtual environment; on Debian or Ubuntu: apt install python3-venv"; exit 2; }
+	@echo "Setting up $(VENV): a few hundred megabytes, once (torch is most of it)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+setup: $(STAMP) ## Make .venv with everything in it
+
+demo: $(STAMP) ## Eight nodes on this machine train a model together (at most 5 minutes)
+	$(BIN)/farandole testnet run demo --out out/demo
+
+test: $(STAMP) lint types unit ## Lint, type-check, test (at most 15 minutes on 2 cores)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+unit: $(STAMP)
+	$(BIN)/pytest -m "not soak"
+
+soak: $(STAMP) ## The long tests: 100 starts of a testnet, churn, many simulated runs
+	$(BIN)/pytest -m soak -s
+
+bench: $(STAMP) ## NoLoCo beside its baselines on the same tokens, three seeds
+	$(BIN)/farandole testnet compare --out out/bench
+
+clean: ## Remove .venv, out/ and caches
+	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,85 @@
+"""The node's key on disk: made once, readable by its owner alone, and locked while a daemon uses it.
+
+Two processes that sign with one key would fork themselves in the run state and be barred for it, so the lock is not a
+courtesy: it guards the identity.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.protocol.errors import FarandoleError
+
+KEY_BYTES = 32
+
+
+class IdentityError(FarandoleError):
+    """The key file cannot be used; the message says what to do."""
+
+
+class IdentityInUseError(IdentityError):
+    """Another process runs with this key."""
+
+
+def load_or_create_key(path: Path) -> Ed25519PrivateKey:
+    """The node's key; made on first use with mode 0600.
+
+    Raises `IdentityError` if the file is not a key, or can be read by others.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with contextlib.suppress(FileExistsError):
+        _create_key(path)
+    raw = path.read_bytes()
+    if len(raw) != KEY_BYTES:
+        raise IdentityError(
+            f"{path} is not a farandole key ({len(raw)} bytes instead of {KEY_BYTES}): restore or remove it"
+        )
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & 0o077:
+        raise IdentityError(f"{path} can be read by others (mode {mode:o}): chmod 600 {path}")
+    return Ed25519PrivateKey.from_private_bytes(raw)
+
+
+def _create_key(path: Path) -> None:
+    """Write a new key under another name and link it into place, so that a crash leaves a whole key or none."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.new")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(Ed25519PrivateKey.generate().private_bytes_raw())
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock file at ``path`` for as long as the context lasts; the kernel frees it when the process dies.
+
+    Raises `IdentityInUseError` if another process holds it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(descriptor, 32).decode("ascii", "replace").strip()
+            raise IdentityInUseError(
+                f"another farandole process{f' (pid {holder})' if holder else ''} runs in {path.parent}: "
+                "stop it with `farandole leave`, or give this one a folder of its own with --home"
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
+        yield
+    finally:
+        os.close(descriptor)
