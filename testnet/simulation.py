@@ -1,0 +1,216 @@
+"""A seeded discrete-event simulator: a virtual clock and a network that delays, loses, duplicates and partitions.
+
+Real state machines run under it by the thousand in one process, and nothing in it depends on the machine: two runs of
+one scenario with one seed make the same events in the same order, and `Simulation.trace` is equal on both (it is a
+running hash of every delivery). What goes over `Network` is bytes, so every message is really encoded and decoded.
+
+    simulation = Simulation(seed=7)
+    network = Network(simulation, latency=(0.02, 0.2), loss=0.05)
+    network.attach(alice, lambda sender, payload: ...)
+    network.attach(bob, lambda sender, payload: network.send(bob, sender, b"pong"))
+    simulation.call_at(1.0, lambda: network.send(alice, bob, b"ping"))
+    simulation.run_until(60.0)
+
+`Network.kill` is a crash (what is on its way to or from the node is lost), `attach` a start or restart, `partition`
+cuts the network into groups until `heal`. `Clock` is a node's own idea of the time, wrong by an offset and a drift.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+Receive = Callable[[bytes, bytes], None]
+"""Called with (sender, payload)."""
+Latency = tuple[float, float] | Callable[[bytes, bytes], float]
+"""Seconds from a sender to a receiver: a range to draw from, or a function of the two."""
+
+UNIX_EPOCH = 1_750_000_000.0
+"""What true clocks show at virtual second 0; any fixed moment would do."""
+
+
+@dataclass(order=True, slots=True)
+class Timer:
+    """One call that is to happen; ordered by time, then by the order in which it was asked for."""
+
+    at: float
+    sequence: int
+    call: Callable[[], None] | None = field(compare=False)
+
+    def cancel(self) -> None:
+        """The call will not happen; harmless if it has."""
+        self.call = None
+
+
+class Simulation:
+    """The virtual clock, the queue of calls, and the one source of chance."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.now = 0.0
+        self.rng = random.Random(seed)
+        self._queue: list[Timer] = []
+        self._sequence = 0
+        self._trace = hashlib.sha256()
+
+    def call_at(self, at: float, call: Callable[[], None]) -> Timer:
+        """Call at virtual second ``at``, or at once (after what is due already) if that is past."""
+        timer = Timer(max(at, self.now), self._sequence, call)
+        self._sequence += 1
+        heapq.heappush(self._queue, timer)
+        return timer
+
+    def call_after(self, delay: float, call: Callable[[], None]) -> Timer:
+        """Call ``delay`` virtual seconds from now."""
+        return self.call_at(self.now + delay, call)
+
+    def call_every(self, period: float, call: Callable[[], bool], jitter: float = 0.0) -> None:
+        """Call about every ``period`` seconds, first at a random point of one, until it returns False."""
+
+        def repeat() -> None:
+            if call():
+                self.call_after(period * (1.0 + jitter * (2.0 * self.rng.random() - 1.0)), repeat)
+
+        self.call_after(period * self.rng.random(), repeat)
+
+    def record(self, *parts: bytes) -> None:
+        """Take something that happened into the trace, with its time."""
+        self._trace.update(repr(self.now).encode())
+        for part in parts:
+            self._trace.update(len(part).to_bytes(4, "big") + part)
+
+    @property
+    def trace(self) -> str:
+        """Hex of the hash of everything that was recorded; equal for equal runs."""
+        return self._trace.hexdigest()
+
+    def run_until(self, end: float, done: Callable[[], bool] | None = None) -> bool:
+        """Let everything happen up to virtual second ``end``, or until ``done()`` (asked after each call).
+
+        Returns whether ``done()`` was reached; without ``done``, False.
+        """
+        while self._queue and self._queue[0].at <= end:
+            timer = heapq.heappop(self._queue)
+            if timer.call is None:
+                continue
+            self.now = timer.at
+            timer.call()
+            if done is not None and done():
+                return True
+        self.now = max(self.now, end)
+        return False
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What one node has sent, lost messages included."""
+
+    messages: int = 0
+    num_bytes: int = 0
+
+
+class Network:
+    """Datagrams between nodes that are named by bytes (in farandole, public keys)."""
+
+    def __init__(
+        self,
+        simulation: Simulation,
+        latency: Latency = (0.02, 0.2),
+        loss: float = 0.0,
+        duplicates: float = 0.0,
+        ordered: bool = False,
+    ) -> None:
+        """``loss`` and ``duplicates`` are shares of the messages.
+
+        ``ordered``: what one node sends another arrives in order, as over one stream; else each takes its own time.
+        """
+        self.simulation = simulation
+        self.latency = latency
+        self.loss = loss
+        self.duplicates = duplicates
+        self.ordered = ordered
+        self.traffic: dict[bytes, Traffic] = {}
+        self._rng = random.Random(f"network {simulation.seed}")
+        self._receivers: dict[bytes, Receive] = {}
+        self._lives: dict[bytes, int] = {}
+        self._group_of: dict[bytes, int] = {}
+        self._arrives_at: dict[tuple[bytes, bytes], float] = {}
+
+    def attach(self, node: bytes, receive: Receive) -> None:
+        """The node lives from now on, and gets its messages through ``receive``."""
+        self._receivers[node] = receive
+        self._lives[node] = self._lives.get(node, 0) + 1
+        self.traffic.setdefault(node, Traffic())
+
+    def kill(self, node: bytes) -> None:
+        """The node is gone at once; what is on its way to it or from it never arrives. Its timers are its owner's."""
+        self._receivers.pop(node, None)
+
+    def is_alive(self, node: bytes) -> bool:
+        """Whether the node is attached."""
+        return node in self._receivers
+
+    def partition(self, groups: Iterable[Iterable[bytes]]) -> None:
+        """Only nodes of one group hear each other; nodes in no group make a group of their own together."""
+        self._group_of = {node: index for index, group in enumerate(groups) for node in group}
+
+    def heal(self) -> None:
+        """Everybody hears everybody again."""
+        self._group_of = {}
+
+    def can_hear(self, source: bytes, destination: bytes) -> bool:
+        """Whether both live, on one side of every partition."""
+        return (
+            source in self._receivers
+            and destination in self._receivers
+            and self._group_of.get(source) == self._group_of.get(destination)
+        )
+
+    def send(self, source: bytes, destination: bytes, payload: bytes) -> None:
+        """Send; nobody tells the sender whether it arrives."""
+        traffic = self.traffic.setdefault(source, Traffic())
+        traffic.messages += 1
+        traffic.num_bytes += len(payload)
+        if not self.can_hear(source, destination) or self._rng.random() < self.loss:
+            return
+        copies = 2 if self._rng.random() < self.duplicates else 1
+        lives = (self._lives[source], self._lives[destination])
+        for _ in range(copies):
+            at = self.simulation.now + self._latency(source, destination)
+            if self.ordered:
+                at = max(at, self._arrives_at.get((source, destination), 0.0))
+                self._arrives_at[source, destination] = at
+            self.simulation.call_at(at, lambda: self._deliver(source, destination, payload, lives))
+
+    def _latency(self, source: bytes, destination: bytes) -> float:
+        if callable(self.latency):
+            return self.latency(source, destination)
+        return self._rng.uniform(*self.latency)
+
+    def _deliver(self, source: bytes, destination: bytes, payload: bytes, lives: tuple[int, int]) -> None:
+        """Hand over what arrives, if both are still in the life in which it was sent."""
+        if not self.can_hear(source, destination) or lives != (self._lives[source], self._lives[destination]):
+            return
+        self.simulation.record(source, destination, hashlib.sha256(payload).digest())
+        self._receivers[destination](source, payload)
+
+
+class Clock:
+    """A node's own clocks: ``unix()`` may be wrong by any offset, ``monotonic()`` only runs fast or slow."""
+
+    def __init__(self, simulation: Simulation, offset: float = 0.0, drift: float = 0.0) -> None:
+        """``offset`` in seconds; ``drift`` as a share (0.01: 1 % fast)."""
+        self._simulation = simulation
+        self.offset = offset
+        self.drift = drift
+
+    def monotonic(self) -> float:
+        """Seconds since the simulation began, as this node counts them."""
+        return self._simulation.now * (1.0 + self.drift)
+
+    def unix(self) -> float:
+        """What this node takes for Unix time."""
+        return UNIX_EPOCH + self.monotonic() + self.offset
