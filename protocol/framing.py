@@ -56,3 +56,9 @@ class FrameParser:
     def buffered(self) -> int:
         """Bytes received that belong to no frame returned so far."""
         return len(self._buffer)
+
+    def take_rest(self) -> bytes:
+        """What was received behind the frames returned so far, for a protocol that goes on with bare bytes."""
+        rest = bytes(self._buffer)
+        self._buffer.clear()
+        return rest

@@ -1,0 +1,151 @@
+"""The mesh process's handle on its trainer process: start it, talk to it, end it, and never outlive it by a zombie."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import trio
+
+from farandole.protocol.errors import FarandoleError
+
+from .shared_memory import map_shared_memory, open_shared_memory
+from .trainer_messages import (
+    LENGTH,
+    MAX_MESSAGE_BYTES,
+    Command,
+    Failed,
+    Prepare,
+    Prepared,
+    Report,
+    Stop,
+    decode_report,
+    encode,
+)
+
+# Importing torch and CUDA, reading 2 GiB of text and loading a checkpoint of gigabytes from a slow disk.
+PREPARE_TIMEOUT = 600.0
+# A trainer sees Stop between two inner steps; one that does not within this time is killed (nothing is lost: it saves
+# by rename).
+STOP_TIMEOUT = 5.0
+
+
+class TrainerError(FarandoleError):
+    """The trainer died or cannot go on. ``is_setup``: it would fail in the same way again."""
+
+    def __init__(self, message: str, *, is_setup: bool = False) -> None:
+        super().__init__(message)
+        self.is_setup = is_setup
+
+
+class Trainer:
+    """One trainer process that has reported `Prepared`."""
+
+    def __init__(self, process: trio.Process, stream: trio.SocketStream, outgoing: int, incoming: int) -> None:
+        self.pid = process.pid
+        self.outgoing: mmap.mmap
+        """The contribution that this node sends."""
+        self.incoming: mmap.mmap
+        """The partner's contribution."""
+        self.prepared: Prepared
+        self._process = process
+        self._stream = stream
+        self._descriptors = (outgoing, incoming)
+        self._send_lock = trio.Lock()
+        self._buffer = bytearray()
+
+    async def prepare(self, command: Prepare) -> None:
+        """Raises `TrainerError` with the trainer's own words if it cannot be made ready."""
+        outgoing, incoming = self._descriptors
+        with trio.move_on_after(PREPARE_TIMEOUT):
+            await self.send(msgspec.structs.replace(command, outgoing=outgoing, incoming=incoming))
+            report = await self.receive()
+            if not isinstance(report, Prepared):
+                raise TrainerError(f"the trainer said {type(report).__name__} before it was ready")
+            self.prepared = report
+            self.outgoing = map_shared_memory(outgoing, report.contribution_bytes)
+            self.incoming = map_shared_memory(incoming, report.contribution_bytes)
+            return
+        raise TrainerError(f"the trainer was not ready after {PREPARE_TIMEOUT:.0f} s")
+
+    async def send(self, command: Command) -> None:
+        """Raises `TrainerError` when the process is gone."""
+        async with self._send_lock:
+            try:
+                await self._stream.send_all(encode(command))
+            except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+                raise TrainerError(await self._epitaph()) from error
+
+    async def receive(self) -> Report:
+        """The next report; raises `TrainerError` when the process is gone or says that it failed."""
+        (length,) = LENGTH.unpack(await self._receive_exactly(LENGTH.size))
+        if length > MAX_MESSAGE_BYTES:
+            raise TrainerError("the trainer sent a message that is too long")
+        report = decode_report(await self._receive_exactly(length))
+        if isinstance(report, Failed):
+            raise TrainerError(report.message, is_setup=report.is_setup)
+        return report
+
+    async def _receive_exactly(self, size: int) -> bytes:
+        while len(self._buffer) < size:
+            try:
+                part = await self._stream.receive_some()
+            except trio.BrokenResourceError:
+                part = b""
+            if not part:
+                raise TrainerError(await self._epitaph())
+            self._buffer += part
+        taken = bytes(self._buffer[:size])
+        del self._buffer[:size]
+        return taken
+
+    async def _epitaph(self) -> str:
+        """How the process ended, in words."""
+        with trio.move_on_after(STOP_TIMEOUT):
+            code = await self._process.wait()
+            return f"the trainer process was killed by signal {-code}" if code < 0 else f"the trainer exited with {code}"
+        return "the trainer process closed its socket"
+
+    async def stop(self) -> None:
+        """Ask it to stop, and kill it when it does not."""
+        with trio.move_on_after(STOP_TIMEOUT, shield=True):
+            with contextlib.suppress(TrainerError):
+                await self.send(Stop())
+            await self._stream.aclose()
+            await self._process.wait()
+        if self._process.returncode is None:
+            self._process.kill()
+            with trio.CancelScope(shield=True):
+                await self._process.wait()
+
+
+@contextlib.asynccontextmanager
+async def open_trainer(command: Prepare, log: Path | None) -> AsyncIterator[Trainer]:
+    """Start a trainer process, make it ready, and end it on the way out.
+
+    ``log`` is where its output goes (the terminal if None). Raises `TrainerError`.
+    """
+    ours, theirs = socket.socketpair()
+    with open_shared_memory("outgoing") as outgoing, open_shared_memory("incoming") as incoming:
+        with theirs, open(log or os.devnull, "ab") as log_file:  # noqa: ASYNC230 - opening a local log does not block
+            process = await trio.lowlevel.open_process(
+                [sys.executable, "-m", "farandole.node.trainer_process", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=log_file if log else None,
+                stderr=log_file if log else None,
+                pass_fds=(theirs.fileno(), outgoing, incoming),
+                env={**os.environ, "OMP_NUM_THREADS": str(command.threads)},
+            )
+        trainer = Trainer(process, trio.SocketStream(trio.socket.from_stdlib_socket(ours)), outgoing, incoming)
+        try:
+            await trainer.prepare(command)
+            yield trainer
+        finally:
+            await trainer.stop()

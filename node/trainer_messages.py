@@ -1,0 +1,170 @@
+"""What the mesh process and the trainer process say to each other: msgspec structs over a socket pair.
+
+Commands go to the trainer, reports come back. Tensors do not travel here: contributions lie in two shared memory
+files (`farandole.node.shared_memory`), one for what this node sends and one for what it received.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final
+
+import msgspec
+
+# Both ends are ours; the bound catches a torn stream, not an enemy. The largest message is Prepare, with the manifest.
+MAX_MESSAGE_BYTES: Final = 1 << 20
+LENGTH: Final = struct.Struct(">I")
+
+
+class Prepare(msgspec.Struct, frozen=True, tag=True):
+    """Load torch, data and model, then continue from the checkpoint, if there is one."""
+
+    run_id: bytes
+    author: bytes
+    manifest: bytes
+    data: list[str]
+    tokenizer: str | None
+    device: str
+    threads: int
+    slow: float
+    """Each inner step is followed by a pause of (slow - 1) times its own length."""
+    checkpoint: str
+    """Where this node saves, and where it goes on from if the file is there."""
+    outgoing: int
+    """File descriptors of the shared memory, inherited."""
+    incoming: int
+
+
+class Train(msgspec.Struct, frozen=True, tag=True):
+    """Take inner steps until ``max_steps`` are done (0: no cap) or `FinishRound` comes."""
+
+    round: int
+    max_steps: int
+
+
+class FinishRound(msgspec.Struct, frozen=True, tag=True):
+    """The round's box in time is over: stop after the present inner step."""
+
+    round: int
+
+
+class Screen(msgspec.Struct, frozen=True, tag=True):
+    """Judge the contribution of ``size`` bytes that lies in the incoming memory."""
+
+    size: int
+
+
+class TakeOuterStep(msgspec.Struct, frozen=True, tag=True):
+    """Take the outer step: with the contribution in the incoming memory, or alone (``partner_size`` 0)."""
+
+    round: int
+    partner_size: int = 0
+    partner_tokens: int = 0
+
+
+class Save(msgspec.Struct, frozen=True, tag=True):
+    """Write the checkpoint."""
+
+
+class Validate(msgspec.Struct, frozen=True, tag=True):
+    """Measure the loss of the slow weights on held-out text."""
+
+    num_batches: int
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """End the process."""
+
+
+Command = Prepare | Train | FinishRound | Screen | TakeOuterStep | Save | Validate | Stop
+
+
+class Prepared(msgspec.Struct, frozen=True, tag=True):
+    """Ready to train."""
+
+    device: str
+    num_parameters: int
+    contribution_bytes: int
+    layout: bytes
+    """SHA-256 over names, shapes and codec: partners' must be equal."""
+    round: int
+    inner_steps: int
+    tokens: int
+    resumed: bool
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """Sent between inner steps, at most twice a second."""
+
+    round: int
+    inner_steps: int
+    inner_steps_this_round: int
+    tokens: int
+    loss: float
+    tokens_per_second: float
+
+
+class Contributed(msgspec.Struct, frozen=True, tag=True):
+    """The inner steps of a round are done and the contribution lies in the outgoing memory."""
+
+    round: int
+    size: int
+    sha256: bytes
+    tokens_this_round: int
+    inner_steps_this_round: int
+    inner_steps: int
+    tokens: int
+    loss: float
+    seconds: float
+    """Spent in inner steps."""
+
+
+class Screened(msgspec.Struct, frozen=True, tag=True):
+    """The verdict on a contribution: empty, or why it is refused."""
+
+    reason: str
+
+
+class OuterStepTaken(msgspec.Struct, frozen=True, tag=True):
+    """Fast weights are the new slow weights."""
+
+    round: int
+
+
+class Saved(msgspec.Struct, frozen=True, tag=True):
+    """The checkpoint is on disk, or why it is not (``problem``)."""
+
+    round: int
+    inner_steps: int
+    tokens: int
+    sha256: bytes
+    size: int
+    problem: str
+
+
+class Validated(msgspec.Struct, frozen=True, tag=True):
+    """Loss of the slow weights on held-out text."""
+
+    round: int
+    loss: float
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The trainer cannot go on; it ends after this."""
+
+    message: str
+    is_setup: bool
+    """While preparing: trying again would fail again (no data, no such device)."""
+
+
+Report = Prepared | Progress | Contributed | Screened | OuterStepTaken | Saved | Validated | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+decode_command = msgspec.msgpack.Decoder(Command).decode
+decode_report = msgspec.msgpack.Decoder(Report).decode
+
+
+def encode(message: Command | Report) -> bytes:
+    """A message with its length in front."""
+    body = _encoder.encode(message)
+    return LENGTH.pack(len(body)) + body

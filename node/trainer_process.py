@@ -1,0 +1,238 @@
+"""The trainer: a process of its own, which owns torch and the replica and knows nothing of the network.
+
+It obeys the commands of `farandole.node.trainer_messages`, one at a time. While it takes inner steps it looks at the
+socket between two of them, so that the end of a round's box is seen within one step. When the mesh process goes away,
+however it ends, the socket's end of file ends this one.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from farandole.protocol.errors import FarandoleError
+
+from .shared_memory import map_shared_memory
+from .trainer_messages import (
+    LENGTH,
+    MAX_MESSAGE_BYTES,
+    Command,
+    Contributed,
+    Failed,
+    FinishRound,
+    OuterStepTaken,
+    Prepare,
+    Prepared,
+    Progress,
+    Report,
+    Save,
+    Saved,
+    Screen,
+    Screened,
+    Stop,
+    TakeOuterStep,
+    Train,
+    Validate,
+    Validated,
+    decode_command,
+    encode,
+)
+
+if TYPE_CHECKING:
+    from farandole.training.replica import Replica
+
+PROGRESS_INTERVAL = 0.5
+# Below everybody's interactive programs, and below the mesh process, whose answers others wait for.
+NICENESS = 5
+
+
+class Channel:
+    """The trainer's end of the socket pair: blocking, with a look ahead between inner steps."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._pending: deque[Command] = deque()
+
+    def send(self, report: Report) -> None:
+        """Raises `BrokenPipeError` when the mesh process is gone."""
+        self._connection.sendall(encode(report))
+
+    def receive(self) -> Command:
+        """The next command; `EOFError` when the mesh process is gone."""
+        return self._pending.popleft() if self._pending else self._read()
+
+    def is_round_over(self, round_index: int, wait_seconds: float) -> bool:
+        """Whether `FinishRound` of this round or `Stop` has come within ``wait_seconds``; others wait their turn."""
+        until = time.monotonic() + wait_seconds
+        while True:
+            remaining = max(0.0, until - time.monotonic())
+            if not select.select([self._connection], [], [], remaining)[0]:
+                return False
+            command = self._read()
+            if isinstance(command, FinishRound):
+                if command.round == round_index:
+                    return True
+            else:
+                self._pending.append(command)
+                if isinstance(command, Stop):
+                    return True
+
+    def _read(self) -> Command:
+        (length,) = LENGTH.unpack(self._read_exactly(LENGTH.size))
+        if length > MAX_MESSAGE_BYTES:
+            raise EOFError("the mesh process sent a message that is too long")
+        return decode_command(self._read_exactly(length))
+
+    def _read_exactly(self, size: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < size:
+            part = self._connection.recv(size - len(parts))
+            if not part:
+                raise EOFError("the mesh process is gone")
+            parts += part
+        return bytes(parts)
+
+
+class TrainerProcess:
+    """Carries out commands on one replica."""
+
+    def __init__(self, channel: Channel, prepare: Prepare) -> None:
+        from .replica_factory import build_replica
+
+        self._channel = channel
+        self._slow = prepare.slow
+        self._checkpoint = Path(prepare.checkpoint)
+        self._replica: Replica
+        self._replica, resumed, device = build_replica(prepare)
+        size = self._replica.contribution_size
+        self._outgoing: mmap.mmap = map_shared_memory(prepare.outgoing, size)
+        self._incoming: mmap.mmap = map_shared_memory(prepare.incoming, size)
+        replica = self._replica
+        channel.send(
+            Prepared(
+                device=device,
+                num_parameters=replica.num_parameters,
+                contribution_bytes=size,
+                layout=replica.layout_hash,
+                round=replica.round,
+                inner_steps=replica.steps,
+                tokens=replica.tokens,
+                resumed=resumed,
+            )
+        )
+
+    def handle(self, command: Command) -> None:
+        """Do what one command says and report it."""
+        match command:
+            case Train():
+                self._train(command)
+            case Screen(size):
+                self._channel.send(Screened(self._replica.screen(memoryview(self._incoming)[:size]) or ""))
+            case TakeOuterStep():
+                self._take_outer_step(command)
+            case Save():
+                self._channel.send(self._save())
+            case Validate(num_batches):
+                loss = self._replica.validation_loss(num_batches)
+                self._channel.send(Validated(self._replica.round, loss))
+            case FinishRound():
+                pass  # it crossed our contribution: the round was over by its steps already
+            case Prepare() | Stop():
+                raise EOFError("asked to stop")
+
+    def _train(self, command: Train) -> None:
+        replica = self._replica
+        replica.round = command.round
+        started_at = reported_at = time.monotonic()
+        steps = 0
+        is_over = False
+        while not is_over and (command.max_steps == 0 or steps < command.max_steps):
+            step_started_at = time.monotonic()
+            replica.inner_step()
+            steps += 1
+            now = time.monotonic()
+            if now - reported_at >= PROGRESS_INTERVAL:
+                reported_at = now
+                self._channel.send(
+                    Progress(
+                        round=command.round,
+                        inner_steps=replica.steps,
+                        inner_steps_this_round=steps,
+                        tokens=replica.tokens,
+                        loss=replica.loss_this_round(),
+                        tokens_per_second=replica.tokens_this_round / (now - started_at),
+                    )
+                )
+            is_over = self._channel.is_round_over(command.round, (self._slow - 1.0) * (now - step_started_at))
+        tokens, loss = replica.tokens_this_round, replica.loss_this_round()
+        size, sha256 = replica.contribution(memoryview(self._outgoing))
+        self._channel.send(
+            Contributed(
+                round=command.round,
+                size=size,
+                sha256=sha256,
+                tokens_this_round=tokens,
+                inner_steps_this_round=steps,
+                inner_steps=replica.steps,
+                tokens=replica.tokens,
+                loss=loss,
+                seconds=time.monotonic() - started_at,
+            )
+        )
+
+    def _take_outer_step(self, command: TakeOuterStep) -> None:
+        partner = memoryview(self._incoming)[: command.partner_size] if command.partner_size else None
+        self._replica.outer_step(partner, command.partner_tokens)
+        self._channel.send(OuterStepTaken(command.round))
+
+    def _save(self) -> Saved:
+        """A full disk or a failed fsync costs a warning, never the training."""
+        replica = self._replica
+        sha256, size, problem = b"", 0, ""
+        try:
+            sha256, size = replica.save(self._checkpoint)
+        except OSError as error:
+            problem = f"checkpoint not written: {error}; the last good one is kept"
+        return Saved(replica.round, replica.steps, replica.tokens, sha256, size, problem)
+
+
+def main() -> None:
+    """Entry point: ``python -m farandole.node.trainer_process DESCRIPTOR``."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the daemon, which stops us in its own time
+    os.nice(NICENESS)
+    with socket.socket(fileno=int(sys.argv[1])) as connection:
+        channel = Channel(connection)
+        try:
+            _serve(channel)
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            return
+
+
+def _serve(channel: Channel) -> None:
+    prepare = channel.receive()
+    if not isinstance(prepare, Prepare):
+        raise EOFError("the first command must be Prepare")
+    try:
+        trainer = TrainerProcess(channel, prepare)
+    except (FarandoleError, ValueError, OSError, ImportError) as error:
+        channel.send(Failed(f"{error}", is_setup=True))
+        return
+    while True:
+        command = channel.receive()
+        try:
+            trainer.handle(command)
+        except (RuntimeError, ValueError, OSError) as error:  # torch raises RuntimeError for CUDA faults and memory
+            channel.send(Failed(f"{type(error).__name__}: {error}", is_setup=False))
+            raise
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""Serving and fetching what a newcomer needs: the manifest, and the newest checkpoint on a member's disk."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import trio
+
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.framing import FrameParser, frame
+from farandole.protocol.manifest import MAX_MANIFEST_BYTES, RUN_ID_BYTES
+from farandole.protocol.transfers import (
+    CHECKPOINT_PROTOCOL,
+    MANIFEST_PROTOCOL,
+    MAX_HEADER_BYTES,
+    CheckpointHeader,
+    decode_header,
+    encode_header,
+)
+
+from .errors import PeerUnreachableError
+from .host import Host, Stream
+
+# A question and its small answer.
+ANSWER_TIMEOUT = 10.0
+# One chunk over the slowest line that we serve: 64 KiB at 50 kbit/s.
+CHUNK_TIMEOUT = 10.0
+CHUNK_BYTES = 65_507
+# Newcomers served at once; the next one is told to ask another member (an upload cap comes with the bulk channel).
+MAX_DOWNLOADS_SERVED = 4
+
+
+class ByteStream(Protocol):
+    """The part of a stream that transfers use."""
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None: ...
+    async def receive_some(self, max_bytes: int | None = None) -> bytes: ...
+    async def aclose(self) -> None: ...
+
+
+class TransferError(PeerUnreachableError):
+    """A peer did not give what it was asked for; another may."""
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint file that this node can serve."""
+
+    path: Path
+    header: CheckpointHeader
+
+
+async def _read_frame(stream: ByteStream, max_bytes: int) -> tuple[bytes, bytes]:
+    """One frame and what came behind it."""
+    parser = FrameParser(max_bytes)
+    while True:
+        if (payload := parser.next_frame()) is not None:
+            return payload, parser.take_rest()
+        data = await stream.receive_some(CHUNK_BYTES)
+        if not data:
+            raise RemoteProtocolError("the stream ended inside a frame")
+        parser.receive_data(data)
+
+
+class TransferService:
+    """Answers newcomers. ``checkpoint`` gives the newest file, or None while there is none."""
+
+    def __init__(self, run_id: bytes, manifest: bytes, checkpoint: Callable[[], SavedCheckpoint | None]) -> None:
+        self._run_id = run_id
+        self._manifest = manifest
+        self._checkpoint = checkpoint
+        self._downloads = trio.Semaphore(MAX_DOWNLOADS_SERVED)
+
+    def register(self, host: Host) -> None:
+        """Serve both protocols on the host."""
+        host.set_handler(MANIFEST_PROTOCOL, self.serve_manifest)
+        host.set_handler(CHECKPOINT_PROTOCOL, self.serve_checkpoint)
+
+    async def serve_manifest(self, stream: Stream) -> None:
+        """Answer one question."""
+        with trio.fail_after(ANSWER_TIMEOUT):
+            question, _ = await _read_frame(stream, RUN_ID_BYTES)
+            await stream.send_all(frame(self._manifest if question == self._run_id else b"", 2 * MAX_MANIFEST_BYTES))
+
+    async def serve_checkpoint(self, stream: Stream) -> None:
+        """Send the newest checkpoint; a file that is replaced meanwhile stays readable to its end."""
+        with trio.fail_after(ANSWER_TIMEOUT):
+            question, _ = await _read_frame(stream, RUN_ID_BYTES)
+        saved = self._checkpoint() if question == self._run_id else None
+        try:
+            self._downloads.acquire_nowait()
+        except trio.WouldBlock:
+            saved = None
+            is_served = False
+        else:
+            is_served = True
+        try:
+            if saved is None:
+                with trio.fail_after(ANSWER_TIMEOUT):
+                    await stream.send_all(frame(b"", MAX_HEADER_BYTES))
+                return
+            async with await trio.open_file(saved.path, "rb") as file:
+                with trio.fail_after(ANSWER_TIMEOUT):
+                    await stream.send_all(frame(encode_header(saved.header), MAX_HEADER_BYTES))
+                while chunk := await file.read(CHUNK_BYTES):
+                    with trio.fail_after(CHUNK_TIMEOUT):
+                        await stream.send_all(chunk)
+        finally:
+            if is_served:
+                self._downloads.release()
+
+
+async def fetch_manifest(host: Host, peer: bytes, run_id: bytes) -> bytes:
+    """The manifest's bytes as a peer gives them; the caller verifies them against the run id.
+
+    Raises `TransferError` or `PeerUnreachableError`.
+    """
+    try:
+        with trio.fail_after(ANSWER_TIMEOUT):
+            stream = await host.open_stream(peer, MANIFEST_PROTOCOL)
+            try:
+                await stream.send_all(frame(run_id, RUN_ID_BYTES))
+                raw, _ = await _read_frame(stream, 2 * MAX_MANIFEST_BYTES)
+            finally:
+                await stream.aclose()
+    except (trio.TooSlowError, trio.BrokenResourceError, trio.ClosedResourceError, RemoteProtocolError) as error:
+        raise TransferError(f"no manifest from this peer: {error or 'too slow'}") from error
+    if not raw:
+        raise TransferError("this peer is not in the run")
+    return raw
+
+
+async def fetch_checkpoint(
+    host: Host,
+    peer: bytes,
+    run_id: bytes,
+    path: Path,
+    max_size: int,
+    on_progress: Callable[[int, int], None],
+) -> CheckpointHeader:
+    """Download a peer's newest checkpoint to ``path``, verified by its hash; nothing is left there on failure.
+
+    ``on_progress`` is told the bytes received and their total. Raises `TransferError` or `PeerUnreachableError`.
+    """
+    partial = path.with_name(path.name + ".part")
+    try:
+        with trio.fail_after(ANSWER_TIMEOUT):
+            stream = await host.open_stream(peer, CHECKPOINT_PROTOCOL)
+        try:
+            with trio.fail_after(ANSWER_TIMEOUT):
+                await stream.send_all(frame(run_id, RUN_ID_BYTES))
+                raw, rest = await _read_frame(stream, MAX_HEADER_BYTES)
+            if not raw:
+                raise TransferError("this peer has no checkpoint to give now")
+            header = decode_header(raw, max_size)
+            with partial.open("wb") as file:  # noqa: ASYNC230 - opening a local file does not block
+                await _receive_file(stream, file, header, rest, on_progress)
+            partial.replace(path)
+        finally:
+            await stream.aclose()
+    except (trio.TooSlowError, trio.BrokenResourceError, trio.ClosedResourceError, RemoteProtocolError) as error:
+        raise TransferError(f"the download broke off: {error or 'too slow'}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return header
+
+
+async def _receive_file(
+    stream: ByteStream,
+    file: BinaryIO,
+    header: CheckpointHeader,
+    data: bytes,
+    on_progress: Callable[[int, int], None],
+) -> None:
+    digest = hashlib.sha256()
+    received = 0
+    while True:
+        received += len(data)
+        if received > header.size:
+            raise RemoteProtocolError("the checkpoint is longer than announced")
+        digest.update(data)
+        await trio.to_thread.run_sync(file.write, data)
+        on_progress(received, header.size)
+        if received == header.size:
+            break
+        with trio.fail_after(CHUNK_TIMEOUT):
+            data = await stream.receive_some(CHUNK_BYTES)
+        if not data:
+            raise RemoteProtocolError("the checkpoint is shorter than announced")
+    if digest.digest() != header.sha256:
+        raise RemoteProtocolError("the checkpoint's hash is not the announced one")
+    await trio.to_thread.run_sync(_sync, file)
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())

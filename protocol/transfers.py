@@ -1,0 +1,53 @@
+"""What a newcomer asks a member for: the run's manifest, and a checkpoint to start from.
+
+Both are one question on a stream of its own. The question is the run id (32 bytes); an empty frame answers "not here".
+The manifest comes as one frame; a checkpoint as one frame with its header and then its bytes, which prove themselves
+by the header's SHA-256.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from .errors import RemoteProtocolError
+
+MANIFEST_PROTOCOL = "/farandole/manifest/1"
+CHECKPOINT_PROTOCOL = "/farandole/checkpoint/1"
+# Six 64-bit numbers and a hash, with msgpack's own bytes.
+MAX_HEADER_BYTES = 256
+# Slow weights, outer momentum and AdamW's two moments in fp32, and room for the file's own header of names.
+CHECKPOINT_BYTES_A_PARAMETER = 16
+CHECKPOINT_OVERHEAD_BYTES = 1 << 20
+
+
+class CheckpointHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Which checkpoint follows on the stream."""
+
+    round: Annotated[int, msgspec.Meta(ge=0, le=2**40)]
+    inner_steps: Annotated[int, msgspec.Meta(ge=0, le=2**40)]
+    tokens: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+    size: Annotated[int, msgspec.Meta(ge=1, le=2**50)]
+    sha256: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
+def encode_header(header: CheckpointHeader) -> bytes:
+    """The header's bytes, at most `MAX_HEADER_BYTES`."""
+    return msgspec.msgpack.encode(header)
+
+
+def decode_header(raw: bytes, max_size: int) -> CheckpointHeader:
+    """Raises `RemoteProtocolError` if it is malformed or announces more than ``max_size`` bytes."""
+    try:
+        header = msgspec.msgpack.decode(raw, type=CheckpointHeader)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a checkpoint header: {error}") from error
+    if header.size > max_size:
+        raise RemoteProtocolError(f"a checkpoint of {header.size} bytes; this model's has at most {max_size}")
+    return header
+
+
+def max_checkpoint_bytes(num_parameters: int) -> int:
+    """The most that an honest checkpoint of a model of this size takes."""
+    return num_parameters * CHECKPOINT_BYTES_A_PARAMETER + CHECKPOINT_OVERHEAD_BYTES
