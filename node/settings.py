@@ -1,0 +1,85 @@
+"""What a volunteer decides about a node: where it lives, whom it dials, what it trains with, how it speaks.
+
+What all nodes of a run must agree on is in the manifest (`farandole.protocol.manifest`), never here.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HOME_VARIABLE = "FARANDOLE_HOME"
+# Any free port on every IPv4 interface.
+DEFAULT_LISTEN = "/ip4/0.0.0.0/tcp/0"
+
+
+def default_home() -> Path:
+    """``$FARANDOLE_HOME``, or ``~/.farandole``."""
+    return Path(os.environ.get(HOME_VARIABLE) or Path.home() / ".farandole")
+
+
+@dataclass(frozen=True)
+class NodeSettings:
+    """One daemon's settings. Durations are seconds."""
+
+    home: Path = field(default_factory=default_home)
+    """The node's folder: everything that it keeps lies below it."""
+    invite: str | None = None
+    """The text of an invite (`farandole.protocol.invite`)."""
+    manifest: Path | None = None
+    """A manifest file, for the first node of a run. Both given: they must be of one run."""
+    listen: list[str] = field(default_factory=lambda: [DEFAULT_LISTEN])
+    """Multiaddrs to listen on."""
+    bootstrap: list[str] = field(default_factory=list)
+    """Multiaddrs (with ``/p2p/``) to dial beside the invite's."""
+    device: str = "auto"
+    """``auto``, ``cpu``, ``cuda``, ``cuda:1``, ``mps``."""
+    data: list[Path] = field(default_factory=list)
+    """Files or folders of text, for manifests whose data source is ``text``."""
+    tokenizer: Path | None = None
+    """The Hugging Face tokenizer file, for manifests that name one by its hash."""
+    max_rounds: int | None = None
+    """Train no further than this round, then stay online as ``finished``; None: as long as the daemon runs."""
+    slow: float = 1.0
+    """Each inner step is followed by a pause of (slow - 1) times its length: politeness, and tests."""
+    checkpoint_seconds: float = 60.0
+    heartbeat_seconds: float = 10.0
+    """Base period of the run state's heartbeats (run-state T); the testnet, with few nodes, takes 2."""
+    threads: int = 1
+    """Torch threads of the trainer: one is the fastest where several nodes share a machine."""
+    validate_every: int = 10
+    """Rounds between two measurements on the held-out split; 0: never."""
+    log_level: str = "info"
+    json_log: bool = False
+    """Log lines as JSON objects, for machines."""
+
+    @property
+    def key(self) -> Path:
+        """The Ed25519 key, mode 0600."""
+        return self.home / "key"
+
+    @property
+    def lock(self) -> Path:
+        """Held while a daemon uses the key."""
+        return self.home / "lock"
+
+    @property
+    def store(self) -> Path:
+        """SQLite: run state, manifest, known peers."""
+        return self.home / "store.sqlite"
+
+    @property
+    def control(self) -> Path:
+        """The control API's socket."""
+        return self.home / "control.sock"
+
+    @property
+    def checkpoint(self) -> Path:
+        """The replica: slow weights, momentum, optimizer, position in the data."""
+        return self.home / "checkpoint.safetensors"
+
+    @property
+    def log(self) -> Path:
+        """The daemon's log."""
+        return self.home / "log"
