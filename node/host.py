@@ -1,0 +1,499 @@
+"""This node's place in the mesh: connections to peers, streams on them, and who provides what.
+
+The one file, with node/mends.py, that knows libp2p; peers are public keys here, and no exception of libp2p leaves.
+TCP, Noise and yamux only: py-libp2p's QUIC loses data, its mplex is slow, and TLS would only add a second way in.
+
+Dialling is our own ("happy eyeballs", RFC 8305): every address of a peer is tried, each 150 ms after the one before or
+at once when that one failed, and the first that is authenticated and multiplexed wins.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import math
+import re
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import TYPE_CHECKING, cast
+
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from libp2p.abc import INetConn, INetStream, INetwork, INotifee
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.crypto.x25519 import create_new_key_pair as create_new_x25519_key_pair
+from libp2p.custom_types import TProtocol
+from libp2p.network.stream.exceptions import StreamEOF
+from libp2p.network.stream.net_stream import NetStream
+from libp2p.peer.id import ID
+from libp2p.peer.peerstore import PeerStore
+from libp2p.security.noise.transport import Transport as NoiseTransport
+from libp2p.stream_muxer.yamux.yamux import YamuxStream
+from multiaddr import Multiaddr  # type: ignore[import-untyped]
+from multiaddr.utils import get_network_addrs  # type: ignore[import-untyped]
+
+from farandole.protocol.identity import peer_id_of, public_bytes, public_key_of
+
+from .errors import ListenError, PeerUnreachableError
+from .mends import CLOSE_TIMEOUT, HANDSHAKE_TIMEOUT, MendedHost, MendedSwarm, MendedUpgrader, MendedYamux, Socket
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+logger = logging.getLogger(__name__)
+
+# A yamux frame of this much data fills one Noise message (65,535 - 16 of tag - 12 of header): 514 MB/s, not 350.
+PIECE_BYTES = 65_507
+DIAL_TIMEOUT = 8.0
+# Between two addresses of one peer: RFC 8305 recommends 250 ms and allows 100.
+DIAL_STAGGER = 0.15
+PING_INTERVAL = 10.0
+PING_TIMEOUT = 10.0
+# Address book: peers, and addresses of one peer (a machine has a few interfaces, in two families, and a relay or two).
+MAX_BOOK_PEERS = 4096
+MAX_ADDRESSES_PER_PEER = 16
+MAX_ADDRESS_CHARS = 512
+# Interfaces come and go; who asks for our addresses gets an answer no older than this many seconds.
+INTERFACES_VALID_FOR = 10.0
+
+_DIALABLE = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d{1,5})(?:/p2p/([^/]+))?")
+
+
+def id_of(peer: bytes) -> ID:
+    """The library's name for a peer."""
+    return ID.from_base58(peer_id_of(peer))
+
+
+def peer_of(peer_id: ID) -> bytes:
+    """A peer by the library's name; `RemoteProtocolError` if its key is not Ed25519."""
+    return public_key_of(peer_id.to_base58())
+
+
+def dial_target(address: str, peer: bytes) -> tuple[str, int] | None:
+    """Host and port of a TCP multiaddr, or None: another transport, through a relay, another peer's, or nonsense."""
+    match = _DIALABLE.fullmatch(address)
+    if match is None:
+        return None
+    kind, host, port, peer_id = match.groups()
+    if int(port) not in range(1, 65536) or (peer_id is not None and peer_id != peer_id_of(peer)):
+        return None
+    try:
+        if kind.startswith("ip") and ipaddress.ip_address(host).is_unspecified:
+            return None
+    except ValueError:
+        return None
+    return host, int(port)
+
+
+class Stream(trio.abc.HalfCloseableStream):
+    """One libp2p stream. Its errors are trio's: `BrokenResourceError` when the peer or its connection is gone."""
+
+    def __init__(self, stream: NetStream, peer: bytes, protocol: str) -> None:
+        self.peer = peer
+        self.protocol = protocol
+        self._stream = stream
+        self._is_closed = False
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        """Send all of it, or raise `trio.BrokenResourceError`."""
+        await trio.lowlevel.checkpoint()
+        self._check_open()
+        view = memoryview(data).cast("B")
+        try:
+            for start in range(0, len(view), PIECE_BYTES):
+                await self._stream.write(bytes(view[start : start + PIECE_BYTES]))
+        except Exception as error:
+            raise trio.BrokenResourceError(f"sending on {self.protocol}: {error!r}") from error
+
+    async def wait_send_all_might_not_block(self) -> None:
+        """Nothing is known beforehand."""
+        await trio.lowlevel.checkpoint()
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes:
+        """At least one byte, or b"" when the peer has ended its side; `trio.BrokenResourceError` when it is gone."""
+        await trio.lowlevel.checkpoint()
+        self._check_open()
+        try:
+            return await self._stream.read(max_bytes or PIECE_BYTES)
+        except StreamEOF as error:
+            if cast("YamuxStream", self._stream.muxed_stream).reset_received:
+                raise trio.BrokenResourceError("the connection is gone") from error
+            return b""
+        except Exception as error:
+            raise trio.BrokenResourceError(f"receiving on {self.protocol}: {error!r}") from error
+
+    async def send_eof(self) -> None:
+        """No more from this side; the peer's side stays open."""
+        self._check_open()
+        try:
+            await self._stream.close_write()
+        except Exception as error:
+            raise trio.BrokenResourceError(f"ending {self.protocol}: {error!r}") from error
+
+    async def aclose(self) -> None:
+        """End both sides. What was sent still arrives; cancelled, the peer sees a reset."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            with suppress(Exception):
+                await self._stream.close()
+        except trio.Cancelled:
+            await self._reset()
+            raise
+
+    async def reset(self) -> None:
+        """Break the stream off: the peer gets an error, not an end."""
+        self._is_closed = True
+        await self._reset()
+
+    async def _reset(self) -> None:
+        with trio.CancelScope(deadline=trio.current_time() + CLOSE_TIMEOUT, shield=True), suppress(Exception):
+            await self._stream.reset()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise trio.ClosedResourceError
+
+
+class ConnectionEvents:
+    """Who came and who went, for one subscriber: an async iterator of (peer, is_connected).
+
+    It holds the latest of every peer that changed and was not asked for yet, so it is bounded by the peers that there
+    are, whatever the subscriber does. It starts with the peers that are connected already.
+    """
+
+    def __init__(self, connected: Iterable[bytes]) -> None:
+        self._changed = OrderedDict((peer, True) for peer in connected)
+        self._wakeup = trio.Event()
+
+    def put(self, peer: bytes, is_connected: bool) -> None:
+        """Note a change."""
+        self._changed[peer] = is_connected
+        self._changed.move_to_end(peer)
+        self._wakeup.set()
+
+    def __aiter__(self) -> ConnectionEvents:
+        return self
+
+    async def __anext__(self) -> tuple[bytes, bool]:
+        await trio.lowlevel.checkpoint()
+        while not self._changed:
+            self._wakeup = trio.Event()
+            await self._wakeup.wait()
+        return self._changed.popitem(last=False)
+
+
+class _Dial:
+    """One attempt to reach a peer, shared by all who want that."""
+
+    def __init__(self) -> None:
+        self.done = trio.Event()
+        self.addresses: list[str] = []
+        self.error: PeerUnreachableError | None = None
+
+
+class Host:
+    """This node among its peers; made by `open_host`."""
+
+    def __init__(self, author: bytes, libp2p: MendedHost, swarm: MendedSwarm, nursery: trio.Nursery) -> None:
+        self.author = author
+        self.peer_id = peer_id_of(author)
+        self._libp2p = libp2p
+        self._swarm = swarm
+        self._nursery = nursery
+        self._book: OrderedDict[bytes, dict[str, None]] = OrderedDict()
+        self._dials: dict[bytes, _Dial] = {}
+        self._subscribers: set[ConnectionEvents] = set()
+        swarm.dial = self._dial_by_id
+        swarm.register_notifee(_ConnectionNotifee(self))
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where this node can be dialled: multiaddrs, each ending in /p2p/<peer id>."""
+        return [str(address) for address in self._libp2p.get_addrs()]
+
+    # Streams
+
+    def set_handler(self, protocol: str, handler: Callable[[Stream], Awaitable[None]]) -> None:
+        """Serve a protocol. The handler owns its stream; when it raises, the stream is reset."""
+
+        async def handle(stream: INetStream) -> None:
+            ours = Stream(cast("NetStream", stream), peer_of(stream.muxed_conn.peer_id), protocol)
+            await handler(ours)
+            await ours.aclose()
+
+        self._libp2p.set_stream_handler(TProtocol(protocol), handle)
+
+    async def open_stream(self, peer: bytes, protocol: str, timeout: float = DIAL_TIMEOUT) -> Stream:  # noqa: ASYNC109
+        """A new stream, connecting if need be; `PeerUnreachableError` if there is none in `timeout` seconds."""
+        with _deadline(peer, timeout):
+            await self.connect(peer)
+            try:
+                stream = await self._libp2p.new_stream(id_of(peer), [TProtocol(protocol)])
+            except Exception as error:
+                raise PeerUnreachableError(f"{peer_id_of(peer)} gives no stream of {protocol}: {error}") from error
+            return Stream(cast("NetStream", stream), peer, protocol)
+
+    # Connections
+
+    @property
+    def connected(self) -> frozenset[bytes]:
+        """The peers with a live connection."""
+        return frozenset(peer for peer_id in self._swarm.connections if self.is_connected(peer := peer_of(peer_id)))
+
+    def is_connected(self, peer: bytes) -> bool:
+        """Whether there is a live connection to a peer."""
+        return bool(self._live_connections(peer))
+
+    def path(self, peer: bytes) -> str:
+        """How a peer's streams travel: "direct", "relayed", or "" when there is no connection."""
+        connections = self._live_connections(peer)
+        if not connections:
+            return ""
+        is_direct = any("/p2p-circuit" not in str(connection.get_transport_addresses()) for connection in connections)
+        return "direct" if is_direct else "relayed"
+
+    def _live_connections(self, peer: bytes) -> list[INetConn]:
+        return [conn for conn in self._swarm.get_connections(id_of(peer)) if not conn.is_closed]
+
+    async def disconnect(self, peer: bytes) -> None:
+        """End every connection to a peer."""
+        for connection in self._live_connections(peer):
+            await connection.close()
+
+    @contextmanager
+    def connection_events(self) -> Iterator[ConnectionEvents]:
+        """Subscribe to connections coming and going, beginning with those that are there."""
+        events = ConnectionEvents(self.connected)
+        self._subscribers.add(events)
+        try:
+            yield events
+        finally:
+            self._subscribers.discard(events)
+
+    def tell_connection(self, peer: bytes, is_connected: bool) -> None:
+        """A first connection came or the last one went."""
+        for events in self._subscribers:
+            events.put(peer, is_connected)
+
+    # Dialling
+
+    def add_addresses(self, peer: bytes, addresses: Iterable[str]) -> None:
+        """Remember where a peer may be reached; what is no address is passed over, the oldest make room."""
+        known = self._book.setdefault(peer, {})
+        self._book.move_to_end(peer)
+        for address in addresses:
+            if len(address) <= MAX_ADDRESS_CHARS and is_multiaddr(address):
+                known.pop(address, None)
+                known[address] = None
+        while len(known) > MAX_ADDRESSES_PER_PEER:
+            del known[next(iter(known))]
+        while len(self._book) > MAX_BOOK_PEERS:
+            self._book.popitem(last=False)
+
+    def addresses_of(self, peer: bytes) -> list[str]:
+        """The addresses known for a peer, the latest first."""
+        known = list(reversed(self._book.get(peer, {})))
+        with suppress(Exception):
+            known += [str(address) for address in self._libp2p.get_peerstore().addrs(id_of(peer))]
+        return list(dict.fromkeys(known))[: 2 * MAX_ADDRESSES_PER_PEER]
+
+    async def connect(self, peer: bytes, addresses: Sequence[str] = (), timeout: float = DIAL_TIMEOUT) -> None:  # noqa: ASYNC109
+        """Return once there is a connection; `PeerUnreachableError` if there is none in `timeout` seconds."""
+        if addresses:
+            self.add_addresses(peer, addresses)
+        with _deadline(peer, timeout):
+            while not self.is_connected(peer):
+                dial = self._dials.get(peer)
+                if dial is None:
+                    dial = self._dials[peer] = _Dial()
+                    self._nursery.start_soon(self._run_dial, peer, dial)
+                await dial.done.wait()
+                if dial.error is not None and set(addresses) <= set(dial.addresses) and not self.is_connected(peer):
+                    raise PeerUnreachableError(str(dial.error))
+
+    async def _dial_by_id(self, peer_id: ID) -> None:
+        await self.connect(peer_of(peer_id))
+
+    async def _run_dial(self, peer: bytes, dial: _Dial) -> None:
+        dial.addresses = self.addresses_of(peer)
+        failures: list[str] = []
+        winners: list[tuple[str, MendedYamux]] = []
+        try:
+            if peer == self.author:
+                raise PeerUnreachableError("this is myself")
+            with trio.move_on_after(DIAL_TIMEOUT):
+                await self._race(peer, dial.addresses, winners, failures)
+            if not winners:
+                reasons = "; ".join(failures) or "no address of it is known"
+                raise PeerUnreachableError(f"cannot reach {peer_id_of(peer)}: {reasons}")
+            self.add_addresses(peer, [winners[0][0]])
+            await self._swarm.add_conn(winners[0][1], "outbound")
+        except PeerUnreachableError as error:
+            dial.error = error
+        except Exception as error:
+            dial.error = PeerUnreachableError(f"cannot reach {peer_id_of(peer)}: {error!r}")
+        finally:
+            del self._dials[peer]
+            dial.done.set()
+
+    async def _race(
+        self, peer: bytes, addresses: Sequence[str], winners: list[tuple[str, MendedYamux]], failures: list[str]
+    ) -> None:
+        async def attempt(address: str, target: tuple[str, int], has_failed: trio.Event) -> None:
+            try:
+                muxed = await self._dial_one(peer, target)
+            except Exception as error:
+                failures.append(f"{address}: {error or repr(error)}")
+                has_failed.set()
+                return
+            if winners:
+                muxed.abort()
+            else:
+                winners.append((address, muxed))
+                nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            for address in addresses:
+                target = dial_target(address, peer)
+                if target is None:
+                    continue
+                has_failed = trio.Event()
+                nursery.start_soon(attempt, address, target, has_failed)
+                with trio.move_on_after(DIAL_STAGGER):
+                    await has_failed.wait()
+
+    async def _dial_one(self, peer: bytes, target: tuple[str, int]) -> MendedYamux:
+        stream = await trio.open_tcp_stream(*target)
+        try:
+            with trio.fail_after(HANDSHAKE_TIMEOUT):
+                return await self._swarm.upgrade(Socket(stream), id_of(peer))
+        except BaseException:
+            await trio.aclose_forcefully(stream)
+            raise
+
+
+class _ConnectionNotifee(INotifee):
+    """Turns the library's notices of connections into `ConnectionEvents`."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+
+    async def connected(self, network: INetwork, conn: INetConn) -> None:
+        peer_id = conn.muxed_conn.peer_id
+        if len(network.get_connections(peer_id)) == 1:
+            self._host.tell_connection(peer_of(peer_id), True)
+
+    async def disconnected(self, network: INetwork, conn: INetConn) -> None:
+        peer_id = conn.muxed_conn.peer_id
+        if not network.get_connections(peer_id):
+            self._host.tell_connection(peer_of(peer_id), False)
+
+    async def opened_stream(self, network: INetwork, stream: INetStream) -> None: ...
+
+    async def closed_stream(self, network: INetwork, stream: INetStream) -> None: ...
+
+    async def listen(self, network: INetwork, multiaddr: Multiaddr) -> None: ...
+
+    async def listen_close(self, network: INetwork, multiaddr: Multiaddr) -> None: ...
+
+
+def is_multiaddr(address: str) -> bool:
+    """Whether the text is a multiaddr."""
+    try:
+        Multiaddr(address)
+    except Exception:
+        return False
+    return True
+
+
+@contextmanager
+def _deadline(peer: bytes, timeout: float) -> Iterator[None]:
+    try:
+        with trio.fail_after(timeout):
+            yield
+    except trio.TooSlowError as error:
+        raise PeerUnreachableError(f"{peer_id_of(peer)} did not answer in {timeout:g} s") from error
+
+
+class _Announced:
+    """What to advertise for the addresses that we listen on: 0.0.0.0 stands for every interface."""
+
+    def __init__(self) -> None:
+        self._interfaces: dict[str, list[str]] = {}
+        self._valid_until = -math.inf
+
+    def __call__(self, listening: list[Multiaddr]) -> list[Multiaddr]:
+        announced: dict[str, None] = {}
+        for address in map(str, listening):
+            _, family, host, rest = address.split("/", 3)
+            hosts = self._interfaces_of(family) if ipaddress.ip_address(host).is_unspecified else [host]
+            announced.update((f"/{family}/{host}/{rest}", None) for host in hosts)
+        return [Multiaddr(address) for address in announced]
+
+    def _interfaces_of(self, family: str) -> list[str]:
+        now = trio.current_time()
+        if now >= self._valid_until:
+            self._valid_until = now + INTERFACES_VALID_FOR
+            # Without a network there is still this machine.
+            self._interfaces = {
+                "ip4": get_network_addrs(4) or ["127.0.0.1"],
+                "ip6": get_network_addrs(6) or ["::1"],
+            }
+        return self._interfaces[family]
+
+
+@asynccontextmanager
+async def open_host(
+    key: Ed25519PrivateKey,
+    listen: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",),
+    *,
+    ping_interval: float = PING_INTERVAL,
+    ping_timeout: float = PING_TIMEOUT,
+) -> AsyncIterator[Host]:
+    """A host that listens on the multiaddrs (port 0: any free one) for as long as the block runs.
+
+    Raises `ListenError` when an address is not of TCP or is taken. Leaving closes the listeners and all connections.
+    """
+    author = public_bytes(key)
+    key_pair = create_new_key_pair(key.private_bytes_raw())
+    peer_id = id_of(author)
+    peerstore = PeerStore()
+    peerstore.add_key_pair(peer_id, key_pair)
+    noise = NoiseTransport(key_pair, noise_privkey=create_new_x25519_key_pair().private_key)
+    async with _open_nursery() as nursery:
+        swarm = MendedSwarm(peer_id, peerstore, MendedUpgrader(noise), nursery, ping_interval, ping_timeout)
+        libp2p = MendedHost(swarm, addrs_factory=_Announced())
+        host = Host(author, libp2p, swarm, nursery)
+        try:
+            for address in listen:
+                await _listen(swarm, address)
+            yield host
+        finally:
+            with trio.CancelScope(deadline=trio.current_time() + 2 * CLOSE_TIMEOUT, shield=True):
+                await libp2p.close()
+            nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def _open_nursery() -> AsyncIterator[trio.Nursery]:
+    """A nursery whose block's own error comes out as it is: its tasks here raise nothing, so it is the only one."""
+    try:
+        async with trio.open_nursery() as nursery:
+            yield nursery
+    except BaseExceptionGroup as group:
+        if len(group.exceptions) > 1:
+            raise
+        raise group.exceptions[0] from None
+
+
+async def _listen(swarm: MendedSwarm, address: str) -> None:
+    match = re.fullmatch(r"/ip[46]/([^/]+)/tcp/(\d{1,5})", address)
+    if match is None:
+        raise ListenError(f"cannot listen on {address}: say /ip4/ADDRESS/tcp/PORT or /ip6/ADDRESS/tcp/PORT")
+    try:
+        await swarm.listen_at(match[1], int(match[2]))
+    except (OSError, OverflowError) as error:
+        raise ListenError(f"cannot listen on {address}: {error}") from error

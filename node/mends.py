@@ -1,0 +1,493 @@
+"""Mends for faults of libp2p 0.8.1, each seen by running it.
+
+They are subclasses of the library's own classes, so the library stays as it is for anybody else in the process, and
+a test can put the two side by side. What is mended, and where:
+
+- an inbound connection kept a task and one of 250 slots for ever: `MendedSwarm` (a connection owns its tasks);
+- 256 silent sockets shut everybody else out: `Handshakes` (the oldest unfinished one makes room);
+- a length of 2^31 before authentication was allocated: `Socket` (reads are bounded, and few until the handshake is
+  done), `BoundedCommunicator` (negotiation messages are short);
+- plaintext was accepted: `MendedUpgrader` knows Noise and yamux, nothing else;
+- an exception in a stream handler or a connection's task ended the host: `MendedHost`, `MendedSwarm` guard them;
+- a frozen peer's connection was never closed: `MendedSwarm._watch` (ping, then close the socket first);
+- dialling took one address, waited after success, and blocked a peer for 60 s after a failure: `MendedSwarm.dial_peer`
+  hands the matter to `Host.connect`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import ipaddress
+import logging
+import struct
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import trio
+from libp2p.abc import (
+    IListener,
+    IMuxedConn,
+    INetConn,
+    INetStream,
+    IPeerStore,
+    IRawConnection,
+    ISecureConn,
+    ISecureTransport,
+)
+from libp2p.custom_types import TProtocol
+from libp2p.host.basic_host import BasicHost
+from libp2p.io.abc import ReadWriteCloser
+from libp2p.io.exceptions import ConnectionClosedError
+from libp2p.network.config import ConnectionConfig
+from libp2p.network.connection.raw_connection import RawConnection
+from libp2p.network.connection.swarm_connection import SwarmConn
+from libp2p.network.exceptions import SwarmException
+from libp2p.network.stream.net_stream import NetStream
+from libp2p.network.swarm import Swarm
+from libp2p.peer.id import ID
+from libp2p.peer.peerinfo import PeerInfo
+from libp2p.protocol_muxer.exceptions import MultiselectCommunicatorError
+from libp2p.protocol_muxer.multiselect import Multiselect
+from libp2p.protocol_muxer.multiselect_client import MultiselectClient
+from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
+from libp2p.security.noise.transport import PROTOCOL_ID as NOISE_PROTOCOL_ID
+from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX_PROTOCOL_ID
+from libp2p.stream_muxer.yamux.yamux import Yamux
+from libp2p.transport.upgrader import TransportUpgrader
+from libp2p.utils.varint import read_varint_prefixed_bytes_limited
+from multiaddr import Multiaddr  # type: ignore[import-untyped]
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+logger = logging.getLogger(__name__)
+
+MENDED_RELEASE = "0.8.1"
+if importlib.metadata.version("libp2p") != MENDED_RELEASE:
+    raise ImportError(
+        f"farandole mends faults of libp2p {MENDED_RELEASE}, and this is {importlib.metadata.version('libp2p')}: "
+        f"install libp2p=={MENDED_RELEASE}"
+    )
+
+# From accepting a socket to an authenticated, multiplexed connection. Five round trips at 400 ms fit twice.
+HANDSHAKE_TIMEOUT = 5.0
+# Everything read from a socket until then. Noise XX and the negotiation take about 600 bytes; one Noise message is at
+# most 65,537.
+MAX_HANDSHAKE_BYTES = 64 * 1024
+# Unfinished inbound handshakes by address (several honest peers may sit behind one NAT) and in all.
+MAX_HANDSHAKES_PER_ADDRESS = 64
+MAX_HANDSHAKES = 256
+# One read from a socket: four Noise messages.
+READ_BYTES = 256 * 1024
+# A multistream message is a protocol id; go-libp2p allows 1,024 bytes too.
+MAX_NEGOTIATION_BYTES = 1024
+NEGOTIATION_TIMEOUT = 8
+# Streams that a peer may have open to us on one connection: yamux's own backlog.
+MAX_STREAMS_PER_CONNECTION = 256
+MAX_CONNECTIONS = 512
+# Both ends may dial at once, and a peer that restarted dials before its old connections are found dead.
+MAX_CONNECTIONS_PER_PEER = 4
+# For the last words of a connection; whoever does not take them is cut off.
+CLOSE_TIMEOUT = 1.0
+# Connections that the kernel keeps ready between two accepts; it caps this by net.core.somaxconn itself.
+LISTEN_BACKLOG = 1024
+# How long the library's peer store believes an address that somebody told it, in seconds.
+PEER_ADDRESS_TTL = 3600
+
+
+class Socket(ReadWriteCloser):
+    """A TCP socket as the library reads it, with a bound on every read and on all reads of a handshake."""
+
+    def __init__(self, stream: trio.SocketStream) -> None:
+        self._stream = stream
+        self._buffer = b""
+        self._handshake_bytes_left: int | None = MAX_HANDSHAKE_BYTES
+        self.num_received = 0
+        try:
+            host, port = stream.socket.getpeername()[:2]
+            self._remote: tuple[str, int] | None = (str(host), int(port))
+        except OSError:
+            self._remote = None
+
+    def finish_handshake(self) -> None:
+        """The peer is authenticated: reads are no longer counted."""
+        self._handshake_bytes_left = None
+
+    async def read(self, n: int | None = None) -> bytes:
+        """At most n bytes; b"" at the end; `ConnectionClosedError` when reset."""
+        if not self._buffer:
+            left = self._handshake_bytes_left
+            if left is not None and left <= 0:
+                raise ConnectionClosedError("handshake too long", transport="tcp")
+            try:
+                self._buffer = await self._stream.receive_some(READ_BYTES if left is None else min(left, READ_BYTES))
+            except trio.BrokenResourceError as error:
+                raise ConnectionClosedError("connection reset", transport="tcp") from error
+            except trio.ClosedResourceError:
+                return b""
+            self.num_received += len(self._buffer)
+            if left is not None:
+                self._handshake_bytes_left = left - len(self._buffer)
+        if n is None or n >= len(self._buffer):
+            data, self._buffer = self._buffer, b""
+        else:
+            data, self._buffer = self._buffer[:n], self._buffer[n:]
+        return data
+
+    async def write(self, data: bytes) -> None:
+        """All of it; `ConnectionClosedError` when the connection is gone, at whichever end."""
+        try:
+            await self._stream.send_all(data)
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            raise ConnectionClosedError("connection closed", transport="tcp") from error
+
+    async def close(self) -> None:
+        """Close at once; whoever waits on the socket is woken."""
+        await self._stream.aclose()
+
+    def abort(self) -> None:
+        """`close` without a checkpoint."""
+        self._stream.socket.close()
+
+    def get_remote_address(self) -> tuple[str, int] | None:
+        """Host and port of the other end (the library's own answers None for IPv6)."""
+        return self._remote
+
+
+class BoundedCommunicator(MultiselectCommunicator):
+    """Multistream messages of at most `MAX_NEGOTIATION_BYTES`."""
+
+    async def read(self) -> str:
+        """One message; `MultiselectCommunicatorError` for anything that is not one."""
+        try:
+            message = await read_varint_prefixed_bytes_limited(self.read_writer, MAX_NEGOTIATION_BYTES)
+            if not message.endswith(b"\n"):
+                raise MultiselectCommunicatorError("negotiation message without its newline")
+            return message[:-1].decode()
+        except MultiselectCommunicatorError:
+            raise
+        except Exception as error:
+            raise MultiselectCommunicatorError("no negotiation message") from error
+
+
+class MendedUpgrader(TransportUpgrader):
+    """From a raw connection to a secure one to a multiplexed one: Noise, then yamux, and nothing else."""
+
+    def __init__(self, noise: ISecureTransport) -> None:
+        super().__init__({NOISE_PROTOCOL_ID: noise}, {TProtocol(YAMUX_PROTOCOL_ID): Yamux})
+        self._noise = noise
+
+    async def _negotiate(self, conn: Any, protocol: TProtocol, is_initiator: bool) -> None:
+        communicator = BoundedCommunicator(conn)
+        if is_initiator:
+            await MultiselectClient().select_one_of([protocol], communicator, NEGOTIATION_TIMEOUT)
+        else:
+            await Multiselect({protocol: None}).negotiate(communicator, NEGOTIATION_TIMEOUT)
+
+    async def upgrade_security(
+        self, raw_conn: IRawConnection, is_initiator: bool, peer_id: ID | None = None
+    ) -> ISecureConn:
+        """Authenticate the other end; the initiator says whom it expects, and anybody else is refused."""
+        await self._negotiate(raw_conn, NOISE_PROTOCOL_ID, is_initiator)
+        if not is_initiator:
+            return await self._noise.secure_inbound(raw_conn)
+        if peer_id is None:
+            raise SwarmException("dialling needs the peer's id")
+        secure = await self._noise.secure_outbound(raw_conn, peer_id)
+        if secure.get_remote_peer() != peer_id:
+            raise SwarmException(f"{secure.get_remote_peer()} answered for {peer_id}")
+        return secure
+
+    async def upgrade_connection(self, conn: ISecureConn, peer_id: ID) -> IMuxedConn:
+        """Multiplex a secure connection."""
+        await self._negotiate(conn, TProtocol(YAMUX_PROTOCOL_ID), conn.is_initiator)
+        return MendedYamux(conn, peer_id)
+
+
+def _site(host: str) -> str:
+    """What counts as one address: an IPv4 address, or an IPv6 /64 (one customer has 2^64 of them)."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if address.version == 4:
+        return str(address)
+    return str(ipaddress.ip_network((address, 64), strict=False))
+
+
+class Handshakes:
+    """Unfinished inbound handshakes. When there are too many, the oldest of the busiest address makes room.
+
+    Refusing the newcomer instead would let anybody with enough silent sockets keep everybody else out; so a flood must
+    be faster than an honest handshake, and it costs its own address first.
+    """
+
+    def __init__(self) -> None:
+        self._pending: dict[Socket, str] = {}  # oldest first
+
+    @contextmanager
+    def admitted(self, socket: Socket) -> Iterator[None]:
+        """Count a handshake for as long as the block runs, closing others if there are too many."""
+        remote = socket.get_remote_address()
+        site = _site(remote[0]) if remote else ""
+        counts = Counter(self._pending.values())
+        if counts[site] >= MAX_HANDSHAKES_PER_ADDRESS:
+            self._drop_oldest_of(site)
+        elif len(self._pending) >= MAX_HANDSHAKES:
+            self._drop_oldest_of(counts.most_common(1)[0][0])
+        self._pending[socket] = site
+        try:
+            yield
+        finally:
+            self._pending.pop(socket, None)
+
+    def _drop_oldest_of(self, site: str) -> None:
+        oldest = next(socket for socket, at in self._pending.items() if at == site)
+        del self._pending[oldest]
+        oldest.abort()
+
+
+class MendedYamux(Yamux):
+    """The library's yamux, which knows the socket below it, so that a frozen peer's can be closed first."""
+
+    socket: Socket | None = None  # None over a relay
+
+    def __init__(self, conn: ISecureConn, peer_id: ID) -> None:
+        super().__init__(conn, peer_id, is_initiator=conn.is_initiator)
+
+    def abort(self) -> None:
+        """Cut the connection off at its socket; every task that uses it finds out."""
+        if self.socket is not None:
+            self.socket.abort()
+
+    async def ping(self) -> None:
+        """Returns when the other end has answered."""
+        self._ping_event = answered = trio.Event()
+        await self._write_frame(struct.pack("!BBHII", 0, 2, 1, 0, 0))
+        await answered.wait()
+
+
+class MendedConn(SwarmConn):
+    """A connection that runs in one task, owns the tasks of its streams, and takes them along when it ends."""
+
+    muxed_conn: MendedYamux
+
+    def __init__(self, muxed_conn: MendedYamux, swarm: MendedSwarm, direction: str) -> None:
+        super().__init__(muxed_conn, swarm, direction)
+        self.set_transport_info(muxed_conn.get_transport_addresses(), muxed_conn.get_connection_type())
+        muxed_conn.on_close = None
+        self.finished = trio.Event()
+
+    async def run(self, swarm: MendedSwarm) -> None:
+        """Until either end closes, or the watchdog gives the peer up. Never raises."""
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self.muxed_conn.start)
+                nursery.start_soon(self.start)
+                nursery.start_soon(self._watch, swarm.ping_interval, swarm.ping_timeout)
+                nursery.start_soon(self._end_with_the_muxer)
+                await self.event_closed.wait()
+                with trio.move_on_after(CLOSE_TIMEOUT):
+                    await self.muxed_conn.close()
+                nursery.cancel_scope.cancel()
+        except Exception:
+            logger.warning("the connection to %s failed", self.muxed_conn.peer_id, exc_info=True)
+        finally:
+            self.event_closed.set()
+            self.muxed_conn.abort()
+            self.streams.clear()
+            swarm.remove_conn(self)
+            self.finished.set()
+        await swarm.notify_disconnected(self)
+
+    async def _end_with_the_muxer(self) -> None:
+        await self.muxed_conn.event_closed.wait()
+        self.event_closed.set()
+
+    async def close(self) -> None:
+        """Ask the connection to end, and wait until it has."""
+        self.event_closed.set()
+        await self.finished.wait()
+
+    async def _watch(self, interval: float, answer_within: float) -> None:
+        """Close the socket of a peer that answers nothing: frozen, unplugged, or gone without a word.
+
+        Anything received counts as an answer, since a pong may queue behind much data.
+        """
+        socket = self.muxed_conn.socket
+        while socket is not None:
+            await trio.sleep(interval)
+            before = socket.num_received
+            with trio.move_on_after(answer_within) as deadline:
+                await self.muxed_conn.ping()
+            if deadline.cancelled_caught and socket.num_received == before:
+                logger.info("%s does not answer: closing", self.muxed_conn.peer_id)
+                socket.abort()
+                self.event_closed.set()
+
+
+class Listener(IListener):
+    """One listening socket of `MendedSwarm`."""
+
+    def __init__(self, listener: trio.SocketListener) -> None:
+        self._listener = listener
+        self._serving = trio.CancelScope()
+
+    async def serve(self, handler: Callable[[trio.SocketStream], Awaitable[None]], nursery: trio.Nursery) -> None:
+        """Hand every connection to the handler, in the nursery, until `close`."""
+        with self._serving:
+            await trio.serve_listeners(handler, [self._listener], handler_nursery=nursery)
+
+    async def listen(self, maddr: Multiaddr) -> None:
+        """It listens already."""
+
+    def get_addrs(self) -> tuple[Multiaddr, ...]:
+        """Where the socket is bound, with its real port."""
+        host, port = self._listener.socket.getsockname()[:2]
+        return (Multiaddr(f"/{'ip6' if ':' in host else 'ip4'}/{host}/tcp/{port}"),)
+
+    async def close(self) -> None:
+        """Stop listening."""
+        self._serving.cancel()
+        await self._listener.aclose()
+
+
+class MendedSwarm(Swarm):
+    """The library's swarm, with connections that own their tasks and end when they should.
+
+    Its own service machinery is not used (there an exception in any task ends everything): `nursery` runs everything.
+    """
+
+    dial: Callable[[ID], Awaitable[None]]
+
+    def __init__(
+        self,
+        peer_id: ID,
+        peerstore: IPeerStore,
+        upgrader: MendedUpgrader,
+        nursery: trio.Nursery,
+        ping_interval: float,
+        ping_timeout: float,
+    ) -> None:
+        config = ConnectionConfig(
+            max_connections=MAX_CONNECTIONS, min_connections=0, low_watermark=0, high_watermark=MAX_CONNECTIONS
+        )
+        super().__init__(peer_id, peerstore, upgrader, [], connection_config=config)
+        self.background_nursery = nursery
+        self.event_background_nursery_created.set()
+        self.ping_interval = ping_interval
+        self.ping_timeout = ping_timeout
+        self._handshakes = Handshakes()
+
+    async def listen_at(self, host: str, port: int) -> None:
+        """Accept connections at an address of this machine; `OSError` if it cannot be had."""
+        family = trio.socket.AF_INET6 if ":" in host else trio.socket.AF_INET
+        socket = trio.socket.socket(family)
+        try:
+            socket.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_REUSEADDR, 1)
+            if family == trio.socket.AF_INET6:
+                socket.setsockopt(trio.socket.IPPROTO_IPV6, trio.socket.IPV6_V6ONLY, 1)
+            await socket.bind((host, port))
+            socket.listen(LISTEN_BACKLOG)
+        except BaseException:
+            socket.close()
+            raise
+        listener = Listener(trio.SocketListener(socket))
+        self.listeners[str(listener.get_addrs()[0])] = listener
+        assert self.background_nursery is not None
+        self.background_nursery.start_soon(listener.serve, self._accept, self.background_nursery)
+
+    async def _accept(self, stream: trio.SocketStream) -> None:
+        try:
+            socket = Socket(stream)
+            with self._handshakes.admitted(socket), trio.fail_after(HANDSHAKE_TIMEOUT):
+                muxed = await self.upgrade(socket, None)
+            conn = await self.add_conn(muxed, "inbound")
+            await conn.finished.wait()
+        except Exception as error:
+            logger.debug("inbound connection failed: %r", error)
+
+    async def upgrade(self, socket: Socket, peer_id: ID | None) -> MendedYamux:
+        """Authenticate and multiplex a socket; with a peer id as the one who dialled that peer."""
+        raw = RawConnection(socket, peer_id is not None)
+        secure = await self.upgrader.upgrade_security(raw, peer_id is not None, peer_id)
+        muxed = await self.upgrader.upgrade_connection(secure, secure.get_remote_peer())
+        assert isinstance(muxed, MendedYamux)
+        socket.finish_handshake()
+        muxed.socket = socket
+        return muxed
+
+    async def add_conn(self, muxed_conn: IMuxedConn, direction: str = "unknown") -> MendedConn:
+        """Run a multiplexed connection and tell the others of it; `SwarmException` if it is one too many."""
+        assert isinstance(muxed_conn, MendedYamux)
+        assert self.background_nursery is not None
+        if len(self.get_connections()) >= MAX_CONNECTIONS:
+            await muxed_conn.secured_conn.close()
+            raise SwarmException("too many connections")
+        conn = MendedConn(muxed_conn, self, direction)
+        siblings = self.connections.setdefault(muxed_conn.peer_id, [])
+        siblings.append(conn)
+        if len(siblings) > MAX_CONNECTIONS_PER_PEER:
+            cast("MendedConn", siblings[0]).event_closed.set()
+        self.background_nursery.start_soon(conn.run, self)
+        await muxed_conn.event_started.wait()
+        await conn.event_started.wait()
+        await self.notify_connected(conn)
+        return conn
+
+    async def dial_peer(self, peer_id: ID) -> list[INetConn]:
+        """Connect to a peer by the host's own rules."""
+        await self.dial(peer_id)
+        return self.get_connections(peer_id)
+
+    def _schedule_auto_connect(self) -> None:
+        """Whom to connect to is the node's business."""
+
+    async def close(self) -> None:
+        """Stop listening and end every connection."""
+        self._closing = True
+        for listener in self.listeners.values():
+            await listener.close()
+        self.listeners.clear()
+        async with trio.open_nursery() as nursery:
+            for conn in self.get_connections():
+                nursery.start_soon(conn.close)
+
+
+class MendedHost(BasicHost):
+    """The library's host, whose stream handlers may fail and cost only their stream."""
+
+    _network: MendedSwarm
+
+    async def connect(self, peer_info: PeerInfo) -> None:
+        """Connect by the host's own rules."""
+        self.peerstore.add_addrs(peer_info.peer_id, peer_info.addrs, PEER_ADDRESS_TTL)
+        await self._network.dial(peer_info.peer_id)
+
+    async def new_stream(self, peer_id: ID, protocol_ids: Sequence[TProtocol]) -> INetStream:
+        """A stream of the first of the protocols that the peer speaks, connecting if need be."""
+        stream = await self._network.new_stream(peer_id)
+        try:
+            protocol = await self.multiselect_client.select_one_of(
+                protocol_ids, BoundedCommunicator(stream), NEGOTIATION_TIMEOUT
+            )
+        except BaseException:
+            with trio.CancelScope(deadline=trio.current_time() + CLOSE_TIMEOUT, shield=True):
+                await stream.reset()
+            raise
+        stream.set_protocol(protocol)
+        return stream
+
+    async def _swarm_stream_handler(self, net_stream: INetStream) -> None:
+        try:
+            conn = cast("NetStream", net_stream).swarm_conn
+            if conn is not None and len(conn.streams) > MAX_STREAMS_PER_CONNECTION:
+                raise SwarmException("too many streams")
+            protocol, handler = await self.multiselect.negotiate(BoundedCommunicator(net_stream), NEGOTIATION_TIMEOUT)
+            if protocol is None or handler is None:
+                raise SwarmException("no protocol")
+            net_stream.set_protocol(protocol)
+            await handler(net_stream)
+        except Exception as error:
+            logger.debug("a stream of %s failed: %r", net_stream.muxed_conn.peer_id, error)
+            with trio.move_on_after(CLOSE_TIMEOUT):
+                await net_stream.reset()
