@@ -1,1 +1,1 @@
-"""The torch side: model, data, optimizers, NoLoCo, codecs. Knows no network; importing this package imports no torch."""
+"""Model, data, optimizers, NoLoCo, codecs, on torch. Knows no network; importing this package imports no torch."""

@@ -1,0 +1,74 @@
+"""The settings that training reads: the manifest's sections of the same names, which `node/` converts field by field.
+
+They are values without checks: the manifest, validated where it enters, is the one place that refuses settings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A decoder-only transformer: RMSNorm, rotary embeddings, SwiGLU, tied embeddings."""
+
+    num_layers: int
+    width: int
+    num_heads: int
+    hidden: int
+    """Width of the SwiGLU layer."""
+    context: int
+    """Tokens a sequence."""
+    vocabulary: int = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """Where text comes from."""
+
+    source: str = "stdlib"
+    """``stdlib``: the sources of this Python; ``text``: files or folders that the volunteer names."""
+    held_out: float = 0.05
+    """Share of the documents that no node trains on, chosen by the hash of their names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerConfig:
+    """``bytes`` (256 tokens), or a Hugging Face ``tokenizers`` file, known by its hash."""
+
+    kind: str = "bytes"
+    sha256: str = ""
+    """Hexadecimal; of the file, for kind ``tokenizers``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InnerConfig:
+    """AdamW with linear warm-up and cosine decay. Defaults: NoLoCo, arXiv 2506.10911 (Adam, no decay, clip 1)."""
+
+    learning_rate: float = 6e-4
+    min_learning_rate_ratio: float = 0.1
+    warmup_steps: int = 1_000
+    total_steps: int = 25_000
+    """Inner steps of one replica after which the learning rate stays at its least."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    """Of matrices; the gains of the norms never decay."""
+    clip: float = 1.0
+    """Largest norm of a gradient; 0 clips nothing."""
+    batch_size: int = 16
+    """Sequences an inner step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OuterConfig:
+    """The NoLoCo step: see `noloco`."""
+
+    alpha: float = 0.5
+    beta: float = 0.7
+    gamma: float = 0.7
+    momentum: str = "heavy_ball"
+    """``heavy_ball`` or ``nesterov``."""
+    codec: str = "fp32"
+    """``fp32``, ``bf16`` or ``int8``: how a contribution travels."""

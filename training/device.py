@@ -1,0 +1,66 @@
+"""Where a replica computes: CUDA, Apple's MPS, or the CPU."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+
+import torch
+
+from .errors import TrainingError
+
+DEVICE_KINDS = ("cuda", "mps", "cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device, the precision of its forward and backward passes, and its name for people."""
+
+    torch_device: torch.device
+    autocast_dtype: torch.dtype | None
+    """bf16 where the hardware multiplies it fast, else None: everything in fp32. Weights are fp32 always."""
+    description: str
+
+    def autocast(self) -> torch.autocast:
+        """A context for forward passes."""
+        return torch.autocast(
+            self.torch_device.type, dtype=self.autocast_dtype or torch.bfloat16, enabled=self.autocast_dtype is not None
+        )
+
+
+def choose_device(name: str = "auto") -> Device:
+    """The device called ``name``: ``cuda``, ``cuda:1``, ``mps``, ``cpu``, or ``auto`` for the best there is.
+
+    Raises `TrainingError` if it is not there.
+    """
+    if name == "auto":
+        name = next(kind for kind in DEVICE_KINDS if _is_available(kind))
+    kind = name.partition(":")[0]
+    if kind not in DEVICE_KINDS:
+        raise TrainingError(f"no device is called {name!r}: say auto, {', '.join(DEVICE_KINDS)}, or cuda:1 and so on")
+    if not _is_available(kind):
+        raise TrainingError(f"PyTorch finds no {kind} device here; 'auto' or 'cpu' always work")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise TrainingError(f"{name!r} names no device") from error
+    if kind == "cuda":
+        return _cuda(device)
+    description = "Apple GPU (mps)" if kind == "mps" else f"CPU ({platform.machine()})"
+    return Device(device, None, description)
+
+
+def _is_available(kind: str) -> bool:
+    if kind == "cuda":
+        return torch.cuda.is_available()
+    return kind == "cpu" or torch.backends.mps.is_available()
+
+
+def _cuda(device: torch.device) -> Device:
+    index = device.index or 0
+    if index >= torch.cuda.device_count():
+        raise TrainingError(f"there is no cuda:{index}: this machine has {torch.cuda.device_count()} CUDA device(s)")
+    properties = torch.cuda.get_device_properties(index)
+    has_fast_bf16 = properties.major >= 8  # Ampere and later
+    description = f"{properties.name} ({properties.total_memory / 2**30:.0f} GiB)"
+    return Device(torch.device("cuda", index), torch.bfloat16 if has_fast_bf16 else None, description)

@@ -1,0 +1,27 @@
+"""What can go wrong in training, by whose fault it is."""
+
+from __future__ import annotations
+
+
+class TrainingError(ValueError):
+    """Base of every error that this package raises on purpose; its message is for people."""
+
+
+class DataError(TrainingError):
+    """This node's text or tokenizer is missing, too small, or not the run's."""
+
+
+class DivergedError(TrainingError):
+    """This node's own weights are no longer finite: its learning rate is too high, or its hardware errs."""
+
+
+class CodecError(TrainingError):
+    """A tensor cannot be encoded, or bytes are no encoded tensor: wrong length, or a value that is not finite."""
+
+
+class ScreeningError(TrainingError):
+    """A partner's contribution is refused; nothing of it was used."""
+
+
+class CheckpointError(TrainingError):
+    """A checkpoint is not one of this run, is damaged, or is hostile; nothing of it was used."""

@@ -1,0 +1,45 @@
+"""The inner optimizer: AdamW with linear warm-up and cosine decay, as functions on tensors.
+
+Every operation is elementwise, so a whole model is stepped as one flat tensor (a handful of kernels instead of a
+handful for each parameter), and many replicas as one (N, P) tensor. The operations and their order are those of
+`torch.optim.AdamW` (foreach=False), which is the oracle of the tests, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from .config import InnerConfig
+
+
+def learning_rate(step: int, inner: InnerConfig) -> float:
+    """The rate of inner step ``step`` (from 0): linear warm-up, cosine to its least at ``total_steps``, then flat."""
+    if step < inner.warmup_steps:
+        return inner.learning_rate * (step + 1) / inner.warmup_steps
+    least = inner.learning_rate * inner.min_learning_rate_ratio
+    progress = (step - inner.warmup_steps) / max(1, inner.total_steps - inner.warmup_steps)
+    return least + (inner.learning_rate - least) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+
+
+def adamw_(
+    weights: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step: int, rate: float, inner: InnerConfig
+) -> None:
+    """One Adam step in place (arXiv 1412.6980), for tensors of one shape; ``step`` counts from 0.
+
+    ``mean`` and ``square`` are the running means of the gradient and of its square. Decoupled weight decay
+    (arXiv 1711.05101) is `decay_`, called before this.
+    """
+    mean.lerp_(gradient, 1 - inner.beta1)
+    square.mul_(inner.beta2).addcmul_(gradient, gradient, value=1 - inner.beta2)
+    bias1 = 1 - inner.beta1 ** (step + 1)
+    bias2 = 1 - inner.beta2 ** (step + 1)
+    denominator = (square.sqrt() / bias2**0.5).add_(inner.epsilon)
+    weights.addcdiv_(mean, denominator, value=-rate / bias1)
+
+
+def decay_(weights: Tensor, rate: float, inner: InnerConfig) -> None:
+    """Decoupled weight decay in place."""
+    if inner.weight_decay:
+        weights.mul_(1 - rate * inner.weight_decay)

@@ -1,0 +1,167 @@
+"""The model: a decoder-only transformer with RMSNorm, rotary embeddings, SwiGLU and tied embeddings, in one file.
+
+Sizes in the comments: B sequences, T tokens, C width, H heads, D = C / H, F hidden, V vocabulary.
+
+Initial weights are a function of (seed, parameter's name) alone, so every node makes the same ones, and a stage of
+the model would make the same ones as the whole. Matrices start with standard deviation 1 / sqrt(inputs), those that
+write into the residual stream with 1 / sqrt(2 layers) of that (GPT-2), and the tied embedding small enough that the
+first logits are all near 0: the loss starts near ln V.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .config import ModelConfig
+
+ROTARY_BASE = 10_000.0  # RoFormer, arXiv 2104.09864, section 3.2.2
+NORM_EPSILON = 1e-6
+# Standard deviation of a first logit: the embedding's is this over sqrt(C), since a normed input has length sqrt(C).
+INITIAL_LOGIT_STD = 0.2
+
+
+class Linear(nn.Module):
+    """A matrix without bias, left uninitialised: `initialise_` fills it."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., outputs) for (..., inputs)."""
+        return F.linear(x, self.weight)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation with a gain (arXiv 1910.07467)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., C) for (..., C)."""
+        return F.rms_norm(x, (x.size(-1),), self.weight, NORM_EPSILON)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.num_heads = model.num_heads
+        self.qkv = Linear(model.width, 3 * model.width)
+        self.out = Linear(model.width, model.width)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """(B, T, C) for (B, T, C), with the angles' tables (T, D / 2)."""
+        B, T, C = x.shape
+        qkv = self.qkv(x).view(B, T, 3, self.num_heads, C // self.num_heads)  # (B, T, 3, H, D)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, H, T, D)
+        y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(B, T, C))  # type: ignore[no-any-return]  # (B, T, C)
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv 2002.05202): down(silu(gate x) * up x)."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.gate_up = Linear(model.width, 2 * model.hidden)
+        self.down = Linear(model.hidden, model.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, C) for (B, T, C)."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)  # each (B, T, F)
+        return self.down(F.silu(gate) * up)  # type: ignore[no-any-return]  # (B, T, C)
+
+
+class Layer(nn.Module):
+    """One pre-norm transformer layer."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(model.width)
+        self.attention = Attention(model)
+        self.mlp_norm = RMSNorm(model.width)
+        self.mlp = MLP(model)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """(B, T, C) for (B, T, C), with the angles' tables (T, D / 2)."""
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]  # (B, T, C)
+
+
+class Transformer(nn.Module):
+    """The whole model. Parameters are uninitialised until `initialise_`; `build_model` does both."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.embedding = Linear(model.width, model.vocabulary)  # (V, C); it is the head as well
+        self.layers = nn.ModuleList(Layer(model) for _ in range(model.num_layers))
+        self.norm = RMSNorm(model.width)
+        cos, sin = rotary_tables(model.context, model.width // model.num_heads)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits (B, T, V) for tokens (B, T)."""
+        T = tokens.size(1)
+        x = F.embedding(tokens, self.embedding.weight)  # (B, T, C)
+        for layer in self.layers:
+            x = layer(x, self.cos[:T], self.sin[:T])
+        return self.embedding(self.norm(x))  # type: ignore[no-any-return]  # (B, T, V)
+
+
+def language_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Mean cross-entropy, in nats a token, of each next token in (B, T + 1)."""
+    logits = model(tokens[:, :-1])  # (B, T, V)
+    return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def build_model(model: ModelConfig, seed: int) -> Transformer:
+    """The model with the initial weights of the run's seed, in fp32 on the CPU."""
+    transformer = Transformer(model)
+    initialise_(transformer, seed, model.num_layers)
+    return transformer
+
+
+@torch.no_grad()
+def initialise_(module: nn.Module, seed: int, num_layers: int) -> None:
+    """Fill every parameter from a generator keyed with (seed, its name); ``num_layers`` is the whole model's."""
+    for name, parameter in module.named_parameters():
+        if parameter.ndim == 1:
+            parameter.fill_(1.0)  # gains of norms
+            continue
+        std = 1.0 / math.sqrt(parameter.size(1))
+        if name == "embedding.weight":
+            std *= INITIAL_LOGIT_STD
+        if name.endswith(("attention.out.weight", "mlp.down.weight")):
+            std /= math.sqrt(2 * num_layers)
+        parameter.normal_(0.0, std, generator=_generator(seed, name))
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    digest = hashlib.sha256(f"farandole/init/1\n{seed}\n{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def rotary_tables(context: int, head_width: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary angles, each (T, D / 2)."""
+    frequencies = ROTARY_BASE ** (-torch.arange(0, head_width, 2, dtype=torch.float32) / head_width)  # (D / 2)
+    angles = torch.arange(context, dtype=torch.float32)[:, None] * frequencies  # (T, D / 2)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (i, i + D / 2) of x (B, H, T, D) by their position's angles (T, D / 2)."""
+    a, b = x.chunk(2, dim=-1)  # each (B, H, T, D / 2)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)

@@ -1,0 +1,65 @@
+"""A model's parameters as one flat vector, in a fixed order that has a name: the layout.
+
+The inner optimizer, the outer step, codecs and checkpoints all work on flat vectors; the model's parameters and
+gradients are views into two of them, so nothing is gathered or scattered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which parameter lies where in the flat vector: names and shapes, in order, and the codec it travels in."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    codec: str
+
+    @property
+    def num_elements(self) -> int:
+        """Length of the flat vector."""
+        return sum(map(math.prod, self.shapes))
+
+    @property
+    def hash(self) -> bytes:
+        """32 bytes; partners whose layouts differ cannot exchange anything."""
+        lines = [
+            f"{name} {'x'.join(map(str, shape))} fp32" for name, shape in zip(self.names, self.shapes, strict=True)
+        ]
+        return hashlib.sha256("\n".join(["farandole/layout/1", self.codec, *lines]).encode()).digest()
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """The parameters, by name, as views into ``flat`` (n,)."""
+        sizes = [math.prod(shape) for shape in self.shapes]
+        ends = itertools.accumulate(sizes)
+        return {
+            name: flat[end - size : end].view(shape)
+            for name, shape, size, end in zip(self.names, self.shapes, sizes, ends, strict=True)
+        }
+
+
+def layout_of(module: nn.Module, codec: str) -> Layout:
+    """The layout of a module: its parameters in the order it defines them."""
+    parameters = dict(module.named_parameters())
+    return Layout(tuple(parameters), tuple(tuple(p.shape) for p in parameters.values()), codec)
+
+
+@torch.no_grad()
+def flatten_(module: nn.Module, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Move the parameters into one vector and their gradients into another; returns both, (n,) fp32."""
+    parameters = dict(module.named_parameters())
+    weights = torch.cat([parameter.detach().flatten() for parameter in parameters.values()])
+    gradient = torch.zeros_like(weights)
+    weight_views, gradient_views = layout.views(weights), layout.views(gradient)
+    for name, parameter in parameters.items():
+        parameter.data = weight_views[name]
+        parameter.grad = gradient_views[name]
+    return weights, gradient

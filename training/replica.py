@@ -1,0 +1,272 @@
+"""One replica: the model in training and everything that belongs to it. The trainer process owns one of these.
+
+A round is `inner_step` as often as the round allows, `contribution` for the partner, and `outer_step` with the
+partner's contribution, or with None to take it alone. If inner steps are taken between the last two, while the
+exchange goes on, their progress is kept: the fast weights get the outer step's correction as a difference
+(Streaming DiLoCo, arXiv 2501.18512); without such steps the fast weights become the slow weights exactly.
+
+All state is flat fp32 vectors: fast weights, gradient, AdamW's two means, slow weights, outer momentum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import noloco
+from .checkpoint import Counters, load_checkpoint, save_checkpoint
+from .codec import Buffer, decode, encode, encoded_size
+from .config import DataConfig, InnerConfig, ModelConfig, OuterConfig, TokenizerConfig
+from .data import Sampler, load_text
+from .device import Device, choose_device
+from .errors import CodecError, DivergedError, ScreeningError
+from .inner import adamw_, decay_, learning_rate
+from .model import build_model, language_loss
+from .parameters import flatten_, layout_of
+from .screening import screen
+from .tokenizer import load_tokenizer
+
+# Elements that the outer step takes at a time: bounds its temporaries, and elementwise work does not see the cuts.
+_SLICE = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """This replica at the end of a round's inner steps."""
+
+    theta: Tensor
+    """A copy of the fast weights (n,)."""
+    sent: Tensor
+    """The contribution as the partner decodes it (n,)."""
+    steps: int
+    tokens: int
+
+
+class Replica:
+    """A model, its inner optimizer, slow weights and outer momentum, and the batches it learns from.
+
+    ``seed`` and ``run_id`` are the run's. Deterministic on a CPU: the same calls give the same bits.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        inner: InnerConfig,
+        outer: OuterConfig,
+        sampler: Sampler,
+        *,
+        seed: int,
+        run_id: bytes,
+        device: Device,
+    ) -> None:
+        self.device = device
+        self.round = 0
+        self.steps = 0
+        self.tokens = 0
+        self.tokens_this_round = 0
+        self._inner = inner
+        self._outer = outer
+        self._sampler = sampler
+        self._run_id = run_id
+        self._module = build_model(model, seed).to(device.torch_device)
+        self.layout = layout_of(self._module, outer.codec)
+        self._theta, self._gradient = flatten_(self._module, self.layout)
+        self._parameters = list(self._module.parameters())
+        self._mean = torch.zeros_like(self._theta)
+        self._square = torch.zeros_like(self._theta)
+        self._phi = self._theta.clone()
+        self._momentum = torch.zeros_like(self._theta)
+        self._snapshot: _Snapshot | None = None
+
+    @property
+    def contribution_bytes(self) -> int:
+        """Size of every contribution in this run."""
+        return encoded_size(self._outer.codec, self.layout.num_elements)
+
+    @property
+    def learning_rate(self) -> float:
+        """Rate of the next inner step."""
+        return learning_rate(self.steps, self._inner)
+
+    def fast_weights(self) -> Tensor:
+        """A copy of theta, (n,) fp32."""
+        return self._theta.clone()
+
+    def slow_weights(self) -> Tensor:
+        """A copy of phi, (n,) fp32."""
+        return self._phi.clone()
+
+    def inner_step(self) -> Tensor:
+        """One AdamW step on the next batch; returns the loss before it, a scalar left on the device (no waiting)."""
+        tokens = self._batch(self._sampler.batch(self.steps))  # (B, T + 1)
+        self._gradient.zero_()
+        with self.device.autocast():
+            loss = language_loss(self._module, tokens)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if self._inner.clip:
+            torch.nn.utils.clip_grad_norm_(self._parameters, self._inner.clip)
+        self._update()
+        trained = self._sampler.batch_size * self._sampler.context
+        self.steps += 1
+        self.tokens += trained
+        self.tokens_this_round += trained
+        return loss.detach()
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        rate = self.learning_rate
+        for parameter in self._parameters:
+            if parameter.ndim > 1:
+                decay_(parameter, rate, self._inner)
+        adamw_(self._theta, self._gradient, self._mean, self._square, self.steps, rate, self._inner)
+
+    def _batch(self, tokens: object) -> Tensor:
+        return torch.as_tensor(tokens).to(self.device.torch_device, non_blocking=True)
+
+    @torch.no_grad()
+    def validation_loss(self, num_batches: int = 8) -> float:
+        """Mean loss of the fast weights on held-out batches, in nats a token; the batches are always the same.
+
+        Raises `DataError` if too little text is held out.
+        """
+        losses = []
+        for index in range(num_batches):
+            with self.device.autocast():
+                losses.append(language_loss(self._module, self._batch(self._sampler.held_out_batch(index))))
+        return float(torch.stack(losses).mean())
+
+    @torch.no_grad()
+    def contribution(self, out: Buffer) -> tuple[int, bytes]:
+        """Freeze this round's fast weights and encode them for the partner into ``out``.
+
+        Returns (bytes written, their SHA-256). Raises `DivergedError` if the weights are no longer finite.
+        """
+        theta = self._theta.clone()
+        values = noloco.contribution(theta, self._phi, self._outer)
+        try:
+            size = encode(self._outer.codec, values, out)
+        except CodecError as error:
+            raise DivergedError(f"this replica's weights diverged in round {self.round}: {error}") from error
+        written = np.frombuffer(out, dtype=np.uint8)[:size].data
+        sent = values if self._outer.codec == "fp32" else self._decode(written)
+        self._snapshot = _Snapshot(theta, sent, self.steps, self.tokens_this_round)
+        return size, hashlib.sha256(written).digest()
+
+    def _decode(self, data: Buffer) -> Tensor:
+        return decode(self._outer.codec, data, self.layout.num_elements, self.device.torch_device)
+
+    @torch.no_grad()
+    def outer_step(
+        self, partner: Buffer | None, own_tokens: int = 0, partner_tokens: int = 0, own_first: bool = True
+    ) -> None:
+        """End the round: mean with the partner's contribution (None: alone), outer step, next round.
+
+        ``own_first`` is True for one of the partners and False for the other (whose key is less, say), so that both
+        add in one order. Raises `ScreeningError` if the contribution is unfit, or `DivergedError` if the own weights
+        are, and leaves everything as it was.
+        """
+        if self._snapshot is None:
+            self.contribution(bytearray(self.contribution_bytes))
+        snapshot = self._snapshot
+        assert snapshot is not None
+        if partner is None:
+            mean = noloco.contribution(snapshot.theta, self._phi, self._outer)
+        else:
+            shares = noloco.partner_shares(own_tokens, partner_tokens)
+            pairs = [(snapshot.sent, shares[0]), (self._screened(partner, snapshot.sent), shares[1])]
+            (first, first_share), (second, second_share) = pairs if own_first else reversed(pairs)
+            mean = noloco.weighted_mean(first, second, (first_share, second_share))
+        self._apply(mean, snapshot)
+
+    def _screened(self, data: Buffer, own: Tensor) -> Tensor:
+        try:
+            theirs = self._decode(data)
+        except CodecError as error:
+            raise ScreeningError(f"the contribution cannot be used: {error}") from error
+        screen(own, theirs)
+        return theirs
+
+    def _apply(self, mean: Tensor, snapshot: _Snapshot) -> None:
+        for start in range(0, len(mean), _SLICE):
+            part = slice(start, start + _SLICE)
+            self._phi[part], self._momentum[part] = noloco.outer_step(
+                self._phi[part], self._momentum[part], mean[part], self._outer
+            )
+        if self.steps == snapshot.steps:
+            self._theta.copy_(self._phi)
+        else:
+            self._theta.add_(self._phi - snapshot.theta)
+        self.round += 1
+        self.tokens_this_round -= snapshot.tokens
+        self._snapshot = None
+
+    @torch.no_grad()
+    def abandon_round(self) -> None:
+        """Forget this round's inner steps and AdamW's means: what is left to do after `DivergedError`."""
+        self._theta.copy_(self._phi)
+        self._mean.zero_()
+        self._square.zero_()
+        self.tokens_this_round = 0
+        self._snapshot = None
+
+    def save(self, path: Path) -> tuple[str, int]:
+        """Write a checkpoint of the last outer step's weights; returns (SHA-256 in hexadecimal, bytes).
+
+        A round's unfinished inner steps are not in it: take it right after an outer step to lose none.
+        """
+        return save_checkpoint(path, self._saved(), self.layout, self._run_id, self._counters())
+
+    @torch.no_grad()
+    def load(self, path: Path) -> None:
+        """Continue from a checkpoint, this node's or a peer's: both kinds of weights, momentum, AdamW, counters.
+
+        Raises `CheckpointError`, with nothing changed, if any of it is not as it must be.
+        """
+        counters = load_checkpoint(path, self._saved(), self.layout, self._run_id)
+        self._theta.copy_(self._phi)
+        self.round, self.steps, self.tokens = counters.round, counters.steps, counters.tokens
+        self.tokens_this_round = 0
+        self._snapshot = None
+
+    def _saved(self) -> dict[str, Tensor]:
+        return {"slow": self._phi, "momentum": self._momentum, "mean": self._mean, "square": self._square}
+
+    def _counters(self) -> Counters:
+        return Counters(self.round, self.steps, self.tokens)
+
+
+def build_replica(
+    model: ModelConfig,
+    inner: InnerConfig,
+    outer: OuterConfig,
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+    *,
+    seed: int,
+    run_id: bytes,
+    author: bytes,
+    device: str = "auto",
+    text_paths: Sequence[Path] = (),
+    tokenizer_path: Path | None = None,
+) -> Replica:
+    """A replica from a run's settings and this node's own: its key, its device, where its text lies.
+
+    Raises `DataError` if the text or the tokenizer will not do, `TrainingError` if the device is not there.
+    """
+    chosen = choose_device(device)
+    text = load_text(data, load_tokenizer(tokenizer, tokenizer_path), text_paths)
+    sampler = Sampler(
+        text,
+        run_id=run_id,
+        author=author,
+        batch_size=inner.batch_size,
+        context=model.context,
+        vocabulary=model.vocabulary,
+    )
+    return Replica(model, inner, outer, sampler, seed=seed, run_id=run_id, device=chosen)

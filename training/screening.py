@@ -1,0 +1,32 @@
+"""Whether a partner's contribution is fit to be averaged with one's own.
+
+Replicas of a run start from the same weights and are averaged all the time, so honest contributions lie close
+together: in measurements (BENCHMARKS.md) the weights' spread is below 1 % of their norm, and even replicas that never
+average keep a cosine above 0.5 and norms within a factor of 2. What lies outside is another run's, damaged, or
+hostile. This bounds the harm of one exchange; it does not detect a careful adversary.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.linalg import vector_norm
+
+from .errors import ScreeningError
+
+MAX_NORM_RATIO = 4.0
+MIN_COSINE = 0.25
+
+
+def screen(own: Tensor, partner: Tensor) -> None:
+    """Compare two contributions (n,); raises `ScreeningError` that says what is wrong with the partner's."""
+    own_norm, partner_norm = float(vector_norm(own)), float(vector_norm(partner))
+    if not own_norm / MAX_NORM_RATIO <= partner_norm <= own_norm * MAX_NORM_RATIO:  # refuses NaN as well
+        raise ScreeningError(
+            f"the contribution's norm is {partner_norm:.3g}, mine {own_norm:.3g}: more than a factor of "
+            f"{MAX_NORM_RATIO:g} apart"
+        )
+    product = float(own @ partner)
+    if not product >= MIN_COSINE * own_norm * partner_norm:
+        raise ScreeningError(
+            f"the contribution's cosine with mine is {product / (own_norm * partner_norm):.3f}, below {MIN_COSINE:g}"
+        )

@@ -1,0 +1,110 @@
+"""Text to tokens: bytes as they are, or any Hugging Face ``tokenizers`` file, known by its hash."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from .config import TokenizerConfig
+from .errors import DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+# The largest tokenizer files in use (vocabularies of 256 k) have some 35 MB.
+MAX_TOKENIZER_FILE_BYTES = 128 * 1024 * 1024
+# What the common families call the token between documents; the first that a vocabulary has is taken.
+_SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+
+
+class Tokenizer(Protocol):
+    """What the data loader needs of a tokenizer."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens; ids are below it."""
+
+    @property
+    def separator(self) -> int:
+        """The token put after every document."""
+
+    def encode(self, text: bytes) -> npt.NDArray[np.integer]:
+        """Tokens (n,) of a document."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text for people; what is not valid becomes a replacement character."""
+
+
+class ByteTokenizer:
+    """Every byte is a token. The separator is NUL, which text does not contain."""
+
+    vocabulary = 256
+    separator = 0
+
+    def encode(self, text: bytes) -> npt.NDArray[np.uint8]:
+        """The bytes (n,)."""
+        return np.frombuffer(text, dtype=np.uint8)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text for people."""
+        return bytes(tokens).decode(errors="replace")
+
+
+class FileTokenizer:
+    """A tokenizer from a Hugging Face ``tokenizer.json``."""
+
+    def __init__(self, tokenizer: HuggingFaceTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.vocabulary: int = tokenizer.get_vocab_size()
+        known = (tokenizer.token_to_id(name) for name in _SEPARATORS)
+        self.separator: int = next((token for token in known if token is not None), 0)
+
+    def encode(self, text: bytes) -> npt.NDArray[np.uint32]:
+        """Tokens (n,), without the special tokens that the file may add."""
+        encoding = self._tokenizer.encode(text.decode(errors="replace"), add_special_tokens=False)
+        return np.asarray(encoding.ids, dtype=np.uint32)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text for people."""
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+
+
+def load_tokenizer(config: TokenizerConfig, path: Path | None = None) -> Tokenizer:
+    """The run's tokenizer; ``path`` is this node's copy of its file, for kind ``tokenizers``.
+
+    Raises `DataError` if the file is missing, is not the run's, or the extra is not installed.
+    """
+    if config.kind == "bytes":
+        return ByteTokenizer()
+    if path is None:
+        raise DataError(f"this run needs the tokenizer file with SHA-256 {config.sha256}: say where it lies")
+    raw = _read(path)
+    found = hashlib.sha256(raw).hexdigest()
+    if found != config.sha256:
+        raise DataError(f"{path} is not the run's tokenizer: its SHA-256 is {found}, the run's {config.sha256}")
+    try:
+        from tokenizers import Tokenizer as HuggingFaceTokenizer
+    except ImportError as error:
+        raise DataError(
+            "this run's tokenizer needs the Python package 'tokenizers': pip install 'farandole[tokenizers]'"
+        ) from error
+    try:
+        return FileTokenizer(HuggingFaceTokenizer.from_str(raw.decode()))
+    except Exception as error:  # the package raises bare Exception
+        raise DataError(f"{path} is no tokenizer file: {error}") from error
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_TOKENIZER_FILE_BYTES + 1)
+    except OSError as error:
+        raise DataError(f"cannot read the tokenizer file {path}: {error.strerror}") from error
+    if len(raw) > MAX_TOKENIZER_FILE_BYTES:
+        raise DataError(f"{path} has more than {MAX_TOKENIZER_FILE_BYTES} bytes: it is no tokenizer file")
+    return raw
