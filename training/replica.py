@@ -192,6 +192,17 @@ class Replica:
         screen(own, theirs)
         return theirs
 
+    @torch.no_grad()
+    def refusal(self, partner: Buffer) -> str:
+        """Why a partner's contribution is refused, or nothing: what `outer_step` would raise, before it is due."""
+        if self._snapshot is None:
+            return "no contribution of this replica's own awaits one"
+        try:
+            self._screened(partner, self._snapshot.sent)
+        except ScreeningError as error:
+            return str(error)
+        return ""
+
     def _apply(self, mean: Tensor, snapshot: _Snapshot) -> None:
         for start in range(0, len(mean), _SLICE):
             part = slice(start, start + _SLICE)
