@@ -34,7 +34,7 @@ class FrameParser:
         self._buffer += data
 
     def next_frame(self) -> bytes | None:
-        """The next complete frame, or None until more data comes; `RemoteProtocolError` if it is longer than the cap."""
+        """The next complete frame, or None until more data comes; `RemoteProtocolError` if it exceeds the cap."""
         if len(self._buffer) < LENGTH_BYTES:
             return None
         length = int.from_bytes(self._buffer[:LENGTH_BYTES], "big")

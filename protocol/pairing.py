@@ -1,8 +1,70 @@
-"""Pairing: whom a node meets at the end of its round, agreed while its inner steps still run."""
+"""Pairing: whom a node meets at the end of its round, agreed while its inner steps still run.
+
+NoLoCo (arXiv 2506.10911) averages with one random partner, and leaves open how N nodes without a clock, a coordinator
+or equal speeds come to be pairs. Here each of them proposes to a uniformly random live peer, long before it is ready:
+
+- *No livelock.* A node with a proposal of its own outstanding accepts another's only if that has the smaller session
+  id, and then withdraws its own (of two crossing proposals the smaller one holds). So the least of all outstanding
+  sessions always succeeds or meets a matched node: Luby's argument for maximal matchings (Luby 1986).
+- *Uniform partners.* Partners end an exchange together, so if everybody proposed at the start of its round they would
+  meet the same partner for ever. Each node waits for a random share of its round before it proposes
+  (`PROPOSE_FROM`, `PROPOSE_UNTIL`), and accepts meanwhile: by then everybody has come back. The window also lets
+  groups out of phase with each other meet, which would else never mix.
+- *No waiting.* Where rounds are boxed in time, partners move the ends of their boxes to the mean of both. That is
+  gossip averaging of the phases: the network falls into step without any clock. Without boxes, nodes whose ends lie
+  too far apart do not pair.
+- *Bounded waiting.* From the time it is ready a node waits at most `WAIT_SHARE` of ``exchange_seconds`` for its
+  partner; an odd node out, or one that nobody is there for, goes on at once.
+
+Rejected: a leader or a seeded permutation per round (needs equal membership and equal rounds everywhere); proposing
+when ready (each exchange would then wait for its matching).
+"""
 
 from __future__ import annotations
 
+import enum
+import math
+import random
 from dataclasses import dataclass
+
+from .errors import LocalProtocolError, RemoteProtocolError
+from .manifest import RoundConfig
+from .pairing_messages import (
+    SESSION_BYTES,
+    Accept,
+    Busy,
+    Message,
+    Propose,
+    Ready,
+    Refuse,
+    Withdraw,
+    decode_message,
+    encode_message,
+)
+
+# A node first proposes at a random time between these shares of its round. From a quarter on, whoever ended the last
+# round late is back; the last quarter is for those who meet refusals first.
+PROPOSE_FROM, PROPOSE_UNTIL = 0.25, 0.75
+# Share of exchange_seconds for which a ready node waits for its partner; the rest is for transfer and decision.
+WAIT_SHARE = 0.5
+# A partner that is ready earlier than agreed (its trainer reached inner_steps) is met within this share of
+# exchange_seconds, well before its patience (WAIT_SHARE) ends.
+MEETING_SHARE = 0.25
+# A box moves by at most this share of its length in either direction, so that no partner can stretch a round for ever.
+MAX_BOX_SHIFT = 0.5
+# An answer to a proposal is overdue after this share of a round's inner steps, within these bounds in seconds: at
+# least a round trip around the earth, at most a dial (8 s) and a round trip.
+ANSWER_SHARE, MIN_ANSWER, MAX_ANSWER = 1 / 8, 1.0, 10.0
+# A busy peer is asked again after this share of a round's inner steps, within these bounds in seconds.
+RETRY_SHARE, MIN_RETRY, MAX_RETRY = 1 / 16, 0.05, 5.0
+# Proposals of one node in one round: in 1,000 nodes the last free ones find each other rarely, and each proposal may
+# cost a dial. After these the node only accepts.
+MAX_PROPOSALS = 64
+# Messages taken from one peer in METER_SECONDS. An honest one sends its proposals and answers, a few a round, and asks
+# a busy peer at most every MIN_RETRY.
+MAX_MESSAGES, METER_SECONDS = 64, 1.0
+# Peers counted in one such period; messages of further ones are dropped.
+MAX_METERED_PEERS = 4_096
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,3 +170,444 @@ class GoAlone:
 
 
 Output = SendMessage | SetTimer | FinishRound | StartExchange | GoAlone
+
+
+class State(enum.Enum):
+    """Where a node stands in its round."""
+
+    IDLE = "idle"  # no round runs, or its outcome is known
+    SEEKING = "seeking"  # no partner, no proposal outstanding
+    PROPOSED = "proposed"  # a proposal awaits its answer
+    MATCHED = "matched"  # a partner is agreed on; one of both is not ready yet
+    EXCHANGING = "exchanging"
+    AWAY = "away"  # paused or leaving
+
+
+class Trigger(enum.Enum):
+    """What moves a node from one state to another."""
+
+    ROUND_STARTED = "round started"
+    PROPOSAL_SENT = "proposal sent"
+    PROPOSAL_FAILED = "proposal failed"
+    AGREED = "agreed"
+    PARTNER_LOST = "partner lost"
+    BOTH_READY = "both ready"
+    EXCHANGE_ENDED = "exchange ended"
+    WENT_ALONE = "went alone"
+    STOPPED = "stopped"
+
+
+# The whole life of a round. A pair of state and trigger that is missing cannot happen; if it does, it is our defect.
+TRANSITIONS: dict[State, dict[Trigger, State]] = {
+    State.IDLE: {},
+    State.SEEKING: {
+        Trigger.PROPOSAL_SENT: State.PROPOSED,
+        Trigger.AGREED: State.MATCHED,
+        Trigger.WENT_ALONE: State.IDLE,
+    },
+    State.PROPOSED: {
+        Trigger.PROPOSAL_FAILED: State.SEEKING,
+        Trigger.AGREED: State.MATCHED,
+    },
+    State.MATCHED: {
+        Trigger.PARTNER_LOST: State.SEEKING,
+        Trigger.BOTH_READY: State.EXCHANGING,
+    },
+    State.EXCHANGING: {
+        Trigger.EXCHANGE_ENDED: State.IDLE,
+    },
+    State.AWAY: {},
+}
+for _row in TRANSITIONS.values():
+    _row[Trigger.ROUND_STARTED] = State.SEEKING
+    _row[Trigger.STOPPED] = State.AWAY
+
+
+class _Timer(enum.Enum):
+    PROPOSE = "propose"
+    ANSWER = "answer"  # to our proposal is overdue
+    BOX = "box"
+    PATIENCE = "patience"
+
+
+@dataclass(slots=True)
+class _Bond:
+    """A proposal of ours that is outstanding, or the agreement with a partner."""
+
+    peer: bytes
+    session: bytes
+    is_proposer: bool
+    is_partner_ready: bool = False
+
+
+class _Meter:
+    """Counts messages by peer, in periods of `METER_SECONDS`."""
+
+    def __init__(self) -> None:
+        self._since = -math.inf
+        self._counts: dict[bytes, int] = {}
+
+    def has_room(self, peer: bytes, now: float) -> bool:
+        """Count a message; False if it is to be dropped unread. `RemoteProtocolError` if the peer floods us."""
+        if now - self._since >= METER_SECONDS:
+            self._since = now
+            self._counts.clear()
+        if peer not in self._counts and len(self._counts) >= MAX_METERED_PEERS:
+            return False
+        self._counts[peer] = self._counts.get(peer, 0) + 1
+        if self._counts[peer] > MAX_MESSAGES:
+            raise RemoteProtocolError(f"more than {MAX_MESSAGES} pairing messages within {METER_SECONDS:g} s")
+        return True
+
+
+class Pairing:
+    """One node's pairing, round after round.
+
+    ``own`` is the node's public key, ``rng`` draws delays, partners and sessions. `handle` takes monotonic times in
+    seconds, never decreasing, and returns what is to be done, in order. It raises `RemoteProtocolError` only for
+    `MessageReceived`, and is then unchanged.
+    """
+
+    def __init__(self, own: bytes, config: RoundConfig, rng: random.Random) -> None:
+        self.state = State.IDLE
+        self.round = -1
+        self._own = own
+        self._config = config
+        self._rng = rng
+        self._live: tuple[bytes, ...] = ()  # sorted: the same seed makes the same choices in every process
+        self._meter = _Meter()
+        self._bond: _Bond | None = None
+        self._timers: dict[_Timer, float] = {}
+        self._timer_set_at: float | None = None
+        self._outputs: list[Output] = []
+        # Of the present round:
+        self._started_at = 0.0
+        self._ends_at: float | None = None  # of the box; without boxes as it is expected, if it is known
+        self._ready_at: float | None = None
+        self._propose_at = 0.0
+        self._num_proposals = 0
+        self._ask_at: dict[bytes, float] = {}  # peer -> not before; infinity: not in this round
+        # Measured:
+        self._inner_seconds: float | None = config.round_seconds or None
+        self._exchange_started_at = 0.0
+        self._last_exchange_seconds = 0.0
+
+    @property
+    def partner(self) -> bytes | None:
+        """The peer agreed on for this round, if any."""
+        return self._bond.peer if self._bond and self.state in (State.MATCHED, State.EXCHANGING) else None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether this round's contribution is ready."""
+        return self._ready_at is not None
+
+    @property
+    def wait_ends_at(self) -> float:
+        """When a ready node stops waiting for a partner; infinity while it is not ready."""
+        return math.inf if self._ready_at is None else self._ready_at + WAIT_SHARE * self._config.exchange_seconds
+
+    @property
+    def box_ends_at(self) -> float | None:
+        """When this round's inner steps end, where rounds are boxed; without boxes when they probably do, if known."""
+        return self._ends_at
+
+    def handle(self, event: Event, now: float) -> list[Output]:
+        """Take in what has happened; what is to be done about it."""
+        self._outputs = []
+        match event:
+            case RoundStarted(round=round_):
+                self._start_round(round_, now)
+            case ContributionReady(round=round_):
+                self._become_ready(round_, now)
+            case PeersChanged(peers=peers):
+                self._set_peers(peers, now)
+            case MessageReceived(peer=peer, payload=payload):
+                self._receive(peer, payload, now)
+            case PeerLost(peer=peer):
+                self._lose(peer, now)
+            case TimerFired():
+                self._timer_set_at = None
+            case ExchangeEnded(session=session, committed=committed):
+                self._end_exchange(session, committed, now)
+            case Stopped():
+                self._stop()
+        self._fire_due_timers(now)
+        self._set_timer()
+        return self._outputs
+
+    # Rounds
+
+    def _start_round(self, round_: int, now: float) -> None:
+        self._withdraw()
+        self._timers.clear()
+        self._bond = None
+        self._move(Trigger.ROUND_STARTED)
+        self.round = round_
+        self._started_at = now
+        self._ready_at = None
+        self._num_proposals = 0
+        self._ask_at.clear()
+        self._ends_at = None if self._inner_seconds is None else now + self._inner_seconds
+        if self._config.round_seconds:
+            self._ends_at = self._timers[_Timer.BOX] = now + self._config.round_seconds
+        delay = self._rng.uniform(PROPOSE_FROM, PROPOSE_UNTIL) * (self._inner_seconds or 0.0)
+        self._propose_at = now + delay
+        self._seek(now)
+
+    def _become_ready(self, round_: int, now: float) -> None:
+        if round_ != self.round or self._ready_at is not None or self.state in (State.IDLE, State.AWAY):
+            return  # of a round that has been given up
+        self._ready_at = self._propose_at = now
+        self._inner_seconds = now - self._started_at
+        self._timers.pop(_Timer.BOX, None)
+        self._timers[_Timer.PATIENCE] = self.wait_ends_at
+        if self.state is State.MATCHED and self._bond:
+            self._send(self._bond.peer, Ready(self._bond.session))
+            self._exchange_if_both_ready(now)
+        elif self.state is State.SEEKING:
+            self._seek(now)
+
+    def _exchange_if_both_ready(self, now: float) -> None:
+        bond = self._bond
+        if bond is None or self._ready_at is None or not bond.is_partner_ready:
+            return
+        self._timers.clear()
+        self._move(Trigger.BOTH_READY)
+        self._exchange_started_at = now
+        deadline = self._ready_at + self._config.exchange_seconds
+        self._outputs.append(StartExchange(bond.session, bond.peer, self.round, bond.is_proposer, deadline))
+
+    def _end_exchange(self, session: bytes, committed: bool, now: float) -> None:
+        if self.state is not State.EXCHANGING or self._bond is None or self._bond.session != session:
+            return  # the round has been given up meanwhile
+        self._last_exchange_seconds = now - self._exchange_started_at
+        self._bond = None
+        self._move(Trigger.EXCHANGE_ENDED)
+        if not committed:
+            self._outputs.append(GoAlone(self.round, "the exchange failed"))
+
+    def _go_alone(self, reason: str) -> None:
+        self._timers.clear()
+        self._move(Trigger.WENT_ALONE)
+        self._outputs.append(GoAlone(self.round, reason))
+
+    def _stop(self) -> None:
+        self._withdraw()
+        self._timers.clear()
+        self._bond = None
+        self._move(Trigger.STOPPED)
+
+    # Looking for a partner
+
+    def _seek(self, now: float) -> None:
+        """Plan the next proposal; if there is nobody left to ask and the node is ready, go on alone."""
+        ask_at = self._next_ask_at()
+        if ask_at < self.wait_ends_at:
+            self._timers[_Timer.PROPOSE] = max(ask_at, now)
+            return
+        self._timers.pop(_Timer.PROPOSE, None)
+        if self._ready_at is not None:
+            self._go_alone("no peer is free" if self._live else "no peer is live")
+
+    def _next_ask_at(self) -> float:
+        if not self._live or self._num_proposals >= MAX_PROPOSALS:
+            return math.inf
+        return max(self._propose_at, min(self._ask_at.get(peer, 0.0) for peer in self._live))
+
+    def _propose(self, now: float) -> None:
+        candidates = [peer for peer in self._live if self._ask_at.get(peer, 0.0) <= now]
+        peer = self._rng.choice(candidates)
+        self._bond = _Bond(peer, self._rng.randbytes(SESSION_BYTES), is_proposer=True)
+        self._num_proposals += 1
+        patience = ANSWER_SHARE * (self._inner_seconds or 0.0)
+        self._timers[_Timer.ANSWER] = now + min(max(patience, MIN_ANSWER), MAX_ANSWER)
+        self._move(Trigger.PROPOSAL_SENT)
+        self._send(peer, Propose(self._bond.session, self._seconds_left(now)))
+
+    def _agree(self, bond: _Bond, seconds_left: float | None, now: float) -> None:
+        self._bond = bond
+        self._timers.pop(_Timer.PROPOSE, None)
+        self._timers.pop(_Timer.ANSWER, None)
+        self._move(Trigger.AGREED)
+        if self._ready_at is not None:
+            self._send(bond.peer, Ready(bond.session))
+        elif self._config.round_seconds and self._ends_at is not None and seconds_left is not None:
+            self._end_box_at((self._ends_at + now + seconds_left) / 2)
+
+    def _part(self, ask_again_at: float) -> None:
+        """Nothing came of the proposal, or the partner is lost: this peer is asked again not before then."""
+        if self._bond is None:
+            raise LocalProtocolError("nobody to part from")
+        self._ask_at[self._bond.peer] = ask_again_at
+        self._bond = None
+        self._timers.pop(_Timer.ANSWER, None)
+        self._move(Trigger.PROPOSAL_FAILED if self.state is State.PROPOSED else Trigger.PARTNER_LOST)
+
+    def _seek_another(self, now: float, ask_again_at: float = math.inf) -> None:
+        self._part(ask_again_at)
+        self._seek(now)
+
+    def _withdraw(self) -> None:
+        """Tell the peer that we proposed to, or agreed with, that this holds no longer."""
+        if self._bond and self.state in (State.PROPOSED, State.MATCHED):
+            self._send(self._bond.peer, Withdraw(self._bond.session))
+
+    def _seconds_left(self, now: float) -> float | None:
+        if self._ready_at is not None:
+            return 0.0
+        return None if self._ends_at is None else max(0.0, self._ends_at - now)
+
+    def _end_box_at(self, at: float) -> None:
+        length = self._config.round_seconds
+        earliest = self._started_at + (1 - MAX_BOX_SHIFT) * length
+        latest = self._started_at + (1 + MAX_BOX_SHIFT) * length
+        if _Timer.BOX in self._timers:  # else the box is over, and the trainer only ends its last inner step
+            self._ends_at = self._timers[_Timer.BOX] = min(max(at, earliest), latest)
+
+    def _wait_between(self, seconds_left: float | None, now: float) -> float:
+        """Seconds for which one of the two would wait for the other at the end, if they became partners."""
+        own = self._seconds_left(now)
+        if own is None or seconds_left is None:
+            return 0.0
+        if not self._config.round_seconds:
+            return abs(own - seconds_left)
+        return abs(own - seconds_left) / 2 if min(own, seconds_left) == 0 else 0.0  # both boxes move, unless one ended
+
+    def _retry_after(self) -> float:
+        return min(max(RETRY_SHARE * (self._inner_seconds or 0.0), MIN_RETRY), MAX_RETRY)
+
+    # Peers
+
+    def _set_peers(self, peers: frozenset[bytes], now: float) -> None:
+        self._live = tuple(sorted(peers - {self._own}))
+        self._ask_at = {peer: at for peer, at in self._ask_at.items() if peer in peers}
+        if self.state in (State.PROPOSED, State.MATCHED) and self._bond and self._bond.peer not in peers:
+            self._withdraw()
+            self._seek_another(now)
+        elif self.state is State.SEEKING:
+            self._seek(now)
+
+    def _lose(self, peer: bytes, now: float) -> None:
+        if self.state in (State.PROPOSED, State.MATCHED) and self._bond and self._bond.peer == peer:
+            self._seek_another(now)
+
+    # Messages
+
+    def _receive(self, peer: bytes, payload: bytes, now: float) -> None:
+        if not self._meter.has_room(peer, now):
+            return
+        message = decode_message(payload)
+        bond = self._bond
+        is_ours = bond is not None and bond.session == message.session
+        if is_ours and bond is not None and bond.peer != peer:
+            raise RemoteProtocolError("a message about a session of two others")
+        match message:
+            case Propose():
+                if is_ours and self.state is State.PROPOSED:
+                    raise RemoteProtocolError("a proposal with the session of our own")
+                self._receive_proposal(peer, message, now)
+            case Accept(session=session, seconds_left=seconds_left):
+                if is_ours and bond is not None and self.state is State.PROPOSED:
+                    self._agree(bond, seconds_left, now)
+                elif not is_ours:
+                    self._send(peer, Withdraw(session))
+            case Ready(session=session):
+                self._receive_ready(peer, session, now)
+            case Refuse():
+                if is_ours and self.state is State.PROPOSED:
+                    self._seek_another(now)
+            case Busy(retry_after=retry_after):
+                if is_ours and self.state is State.PROPOSED:
+                    self._seek_another(now, ask_again_at=now + max(retry_after, MIN_RETRY))
+            case Withdraw():
+                if is_ours and self.state in (State.PROPOSED, State.MATCHED):
+                    self._seek_another(now)
+
+    def _receive_proposal(self, peer: bytes, proposal: Propose, now: float) -> None:
+        is_of_ours = self._bond is not None and self._bond.peer == peer
+        if is_of_ours and self.state is State.MATCHED:
+            self._seek_another(now, ask_again_at=now)  # it has forgotten what we agreed on: it was restarted
+        if is_of_ours and self.state is State.PROPOSED and self._bond and self._bond.session < proposal.session:
+            return  # they cross, and ours holds: the peer accepts it
+        answer = self._answer_to(peer, proposal, now)
+        if isinstance(answer, Accept):
+            if not is_of_ours:
+                self._withdraw()
+            self._send(peer, answer)
+            self._agree(_Bond(peer, proposal.session, is_proposer=False), proposal.seconds_left, now)
+        else:
+            self._send(peer, answer)
+
+    def _answer_to(self, peer: bytes, proposal: Propose, now: float) -> Message:
+        session = proposal.session
+        match self.state:
+            case State.AWAY:
+                return Refuse(session, "away")
+            case State.MATCHED:
+                return Refuse(session, "matched")
+            case State.EXCHANGING:
+                left = self._exchange_started_at + self._last_exchange_seconds - now
+                return Busy(session, max(left, self._retry_after()))
+            case State.PROPOSED if self._bond is not None and self._bond.session < session:
+                return Busy(session, self._retry_after())
+            case State.SEEKING | State.PROPOSED if peer in self._live:
+                wait = self._wait_between(proposal.seconds_left, now)
+                patience = min(self.wait_ends_at - now, WAIT_SHARE * self._config.exchange_seconds)
+                if wait > patience:
+                    return Busy(session, max(wait - patience, self._retry_after()))
+                return Accept(session, self._seconds_left(now))
+            case _:  # between two rounds; or we have not heard of this peer yet, and cannot tell its stage
+                return Busy(session, self._retry_after())
+
+    def _receive_ready(self, peer: bytes, session: bytes, now: float) -> None:
+        bond = self._bond
+        if bond is None or bond.session != session or self.state is State.PROPOSED:
+            self._send(peer, Withdraw(session))
+        elif self.state is State.MATCHED:
+            bond.is_partner_ready = True
+            if self._config.round_seconds and self._ends_at is not None:
+                self._end_box_at(min(self._ends_at, now + MEETING_SHARE * self._config.exchange_seconds))
+            self._exchange_if_both_ready(now)
+
+    def _send(self, peer: bytes, message: Message) -> None:
+        self._outputs.append(SendMessage(peer, encode_message(message)))
+
+    # Time
+
+    def _fire_due_timers(self, now: float) -> None:
+        for timer in _Timer:
+            if self._timers.get(timer, math.inf) <= now:
+                del self._timers[timer]
+                self._fire(timer, now)
+
+    def _fire(self, timer: _Timer, now: float) -> None:
+        match timer:
+            case _Timer.PROPOSE:
+                self._propose(now)
+            case _Timer.ANSWER:
+                self._withdraw()
+                self._seek_another(now)
+            case _Timer.BOX:
+                self._outputs.append(FinishRound(self.round))
+            case _Timer.PATIENCE:
+                self._give_up_waiting()
+
+    def _give_up_waiting(self) -> None:
+        reason = "the partner was not ready in time" if self.state is State.MATCHED else "no partner in time"
+        if self.state is not State.SEEKING:
+            self._withdraw()
+            self._part(math.inf)
+        self._go_alone(reason)
+
+    def _set_timer(self) -> None:
+        at = min(self._timers.values(), default=None)
+        if at is not None and at != self._timer_set_at:
+            self._outputs.append(SetTimer(at))
+            self._timer_set_at = at
+
+    def _move(self, trigger: Trigger) -> None:
+        try:
+            self.state = TRANSITIONS[self.state][trigger]
+        except KeyError:
+            raise LocalProtocolError(f"pairing cannot take {trigger.value!r} while {self.state.value}") from None

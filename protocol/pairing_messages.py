@@ -1,0 +1,95 @@
+"""What two nodes say to each other to become partners: six small messages, MessagePack arrays with a tag."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+import msgspec
+
+from .errors import RemoteProtocolError
+
+SESSION_BYTES = 16
+# The longest message, a proposal, has 29 bytes; the rest is room for one more field.
+MAX_MESSAGE_BYTES = 64
+
+Session = Annotated[bytes, msgspec.Meta(min_length=SESSION_BYTES, max_length=SESSION_BYTES)]
+"""Names one proposal, and the exchange that may come of it. Drawn at random by its proposer."""
+# A box is at most a day (`RoundConfig.round_seconds`) and is moved by at most half its length.
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1.5 * 86_400)]
+
+
+class Propose(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=1):
+    """Be my partner at the end of this round."""
+
+    session: Session
+    seconds_left: _Seconds | None
+    """Until the sender's inner steps end: 0 once they have, None while it cannot tell."""
+
+
+class Accept(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=2):
+    """Yes: we are partners now."""
+
+    session: Session
+    seconds_left: _Seconds | None
+    """Until the sender's inner steps would have ended without this agreement; else as in `Propose`."""
+
+
+class Refuse(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=3):
+    """No, not in this round."""
+
+    session: Session
+    reason: Literal["matched", "away"]
+    """``matched``: the sender has a partner; ``away``: it pauses or leaves."""
+
+
+class Busy(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=4):
+    """Not now: ask another, or me again later."""
+
+    session: Session
+    retry_after: _Seconds
+
+
+class Withdraw(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=5):
+    """The proposal, or what was agreed on it, holds no longer. Never answered."""
+
+    session: Session
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=6):
+    """The sender's contribution is ready to be exchanged."""
+
+    session: Session
+
+
+Message = Propose | Accept | Refuse | Busy | Withdraw | Ready
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def encode_message(message: Message) -> bytes:
+    """The bytes of a message; at most `MAX_MESSAGE_BYTES`."""
+    return _encoder.encode(message)
+
+
+def decode_message(payload: bytes) -> Message:
+    """The message in these bytes; `RemoteProtocolError` if they hold none."""
+    if len(payload) > MAX_MESSAGE_BYTES:
+        raise RemoteProtocolError(f"a pairing message has at most {MAX_MESSAGE_BYTES} bytes, this has {len(payload)}")
+    try:
+        message: Message = _decoder.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a pairing message: {error}") from error
+    seconds = _seconds_of(message)
+    if seconds is not None and not math.isfinite(seconds):  # NaN passes every bound
+        raise RemoteProtocolError(f"not a duration: {seconds}")
+    return message
+
+
+def _seconds_of(message: Message) -> float | None:
+    match message:
+        case Propose(seconds_left=seconds) | Accept(seconds_left=seconds) | Busy(retry_after=seconds):
+            return seconds
+        case _:
+            return None
