@@ -115,7 +115,7 @@ class Trainer:
 
     async def stop(self) -> None:
         """Ask it to stop, and kill it when it does not."""
-        with trio.move_on_after(STOP_TIMEOUT, shield=True):
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + STOP_TIMEOUT):
             with contextlib.suppress(TrainerError):
                 await self.send(Stop())
             await self._stream.aclose()

@@ -58,6 +58,7 @@ class TakeOuterStep(msgspec.Struct, frozen=True, tag=True):
     """Take the outer step: with the contribution in the incoming memory, or alone (``partner_size`` 0)."""
 
     round: int
+    partner: bytes = b""
     partner_size: int = 0
     partner_tokens: int = 0
 
@@ -160,11 +161,21 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 Report = Prepared | Progress | Contributed | Screened | OuterStepTaken | Saved | Validated | Failed
 
 _encoder = msgspec.msgpack.Encoder()
-decode_command = msgspec.msgpack.Decoder(Command).decode
-decode_report = msgspec.msgpack.Decoder(Report).decode
+_commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+_reports: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
 
 
 def encode(message: Command | Report) -> bytes:
     """A message with its length in front."""
     body = _encoder.encode(message)
     return LENGTH.pack(len(body)) + body
+
+
+def decode_command(raw: bytes) -> Command:
+    """What the mesh process said."""
+    return _commands.decode(raw)
+
+
+def decode_report(raw: bytes) -> Report:
+    """What the trainer said."""
+    return _reports.decode(raw)

@@ -18,7 +18,9 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from farandole.protocol.errors import FarandoleError
+import msgspec
+
+from farandole.protocol.manifest import Manifest
 
 from .shared_memory import map_shared_memory
 from .trainer_messages import (
@@ -47,6 +49,8 @@ from .trainer_messages import (
 )
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from farandole.training.replica import Replica
 
 PROGRESS_INTERVAL = 0.5
@@ -105,23 +109,23 @@ class TrainerProcess:
     """Carries out commands on one replica."""
 
     def __init__(self, channel: Channel, prepare: Prepare) -> None:
-        from .replica_factory import build_replica
-
         self._channel = channel
+        self._author = prepare.author
         self._slow = prepare.slow
         self._checkpoint = Path(prepare.checkpoint)
-        self._replica: Replica
-        self._replica, resumed, device = build_replica(prepare)
-        size = self._replica.contribution_size
+        self._replica = replica = _build_replica(prepare)
+        resumed = self._checkpoint.exists()
+        if resumed:
+            replica.load(self._checkpoint)
+        size = replica.contribution_bytes
         self._outgoing: mmap.mmap = map_shared_memory(prepare.outgoing, size)
         self._incoming: mmap.mmap = map_shared_memory(prepare.incoming, size)
-        replica = self._replica
         channel.send(
             Prepared(
-                device=device,
-                num_parameters=replica.num_parameters,
+                device=replica.device.description,
+                num_parameters=replica.layout.num_elements,
                 contribution_bytes=size,
-                layout=replica.layout_hash,
+                layout=replica.layout.hash,
                 round=replica.round,
                 inner_steps=replica.steps,
                 tokens=replica.tokens,
@@ -135,7 +139,7 @@ class TrainerProcess:
             case Train():
                 self._train(command)
             case Screen(size):
-                self._channel.send(Screened(self._replica.screen(memoryview(self._incoming)[:size]) or ""))
+                self._channel.send(Screened(self._replica.refusal(memoryview(self._incoming)[:size])))
             case TakeOuterStep():
                 self._take_outer_step(command)
             case Save():
@@ -153,10 +157,11 @@ class TrainerProcess:
         replica.round = command.round
         started_at = reported_at = time.monotonic()
         steps = 0
+        losses: Tensor | float = 0.0  # their sum stays on the device: reading it would wait for the step
         is_over = False
         while not is_over and (command.max_steps == 0 or steps < command.max_steps):
             step_started_at = time.monotonic()
-            replica.inner_step()
+            losses = replica.inner_step() + losses
             steps += 1
             now = time.monotonic()
             if now - reported_at >= PROGRESS_INTERVAL:
@@ -167,12 +172,12 @@ class TrainerProcess:
                         inner_steps=replica.steps,
                         inner_steps_this_round=steps,
                         tokens=replica.tokens,
-                        loss=replica.loss_this_round(),
+                        loss=float(losses) / steps,
                         tokens_per_second=replica.tokens_this_round / (now - started_at),
                     )
                 )
             is_over = self._channel.is_round_over(command.round, (self._slow - 1.0) * (now - step_started_at))
-        tokens, loss = replica.tokens_this_round, replica.loss_this_round()
+        tokens, loss = replica.tokens_this_round, float(losses) / steps
         size, sha256 = replica.contribution(memoryview(self._outgoing))
         self._channel.send(
             Contributed(
@@ -190,7 +195,9 @@ class TrainerProcess:
 
     def _take_outer_step(self, command: TakeOuterStep) -> None:
         partner = memoryview(self._incoming)[: command.partner_size] if command.partner_size else None
-        self._replica.outer_step(partner, command.partner_tokens)
+        # Both partners must add in one order, so that they round alike: the lesser key comes first.
+        replica, is_first = self._replica, self._author < command.partner
+        replica.outer_step(partner, replica.tokens_this_round, command.partner_tokens, is_first)
         self._channel.send(OuterStepTaken(command.round))
 
     def _save(self) -> Saved:
@@ -198,10 +205,37 @@ class TrainerProcess:
         replica = self._replica
         sha256, size, problem = b"", 0, ""
         try:
-            sha256, size = replica.save(self._checkpoint)
+            digest, size = replica.save(self._checkpoint)
+            sha256 = bytes.fromhex(digest)
         except OSError as error:
             problem = f"checkpoint not written: {error}; the last good one is kept"
         return Saved(replica.round, replica.steps, replica.tokens, sha256, size, problem)
+
+
+def _build_replica(prepare: Prepare) -> Replica:
+    """Torch is imported here, where Prepare has said with how many threads."""
+    import torch
+
+    from farandole.training import config
+    from farandole.training.replica import build_replica
+
+    torch.set_num_threads(prepare.threads)
+    manifest = msgspec.msgpack.decode(prepare.manifest, type=Manifest)
+    model = msgspec.structs.asdict(manifest.model)
+    del model["num_stages"]
+    return build_replica(
+        config.ModelConfig(**model),
+        config.InnerConfig(**msgspec.structs.asdict(manifest.inner)),
+        config.OuterConfig(**msgspec.structs.asdict(manifest.outer)),
+        config.DataConfig(**msgspec.structs.asdict(manifest.data)),
+        config.TokenizerConfig(**msgspec.structs.asdict(manifest.tokenizer)),
+        seed=manifest.seed,
+        run_id=prepare.run_id,
+        author=prepare.author,
+        device=prepare.device,
+        text_paths=[Path(path) for path in prepare.data],
+        tokenizer_path=Path(prepare.tokenizer) if prepare.tokenizer else None,
+    )
 
 
 def main() -> None:
@@ -222,7 +256,7 @@ def _serve(channel: Channel) -> None:
         raise EOFError("the first command must be Prepare")
     try:
         trainer = TrainerProcess(channel, prepare)
-    except (FarandoleError, ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
         channel.send(Failed(f"{error}", is_setup=True))
         return
     while True:

@@ -1,0 +1,95 @@
+"""The board: what this node did and does, written by its parts and read by ``farandole status``."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from farandole.protocol.identity import peer_id_of
+
+from .status import ExchangeStatus, Phase
+
+# The course of the loss on one screen and in a report; a month's run keeps its newest part here.
+MAX_LOSSES = 256
+MAX_WARNINGS = 20
+
+
+@dataclass
+class Board:
+    """Counters and words. ``say`` tells a person at the terminal, ``clock`` is Unix time."""
+
+    say: Callable[[str], None]
+    clock: Callable[[], float] = time.time
+    phase: Phase = "starting"
+    detail: str = ""
+    waits_for: str = ""
+    phase_since: float = 0.0
+    round: int = 0
+    inner_steps: int = 0
+    inner_steps_this_round: int = 0
+    tokens: int = 0
+    tokens_per_second: float = 0.0
+    loss: float | None = None
+    loss_first: float | None = None
+    device: str = ""
+    trainer_pid: int | None = None
+    trainer_restarts: int = 0
+    exchanges_ok: int = 0
+    exchanges_alone: int = 0
+    exchanges_failed: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    last_exchange: ExchangeStatus | None = None
+    partners: Counter[str] = field(default_factory=Counter)
+    losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MAX_LOSSES))
+    validation: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MAX_LOSSES))
+    warnings: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_WARNINGS))
+
+    def enter(self, phase: Phase, detail: str = "", waits_for: str = "") -> None:
+        """A new phase, or new words for the present one."""
+        if phase != self.phase:
+            self.phase_since = self.clock()
+        self.phase, self.detail, self.waits_for = phase, detail, waits_for
+
+    def announce(self, phase: Phase, detail: str, waits_for: str = "") -> None:
+        """`enter`, and tell the person at the terminal."""
+        self.enter(phase, detail, waits_for)
+        self.say(detail)
+
+    def warn(self, text: str) -> None:
+        """Something a person should know; kept, and told once in a row."""
+        if not self.warnings or self.warnings[-1] != text:
+            self.warnings.append(text)
+            self.say(f"warning: {text}")
+
+    def record_loss(self, round_index: int, loss: float) -> None:
+        """Mean training loss of a finished round."""
+        self.loss = loss
+        if self.loss_first is None:
+            self.loss_first = loss
+        self.losses.append((round_index, loss))
+
+    def record_exchange(
+        self,
+        round_index: int,
+        partner: bytes | None,
+        verdict: str,
+        *,
+        sent: int = 0,
+        received: int = 0,
+        seconds: float = 0.0,
+    ) -> None:
+        """The end of an exchange, or of a round without one (``partner`` None)."""
+        name = peer_id_of(partner) if partner else ""
+        if verdict == "committed":
+            self.exchanges_ok += 1
+            self.partners[name] += 1
+        elif partner:
+            self.exchanges_failed += 1
+        else:
+            self.exchanges_alone += 1
+        self.bytes_sent += sent
+        self.bytes_received += received
+        self.last_exchange = ExchangeStatus(round_index, name, verdict, sent, received, seconds, self.clock())

@@ -1,0 +1,347 @@
+"""The training loop: one trainer and one pairing machine, round after round.
+
+A round: the trainer takes inner steps while `farandole.protocol.pairing` agrees on a partner; the contribution is
+ready; both move theirs (`farandole.node.exchange`); the trainer takes the outer step with the partner's, or alone.
+Here is only the carrying out: what to do when is decided by the pairing machine, which never waits beyond its
+deadline, so neither does a round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import trio
+
+from farandole.protocol.manifest import Manifest
+from farandole.protocol.pairing import (
+    ContributionReady,
+    Event,
+    ExchangeEnded,
+    FinishRound,
+    GoAlone,
+    MessageReceived,
+    Output,
+    Pairing,
+    PeerLost,
+    PeersChanged,
+    RoundStarted,
+    SendMessage,
+    SetTimer,
+    StartExchange,
+    Stopped,
+    TimerFired,
+)
+
+from . import trainer_messages as messages
+from .board import Board
+from .exchange import ExchangeService, Offer
+from .messenger import Messenger
+from .trainer import Trainer, TrainerError, open_trainer
+
+PAIRING_PROTOCOL: Final = "/farandole/pairing/1"
+MAX_PAIRING_MESSAGE: Final = 256
+# Commands queued for a busy trainer: Train, FinishRound, the outer step, Save, Validate. More means a defect.
+MAX_QUEUED_COMMANDS: Final = 32
+VALIDATION_BATCHES: Final = 8
+# A trainer that dies is started again from its checkpoint after these many seconds, the last one for good; a month's
+# run survives any number of deaths, and a machine that cannot train does not spin.
+RESTART_DELAYS: Final = (1.0, 5.0, 30.0, 120.0)
+# A trainer that lived this long starts with the first delay again.
+HEALTHY_SECONDS: Final = 300.0
+
+
+@dataclass(frozen=True)
+class RoundsConfig:
+    """What the loop needs to know beside the manifest."""
+
+    run_id: bytes
+    prepare: messages.Prepare
+    max_rounds: int | None
+    checkpoint_seconds: float
+    validate_every: int
+
+
+class Rounds:
+    """Trains until ``max_rounds``, restarting the trainer when it dies.
+
+    ``on_saved`` is told of every checkpoint, ``on_round`` of every finished round, ``current_round`` says which round
+    the others are in (0 when alone).
+    """
+
+    def __init__(
+        self,
+        config: RoundsConfig,
+        manifest: Manifest,
+        pairing: Pairing,
+        messenger: Messenger,
+        exchanges: ExchangeService,
+        board: Board,
+        *,
+        on_saved: Callable[[messages.Saved], None],
+        on_round: Callable[[], None],
+        current_round: Callable[[], int],
+    ) -> None:
+        self._config = config
+        self._manifest = manifest
+        self._pairing = pairing
+        self._messenger = messenger
+        self._exchanges = exchanges
+        self._board = board
+        self._on_saved = on_saved
+        self._on_round = on_round
+        self._current_round = current_round
+        self._timer_at = math.inf
+        self._timer_changed = trio.Event()
+        self._session: _Session | None = None
+        messenger.set_receiver(PAIRING_PROTOCOL, MAX_PAIRING_MESSAGE, self._receive)
+
+    async def run(self) -> None:
+        """Returns when every round is done; raises `TrainerError` when the trainer can't be set up at all."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._run_timer)
+            try:
+                await self._run_trainers()
+            finally:
+                self.stop_pairing()
+            nursery.cancel_scope.cancel()
+
+    def set_peers(self, peers: frozenset[bytes]) -> None:
+        """The live peers of this node's stage changed."""
+        self.handle(PeersChanged(peers))
+
+    def lose_peer(self, peer: bytes) -> None:
+        """A connection broke, or a message was not delivered."""
+        self.handle(PeerLost(peer))
+
+    def stop_pairing(self) -> None:
+        """Meet nobody from now on: the trainer is gone, or every round is done."""
+        self.handle(Stopped())
+
+    def handle(self, event: Event) -> None:
+        """Give an event to the pairing machine and carry out what it asks for."""
+        for output in self._pairing.handle(event, trio.current_time()):
+            self._carry_out(output)
+
+    def _receive(self, peer: bytes, payload: bytes) -> None:
+        self.handle(MessageReceived(peer, payload))
+
+    def _carry_out(self, output: Output) -> None:
+        match output:
+            case SendMessage(peer, payload):
+                self._messenger.send_nowait(peer, PAIRING_PROTOCOL, payload)
+            case SetTimer(at):
+                self._timer_at = at
+                self._timer_changed.set()
+            case FinishRound() | StartExchange() | GoAlone():
+                if self._session is not None:
+                    self._session.carry_out(output)
+
+    async def _run_timer(self) -> None:
+        while True:
+            changed = self._timer_changed = trio.Event()
+            with trio.move_on_at(self._timer_at):
+                await changed.wait()
+                continue
+            self._timer_at = math.inf
+            self.handle(TimerFired())
+
+    async def _run_trainers(self) -> None:
+        deaths = 0
+        while True:
+            started_at = trio.current_time()
+            try:
+                await self._run_one_trainer()
+                return
+            except TrainerError as error:
+                self.stop_pairing()
+                if error.is_setup:
+                    raise
+                if trio.current_time() - started_at > HEALTHY_SECONDS:
+                    deaths = 0
+                delay = RESTART_DELAYS[min(deaths, len(RESTART_DELAYS) - 1)]
+                deaths += 1
+                self._board.trainer_restarts += 1
+                self._board.warn(f"{error}; starting it again in {delay:g} s from the last checkpoint")
+                self._board.enter("preparing", "the trainer died", f"{delay:g} s before it starts again")
+                await trio.sleep(delay)
+
+    async def _run_one_trainer(self) -> None:
+        board = self._board
+        board.announce("preparing", "starting the trainer: loading torch, the text and the model", "the trainer")
+        async with open_trainer(self._config.prepare, log=None) as trainer:
+            prepared = trainer.prepared
+            board.device, board.trainer_pid = prepared.device, trainer.pid
+            board.inner_steps, board.tokens = prepared.inner_steps, prepared.tokens
+            how = f"resumed at round {prepared.round}" if prepared.resumed else "from the run's seed"
+            board.say(f"trainer ready on {prepared.device}: {prepared.num_parameters:,} parameters, {how}")
+            failure: TrainerError | None = None
+            async with trio.open_nursery() as nursery:
+                session = _Session(self, trainer, nursery)
+                self._session = session
+                try:
+                    await session.run(max(prepared.round, self._current_round()))
+                except TrainerError as error:
+                    failure = error  # raised below, out of the nursery, which would wrap it in a group
+                finally:
+                    self._session = None
+                    board.trainer_pid = None
+                nursery.cancel_scope.cancel()
+            if failure is not None:
+                raise failure
+
+
+class _Session:
+    """One life of the trainer: turns its reports into events, and the machine's wishes into commands."""
+
+    def __init__(self, rounds: Rounds, trainer: Trainer, nursery: trio.Nursery) -> None:
+        self._rounds = rounds
+        self._config = rounds._config
+        self._manifest = rounds._manifest
+        self._board = rounds._board
+        self._trainer = trainer
+        self._nursery = nursery
+        self._commands, self._queued = trio.open_memory_channel[messages.Command](MAX_QUEUED_COMMANDS)
+        self._contributed: messages.Contributed | None = None
+        self._screened: trio.MemorySendChannel[str] | None = None
+        self._saved_at = trio.current_time()
+
+    async def run(self, first_round: int) -> None:
+        """Train from ``first_round`` until every round is done."""
+        self._nursery.start_soon(self._send_commands)
+        self._start_round(first_round)
+        while True:
+            report = await self._trainer.receive()
+            if self._handle(report):
+                return
+
+    def carry_out(self, output: FinishRound | StartExchange | GoAlone) -> None:
+        """What the pairing machine asks of the trainer or of the exchange service."""
+        match output:
+            case FinishRound(round_index):
+                self._send(messages.FinishRound(round_index))
+            case GoAlone(round_index, reason):
+                self._board.record_exchange(round_index, None, f"alone: {reason}")
+                self._board.enter("outer step", f"outer step of round {round_index} alone: {reason}")
+                self._send(messages.TakeOuterStep(round_index))
+            case StartExchange():
+                self._nursery.start_soon(self._exchange, output)
+
+    def _send(self, command: messages.Command) -> None:
+        self._commands.send_nowait(command)
+
+    async def _send_commands(self) -> None:
+        with contextlib.suppress(TrainerError):  # `run` sees the same death, and tells it
+            async for command in self._queued:
+                await self._trainer.send(command)
+
+    def _start_round(self, round_index: int) -> None:
+        maximum = self._config.max_rounds
+        if maximum is not None and round_index >= maximum:
+            # The last Saved ends the session, so that what is on disk is the end of the training.
+            self._board.enter("finished", f"all {maximum} rounds are done; saving")
+            self._board.round = round_index
+            self._send(messages.Save())
+            return
+        self._board.round = round_index
+        self._board.inner_steps_this_round = 0
+        self._board.enter("training", f"inner steps of round {round_index}")
+        self._send(messages.Train(round_index, self._manifest.rounds.inner_steps))
+        self._rounds.handle(RoundStarted(round_index))
+
+    def _handle(self, report: messages.Report) -> bool:
+        """Whether this was the last report of the last round."""
+        board = self._board
+        match report:
+            case messages.Progress():
+                board.inner_steps, board.tokens = report.inner_steps, report.tokens
+                board.inner_steps_this_round, board.loss = report.inner_steps_this_round, report.loss
+                board.tokens_per_second = report.tokens_per_second
+            case messages.Contributed():
+                self._contribute(report)
+            case messages.Screened(reason):
+                if self._screened is not None:
+                    self._screened.send_nowait(reason)
+            case messages.OuterStepTaken(round_index):
+                self._finish_round(round_index)
+            case messages.Validated(round_index, loss):
+                board.validation.append((round_index, loss))
+            case messages.Saved():
+                if report.problem:
+                    board.warn(report.problem)
+                else:
+                    self._rounds._on_saved(report)
+                return board.phase == "finished"
+            case messages.Prepared() | messages.Failed():
+                raise TrainerError(f"the trainer said {type(report).__name__} out of turn")
+        return False
+
+    def _contribute(self, report: messages.Contributed) -> None:
+        board = self._board
+        self._contributed = report
+        board.inner_steps, board.tokens = report.inner_steps, report.tokens
+        board.inner_steps_this_round = report.inner_steps_this_round
+        board.tokens_per_second = report.tokens_this_round / max(report.seconds, 1e-9)
+        board.record_loss(report.round, report.loss)
+        board.enter("pairing", f"contribution of round {report.round} is ready", "the partner")
+        self._rounds.handle(ContributionReady(report.round))
+
+    def _finish_round(self, round_index: int) -> None:
+        following = round_index + 1
+        every, maximum = self._config.validate_every, self._config.max_rounds
+        if every and (following % every == 0 or following == maximum):
+            self._send(messages.Validate(VALIDATION_BATCHES))
+        if following != maximum and trio.current_time() - self._saved_at >= self._config.checkpoint_seconds:
+            self._saved_at = trio.current_time()
+            self._send(messages.Save())
+        self._start_round(following)
+        self._rounds._on_round()
+
+    async def _exchange(self, start: StartExchange) -> None:
+        """Move both contributions and tell the machine how it ended; the outer step follows if it was committed."""
+        contributed, board = self._contributed, self._board
+        assert contributed is not None, "the machine starts an exchange after ContributionReady alone"
+        board.enter("exchanging", f"exchange of round {start.round}", "the partner's contribution")
+        offer = Offer(
+            run_id=self._config.run_id,
+            session=start.session,
+            round=start.round,
+            stage=0,
+            layout=self._trainer.prepared.layout,
+            codec=self._manifest.outer.codec,
+            tokens=contributed.tokens_this_round,
+            size=contributed.size,
+            sha256=contributed.sha256,
+        )
+        result = await self._rounds._exchanges.run(
+            start,
+            offer,
+            memoryview(self._trainer.outgoing)[: contributed.size],
+            memoryview(self._trainer.incoming)[: self._trainer.prepared.contribution_bytes],
+            self._screen,
+        )
+        verdict = "committed" if result.committed else f"failed: {result.reason}"
+        board.record_exchange(
+            start.round,
+            start.peer,
+            verdict,
+            sent=result.bytes_sent,
+            received=result.bytes_received,
+            seconds=result.seconds,
+        )
+        self._rounds.handle(ExchangeEnded(start.session, result.committed))
+        if result.committed:
+            board.enter("outer step", f"outer step of round {start.round}")
+            self._send(messages.TakeOuterStep(start.round, start.peer, result.partner_size, result.partner_tokens))
+
+    async def _screen(self, size: int) -> str | None:
+        """The trainer's verdict on what was received: None, or why it is refused."""
+        self._screened, verdict = trio.open_memory_channel[str](1)
+        self._send(messages.Screen(size))
+        try:
+            return await verdict.receive() or None
+        finally:
+            self._screened = None

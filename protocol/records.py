@@ -1,0 +1,17 @@
+"""The keys under which the DHT finds providers: of a run (any member), and of a shard (who holds a stage)."""
+
+from __future__ import annotations
+
+import hashlib
+
+from .identity import framed
+
+
+def run_key(run_id: bytes) -> bytes:
+    """32 bytes: who provides it is a member of the run, and gives its manifest and run state."""
+    return hashlib.sha256(framed(b"farandole/run/1", run_id)).digest()
+
+
+def shard_key(run_id: bytes, stage: int) -> bytes:
+    """32 bytes: who provides it holds the parameters of this stage."""
+    return hashlib.sha256(framed(b"farandole/shard/1", run_id, stage.to_bytes(4, "big"))).digest()
