@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from farandole.node import control
+from farandole.node.control import ControlError, NoNodeError, call, serve_control, socket_path
+
+
+async def echo(params: dict[str, Any]) -> object:
+    return params
+
+
+async def refuse(params: dict[str, Any]) -> object:
+    raise ControlError("not_ready", "the node still joins")
+
+
+async def fail(params: dict[str, Any]) -> object:
+    raise RuntimeError("a defect")
+
+
+HANDLERS = {"echo": echo, "refuse": refuse, "fail": fail}
+
+
+@pytest.fixture
+async def home(tmp_path: Path, nursery: trio.Nursery) -> AsyncIterator[Path]:
+    await nursery.start(serve_control, tmp_path / "control.sock", HANDLERS)
+    yield tmp_path
+    nursery.cancel_scope.cancel()
+
+
+async def ask(home: Path, method: str, **params: Any) -> Any:
+    with trio.fail_after(5):
+        return await trio.to_thread.run_sync(partial(call, home, method, **params))
+
+
+async def raw(home: Path, sent: bytes) -> list[dict[str, Any]]:
+    """What the server answers to these bytes until it or the end closes the connection."""
+    with trio.fail_after(5):
+        async with await trio.open_unix_socket(str(home / "control.sock")) as stream:
+            await stream.send_all(sent)
+            stream.socket.shutdown(trio.socket.SHUT_WR)
+            received = b"".join([data async for data in stream])
+    return [json.loads(line) for line in received.splitlines()]
+
+
+async def test_a_call_comes_back_with_the_answer(home: Path) -> None:
+    assert await ask(home, "echo", tokens=3, names=["a", "b"]) == {"tokens": 3, "names": ["a", "b"]}
+
+
+async def test_the_socket_is_for_its_owner_alone(home: Path) -> None:
+    assert stat.S_IMODE((home / "control.sock").stat().st_mode) == 0o600
+
+
+async def test_a_refusal_keeps_its_code_and_message(home: Path) -> None:
+    with pytest.raises(ControlError, match="still joins") as caught:
+        await ask(home, "refuse")
+    assert caught.value.code == "not_ready"
+
+
+async def test_an_unknown_method_names_those_that_there_are(home: Path) -> None:
+    with pytest.raises(ControlError, match="echo, fail, refuse") as caught:
+        await ask(home, "reboot")
+    assert caught.value.code == "unknown_method"
+
+
+async def test_a_failing_handler_costs_its_request_only(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ControlError, match="a defect") as caught:
+        await ask(home, "fail")
+    assert caught.value.code == "internal"
+    assert "the control method fail failed" in caplog.text
+    assert await ask(home, "echo", still="there") == {"still": "there"}
+
+
+async def test_several_requests_on_one_connection(home: Path) -> None:
+    sent = b'{"method": "echo"}\nnot json\n{"method": "echo", "params": {"a": 1}}\n{"method": 7}\n'
+    answers = await raw(home, sent)
+    assert [answer.get("ok", answer.get("error", {}).get("code")) for answer in answers] == [
+        {},
+        "bad_request",
+        {"a": 1},
+        "bad_request",
+    ]
+
+
+async def test_an_endless_request_is_cut_off(home: Path) -> None:
+    assert await raw(home, b"x" * (control.MAX_REQUEST_BYTES - 1)) == []
+    with pytest.raises(trio.BrokenResourceError):
+        await raw(home, b"x" * 8 * control.MAX_REQUEST_BYTES)
+    assert await ask(home, "echo") == {}
+
+
+async def wait(params: dict[str, Any]) -> object:
+    await trio.sleep_forever()
+
+
+async def test_a_slow_handler_times_out(autojump_clock: trio.abc.Clock) -> None:
+    answer = json.loads(await control._answer(b'{"method": "wait"}', {"wait": wait}))
+    assert answer["error"]["code"] == "timeout"
+
+
+async def test_no_node(tmp_path: Path) -> None:
+    with pytest.raises(NoNodeError, match=r"no node runs in .*farandole join INVITE"):
+        await ask(tmp_path, "echo")
+
+
+async def test_a_dead_nodes_socket_is_told_from_a_node_and_replaced(tmp_path: Path, nursery: trio.Nursery) -> None:
+    path = tmp_path / "control.sock"
+    with trio.socket.socket(trio.socket.AF_UNIX) as dead:
+        await dead.bind(str(path))
+    with pytest.raises(NoNodeError, match="no node runs"):
+        await ask(tmp_path, "echo")
+    await nursery.start(serve_control, path, HANDLERS)
+    assert await ask(tmp_path, "echo") == {}
+    nursery.cancel_scope.cancel()
+
+
+async def test_a_node_that_does_not_answer(tmp_path: Path) -> None:
+    with trio.socket.socket(trio.socket.AF_UNIX) as frozen:
+        await frozen.bind(str(tmp_path / "control.sock"))
+        frozen.listen(1)
+        with pytest.raises(NoNodeError, match="does not answer"):
+            await ask(tmp_path, "echo", timeout=0.05)
+
+
+@pytest.fixture
+def short_folder() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="f") as folder:
+        yield folder
+
+
+async def test_a_path_too_long_for_a_socket(tmp_path: Path, short_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / ("long" * 30)
+    path = home / "control.sock"
+    monkeypatch.setattr("tempfile.tempdir", short_folder)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(serve_control, path, HANDLERS)
+        real = socket_path(path)
+        assert len(os.fsencode(real)) <= control.MAX_SOCKET_PATH_BYTES
+        monkeypatch.setattr("tempfile.tempdir", "/nowhere")  # as in another shell, with another TMPDIR
+        assert await ask(home, "echo") == {}
+        nursery.cancel_scope.cancel()
+    assert not real.exists()
+    assert list(home.iterdir()) == []
+    with pytest.raises(NoNodeError):
+        await ask(home, "echo")
