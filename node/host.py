@@ -24,27 +24,25 @@ from libp2p.abc import INetConn, INetStream, INetwork, INotifee
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.x25519 import create_new_key_pair as create_new_x25519_key_pair
 from libp2p.custom_types import TProtocol
-from libp2p.network.stream.exceptions import StreamEOF
 from libp2p.network.stream.net_stream import NetStream
 from libp2p.peer.id import ID
 from libp2p.peer.peerstore import PeerStore
 from libp2p.security.noise.transport import Transport as NoiseTransport
-from libp2p.stream_muxer.yamux.yamux import YamuxStream
+from libp2p.stream_muxer.exceptions import MuxedStreamClosed, MuxedStreamEOF, MuxedStreamError
 from multiaddr import Multiaddr  # type: ignore[import-untyped]
 from multiaddr.utils import get_network_addrs  # type: ignore[import-untyped]
 
 from farandole.protocol.identity import peer_id_of, public_bytes, public_key_of
 
 from .errors import ListenError, PeerUnreachableError
-from .mends import CLOSE_TIMEOUT, HANDSHAKE_TIMEOUT, MendedHost, MendedSwarm, MendedUpgrader, MendedYamux, Socket
+from .mends import CLOSE_TIMEOUT, HANDSHAKE_TIMEOUT, MendedHost, MendedSwarm, MendedUpgrader, Socket
+from .yamux import YamuxConn, YamuxStream
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 logger = logging.getLogger(__name__)
 
-# A yamux frame of this much data fills one Noise message (65,535 - 16 of tag - 12 of header): 514 MB/s, not 350.
-PIECE_BYTES = 65_507
 DIAL_TIMEOUT = 8.0
 # Between two addresses of one peer: RFC 8305 recommends 250 ms and allows 100.
 DIAL_STAGGER = 0.15
@@ -87,24 +85,28 @@ def dial_target(address: str, peer: bytes) -> tuple[str, int] | None:
 
 
 class Stream(trio.abc.HalfCloseableStream):
-    """One libp2p stream. Its errors are trio's: `BrokenResourceError` when the peer or its connection is gone."""
+    """One libp2p stream. Its errors are trio's: `BrokenResourceError` when the peer or its connection is gone.
+
+    Every wait may be cancelled and taken up again without losing a byte, but a `send_all` that was cancelled has sent
+    an unknown part.
+    """
 
     def __init__(self, stream: NetStream, peer: bytes, protocol: str) -> None:
         self.peer = peer
         self.protocol = protocol
-        self._stream = stream
+        self._net_stream = stream
+        self._stream = cast("YamuxStream", stream.muxed_stream)
         self._is_closed = False
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
-        """Send all of it, or raise `trio.BrokenResourceError`."""
-        await trio.lowlevel.checkpoint()
+        """Send all of it, or raise `trio.BrokenResourceError`. Waits for as long as the peer takes nothing."""
         self._check_open()
-        view = memoryview(data).cast("B")
         try:
-            for start in range(0, len(view), PIECE_BYTES):
-                await self._stream.write(bytes(view[start : start + PIECE_BYTES]))
-        except Exception as error:
-            raise trio.BrokenResourceError(f"sending on {self.protocol}: {error!r}") from error
+            await self._stream.write(memoryview(data).cast("B"))
+        except MuxedStreamClosed as error:
+            raise trio.ClosedResourceError from error
+        except MuxedStreamError as error:
+            raise trio.BrokenResourceError(f"{self.protocol}: {error}") from error
 
     async def wait_send_all_might_not_block(self) -> None:
         """Nothing is known beforehand."""
@@ -112,45 +114,37 @@ class Stream(trio.abc.HalfCloseableStream):
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
         """At least one byte, or b"" when the peer has ended its side; `trio.BrokenResourceError` when it is gone."""
-        await trio.lowlevel.checkpoint()
         self._check_open()
         try:
-            return await self._stream.read(max_bytes or PIECE_BYTES)
-        except StreamEOF as error:
-            if cast("YamuxStream", self._stream.muxed_stream).reset_received:
-                raise trio.BrokenResourceError("the connection is gone") from error
+            return await self._stream.read(max_bytes)
+        except MuxedStreamEOF:
             return b""
-        except Exception as error:
-            raise trio.BrokenResourceError(f"receiving on {self.protocol}: {error!r}") from error
+        except MuxedStreamError as error:
+            raise trio.BrokenResourceError(f"{self.protocol}: {error}") from error
 
     async def send_eof(self) -> None:
         """No more from this side; the peer's side stays open."""
         self._check_open()
-        try:
-            await self._stream.close_write()
-        except Exception as error:
-            raise trio.BrokenResourceError(f"ending {self.protocol}: {error!r}") from error
+        await self._stream.close()
 
     async def aclose(self) -> None:
-        """End both sides. What was sent still arrives; cancelled, the peer sees a reset."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        try:
-            with suppress(Exception):
-                await self._stream.close()
-        except trio.Cancelled:
-            await self._reset()
-            raise
+        """End both sides. What was sent still arrives, and what comes is refused."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._stream.abandon()
+            self._remove()
+        await trio.lowlevel.checkpoint()
 
-    async def reset(self) -> None:
+    def reset(self) -> None:
         """Break the stream off: the peer gets an error, not an end."""
-        self._is_closed = True
-        await self._reset()
+        if not self._is_closed:
+            self._is_closed = True
+            self._stream.break_off()
+            self._remove()
 
-    async def _reset(self) -> None:
-        with trio.CancelScope(deadline=trio.current_time() + CLOSE_TIMEOUT, shield=True), suppress(Exception):
-            await self._stream.reset()
+    def _remove(self) -> None:
+        if self._net_stream.swarm_conn is not None:
+            self._net_stream.swarm_conn.remove_stream(self._net_stream)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -320,7 +314,7 @@ class Host:
     async def _run_dial(self, peer: bytes, dial: _Dial) -> None:
         dial.addresses = self.addresses_of(peer)
         failures: list[str] = []
-        winners: list[tuple[str, MendedYamux]] = []
+        winners: list[tuple[str, YamuxConn]] = []
         try:
             if peer == self.author:
                 raise PeerUnreachableError("this is myself")
@@ -340,7 +334,7 @@ class Host:
             dial.done.set()
 
     async def _race(
-        self, peer: bytes, addresses: Sequence[str], winners: list[tuple[str, MendedYamux]], failures: list[str]
+        self, peer: bytes, addresses: Sequence[str], winners: list[tuple[str, YamuxConn]], failures: list[str]
     ) -> None:
         async def attempt(address: str, target: tuple[str, int], has_failed: trio.Event) -> None:
             try:
@@ -350,7 +344,7 @@ class Host:
                 has_failed.set()
                 return
             if winners:
-                muxed.abort()
+                await muxed.secured_conn.close()
             else:
                 winners.append((address, muxed))
                 nursery.cancel_scope.cancel()
@@ -365,7 +359,7 @@ class Host:
                 with trio.move_on_after(DIAL_STAGGER):
                     await has_failed.wait()
 
-    async def _dial_one(self, peer: bytes, target: tuple[str, int]) -> MendedYamux:
+    async def _dial_one(self, peer: bytes, target: tuple[str, int]) -> YamuxConn:
         stream = await trio.open_tcp_stream(*target)
         try:
             with trio.fail_after(HANDSHAKE_TIMEOUT):

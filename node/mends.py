@@ -19,10 +19,9 @@ from __future__ import annotations
 import importlib.metadata
 import ipaddress
 import logging
-import struct
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import trio
@@ -53,11 +52,13 @@ from libp2p.protocol_muxer.multiselect import Multiselect
 from libp2p.protocol_muxer.multiselect_client import MultiselectClient
 from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE_PROTOCOL_ID
+from libp2p.stream_muxer.exceptions import MuxedConnUnavailable
 from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX_PROTOCOL_ID
-from libp2p.stream_muxer.yamux.yamux import Yamux
 from libp2p.transport.upgrader import TransportUpgrader
 from libp2p.utils.varint import read_varint_prefixed_bytes_limited
 from multiaddr import Multiaddr  # type: ignore[import-untyped]
+
+from .yamux import YamuxConn, YamuxStream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -84,13 +85,13 @@ READ_BYTES = 256 * 1024
 # A multistream message is a protocol id; go-libp2p allows 1,024 bytes too.
 MAX_NEGOTIATION_BYTES = 1024
 NEGOTIATION_TIMEOUT = 8
-# Streams that a peer may have open to us on one connection: yamux's own backlog.
-MAX_STREAMS_PER_CONNECTION = 256
 MAX_CONNECTIONS = 512
 # Both ends may dial at once, and a peer that restarted dials before its old connections are found dead.
 MAX_CONNECTIONS_PER_PEER = 4
 # For the last words of a connection; whoever does not take them is cut off.
 CLOSE_TIMEOUT = 1.0
+# Handlers may read what came before a connection ended; then they are cancelled.
+HANDLER_GRACE = 5.0
 # Connections that the kernel keeps ready between two accepts; it caps this by net.core.somaxconn itself.
 LISTEN_BACKLOG = 1024
 # How long the library's peer store believes an address that somebody told it, in seconds.
@@ -176,7 +177,7 @@ class MendedUpgrader(TransportUpgrader):
     """From a raw connection to a secure one to a multiplexed one: Noise, then yamux, and nothing else."""
 
     def __init__(self, noise: ISecureTransport) -> None:
-        super().__init__({NOISE_PROTOCOL_ID: noise}, {TProtocol(YAMUX_PROTOCOL_ID): Yamux})
+        super().__init__({NOISE_PROTOCOL_ID: noise}, {TProtocol(YAMUX_PROTOCOL_ID): YamuxConn})
         self._noise = noise
 
     async def _negotiate(self, conn: Any, protocol: TProtocol, is_initiator: bool) -> None:
@@ -203,7 +204,7 @@ class MendedUpgrader(TransportUpgrader):
     async def upgrade_connection(self, conn: ISecureConn, peer_id: ID) -> IMuxedConn:
         """Multiplex a secure connection."""
         await self._negotiate(conn, TProtocol(YAMUX_PROTOCOL_ID), conn.is_initiator)
-        return MendedYamux(conn, peer_id)
+        return YamuxConn(conn, peer_id)
 
 
 def _site(host: str) -> str:
@@ -246,83 +247,76 @@ class Handshakes:
         oldest.abort()
 
 
-class MendedYamux(Yamux):
-    """The library's yamux, which knows the socket below it, so that a frozen peer's can be closed first."""
-
-    socket: Socket | None = None  # None over a relay
-
-    def __init__(self, conn: ISecureConn, peer_id: ID) -> None:
-        super().__init__(conn, peer_id, is_initiator=conn.is_initiator)
-
-    def abort(self) -> None:
-        """Cut the connection off at its socket; every task that uses it finds out."""
-        if self.socket is not None:
-            self.socket.abort()
-
-    async def ping(self) -> None:
-        """Returns when the other end has answered."""
-        self._ping_event = answered = trio.Event()
-        await self._write_frame(struct.pack("!BBHII", 0, 2, 1, 0, 0))
-        await answered.wait()
-
-
 class MendedConn(SwarmConn):
-    """A connection that runs in one task, owns the tasks of its streams, and takes them along when it ends."""
+    """A connection that owns its tasks and those of its streams, and takes them along when it ends."""
 
-    muxed_conn: MendedYamux
+    muxed_conn: YamuxConn
 
-    def __init__(self, muxed_conn: MendedYamux, swarm: MendedSwarm, direction: str) -> None:
+    def __init__(self, muxed_conn: YamuxConn, swarm: MendedSwarm, direction: str) -> None:
         super().__init__(muxed_conn, swarm, direction)
         self.set_transport_info(muxed_conn.get_transport_addresses(), muxed_conn.get_connection_type())
-        muxed_conn.on_close = None
         self.finished = trio.Event()
+        self._mended_swarm = swarm
 
-    async def run(self, swarm: MendedSwarm) -> None:
-        """Until either end closes, or the watchdog gives the peer up. Never raises."""
+    async def run(self) -> None:
+        """Until either end closes, or the watchdog gives the peer up. Raises nothing."""
         try:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self.muxed_conn.start)
-                nursery.start_soon(self.start)
-                nursery.start_soon(self._watch, swarm.ping_interval, swarm.ping_timeout)
-                nursery.start_soon(self._end_with_the_muxer)
-                await self.event_closed.wait()
-                with trio.move_on_after(CLOSE_TIMEOUT):
-                    await self.muxed_conn.close()
-                nursery.cancel_scope.cancel()
+            async with trio.open_nursery() as handlers:
+                handlers.start_soon(self._serve_streams)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self.muxed_conn.start)
+                    nursery.start_soon(self._watch)
+                    nursery.start_soon(self._close_when_asked)
+                    await self.muxed_conn.event_closed.wait()
+                    nursery.cancel_scope.cancel()
+                await self._leave()
+                handlers.cancel_scope.deadline = trio.current_time() + HANDLER_GRACE
         except Exception:
             logger.warning("the connection to %s failed", self.muxed_conn.peer_id, exc_info=True)
         finally:
-            self.event_closed.set()
-            self.muxed_conn.abort()
-            self.streams.clear()
-            swarm.remove_conn(self)
-            self.finished.set()
-        await swarm.notify_disconnected(self)
+            with trio.CancelScope(deadline=trio.current_time() + CLOSE_TIMEOUT, shield=True):
+                await self._leave()
 
-    async def _end_with_the_muxer(self) -> None:
-        await self.muxed_conn.event_closed.wait()
+    async def _leave(self) -> None:
+        if self.finished.is_set():
+            return
         self.event_closed.set()
+        self.finished.set()
+        self._mended_swarm.remove_conn(self)
+        await self.muxed_conn.secured_conn.close()
+        await self._mended_swarm.notify_disconnected(self)
+
+    async def _close_when_asked(self) -> None:
+        await self.event_closed.wait()
+        with trio.move_on_after(CLOSE_TIMEOUT):
+            await self.muxed_conn.close()
+        self.muxed_conn.abort()
+
+    async def _serve_streams(self) -> None:
+        self.event_started.set()
+        async with trio.open_nursery() as nursery:
+            with suppress(MuxedConnUnavailable):
+                while True:
+                    nursery.start_soon(self._handle_muxed_stream, await self.muxed_conn.accept_stream())
 
     async def close(self) -> None:
         """Ask the connection to end, and wait until it has."""
         self.event_closed.set()
         await self.finished.wait()
 
-    async def _watch(self, interval: float, answer_within: float) -> None:
-        """Close the socket of a peer that answers nothing: frozen, unplugged, or gone without a word.
+    async def _watch(self) -> None:
+        """Give up a peer that answers nothing: frozen, unplugged, or gone without a word.
 
         Anything received counts as an answer, since a pong may queue behind much data.
         """
-        socket = self.muxed_conn.socket
-        while socket is not None:
-            await trio.sleep(interval)
-            before = socket.num_received
-            with trio.move_on_after(answer_within) as deadline:
+        while True:
+            before = self.muxed_conn.num_received
+            with trio.move_on_after(self._mended_swarm.ping_timeout) as deadline:
                 await self.muxed_conn.ping()
-            if deadline.cancelled_caught and socket.num_received == before:
+            if deadline.cancelled_caught and self.muxed_conn.num_received == before:
                 logger.info("%s does not answer: closing", self.muxed_conn.peer_id)
-                socket.abort()
-                self.event_closed.set()
+                self.muxed_conn.abort()
+            await trio.sleep(self._mended_swarm.ping_interval)
 
 
 class Listener(IListener):
@@ -406,19 +400,18 @@ class MendedSwarm(Swarm):
         except Exception as error:
             logger.debug("inbound connection failed: %r", error)
 
-    async def upgrade(self, socket: Socket, peer_id: ID | None) -> MendedYamux:
+    async def upgrade(self, socket: Socket, peer_id: ID | None) -> YamuxConn:
         """Authenticate and multiplex a socket; with a peer id as the one who dialled that peer."""
         raw = RawConnection(socket, peer_id is not None)
         secure = await self.upgrader.upgrade_security(raw, peer_id is not None, peer_id)
         muxed = await self.upgrader.upgrade_connection(secure, secure.get_remote_peer())
-        assert isinstance(muxed, MendedYamux)
+        assert isinstance(muxed, YamuxConn)
         socket.finish_handshake()
-        muxed.socket = socket
         return muxed
 
     async def add_conn(self, muxed_conn: IMuxedConn, direction: str = "unknown") -> MendedConn:
         """Run a multiplexed connection and tell the others of it; `SwarmException` if it is one too many."""
-        assert isinstance(muxed_conn, MendedYamux)
+        assert isinstance(muxed_conn, YamuxConn)
         assert self.background_nursery is not None
         if len(self.get_connections()) >= MAX_CONNECTIONS:
             await muxed_conn.secured_conn.close()
@@ -428,7 +421,7 @@ class MendedSwarm(Swarm):
         siblings.append(conn)
         if len(siblings) > MAX_CONNECTIONS_PER_PEER:
             cast("MendedConn", siblings[0]).event_closed.set()
-        self.background_nursery.start_soon(conn.run, self)
+        self.background_nursery.start_soon(conn.run)
         await muxed_conn.event_started.wait()
         await conn.event_started.wait()
         await self.notify_connected(conn)
@@ -471,23 +464,19 @@ class MendedHost(BasicHost):
                 protocol_ids, BoundedCommunicator(stream), NEGOTIATION_TIMEOUT
             )
         except BaseException:
-            with trio.CancelScope(deadline=trio.current_time() + CLOSE_TIMEOUT, shield=True):
-                await stream.reset()
+            cast("YamuxStream", cast("NetStream", stream).muxed_stream).break_off()
             raise
         stream.set_protocol(protocol)
         return stream
 
     async def _swarm_stream_handler(self, net_stream: INetStream) -> None:
         try:
-            conn = cast("NetStream", net_stream).swarm_conn
-            if conn is not None and len(conn.streams) > MAX_STREAMS_PER_CONNECTION:
-                raise SwarmException("too many streams")
             protocol, handler = await self.multiselect.negotiate(BoundedCommunicator(net_stream), NEGOTIATION_TIMEOUT)
             if protocol is None or handler is None:
                 raise SwarmException("no protocol")
             net_stream.set_protocol(protocol)
             await handler(net_stream)
+            cast("YamuxStream", cast("NetStream", net_stream).muxed_stream).abandon()
         except Exception as error:
             logger.debug("a stream of %s failed: %r", net_stream.muxed_conn.peer_id, error)
-            with trio.move_on_after(CLOSE_TIMEOUT):
-                await net_stream.reset()
+            await net_stream.reset()
