@@ -1,0 +1,379 @@
+"""What nodes of a run tell each other: signed entries, each in a slot that only its author can write.
+
+The kinds of entry, their slots, quanta, lifetimes and sizes stand in `RULES`, as data. An entry travels as `Signed`;
+its body is parsed once and kept as it was received, never encoded again. Whether an item is *valid* depends on the item
+alone (and on the run), so every node judges it alike, whatever else it knows: `Checker` is that judgement.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NoReturn
+
+import msgspec
+
+from .errors import RemoteProtocolError
+from .identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, is_signed_by
+
+DOMAIN = b"farandole/entry/1"
+ID_BYTES = 16
+MAX_BODY_BYTES = 600
+"""512 bytes of payload at most, and what encloses them (15 bytes), with room to spare."""
+MAX_TICK = 2**40 - 1
+
+# msgspec's Meta: checked while decoding, before anything is kept
+Key = Annotated[bytes, msgspec.Meta(min_length=PUBLIC_KEY_BYTES, max_length=PUBLIC_KEY_BYTES)]
+Sha256 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+SignatureField = Annotated[bytes, msgspec.Meta(min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**56)]
+"""Steps, tokens, bytes: what only counts up. The sum over all authors stays below 2**63 x 2."""
+Small = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+LossMicros = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+"""A loss in millionths of a nat: whole numbers, so that every node computes the same from it."""
+_Text = r"\A[\x20-\x7e]*\Z"  # no control characters: people's terminals show these
+
+
+class Kind(enum.IntEnum):
+    """The kinds of entry; the numbers are on the wire."""
+
+    MEMBER = 1
+    BEAT = 2
+    PROGRESS = 3
+    LEASE = 4
+    CHECKPOINT = 5
+    REPORT = 6
+    AUDIT = 7
+    METRIC = 8
+    NOTICE = 9
+
+
+class Payload(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What an entry says; one type a kind."""
+
+
+class Member(Payload, frozen=True):
+    """I belong to the run: what I hold, what I can do, where I am to be reached."""
+
+    stage: Annotated[int, msgspec.Meta(ge=0, le=511)] = 0
+    device: Annotated[str, msgspec.Meta(max_length=48, pattern=_Text)] = ""
+    memory: Count = 0
+    """Bytes of the device."""
+    speed: Count = 0
+    """Tokens a second, as measured by its author; nobody relies on it."""
+    addresses: Annotated[
+        tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=192, pattern=r"\A/[\x21-\x7e]*\Z")], ...],
+        msgspec.Meta(max_length=8),
+    ] = ()
+    """Multiaddrs, best first; ``/p2p/<author>`` at the end may be left out."""
+    left: bool = False
+    """The author has left; its heartbeats are no longer waited for."""
+    incarnation: Count = 0
+    """Tells a restarted node from its past self."""
+
+
+class Beat(Payload, frozen=True):
+    """I am alive; how far I am."""
+
+    inner_steps: Count
+    round: Small
+    loss: LossMicros | None
+    tokens_per_second: Count
+
+
+class Progress(Payload, frozen=True):
+    """My part of counters that only grow; a run's total is the sum over its authors."""
+
+    inner_steps: Count
+    rounds: Small
+    tokens: Count
+    bytes_sent: Count
+    bytes_received: Count
+
+
+class Lease(Payload, frozen=True):
+    """I am reading this slice of the data."""
+
+    epoch: Small
+    first: Count
+    count: Count
+    done: Count
+
+
+class CheckpointNotice(Payload, frozen=True):
+    """I hold this checkpoint."""
+
+    round: Small
+    stage: Annotated[int, msgspec.Meta(ge=0, le=511)]
+    sha256: Sha256
+    size: Count
+    total_tokens: Count
+    inner_steps: Count
+
+
+class Report(Payload, frozen=True):
+    """I saw this peer do wrong. A report alone never bans anybody."""
+
+    target: Key
+    reason: Annotated[str, msgspec.Meta(max_length=64, pattern=_Text)]
+    evidence: Sha256
+
+
+class Audit(Payload, frozen=True):
+    """What I sent and received in one exchange, signed by my partner too."""
+
+    session: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    round: Small
+    partner: Key
+    sent: Sha256
+    received: Sha256
+    countersignature: SignatureField
+
+
+class Metric(Payload, frozen=True):
+    """Training losses of consecutive rounds (``first``, ``first + stride``, ...)."""
+
+    first: Small
+    stride: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+    losses: Annotated[tuple[LossMicros, ...], msgspec.Meta(max_length=32)]
+
+
+class Notice(Payload, frozen=True):
+    """The creator's word to everybody."""
+
+    action: Literal["pause", "resume", "stop"]
+    text: Annotated[str, msgspec.Meta(max_length=256, pattern=_Text)] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a kind allows."""
+
+    payload: type[Payload]
+    slots: int
+    """How many entries of this kind an author has at once: the key space is finite by construction."""
+    quantum: int
+    """Seconds a tick."""
+    ttl: int
+    """Seconds from the start of an entry's tick to its expiry; the author cannot choose."""
+    max_bytes: int
+    """Of the payload."""
+    is_metered: bool
+    """Lives so long that its ticks do not bound how often it is written: a token bucket does."""
+
+
+_MINUTE, _HOUR, _DAY = 60, 3_600, 86_400
+
+RULES: dict[Kind, Rule] = {
+    # BEAT's quantum is one second, so that small runs may beat every two and miss a killed node within ten.
+    Kind.MEMBER: Rule(Member, slots=1, quantum=5, ttl=_HOUR, max_bytes=512, is_metered=False),
+    Kind.BEAT: Rule(Beat, slots=1, quantum=1, ttl=2 * _MINUTE, max_bytes=64, is_metered=False),
+    Kind.PROGRESS: Rule(Progress, slots=1, quantum=60, ttl=7 * _DAY, max_bytes=64, is_metered=True),
+    Kind.LEASE: Rule(Lease, slots=8, quantum=5, ttl=_HOUR, max_bytes=256, is_metered=False),
+    Kind.CHECKPOINT: Rule(CheckpointNotice, slots=4, quantum=60, ttl=_DAY, max_bytes=256, is_metered=True),
+    Kind.REPORT: Rule(Report, slots=32, quantum=60, ttl=_DAY, max_bytes=256, is_metered=True),
+    Kind.AUDIT: Rule(Audit, slots=32, quantum=5, ttl=_HOUR, max_bytes=512, is_metered=False),
+    Kind.METRIC: Rule(Metric, slots=8, quantum=60, ttl=6 * _HOUR, max_bytes=256, is_metered=True),
+    Kind.NOTICE: Rule(Notice, slots=4, quantum=60, ttl=7 * _DAY, max_bytes=512, is_metered=True),
+}
+MAX_SLOTS = sum(rule.slots for rule in RULES.values())
+PROOF_TTL = 30 * _DAY
+"""A proof outlives every entry (7 days at most)."""
+
+
+class Signed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """An entry as it travels."""
+
+    author: Key
+    body: Annotated[bytes, msgspec.Meta(max_length=MAX_BODY_BYTES)]
+    signature: SignatureField
+
+
+class Proof(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Two entries of one author for one slot and tick: the author has told two stories. ``id(a) < id(b)``."""
+
+    a: Signed
+    b: Signed
+
+
+class Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What is signed: kind, slot, tick, and the payload as it was encoded by the author."""
+
+    kind: Annotated[int, msgspec.Meta(ge=0, le=255)]
+    index: Annotated[int, msgspec.Meta(ge=0, le=255)]
+    tick: Annotated[int, msgspec.Meta(ge=0, le=MAX_TICK)]
+    data: msgspec.Raw
+
+
+class Entry(msgspec.Struct, frozen=True, eq=False):
+    """A parsed entry. Whether its signature is good is another question: `Checker.is_genuine`."""
+
+    author: bytes
+    kind: Kind
+    index: int
+    tick: int
+    id: bytes
+    payload: Any
+    signed: Signed
+
+    @property
+    def slot(self) -> int:
+        """Kind and index as one number."""
+        return self.kind << 8 | self.index
+
+    @property
+    def written_at(self) -> int:
+        """Unix seconds of the start of its tick."""
+        return self.tick * RULES[self.kind].quantum
+
+    @property
+    def expires_at(self) -> int:
+        """Unix seconds; a newer entry of a slot never expires before an older one."""
+        rule = RULES[self.kind]
+        return self.tick * rule.quantum + rule.ttl
+
+    @property
+    def num_bytes(self) -> int:
+        """Size on the wire, to within a few bytes."""
+        return len(self.signed.body) + PUBLIC_KEY_BYTES + SIGNATURE_BYTES + 7
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decode_body = msgspec.msgpack.Decoder(Body).decode
+_payload_decoders = {kind: msgspec.msgpack.Decoder(rule.payload).decode for kind, rule in RULES.items()}
+
+
+def entry_id(author: bytes, body: bytes) -> bytes:
+    """16 bytes; the signature is left out, so that nobody but the author can make a second one."""
+    return hashlib.sha256(author + body).digest()[:ID_BYTES]
+
+
+def encode_body(kind: Kind, index: int, tick: int, payload: Payload) -> bytes:
+    """The bytes that an author signs."""
+    return _encoder.encode(Body(kind, index, tick, msgspec.Raw(_encoder.encode(payload))))
+
+
+def payload_size(payload: Payload) -> int:
+    """Bytes of an encoded payload, which `Rule.max_bytes` bounds."""
+    return len(_encoder.encode(payload))
+
+
+def fit_member(member: Member) -> Member:
+    """The same with as many of its first addresses as its kind's bytes hold."""
+    while payload_size(member) > RULES[Kind.MEMBER].max_bytes and member.addresses:
+        member = msgspec.structs.replace(member, addresses=member.addresses[:-1])
+    return member
+
+
+def _refuse(problem: str, cause: Exception | None = None) -> NoReturn:
+    raise RemoteProtocolError(f"not a valid entry: {problem}") from cause
+
+
+class Checker:
+    """Whether an item is valid in one run: a pure function of the item's bytes."""
+
+    def __init__(self, run_id: bytes, creator: bytes) -> None:
+        """``creator``: the public key whose word a NOTICE must be."""
+        self.run_id = run_id
+        self.creator = creator
+
+    def parse(self, signed: Signed) -> Entry:
+        """Check everything but the signature; `RemoteProtocolError` says what is wrong."""
+        author, raw = signed.author, signed.body
+        if len(author) != PUBLIC_KEY_BYTES or len(raw) > MAX_BODY_BYTES or len(signed.signature) != SIGNATURE_BYTES:
+            _refuse("a field's length")
+        try:
+            body = _decode_body(raw)
+            kind = Kind(body.kind)
+            rule = RULES[kind]
+            if body.index >= rule.slots:
+                _refuse(f"{kind.name} has {rule.slots} slots, not {body.index + 1}")
+            if memoryview(body.data).nbytes > rule.max_bytes:
+                _refuse(f"a payload of {memoryview(body.data).nbytes} bytes; {kind.name} has {rule.max_bytes}")
+            payload = _payload_decoders[kind](body.data)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            _refuse(str(error), error)
+        if kind is Kind.NOTICE and author != self.creator:
+            _refuse("a NOTICE that is not the creator's")
+        return Entry(author, kind, body.index, body.tick, entry_id(author, raw), payload, signed)
+
+    def is_genuine(self, entry: Entry) -> bool:
+        """Whether the author signed it for this run."""
+        signed = entry.signed
+        return is_signed_by(signed.author, signed.signature, DOMAIN, self.run_id, signed.body)
+
+    def check(self, signed: Signed) -> Entry:
+        """The entry, if it is valid in every way; else `RemoteProtocolError`."""
+        entry = self.parse(signed)
+        if not self.is_genuine(entry):
+            _refuse("its signature")
+        return entry
+
+    def check_proof(self, proof: Proof) -> tuple[Entry, Entry]:
+        """Both entries of a valid proof; else `RemoteProtocolError`."""
+        a, b = self.parse(proof.a), self.parse(proof.b)
+        if (a.author, a.slot, a.tick) != (b.author, b.slot, b.tick) or a.id >= b.id:
+            _refuse("a proof of nothing")
+        if not (self.is_genuine(a) and self.is_genuine(b)):
+            _refuse("a signature in a proof")
+        return a, b
+
+
+MAX_DELTA_BYTES = 64 * 1024
+MAX_DELTA_ITEMS = 1_024
+"""More than 64 KB of the smallest entries can hold."""
+
+
+class Delta(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Entries and proofs on their way."""
+
+    entries: Annotated[tuple[Signed, ...], msgspec.Meta(max_length=MAX_DELTA_ITEMS)] = ()
+    proofs: Annotated[tuple[Proof, ...], msgspec.Meta(max_length=MAX_DELTA_ITEMS)] = ()
+
+    def encode(self) -> bytes:
+        """At most `MAX_DELTA_BYTES` if it comes from `deltas_of`."""
+        return _encoder.encode(self)
+
+
+_decode_delta = msgspec.msgpack.Decoder(Delta).decode
+_DELTA_OVERHEAD = 16
+
+
+def decode_delta(raw: bytes) -> Delta:
+    """Parse what a peer pushed; `RemoteProtocolError` if it is too long or malformed. Nothing in it is checked yet."""
+    if len(raw) > MAX_DELTA_BYTES:
+        raise RemoteProtocolError(f"a delta of {len(raw)} bytes")
+    try:
+        return _decode_delta(raw)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a delta: {error}") from error
+
+
+def _wire_bytes(signed: Signed) -> int:
+    """An upper bound of its encoded size: the three lengths and the array take at most 8 bytes."""
+    return len(signed.body) + PUBLIC_KEY_BYTES + SIGNATURE_BYTES + 8
+
+
+def deltas_of(entries: Iterable[Signed], proofs: Iterable[Proof] = (), max_bytes: int = MAX_DELTA_BYTES) -> list[Delta]:
+    """Pack into as few deltas as hold them, each of at most ``max_bytes``; proofs come first."""
+    deltas: list[Delta] = []
+    packed: list[Signed | Proof] = []
+    size = _DELTA_OVERHEAD
+
+    def close() -> None:
+        signed = tuple(item for item in packed if isinstance(item, Signed))
+        deltas.append(Delta(signed, tuple(item for item in packed if isinstance(item, Proof))))
+
+    items: list[Signed | Proof] = [*proofs, *entries]
+    for item in items:
+        cost = _wire_bytes(item) if isinstance(item, Signed) else _wire_bytes(item.a) + _wire_bytes(item.b) + 1
+        if packed and size + cost > max_bytes:
+            close()
+            packed, size = [], _DELTA_OVERHEAD
+        packed.append(item)
+        size += cost
+    if packed:
+        close()
+    return deltas

@@ -1,0 +1,397 @@
+"""The run state: what a node knows of its run, a CRDT of signed, expiring, single-writer registers.
+
+    RunState = author -> {(kind, index) -> newest entry}  or  FORKED, with the proof
+
+A node writes under its own key only, so there are no concurrent writers of one value to reconcile: the larger tick
+wins. An author who signs two entries for one slot and tick has forked, which two signatures prove to anybody; a proof
+masks its author everywhere. So merging is a join (commutative, associative, idempotent), and nobody but its author can
+alter, delete or roll back an entry. Entries expire by their own tick, a newer one never before an older, so there are
+no tombstones. Text CRDTs (pycrdt, loro, automerge) were tried and trust their peers: one spoofed client id left two
+of their replicas different for ever.
+
+Equal states have equal roots: a hash over 256 buckets of authors, kept up lazily. Heartbeats are no part of it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import enum
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from .entries import PROOF_TTL, RULES, Checker, Delta, Entry, Kind, Member, Payload, Progress, Proof, Signed
+from .errors import RemoteProtocolError
+from .token_bucket import TokenBucket
+
+MAX_AUTHORS = 4_096
+"""With at most 37 KB an author this bounds a state to 150 MB under attack; an honest author takes 0.6 KB."""
+NUM_BUCKETS = 256
+DIGEST_BYTES = 16
+MAX_AHEAD = 60.0
+"""Seconds: an entry further in the future is deferred (not stored, offered again by a later sync). Not a verdict."""
+METERED_BURST = 64
+"""Long-lived entries of one author at once: more than it has slots for (49)."""
+METERED_RATE = 1.0
+"""A second and author; an honest author rewrites each of 49 slots once a minute at most."""
+_LEAST_BEAT_TTL = float(RULES[Kind.BEAT].ttl)
+
+PayloadType = TypeVar("PayloadType", bound=Payload)
+_KIND_OF: dict[type[Payload], Kind] = {rule.payload: kind for kind, rule in RULES.items()}
+
+
+class Outcome(enum.Enum):
+    """What became of one item of a merge."""
+
+    NEW = "new"
+    KNOWN = "known"
+    OLD = "old"  # a newer entry is in the slot
+    MASKED = "masked"  # its author has forked
+    DEFERRED = "deferred"  # too far in the future, or too many at once: welcome later
+    EXPIRED = "expired"
+    CROWDED = "crowded"  # over the cap of authors, and every other has precedence
+    INVALID = "invalid"  # no honest node can have accepted it
+
+
+@dataclass(slots=True)
+class MergeReport:
+    """What a merge did; `new` and `proofs` are what others may not know yet."""
+
+    new: list[Entry] = field(default_factory=list)
+    proofs: list[Proof] = field(default_factory=list)
+    outcomes: Counter[Outcome] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    """Why items were invalid: each is a fault of whoever sent them."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuthorRefs:
+    """What one author has, without the contents."""
+
+    author: bytes
+    is_forked: bool
+    slots: dict[int, tuple[int, bytes]]
+    """Slot -> (tick, id); heartbeats left out."""
+
+
+class _Author:
+    """All that is known of one author."""
+
+    __slots__ = ("bucket", "digest", "expires_at", "fork", "fork_expires_at", "key", "meter", "rank", "slots")
+
+    def __init__(self, key: bytes, bucket: int, rank: tuple[int, int, bytes]) -> None:
+        self.key = key
+        self.bucket = bucket
+        self.rank = rank
+        self.slots: dict[int, Entry] = {}
+        self.fork: Proof | None = None
+        self.fork_expires_at = 0.0
+        self.expires_at = float("inf")  # not later than the first of its entries
+        self.digest: bytes | None = None
+        self.meter: TokenBucket | None = None
+
+    def refs(self) -> AuthorRefs:
+        slots = {slot: (entry.tick, entry.id) for slot, entry in self.slots.items() if entry.kind is not Kind.BEAT}
+        return AuthorRefs(self.key, self.fork is not None, slots)
+
+    def compute_digest(self) -> bytes:
+        """Over everything but heartbeats; empty if there is nothing else."""
+        if self.fork is not None:
+            return hashlib.sha256(self.key + b"forked").digest()
+        refs = sorted(
+            entry.slot.to_bytes(2, "big") + entry.tick.to_bytes(5, "big") + entry.id
+            for entry in self.slots.values()
+            if entry.kind is not Kind.BEAT
+        )
+        return hashlib.sha256(self.key + b"".join(refs)).digest() if refs else b""
+
+
+def bucket_of(author: bytes) -> int:
+    """Which of the 256 buckets an author is in: chosen by hash, as keys can be ground."""
+    return hashlib.sha256(author).digest()[0]
+
+
+class RunState:
+    """See the head of the file. ``now`` is Unix seconds by this node's clock, in every method."""
+
+    def __init__(
+        self,
+        run_id: bytes,
+        creator: bytes,
+        *,
+        priority: Callable[[bytes], int] = lambda author: 0,
+        checker: Checker | None = None,
+        max_authors: int = MAX_AUTHORS,
+    ) -> None:
+        """``priority`` says who goes first where authors are too many (more is better; invited peers, say).
+
+        It must be the same function of the key on every node. ``checker`` is for simulations, which share its work.
+        """
+        self.run_id = run_id
+        self.creator = creator
+        self.checker = checker or Checker(run_id, creator)
+        self.max_authors = max_authors
+        self.beat_ttl = _LEAST_BEAT_TTL
+        """Seconds; raised by `fit_beat_ttl` in large runs, where heartbeats are far apart."""
+        self.dirty: set[bytes] = set()
+        """Authors whose stored form (`export`) has changed since `take_dirty`."""
+        self._priority = priority
+        self._authors: dict[bytes, _Author] = {}
+        self._ranks: list[tuple[tuple[int, int, bytes], bytes]] = []  # best first
+        self._buckets: list[dict[bytes, _Author]] = [{} for _ in range(NUM_BUCKETS)]
+        self._bucket_digests: list[bytes | None] = [None] * NUM_BUCKETS
+        self._root: bytes | None = None
+        self._next_expiry = float("inf")
+
+    # merging
+
+    def merge(self, delta: Delta, now: float) -> MergeReport:
+        """Take in what a peer (or this node, or its disk) says. Never raises for what is in the delta."""
+        report = MergeReport()
+        outcomes = report.outcomes
+        for proof in delta.proofs:
+            try:
+                outcomes[self._merge_proof(proof, now, report)] += 1
+            except RemoteProtocolError as error:
+                outcomes[Outcome.INVALID] += 1
+                report.faults.append(str(error))
+        for signed in delta.entries:
+            try:
+                outcomes[self._merge_entry(signed, now, report)] += 1
+            except RemoteProtocolError as error:
+                outcomes[Outcome.INVALID] += 1
+                report.faults.append(str(error))
+        return report
+
+    def _merge_entry(self, signed: Signed, now: float, report: MergeReport) -> Outcome:
+        """Parse, look whether it matters, verify, meter, apply: in the order of what that costs."""
+        entry = self.checker.parse(signed)
+        record = self._authors.get(entry.author)
+        present = None
+        if record is not None:
+            if record.fork is not None:
+                return Outcome.MASKED
+            present = record.slots.get(entry.slot)
+            if present is not None:
+                if entry.id == present.id:
+                    return Outcome.KNOWN
+                if entry.tick < present.tick:
+                    return Outcome.OLD
+        if entry.written_at > now + MAX_AHEAD:
+            return Outcome.DEFERRED
+        if self._expiry(entry) <= now:
+            return Outcome.EXPIRED
+        if record is None and not self._has_room(entry.author):
+            return Outcome.CROWDED
+        if not self.checker.is_genuine(entry):
+            raise RemoteProtocolError("not a valid entry: its signature")
+        if present is not None and entry.tick == present.tick:
+            a, b = sorted((present, entry), key=lambda side: side.id)
+            self._mask(self._admit(entry.author), Proof(a.signed, b.signed), entry.written_at, report)
+            return Outcome.MASKED
+        record = record or self._admit(entry.author)
+        if not self._is_within_meter(record, entry, now):
+            return Outcome.DEFERRED
+        self._apply(record, entry)
+        report.new.append(entry)
+        return Outcome.NEW
+
+    def _merge_proof(self, proof: Proof, now: float, report: MergeReport) -> Outcome:
+        author = proof.a.author
+        record = self._authors.get(author)
+        if record is not None and record.fork is not None:
+            return Outcome.KNOWN
+        a, _ = self.checker.check_proof(proof)
+        if a.written_at + PROOF_TTL <= now:
+            return Outcome.EXPIRED
+        if record is None and not self._has_room(author):
+            return Outcome.CROWDED
+        self._mask(self._admit(author), proof, a.written_at, report)
+        return Outcome.NEW
+
+    def _apply(self, record: _Author, entry: Entry) -> None:
+        record.slots[entry.slot] = entry
+        expiry = self._expiry(entry)
+        record.expires_at = min(record.expires_at, expiry)
+        self._next_expiry = min(self._next_expiry, expiry)
+        if entry.kind is not Kind.BEAT:
+            self._touch(record)
+
+    def _mask(self, record: _Author, proof: Proof, written_at: float, report: MergeReport) -> None:
+        """Its author has forked: all its entries go, and none is taken until the proof expires."""
+        record.slots.clear()
+        record.fork = proof
+        record.expires_at = record.fork_expires_at = written_at + PROOF_TTL
+        self._next_expiry = min(self._next_expiry, record.expires_at)
+        self._touch(record)
+        report.proofs.append(proof)
+        report.new[:] = [entry for entry in report.new if entry.author != record.key]
+
+    def _is_within_meter(self, record: _Author, entry: Entry, now: float) -> bool:
+        if not RULES[entry.kind].is_metered:
+            return True
+        if record.meter is None:
+            record.meter = TokenBucket(METERED_BURST, METERED_RATE, now)
+        return record.meter.take(now)
+
+    # who is in
+
+    def _rank(self, author: bytes) -> tuple[int, int, bytes]:
+        """A static total order: the creator, then by priority, then by a hash. Its best K are a join themselves."""
+        return (author != self.creator, -self._priority(author), hashlib.sha256(self.run_id + author).digest())
+
+    def _has_room(self, author: bytes) -> bool:
+        return len(self._ranks) < self.max_authors or (self._rank(author), author) < self._ranks[-1]
+
+    def _admit(self, author: bytes) -> _Author:
+        """The author's record; a new one may cost the last of the order its place."""
+        record = self._authors.get(author)
+        if record is None:
+            if len(self._ranks) >= self.max_authors:
+                self._drop(self._authors[self._ranks[-1][1]])
+            record = _Author(author, bucket_of(author), self._rank(author))
+            bisect.insort(self._ranks, (record.rank, author))
+            self._authors[author] = self._buckets[record.bucket][author] = record
+        return record
+
+    def _drop(self, record: _Author) -> None:
+        self._touch(record)
+        del self._ranks[bisect.bisect_left(self._ranks, (record.rank, record.key))]
+        del self._authors[record.key], self._buckets[record.bucket][record.key]
+
+    # expiry
+
+    def _expiry(self, entry: Entry) -> float:
+        return entry.written_at + self.beat_ttl if entry.kind is Kind.BEAT else entry.expires_at
+
+    def fit_beat_ttl(self, silence: float) -> None:
+        """Keep heartbeats for 30 s longer than the ``silence`` (3T, seconds) after which a peer counts as dead."""
+        self.beat_ttl = max(_LEAST_BEAT_TTL, silence + 30.0)
+
+    def expire(self, now: float) -> list[Entry]:
+        """Drop what is past its time, and return it. Cheap when nothing is."""
+        if now < self._next_expiry:
+            return []
+        gone: list[Entry] = []
+        for record in [record for record in self._authors.values() if record.expires_at <= now]:
+            expired = [entry for entry in record.slots.values() if self._expiry(entry) <= now]
+            for entry in expired:
+                del record.slots[entry.slot]
+            gone += expired
+            if record.fork is not None and record.fork_expires_at <= now:
+                record.fork = None
+                self._touch(record)
+            elif any(entry.kind is not Kind.BEAT for entry in expired):
+                self._touch(record)
+            if record.fork is None:
+                record.expires_at = min(map(self._expiry, record.slots.values()), default=float("inf"))
+                if not record.slots:
+                    self._drop(record)
+        self._next_expiry = min((record.expires_at for record in self._authors.values()), default=float("inf"))
+        return gone
+
+    # digests
+
+    def _touch(self, record: _Author) -> None:
+        record.digest = self._bucket_digests[record.bucket] = self._root = None
+        self.dirty.add(record.key)
+
+    @property
+    def bucket_digests(self) -> list[bytes]:
+        """256 x 16 bytes: SHA-256 over each bucket's authors, sorted; never XOR or sums, which can be cancelled."""
+        return [digest or self._compute_bucket_digest(index) for index, digest in enumerate(self._bucket_digests)]
+
+    def _compute_bucket_digest(self, index: int) -> bytes:
+        digests = []
+        for _, record in sorted(self._buckets[index].items()):
+            if record.digest is None:
+                record.digest = record.compute_digest()
+            digests.append(record.digest)
+        digest = hashlib.sha256(b"".join(digests)).digest()[:DIGEST_BYTES]
+        self._bucket_digests[index] = digest
+        return digest
+
+    @property
+    def root(self) -> bytes:
+        """32 bytes; equal on two nodes exactly when their states are (heartbeats apart)."""
+        if self._root is None:
+            self._root = hashlib.sha256(b"".join(self.bucket_digests)).digest()
+        return self._root
+
+    def refs(self, buckets: Iterable[int]) -> list[AuthorRefs]:
+        """What is in these buckets, author by author."""
+        refs = [record.refs() for index in buckets for record in self._buckets[index].values()]
+        return [ref for ref in refs if ref.is_forked or ref.slots]
+
+    # questions
+
+    def __len__(self) -> int:
+        """Entries, heartbeats included."""
+        return sum(len(record.slots) for record in self._authors.values())
+
+    def __iter__(self) -> Iterator[Entry]:
+        """Every entry, in no order that means anything."""
+        for record in self._authors.values():
+            yield from record.slots.values()
+
+    @property
+    def authors(self) -> list[bytes]:
+        """Everybody of whom there is an entry, or the proof of a fork."""
+        return list(self._authors)
+
+    def entries(self, kind: Kind) -> Iterator[Entry]:
+        """All entries of a kind."""
+        return (entry for entry in self if entry.kind is kind)
+
+    def entries_of(self, author: bytes) -> list[Entry]:
+        """All entries of an author; none if it has forked."""
+        record = self._authors.get(author)
+        return list(record.slots.values()) if record else []
+
+    def get(self, author: bytes, kind: Kind, index: int = 0) -> Entry | None:
+        """The newest entry of a slot."""
+        record = self._authors.get(author)
+        return record.slots.get(kind << 8 | index) if record else None
+
+    def payload(self, author: bytes, payload_type: type[PayloadType], index: int = 0) -> PayloadType | None:
+        """What an author last said, by the type of what is asked for: ``state.payload(peer, Member)``."""
+        entry = self.get(author, _KIND_OF[payload_type], index)
+        return entry.payload if entry is not None else None
+
+    def proof_of(self, author: bytes) -> Proof | None:
+        """The proof that an author has forked, if it has."""
+        record = self._authors.get(author)
+        return record.fork if record else None
+
+    def members(self) -> dict[bytes, Member]:
+        """Who belongs to the run and has not left; whether they live is `Liveness`'s to say."""
+        found = ((author, self.payload(author, Member)) for author in self._authors)
+        return {author: member for author, member in found if member is not None and not member.left}
+
+    def is_member(self, author: bytes) -> bool:
+        """Whether it belongs to the run and has not left."""
+        member = self.payload(author, Member)
+        return member is not None and not member.left
+
+    def total_progress(self) -> Progress:
+        """The run's counters: the sum over all authors, the gone included, back to a week ago."""
+        parts = [entry.payload for entry in self.entries(Kind.PROGRESS)]
+        return Progress(*(sum(getattr(part, name) for part in parts) for name in Progress.__struct_fields__))
+
+    # storage
+
+    def take_dirty(self) -> dict[bytes, bytes | None]:
+        """Authors that changed since the last call -> their stored form (an encoded `Delta`), None if they are gone."""
+        dirty, self.dirty = self.dirty, set()
+        return {author: self.export(author) for author in dirty}
+
+    def export(self, author: bytes) -> bytes | None:
+        """One author's entries (heartbeats left out) and proof, to be merged again later; None if there are none."""
+        record = self._authors.get(author)
+        if record is None:
+            return None
+        entries = tuple(entry.signed for entry in record.slots.values() if entry.kind is not Kind.BEAT)
+        proofs = (record.fork,) if record.fork is not None else ()
+        return Delta(entries, proofs).encode() if entries or proofs else None
