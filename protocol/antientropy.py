@@ -1,0 +1,402 @@
+"""Anti-entropy: two nodes find out over one stream what either lacks, and send each other just that.
+
+    initiator                                   responder
+      Hello(root)          ------------------>
+                           <------------------    Hello(root)            equal roots: that was all
+                           <------------------    Buckets(256 digests)
+      Refs of the buckets  ------------------>
+      that differ (last)   <------------------    Delta ...              what the initiator lacks
+                           <------------------    Wants                  what the responder lacks
+      Delta ...            ------------------>
+      Done                 ------------------>
+
+Push makes run state fast, this makes it sure: whatever was lost, each session leaves two states equal (up to what one
+side must defer, and up to the session's bound; the next sessions go on). Heartbeats are no part of the root; a node
+that joins, or hears from a peer after a silence, asks for them too (`Hello.with_beats`).
+
+The session is a value without I/O: `receive_data` takes bytes of the stream in any pieces and says what was received
+and what to send. Frames are msgpack behind a length of four bytes, which is checked before anything is kept.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
+
+from .entries import ID_BYTES, MAX_DELTA_BYTES, MAX_SLOTS, MAX_TICK, Delta, Entry, Key, Kind, Proof, Signed, deltas_of
+from .errors import LocalProtocolError, RemoteProtocolError
+from .state import DIGEST_BYTES, NUM_BUCKETS, AuthorRefs, RunState
+
+VERSION = 1
+PROTOCOL = "/farandole/state/1"
+MAX_FRAME_BYTES = MAX_DELTA_BYTES + 16
+MAX_SENT_BYTES = 2 * 1024 * 1024
+"""What one side sends in a session; both together 4 MB: two seconds of a 16 Mbit/s line, so none is held up long."""
+MAX_REFS_BYTES = 1024 * 1024
+"""Of which references; what does not fit is left to later sessions, buckets being taken in random order."""
+_REF_BYTES = 2 + 3 + 6 + 2 + ID_BYTES
+_AUTHOR_BYTES = 2 + 32 + 2 + 3
+_MAX_AUTHORS_A_FRAME = 1_800
+
+_Slot = Annotated[int, msgspec.Meta(ge=0, le=0xFFFF)]
+_Ref = tuple[
+    _Slot,
+    Annotated[int, msgspec.Meta(ge=0, le=MAX_TICK)],
+    Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)],
+]
+
+
+class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A message of the session; its tag comes first on the wire."""
+
+
+class Hello(_Frame, frozen=True, tag=1):
+    """Who I am to be compared with."""
+
+    version: Annotated[int, msgspec.Meta(ge=0, le=255)]
+    run_id: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+    now: Annotated[int, msgspec.Meta(ge=0, le=2**40)]
+    """Unix seconds by the sender's clock: shown to people whose clock is wrong, never used."""
+    root: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+    with_beats: bool = False
+    """Send heartbeats too."""
+
+
+class Buckets(_Frame, frozen=True, tag=2):
+    """The responder's bucket digests, one after the other."""
+
+    digests: Annotated[
+        bytes, msgspec.Meta(min_length=NUM_BUCKETS * DIGEST_BYTES, max_length=NUM_BUCKETS * DIGEST_BYTES)
+    ]
+
+
+class WireRefs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What the initiator has of one author."""
+
+    author: Key
+    is_forked: bool
+    slots: Annotated[tuple[_Ref, ...], msgspec.Meta(max_length=MAX_SLOTS)]
+
+
+class Refs(_Frame, frozen=True, tag=3):
+    """What the initiator has in some buckets: in them, what is not here it lacks."""
+
+    buckets: Annotated[bytes, msgspec.Meta(max_length=NUM_BUCKETS)]
+    """Indices of the buckets that end with this frame, a byte each."""
+    authors: Annotated[tuple[WireRefs, ...], msgspec.Meta(max_length=_MAX_AUTHORS_A_FRAME)]
+    is_last: bool
+
+
+class DeltaFrame(_Frame, frozen=True, tag=4):
+    """Entries and proofs that the other lacks."""
+
+    delta: Delta
+
+
+class WantedSlots(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What the responder lacks of one author."""
+
+    author: Key
+    slots: Annotated[tuple[_Slot, ...], msgspec.Meta(max_length=MAX_SLOTS)]
+    """Empty: the proof that it has forked."""
+
+
+class Wants(_Frame, frozen=True, tag=5):
+    """What the responder lacks."""
+
+    authors: Annotated[tuple[WantedSlots, ...], msgspec.Meta(max_length=_MAX_AUTHORS_A_FRAME)]
+    is_last: bool
+
+
+class Done(_Frame, frozen=True, tag=6):
+    """The initiator has sent all."""
+
+
+Frame = Hello | Buckets | Refs | DeltaFrame | Wants | Done
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Frame).decode
+
+
+def decode_frame(raw: bytes | bytearray) -> Frame:
+    """Parse one frame without its length; `RemoteProtocolError` if it is none."""
+    try:
+        frame: Frame = _decode(raw)
+        return frame
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a frame of anti-entropy: {error}") from error
+
+
+def encode_frame(frame: Frame) -> bytes:
+    """The frame behind its length."""
+    raw = _encode(frame)
+    return len(raw).to_bytes(4, "big") + raw
+
+
+@dataclass(slots=True)
+class Received:
+    """What `receive_data` brought: deltas to merge, and bytes to send back."""
+
+    deltas: list[Delta] = field(default_factory=list)
+    to_send: bytes = b""
+
+
+class Session:
+    """One session of anti-entropy, either side of it. It reads the state; merging is its driver's.
+
+    Any method raises `RemoteProtocolError` when the peer breaks the protocol; the session is over then.
+    """
+
+    def __init__(
+        self, state: RunState, rng: random.Random, now: float, *, is_initiator: bool, with_beats: bool = False
+    ) -> None:
+        """``now``: Unix seconds. ``with_beats`` is the initiator's to choose."""
+        state.expire(now)
+        self.is_initiator = is_initiator
+        self.is_done = False
+        self.peer_now: int | None = None
+        """The peer's clock at its Hello, Unix seconds."""
+        self._state = state
+        self._rng = rng
+        self._with_beats = with_beats
+        self._expected: tuple[type[Frame], ...] = (Hello,)
+        self._buffer = bytearray()
+        self._out = bytearray()
+        self._num_sent = self._num_received = 0
+        self._root = state.root
+        self._hello = Hello(VERSION, state.run_id, max(0, int(now)), self._root, with_beats)
+        self._started = False
+        self._refs: dict[bytes, WireRefs] = {}
+        self._covered: set[int] = set()
+        self._lacking: dict[bytes, frozenset[int]] = {}
+        self._beats_seen: dict[bytes, int] = {}
+
+    def start(self) -> bytes:
+        """The initiator's first bytes."""
+        if not self.is_initiator or self._started:
+            raise LocalProtocolError("only the initiator starts, and once")
+        self._started = True
+        self._send(self._hello)
+        return self._take_output()
+
+    def receive_data(self, data: bytes) -> Received:
+        """Take bytes from the stream."""
+        received = Received()
+        self._num_received += len(data)
+        if self._num_received > MAX_SENT_BYTES + MAX_FRAME_BYTES:
+            raise RemoteProtocolError("more bytes than a session of anti-entropy has")
+        self._buffer += data
+        for frame in self._frames():
+            self._handle(frame, received)
+        received.to_send = self._take_output()
+        return received
+
+    def receive_eof(self) -> None:
+        """The peer's side of the stream has ended; `RemoteProtocolError` if that is too early."""
+        if not self.is_done:
+            raise RemoteProtocolError("the stream ended in the middle of a session")
+
+    # frames in and out
+
+    def _frames(self) -> Iterator[Frame]:
+        while len(self._buffer) >= 4:
+            length = int.from_bytes(self._buffer[:4], "big")
+            if length > MAX_FRAME_BYTES:
+                raise RemoteProtocolError(f"a frame of {length} bytes")
+            if len(self._buffer) < 4 + length:
+                return
+            raw = self._buffer[4 : 4 + length]
+            del self._buffer[: 4 + length]
+            yield decode_frame(raw)
+        if self.is_done and self._buffer:
+            raise RemoteProtocolError("bytes after the end of the session")
+
+    def _send(self, frame: Frame) -> None:
+        self._out += encode_frame(frame)
+
+    def _take_output(self) -> bytes:
+        out = bytes(self._out)
+        self._num_sent += len(out)
+        self._out.clear()
+        return out
+
+    def _handle(self, frame: Frame, received: Received) -> None:
+        if self.is_done or not isinstance(frame, self._expected):
+            raise RemoteProtocolError(f"{type(frame).__name__} out of turn")
+        if isinstance(frame, Hello):
+            self._on_hello(frame)
+        elif isinstance(frame, Buckets):
+            self._on_buckets(frame)
+        elif isinstance(frame, Refs):
+            self._on_refs(frame)
+        elif isinstance(frame, DeltaFrame):
+            self._on_delta(frame, received)
+        elif isinstance(frame, Wants):
+            self._on_wants(frame)
+        else:
+            self.is_done = True
+
+    # what each frame leads to
+
+    def _on_hello(self, hello: Hello) -> None:
+        if hello.version != VERSION:
+            raise RemoteProtocolError(f"version {hello.version} of anti-entropy; this is {VERSION}")
+        if hello.run_id != self._state.run_id:
+            raise RemoteProtocolError("a peer of another run")
+        self.peer_now = hello.now
+        is_equal = hello.root == self._root
+        if self.is_initiator:
+            self.is_done = is_equal and not self._with_beats
+            self._expected = (DeltaFrame, Wants) if is_equal else (Buckets,)
+            return
+        self._with_beats = hello.with_beats
+        self._send(self._hello)
+        if not is_equal:
+            self._send(Buckets(b"".join(self._state.bucket_digests)))
+            self._expected = (Refs,)
+        elif self._with_beats:
+            self._answer()
+        else:
+            self.is_done = True
+
+    def _on_buckets(self, theirs: Buckets) -> None:
+        mine = self._state.bucket_digests
+        differing = [
+            index
+            for index in range(NUM_BUCKETS)
+            if mine[index] != theirs.digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+        ]
+        self._rng.shuffle(differing)
+        self._send_refs(differing)
+        self._expected = (DeltaFrame, Wants)
+
+    def _send_refs(self, buckets: list[int]) -> None:
+        """A frame is closed before it is too long; a bucket counts as covered by the frame in which it ends."""
+        ended, authors, size, total = bytearray(), list[WireRefs](), 0, 0
+        for bucket in buckets:
+            if total > MAX_REFS_BYTES:
+                break
+            for ref in self._state.refs([bucket]):
+                cost = _AUTHOR_BYTES + len(ref.slots) * _REF_BYTES
+                if size + cost > MAX_DELTA_BYTES - NUM_BUCKETS:
+                    self._send(Refs(bytes(ended), tuple(authors), False))
+                    ended, authors, size = bytearray(), [], 0
+                authors.append(_to_wire(ref))
+                size += cost
+                total += cost
+            ended.append(bucket)
+        self._send(Refs(bytes(ended), tuple(authors), True))
+
+    def _on_refs(self, refs: Refs) -> None:
+        self._covered.update(refs.buckets)
+        self._refs.update((author.author, author) for author in refs.authors)
+        if refs.is_last:
+            self._answer()
+
+    def _answer(self) -> None:
+        """The responder's side: what the initiator lacks, then what it should send."""
+        entries: list[Signed] = []
+        proofs: list[Proof] = []
+        wanted: list[WantedSlots] = []
+        mine = {ref.author: ref for ref in self._state.refs(sorted(self._covered))}
+        for author, ref in mine.items():
+            theirs = self._refs.get(author, WireRefs(author, False, ()))
+            if ref.is_forked:
+                proof = self._state.proof_of(author)
+                proofs += [proof] if proof and not theirs.is_forked else []
+            elif not theirs.is_forked:
+                known = {slot: (tick, entry_id) for slot, tick, entry_id in theirs.slots}
+                entries += [
+                    entry.signed
+                    for entry in self._state.entries_of(author)
+                    if entry.kind is not Kind.BEAT and _is_news((entry.tick, entry.id), known.get(entry.slot))
+                ]
+        for author, theirs in self._refs.items():
+            has = mine.get(author, AuthorRefs(author, False, {}))
+            if has.is_forked:
+                continue
+            if theirs.is_forked:
+                wanted.append(WantedSlots(author, ()))
+            elif slots := tuple(s for s, tick, eid in theirs.slots if _is_news((tick, eid), has.slots.get(s))):
+                wanted.append(WantedSlots(author, slots))
+        if self._with_beats:
+            entries += [entry.signed for entry in self._state.entries(Kind.BEAT)]
+        self._send_wants_after(deltas_of(entries, proofs), wanted)
+        self._refs.clear()
+        self._expected = (DeltaFrame, Done)
+
+    def _send_wants_after(self, deltas: list[Delta], wanted: list[WantedSlots]) -> None:
+        frames = list(_wants_frames(wanted))
+        self._send_deltas(deltas, reserve=sum(map(len, frames)))
+        for frame in frames:
+            self._out += frame
+
+    def _send_deltas(self, deltas: list[Delta], reserve: int) -> None:
+        """As many as the session's bound allows; later sessions bring the rest."""
+        for delta in deltas:
+            frame = encode_frame(DeltaFrame(delta))
+            if self._num_sent + len(self._out) + len(frame) + reserve > MAX_SENT_BYTES:
+                return
+            self._out += frame
+
+    def _on_delta(self, frame: DeltaFrame, received: Received) -> None:
+        received.deltas.append(frame.delta)
+        if self.is_initiator and self._with_beats:
+            # they may have been merged, or not yet: what came from the peer is not sent back to it
+            for signed in frame.delta.entries:
+                self._note_beat(signed)
+
+    def _note_beat(self, signed: Signed) -> None:
+        try:
+            entry = self._state.checker.parse(signed)
+        except RemoteProtocolError:
+            return  # merging it says so too
+        if entry.kind is Kind.BEAT:
+            self._beats_seen[entry.author] = entry.tick
+
+    def _on_wants(self, wants: Wants) -> None:
+        self._lacking.update((wanted.author, frozenset(wanted.slots)) for wanted in wants.authors)
+        if not wants.is_last:
+            return
+        entries: list[Signed] = []
+        proofs: list[Proof] = []
+        for author, wanted in self._lacking.items():
+            proof = self._state.proof_of(author)
+            proofs += [proof] if proof else []
+            entries += [entry.signed for entry in self._state.entries_of(author) if entry.slot in wanted]
+        if self._with_beats:
+            entries += [entry.signed for entry in self._unseen_beats()]
+        self._send_deltas(deltas_of(entries, proofs), reserve=64)
+        self._send(Done())
+        self.is_done = True
+
+    def _unseen_beats(self) -> Iterable[Entry]:
+        return (
+            entry for entry in self._state.entries(Kind.BEAT) if entry.tick > self._beats_seen.get(entry.author, -1)
+        )
+
+
+def _is_news(ref: tuple[int, bytes], known: tuple[int, bytes] | None) -> bool:
+    """Whether a reference is worth sending: newer, or of the same tick and another id (a fork, which both must see)."""
+    return known is None or ref[0] > known[0] or (ref[0] == known[0] and ref[1] != known[1])
+
+
+def _to_wire(ref: AuthorRefs) -> WireRefs:
+    return WireRefs(ref.author, ref.is_forked, tuple((slot, tick, eid) for slot, (tick, eid) in ref.slots.items()))
+
+
+def _wants_frames(wanted: list[WantedSlots]) -> Iterator[bytes]:
+    """At least one, the last one marked."""
+    batch: list[WantedSlots] = []
+    size = 0
+    for item in wanted:
+        cost = _AUTHOR_BYTES + 3 * len(item.slots)
+        if size + cost > MAX_DELTA_BYTES - NUM_BUCKETS:
+            yield encode_frame(Wants(tuple(batch), False))
+            batch, size = [], 0
+        batch.append(item)
+        size += cost
+    yield encode_frame(Wants(tuple(batch), True))

@@ -1,0 +1,130 @@
+"""How one node keeps its run state equal to everybody's: push, anti-entropy and heartbeats together, without I/O.
+
+The trio driver (`node/gossip.py`) and the simulator (`testnet/simulate_state.py`) both drive this one value. It is
+told what arrives and what time it is, by both clocks: ``unix`` for the entries, ``now`` (monotonic) for all else.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+from .antientropy import Session
+from .entries import Delta, Entry, Kind
+from .errors import RemoteProtocolError
+from .liveness import BASE_PERIOD, Liveness
+from .push import Push, SendBatch, decode_batch
+from .state import MergeReport, Outcome, RunState
+from .token_bucket import TokenBucket
+
+MAX_FORWARDED = 64
+"""Of what a session of anti-entropy brought, this much is pushed on; more means that this node was away, not they."""
+FAULT_BURST = 8
+FAULT_RATE = 0.1
+"""Invalid items that a peer may send at once, and a second. Honest peers send none; a flooder is cut off here."""
+MAX_FAULT_METERS = 1_024
+SILENT_SHARE = 0.1
+"""Of the sessions, how many go to a member that is silent: the way in which two halves of a network meet again."""
+
+
+class Gossip:
+    """One node's part in the gossip of its run."""
+
+    def __init__(self, state: RunState, author: bytes, rng: random.Random, base_period: float = BASE_PERIOD) -> None:
+        """``author``: this node's own key. ``base_period``: seconds between heartbeats in a small run."""
+        self.state = state
+        self.author = author
+        self.liveness = Liveness(base_period)
+        self.push = Push(rng)
+        self._rng = rng
+        self._fault_meters: dict[bytes, TokenBucket] = {}
+
+    def publish(self, entry: Entry, unix: float) -> None:
+        """An entry that this node has written."""
+        report = self.state.merge(Delta((entry.signed,)), unix)
+        self.push.queue([entry.signed for entry in report.new], report.proofs, None)
+
+    def receive_push(self, peer: bytes, payload: bytes, unix: float, now: float) -> MergeReport:
+        """A batch arrived. Raises `RemoteProtocolError` if the peer sent rubbish, now or too often."""
+        batch = decode_batch(payload)
+        self.push.heard(peer, batch, now)
+        return self.merge(batch.delta, peer, unix, now)
+
+    def merge(self, delta: Delta, peer: bytes, unix: float, now: float, forward: bool = True) -> MergeReport:
+        """Take in what a peer sent; what is new goes on to the neighbours, if ``forward``.
+
+        Raises `RemoteProtocolError` if the peer has sent more invalid items than could be an accident; what was valid
+        is merged nevertheless.
+        """
+        meter = self._fault_meter(peer, now)
+        if meter.available(now) < 1.0:
+            raise RemoteProtocolError("too many invalid entries from this peer")
+        report = self.state.merge(delta, unix)
+        self._note_beats(report.new, now)
+        if forward:
+            self.push.queue([entry.signed for entry in report.new], report.proofs, peer)
+        if invalid := report.outcomes[Outcome.INVALID]:
+            meter.take(now, min(invalid, meter.available(now)))
+            if meter.available(now) < 1.0:
+                raise RemoteProtocolError(f"too many invalid entries from this peer: {report.faults[0]}")
+        return report
+
+    def _fault_meter(self, peer: bytes, now: float) -> TokenBucket:
+        meter = self._fault_meters.get(peer)
+        if meter is None:
+            if len(self._fault_meters) >= MAX_FAULT_METERS:
+                del self._fault_meters[next(iter(self._fault_meters))]
+            meter = self._fault_meters[peer] = TokenBucket(FAULT_BURST, FAULT_RATE, now)
+        return meter
+
+    def _note_beats(self, entries: Iterable[Entry], now: float) -> None:
+        for entry in entries:
+            if entry.kind is Kind.BEAT and entry.author != self.author:
+                self.liveness.beat(entry.author, entry.tick, now)
+
+    def tick(self, unix: float, now: float) -> list[SendBatch]:
+        """To be called every half second: drops what has expired, and says what to push."""
+        if self.state.expire(unix):
+            present = {entry.author for entry in self.state.entries(Kind.BEAT)}
+            self.liveness.forget_all_but(present)
+        self.state.fit_beat_ttl(self.liveness.silence)
+        return self.push.tick(now, lambda peer: self._is_candidate(peer, now), lambda: self.candidates(now))
+
+    def _is_candidate(self, peer: bytes, now: float) -> bool:
+        return self.liveness.is_live(peer, now) and not self.liveness.is_suspect(peer) and self.state.is_member(peer)
+
+    def candidates(self, now: float) -> list[bytes]:
+        """Peers to talk to: they live, can be reached, belong to the run and have not left."""
+        live = self.liveness.live(now)
+        return [peer for peer in live if not self.liveness.is_suspect(peer) and self.state.is_member(peer)]
+
+    def choose_partner(self, now: float) -> tuple[bytes, bool] | None:
+        """Whom to sync with next, and whether to ask for heartbeats; None: nobody is known.
+
+        Mostly somebody who lives; now and then, or if nobody does, a member that has fallen silent.
+        """
+        live = self.candidates(now)
+        if live and self._rng.random() >= SILENT_SHARE:
+            return self._rng.choice(live), False
+        silent = self.state.members().keys() - set(self.liveness.live(now)) - {self.author}
+        if silent:
+            return self._rng.choice(sorted(silent)), True
+        return (self._rng.choice(live), False) if live else None
+
+    def open_session(self, unix: float, *, is_initiator: bool, with_beats: bool = False) -> Session:
+        """A session of anti-entropy; what it receives goes to `merge_session`."""
+        return Session(self.state, self._rng, unix, is_initiator=is_initiator, with_beats=with_beats)
+
+    def merge_session(self, delta: Delta, peer: bytes, unix: float, now: float) -> MergeReport:
+        """Take in what a session brought. As `merge`, but much at once is not pushed on."""
+        few = len(delta.entries) + len(delta.proofs) <= MAX_FORWARDED
+        return self.merge(delta, peer, unix, now, forward=few)
+
+    def reached(self, peer: bytes) -> None:
+        """A session with the peer went well."""
+        self.liveness.trust(peer)
+
+    def unreachable(self, peer: bytes, now: float) -> None:
+        """The peer could not be reached, or broke the protocol: others first, for a while."""
+        self.liveness.suspect(peer, now)
+        self.push.drop(peer)

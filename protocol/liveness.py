@@ -1,0 +1,94 @@
+"""Who lives: a peer whose heartbeat has advanced within three periods of *my* monotonic clock.
+
+Neither the peer's clock nor the network's delay can make a dead peer look alive: an old heartbeat does not advance.
+A heartbeat costs everybody its bytes, so the period grows with the run: T = max(base, N / 50) seconds, which keeps a
+node's share of all heartbeats below 50 a second, about 6 KB/s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+
+BASE_PERIOD = 10.0
+PEERS_A_SECOND = 50.0
+PERIODS_OF_SILENCE = 3.0
+SUSPICION_SECONDS = 30.0
+"""How long a peer that could not be reached is left alone, at least."""
+
+
+@dataclass(slots=True)
+class _Pulse:
+    """The newest heartbeat of one peer, and when it came."""
+
+    tick: int
+    advanced_at: float
+    suspected_at: float | None = None
+
+
+class Liveness:
+    """Judges the peers by their heartbeats. ``now`` is this node's monotonic clock, seconds."""
+
+    def __init__(self, base_period: float = BASE_PERIOD) -> None:
+        """``base_period``: T of a small run, seconds; the same for all nodes of a run."""
+        self.base_period = base_period
+        self._pulses: dict[bytes, _Pulse] = {}
+
+    @property
+    def period(self) -> float:
+        """T, seconds between heartbeats, in a run of as many nodes as are known to have beaten of late."""
+        return max(self.base_period, (len(self._pulses) + 1) / PEERS_A_SECOND)
+
+    @property
+    def silence(self) -> float:
+        """Seconds without a heartbeat after which a peer counts as dead."""
+        return PERIODS_OF_SILENCE * self.period
+
+    def beat(self, peer: bytes, tick: int, now: float) -> None:
+        """A heartbeat has come, first-hand or not; one that is not newer says nothing."""
+        pulse = self._pulses.get(peer)
+        if pulse is None:
+            self._pulses[peer] = _Pulse(tick, now)
+        elif tick > pulse.tick:
+            pulse.tick, pulse.advanced_at = tick, now
+            if pulse.suspected_at is not None and now - pulse.suspected_at >= SUSPICION_SECONDS:
+                pulse.suspected_at = None
+
+    def suspect(self, peer: bytes, now: float) -> None:
+        """It could not be reached: until it has beaten again, and for a while, others are asked instead."""
+        pulse = self._pulses.get(peer)
+        if pulse is not None:
+            pulse.suspected_at = now
+
+    def trust(self, peer: bytes) -> None:
+        """It was reached."""
+        pulse = self._pulses.get(peer)
+        if pulse is not None:
+            pulse.suspected_at = None
+
+    def is_live(self, peer: bytes, now: float) -> bool:
+        """Whether its heartbeat has advanced lately."""
+        pulse = self._pulses.get(peer)
+        return pulse is not None and now - pulse.advanced_at <= self.silence
+
+    def seconds_since(self, peer: bytes, now: float) -> float | None:
+        """Since its heartbeat last advanced; None if none ever came."""
+        pulse = self._pulses.get(peer)
+        return None if pulse is None else now - pulse.advanced_at
+
+    def is_suspect(self, peer: bytes) -> bool:
+        """Whether it was found unreachable, and has not been heard of since."""
+        pulse = self._pulses.get(peer)
+        return pulse is not None and pulse.suspected_at is not None
+
+    def live(self, now: float) -> list[bytes]:
+        """Everybody who lives, this node left out."""
+        limit = self.silence
+        return [peer for peer, pulse in self._pulses.items() if now - pulse.advanced_at <= limit]
+
+    def forget_all_but(self, peers: Container[bytes]) -> None:
+        """Forget the others. A peer may be forgotten once its last heartbeat has expired, not before.
+
+        (A heartbeat that is heard again after that would else make it look alive.)
+        """
+        self._pulses = {peer: pulse for peer, pulse in self._pulses.items() if peer in peers}
