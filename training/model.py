@@ -61,9 +61,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """(B, T, C) for (B, T, C), with the angles' tables (T, D / 2)."""
         B, T, C = x.shape
-        qkv = self.qkv(x).view(B, T, 3, self.num_heads, C // self.num_heads)  # (B, T, 3, H, D)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, H, T, D)
-        y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+        qk, v = self.qkv(x).view(B, T, 3, self.num_heads, C // self.num_heads).split((2, 1), dim=2)
+        q, k = rotate(qk, cos[:, None, None], sin[:, None, None]).transpose(1, 3).unbind(2)  # each (B, H, T, D)
+        y = F.scaled_dot_product_attention(q, k, v.transpose(1, 3).squeeze(2), is_causal=True)  # (B, H, T, D)
         return self.out(y.transpose(1, 2).reshape(B, T, C))  # type: ignore[no-any-return]  # (B, T, C)
 
 
@@ -162,6 +162,6 @@ def rotary_tables(context: int, head_width: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + D / 2) of x (B, H, T, D) by their position's angles (T, D / 2)."""
-    a, b = x.chunk(2, dim=-1)  # each (B, H, T, D / 2)
+    """Turn the pairs (i, i + D / 2) in the last dimension of x (..., D) by angles' tables (..., D / 2)."""
+    a, b = x.chunk(2, dim=-1)  # each (..., D / 2)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)

@@ -55,11 +55,15 @@ def layout_of(module: nn.Module, codec: str) -> Layout:
 @torch.no_grad()
 def flatten_(module: nn.Module, layout: Layout) -> tuple[Tensor, Tensor]:
     """Move the parameters into one vector and their gradients into another; returns both, (n,) fp32."""
-    parameters = dict(module.named_parameters())
-    weights = torch.cat([parameter.detach().flatten() for parameter in parameters.values()])
+    weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
     gradient = torch.zeros_like(weights)
+    bind_(module, layout, weights, gradient)
+    return weights, gradient
+
+
+def bind_(module: nn.Module, layout: Layout, weights: Tensor, gradient: Tensor) -> None:
+    """Make the module's parameters and gradients views into two vectors (n,), with the values these have."""
     weight_views, gradient_views = layout.views(weights), layout.views(gradient)
-    for name, parameter in parameters.items():
+    for name, parameter in module.named_parameters():
         parameter.data = weight_views[name]
         parameter.grad = gradient_views[name]
-    return weights, gradient

@@ -1,0 +1,156 @@
+"""How good NoLoCo is beside synchronous training, DiLoCo and no averaging at all, on the same tokens.
+
+Every replica has text of its own kind: the largest packages of Python's standard library, one each (`encodings` is
+tables of characters, `pydoc_data` prose, `tkinter` an interface to windows, and so on). The last tenth of each is held
+out, and every model is measured on all of them alike. So replicas that do not average know little of the others' text,
+and the comparison shows what averaging is worth.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from farandole.training.baselines import Ensemble, Method, methods, train
+from farandole.training.config import InnerConfig, ModelConfig
+from farandole.training.data import Sampler, Text, stdlib_documents
+from farandole.training.errors import DataError
+
+# 41 k parameters: the setting of the measurements that BENCHMARKS.md compares with.
+MODEL = ModelConfig(num_layers=2, width=32, num_heads=2, hidden=128, context=32)
+LEARNING_RATE = 3e-3
+BATCH_SIZE = 16
+HELD_OUT_SHARE = 0.1
+# Of each kind of text; with 8 kinds 32,768 tokens in all, which measures a loss to about 0.01.
+VALIDATION_BATCHES = 8
+
+Progress = Callable[[str, int, int], None]
+"""Called with (method, seed, inner steps done)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One method with one seed."""
+
+    method: str
+    seed: int
+    loss: float
+    """Mean over replicas, nats a byte, on everybody's held-out text."""
+    merged_loss: float
+    """Of the mean of all replicas' weights."""
+    spread: float
+    """See `Ensemble.spread`."""
+    seconds: float
+
+
+def compare(
+    nodes: int = 8, steps: int = 2_000, seeds: int = 3, interval: int = 10, progress: Progress = lambda *_: None
+) -> Iterator[Result]:
+    """Train with every method and seed, one after the other; takes about 10 minutes a seed with the defaults."""
+    texts = texts_by_kind(nodes)
+    for seed in range(seeds):
+        for method in methods(interval):
+            yield _measure(method, texts, steps, seed, progress)
+
+
+def run_compare(
+    nodes: int = 8, steps: int = 2_000, seeds: int = 3, out: Path | None = None, interval: int = 10
+) -> list[Result]:
+    """`compare` on one thread, with progress and a table on the terminal; ``out`` is a JSON file, written as it goes.
+
+    Raises `DataError` if the standard library has fewer packages than there are nodes.
+    """
+    torch.set_num_threads(1)
+    console = Console()
+    settings = {"nodes": nodes, "steps": steps, "seeds": seeds, "interval": interval, "kinds": [*texts_by_kind(nodes)]}
+    results = []
+    with console.status("starting") as status:
+
+        def show(method: str, seed: int, step: int) -> None:
+            status.update(f"seed {seed + 1} of {seeds}: {method}, step {step} of {steps}")
+
+        for result in compare(nodes, steps, seeds, interval, show):
+            results.append(result)
+            if out is not None:
+                _write(out, {"settings": settings, "results": [asdict(each) for each in results]})
+    console.print(table(results))
+    return results
+
+
+def _write(out: Path, document: object) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(document, indent=2) + "\n")
+
+
+def texts_by_kind(num_kinds: int) -> dict[str, Text]:
+    """The largest packages of the standard library, by name, each split into its first nine tenths and its last."""
+    packages: dict[str, list[bytes]] = defaultdict(list)
+    for document in stdlib_documents():
+        package, separator, _ = document.name.partition("/")
+        if separator:
+            packages[package].append(document.text)
+    if num_kinds > len(packages):
+        raise DataError(f"the standard library has {len(packages)} packages, too few for {num_kinds} nodes")
+    largest = sorted(packages, key=lambda name: (-sum(map(len, packages[name])), name))[:num_kinds]
+    return {name: _split(packages[name]) for name in largest}
+
+
+def _split(documents: Sequence[bytes]) -> Text:
+    tokens = np.frombuffer(b"\0".join(documents), dtype=np.uint8)
+    cut = int(len(tokens) * (1 - HELD_OUT_SHARE))
+    return Text(tokens[:cut], tokens[cut:], len(documents))
+
+
+def _measure(method: Method, texts: dict[str, Text], steps: int, seed: int, progress: Progress) -> Result:
+    inner = InnerConfig(learning_rate=LEARNING_RATE, warmup_steps=steps // 20, total_steps=steps, batch_size=BATCH_SIZE)
+    run_id = seed.to_bytes(32, "little")
+    samplers = [
+        Sampler(text, run_id=run_id, author=name.encode(), batch_size=BATCH_SIZE, context=MODEL.context)
+        for name, text in texts.items()
+    ]
+    started = time.perf_counter()
+    ensemble = train(method, MODEL, inner, samplers, steps, seed, lambda step: progress(method.name, seed, step))
+    seconds = time.perf_counter() - started
+    loss, spread, merged_loss = _evaluate(ensemble, samplers)
+    return Result(method.name, seed, loss, merged_loss, spread, seconds)
+
+
+def _evaluate(ensemble: Ensemble, samplers: Sequence[Sampler]) -> tuple[float, float, float]:
+    """(loss, spread, loss of the merged model); merges the ensemble."""
+    batches = [sampler.held_out_batch(index) for sampler in samplers for index in range(VALIDATION_BATCHES)]
+    loss, spread = float(ensemble.losses(batches).mean()), ensemble.spread()
+    ensemble.merge()
+    return loss, spread, float(ensemble.losses(batches)[0])
+
+
+def table(results: Sequence[Result]) -> Table:
+    """The methods in rows: means over seeds, with the standard deviation of the loss."""
+    by_method: dict[str, list[Result]] = defaultdict(list)
+    for result in results:
+        by_method[result.method].append(result)
+    rows = Table(title="NoLoCo beside the baselines")
+    rows.add_column("method")
+    for name in ("loss", "perplexity", "perplexity, merged", "spread of the weights"):
+        rows.add_column(name, justify="right")
+    for method, group in by_method.items():
+        losses = [result.loss for result in group]
+        deviation = statistics.stdev(losses) if len(losses) > 1 else 0.0
+        rows.add_row(
+            method,
+            f"{statistics.mean(losses):.3f} ± {deviation:.3f}",
+            f"{math.exp(statistics.mean(losses)):.2f}",
+            f"{math.exp(statistics.mean(result.merged_loss for result in group)):.2f}",
+            f"{statistics.mean(result.spread for result in group):.2%}",
+        )
+    return rows
