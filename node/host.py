@@ -34,6 +34,7 @@ from multiaddr.utils import get_network_addrs  # type: ignore[import-untyped]
 
 from farandole.protocol.identity import peer_id_of, public_bytes, public_key_of
 
+from .dht import Dht
 from .errors import ListenError, PeerUnreachableError
 from .mends import CLOSE_TIMEOUT, HANDSHAKE_TIMEOUT, MendedHost, MendedSwarm, MendedUpgrader, Socket
 from .yamux import YamuxConn, YamuxStream
@@ -200,6 +201,8 @@ class Host:
         self._book: OrderedDict[bytes, dict[str, None]] = OrderedDict()
         self._dials: dict[bytes, _Dial] = {}
         self._subscribers: set[ConnectionEvents] = set()
+        self._dht = Dht(libp2p)
+        nursery.start_soon(self._dht.run)
         swarm.dial = self._dial_by_id
         swarm.register_notifee(_ConnectionNotifee(self))
 
@@ -271,6 +274,27 @@ class Host:
         """A first connection came or the last one went."""
         for events in self._subscribers:
             events.put(peer, is_connected)
+        if is_connected:
+            self._dht.note_connection()
+
+    # Who provides what
+
+    async def provide(self, key: bytes) -> None:
+        """Announce that this node provides a 32-byte key, and keep it announced for as long as the host is open.
+
+        Returns after the first announcement, whether or not there was anybody to hear it.
+        """
+        await self._dht.provide(key)
+
+    async def find_providers(self, key: bytes, timeout: float) -> list[tuple[bytes, list[str]]]:  # noqa: ASYNC109
+        """Other peers that say they provide a key, with addresses, as found within `timeout` seconds.
+
+        The addresses are remembered, so the peers can be connected to. What peers say may be false or out of date.
+        """
+        providers = await self._dht.find_providers(key, timeout)
+        for peer, addresses in providers:
+            self.add_addresses(peer, addresses)
+        return providers
 
     # Dialling
 

@@ -72,6 +72,12 @@ if importlib.metadata.version("libp2p") != MENDED_RELEASE:
         f"install libp2p=={MENDED_RELEASE}"
     )
 
+# The library reports every peer's every fault, at any level; what matters of it is logged here. Who wants to read it
+# sets a level of their own.
+_library_logger = logging.getLogger("libp2p")
+if _library_logger.level == logging.NOTSET:
+    _library_logger.setLevel(logging.CRITICAL)
+
 # From accepting a socket to an authenticated, multiplexed connection. Five round trips at 400 ms fit twice.
 HANDSHAKE_TIMEOUT = 5.0
 # Everything read from a socket until then. Noise XX and the negotiation take about 600 bytes; one Noise message is at
@@ -85,6 +91,7 @@ READ_BYTES = 256 * 1024
 # A multistream message is a protocol id; go-libp2p allows 1,024 bytes too.
 MAX_NEGOTIATION_BYTES = 1024
 NEGOTIATION_TIMEOUT = 8
+IDENTIFY_TIMEOUT = 10.0
 MAX_CONNECTIONS = 512
 # Both ends may dial at once, and a peer that restarted dials before its old connections are found dead.
 MAX_CONNECTIONS_PER_PEER = 4
@@ -468,6 +475,22 @@ class MendedHost(BasicHost):
             raise
         stream.set_protocol(protocol)
         return stream
+
+    def _schedule_identify(self, peer_id: ID, *, reason: str) -> None:
+        # The library runs this outside of every nursery, where an exception would end the program.
+        if peer_id != self.get_id() and peer_id not in self._identify_inflight:
+            self._identify_inflight.add(peer_id)
+            assert self._network.background_nursery is not None
+            self._network.background_nursery.start_soon(self._identify_task_entry, peer_id, reason)
+
+    async def _identify_task_entry(self, peer_id: ID, reason: str) -> None:
+        try:
+            with trio.move_on_after(IDENTIFY_TIMEOUT):
+                await self._identify_peer(peer_id, reason=reason)
+        except Exception:
+            logger.debug("identifying %s failed", peer_id, exc_info=True)
+        finally:
+            self._identify_inflight.discard(peer_id)
 
     async def _swarm_stream_handler(self, net_stream: INetStream) -> None:
         try:

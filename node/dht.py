@@ -1,0 +1,177 @@
+"""Who provides what, in the Kademlia DHT of libp2p: announcing keys, and finding the providers of one.
+
+The library's `KadDHT` keeps the tables and answers others; the asking is done here, because there a frozen peer costs
+each question its full 10 s, a node that provides a key finds only itself, and announcements beyond 10 in 10 s are
+dropped in silence by whoever receives them. Answers are hints: a provider proves itself when it is dialled.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+
+import trio
+from libp2p.abc import INetStream
+from libp2p.kad_dht.kad_dht import DHTMode, KadDHT
+from libp2p.peer.id import ID
+from libp2p.peer.peerinfo import PeerInfo
+
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.identity import public_key_of
+
+from .mends import MendedHost
+
+logger = logging.getLogger(__name__)
+
+KEY_BYTES = 32
+# A key's multihash says that it is a SHA-256: function 0x12, 32 bytes.
+_MULTIHASH_PREFIX = b"\x12\x20"
+# Receivers drop what exceeds 10 announcements in 10 s from one peer, and in a small network all go to the same peers.
+ANNOUNCEMENT_INTERVAL = 1.1
+ANNOUNCEMENT_TIMEOUT = 20.0
+# Providers' records live for a day, but the volunteers who keep them come and go.
+REANNOUNCE_INTERVAL = 3600.0
+# How long to wait before an announcement that reached nobody is tried again; a new connection shortens it.
+RETRY_INTERVAL = 60.0
+REFRESH_INTERVAL = 600.0
+# Once somebody is found, those who have not answered get this much longer.
+LAGGARDS_TIMEOUT = 1.0
+MAX_PROVIDERS = 20
+MAX_ADDRESSES = 16
+# One inbound stream of the DHT; the library serves twelve at once and would let idle ones keep their places for ever.
+STREAM_TIMEOUT = 10.0
+# Kept for others: keys with providers, and peers with addresses. The oldest make room.
+MAX_STORED_KEYS = 8192
+MAX_STORED_PEERS = 4096
+
+
+def multihash_of(key: bytes) -> bytes:
+    """The key as the DHT wants it."""
+    if len(key) != KEY_BYTES:
+        raise ValueError(f"a key has {KEY_BYTES} bytes, this has {len(key)}")
+    return _MULTIHASH_PREFIX + key
+
+
+class _BoundedDHT(KadDHT):
+    """The library's DHT, with a deadline on what it serves and a bound on what it keeps for others."""
+
+    async def handle_stream(self, stream: INetStream) -> None:
+        with trio.fail_after(STREAM_TIMEOUT):
+            await super().handle_stream(stream)
+        stored = self.provider_store.providers
+        while len(stored) > MAX_STORED_KEYS:
+            del stored[next(iter(stored))]
+
+    def forget_strangers(self) -> None:
+        """Drop what grows with every peer ever heard of."""
+        self._provider_rate_limits.clear()
+        peerstore = self.host.get_peerstore()
+        keep = {self.local_peer_id, *self.host.get_connected_peers()}
+        strangers = [peer_id for peer_id in peerstore.peer_ids() if peer_id not in keep]
+        for peer_id in strangers[: max(0, len(strangers) - MAX_STORED_PEERS)]:
+            peerstore.clear_peerdata(peer_id)
+
+
+class Dht:
+    """This node's part in the DHT, as a server; `run` keeps it going."""
+
+    def __init__(self, host: MendedHost) -> None:
+        self._host = host
+        self._dht = _BoundedDHT(host, DHTMode.SERVER)
+        self._announced_at: dict[bytes, float] = {}  # when each key that we provide was last told to somebody
+        self._pace = trio.Lock()
+        self._news = trio.Event()
+
+    def note_connection(self) -> None:
+        """A peer came: look around from it, and tell it what nobody was there to hear."""
+        self._news.set()
+
+    async def run(self) -> None:
+        """Keep the routing table fresh and our keys announced. Raises nothing, never returns."""
+        while True:
+            self._news = trio.Event()
+            try:
+                with trio.move_on_after(REFRESH_INTERVAL / 2):
+                    await self._dht.refresh_routing_table()
+                self._dht.provider_store.cleanup_expired()
+                self._dht.value_store.cleanup_expired()
+                self._dht.forget_strangers()
+                await self._announce_due()
+            except Exception:
+                logger.warning("the DHT's upkeep failed", exc_info=True)
+            with trio.move_on_after(self._pause()):
+                await self._news.wait()
+            # Several peers often come together.
+            await trio.sleep(1.0)
+
+    def _pause(self) -> float:
+        is_unheard = any(at < 0 for at in self._announced_at.values())
+        return RETRY_INTERVAL if is_unheard else REFRESH_INTERVAL
+
+    async def _announce_due(self) -> None:
+        for key, at in list(self._announced_at.items()):
+            if at < 0 or trio.current_time() - at >= REANNOUNCE_INTERVAL:
+                await self._announce(key)
+
+    async def provide(self, key: bytes) -> None:
+        """Announce that this node provides a key, and keep it announced.
+
+        Returns after the first announcement, whether or not it reached anybody. Announcements are paced, so many keys
+        at once take a second each.
+        """
+        multihash_of(key)
+        self._announced_at.setdefault(key, -1.0)
+        if self._announced_at[key] < 0:
+            await self._announce(key)
+
+    async def _announce(self, key: bytes) -> None:
+        async with self._pace:
+            with trio.move_on_after(ANNOUNCEMENT_TIMEOUT):
+                if await self._dht.provider_store.provide(multihash_of(key)):
+                    self._announced_at[key] = trio.current_time()
+                    await trio.sleep(ANNOUNCEMENT_INTERVAL)
+
+    async def find_providers(self, key: bytes, seconds: float) -> list[tuple[bytes, list[str]]]:
+        """Peers that say they provide a key, with their addresses, asked in parallel within so many seconds."""
+        multihash = multihash_of(key)
+        found: dict[bytes, list[str]] = {}
+        asked: set[ID] = {self._host.get_id()}
+        store = self._dht.provider_store
+
+        def add(providers: Sequence[PeerInfo]) -> None:
+            for provider in providers:
+                with suppress(RemoteProtocolError):
+                    addresses = found.setdefault(_peer_of(provider.peer_id), [])
+                    addresses += [str(address) for address in provider.addrs if str(address) not in addresses]
+                    del addresses[MAX_ADDRESSES:]
+            found.pop(_peer_of(self._host.get_id()), None)
+            if found:
+                nursery.cancel_scope.deadline = min(
+                    nursery.cancel_scope.deadline, trio.current_time() + LAGGARDS_TIMEOUT
+                )
+
+        async def ask(peer_id: ID) -> None:
+            providers, _ = await store._get_providers_from_peer_with_closers(peer_id, multihash)
+            add(providers)
+
+        def ask_all(peer_ids: Sequence[ID]) -> None:
+            for peer_id in peer_ids:
+                if peer_id not in asked:
+                    asked.add(peer_id)
+                    nursery.start_soon(ask, peer_id)
+
+        async def explore() -> None:
+            ask_all(await self._dht.peer_routing.find_closest_peers_network(multihash))
+
+        async with trio.open_nursery() as nursery:
+            nursery.cancel_scope.deadline = trio.current_time() + seconds
+            known = self._dht.routing_table.find_local_closest_peers(multihash, MAX_PROVIDERS)
+            ask_all([*known, *self._host.get_connected_peers()][: 2 * MAX_PROVIDERS])
+            nursery.start_soon(explore)
+            add(store.get_providers(multihash))
+        return list(found.items())[:MAX_PROVIDERS]
+
+
+def _peer_of(peer_id: ID) -> bytes:
+    return public_key_of(peer_id.to_base58())
