@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -68,8 +68,8 @@ class RoundsConfig:
 class Rounds:
     """Trains until ``max_rounds``, restarting the trainer when it dies.
 
-    ``on_saved`` is told of every checkpoint, ``on_round`` of every finished round, ``current_round`` says which round
-    the others are in (0 when alone).
+    ``before_trainer`` is waited for before each start of the trainer (it puts weights in place), ``on_saved`` is told
+    of every checkpoint, ``current_round`` says which round the others are in (0 when alone).
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class Rounds:
         exchanges: ExchangeService,
         board: Board,
         *,
+        before_trainer: Callable[[], Awaitable[None]],
         on_saved: Callable[[messages.Saved], None],
-        on_round: Callable[[], None],
         current_round: Callable[[], int],
     ) -> None:
         self._config = config
@@ -91,12 +91,13 @@ class Rounds:
         self._messenger = messenger
         self._exchanges = exchanges
         self._board = board
+        self._before_trainer = before_trainer
         self._on_saved = on_saved
-        self._on_round = on_round
         self._current_round = current_round
         self._timer_at = math.inf
         self._timer_changed = trio.Event()
         self._session: _Session | None = None
+        self._ended = trio.Event()
         messenger.set_receiver(PAIRING_PROTOCOL, MAX_PAIRING_MESSAGE, self._receive)
 
     async def run(self) -> None:
@@ -106,8 +107,22 @@ class Rounds:
             try:
                 await self._run_trainers()
             finally:
-                self.stop_pairing()
+                self.handle(Stopped())
+                self._ended.set()
             nursery.cancel_scope.cancel()
+
+    async def leave(self) -> None:
+        """Meet nobody any more, save what the last outer step gave, and end."""
+        self.handle(Stopped())
+        if self._session is None:
+            return
+        self._session.save_and_end()
+        await self._ended.wait()
+
+    def save_soon(self) -> None:
+        """Write a checkpoint now, for somebody who asks for weights."""
+        if self._session is not None:
+            self._session.save()
 
     def set_peers(self, peers: frozenset[bytes]) -> None:
         """The live peers of this node's stage changed."""
@@ -116,10 +131,6 @@ class Rounds:
     def lose_peer(self, peer: bytes) -> None:
         """A connection broke, or a message was not delivered."""
         self.handle(PeerLost(peer))
-
-    def stop_pairing(self) -> None:
-        """Meet nobody from now on: the trainer is gone, or every round is done."""
-        self.handle(Stopped())
 
     def handle(self, event: Event) -> None:
         """Give an event to the pairing machine and carry out what it asks for."""
@@ -157,7 +168,7 @@ class Rounds:
                 await self._run_one_trainer()
                 return
             except TrainerError as error:
-                self.stop_pairing()
+                self.handle(Stopped())
                 if error.is_setup:
                     raise
                 if trio.current_time() - started_at > HEALTHY_SECONDS:
@@ -171,6 +182,7 @@ class Rounds:
 
     async def _run_one_trainer(self) -> None:
         board = self._board
+        await self._before_trainer()
         board.announce("preparing", "starting the trainer: loading torch, the text and the model", "the trainer")
         async with open_trainer(self._config.prepare, log=None) as trainer:
             prepared = trainer.prepared
@@ -208,6 +220,7 @@ class _Session:
         self._contributed: messages.Contributed | None = None
         self._screened: trio.MemorySendChannel[str] | None = None
         self._saved_at = trio.current_time()
+        self._is_ending = False
 
     async def run(self, first_round: int) -> None:
         """Train from ``first_round`` until every round is done."""
@@ -230,6 +243,16 @@ class _Session:
             case StartExchange():
                 self._nursery.start_soon(self._exchange, output)
 
+    def save(self) -> None:
+        """Write a checkpoint."""
+        self._saved_at = trio.current_time()
+        self._send(messages.Save())
+
+    def save_and_end(self) -> None:
+        """The next report of a checkpoint ends the session, so that what is on disk is the end of the training."""
+        self._is_ending = True
+        self.save()
+
     def _send(self, command: messages.Command) -> None:
         self._commands.send_nowait(command)
 
@@ -241,10 +264,9 @@ class _Session:
     def _start_round(self, round_index: int) -> None:
         maximum = self._config.max_rounds
         if maximum is not None and round_index >= maximum:
-            # The last Saved ends the session, so that what is on disk is the end of the training.
-            self._board.enter("finished", f"all {maximum} rounds are done; saving")
             self._board.round = round_index
-            self._send(messages.Save())
+            self._board.announce("finished", f"all {maximum} rounds are done; staying for the others")
+            self.save_and_end()
             return
         self._board.round = round_index
         self._board.inner_steps_this_round = 0
@@ -274,7 +296,7 @@ class _Session:
                     board.warn(report.problem)
                 else:
                     self._rounds._on_saved(report)
-                return board.phase == "finished"
+                return self._is_ending
             case messages.Prepared() | messages.Failed():
                 raise TrainerError(f"the trainer said {type(report).__name__} out of turn")
         return False
@@ -295,10 +317,8 @@ class _Session:
         if every and (following % every == 0 or following == maximum):
             self._send(messages.Validate(VALIDATION_BATCHES))
         if following != maximum and trio.current_time() - self._saved_at >= self._config.checkpoint_seconds:
-            self._saved_at = trio.current_time()
-            self._send(messages.Save())
+            self.save()
         self._start_round(following)
-        self._rounds._on_round()
 
     async def _exchange(self, start: StartExchange) -> None:
         """Move both contributions and tell the machine how it ended; the outer step follows if it was committed."""

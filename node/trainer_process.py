@@ -73,21 +73,13 @@ class Channel:
         """The next command; `EOFError` when the mesh process is gone."""
         return self._pending.popleft() if self._pending else self._read()
 
-    def is_round_over(self, round_index: int, wait_seconds: float) -> bool:
-        """Whether `FinishRound` of this round or `Stop` has come within ``wait_seconds``; others wait their turn."""
-        until = time.monotonic() + wait_seconds
-        while True:
-            remaining = max(0.0, until - time.monotonic())
-            if not select.select([self._connection], [], [], remaining)[0]:
-                return False
-            command = self._read()
-            if isinstance(command, FinishRound):
-                if command.round == round_index:
-                    return True
-            else:
-                self._pending.append(command)
-                if isinstance(command, Stop):
-                    return True
+    def poll(self, wait_seconds: float) -> Command | None:
+        """A command that comes within ``wait_seconds``, past those that were put off."""
+        return self._read() if select.select([self._connection], [], [], wait_seconds)[0] else None
+
+    def put_off(self, command: Command) -> None:
+        """Receive it again, after those put off before."""
+        self._pending.append(command)
 
     def _read(self) -> Command:
         (length,) = LENGTH.unpack(self._read_exactly(LENGTH.size))
@@ -176,7 +168,7 @@ class TrainerProcess:
                         tokens_per_second=replica.tokens_this_round / (now - started_at),
                     )
                 )
-            is_over = self._channel.is_round_over(command.round, (self._slow - 1.0) * (now - step_started_at))
+            is_over = self._is_round_over(command.round, now + (self._slow - 1.0) * (now - step_started_at))
         tokens, loss = replica.tokens_this_round, float(losses) / steps
         size, sha256 = replica.contribution(memoryview(self._outgoing))
         self._channel.send(
@@ -192,6 +184,22 @@ class TrainerProcess:
                 seconds=time.monotonic() - started_at,
             )
         )
+
+    def _is_round_over(self, round_index: int, pause_until: float) -> bool:
+        """Between two inner steps: obey what has come and what comes during the pause; whether the round ends."""
+        while (command := self._channel.poll(max(0.0, pause_until - time.monotonic()))) is not None:
+            match command:
+                case FinishRound() if command.round == round_index:
+                    return True
+                case Save():  # of the last outer step: the inner steps do not touch the slow weights
+                    self._channel.send(self._save())
+                case Stop():
+                    raise EOFError("asked to stop")
+                case FinishRound():
+                    pass
+                case _:
+                    self._channel.put_off(command)
+        return False
 
     def _take_outer_step(self, command: TakeOuterStep) -> None:
         partner = memoryview(self._incoming)[: command.partner_size] if command.partner_size else None

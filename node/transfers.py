@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 import trio
 
@@ -35,14 +35,6 @@ CHUNK_BYTES = 65_507
 MAX_DOWNLOADS_SERVED = 4
 
 
-class ByteStream(Protocol):
-    """The part of a stream that transfers use."""
-
-    async def send_all(self, data: bytes | bytearray | memoryview) -> None: ...
-    async def receive_some(self, max_bytes: int | None = None) -> bytes: ...
-    async def aclose(self) -> None: ...
-
-
 class TransferError(PeerUnreachableError):
     """A peer did not give what it was asked for; another may."""
 
@@ -55,7 +47,7 @@ class SavedCheckpoint:
     header: CheckpointHeader
 
 
-async def _read_frame(stream: ByteStream, max_bytes: int) -> tuple[bytes, bytes]:
+async def _read_frame(stream: Stream, max_bytes: int) -> tuple[bytes, bytes]:
     """One frame and what came behind it."""
     parser = FrameParser(max_bytes)
     while True:
@@ -70,7 +62,9 @@ async def _read_frame(stream: ByteStream, max_bytes: int) -> tuple[bytes, bytes]
 class TransferService:
     """Answers newcomers. ``checkpoint`` gives the newest file, or None while there is none."""
 
-    def __init__(self, run_id: bytes, manifest: bytes, checkpoint: Callable[[], SavedCheckpoint | None]) -> None:
+    def __init__(
+        self, run_id: bytes, manifest: bytes, checkpoint: Callable[[], Awaitable[SavedCheckpoint | None]]
+    ) -> None:
         self._run_id = run_id
         self._manifest = manifest
         self._checkpoint = checkpoint
@@ -91,7 +85,7 @@ class TransferService:
         """Send the newest checkpoint; a file that is replaced meanwhile stays readable to its end."""
         with trio.fail_after(ANSWER_TIMEOUT):
             question, _ = await _read_frame(stream, RUN_ID_BYTES)
-        saved = self._checkpoint() if question == self._run_id else None
+        saved = await self._checkpoint() if question == self._run_id else None
         try:
             self._downloads.acquire_nowait()
         except trio.WouldBlock:
@@ -158,7 +152,7 @@ async def fetch_checkpoint(
             if not raw:
                 raise TransferError("this peer has no checkpoint to give now")
             header = decode_header(raw, max_size)
-            with partial.open("wb") as file:  # noqa: ASYNC230 - opening a local file does not block
+            with partial.open("wb") as file:
                 await _receive_file(stream, file, header, rest, on_progress)
             partial.replace(path)
         finally:
@@ -171,7 +165,7 @@ async def fetch_checkpoint(
 
 
 async def _receive_file(
-    stream: ByteStream,
+    stream: Stream,
     file: BinaryIO,
     header: CheckpointHeader,
     data: bytes,

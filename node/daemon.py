@@ -1,0 +1,159 @@
+"""One node, from its settings to its end: what `farandole join` runs.
+
+The nesting below is the order of teardown: the trainer ends before the mesh, the mesh before the store, the store
+before the lock. Nothing here decides; it wires the parts together:
+
+    store -> host -> messenger -> gossip (run state) -> membership -> rounds (trainer, pairing, exchanges)
+
+Up to the messenger here; from the run state on in `farandole.node.member`.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.protocol.errors import FarandoleError, ManifestError
+from farandole.protocol.identity import public_bytes
+from farandole.protocol.invite import Invite, encode_invite
+from farandole.protocol.manifest import Manifest
+
+from .board import Board
+from .console import Console
+from .control import Handler, serve_control
+from .exits import Exit
+from .host import Host, open_host
+from .identity import IdentityError, IdentityInUseError, load_or_create_key, locked
+from .joining import Target, connect_to_run, find_target, obtain_manifest
+from .member import RunMember
+from .messenger import open_messenger
+from .reporting import Reporter
+from .settings import NodeSettings
+from .store import Store, open_store
+from .trainer import TrainerError
+
+MANIFEST_FACT: Final = "manifest"
+# Addresses in an invite made here: more than one network, and short enough for a chat line.
+MAX_INVITE_ADDRESSES: Final = 4
+
+
+async def run_node(settings: NodeSettings) -> int:
+    """Run a node until it is told to leave; the exit code (`Exit`)."""
+    console = Console(settings.json_log)
+    try:
+        with locked(settings.lock):
+            key = load_or_create_key(settings.key)
+            async with open_store(settings.store) as store:
+                await _run_until_told(Node(settings, key, store, Board(say=console.say)))
+        return Exit.OK
+    except BaseExceptionGroup as group:
+        ours, others = group.split(FarandoleError)
+        if ours is None or others is not None:
+            raise
+        error: BaseException = ours
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+    except FarandoleError as single:
+        error = single
+    console.complain(f"{type(error).__name__.removesuffix('Error')}: {error}")
+    return _exit_code(error)
+
+
+def _exit_code(error: BaseException) -> Exit:
+    match error:
+        case IdentityInUseError():
+            return Exit.HOME_IN_USE
+        case ManifestError() | IdentityError():
+            return Exit.BAD_INPUT
+        case TrainerError():
+            return Exit.TRAINER_FAILED
+        case _:
+            return Exit.CANNOT_JOIN
+
+
+async def _run_until_told(node: Node) -> None:
+    """A first SIGINT or SIGTERM, or ``farandole leave``, means leave in good order; a second one means now."""
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async with trio.open_nursery() as nursery:
+
+            async def watch() -> None:
+                async for _ in signals:
+                    if node.is_leaving.is_set():
+                        nursery.cancel_scope.cancel()
+                    node.is_leaving.set()
+
+            nursery.start_soon(watch)
+            await node.run()
+            nursery.cancel_scope.cancel()
+
+
+class Node:
+    """A daemon's parts, and the order in which they begin and end."""
+
+    def __init__(self, settings: NodeSettings, key: Ed25519PrivateKey, store: Store, board: Board) -> None:
+        self.is_leaving = trio.Event()
+        self._settings = settings
+        self._key = key
+        self._author = public_bytes(key)
+        self._store = store
+        self._board = board
+        self._started_at = time.time()
+        self._reporter: Reporter
+
+    async def run(self) -> None:
+        """Join, train, stay until told to leave, and leave."""
+        settings, board, store = self._settings, self._board, self._store
+        stored, remembered = await store.get_fact(MANIFEST_FACT), await store.known_peers()
+        target = find_target(settings, self._author, stored, remembered)
+        async with open_host(self._key, settings.listen) as host, open_messenger(host) as messenger:
+            self._reporter = Reporter(host, board, target.run_id, "", self._started_at)
+            board.say(f"this node is {host.peer_id}")
+            for address in host.addresses:
+                board.say(f"listening on {address}")
+            async with trio.open_nursery() as nursery:
+                await nursery.start(serve_control, settings.control, self._handlers())
+                joined = await self._join(host, target)
+                if joined is not None:
+                    manifest, raw = joined
+                    await store.put_fact(MANIFEST_FACT, raw)
+                    member = RunMember(settings, self._key, store, board, host, messenger, manifest, raw)
+                    self._reporter = member.reporter(self._started_at)
+                    await member.run(target, self.is_leaving)
+                nursery.cancel_scope.cancel()
+
+    async def _join(self, host: Host, target: Target) -> tuple[Manifest, bytes] | None:
+        """The run's manifest, with a connection to the run; None if told to leave meanwhile."""
+        joined: tuple[Manifest, bytes] | None = None
+
+        async with trio.open_nursery() as nursery:
+
+            async def give_up_when_leaving() -> None:
+                await self.is_leaving.wait()
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(give_up_when_leaving)
+            await connect_to_run(host, target, self._board)
+            joined = await obtain_manifest(host, target, self._board)
+            nursery.cancel_scope.cancel()
+        return joined
+
+    def _handlers(self) -> Mapping[str, Handler]:
+        return {"status": self._status, "peers": self._peers, "invite": self._invite, "leave": self._leave}
+
+    async def _status(self, params: dict[str, Any]) -> object:
+        return self._reporter.status()
+
+    async def _peers(self, params: dict[str, Any]) -> object:
+        return self._reporter.members()
+
+    async def _invite(self, params: dict[str, Any]) -> object:
+        return encode_invite(Invite(self._reporter.run_id, tuple(self._reporter.host.addresses[:MAX_INVITE_ADDRESSES])))
+
+    async def _leave(self, params: dict[str, Any]) -> object:
+        self.is_leaving.set()
+        return "leaving"

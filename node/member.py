@@ -1,0 +1,287 @@
+"""A node that knows its run: its run state, its training, its service to newcomers, its farewell."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from safetensors import SafetensorError, safe_open
+
+from farandole.protocol.identity import public_bytes, short_name
+from farandole.protocol.manifest import Manifest, decode_manifest
+from farandole.protocol.pairing import Pairing
+from farandole.protocol.records import run_key, shard_key
+from farandole.protocol.state import RunState
+from farandole.protocol.transfers import CheckpointHeader, max_checkpoint_bytes
+from farandole.protocol.writer import Writer
+from farandole.training.presets import num_parameters
+
+from . import trainer_messages as messages
+from .board import Board
+from .errors import PeerUnreachableError
+from .exchange import ExchangeService
+from .gossip import GossipService
+from .host import Host
+from .joining import JoinError, Target, dial
+from .membership import STAGE, Membership
+from .messenger import Messenger
+from .reporting import Reporter
+from .rounds import Rounds, RoundsConfig
+from .settings import NodeSettings
+from .store import Store
+from .transfers import SavedCheckpoint, TransferService, fetch_checkpoint
+
+# libp2p's provider records live for a day or two; announced hourly, a run is found however many announcements fail.
+PROVIDE_INTERVAL: Final = 3_600.0
+PROVIDE_RETRY: Final = 10.0
+# Leaving: the trainer ends its round and saves, the farewell goes round.
+LEAVE_TIMEOUT: Final = 15.0
+FAREWELL_TIMEOUT: Final = 2.0
+# A node that was away longer takes a peer's weights instead of its own: old weights would pull its partners back. And
+# a newcomer is given weights that are not older than this; the donor saves anew if need be.
+MAX_ROUNDS_BEHIND: Final = 10
+# How long a newcomer to a run that is under way looks for somebody who gives it weights.
+WEIGHTS_TIMEOUT: Final = 120.0
+WEIGHTS_RETRY: Final = 2.0
+# A newcomer that asks for weights waits for the answer's header (`transfers.ANSWER_TIMEOUT`); a save must be shorter.
+FRESH_SAVE_TIMEOUT: Final = 6.0
+# A node without any connection dials whom it knows, ever less often.
+ISOLATION_INTERVAL: Final = 5.0
+MAX_ISOLATION_INTERVAL: Final = 60.0
+REMEMBER_INTERVAL: Final = 60.0
+
+
+class RunMember:
+    """This node in its run. Made once the manifest is known."""
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        key: Ed25519PrivateKey,
+        store: Store,
+        board: Board,
+        host: Host,
+        messenger: Messenger,
+        manifest: Manifest,
+        raw_manifest: bytes,
+    ) -> None:
+        signed = decode_manifest(raw_manifest)[1]
+        rng = random.Random()
+        author = public_bytes(key)
+        self.run_id = signed.run_id
+        self._settings = settings
+        self._store = store
+        self._board = board
+        self._host = host
+        self._manifest = manifest
+        self._saved: SavedCheckpoint | None = None
+        self._has_saved = trio.Event()
+        self._state = RunState(self.run_id, signed.creator)
+        self._gossip = GossipService(
+            self._state,
+            Writer(key, self.run_id),
+            host,
+            messenger,
+            store,
+            rng,
+            base_period=settings.heartbeat_seconds,
+        )
+        exchanges = ExchangeService(host)
+        self._rounds = Rounds(
+            RoundsConfig(
+                run_id=self.run_id,
+                prepare=self._prepare_command(author),
+                max_rounds=settings.max_rounds,
+                checkpoint_seconds=settings.checkpoint_seconds,
+                validate_every=settings.validate_every,
+            ),
+            manifest,
+            Pairing(author, manifest.rounds, rng),
+            messenger,
+            exchanges,
+            board,
+            before_trainer=self._obtain_weights,
+            on_saved=self._note_saved,
+            current_round=lambda: self._membership.current_round(),
+        )
+        self._membership = Membership(
+            host,
+            self._state,
+            self._gossip,
+            board,
+            rng,
+            incarnation=time.time_ns() // 1_000_000,
+            on_peers=self._rounds.set_peers,
+            on_lost=self._rounds.lose_peer,
+        )
+        TransferService(self.run_id, raw_manifest, self._fresh_checkpoint).register(host)
+
+    def reporter(self, started_at: float) -> Reporter:
+        """What makes this node's status from now on."""
+        return Reporter(
+            self._host,
+            self._board,
+            self.run_id,
+            self._manifest.name,
+            started_at,
+            self._state,
+            self._gossip.liveness,
+        )
+
+    async def run(self, target: Target, is_leaving: trio.Event) -> None:
+        """Take part until told to leave. Raises `JoinError` or `TrainerError`."""
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self._gossip.run)
+            self._board.announce("joining", "syncing the run state", "three members' run state")
+            await self._gossip.join()
+            await self._membership.announce()
+            await self._membership.beat()
+            self._membership.refresh()
+            nursery.start_soon(self._membership.run)
+            nursery.start_soon(self._provide)
+            nursery.start_soon(self._end_isolation, target)
+            nursery.start_soon(self._remember_peers)
+            async with trio.open_nursery() as training:
+                training.start_soon(self._rounds.run)
+                await is_leaving.wait()
+                await self._end_training()
+                training.cancel_scope.cancel()
+            await self._say_farewell()
+            nursery.cancel_scope.cancel()
+
+    async def _end_training(self) -> None:
+        self._board.announce("leaving", "leaving: the trainer saves", "the trainer")
+        with trio.move_on_after(LEAVE_TIMEOUT):
+            await self._rounds.leave()
+
+    async def _say_farewell(self) -> None:
+        with trio.move_on_after(FAREWELL_TIMEOUT):
+            await self._membership.report_progress()
+            await self._membership.announce(left=True)
+            await self._gossip.flush()
+        self._board.say("left the run")
+
+    # Weights
+
+    def _prepare_command(self, author: bytes) -> messages.Prepare:
+        settings = self._settings
+        return messages.Prepare(
+            run_id=self.run_id,
+            author=author,
+            manifest=msgspec.msgpack.encode(self._manifest),
+            data=[str(path) for path in settings.data],
+            tokenizer=str(settings.tokenizer) if settings.tokenizer else None,
+            device=settings.device,
+            threads=settings.threads,
+            slow=settings.slow,
+            checkpoint=str(settings.checkpoint),
+            outgoing=0,
+            incoming=0,
+        )
+
+    async def _obtain_weights(self) -> None:
+        """Before each start of the trainer: where the run is under way, weights that are not too old for it.
+
+        Raises `JoinError` if the run is under way, this node has none, and nobody gives any.
+        """
+        path, board = self._settings.checkpoint, self._board
+        own_round = await trio.to_thread.run_sync(saved_round, path)
+        if self._membership.current_round() - (own_round or 0) <= (0 if own_round is None else MAX_ROUNDS_BEHIND):
+            return
+        board.announce("fetching weights", "the run is under way: fetching weights from a member", "a member's weights")
+        with trio.move_on_after(WEIGHTS_TIMEOUT):
+            while True:
+                for donor in self._membership.donors(own_round or 0):
+                    if await self._fetch_from(donor):
+                        return
+                await trio.sleep(WEIGHTS_RETRY)
+        if own_round is None:
+            raise JoinError(
+                "step 4, weights: the run is under way, but no member gave its weights within "
+                f"{WEIGHTS_TIMEOUT:g} s. The last warning says why; try again later."
+            )
+        board.warn(f"nobody gave newer weights: going on with this node's own of round {own_round}")
+
+    async def _fetch_from(self, donor: bytes) -> bool:
+        board, name = self._board, short_name(donor)
+        max_size = max_checkpoint_bytes(num_parameters(msgspec.structs.asdict(self._manifest.model)))
+
+        def show(received: int, size: int) -> None:
+            board.enter(
+                "fetching weights",
+                f"{received / 1e6:.1f} of {size / 1e6:.1f} MB from {name} ({received * 100 // size} %)",
+                f"{name}'s checkpoint",
+            )
+
+        try:
+            header = await fetch_checkpoint(self._host, donor, self.run_id, self._settings.checkpoint, max_size, show)
+        except PeerUnreachableError as error:
+            board.warn(f"no weights from {name}: {error}")
+            return False
+        board.bytes_received += header.size
+        board.say(f"weights of round {header.round} from {name}: {header.size / 1e6:.1f} MB, hash verified")
+        return True
+
+    async def _fresh_checkpoint(self) -> SavedCheckpoint | None:
+        """What a newcomer gets: the newest file, saved anew when it is old; None if there is none yet."""
+        if self._saved is None or self._board.round - self._saved.header.round > MAX_ROUNDS_BEHIND // 2:
+            self._has_saved = trio.Event()
+            self._rounds.save_soon()
+            with trio.move_on_after(FRESH_SAVE_TIMEOUT):
+                await self._has_saved.wait()
+        return self._saved
+
+    def _note_saved(self, saved: messages.Saved) -> None:
+        header = CheckpointHeader(saved.round, saved.inner_steps, saved.tokens, saved.size, saved.sha256)
+        self._saved = SavedCheckpoint(self._settings.checkpoint, header)
+        self._has_saved.set()
+        self._membership.checkpoint_saved(saved)
+
+    # Being found, and finding back
+
+    async def _provide(self) -> None:
+        """Announce the run and this node's shard in the DHT."""
+        while True:
+            try:
+                await self._host.provide(run_key(self.run_id))
+                await self._host.provide(shard_key(self.run_id, STAGE))
+            except PeerUnreachableError:
+                await trio.sleep(PROVIDE_RETRY)  # nobody to tell yet
+            else:
+                await trio.sleep(PROVIDE_INTERVAL)
+
+    async def _end_isolation(self, target: Target) -> None:
+        """Whenever every connection is gone, dial whom this node ever knew, with growing pauses."""
+        pause = ISOLATION_INTERVAL
+        while True:
+            await trio.sleep(pause * random.uniform(0.75, 1.25))
+            if self._host.connected:
+                pause = ISOLATION_INTERVAL
+                continue
+            peers = target.peers | await self._store.known_peers()
+            peers.pop(self._host.author, None)
+            if peers:
+                self._board.enter(self._board.phase, self._board.detail, "any peer: no connection is left")
+                await dial(self._host, peers)
+            pause = min(pause * 1.5, MAX_ISOLATION_INTERVAL)
+
+    async def _remember_peers(self) -> None:
+        """Keep an address book on disk, for the day on which no bootstrap peer answers."""
+        while True:
+            for peer in self._host.connected & self._membership.live:
+                await self._store.remember_peer(peer, self._host.addresses_of(peer))
+            await trio.sleep(REMEMBER_INTERVAL)
+
+
+def saved_round(path: Path) -> int | None:
+    """The round of the checkpoint at ``path``, None if there is none that can be read; loading it judges the rest."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return int((file.metadata() or {}).get("round", ""))
+    except (SafetensorError, OSError, ValueError):
+        return None

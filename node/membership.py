@@ -1,0 +1,216 @@
+"""What this node tells the run of itself, and what it makes of what the others tell: who lives, and how far they are.
+
+Liveness comes from heartbeats alone (`farandole.protocol.liveness`), with one short cut: when a connection breaks and
+the peer cannot be dialled again, it is taken for dead until its heartbeat advances. So a killed process leaves the
+live set of those who were connected to it within a dial, not within three heartbeats.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable
+
+import trio
+
+from farandole.protocol.entries import Beat, CheckpointNotice, Kind, Member, Progress
+from farandole.protocol.identity import peer_id_of, short_name
+from farandole.protocol.state import RunState
+
+from . import trainer_messages as messages
+from .board import Board
+from .errors import PeerUnreachableError
+from .gossip import GossipService
+from .host import Host
+
+# MEMBER lives an hour: three announcements may be lost.
+MEMBER_INTERVAL = 900.0
+PROGRESS_INTERVAL = 60.0
+# Members that a node keeps connections with: enough that no partition of a few cuts it off, few enough for a home
+# router. Exchanges dial whom they need beside these.
+TARGET_CONNECTIONS = 12
+KEEP_INTERVAL = 5.0
+# A peer whose connection broke is dialled once more before it is taken for dead.
+SUSPICION_DIAL_TIMEOUT = 3.0
+LOSS_SCALE = 1e6
+STAGE = 0
+
+
+class Membership:
+    """Publishes this node's entries, keeps connections with members, and knows who is live.
+
+    ``on_peers`` is told of every change of the live set, ``on_lost`` of every peer that could not be reached again.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        state: RunState,
+        gossip: GossipService,
+        board: Board,
+        rng: random.Random,
+        *,
+        incarnation: int,
+        on_peers: Callable[[frozenset[bytes]], None],
+        on_lost: Callable[[bytes], None],
+    ) -> None:
+        self._host = host
+        self._state = state
+        self._gossip = gossip
+        self._liveness = gossip.liveness
+        self._board = board
+        self._rng = rng
+        self._incarnation = incarnation
+        self._on_peers = on_peers
+        self._on_lost = on_lost
+        self._live: frozenset[bytes] = frozenset()
+        self._announced: list[str] = []
+        self._unannounced: messages.Saved | None = None
+
+    @property
+    def live(self) -> frozenset[bytes]:
+        """Live members of this node's stage, itself excluded."""
+        return self._live
+
+    def current_round(self) -> int:
+        """The round that the others are in: the median of the live members' heartbeats, 0 if there are none."""
+        beats = [beat for peer in self._live if (beat := self._state.payload(peer, Beat)) is not None]
+        return int(statistics.median_low(beat.round for beat in beats)) if beats else 0
+
+    def donors(self, after_round: int) -> list[bytes]:
+        """Live members further than ``after_round``: those who have announced a checkpoint first, else at random."""
+        ahead = [
+            peer
+            for peer in self._live
+            if (beat := self._state.payload(peer, Beat)) is not None and beat.round > after_round
+        ]
+        self._rng.shuffle(ahead)
+        ahead.sort(key=lambda peer: self._state.get(peer, Kind.CHECKPOINT) is None)
+        return ahead
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._beat)
+            nursery.start_soon(self._report_progress)
+            nursery.start_soon(self._keep_connected)
+            nursery.start_soon(self._watch_connections)
+            nursery.start_soon(self._watch_state)
+
+    async def announce(self, *, left: bool = False) -> None:
+        """Tell the run that this node belongs to it, or has left."""
+        self._announced = self._host.addresses
+        member = Member(
+            stage=STAGE,
+            device=self._board.device[:48],
+            speed=int(self._board.tokens_per_second),
+            addresses=tuple(address.rpartition("/p2p/")[0] for address in self._announced[:8]),
+            left=left,
+            incarnation=self._incarnation,
+        )
+        await self._gossip.publish(Kind.MEMBER, 0, member)
+
+    async def beat(self) -> None:
+        """One heartbeat."""
+        board = self._board
+        loss = None if board.loss is None else min(int(board.loss * LOSS_SCALE), 2**31 - 1)
+        await self._gossip.publish(
+            Kind.BEAT, 0, Beat(board.inner_steps, board.round, loss, int(board.tokens_per_second))
+        )
+
+    async def report_progress(self) -> None:
+        """This node's part of the run's counters."""
+        board = self._board
+        await self._gossip.publish(
+            Kind.PROGRESS,
+            0,
+            Progress(board.inner_steps, board.round, board.tokens, board.bytes_sent, board.bytes_received),
+        )
+        saved, self._unannounced = self._unannounced, None
+        if saved is not None:
+            notice = CheckpointNotice(saved.round, STAGE, saved.sha256, saved.size, saved.tokens, saved.inner_steps)
+            await self._gossip.publish(Kind.CHECKPOINT, 0, notice)
+
+    def checkpoint_saved(self, saved: messages.Saved) -> None:
+        """That this node can give its weights to newcomers; announced with the next progress."""
+        self._unannounced = saved
+
+    def refresh(self) -> None:
+        """Work out anew who is live, and tell if that changed."""
+        live = self._liveness.reachable(trio.current_time())
+        members = self._state.members()
+        now_live = frozenset(
+            peer
+            for peer in live
+            if peer != self._host.author and (member := members.get(peer)) is not None and member.stage == STAGE
+        )
+        if now_live == self._live:
+            return
+        for peer in now_live - self._live:
+            self._host.add_addresses(peer, _dialable(peer, members[peer]))
+            self._board.say(f"{short_name(peer)} is here ({len(now_live) + 1} live)")
+        for peer in self._live - now_live:
+            self._board.say(f"{short_name(peer)} is gone ({len(now_live) + 1} live)")
+        self._live = now_live
+        self._on_peers(now_live)
+
+    async def _beat(self) -> None:
+        while True:
+            await self.beat()
+            await trio.sleep(self._liveness.period(len(self._live) + 1))
+
+    async def _report_progress(self) -> None:
+        announced_at = trio.current_time()
+        while True:
+            await trio.sleep(PROGRESS_INTERVAL)
+            await self.report_progress()
+            has_moved = self._announced != self._host.addresses
+            if has_moved or trio.current_time() - announced_at >= MEMBER_INTERVAL:
+                announced_at = trio.current_time()
+                await self.announce()
+
+    async def _keep_connected(self) -> None:
+        while True:
+            await trio.sleep(KEEP_INTERVAL * self._rng.uniform(0.5, 1.5))
+            connected = self._host.connected
+            missing = [peer for peer in self._live if peer not in connected]
+            wanted = min(TARGET_CONNECTIONS, len(self._live)) - len(connected & self._live)
+            if wanted <= 0:
+                continue
+            async with trio.open_nursery() as nursery:
+                for peer in self._rng.sample(missing, min(wanted, len(missing))):
+                    nursery.start_soon(self._try_connect, peer)
+
+    async def _try_connect(self, peer: bytes) -> bool:
+        try:
+            await self._host.connect(peer, timeout=SUSPICION_DIAL_TIMEOUT)
+        except PeerUnreachableError:
+            return False
+        return True
+
+    async def _watch_connections(self) -> None:
+        async with trio.open_nursery() as nursery:
+            with self._host.connection_events() as events:
+                async for peer, is_connected in events:
+                    if is_connected:
+                        self._liveness.trust(peer)
+                    elif peer in self._live:
+                        nursery.start_soon(self._probe, peer)
+
+    async def _probe(self, peer: bytes) -> None:
+        """The connection to a live peer broke: find out whether it is the line, or the peer."""
+        if not await self._try_connect(peer):
+            self._liveness.suspect(peer, trio.current_time())
+            self._on_lost(peer)
+            self.refresh()
+
+    async def _watch_state(self) -> None:
+        """Liveness changes with entries, and with time alone."""
+        while True:
+            self.refresh()
+            with trio.move_on_after(1.0):
+                await self._gossip.changed()
+
+
+def _dialable(peer: bytes, member: Member) -> list[str]:
+    return [address if "/p2p/" in address else f"{address}/p2p/{peer_id_of(peer)}" for address in member.addresses]
