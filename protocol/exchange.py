@@ -1,0 +1,435 @@
+"""Exchange: one stream, both partners' contributions both ways at once, and a commit by both or by neither.
+
+    initiator   Offer         Chunk...            Commit
+    responder          Offer  Chunk...  Accepted          Committed
+
+Either side may send `Aborted` instead, as long as `TRANSITIONS` allows it. A contribution is received straight into
+memory that the caller gives, of exactly the size that both know beforehand: nothing that a peer says is allocated.
+
+The commit is two-phase, with the initiator as coordinator. It decides to commit when its screening has accepted and it
+has the responder's `Accepted`, and not later than `DECIDE_UNTIL`; anything else before that is an abort. A responder
+that has sent `Accepted` is *in doubt* until it reads the decision; if the stream breaks it asks on a new one
+(`Resolve`) until its deadline, and the initiator answers from its `Outcomes`.
+
+What holds: two nodes that both live, and can reach each other at any time between the decision and the deadline, never
+believe different things of a session; a contribution counts as received only whole and with the offered hash; and a
+node commits only what it has accepted itself. What cannot hold (two generals; Gray 1978): if the network parts both
+from the decision until the deadline, the initiator may have committed while the responder goes on alone. Then one
+average was taken by one side only: the next meetings pull the two together as they do any two replicas. An initiator
+that dies takes its outcomes with it; restarted from its checkpoint it has not committed, and answers so.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import msgspec
+
+from .errors import LocalProtocolError, RemoteProtocolError
+from .framing import LENGTH_BYTES, FrameParser, frame
+from .manifest import Codec
+from .pairing_messages import Session
+
+EXCHANGE_VERSION = 1
+DIGEST_BYTES = 32
+# An offer has about 200 bytes; an abort's reason at most 256 characters of up to 4.
+MAX_CONTROL_BYTES = 1_280
+# A chunk's frame fills one Noise message: 65,535 bytes less the tag (16) and yamux's header (12).
+CHUNK_FRAME_BYTES = 65_507
+_KIND_BYTES = 1
+_OFFSET_BYTES = 8
+CHUNK_BYTES = CHUNK_FRAME_BYTES - LENGTH_BYTES - _KIND_BYTES - _OFFSET_BYTES
+# 512 layers of the widest model in fp32 are below this; checked against the own size before anything else.
+MAX_CONTRIBUTION_BYTES = 2**44
+# Sessions whose outcome an initiator remembers. It has one a round, and is asked about it for exchange_seconds.
+MAX_OUTCOMES = 1_024
+
+# Shares of the time from the start of a session to its deadline. Contributions are in and screened until the first,
+# the initiator decides until the second, a responder without news asks from the third, everybody goes on at 1.
+DATA_UNTIL, DECIDE_UNTIL, ASK_FROM = 0.7, 0.8, 0.9
+
+_Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Reason = Annotated[str, msgspec.Meta(max_length=256)]
+
+
+class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True, tag=1):
+    """What the sender is about to send. All but the last four fields must equal the receiver's own offer."""
+
+    version: Annotated[int, msgspec.Meta(ge=1, le=255)] = EXCHANGE_VERSION
+    run_id: _Digest
+    session: Session
+    stage: Annotated[int, msgspec.Meta(ge=0, le=511)]
+    layout: _Digest
+    """Hash of the names, shapes and order of the tensors in a contribution."""
+    codec: Codec
+    size: Annotated[int, msgspec.Meta(ge=1, le=MAX_CONTRIBUTION_BYTES)]
+    """Bytes of the contribution; follows from layout and codec."""
+    # From here on the sender's own.
+    round: _Count
+    tokens: _Count
+    """Tokens that the contribution was trained on: its weight in the mean."""
+    sha256: _Digest
+    """Of the contribution."""
+    seconds_left: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 0.0
+    """Until the sender goes on without its partner; set when it is sent. The lesser of both holds for both."""
+
+
+class Accepted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=2):
+    """The responder has the initiator's contribution, whole, and its screening accepts it."""
+
+
+class Commit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=3):
+    """The initiator's decision, which implies its own verdict: both use what they have."""
+
+
+class Committed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=4):
+    """The responder has read the decision."""
+
+
+class Aborted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=5):
+    """Nobody uses anything: refused by the screening, out of time, or not expected."""
+
+    reason: Reason
+
+
+Control = Offer | Accepted | Commit | Committed | Aborted
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next bytes of the contribution, at most `CHUNK_BYTES`."""
+
+    offset: int
+    data: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class ContributionReceived:
+    """The partner's contribution is whole and has the offered hash."""
+
+    size: int
+
+
+Event = Control | ContributionReceived
+
+
+class Step(enum.Enum):
+    """How far one of the two is, in what it has sent."""
+
+    OFFERING = "offering"
+    SENDING = "sending"  # its chunks
+    JUDGING = "judging"  # it has sent its contribution, and screens the other's
+    ACCEPTED = "accepted"
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+
+
+class Sent(enum.Enum):
+    """Kinds of messages, as the table needs them."""
+
+    OFFER = "Offer"
+    CHUNK = "Chunk"
+    LAST_CHUNK = "last Chunk"
+    ACCEPTED = "Accepted"
+    COMMIT = "Commit"
+    COMMITTED = "Committed"
+    ABORTED = "Aborted"
+
+
+Role = Literal["initiator", "responder"]
+_BOTH: dict[Step, dict[Sent, Step]] = {
+    Step.OFFERING: {Sent.OFFER: Step.SENDING, Sent.ABORTED: Step.ABORTED},
+    Step.SENDING: {Sent.CHUNK: Step.SENDING, Sent.LAST_CHUNK: Step.JUDGING, Sent.ABORTED: Step.ABORTED},
+    Step.COMMITTED: {},
+    Step.ABORTED: {},
+}
+# What each role may send when, and where that takes it. After its Accepted a responder cannot back out.
+TRANSITIONS: dict[Role, dict[Step, dict[Sent, Step]]] = {
+    "initiator": _BOTH
+    | {
+        Step.JUDGING: {Sent.COMMIT: Step.COMMITTED, Sent.ABORTED: Step.ABORTED},
+        Step.ACCEPTED: {},
+    },
+    "responder": _BOTH
+    | {
+        Step.JUDGING: {Sent.ACCEPTED: Step.ACCEPTED, Sent.ABORTED: Step.ABORTED},
+        Step.ACCEPTED: {Sent.COMMITTED: Step.COMMITTED},
+    },
+}
+# Where the other one must be for a message to make sense.
+REQUIRES: dict[Sent, frozenset[Step]] = {
+    Sent.ACCEPTED: frozenset({Step.JUDGING}),  # it has sent everything
+    Sent.COMMIT: frozenset({Step.ACCEPTED}),
+    Sent.COMMITTED: frozenset({Step.COMMITTED}),
+}
+# The same for the responder's offer, which answers the initiator's.
+_IS_ANSWERABLE = frozenset({Step.SENDING, Step.JUDGING})
+
+_SENT_OF: dict[type[Control], Sent] = {
+    Offer: Sent.OFFER,
+    Accepted: Sent.ACCEPTED,
+    Commit: Sent.COMMIT,
+    Committed: Sent.COMMITTED,
+    Aborted: Sent.ABORTED,
+}
+_CONTROL, _CHUNK = 0, 1
+_HEADER_BYTES = LENGTH_BYTES + _KIND_BYTES
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Control)
+
+
+class Exchange:
+    """One node's side of one session. Sans-IO: bytes in by `receive_data`, events out by `next_event`, bytes by `send`.
+
+    ``offer`` is the node's own; ``incoming`` is writable memory for the partner's contribution, which has the same
+    size, and holds rubbish until `ContributionReceived`. `RemoteProtocolError`: drop the stream, and the session with
+    it unless it `is_in_doubt`. `LocalProtocolError`: what was to be sent may not be sent now.
+    """
+
+    def __init__(self, is_initiator: bool, offer: Offer, incoming: memoryview) -> None:
+        if incoming.readonly or incoming.nbytes < offer.size:
+            raise LocalProtocolError(f"a contribution of {offer.size} bytes needs that much writable memory")
+        self.is_initiator = is_initiator
+        self.offer = offer
+        self.partner_offer: Offer | None = None
+        self.ours = Step.OFFERING
+        self.theirs = Step.OFFERING
+        self.num_sent = 0
+        """Bytes of the contribution."""
+        self.num_received = 0
+        self._incoming = incoming.cast("B")[: offer.size]
+        self._hash = hashlib.sha256()
+        self._head = bytearray()  # of an unfinished frame, without a chunk's bytes; at most MAX_CONTROL_BYTES
+        self._chunk_left = 0
+        self._input = memoryview(b"")
+
+    @property
+    def can_abort(self) -> bool:
+        """Whether this side may still end the session on its own."""
+        role: Role = "initiator" if self.is_initiator else "responder"
+        return Sent.ABORTED in TRANSITIONS[role][self.ours]
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether this responder has promised to commit, and does not know the decision."""
+        is_decided = self.theirs in (Step.COMMITTED, Step.ABORTED)
+        return not self.is_initiator and self.ours is Step.ACCEPTED and not is_decided
+
+    def send(self, message: Control | Chunk) -> bytes:
+        """The bytes to write to the stream, in the order of the calls; copies one chunk at most."""
+        if isinstance(message, Chunk):
+            return self._send_chunk(message)
+        self.ours = self._moved(self.ours, _SENT_OF[type(message)], by_us=True)
+        payload = _encoder.encode(message)
+        return (_KIND_BYTES + len(payload)).to_bytes(LENGTH_BYTES, "big") + bytes((_CONTROL,)) + payload
+
+    def _send_chunk(self, chunk: Chunk) -> bytes:
+        size = chunk.data.nbytes
+        end = chunk.offset + size
+        if not 0 < size <= CHUNK_BYTES or chunk.offset != self.num_sent or end > self.offer.size:
+            raise LocalProtocolError(f"chunk of {size} bytes at {chunk.offset}, {self.num_sent} bytes are sent")
+        sent = Sent.LAST_CHUNK if end == self.offer.size else Sent.CHUNK
+        self.ours = self._moved(self.ours, sent, by_us=True)
+        self.num_sent = end
+        length = (_KIND_BYTES + _OFFSET_BYTES + size).to_bytes(LENGTH_BYTES, "big")
+        offset = chunk.offset.to_bytes(_OFFSET_BYTES, "big")
+        return b"".join((length, bytes((_CHUNK,)), offset, chunk.data))
+
+    def receive_data(self, data: bytes) -> None:
+        """Add bytes from the stream, and take all events that they complete before adding more."""
+        self._input = memoryview(bytes(self._input) + data) if self._input else memoryview(data)
+
+    def next_event(self) -> Event | None:
+        """The next thing that the partner has sent, or None until more data comes."""
+        while self._input:
+            if self._chunk_left:
+                event: Event | None = self._take_chunk()
+            else:
+                event = self._take_control()
+            if event is not None:
+                return event
+        return None
+
+    def _take_chunk(self) -> ContributionReceived | None:
+        piece = self._take(self._chunk_left)
+        self._incoming[self.num_received : self.num_received + len(piece)] = piece
+        self._hash.update(piece)
+        self.num_received += len(piece)
+        self._chunk_left -= len(piece)
+        if self.num_received < self.offer.size:
+            return None
+        self.theirs = self._moved(self.theirs, Sent.LAST_CHUNK, by_us=False)
+        if self.partner_offer is None or self._hash.digest() != self.partner_offer.sha256:
+            raise RemoteProtocolError("the contribution's hash is not the offered one")
+        return ContributionReceived(self.num_received)
+
+    def _take_control(self) -> Control | None:
+        """Complete a control frame, or begin a chunk."""
+        if self.theirs in (Step.COMMITTED, Step.ABORTED):
+            raise RemoteProtocolError("data after the end of the session")
+        if not self._fill_head(_HEADER_BYTES):
+            return None
+        length = int.from_bytes(self._head[:LENGTH_BYTES], "big") - _KIND_BYTES
+        kind = self._head[LENGTH_BYTES]
+        if kind == _CHUNK:
+            if self._fill_head(_HEADER_BYTES + _OFFSET_BYTES):
+                self._begin_chunk(length - _OFFSET_BYTES)
+            return None
+        if kind != _CONTROL or not 0 < length <= MAX_CONTROL_BYTES:
+            raise RemoteProtocolError(f"a frame of kind {kind} and {length} bytes")
+        if not self._fill_head(_HEADER_BYTES + length):
+            return None
+        message = _decode_control(bytes(self._head[_HEADER_BYTES:]))
+        self._head.clear()
+        self._receive(message)
+        return message
+
+    def _begin_chunk(self, size: int) -> None:
+        offset = int.from_bytes(self._head[_HEADER_BYTES:], "big")
+        self._head.clear()
+        end = offset + size
+        if not 0 < size <= CHUNK_BYTES or offset != self.num_received or end > self.offer.size:
+            raise RemoteProtocolError(f"a chunk of {size} bytes at {offset}, {self.num_received} were received")
+        self.theirs = self._moved(self.theirs, Sent.CHUNK, by_us=False)
+        self._chunk_left = size
+
+    def _receive(self, message: Control) -> None:
+        theirs = self._moved(self.theirs, _SENT_OF[type(message)], by_us=False)
+        if isinstance(message, Offer):
+            self._check_offer(message)
+            self.partner_offer = message
+        self.theirs = theirs
+
+    def _check_offer(self, theirs: Offer) -> None:
+        for field in ("version", "run_id", "session", "stage", "layout", "codec", "size"):
+            if getattr(theirs, field) != getattr(self.offer, field):
+                raise RemoteProtocolError(f"the partner's offer is of another {field.replace('_', ' ')}")
+
+    def _moved(self, step: Step, sent: Sent, by_us: bool) -> Step:
+        """Where a message takes its sender."""
+        is_initiator = self.is_initiator is by_us
+        other = self.theirs if by_us else self.ours
+        required = REQUIRES.get(sent)
+        if sent is Sent.OFFER and not is_initiator:
+            required = _IS_ANSWERABLE
+        after = TRANSITIONS["initiator" if is_initiator else "responder"][step].get(sent)
+        if after is None or (required is not None and other not in required):
+            error = LocalProtocolError if by_us else RemoteProtocolError
+            raise error(f"{sent.value} while its sender is {step.value} and the other {other.value}")
+        return after
+
+    def _fill_head(self, size: int) -> bool:
+        self._head += self._take(size - len(self._head))
+        return len(self._head) >= size
+
+    def _take(self, size: int) -> memoryview:
+        piece, self._input = self._input[: max(size, 0)], self._input[max(size, 0) :]
+        return piece
+
+
+def _decode_control(payload: bytes) -> Control:
+    try:
+        message: Control = _decoder.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a message of an exchange: {error}") from error
+    if isinstance(message, Offer) and not math.isfinite(message.seconds_left):  # NaN passes every bound
+        raise RemoteProtocolError(f"not a duration: {message.seconds_left}")
+    return message
+
+
+def peek_offer(data: bytes | bytearray) -> Offer | None:
+    """The offer with which a stream begins, or None until more of it is there.
+
+    A responder learns from it which session the stream belongs to; the same bytes then go into its `Exchange`.
+    """
+    if len(data) < _HEADER_BYTES:
+        return None
+    length = int.from_bytes(data[:LENGTH_BYTES], "big")
+    if data[LENGTH_BYTES] != _CONTROL or not _KIND_BYTES < length <= _KIND_BYTES + MAX_CONTROL_BYTES:
+        raise RemoteProtocolError("an exchange begins with an offer")
+    if len(data) < LENGTH_BYTES + length:
+        return None
+    offer = _decode_control(bytes(data[_HEADER_BYTES : LENGTH_BYTES + length]))
+    if not isinstance(offer, Offer):
+        raise RemoteProtocolError("an exchange begins with an offer")
+    return offer
+
+
+Outcome = Literal["undecided", "committed", "aborted"]
+
+
+class Outcomes:
+    """What an initiator has decided of its sessions, for responders in doubt; the newest `MAX_OUTCOMES`."""
+
+    def __init__(self) -> None:
+        self._outcomes: OrderedDict[bytes, tuple[bytes, Outcome]] = OrderedDict()
+
+    def begin(self, session: bytes, peer: bytes) -> None:
+        """A session with this peer is under way, undecided."""
+        self._outcomes[session] = (peer, "undecided")
+        if len(self._outcomes) > MAX_OUTCOMES:
+            self._outcomes.popitem(last=False)
+
+    def decide(self, session: bytes, committed: bool) -> bool:
+        """Decide a session; the first decision holds. Returns whether the session is committed."""
+        peer, outcome = self._outcomes.get(session, (b"", "aborted"))
+        if outcome == "undecided":
+            outcome = "committed" if committed else "aborted"
+            self._outcomes[session] = (peer, outcome)
+        return outcome == "committed"
+
+    def answer(self, session: bytes, peer: bytes) -> Outcome:
+        """What the peer is told that asks about a session. One that is unknown was never committed."""
+        partner, outcome = self._outcomes.get(session, (peer, "aborted"))
+        if partner != peer:
+            raise RemoteProtocolError("a question about a session of two others")
+        return outcome
+
+
+class Resolve(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A responder in doubt asks its initiator how it was decided, on a stream of its own."""
+
+    session: Session
+
+
+class Resolution(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The answer; after ``undecided`` the responder asks again."""
+
+    outcome: Outcome
+
+
+MAX_RESOLVE_BYTES = 64
+_resolve_decoder = msgspec.msgpack.Decoder(Resolve)
+_resolution_decoder = msgspec.msgpack.Decoder(Resolution)
+
+
+def encode_resolve(message: Resolve | Resolution) -> bytes:
+    """The frame of a question or its answer."""
+    return frame(_encoder.encode(message), MAX_RESOLVE_BYTES)
+
+
+def resolve_parser() -> FrameParser:
+    """Cuts a stream of questions and answers into frames."""
+    return FrameParser(MAX_RESOLVE_BYTES)
+
+
+def decode_resolve(payload: bytes) -> Resolve:
+    """The question in a frame; `RemoteProtocolError` if there is none."""
+    try:
+        return _resolve_decoder.decode(payload)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a question about a session: {error}") from error
+
+
+def decode_resolution(payload: bytes) -> Resolution:
+    """The answer in a frame; `RemoteProtocolError` if there is none."""
+    try:
+        return _resolution_decoder.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"not an answer about a session: {error}") from error

@@ -1,0 +1,489 @@
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+import trio
+import trio.testing
+
+from farandole.node.errors import PeerUnreachableError
+from farandole.node.exchange import (
+    CLAIM_TIMEOUT,
+    EXCHANGE_PROTOCOL,
+    FAREWELL_TIMEOUT,
+    MAX_UNCLAIMED,
+    RESOLVE_PROTOCOL,
+    ExchangeResult,
+    ExchangeService,
+    ExchangeStream,
+)
+from farandole.protocol.exchange import (
+    ASK_FROM,
+    CHUNK_BYTES,
+    DATA_UNTIL,
+    Aborted,
+    Accepted,
+    Chunk,
+    Commit,
+    Control,
+    Event,
+    Exchange,
+    Offer,
+)
+from farandole.protocol.pairing import StartExchange
+
+ALICE, BOB = b"a" * 32, b"b" * 32  # Alice always initiates
+SESSION = b"s" * 16
+SIZE = 3 * CHUNK_BYTES + 1_000
+PATIENCE = 30.0
+
+Handler = Callable[[ExchangeStream], Awaitable[None]]
+
+
+class MemoryStream:
+    """One end of a stream between two hosts: cuts, freezes or drips as the test says."""
+
+    def __init__(self, stream: trio.abc.Stream, peer: bytes, faults: Faults) -> None:
+        self.peer = peer
+        self._stream = stream
+        self._faults = faults
+        self._sent = 0
+
+    async def send_all(self, data: bytes) -> None:
+        cut_at, freeze_at = self._faults.cut_at, self._faults.freeze_at
+        end = self._sent + len(data)
+        if freeze_at is not None and end > freeze_at:
+            await self._stream.send_all(data[: max(freeze_at - self._sent, 0)])
+            await trio.sleep_forever()
+        if cut_at is not None and end > cut_at:
+            await self._stream.send_all(data[: max(cut_at - self._sent, 0)])
+            await trio.aclose_forcefully(self._stream)
+            raise trio.BrokenResourceError("cut")
+        self._sent = end
+        await self._stream.send_all(data)
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
+        return await self._stream.receive_some(self._faults.piece or max_bytes)
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+@dataclass
+class Faults:
+    """What happens to one host's side of its exchange streams."""
+
+    cut_at: int | None = None
+    """Bytes after which its connection breaks."""
+    freeze_at: int | None = None
+    """Bytes after which it sends nothing more."""
+    piece: int | None = None
+    """Most bytes received at once."""
+
+
+@dataclass
+class MemoryHost:
+    """A host that reaches the others of its network through memory streams."""
+
+    author: bytes
+    nursery: trio.Nursery
+    network: dict[bytes, MemoryHost]
+    faults: Faults = field(default_factory=Faults)
+    handlers: dict[str, Handler] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.network[self.author] = self
+
+    def set_handler(self, protocol: str, handler: Handler) -> None:
+        self.handlers[protocol] = handler
+
+    async def open_stream(self, peer: bytes, protocol: str, timeout: float = 8.0) -> MemoryStream:  # noqa: ASYNC109
+        await trio.lowlevel.checkpoint()
+        remote = self.network.get(peer)
+        if remote is None:
+            raise PeerUnreachableError("nobody there")
+        is_exchange = protocol == EXCHANGE_PROTOCOL
+        near, far = trio.testing.memory_stream_pair()
+        theirs = MemoryStream(far, self.author, remote.faults if is_exchange else Faults())
+        self.nursery.start_soon(remote.handlers[protocol], theirs)
+        return MemoryStream(near, peer, self.faults if is_exchange else Faults())
+
+
+class Party:
+    """One node with a contribution of its own."""
+
+    def __init__(self, host: MemoryHost, seed: int, size: int = SIZE) -> None:
+        self.host = host
+        self.service = ExchangeService(host)
+        self.contribution = random.Random(seed).randbytes(size)
+        self.incoming = bytearray(size)
+        self.refusal: str | None = None
+        self.results: list[ExchangeResult] = []
+        self.offer = offer_of(self.contribution, round=seed, tokens=100 * seed)
+
+    async def screen(self, size: int) -> str | None:
+        await trio.lowlevel.checkpoint()
+        assert size == len(self.incoming)
+        return self.refusal
+
+    async def exchange(self, partner: bytes, deadline: float = PATIENCE) -> None:
+        is_initiator = self.host.author == ALICE
+        start = StartExchange(SESSION, partner, self.offer.round, is_initiator, trio.current_time() + deadline)
+        result = await self.service.run(
+            start, self.offer, memoryview(self.contribution), memoryview(self.incoming), self.screen
+        )
+        self.results.append(result)
+
+    @property
+    def result(self) -> ExchangeResult:
+        (result,) = self.results
+        return result
+
+
+def offer_of(contribution: bytes, round: int = 1, tokens: int = 1) -> Offer:
+    return Offer(
+        run_id=b"r" * 32,
+        session=SESSION,
+        stage=0,
+        layout=b"l" * 32,
+        codec="fp32",
+        size=len(contribution),
+        round=round,
+        tokens=tokens,
+        sha256=hashlib.sha256(contribution).digest(),
+    )
+
+
+async def meet(alice: Party, bob: Party, deadline: float = PATIENCE) -> None:
+    """Both take part; nobody may stay beyond the deadline."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(alice.exchange, BOB, deadline)
+        nursery.start_soon(bob.exchange, ALICE, deadline)
+
+
+@pytest.fixture
+def network() -> dict[bytes, MemoryHost]:
+    return {}
+
+
+@pytest.fixture
+async def alice(nursery: trio.Nursery, network: dict[bytes, MemoryHost]) -> Party:
+    return Party(MemoryHost(ALICE, nursery, network), seed=1)
+
+
+@pytest.fixture
+async def bob(nursery: trio.Nursery, network: dict[bytes, MemoryHost]) -> Party:
+    return Party(MemoryHost(BOB, nursery, network), seed=2)
+
+
+def assert_committed(alice: Party, bob: Party) -> None:
+    assert alice.result.committed
+    assert bob.result.committed
+    assert alice.incoming == bob.contribution
+    assert bob.incoming == alice.contribution
+
+
+async def test_both_have_the_others_exact_bytes(
+    alice: Party, bob: Party, autojump_clock: trio.testing.MockClock
+) -> None:
+    await meet(alice, bob)
+    assert_committed(alice, bob)
+    assert alice.result.reason == ""
+    assert (alice.result.partner, alice.result.partner_round, alice.result.partner_tokens) == (BOB, 2, 200)
+    assert (bob.result.partner, bob.result.partner_round, bob.result.partner_tokens) == (ALICE, 1, 100)
+    assert bob.result.partner_size == SIZE
+    assert alice.result.bytes_sent == bob.result.bytes_received > SIZE
+
+
+async def test_one_byte_at_a_time(nursery: trio.Nursery, autojump_clock: trio.testing.MockClock) -> None:
+    network: dict[bytes, MemoryHost] = {}
+    alice = Party(MemoryHost(ALICE, nursery, network, Faults(piece=1)), seed=1, size=500)
+    bob = Party(MemoryHost(BOB, nursery, network, Faults(piece=1)), seed=2, size=500)
+    await meet(alice, bob)
+    assert_committed(alice, bob)
+
+
+@pytest.mark.parametrize("refuser", [ALICE, BOB])
+async def test_what_one_refuses_neither_uses(
+    alice: Party, bob: Party, refuser: bytes, autojump_clock: trio.testing.MockClock
+) -> None:
+    refusing, other = (alice, bob) if refuser == ALICE else (bob, alice)
+    refusing.refusal = "not finite"
+    await meet(alice, bob)
+    assert not alice.result.committed
+    assert not bob.result.committed
+    assert refusing.result.reason == "refused: not finite"
+    assert other.result.reason == "the partner aborted: refused: not finite"
+    assert trio.current_time() < 1
+
+
+# Every boundary of what a side sends: nothing, half an offer, offer, first chunk, all but the last byte, and so on.
+_STEPS = [0, 60, 200, 1_000, CHUNK_BYTES, SIZE, SIZE + 150, SIZE + 200, SIZE + 210, SIZE + 220, SIZE + 230, SIZE + 240]
+
+
+@pytest.mark.parametrize("at", _STEPS)
+@pytest.mark.parametrize("who", [ALICE, BOB])
+async def test_a_connection_that_breaks_anywhere_leaves_both_believing_the_same(
+    alice: Party, bob: Party, who: bytes, at: int, autojump_clock: trio.testing.MockClock
+) -> None:
+    (alice if who == ALICE else bob).host.faults.cut_at = at
+    await meet(alice, bob)
+    assert alice.result.committed is bob.result.committed
+    if alice.result.committed:
+        assert_committed(alice, bob)
+    assert trio.current_time() <= PATIENCE
+
+
+@pytest.mark.parametrize("at", _STEPS)
+@pytest.mark.parametrize("who", [ALICE, BOB])
+async def test_a_frozen_partner_costs_the_deadline_at_most(
+    alice: Party, bob: Party, who: bytes, at: int, autojump_clock: trio.testing.MockClock
+) -> None:
+    (alice if who == ALICE else bob).host.faults.freeze_at = at
+    await meet(alice, bob)
+    assert alice.result.committed is bob.result.committed
+    assert trio.current_time() <= PATIENCE
+
+
+async def test_a_partner_that_never_comes_costs_a_share_of_the_deadline(
+    bob: Party, autojump_clock: trio.testing.MockClock
+) -> None:
+    await bob.exchange(ALICE)
+    assert bob.result.reason == "the partner opened no stream"
+    assert trio.current_time() == pytest.approx(DATA_UNTIL * PATIENCE)
+
+
+async def test_a_partner_that_is_gone_is_known_at_once(alice: Party, autojump_clock: trio.testing.MockClock) -> None:
+    await alice.exchange(BOB)
+    assert alice.result.reason == "nobody there"
+    assert trio.current_time() < 1
+
+
+async def test_the_shorter_deadline_holds_for_both(
+    alice: Party, bob: Party, autojump_clock: trio.testing.MockClock
+) -> None:
+    bob.host.faults.freeze_at = CHUNK_BYTES
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(alice.exchange, BOB, 100.0)
+        nursery.start_soon(bob.exchange, ALICE, 10.0)
+    assert not alice.result.committed
+    assert trio.current_time() <= 10.0
+
+
+async def test_a_responder_in_doubt_asks_and_learns_of_the_commit(
+    alice: Party, bob: Party, autojump_clock: trio.testing.MockClock
+) -> None:
+    asked: list[bytes] = []
+    serve = alice.host.handlers[RESOLVE_PROTOCOL]
+
+    async def count_and_serve(stream: ExchangeStream) -> None:
+        asked.append(stream.peer)
+        await serve(stream)
+
+    alice.host.handlers[RESOLVE_PROTOCOL] = count_and_serve
+    alice.host.faults.cut_at = await _bytes_up_to_commit(alice)
+    await meet(alice, bob)
+    assert_committed(alice, bob)
+    assert asked == [BOB]
+
+
+async def _bytes_up_to_commit(alice: Party) -> int:
+    """What Alice sends before her Commit."""
+    await trio.lowlevel.checkpoint()
+    exchange = Exchange(True, alice.offer, memoryview(bytearray(SIZE)))
+    partner = Exchange(False, alice.offer, memoryview(bytearray(SIZE)))
+    offer = exchange.send(msgspec.structs.replace(alice.offer, seconds_left=PATIENCE))
+    partner.receive_data(offer)
+    partner.next_event()
+    sent = len(offer)
+    exchange.receive_data(partner.send(alice.offer))
+    exchange.next_event()
+    for offset in range(0, SIZE, CHUNK_BYTES):
+        data = memoryview(alice.contribution)[offset : offset + CHUNK_BYTES]
+        sent += len(exchange.send(Chunk(offset, data)))
+        exchange.receive_data(partner.send(Chunk(offset, data)))
+        exchange.next_event()
+    return sent
+
+
+async def test_a_responder_in_doubt_whose_initiator_is_dead_goes_on_at_its_deadline(
+    alice: Party, bob: Party, network: dict[bytes, MemoryHost], autojump_clock: trio.testing.MockClock
+) -> None:
+    alice.host.faults.cut_at = await _bytes_up_to_commit(alice)
+    tries = []
+
+    async def never(stream: ExchangeStream) -> None:
+        tries.append(trio.current_time())
+        await stream.aclose()
+
+    alice.host.handlers[RESOLVE_PROTOCOL] = never
+    await meet(alice, bob)
+    assert not bob.result.committed
+    assert len(tries) > 2
+    assert trio.current_time() == pytest.approx(PATIENCE)
+
+
+class Liar:
+    """A partner that speaks the protocol by hand."""
+
+    def __init__(self, stream: ExchangeStream, offer: Offer, contribution: bytes) -> None:
+        self.stream = stream
+        self.exchange = Exchange(True, offer, memoryview(bytearray(offer.size)))
+        self.contribution = memoryview(contribution)
+
+    async def send(self, message: Control | Chunk) -> None:
+        await self.stream.send_all(self.exchange.send(message))
+
+    async def send_contribution(self) -> None:
+        for offset in range(0, self.exchange.offer.size, CHUNK_BYTES):
+            await self.send(Chunk(offset, self.contribution[offset : offset + CHUNK_BYTES]))
+
+    async def expect(self, kind: type[Event]) -> None:
+        while (event := self.exchange.next_event()) is None:
+            data = await self.stream.receive_some(65_536)
+            assert data
+            self.exchange.receive_data(bytes(data))
+        assert isinstance(event, kind)
+
+
+async def _lie(bob: Party, script: Callable[[Liar], Awaitable[None]], offer: Offer, contribution: bytes) -> None:
+    host = MemoryHost(ALICE, bob.host.nursery, bob.host.network)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(bob.exchange, ALICE)
+        await trio.testing.wait_all_tasks_blocked()
+        stream = await host.open_stream(BOB, EXCHANGE_PROTOCOL)
+        await script(Liar(stream, offer, contribution))
+
+
+async def test_a_wrong_hash_is_refused(bob: Party, autojump_clock: trio.testing.MockClock) -> None:
+    contribution = bytes(SIZE)
+
+    async def script(liar: Liar) -> None:
+        await liar.send(liar.exchange.offer)
+        await liar.expect(Offer)
+        await liar.send_contribution()
+
+    offer = msgspec.structs.replace(offer_of(contribution), sha256=bytes(32), seconds_left=30.0)
+    await _lie(bob, script, offer, contribution)
+    assert not bob.result.committed
+    assert "hash" in bob.result.reason
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"run_id": b"x" * 32},
+        {"stage": 1},
+        {"layout": b"x" * 32},
+        {"codec": "int8"},
+        {"size": SIZE + 1},
+        {"size": 2**44},
+        {"version": 2},
+    ],
+)
+async def test_an_offer_that_does_not_fit_is_refused_before_any_data(
+    bob: Party, lie: dict[str, object], autojump_clock: trio.testing.MockClock
+) -> None:
+    honest = msgspec.structs.replace(offer_of(bytes(SIZE)), seconds_left=30.0)
+
+    async def script(liar: Liar) -> None:
+        await liar.stream.send_all(liar.exchange.send(msgspec.structs.replace(honest, **lie)))
+
+    await _lie(bob, script, honest, bytes(SIZE))
+    assert not bob.result.committed
+    assert "the partner broke the protocol: the partner's offer is of another" in bob.result.reason
+    assert trio.current_time() <= FAREWELL_TIMEOUT
+
+
+async def test_bytes_behind_the_decision_change_nothing(bob: Party, autojump_clock: trio.testing.MockClock) -> None:
+    contribution = bytes(SIZE)
+
+    async def script(liar: Liar) -> None:
+        await liar.send(liar.exchange.offer)
+        await liar.expect(Offer)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(liar.send_contribution)
+            await liar.expect(object)  # type: ignore[type-abstract]
+        await liar.expect(Accepted)
+        await liar.stream.send_all(liar.exchange.send(Commit()) + b"rubbish")
+
+    await _lie(bob, script, msgspec.structs.replace(offer_of(contribution), seconds_left=30.0), contribution)
+    assert bob.result.committed
+    assert bob.incoming == contribution
+
+
+async def test_a_stranger_cannot_take_the_partners_place(
+    alice: Party, bob: Party, autojump_clock: trio.testing.MockClock
+) -> None:
+    mallory = MemoryHost(b"m" * 32, alice.host.nursery, alice.host.network)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(bob.exchange, ALICE)
+        await trio.testing.wait_all_tasks_blocked()
+        stream = await mallory.open_stream(BOB, EXCHANGE_PROTOCOL)
+        liar = Exchange(True, alice.offer, memoryview(bytearray(SIZE)))
+        await stream.send_all(liar.send(alice.offer))
+        assert await stream.receive_some(1) == b""
+        nursery.start_soon(alice.exchange, BOB)
+    assert_committed(alice, bob)
+
+
+async def test_a_stream_that_comes_before_its_session_is_expected_waits_for_it(
+    alice: Party, bob: Party, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(alice.exchange, BOB)
+        await trio.sleep(CLAIM_TIMEOUT / 2)
+        nursery.start_soon(bob.exchange, ALICE)
+    assert_committed(alice, bob)
+
+
+async def test_streams_that_nobody_expects_are_few_and_short(
+    bob: Party, autojump_clock: trio.testing.MockClock
+) -> None:
+    mallory = MemoryHost(b"m" * 32, bob.host.nursery, bob.host.network)
+    streams = [await mallory.open_stream(BOB, EXCHANGE_PROTOCOL) for _ in range(MAX_UNCLAIMED + 5)]
+    await trio.testing.wait_all_tasks_blocked()
+    for stream in streams[MAX_UNCLAIMED:]:
+        assert await stream.receive_some(1) == b""
+    assert trio.current_time() == 0
+    for stream in streams[:MAX_UNCLAIMED]:
+        assert await stream.receive_some(1) == b""
+    assert trio.current_time() == pytest.approx(CLAIM_TIMEOUT)
+
+
+async def test_a_cancelled_exchange_ends_at_once_and_is_aborted(
+    alice: Party, bob: Party, autojump_clock: trio.testing.MockClock
+) -> None:
+    bob.host.faults.freeze_at = CHUNK_BYTES
+    with trio.move_on_after(3):
+        await alice.exchange(BOB)
+    assert not alice.results
+    assert alice.service._outcomes.answer(SESSION, BOB) == "aborted"
+
+
+async def test_a_slow_screening_is_cut_off(alice: Party, bob: Party, autojump_clock: trio.testing.MockClock) -> None:
+    async def sleepy(size: int) -> str | None:
+        await trio.sleep_forever()
+        return None
+
+    bob.screen = sleepy  # type: ignore[method-assign]
+    await meet(alice, bob)
+    assert not alice.result.committed
+    assert not bob.result.committed
+    assert trio.current_time() <= ASK_FROM * PATIENCE
+
+
+async def test_an_abort_in_the_middle_ends_it_at_once(bob: Party, autojump_clock: trio.testing.MockClock) -> None:
+    async def script(liar: Liar) -> None:
+        await liar.send(liar.exchange.offer)
+        await liar.expect(Offer)
+        await liar.send(Chunk(0, liar.contribution[:CHUNK_BYTES]))
+        await liar.send(Aborted("out of memory"))
+
+    await _lie(bob, script, msgspec.structs.replace(offer_of(bytes(SIZE)), seconds_left=30.0), bytes(SIZE))
+    assert bob.result.reason == "the partner aborted: out of memory"
+    assert trio.current_time() <= FAREWELL_TIMEOUT
