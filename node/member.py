@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import random
 import time
-from pathlib import Path
 from typing import Final
 
 import msgspec
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from safetensors import SafetensorError, safe_open
 
 from farandole.protocol.identity import public_bytes, short_name
 from farandole.protocol.manifest import Manifest, decode_manifest
@@ -34,7 +32,7 @@ from .reporting import Reporter
 from .rounds import Rounds, RoundsConfig
 from .settings import NodeSettings
 from .store import Store
-from .transfers import SavedCheckpoint, TransferService, fetch_checkpoint
+from .transfers import SavedCheckpoint, TransferService, fetch_checkpoint, saved_round
 
 # libp2p's provider records live for a day or two; announced hourly, a run is found however many announcements fail.
 PROVIDE_INTERVAL: Final = 3_600.0
@@ -276,12 +274,3 @@ class RunMember:
             for peer in self._host.connected & self._membership.live:
                 await self._store.remember_peer(peer, self._host.addresses_of(peer))
             await trio.sleep(REMEMBER_INTERVAL)
-
-
-def saved_round(path: Path) -> int | None:
-    """The round of the checkpoint at ``path``, None if there is none that can be read; loading it judges the rest."""
-    try:
-        with safe_open(path, framework="numpy") as file:
-            return int((file.metadata() or {}).get("round", ""))
-    except (SafetensorError, OSError, ValueError):
-        return None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import trio
+from safetensors import SafetensorError, safe_open
 
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.framing import FrameParser, frame
@@ -194,3 +195,12 @@ async def _receive_file(
 def _sync(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
+
+
+def saved_round(path: Path) -> int | None:
+    """The round of the checkpoint at ``path``, None if there is none that can be read; loading it judges the rest."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return int((file.metadata() or {}).get("round", ""))
+    except (SafetensorError, OSError, ValueError):
+        return None

@@ -1,0 +1,183 @@
+"""The trainer in its own process: commands in, reports out, and no way of dying that the daemon does not see."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import pytest
+import trio
+
+from farandole.node import trainer_messages as messages
+from farandole.node.trainer import Trainer, TrainerError, open_trainer
+from farandole.node.transfers import saved_round
+from farandole.protocol.manifest import Manifest, manifest_from_dict
+
+DEADLINE = 120  # a hang, not a duration: a loaded machine imports torch in a quarter of this
+ReportType = TypeVar("ReportType")
+
+
+@pytest.fixture
+def manifest() -> Manifest:
+    return manifest_from_dict(
+        {
+            "name": "tiny",
+            "model": {"num_layers": 1, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256},
+            "inner": {"learning_rate": 3e-3, "warmup_steps": 2, "batch_size": 2},
+            "data": {"source": "text"},
+        }
+    )
+
+
+@pytest.fixture
+def prepare(tmp_path: Path, manifest: Manifest) -> Callable[..., messages.Prepare]:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for i in range(40):
+        (texts / f"{i}.txt").write_text(f"text number {i}, which goes on and on. " * 20)
+
+    def make(author: bytes = b"a" * 32, **changes: object) -> messages.Prepare:
+        command = messages.Prepare(
+            run_id=b"r" * 32,
+            author=author,
+            manifest=msgspec.msgpack.encode(manifest),
+            data=[str(texts)],
+            tokenizer=None,
+            device="cpu",
+            threads=1,
+            slow=1.0,
+            checkpoint=str(tmp_path / f"{author[:1].decode()}.safetensors"),
+            outgoing=0,
+            incoming=0,
+        )
+        return msgspec.structs.replace(command, **changes)
+
+    return make
+
+
+async def report_of(trainer: Trainer, kind: type[ReportType]) -> ReportType:
+    """The next report of a kind, past those of progress."""
+    with trio.fail_after(DEADLINE):
+        while True:
+            report = await trainer.receive()
+            if isinstance(report, kind):
+                return report
+            assert isinstance(report, messages.Progress)
+
+
+async def test_two_trainers_average_to_the_very_mean(
+    prepare: Callable[..., messages.Prepare], manifest: Manifest
+) -> None:
+    """Alpha 0, beta = gamma = 1: after the outer step both have the mean of both contributions, bit for bit."""
+    exact = msgspec.structs.replace(
+        manifest, outer=msgspec.structs.replace(manifest.outer, alpha=0.0, beta=1.0, gamma=1.0)
+    )
+    raw = msgspec.msgpack.encode(exact)
+    async with (
+        open_trainer(prepare(b"a" * 32, manifest=raw), None) as alice,
+        open_trainer(prepare(b"b" * 32, manifest=raw), None) as bob,
+    ):
+        assert alice.prepared.layout == bob.prepared.layout
+        contributed = {}
+        for trainer in (alice, bob):
+            await trainer.send(messages.Train(0, 3))
+            contributed[trainer] = report = await report_of(trainer, messages.Contributed)
+            assert report.inner_steps == 3
+            assert report.sha256 == hashlib.sha256(trainer.outgoing[: report.size]).digest()
+        assert alice.outgoing[: contributed[alice].size] != bob.outgoing[: contributed[bob].size]
+        for own, partner, author in ((alice, bob, b"b" * 32), (bob, alice, b"a" * 32)):
+            theirs = contributed[partner]
+            own.incoming[: theirs.size] = partner.outgoing[: theirs.size]
+            await own.send(messages.Screen(theirs.size))
+            assert (await report_of(own, messages.Screened)).reason == ""
+            await own.send(messages.TakeOuterStep(0, author, theirs.size, theirs.tokens_this_round))
+            await report_of(own, messages.OuterStepTaken)
+            await own.send(messages.Save())
+        saved = [await report_of(trainer, messages.Saved) for trainer in (alice, bob)]
+        assert [report.problem for report in saved] == ["", ""]
+
+        from safetensors.numpy import load_file
+
+        weights = [load_file(prepare(author).checkpoint) for author in (b"a" * 32, b"b" * 32)]
+        slow = [{name: value for name, value in each.items() if name.startswith("slow/")} for each in weights]
+        assert all((slow[0][name] == slow[1][name]).all() for name in slow[0])
+        import numpy as np
+
+        flat = np.concatenate([slow[0][name].ravel() for name in sorted(slow[0])])
+        sent = [np.frombuffer(t.outgoing[: contributed[t].size], dtype=np.float32) for t in (alice, bob)]
+        mean = sent[0] * np.float32(0.5) + sent[1] * np.float32(0.5)
+        assert np.array_equal(np.sort(flat), np.sort(mean))
+
+
+async def test_a_bad_contribution_is_refused_and_leaves_the_weights_alone(
+    prepare: Callable[..., messages.Prepare],
+) -> None:
+    async with open_trainer(prepare(), None) as trainer:
+        await trainer.send(messages.Train(0, 2))
+        size = (await report_of(trainer, messages.Contributed)).size
+        trainer.incoming[:size] = b"\xff" * size  # NaN in fp32
+        await trainer.send(messages.Screen(size))
+        assert "finite" in (await report_of(trainer, messages.Screened)).reason
+        await trainer.send(messages.TakeOuterStep(0))
+        await report_of(trainer, messages.OuterStepTaken)
+
+
+async def test_a_box_ends_a_round_and_a_checkpoint_is_written_in_the_middle_of_one(
+    prepare: Callable[..., messages.Prepare],
+) -> None:
+    command = prepare()
+    assert saved_round(Path(command.checkpoint)) is None
+    async with open_trainer(command, None) as trainer:
+        await trainer.send(messages.Train(7, 0))
+        await trainer.send(messages.Save())
+        saved = await report_of(trainer, messages.Saved)
+        assert hashlib.sha256(Path(command.checkpoint).read_bytes()).digest() == saved.sha256
+        await trainer.send(messages.FinishRound(6))  # of another round: ignored
+        await trainer.send(messages.FinishRound(7))
+        assert (await report_of(trainer, messages.Contributed)).inner_steps_this_round >= 1
+        await trainer.send(messages.TakeOuterStep(7))
+        await report_of(trainer, messages.OuterStepTaken)
+        await trainer.send(messages.Validate(1))
+        loss = (await report_of(trainer, messages.Validated)).loss
+        await trainer.send(messages.Save())
+        await report_of(trainer, messages.Saved)
+    assert saved_round(Path(command.checkpoint)) == 8
+    async with open_trainer(command, None) as again:
+        assert again.prepared.resumed
+        assert again.prepared.round == 8
+        await again.send(messages.Validate(1))
+        assert (await report_of(again, messages.Validated)).loss == loss
+
+
+async def test_a_killed_trainer_is_noticed_and_said(prepare: Callable[..., messages.Prepare]) -> None:
+    with trio.fail_after(DEADLINE), pytest.raises(TrainerError, match="killed by signal 9"):
+        async with open_trainer(prepare(), None) as trainer:
+            await trainer.send(messages.Train(0, 0))
+            await report_of(trainer, messages.Progress)
+            os.kill(trainer.pid, signal.SIGKILL)
+            while True:
+                await trainer.receive()
+
+
+async def test_what_cannot_be_set_up_is_said_in_words(prepare: Callable[..., messages.Prepare], tmp_path: Path) -> None:
+    for changes, words in (({"device": "cuda:7"}, "cuda"), ({"data": [str(tmp_path / "nowhere")]}, "nowhere")):
+        with trio.fail_after(DEADLINE), pytest.raises(TrainerError, match=words) as caught:
+            async with open_trainer(prepare(**changes), None):
+                pass
+        assert caught.value.is_setup
+
+
+async def test_a_frozen_trainer_does_not_outlive_its_node(
+    prepare: Callable[..., messages.Prepare], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farandole.node.trainer.STOP_TIMEOUT", 0.2)
+    with trio.fail_after(DEADLINE):
+        async with open_trainer(prepare(), None) as trainer:
+            os.kill(trainer.pid, signal.SIGSTOP)
+    with pytest.raises(ProcessLookupError):
+        os.kill(trainer.pid, 0)
