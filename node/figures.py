@@ -1,0 +1,63 @@
+"""Numbers as people read them on a screen."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Final
+
+_BARS: Final = "▁▂▃▄▅▆▇█"
+_LARGE: Final = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def count(value: float) -> str:
+    """``950``, ``12.3 k``, ``1.20 M``: three figures."""
+    for unit, letter in _LARGE:
+        if abs(value) >= unit * 0.9995:
+            scaled = value / unit
+            return f"{scaled:.{2 if abs(scaled) < 9.995 else 1 if abs(scaled) < 99.95 else 0}f} {letter}"
+    return f"{value:.0f}"
+
+
+def size(num_bytes: float) -> str:
+    """``950 B``, ``1.20 MB`` (decimal, as networks count)."""
+    text = count(num_bytes)
+    return f"{text}B" if " " in text else f"{text} B"
+
+
+def duration(seconds: float) -> str:
+    """``0.3 s``, ``42 s``, ``3 min 05 s``, ``2 h 10 min``, ``3 d 4 h``."""
+    if seconds < 9.95:
+        return f"{max(seconds, 0.0):.1f} s"
+    total = round(seconds)
+    if total < 60:
+        return f"{total} s"
+    minutes, second = divmod(total, 60)
+    if minutes < 60:
+        return f"{minutes} min {second:02d} s"
+    hours, minute = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minute:02d} min"
+    return f"{hours // 24} d {hours % 24} h"
+
+
+def loss(value: float | None) -> str:
+    """Three decimals, or a dash."""
+    return "-" if value is None else f"{value:.3f}"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The course of the values in at most ``width`` characters, from their least (low) to their largest (high)."""
+    if not values:
+        return ""
+    points = _averaged(values, width)
+    low, high = min(points), max(points)
+    span = (high - low) or 1.0
+    return "".join(_BARS[min(int((point - low) / span * len(_BARS)), len(_BARS) - 1)] for point in points)
+
+
+def _averaged(values: Sequence[float], width: int) -> list[float]:
+    """At most ``width`` means of neighbours."""
+    width = min(width, len(values))
+    edges = [round(i * len(values) / width) for i in range(width + 1)]
+    return [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]

@@ -1,0 +1,156 @@
+"""``farandole status`` on one screen: am I in, what do I do, with whom did I last exchange, is the loss falling."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from .figures import count, duration, loss, size, sparkline
+from .status import ExchangeStatus, MemberStatus, NodeStatus
+
+SPARKLINE_WIDTH: Final = 40
+MAX_WARNINGS_SHOWN: Final = 3
+_PHASE_STYLES: Final = {"failed": "bold red", "leaving": "yellow", "finished": "bold green", "training": "green"}
+
+
+def status_screen(status: NodeStatus, now: float) -> RenderableType:
+    """The whole answer; ``now`` is Unix time."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column()
+    for label, value in _lines(status, now):
+        grid.add_row(label, value)
+    return Group(_title(status), grid)
+
+
+def _title(status: NodeStatus) -> Text:
+    title = Text()
+    title.append(status.run.name or "farandole", style="bold")
+    if status.run.run_id:
+        title.append(f"  run {status.run.run_id[:16]}", style="dim")
+    title.append("  ")
+    if status.is_member:
+        title.append("member", style="bold green")
+    else:
+        title.append("not a member yet", style="bold yellow")
+    return title
+
+
+def _lines(status: NodeStatus, now: float) -> list[tuple[str, RenderableType]]:
+    lines: list[tuple[str, RenderableType]] = [
+        ("node", _identity(status, now)),
+        ("doing", _phase(status, now)),
+        ("waits for", Text(status.waits_for or "nothing", style="yellow" if status.waits_for else "")),
+        ("progress", _progress(status)),
+        ("loss", _loss(status)),
+        ("exchanges", _exchanges(status)),
+        ("last exchange", _last_exchange(status.last_exchange, now)),
+        ("the run", _run(status)),
+        ("links", _links(status)),
+    ]
+    lines += [("warning", Text(warning, style="yellow")) for warning in status.warnings[-MAX_WARNINGS_SHOWN:]]
+    return lines
+
+
+def _identity(status: NodeStatus, now: float) -> str:
+    return f"{escape(status.peer_id)} on {escape(status.device or '-')}, up {duration(now - status.started_at)}"
+
+
+def _phase(status: NodeStatus, now: float) -> Text:
+    text = Text(status.phase, style=_PHASE_STYLES.get(status.phase, "cyan"))
+    text.append(f" for {duration(now - status.phase_since)}", style="default")
+    if status.phase_detail:
+        text.append(f": {status.phase_detail}", style="default")
+    return text
+
+
+def _progress(status: NodeStatus) -> str:
+    return (
+        f"round {status.round}, {status.inner_steps:,} inner steps ({status.inner_steps_this_round} in this round), "
+        f"{count(status.tokens)} tokens at {count(status.tokens_per_second)}/s"
+    )
+
+
+def _loss(status: NodeStatus) -> Text:
+    if status.loss is None:
+        return Text("not measured yet", style="dim")
+    text = Text(loss(status.loss), style="bold")
+    text.append(f" from {loss(status.loss_first)}  ", style="not bold")
+    text.append(sparkline([value for _, value in status.losses], SPARKLINE_WIDTH), style="cyan")
+    if status.validation:
+        round_index, value = status.validation[-1]
+        text.append(f"\n{loss(value)} on held-out text after round {round_index}", style="not bold")
+    return text
+
+
+def _exchanges(status: NodeStatus) -> str:
+    return (
+        f"{status.exchanges_ok} committed with {len(status.partners)} partners, {status.exchanges_alone} alone, "
+        f"{status.exchanges_failed} failed; {size(status.bytes_sent)} sent, {size(status.bytes_received)} received"
+    )
+
+
+def _last_exchange(exchange: ExchangeStatus | None, now: float) -> Text:
+    if exchange is None:
+        return Text("none yet", style="dim")
+    text = Text(f"round {exchange.round}")
+    if exchange.partner:
+        text.append(f" with {exchange.partner[-8:]}")
+    text.append(": ")
+    text.append(exchange.verdict, style="green" if exchange.verdict == "committed" else "yellow")
+    if exchange.partner:
+        text.append(
+            f", {size(exchange.bytes_sent)} sent, {size(exchange.bytes_received)} received in "
+            f"{duration(exchange.seconds)}"
+        )
+    text.append(f", {duration(now - exchange.ended_at)} ago")
+    return text
+
+
+def _run(status: NodeStatus) -> str:
+    run = status.run
+    return (
+        f"{run.members_live} live, {run.members_gone} gone; {count(run.tokens)} tokens at "
+        f"{count(run.tokens_per_second)}/s; loss {loss(run.loss_mean)} "
+        f"({loss(run.loss_min)} to {loss(run.loss_max)})"
+    )
+
+
+def _links(status: NodeStatus) -> str:
+    kinds = Counter(member.path or "unknown" for member in status.members if member.is_connected)
+    detail = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
+    return f"{status.connected_peers} peers connected" + (f" (members: {detail})" if detail else "")
+
+
+def members_table(members: list[MemberStatus]) -> Table:
+    """``farandole peers``: one line a member of the run."""
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for column in ("peer", "state", "round", "steps", "tokens", "tokens/s", "loss", "link", "seen", "device"):
+        table.add_column(
+            column, justify="right" if column in ("round", "steps", "tokens", "tokens/s", "loss") else "left"
+        )
+    for member in members:
+        table.add_row(
+            f"{member.peer_id[-8:]}{' (this node)' if member.is_self else ''}",
+            _member_state(member),
+            str(member.round),
+            f"{member.inner_steps:,}",
+            count(member.tokens),
+            count(member.tokens_per_second),
+            loss(member.loss),
+            member.path if member.is_connected else "-",
+            "-" if member.last_seen_seconds is None else f"{duration(member.last_seen_seconds)} ago",
+            escape(member.device),
+        )
+    return table
+
+
+def _member_state(member: MemberStatus) -> Text:
+    if member.has_left:
+        return Text("left", style="dim")
+    return Text("live", style="green") if member.is_live else Text("gone", style="red")

@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import trio
+import trio.testing
+
+from farandole.node.cli import main
+from farandole.node.control import serve_control
+from farandole.node.exits import Exit
+from farandole.protocol.invite import decode_invite
+from farandole.protocol.manifest import decode_manifest
+
+from .statuses import ALICE, BOB, STATUS
+
+ADDRESS = f"/ip4/203.0.113.7/tcp/4001/p2p/{ALICE}"
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a command in this process, in a home of its own; exit code, standard output, standard error."""
+    monkeypatch.setenv("FARANDOLE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text("name = 'demo'\nmodel = 'tiny'\n[rounds]\ninner_steps = 5\n")
+    return path
+
+
+class FakeNode:
+    """Serves the control API from another thread, as the daemon does from another process."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self._stop: Callable[[], object] = lambda: None
+        self._is_up = threading.Event()
+        self._thread = threading.Thread(target=partial(trio.run, self._serve))
+
+    async def _serve(self) -> None:
+        async def status(params: dict[str, Any]) -> object:
+            return STATUS
+
+        async def peers(params: dict[str, Any]) -> object:
+            return STATUS.members
+
+        async def leave(params: dict[str, Any]) -> object:
+            token.run_sync_soon(stop.set)
+            return None
+
+        token, stop = trio.lowlevel.current_trio_token(), trio.Event()
+        self._stop = partial(token.run_sync_soon, stop.set)
+        handlers = {"status": status, "peers": peers, "leave": leave}
+        async with trio.open_nursery() as nursery:
+            await nursery.start(serve_control, self.home / "control.sock", handlers)
+            self._is_up.set()
+            await stop.wait()
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
+
+    def __enter__(self) -> FakeNode:
+        self._thread.start()
+        assert self._is_up.wait(5)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with contextlib.suppress(trio.RunFinishedError):
+            self._stop()
+        self._thread.join(5)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[FakeNode]:
+    with FakeNode(tmp_path / "home") as node:
+        yield node
+
+
+def test_the_id_stays_the_same(run: Run) -> None:
+    code, first, _ = run("id")
+    assert code == Exit.OK
+    assert first.startswith("12D3KooW")
+    assert json.loads(run("id", "--json")[1])["peer_id"] == first.strip()
+
+
+def test_a_run_from_file_to_manifest_to_invite(run: Run, run_file: Path) -> None:
+    code, out, _ = run("run", "create", run_file, "--invite-address", ADDRESS, "--json")
+    assert code == Exit.OK
+    created = json.loads(out)
+    manifest, signed = decode_manifest(run_file.with_suffix(".manifest").read_bytes())
+    assert manifest.name == "demo"
+    assert signed.run_id.hex() == created["run_id"] == decode_invite(created["invite"]).run_id.hex()
+
+    shown = json.loads(run("run", "show", created["manifest"], "--json")[1])
+    assert shown["creator"] == run("id")[1].strip()
+    assert shown["manifest"]["rounds"]["inner_steps"] == 5
+    assert "inner_steps = 5" in run("run", "show", created["manifest"])[1]
+    assert json.loads(run("run", "show", created["invite"], "--json")[1])["addresses"] == [ADDRESS]
+    assert ADDRESS in run("run", "show", created["invite"])[1]
+    invite = run("run", "invite", "--manifest", created["manifest"], "--address", ADDRESS)[1]
+    assert decode_invite(invite).run_id == signed.run_id
+
+
+def test_a_manifest_is_not_replaced_by_accident(run: Run, run_file: Path) -> None:
+    assert run("run", "create", run_file)[0] == Exit.OK
+    before = run_file.with_suffix(".manifest").read_bytes()
+    code, _, err = run("run", "create", run_file)
+    assert (code, "--force" in err) == (Exit.BAD_INPUT, True)
+    assert run_file.with_suffix(".manifest").read_bytes() == before
+    assert run("run", "create", run_file, "--force")[0] == Exit.OK
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["status"], Exit.NO_NODE, "farandole join INVITE"),
+        (["peers"], Exit.NO_NODE, "no node runs in"),
+        (["leave"], Exit.NO_NODE, "no node runs in"),
+        (["run", "invite"], Exit.NO_NODE, "no node runs in"),
+        (["run", "create", "missing.toml"], Exit.BAD_INPUT, "cannot read missing.toml"),
+        (["run", "show", "missing.manifest"], Exit.BAD_INPUT, "No such file"),
+        (["run", "show", "farandole1abcdefgh"], Exit.BAD_INPUT, "damaged"),
+        (["join", "farandole1abcdefgh"], Exit.BAD_INPUT, "damaged"),
+        (["join", "missing.manifest"], Exit.BAD_INPUT, "is no invite, and no manifest"),
+        (["join", "--slow", "0.5"], Exit.USAGE, "slow"),
+        (["dance"], Exit.USAGE, "dance"),
+        (["status", "--colour"], Exit.USAGE, "--colour"),
+    ],
+)
+def test_errors_have_a_code_and_say_what_to_do(run: Run, arguments: list[str], code: Exit, message: str) -> None:
+    got, _, err = run(*arguments)
+    assert got == code
+    assert message in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["id"], ["run"], ["run", "create"], ["run", "show"], ["run", "invite"], ["join"], ["status"], ["leave"]],
+)
+def test_every_command_has_help(run: Run, arguments: list[str]) -> None:
+    code, out, _ = run(*arguments, "--help")
+    assert code == Exit.OK
+    assert "Usage" in out
+    if len(arguments) == 2 or arguments in (["id"], ["join"], ["status"], ["leave"]):
+        assert "Example" in out
+
+
+def test_status_and_peers_of_a_running_node(run: Run, node: FakeNode) -> None:
+    code, out, _ = run("status")
+    assert code == Exit.OK
+    assert "inner steps of round 7" in out
+    assert json.loads(run("status", "--json")[1]) == json.loads(msgspec.json.encode(STATUS))
+    assert f"{ALICE[-8:]} (this node)" in run("peers")[1]
+    assert [member["peer_id"] for member in json.loads(run("peers", "--json")[1])][:2] == [ALICE, BOB]
+
+
+def test_an_invite_of_a_running_node_names_it_and_its_members(run: Run, node: FakeNode) -> None:
+    invite = decode_invite(run("run", "invite")[1])
+    assert invite.run_id.hex() == STATUS.run.run_id
+    # Loopback is of no use to others, and a member that is gone to nobody.
+    assert invite.addresses == (f"/ip4/192.168.1.5/tcp/4001/p2p/{ALICE}", f"/ip4/192.168.1.6/tcp/4002/p2p/{BOB}")
+
+
+def test_leave_waits_until_the_node_is_gone(run: Run, node: FakeNode) -> None:
+    code, out, _ = run("leave")
+    assert (code, out.splitlines()[-1]) == (Exit.OK, "left")
+    assert run("status")[0] == Exit.NO_NODE
+
+
+def test_ctrl_c_ends_watching_cleanly(node: FakeNode) -> None:
+    command = [sys.executable, "-m", "farandole.node", "status", "--watch", "--json", "--home", str(node.home)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert json.loads(process.stdout.readline())["round"] == 7
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == Exit.OK
+        assert process.stderr.read() == b""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["id"], ["status"], ["run", "create", "nothing.toml"]])
+def test_commands_start_without_torch_and_libp2p(arguments: list[str], tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "from farandole.node.cli import main\n"
+        "try:\n"
+        "    main(sys.argv[1:])\n"
+        "except SystemExit:\n"
+        "    print('HEAVY', [m for m in ('torch', 'libp2p', 'numpy', 'trio') if m in sys.modules], file=sys.stderr)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        env={"FARANDOLE_HOME": str(tmp_path), "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    heavy = result.stderr.splitlines()[-1]
+    assert heavy in ("HEAVY []", "HEAVY ['trio']")
