@@ -21,6 +21,7 @@ from farandole.training.presets import num_parameters
 
 from . import trainer_messages as messages
 from .board import Board
+from .conversion import training_configs
 from .errors import PeerUnreachableError
 from .exchange import ExchangeService
 from .gossip import GossipService
@@ -207,7 +208,7 @@ class RunMember:
 
     async def _fetch_from(self, donor: bytes) -> bool:
         board, name = self._board, short_name(donor)
-        max_size = max_checkpoint_bytes(num_parameters(msgspec.structs.asdict(self._manifest.model)))
+        max_size = max_checkpoint_bytes(num_parameters(training_configs(self._manifest).model))
 
         def show(received: int, size: int) -> None:
             board.enter(

@@ -137,12 +137,11 @@ class Membership:
 
     def refresh(self) -> None:
         """Work out anew who is live, and tell if that changed."""
-        live = self._liveness.reachable(trio.current_time())
         members = self._state.members()
         now_live = frozenset(
             peer
-            for peer in live
-            if peer != self._host.author and (member := members.get(peer)) is not None and member.stage == STAGE
+            for peer in self._liveness.live(trio.current_time())
+            if peer in members and members[peer].stage == STAGE and not self._liveness.is_suspect(peer)
         )
         if now_live == self._live:
             return
@@ -157,7 +156,7 @@ class Membership:
     async def _beat(self) -> None:
         while True:
             await self.beat()
-            await trio.sleep(self._liveness.period(len(self._live) + 1))
+            await trio.sleep(self._liveness.period)
 
     async def _report_progress(self) -> None:
         announced_at = trio.current_time()

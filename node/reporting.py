@@ -79,10 +79,11 @@ class Reporter:
         if self.state is None or self.liveness is None:
             return []
         now = trio.current_time()
-        live = set(self.liveness.reachable(now))
+        liveness = self.liveness
+        live = {peer for peer in liveness.live(now) if not liveness.is_suspect(peer)}
         members = [
             self._member(author, member, author in live, now)
-            for author in self.state.authors()
+            for author in self.state.authors
             if (member := self.state.payload(author, Member)) is not None
         ]
         members.sort(key=lambda member: (not member.is_live, not member.is_self, member.peer_id))
@@ -125,5 +126,5 @@ class Reporter:
             loss_mean=sum(losses) / len(losses) if losses else None,
             loss_min=min(losses, default=None),
             loss_max=max(losses, default=None),
-            state_root=self.state.root().hex() if self.state is not None else "",
+            state_root=self.state.root.hex() if self.state is not None else "",
         )

@@ -16,6 +16,7 @@ from typing import Final
 
 import trio
 
+from farandole.protocol.exchange import Offer
 from farandole.protocol.manifest import Manifest
 from farandole.protocol.pairing import (
     ContributionReady,
@@ -38,7 +39,7 @@ from farandole.protocol.pairing import (
 
 from . import trainer_messages as messages
 from .board import Board
-from .exchange import ExchangeService, Offer
+from .exchange import ExchangeService
 from .messenger import Messenger
 from .trainer import Trainer, TrainerError, open_trainer
 
@@ -98,7 +99,7 @@ class Rounds:
         self._timer_changed = trio.Event()
         self._session: _Session | None = None
         self._ended = trio.Event()
-        messenger.set_receiver(PAIRING_PROTOCOL, MAX_PAIRING_MESSAGE, self._receive)
+        messenger.set_receiver(PAIRING_PROTOCOL, MAX_PAIRING_MESSAGE, self._receive, self._on_undelivered)
 
     async def run(self) -> None:
         """Returns when every round is done; raises `TrainerError` when the trainer can't be set up at all."""
@@ -139,6 +140,9 @@ class Rounds:
 
     def _receive(self, peer: bytes, payload: bytes) -> None:
         self.handle(MessageReceived(peer, payload))
+
+    def _on_undelivered(self, peer: bytes, protocol: str) -> None:
+        self.handle(PeerLost(peer))
 
     def _carry_out(self, output: Output) -> None:
         match output:

@@ -22,6 +22,7 @@ import msgspec
 
 from farandole.protocol.manifest import Manifest
 
+from .conversion import training_configs
 from .shared_memory import map_shared_memory
 from .trainer_messages import (
     LENGTH,
@@ -224,19 +225,12 @@ def _build_replica(prepare: Prepare) -> Replica:
     """Torch is imported here, where Prepare has said with how many threads."""
     import torch
 
-    from farandole.training import config
     from farandole.training.replica import build_replica
 
     torch.set_num_threads(prepare.threads)
     manifest = msgspec.msgpack.decode(prepare.manifest, type=Manifest)
-    model = msgspec.structs.asdict(manifest.model)
-    del model["num_stages"]
     return build_replica(
-        config.ModelConfig(**model),
-        config.InnerConfig(**msgspec.structs.asdict(manifest.inner)),
-        config.OuterConfig(**msgspec.structs.asdict(manifest.outer)),
-        config.DataConfig(**msgspec.structs.asdict(manifest.data)),
-        config.TokenizerConfig(**msgspec.structs.asdict(manifest.tokenizer)),
+        *training_configs(manifest),
         seed=manifest.seed,
         run_id=prepare.run_id,
         author=prepare.author,

@@ -124,7 +124,7 @@ async def fetch_manifest(host: Host, peer: bytes, run_id: bytes) -> bytes:
             finally:
                 await stream.aclose()
     except (trio.TooSlowError, trio.BrokenResourceError, trio.ClosedResourceError, RemoteProtocolError) as error:
-        raise TransferError(f"no manifest from this peer: {error or 'too slow'}") from error
+        raise TransferError(f"no manifest from this peer: {str(error) or 'too slow'}") from error
     if not raw:
         raise TransferError("this peer is not in the run")
     return raw
@@ -159,7 +159,7 @@ async def fetch_checkpoint(
         finally:
             await stream.aclose()
     except (trio.TooSlowError, trio.BrokenResourceError, trio.ClosedResourceError, RemoteProtocolError) as error:
-        raise TransferError(f"the download broke off: {error or 'too slow'}") from error
+        raise TransferError(f"the download broke off: {str(error) or 'too slow'}") from error
     finally:
         partial.unlink(missing_ok=True)
     return header

@@ -1,0 +1,33 @@
+"""The manifest's sections as training's own settings: the one place where the two packages' types meet."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from msgspec.structs import asdict
+
+from farandole.protocol.manifest import Manifest
+from farandole.training.config import DataConfig, InnerConfig, ModelConfig, OuterConfig, TokenizerConfig
+
+
+class TrainingConfigs(NamedTuple):
+    """In the order in which `farandole.training.replica.build_replica` takes them."""
+
+    model: ModelConfig
+    inner: InnerConfig
+    outer: OuterConfig
+    data: DataConfig
+    tokenizer: TokenizerConfig
+
+
+def training_configs(manifest: Manifest) -> TrainingConfigs:
+    """Field by field, under the same names; imports no torch."""
+    model = asdict(manifest.model)
+    del model["num_stages"]
+    return TrainingConfigs(
+        ModelConfig(**model),
+        InnerConfig(**asdict(manifest.inner)),
+        OuterConfig(**asdict(manifest.outer)),
+        DataConfig(**asdict(manifest.data)),
+        TokenizerConfig(**asdict(manifest.tokenizer)),
+    )

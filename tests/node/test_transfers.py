@@ -1,0 +1,163 @@
+"""Manifests and checkpoints, asked for and given, over streams in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farandole.node import transfers
+from farandole.node.transfers import SavedCheckpoint, TransferError, TransferService, fetch_checkpoint, fetch_manifest
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.framing import frame
+from farandole.protocol.manifest import Manifest, ModelConfig, decode_manifest, sign_manifest
+from farandole.protocol.transfers import (
+    CHECKPOINT_PROTOCOL,
+    MANIFEST_PROTOCOL,
+    CheckpointHeader,
+    decode_header,
+    encode_header,
+)
+
+Handler = Callable[[Any], Awaitable[None]]
+MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
+SIGNED = sign_manifest(Manifest("tiny", MODEL), Ed25519PrivateKey.from_private_bytes(bytes(32)))
+CONTENT = bytes(range(256)) * 1_000
+
+
+class MemoryHost:
+    """Opens streams to one peer's handlers: the host's promise, without a network."""
+
+    def __init__(self, nursery: trio.Nursery) -> None:
+        self.handlers: dict[str, Handler] = {}
+        self._nursery = nursery
+
+    def set_handler(self, protocol: str, handler: Handler) -> None:
+        self.handlers[protocol] = handler
+
+    async def open_stream(self, peer: bytes, protocol: str) -> Any:
+        ours, theirs = trio.testing.lockstep_stream_pair()  # sending waits for the receiver
+        self._nursery.start_soon(self._serve, self.handlers[protocol], theirs)
+        return ours
+
+    async def _serve(self, handler: Handler, stream: Any) -> None:
+        with contextlib.suppress(trio.BrokenResourceError, trio.TooSlowError, RemoteProtocolError):
+            await handler(stream)
+        await stream.aclose()
+
+
+def saved_at(path: Path) -> SavedCheckpoint:
+    path.write_bytes(CONTENT)
+    return SavedCheckpoint(path, CheckpointHeader(7, 350, 10_000, len(CONTENT), hashlib.sha256(CONTENT).digest()))
+
+
+def serve(host: Any, saved: SavedCheckpoint | None) -> None:
+    async def checkpoint() -> SavedCheckpoint | None:
+        return saved
+
+    TransferService(SIGNED.run_id, SIGNED.encode(), checkpoint).register(host)
+
+
+async def fetch(host: Any, path: Path, max_size: int = len(CONTENT)) -> CheckpointHeader:
+    return await fetch_checkpoint(host, b"p" * 32, SIGNED.run_id, path, max_size, lambda done, total: None)
+
+
+async def test_a_manifest_arrives_and_proves_itself(nursery: trio.Nursery) -> None:
+    host: Any = MemoryHost(nursery)
+    serve(host, None)
+    raw = await fetch_manifest(host, b"p" * 32, SIGNED.run_id)
+    assert decode_manifest(raw, SIGNED.run_id)[0].name == "tiny"
+    with pytest.raises(TransferError, match="not in the run"):
+        await fetch_manifest(host, b"p" * 32, bytes(32))
+
+
+async def test_a_checkpoint_arrives_whole(nursery: trio.Nursery, tmp_path: Path) -> None:
+    host: Any = MemoryHost(nursery)
+    serve(host, saved_at(tmp_path / "theirs"))
+    header = await fetch(host, tmp_path / "ours")
+    assert header.round == 7
+    assert (tmp_path / "ours").read_bytes() == CONTENT
+
+
+async def test_a_donor_without_a_checkpoint_says_so(nursery: trio.Nursery, tmp_path: Path) -> None:
+    host: Any = MemoryHost(nursery)
+    serve(host, None)
+    with pytest.raises(TransferError, match="no checkpoint"):
+        await fetch(host, tmp_path / "ours")
+
+
+@pytest.mark.parametrize(
+    ("header_size", "content", "words"),
+    [
+        (len(CONTENT), CONTENT[:-1] + b"!", "hash"),
+        (len(CONTENT), CONTENT + b"!", "longer"),
+        (len(CONTENT), CONTENT[:-1], "shorter"),
+        (2**40, CONTENT, "at most"),
+    ],
+)
+async def test_a_lying_donor_leaves_nothing_behind(
+    nursery: trio.Nursery, tmp_path: Path, header_size: int, content: bytes, words: str
+) -> None:
+    host: Any = MemoryHost(nursery)
+    header = CheckpointHeader(7, 350, 10_000, header_size, hashlib.sha256(CONTENT).digest())
+
+    async def lie(stream: Any) -> None:
+        await stream.receive_some()
+        await stream.send_all(frame(encode_header(header), 256) + content)
+
+    host.set_handler(CHECKPOINT_PROTOCOL, lie)
+    (tmp_path / "ours").write_bytes(b"what was there")
+    with pytest.raises(TransferError, match=words):
+        await fetch(host, tmp_path / "ours")
+    assert (tmp_path / "ours").read_bytes() == b"what was there"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["ours"]
+
+
+async def test_a_frozen_donor_costs_a_deadline(
+    nursery: trio.Nursery, tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    host: Any = MemoryHost(nursery)
+
+    async def freeze(stream: Any) -> None:
+        await stream.receive_some()
+        await trio.sleep_forever()
+
+    host.set_handler(CHECKPOINT_PROTOCOL, freeze)
+    host.set_handler(MANIFEST_PROTOCOL, freeze)
+    with trio.fail_after(2 * transfers.ANSWER_TIMEOUT), pytest.raises(TransferError, match="slow"):
+        await fetch(host, tmp_path / "ours")
+    with trio.fail_after(2 * transfers.ANSWER_TIMEOUT), pytest.raises(TransferError, match="slow"):
+        await fetch_manifest(host, b"p" * 32, SIGNED.run_id)
+
+
+async def test_more_newcomers_than_are_served_at_once_are_sent_on(nursery: trio.Nursery, tmp_path: Path) -> None:
+    host: Any = MemoryHost(nursery)
+    serve(host, saved_at(tmp_path / "theirs"))
+    stalled = [await host.open_stream(b"p" * 32, CHECKPOINT_PROTOCOL) for _ in range(transfers.MAX_DOWNLOADS_SERVED)]
+    for stream in stalled:
+        await stream.send_all(frame(SIGNED.run_id, 32))
+        await stream.receive_some(1)  # of the header: it is being served
+    with pytest.raises(TransferError, match="no checkpoint to give now"):
+        await fetch(host, tmp_path / "ours")
+    await stalled[0].aclose()
+    await trio.testing.wait_all_tasks_blocked()
+    await fetch(host, tmp_path / "ours")
+    nursery.cancel_scope.cancel()
+
+
+@given(st.binary(max_size=300))
+def test_rubbish_for_a_header_is_the_peers_fault(raw: bytes) -> None:
+    try:
+        header = decode_header(raw, 1_000)
+    except RemoteProtocolError:
+        return
+    assert 1 <= header.size <= 1_000
