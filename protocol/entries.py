@@ -217,27 +217,42 @@ class Entry(msgspec.Struct, frozen=True, eq=False):
     id: bytes
     payload: Any
     signed: Signed
-
-    @property
-    def slot(self) -> int:
-        """Kind and index as one number."""
-        return self.kind << 8 | self.index
-
-    @property
-    def written_at(self) -> int:
-        """Unix seconds of the start of its tick."""
-        return self.tick * RULES[self.kind].quantum
-
-    @property
-    def expires_at(self) -> int:
-        """Unix seconds; a newer entry of a slot never expires before an older one."""
-        rule = RULES[self.kind]
-        return self.tick * rule.quantum + rule.ttl
+    slot: int
+    """Kind and index as one number."""
+    written_at: int
+    """Unix seconds of the start of its tick."""
+    expires_at: int
+    """Unix seconds; a newer entry of a slot never expires before an older one."""
+    is_metered: bool
 
     @property
     def num_bytes(self) -> int:
         """Size on the wire, to within a few bytes."""
         return len(self.signed.body) + PUBLIC_KEY_BYTES + SIGNATURE_BYTES + 7
+
+
+def make_entry(kind: Kind, index: int, tick: int, payload: Payload, signed: Signed) -> Entry:
+    """The entry in these bytes, with what follows from its kind."""
+    rule = RULES[kind]
+    written_at = tick * rule.quantum
+    return Entry(
+        signed.author,
+        kind,
+        index,
+        tick,
+        entry_id(signed.author, signed.body),
+        payload,
+        signed,
+        slot_of(kind, index),
+        written_at,
+        written_at + rule.ttl,
+        rule.is_metered,
+    )
+
+
+def slot_of(kind: Kind, index: int) -> int:
+    """Kind and index as one number."""
+    return kind << 8 | index
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -297,7 +312,7 @@ class Checker:
             _refuse(str(error), error)
         if kind is Kind.NOTICE and author != self.creator:
             _refuse("a NOTICE that is not the creator's")
-        return Entry(author, kind, body.index, body.tick, entry_id(author, raw), payload, signed)
+        return make_entry(kind, body.index, body.tick, payload, signed)
 
     def is_genuine(self, entry: Entry) -> bool:
         """Whether the author signed it for this run."""

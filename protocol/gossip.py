@@ -14,7 +14,7 @@ from .entries import Delta, Entry, Kind
 from .errors import RemoteProtocolError
 from .liveness import BASE_PERIOD, Liveness
 from .push import Push, SendBatch, decode_batch
-from .state import MergeReport, Outcome, RunState
+from .state import MergeReport, RunState
 from .token_bucket import TokenBucket
 
 MAX_FORWARDED = 64
@@ -63,7 +63,7 @@ class Gossip:
         self._note_beats(report.new, now)
         if forward:
             self.push.queue([entry.signed for entry in report.new], report.proofs, peer)
-        if invalid := report.outcomes[Outcome.INVALID]:
+        if invalid := len(report.faults):
             meter.take(now, min(invalid, meter.available(now)))
             if meter.available(now) < 1.0:
                 raise RemoteProtocolError(f"too many invalid entries from this peer: {report.faults[0]}")

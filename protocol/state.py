@@ -17,12 +17,11 @@ from __future__ import annotations
 import bisect
 import enum
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from .entries import PROOF_TTL, RULES, Checker, Delta, Entry, Kind, Member, Payload, Progress, Proof, Signed
+from .entries import PROOF_TTL, RULES, Checker, Delta, Entry, Kind, Member, Payload, Progress, Proof, Signed, slot_of
 from .errors import RemoteProtocolError
 from .token_bucket import TokenBucket
 
@@ -39,6 +38,7 @@ METERED_RATE = 1.0
 _LEAST_BEAT_TTL = float(RULES[Kind.BEAT].ttl)
 
 PayloadType = TypeVar("PayloadType", bound=Payload)
+_BEAT = Kind.BEAT  # looked up millions of times
 _KIND_OF: dict[type[Payload], Kind] = {rule.payload: kind for kind, rule in RULES.items()}
 
 
@@ -61,7 +61,8 @@ class MergeReport:
 
     new: list[Entry] = field(default_factory=list)
     proofs: list[Proof] = field(default_factory=list)
-    outcomes: Counter[Outcome] = field(default_factory=Counter)
+    outcomes: list[Outcome] = field(default_factory=list)
+    """Of each item, proofs first."""
     faults: list[str] = field(default_factory=list)
     """Why items were invalid: each is a fault of whoever sent them."""
 
@@ -93,7 +94,7 @@ class _Author:
         self.meter: TokenBucket | None = None
 
     def refs(self) -> AuthorRefs:
-        slots = {slot: (entry.tick, entry.id) for slot, entry in self.slots.items() if entry.kind is not Kind.BEAT}
+        slots = {slot: (entry.tick, entry.id) for slot, entry in self.slots.items() if entry.kind is not _BEAT}
         return AuthorRefs(self.key, self.fork is not None, slots)
 
     def compute_digest(self) -> bytes:
@@ -103,7 +104,7 @@ class _Author:
         refs = sorted(
             entry.slot.to_bytes(2, "big") + entry.tick.to_bytes(5, "big") + entry.id
             for entry in self.slots.values()
-            if entry.kind is not Kind.BEAT
+            if entry.kind is not _BEAT
         )
         return hashlib.sha256(self.key + b"".join(refs)).digest() if refs else b""
 
@@ -150,19 +151,17 @@ class RunState:
     def merge(self, delta: Delta, now: float) -> MergeReport:
         """Take in what a peer (or this node, or its disk) says. Never raises for what is in the delta."""
         report = MergeReport()
-        outcomes = report.outcomes
-        for proof in delta.proofs:
+        items: list[Proof | Signed] = [*delta.proofs, *delta.entries]
+        for item in items:
             try:
-                outcomes[self._merge_proof(proof, now, report)] += 1
+                if isinstance(item, Signed):
+                    outcome = self._merge_entry(item, now, report)
+                else:
+                    outcome = self._merge_proof(item, now, report)
             except RemoteProtocolError as error:
-                outcomes[Outcome.INVALID] += 1
+                outcome = Outcome.INVALID
                 report.faults.append(str(error))
-        for signed in delta.entries:
-            try:
-                outcomes[self._merge_entry(signed, now, report)] += 1
-            except RemoteProtocolError as error:
-                outcomes[Outcome.INVALID] += 1
-                report.faults.append(str(error))
+            report.outcomes.append(outcome)
         return report
 
     def _merge_entry(self, signed: Signed, now: float, report: MergeReport) -> Outcome:
@@ -214,9 +213,10 @@ class RunState:
     def _apply(self, record: _Author, entry: Entry) -> None:
         record.slots[entry.slot] = entry
         expiry = self._expiry(entry)
-        record.expires_at = min(record.expires_at, expiry)
-        self._next_expiry = min(self._next_expiry, expiry)
-        if entry.kind is not Kind.BEAT:
+        if expiry < record.expires_at:
+            record.expires_at = expiry
+            self._next_expiry = min(self._next_expiry, expiry)
+        if entry.kind is not _BEAT:
             self._touch(record)
 
     def _mask(self, record: _Author, proof: Proof, written_at: float, report: MergeReport) -> None:
@@ -230,7 +230,7 @@ class RunState:
         report.new[:] = [entry for entry in report.new if entry.author != record.key]
 
     def _is_within_meter(self, record: _Author, entry: Entry, now: float) -> bool:
-        if not RULES[entry.kind].is_metered:
+        if not entry.is_metered:
             return True
         if record.meter is None:
             record.meter = TokenBucket(METERED_BURST, METERED_RATE, now)
@@ -264,7 +264,7 @@ class RunState:
     # expiry
 
     def _expiry(self, entry: Entry) -> float:
-        return entry.written_at + self.beat_ttl if entry.kind is Kind.BEAT else entry.expires_at
+        return entry.written_at + self.beat_ttl if entry.kind is _BEAT else entry.expires_at
 
     def fit_beat_ttl(self, silence: float) -> None:
         """Keep heartbeats for 30 s longer than the ``silence`` (3T, seconds) after which a peer counts as dead."""
@@ -283,7 +283,7 @@ class RunState:
             if record.fork is not None and record.fork_expires_at <= now:
                 record.fork = None
                 self._touch(record)
-            elif any(entry.kind is not Kind.BEAT for entry in expired):
+            elif any(entry.kind is not _BEAT for entry in expired):
                 self._touch(record)
             if record.fork is None:
                 record.expires_at = min(map(self._expiry, record.slots.values()), default=float("inf"))
@@ -353,7 +353,7 @@ class RunState:
     def get(self, author: bytes, kind: Kind, index: int = 0) -> Entry | None:
         """The newest entry of a slot."""
         record = self._authors.get(author)
-        return record.slots.get(kind << 8 | index) if record else None
+        return record.slots.get(slot_of(kind, index)) if record else None
 
     def payload(self, author: bytes, payload_type: type[PayloadType], index: int = 0) -> PayloadType | None:
         """What an author last said, by the type of what is asked for: ``state.payload(peer, Member)``."""
@@ -392,6 +392,6 @@ class RunState:
         record = self._authors.get(author)
         if record is None:
             return None
-        entries = tuple(entry.signed for entry in record.slots.values() if entry.kind is not Kind.BEAT)
+        entries = tuple(entry.signed for entry in record.slots.values() if entry.kind is not _BEAT)
         proofs = (record.fork,) if record.fork is not None else ()
         return Delta(entries, proofs).encode() if entries or proofs else None

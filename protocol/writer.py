@@ -9,7 +9,19 @@ from __future__ import annotations
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from .entries import DOMAIN, MAX_TICK, RULES, Entry, Kind, Payload, Signed, encode_body, entry_id, payload_size
+from .entries import (
+    DOMAIN,
+    MAX_TICK,
+    RULES,
+    Entry,
+    Kind,
+    Payload,
+    Signed,
+    encode_body,
+    make_entry,
+    payload_size,
+    slot_of,
+)
 from .errors import LocalProtocolError
 from .identity import public_bytes, sign
 
@@ -33,7 +45,7 @@ class Writer:
         quantum = RULES[kind].quantum
         # what a past life may have used: ticks that begin at the mark it left or before
         past = self._floor // quantum if self._floor else -1
-        last = max(self._last.get(kind << 8 | index, -1), past)
+        last = max(self._last.get(slot_of(kind, index), -1), past)
         return max(last + 1, int(now // quantum))
 
     def delay(self, kind: Kind, index: int, now: float) -> float:
@@ -69,10 +81,10 @@ class Writer:
             raise LocalProtocolError(f"{kind.name}[{index}] is written faster than its ticks of {rule.quantum} s")
         if tick * rule.quantum > self._mark:
             raise LocalProtocolError("an entry beyond the stored mark: a crash now could fork this author")
-        self._last[kind << 8 | index] = tick
+        self._last[slot_of(kind, index)] = tick
         body = encode_body(kind, index, tick, payload)
         signed = Signed(self.author, body, sign(self._key, DOMAIN, self._run_id, body))
-        return Entry(self.author, kind, index, tick, entry_id(self.author, body), payload, signed)
+        return make_entry(kind, index, tick, payload, signed)
 
     def observe(self, entry: Entry) -> None:
         """An entry of this very author came back from others: one of a past life, and no later one may equal it."""

@@ -38,7 +38,7 @@ class Timer:
 
     at: float
     sequence: int
-    call: Callable[[], None] | None = field(compare=False)
+    call: Callable[[], object] | None = field(compare=False)
 
     def cancel(self) -> None:
         """The call will not happen; harmless if it has."""
@@ -56,14 +56,14 @@ class Simulation:
         self._sequence = 0
         self._trace = hashlib.sha256()
 
-    def call_at(self, at: float, call: Callable[[], None]) -> Timer:
+    def call_at(self, at: float, call: Callable[[], object]) -> Timer:
         """Call at virtual second ``at``, or at once (after what is due already) if that is past."""
         timer = Timer(max(at, self.now), self._sequence, call)
         self._sequence += 1
         heapq.heappush(self._queue, timer)
         return timer
 
-    def call_after(self, delay: float, call: Callable[[], None]) -> Timer:
+    def call_after(self, delay: float, call: Callable[[], object]) -> Timer:
         """Call ``delay`` virtual seconds from now."""
         return self.call_at(self.now + delay, call)
 

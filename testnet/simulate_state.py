@@ -1,0 +1,330 @@
+"""Run state under simulation: a thousand nodes with the real state machines, on a bad network, in virtual time.
+
+Each node is what a daemon is, as far as run state goes: a `RunState`, a `Writer`, a `Gossip`, timers. Messages are
+really encoded and decoded. One thing is shared: `SharedChecker` remembers which bytes are valid, for all nodes
+together. That keeps the promise of the real one, since validity is a function of the item's bytes alone, and it saves
+999 of 1,000 verifications.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.protocol.antientropy import Session
+from farandole.protocol.entries import Beat, Checker, Delta, Entry, Kind, Member, Metric, Payload, Signed
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.gossip import Gossip
+from farandole.protocol.liveness import BASE_PERIOD
+from farandole.protocol.push import TICK_SECONDS
+from farandole.protocol.state import RunState
+from farandole.protocol.writer import Writer
+
+from .simulation import UNIX_EPOCH, Clock, Network, Simulation
+
+RUN_ID = b"simulated run".ljust(32, b".")
+SYNC_SECONDS = 10.0
+SESSION_TIMEOUT = 5.0
+REFUSAL_SECONDS = 1.0
+"""Until a sender learns that nobody is there: a reset, or a few retransmissions."""
+NUM_JOIN_SESSIONS = 3
+
+_PUSH, _TO_RESPONDER, _TO_INITIATOR = 0, 1, 2
+
+
+class SharedChecker(Checker):
+    """A `Checker` whose verdicts are remembered by the items' exact bytes."""
+
+    def __init__(self, run_id: bytes, creator: bytes) -> None:
+        super().__init__(run_id, creator)
+        self._parsed: dict[Signed, Entry] = {}
+        self._genuine: dict[int, bool] = {}
+
+    def parse(self, signed: Signed) -> Entry:
+        """As `Checker.parse`."""
+        entry = self._parsed.get(signed)
+        if entry is None:
+            entry = self._parsed[signed] = super().parse(signed)
+        return entry
+
+    def is_genuine(self, entry: Entry) -> bool:
+        """As `Checker.is_genuine`; entries are shared, so one is known by its identity."""
+        verdict = self._genuine.get(id(entry))
+        if verdict is None:
+            verdict = self._genuine[id(entry)] = super().is_genuine(entry)
+        return verdict
+
+
+@lru_cache(maxsize=4_096)
+def key_of(number: int) -> Ed25519PrivateKey:
+    """The private key of the node with this number."""
+    return Ed25519PrivateKey.from_private_bytes(number.to_bytes(32, "big"))
+
+
+@dataclass(slots=True)
+class _OpenSession:
+    """One side of a session in progress."""
+
+    session: Session
+    peer: bytes
+    deadline: float
+
+
+class SimulatedNode:
+    """One node. It lives from `start` to `stop`; a restart keeps what a disk would keep."""
+
+    def __init__(self, world: World, number: int, clock: Clock) -> None:
+        self.world = world
+        self.number = number
+        self.clock = clock
+        self.key = key_of(number)
+        self.mark = 0
+        self.incarnation = 0
+        self.is_running = False
+        self.seen_at: dict[bytes, float] = {}
+        """Entry id -> virtual second at which it first came in; only while `World.watched` asks for it."""
+        self._rng = random.Random(f"{world.simulation.seed} node {number}")
+        self._sessions: dict[tuple[int, bytes, int], _OpenSession] = {}
+        self._session_number = 0
+        self._new_life()
+        self.author = self.writer.author
+
+    def _new_life(self) -> None:
+        self.state = RunState(RUN_ID, self.world.creator, checker=self.world.checker)
+        self.writer = Writer(self.key, RUN_ID, self.mark)
+        self.gossip = Gossip(self.state, self.writer.author, self._rng, self.world.base_period)
+        self.incarnation += 1
+        self._sessions.clear()
+
+    # life and death
+
+    def start(self, contacts: list[bytes]) -> None:
+        """Join by way of these peers: sync with each, and say that one is there."""
+        self._run()
+        for contact in contacts[:NUM_JOIN_SESSIONS]:
+            self._open_session(contact, with_beats=True)
+        life = self.incarnation
+        self.world.simulation.call_after(1.0, lambda: self._announce(life))
+
+    def start_settled(self) -> None:
+        """Live on, as a node that has long been a member."""
+        self._run()
+        life = self.incarnation
+        delay = self.gossip.liveness.period * self._rng.random()
+        self.world.simulation.call_after(delay, lambda: self._beat(life))
+
+    def _run(self) -> None:
+        life = self.incarnation
+        self.is_running = True
+        self.world.network.attach(self.author, self._receive)
+        self.world.simulation.call_every(TICK_SECONDS, lambda: self._on_tick(life), jitter=0.2)
+        self.world.simulation.call_every(SYNC_SECONDS, lambda: self._on_sync_timer(life), jitter=0.3)
+
+    def stop(self) -> None:
+        """Die at once."""
+        self.is_running = False
+        self.world.network.kill(self.author)
+        self.world.dead_since[self.author] = self.world.simulation.now
+
+    def restart(self, contacts: list[bytes]) -> None:
+        """Come back with nothing but the key and the mark."""
+        self._new_life()
+        self.start(contacts)
+
+    def _lives(self, life: int) -> bool:
+        return self.is_running and self.incarnation == life
+
+    # writing
+
+    def publish(self, kind: Kind, index: int, payload: Payload) -> Entry:
+        """Write an entry and push it."""
+        now = self.clock.unix()
+        mark = self.writer.mark_needed(kind, index, now)
+        if mark is not None:
+            self.mark = mark
+            self.writer.marked(mark)
+        entry = self.writer.write(kind, index, payload, now)
+        self.gossip.publish(entry, now)
+        self._note([entry])
+        return entry
+
+    def _announce(self, life: int) -> None:
+        if not self._lives(life):
+            return
+        if self.writer.delay(Kind.MEMBER, 0, self.clock.unix()) > 0:
+            self.world.simulation.call_after(5.0, lambda: self._announce(life))
+            return
+        self.publish(Kind.MEMBER, 0, Member(device="simulated", addresses=("/ip4/127.0.0.1/tcp/4001",)))
+        self._beat(life)
+
+    def _beat(self, life: int) -> None:
+        if not self._lives(life):
+            return
+        if self.writer.delay(Kind.BEAT, 0, self.clock.unix()) <= 0:
+            self.publish(Kind.BEAT, 0, Beat(0, 0, None, 0))
+        period = self.gossip.liveness.period * self._rng.uniform(0.9, 1.0)
+        self.world.simulation.call_after(period, lambda: self._beat(life))
+
+    def _note(self, entries: list[Entry]) -> None:
+        for entry in entries:
+            if entry.id in self.world.watched:
+                self.seen_at.setdefault(entry.id, self.world.simulation.now)
+
+    # timers
+
+    def _on_tick(self, life: int) -> bool:
+        if self._lives(life):
+            for batch in self.gossip.tick(self.clock.unix(), self.clock.monotonic()):
+                self._send(batch.peer, bytes((_PUSH,)) + batch.payload)
+        return self._lives(life)
+
+    def _on_sync_timer(self, life: int) -> bool:
+        if self._lives(life):
+            partner = self.gossip.choose_partner(self.clock.monotonic())
+            if partner is not None:
+                self._open_session(*partner)
+        return self._lives(life)
+
+    # sending and receiving
+
+    def _send(self, peer: bytes, message: bytes) -> None:
+        network, simulation = self.world.network, self.world.simulation
+        network.send(self.author, peer, message)
+        if not network.can_hear(self.author, peer):
+            life = self.incarnation
+            simulation.call_after(REFUSAL_SECONDS, lambda: self._on_refusal(peer, life))
+
+    def _on_refusal(self, peer: bytes, life: int) -> None:
+        if self._lives(life):
+            self.gossip.unreachable(peer, self.clock.monotonic())
+
+    def _open_session(self, peer: bytes, with_beats: bool) -> None:
+        session = self.gossip.open_session(self.clock.unix(), is_initiator=True, with_beats=with_beats)
+        self._session_number += 1
+        number = self._session_number
+        deadline = self.world.simulation.now + SESSION_TIMEOUT
+        self._sessions[_TO_INITIATOR, peer, number] = _OpenSession(session, peer, deadline)
+        self._send(peer, bytes((_TO_RESPONDER,)) + number.to_bytes(4, "big") + session.start())
+        life = self.incarnation
+        self.world.simulation.call_at(deadline, lambda: self._on_deadline(peer, number, life))
+
+    def _on_deadline(self, peer: bytes, number: int, life: int) -> None:
+        """A session that is not over by now has failed: another peer is asked at once."""
+        opened = self._sessions.pop((_TO_INITIATOR, peer, number), None) if self._lives(life) else None
+        if opened is not None and not opened.session.is_done:
+            partner = self.gossip.choose_partner(self.clock.monotonic())
+            if partner is not None:
+                self._open_session(*partner)
+
+    def _receive(self, peer: bytes, message: bytes) -> None:
+        unix, now = self.clock.unix(), self.clock.monotonic()
+        if message[0] == _PUSH:
+            try:
+                report = self.gossip.receive_push(peer, message[1:], unix, now)
+            except RemoteProtocolError:
+                self.gossip.unreachable(peer, now)
+            else:
+                self._note(report.new)
+            return
+        number = int.from_bytes(message[1:5], "big")
+        key = (message[0], peer, number)
+        if message[0] == _TO_RESPONDER and key not in self._sessions:
+            session = self.gossip.open_session(unix, is_initiator=False)
+            self._sessions[key] = _OpenSession(session, peer, self.world.simulation.now + SESSION_TIMEOUT)
+            self.world.simulation.call_after(SESSION_TIMEOUT, lambda: self._sessions.pop(key, None))
+        if key in self._sessions:
+            self._continue(key, self._sessions[key], message[5:])
+
+    def _continue(self, key: tuple[int, bytes, int], opened: _OpenSession, data: bytes) -> None:
+        direction, peer, number = key
+        unix, now = self.clock.unix(), self.clock.monotonic()
+        try:
+            received = opened.session.receive_data(data)
+            for delta in received.deltas:
+                self._note(self.gossip.merge_session(delta, peer, unix, now).new)
+        except RemoteProtocolError:
+            del self._sessions[key]
+            return
+        if received.to_send:
+            back = _TO_INITIATOR if direction == _TO_RESPONDER else _TO_RESPONDER
+            self._send(peer, bytes((back,)) + number.to_bytes(4, "big") + received.to_send)
+        if opened.session.is_done:
+            self.gossip.reached(peer)
+            self._sessions.pop(key, None)
+
+
+@dataclass
+class World:
+    """Nodes, the network between them, and what a test wants to know of them."""
+
+    seed: int
+    num_nodes: int
+    loss: float = 0.0
+    latency: tuple[float, float] = (0.02, 0.2)
+    base_period: float = BASE_PERIOD
+    clocks: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """Node number -> (offset in seconds, drift) of its clock, where it is wrong."""
+
+    def __post_init__(self) -> None:
+        self.simulation = Simulation(self.seed)
+        self.network = Network(self.simulation, self.latency, self.loss)
+        self.creator = b"\x01" * 32
+        self.checker = SharedChecker(RUN_ID, self.creator)
+        self.watched: set[bytes] = set()
+        self.dead_since: dict[bytes, float] = {}
+        self.nodes = [self._make(number) for number in range(1, self.num_nodes + 1)]
+
+    def _make(self, number: int) -> SimulatedNode:
+        return SimulatedNode(self, number, Clock(self.simulation, *self.clocks.get(number, (0.0, 0.0))))
+
+    @property
+    def living(self) -> list[SimulatedNode]:
+        """The nodes that run now."""
+        return [node for node in self.nodes if node.is_running]
+
+    def contacts(self) -> list[bytes]:
+        """Three living nodes, at random: what an invite gives."""
+        living = [node.author for node in self.nodes if node.is_running]
+        return self.simulation.rng.sample(living, min(NUM_JOIN_SESSIONS, len(living)))
+
+    def add_node(self) -> SimulatedNode:
+        """One more, not started."""
+        self.nodes.append(self._make(len(self.nodes) + 1))
+        return self.nodes[-1]
+
+    def settle(self) -> None:
+        """Start all nodes as if they had been together for long: each knows each, as of now."""
+        now = UNIX_EPOCH + self.simulation.now
+        for node in self.nodes:
+            node.mark = int(now)
+            node.writer.marked(node.mark)
+        entries = [
+            entry
+            for node in self.nodes
+            for entry in (
+                node.writer.write(Kind.MEMBER, 0, Member(device="simulated"), now),
+                node.writer.write(Kind.BEAT, 0, Beat(0, 0, None, 0), now),
+            )
+        ]
+        everything = Delta(tuple(entry.signed for entry in entries))
+        for node in self.nodes:
+            node.gossip.merge(everything, node.author, now, node.clock.monotonic(), forward=False)
+            node.start_settled()
+
+    def watch(self, entry: Entry) -> None:
+        """Note when this entry comes to each node."""
+        self.watched.add(entry.id)
+
+    def publish_metric(self, node: SimulatedNode, index: int = 0) -> Entry:
+        """Have a node write something that is watched."""
+        entry = node.publish(Kind.METRIC, index, Metric(0, 1, (node.number,)))
+        self.watch(entry)
+        node.seen_at[entry.id] = self.simulation.now
+        return entry
+
+    def are_equal(self) -> bool:
+        """Whether all living nodes have one root."""
+        return len({node.state.root for node in self.living}) == 1
