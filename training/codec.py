@@ -1,7 +1,7 @@
 """How a tensor travels: as fp32, bf16, or int8 in blocks. The size follows from the number of elements alone.
 
     fp32   4 bytes an element, exact
-    bf16   2 bytes an element, |x - decoded| <= 2^-9 |x| for normal numbers (rounded to the nearest)
+    bf16   2 bytes an element, |x - decoded| <= 2^-8 |x| for normal numbers (rounded to the nearest)
     int8   blocks of 256 elements, each a scale (fp32) and one byte an element;
            |x - decoded| <= scale (1/2 + 2^-15), scale = max(absmax / 127, 2^-126)      (the 2^-15: fp32's rounding)
 

@@ -1,0 +1,54 @@
+import hashlib
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+from farandole.training.config import InnerConfig, ModelConfig, OuterConfig
+from farandole.training.data import Sampler, Text
+from farandole.training.device import choose_device
+from farandole.training.replica import Replica
+
+# Tests assert behaviour, not time: the first call into some part of torch may take a second.
+settings.register_profile("training", deadline=None)
+settings.load_profile("training")
+
+RUN_ID = hashlib.sha256(b"a run").digest()
+ALICE, BOB = b"a" * 32, b"b" * 32
+
+MakeReplica = Callable[..., Replica]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def model() -> ModelConfig:
+    return ModelConfig(num_layers=2, width=16, num_heads=2, hidden=24, context=16, vocabulary=64)
+
+
+@pytest.fixture(scope="session")
+def inner() -> InnerConfig:
+    return InnerConfig(learning_rate=3e-3, warmup_steps=3, total_steps=30, batch_size=4, weight_decay=0.1)
+
+
+@pytest.fixture(scope="session")
+def text() -> Text:
+    """Counting modulo 64 with a few surprises: learnable within some steps."""
+    tokens = np.arange(4_000) % 64
+    tokens[::17] = 5
+    return Text(tokens[:3_000].astype(np.uint8), tokens[3_000:].astype(np.uint8), 2)
+
+
+@pytest.fixture(scope="session")
+def make_replica(model: ModelConfig, inner: InnerConfig, text: Text) -> MakeReplica:
+    def make(author: bytes = ALICE, run_id: bytes = RUN_ID, seed: int = 7, **outer: object) -> Replica:
+        sampler = Sampler(text, run_id=run_id, author=author, batch_size=inner.batch_size, context=model.context)
+        settings = OuterConfig(**outer)  # type: ignore[arg-type]
+        return Replica(model, inner, settings, sampler, seed=seed, run_id=run_id, device=choose_device("cpu"))
+
+    return make

@@ -1,0 +1,99 @@
+import numpy as np
+import pytest
+import torch
+
+from farandole.training.baselines import Ensemble, Method, methods, train
+from farandole.training.config import InnerConfig, ModelConfig, OuterConfig
+from farandole.training.data import Sampler, Text
+from farandole.training.noloco import outer_step
+from farandole.training.replica import Replica
+
+from .conftest import RUN_ID, MakeReplica
+
+PLAIN = InnerConfig(learning_rate=3e-3, warmup_steps=3, total_steps=30, batch_size=4)
+
+
+@pytest.fixture
+def samplers(text: Text) -> list[Sampler]:
+    return [Sampler(text, run_id=RUN_ID, author=bytes([n]) * 32, batch_size=4, context=16) for n in range(4)]
+
+
+def rows(replicas: list[Replica]) -> torch.Tensor:
+    return torch.stack([replica.fast_weights() for replica in replicas])
+
+
+@pytest.mark.parametrize("momentum", ["heavy_ball", "nesterov"])
+def test_an_ensemble_does_what_replicas_do(
+    make_replica: MakeReplica, model: ModelConfig, samplers: list[Sampler], momentum: str
+) -> None:
+    replicas = [make_replica(sampler._key[1], momentum=momentum) for sampler in samplers]
+    for replica in replicas:
+        replica._inner = PLAIN
+    ensemble = Ensemble(model, PLAIN, 4, seed=7)
+
+    for round_number, pairs in enumerate(([(0, 1), (2, 3)], [(2, 0), (1, 3)])):
+        for step in range(3 * round_number, 3 * round_number + 3):
+            ensemble.inner_step(np.stack([sampler.batch(step) for sampler in samplers]))
+            for replica in replicas:
+                replica.inner_step()
+        ensemble.outer_step(pairs, OuterConfig(momentum=momentum))
+        for first, second in pairs:
+            buffers = [bytearray(replicas[row].contribution_bytes) for row in (first, second)]
+            for row, buffer in zip((first, second), buffers, strict=True):
+                replicas[row].contribution(buffer)
+            replicas[first].outer_step(buffers[1], 1, 1, own_first=True)
+            replicas[second].outer_step(buffers[0], 1, 1, own_first=False)
+
+        torch.testing.assert_close(ensemble.theta, rows(replicas), rtol=1e-5, atol=1e-6)
+
+
+def test_synchronous_training_is_one_model_on_all_batches(model: ModelConfig, samplers: list[Sampler]) -> None:
+    together = train(Method("together", "gradients"), model, PLAIN, samplers, 5, seed=1)
+    batches = [np.concatenate([sampler.batch(step) for sampler in samplers])[None] for step in range(5)]
+    alone = Ensemble(model, PLAIN, 1, seed=1)
+
+    for batch in batches:
+        alone.inner_step(batch)
+
+    assert torch.equal(together.theta, alone.theta)
+
+
+def test_diloco_keeps_everybody_alike_and_steps_by_the_mean(model: ModelConfig, samplers: list[Sampler]) -> None:
+    outer = OuterConfig(momentum="nesterov")
+    apart = train(Method("apart", "none"), model, PLAIN, samplers, 3, seed=1)
+    diloco = train(Method("DiLoCo", "all", 3, outer), model, PLAIN, samplers, 3, seed=1)
+    start = Ensemble(model, PLAIN, 1, seed=1).phi
+
+    expected, _ = outer_step(start, torch.zeros_like(start), apart.theta.mean(0, keepdim=True), outer)
+
+    assert diloco.spread() < 1e-7
+    torch.testing.assert_close(diloco.theta[:1], expected, rtol=1e-5, atol=1e-6)
+    assert apart.spread() > 1e-3
+
+
+def test_noloco_pulls_replicas_together(model: ModelConfig, samplers: list[Sampler]) -> None:
+    apart = train(Method("apart", "none"), model, PLAIN, samplers, 20, seed=1)
+    noloco = train(Method("NoLoCo", "pairs", 5), model, PLAIN, samplers, 20, seed=1)
+
+    assert 0 < noloco.spread() < 0.8 * apart.spread()
+
+
+def test_a_merge_is_the_mean(model: ModelConfig, samplers: list[Sampler]) -> None:
+    ensemble = train(Method("apart", "none"), model, PLAIN, samplers, 3, seed=1)
+    mean = ensemble.theta.mean(0)
+
+    ensemble.merge()
+
+    assert all(torch.equal(row, mean) for row in ensemble.theta)
+    losses = ensemble.losses([samplers[0].held_out_batch(0)])
+    assert torch.equal(losses, losses[:1].expand(4))
+
+
+def test_every_method_trains_an_odd_number_too(model: ModelConfig, samplers: list[Sampler]) -> None:
+    for method in methods(interval=2):
+        seen: list[int] = []
+
+        ensemble = train(method, model, PLAIN, samplers[:3], 4, 1, seen.append)
+
+        assert seen == [1, 2, 3, 4]
+        assert bool(ensemble.theta.isfinite().all())

@@ -1,0 +1,201 @@
+import hashlib
+import json
+import math
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from farandole.training.checkpoint import MAX_HEADER_BYTES
+from farandole.training.errors import CheckpointError
+from farandole.training.replica import Replica
+
+from .conftest import ALICE, BOB, MakeReplica
+
+
+def run(node: Replica, rounds: int = 2) -> Replica:
+    for _ in range(rounds):
+        for _ in range(4):
+            node.inner_step()
+        node.outer_step(None)
+    return node
+
+
+def bits(node: Replica) -> list[bytes]:
+    counters = f"{node.round} {node.steps} {node.tokens} {node.tokens_this_round}".encode()
+    return [counters, node.fast_weights().numpy().tobytes(), *(v.numpy().tobytes() for v in node._saved().values())]
+
+
+@pytest.fixture
+def saved(make_replica: MakeReplica, tmp_path: Path) -> Path:
+    run(make_replica()).save(tmp_path / "checkpoint.safetensors")
+    return tmp_path / "checkpoint.safetensors"
+
+
+def test_a_run_continues_from_a_checkpoint_bit_for_bit(make_replica: MakeReplica, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.safetensors"
+    node = run(make_replica(momentum="nesterov"))
+    digest, size = node.save(path)
+    resumed = make_replica(momentum="nesterov")
+
+    resumed.load(path)
+
+    assert bits(resumed) == bits(node)
+    assert bits(run(resumed)) == bits(run(node))
+    assert (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_size) == (digest, size)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_peers_checkpoint_lets_a_newcomer_join(make_replica: MakeReplica, saved: Path) -> None:
+    alice, bob = make_replica(ALICE), make_replica(BOB)
+    alice.load(saved)
+    bob.load(saved)
+
+    assert bits(alice) == bits(bob)
+    assert bits(run(alice)) != bits(run(bob))  # the same weights, but each its own batches
+
+
+def test_others_can_read_the_file(saved: Path, make_replica: MakeReplica) -> None:
+    node = make_replica()
+    node.load(saved)
+
+    tensors = safetensors.torch.load_file(saved)
+
+    assert set(tensors) == {f"{v}/{n}" for v in ("slow", "momentum", "mean", "square") for n in node.layout.names}
+    slow = torch.cat([tensors[f"slow/{name}"].flatten() for name in node.layout.names])
+    assert torch.equal(slow, node.slow_weights())
+
+
+def test_saving_again_replaces_the_file(make_replica: MakeReplica, saved: Path) -> None:
+    node = run(make_replica(), rounds=3)
+    node.save(saved)
+    other = make_replica()
+    other.load(saved)
+
+    assert other.round == 3
+
+
+def test_a_failed_save_leaves_the_old_file(
+    make_replica: MakeReplica, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = saved.read_bytes()
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        run(make_replica(), 3).save(saved)
+
+    assert saved.read_bytes() == before
+    assert [file.name for file in saved.parent.iterdir()] == [saved.name]
+
+
+def rewritten(path: Path, change: Callable[[dict[str, torch.Tensor], dict[str, str]], None]) -> None:
+    with safetensors.safe_open(path, "pt") as file:
+        metadata = dict(file.metadata())
+    tensors = safetensors.torch.load_file(path)
+    change(tensors, metadata)
+    safetensors.torch.save_file(tensors, path, metadata)
+
+
+def put(name: str, value: float) -> Callable[[dict[str, torch.Tensor], dict[str, str]], None]:
+    def change(tensors: dict[str, torch.Tensor], _: dict[str, str]) -> None:
+        tensors[name].view(-1)[0] = value
+
+    return change
+
+
+def say(key: str, value: str) -> Callable[[dict[str, torch.Tensor], dict[str, str]], None]:
+    return lambda _, metadata: metadata.update({key: value})
+
+
+def rename(tensors: dict[str, torch.Tensor], _: dict[str, str]) -> None:
+    tensors["slow/other.weight"] = tensors.pop("slow/norm.weight")
+
+
+def reshape(tensors: dict[str, torch.Tensor], _: dict[str, str]) -> None:
+    tensors["slow/norm.weight"] = tensors["slow/norm.weight"].view(-1, 1)
+
+
+def retype(tensors: dict[str, torch.Tensor], _: dict[str, str]) -> None:
+    tensors["slow/norm.weight"] = tensors["slow/norm.weight"].view(torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (put("slow/norm.weight", math.nan), "not finite"),
+        (put("momentum/norm.weight", math.inf), "not finite"),
+        (put("square/norm.weight", -1.0), "negative square"),
+        (say("round", "-1"), "counter 'round'"),
+        (say("steps", "9" * 5_000), "counter 'steps'"),
+        (say("tokens", "²"), "counter 'tokens'"),
+        (say("run_id", "ab" * 32), "of run abab"),
+        (say("layout", ""), "another model"),
+        (say("format", "pt"), "no farandole checkpoint"),
+        (rename, "tensors are not"),
+        (reshape, "not fp32"),
+        (retype, "not fp32"),
+    ],
+)
+def test_a_checkpoint_that_lies_changes_nothing(
+    make_replica: MakeReplica,
+    saved: Path,
+    change: Callable[[dict[str, torch.Tensor], dict[str, str]], None],
+    reason: str,
+) -> None:
+    node = run(make_replica(), rounds=1)
+    before = bits(node)
+    rewritten(saved, change)
+
+    with pytest.raises(CheckpointError, match=reason):
+        node.load(saved)
+
+    assert bits(node) == before
+
+
+def test_other_files_are_refused(make_replica: MakeReplica, saved: Path, tmp_path: Path) -> None:
+    node = make_replica()
+    raw = saved.read_bytes()
+    header = int.from_bytes(raw[:8], "little")
+    overlapping = json.loads(raw[8 : 8 + header])
+    overlapping["slow/norm.weight"]["data_offsets"] = [0, 64]
+    forged = json.dumps(overlapping).encode()
+    for content in (
+        b"",
+        b"\0" * 8,
+        pickle.dumps({"slow": [1.0]}),
+        raw[:-1],
+        raw + b"\0",
+        b"\xff" * 8 + raw[8:],
+        (MAX_HEADER_BYTES + 1).to_bytes(8, "little") + raw[8:],
+        raw[:8] + b"\xff" * header + raw[8 + header :],
+        len(forged).to_bytes(8, "little") + forged + raw[8 + header :],
+    ):
+        saved.write_bytes(content)
+        with pytest.raises(CheckpointError):
+            node.load(saved)
+    with pytest.raises(CheckpointError, match="cannot read"):
+        node.load(tmp_path / "missing")
+    assert bits(node) == bits(make_replica())
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+@given(position=st.integers(0, 2_000), value=st.integers(0, 255))
+def test_a_damaged_header_never_surprises(make_replica: MakeReplica, saved: Path, position: int, value: int) -> None:
+    raw = np.frombuffer(saved.read_bytes(), np.uint8).copy()
+    raw[position] = value
+    damaged = saved.with_name("damaged.safetensors")
+    damaged.write_bytes(raw.tobytes())
+
+    try:
+        make_replica().load(damaged)
+    except CheckpointError:
+        return

@@ -1,0 +1,140 @@
+import math
+import struct
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from farandole.training import codec
+from farandole.training.codec import CODECS, INT8_BLOCK, MAX_MAGNITUDE, MIN_INT8_SCALE, decode, encode, encoded_size
+from farandole.training.errors import CodecError
+
+codecs = pytest.mark.parametrize("name", CODECS)
+numbers = st.floats(-MAX_MAGNITUDE, MAX_MAGNITUDE, width=32) | st.floats(-2.0, 2.0, width=32)
+# Sizes around the block's, without drawing every element.
+tensors = st.lists(numbers, max_size=8).flatmap(
+    lambda head: st.integers(0, 2 * INT8_BLOCK + 3).map(lambda n: torch.tensor((head * n)[:n] or [0.0] * n))
+)
+
+
+def encoded(name: str, values: Tensor) -> bytearray:
+    buffer = bytearray(encoded_size(name, values.numel()))
+    assert encode(name, values.float(), buffer) == len(buffer)
+    return buffer
+
+
+def round_trip(name: str, values: Tensor) -> Tensor:
+    return decode(name, encoded(name, values), values.numel())
+
+
+@given(tensors)
+def test_fp32_is_exact(values: Tensor) -> None:
+    assert torch.equal(round_trip("fp32", values), values)
+
+
+@given(tensors)
+def test_bf16_rounds_to_the_nearest(values: Tensor) -> None:
+    error = (round_trip("bf16", values) - values).abs()
+
+    assert bool((error <= values.abs() * 2.0**-8 + 2.0**-134).all())
+
+
+@given(tensors)
+def test_int8_errs_by_half_a_scale_at_most(values: Tensor) -> None:
+    decoded = round_trip("int8", values)
+
+    for block, back in zip(torch.split(values, INT8_BLOCK), torch.split(decoded, INT8_BLOCK), strict=True):
+        scale = max(float(block.abs().max()) / 127 if len(block) else 0.0, MIN_INT8_SCALE)
+        errors = (block.double() - back.double()).abs().tolist()
+        assert max(errors, default=0.0) <= scale * (0.5 + 2.0**-15)
+
+
+@codecs
+@given(values=tensors)
+def test_encoding_again_changes_nothing_more(name: str, values: Tensor) -> None:
+    once = round_trip(name, values)
+
+    assert encoded(name, values) == encoded(name, values)
+    torch.testing.assert_close(round_trip(name, once), once, rtol=1e-6, atol=0)
+
+
+@codecs
+@pytest.mark.parametrize("value", [0.0, 1e-40, -1e-45, 2.0**-126])
+@pytest.mark.parametrize("size", [0, 1, 255, 256, 257])
+def test_zeros_and_denormals_pass(name: str, value: float, size: int) -> None:
+    decoded = round_trip(name, torch.full((size,), value))
+
+    assert decoded.shape == (size,)
+    assert max(decoded.abs().tolist(), default=0.0) <= 2 * abs(value)
+
+
+@codecs
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 3e38])
+def test_what_is_not_finite_is_not_sent(name: str, value: float) -> None:
+    values = torch.ones(300)
+    values[299] = value
+
+    with pytest.raises(CodecError, match="not finite"):
+        encode(name, values, bytearray(2_000))
+
+
+def test_what_is_not_finite_is_not_received() -> None:
+    with pytest.raises(CodecError, match="not finite"):
+        decode("fp32", struct.pack("<f", math.nan), 1)
+    with pytest.raises(CodecError, match="not finite"):
+        decode("bf16", b"\x80\x7f", 1)
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -1.0, 0.0, 3e38])
+def test_an_impossible_scale_is_refused(scale: float) -> None:
+    with pytest.raises(CodecError, match="scale"):
+        decode("int8", struct.pack("<fb", scale, 1), 1)
+
+
+@codecs
+def test_another_length_is_refused(name: str) -> None:
+    size = encoded_size(name, 10)
+
+    for wrong in (0, size - 1, size + 1):
+        with pytest.raises(CodecError, match="10 elements"):
+            decode(name, bytes(wrong), 10)
+    with pytest.raises(CodecError, match="the buffer has"):
+        encode(name, torch.ones(10), bytearray(size - 1))
+
+
+def test_an_unknown_codec_is_refused() -> None:
+    with pytest.raises(CodecError, match="fp32, bf16, int8"):
+        encoded_size("zip", 1)
+
+
+@codecs
+@given(data=st.binary(max_size=600), num_elements=st.integers(0, 300))
+def test_any_bytes_decode_to_finite_numbers_or_are_refused(name: str, data: bytes, num_elements: int) -> None:
+    try:
+        values = decode(name, data, num_elements)
+    except CodecError:
+        return
+    assert bool(values.isfinite().all())
+
+
+@codecs
+def test_slices_do_not_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(5 * INT8_BLOCK + 7, generator=torch.Generator().manual_seed(0))
+    whole = encoded(name, values)
+
+    monkeypatch.setattr(codec, "_SLICE", INT8_BLOCK)
+
+    assert encoded(name, values) == whole
+    assert torch.equal(decode(name, whole, len(values)), round_trip(name, values))
+
+
+def test_buffers_may_be_larger_arrays_and_data_read_only() -> None:
+    buffer = np.zeros(50, np.uint8)
+
+    size = encode("bf16", torch.ones(3), buffer)
+
+    assert decode("bf16", memoryview(buffer[:size].tobytes()), 3).tolist() == [1.0, 1.0, 1.0]
+    assert not buffer[size:].any()

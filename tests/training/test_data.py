@@ -1,0 +1,134 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farandole.training import data
+from farandole.training.config import DataConfig
+from farandole.training.data import Document, Sampler, Text, draw, is_held_out, load_text, stdlib_documents, tokenise
+from farandole.training.errors import DataError
+from farandole.training.tokenizer import ByteTokenizer
+
+TEXT = Text(np.arange(5_000).astype(np.uint16), np.arange(5_000, 5_500).astype(np.uint16), 2)
+keys = st.binary(max_size=40)
+steps = st.integers(0, 2**40)
+
+
+def sampler(run_id: bytes = b"run", author: bytes = b"alice", text: Text = TEXT, vocabulary: int = 6_000) -> Sampler:
+    return Sampler(text, run_id=run_id, author=author, batch_size=3, context=8, vocabulary=vocabulary)
+
+
+@given(keys, keys, steps)
+def test_a_batch_is_a_function_of_its_key(run_id: bytes, author: bytes, step: int) -> None:
+    first, second = sampler(run_id, author), sampler(run_id, author)
+    second.batch(step + 1)
+
+    batch = first.batch(step)
+
+    assert np.array_equal(batch, second.batch(step))
+    assert batch.shape == (3, 9)
+    assert batch.dtype == np.int64
+    assert np.array_equal(np.diff(batch), np.ones((3, 8)))  # windows of the text, in one piece
+
+
+@given(st.tuples(keys, keys, steps), st.tuples(keys, keys, steps))
+def test_other_keys_draw_independently(first: tuple[bytes, bytes, int], second: tuple[bytes, bytes, int]) -> None:
+    def drawn(key: tuple[bytes, bytes, int]) -> tuple[int, ...]:
+        return tuple(draw(2**62, 4, key[0], key[1], key[2].to_bytes(8, "little")))
+
+    assert (drawn(first) == drawn(second)) == (first == second)
+
+
+def test_draws_are_the_same_on_every_machine() -> None:
+    assert draw(1_000_000, 4, b"run", b"alice", bytes(8)).tolist() == [984752, 94137, 348862, 471029]
+
+
+@given(keys, st.integers(0, 2**20))
+def test_held_out_text_is_never_trained_on(author: bytes, step: int) -> None:
+    assert sampler(author=author).batch(step).max() < 5_000
+
+
+def test_held_out_batches_are_everybodys() -> None:
+    alice, bob = sampler(b"run", b"alice"), sampler(b"another", b"bob")
+
+    assert np.array_equal(alice.held_out_batch(3), bob.held_out_batch(3))
+    assert not np.array_equal(alice.held_out_batch(3), alice.held_out_batch(4))
+    assert alice.held_out_batch(3).min() >= 5_000
+
+
+def test_too_little_text_is_said_clearly() -> None:
+    short = Text(np.zeros(8, np.uint8), np.zeros(8, np.uint8), 1)
+
+    with pytest.raises(DataError, match="8 tokens in 1 documents, and a sequence takes 9"):
+        sampler(text=short)
+    with pytest.raises(DataError, match="too little text is held out"):
+        sampler(text=Text(np.zeros(9, np.uint8), np.zeros(8, np.uint8), 1)).held_out_batch(0)
+
+
+def test_tokens_beyond_the_model_are_refused() -> None:
+    with pytest.raises(DataError, match="token 5499, but the model has only 256"):
+        sampler(vocabulary=256)
+
+
+def test_documents_are_split_by_their_names_alone() -> None:
+    documents = [Document(f"{number}.py", bytes([65 + number % 26]) * 10) for number in range(400)]
+
+    text = tokenise(documents, ByteTokenizer(), 0.25)
+    held_out = [document for document in documents if is_held_out(document.name, 0.25)]
+
+    assert text.num_documents == 400
+    assert 60 < len(held_out) < 140
+    assert bytes(text.held_out) == b"".join(document.text + b"\0" for document in held_out)
+    assert len(text.training) == (400 - len(held_out)) * 11
+    assert text.training.dtype == np.uint8
+
+
+@given(st.text(max_size=30), st.floats(0, 0.5), st.floats(0, 0.5))
+def test_a_larger_share_holds_out_what_a_smaller_does(name: str, first: float, second: float) -> None:
+    less, more = sorted((first, second))
+
+    assert not is_held_out(name, 0.0)
+    assert is_held_out(name, more) or not is_held_out(name, less)
+
+
+def test_text_beyond_the_cap_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "MAX_TEXT_BYTES", 25)
+
+    text = tokenise([Document(str(number), b"x" * 10) for number in range(9)], ByteTokenizer(), 0.0)
+
+    assert text.num_documents == 2
+
+
+def test_the_standard_library_is_text_enough() -> None:
+    documents = list(stdlib_documents())
+    names = [document.name for document in documents]
+
+    assert names == [document.name for document in stdlib_documents()]
+    assert "json/decoder.py" in names
+    assert not any("site-packages" in name or "/test/" in name for name in names)
+    assert sum(len(document.text) for document in documents) > 4_000_000
+
+
+def test_files_and_folders_are_read_and_others_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    (folder / "deeper").mkdir(parents=True)
+    (folder / "b.txt").write_text("bee")
+    (folder / "deeper" / "a.txt").write_text("ay")
+    (folder / "binary").write_bytes(b"\0\1")
+    (folder / ".hidden").write_text("secret")
+    (folder / "dangling").symlink_to("nowhere")
+    (tmp_path / "one.txt").write_text("x" * (data.DOCUMENT_BYTES + 1))
+
+    documents = list(data.text_documents([folder, tmp_path / "one.txt"]))
+
+    assert [document.name for document in documents] == ["b.txt", "deeper/a.txt", "one.txt", "one.txt#1"]
+    assert documents[3].text == b"x"
+
+
+def test_text_must_be_named_and_be_there(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="--data"):
+        load_text(DataConfig(source="text"), ByteTokenizer())
+    with pytest.raises(DataError, match="no text at"):
+        load_text(DataConfig(source="text"), ByteTokenizer(), [tmp_path / "missing"])

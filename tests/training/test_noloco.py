@@ -1,0 +1,143 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from farandole.training.config import OuterConfig
+from farandole.training.noloco import (
+    contribution,
+    outer_step,
+    outer_step_of_two_vectors,
+    partner_shares,
+    weighted_mean,
+)
+
+MOMENTA = ["heavy_ball", "nesterov"]
+constants = st.builds(
+    OuterConfig,
+    alpha=st.floats(0, 0.95),
+    beta=st.floats(0.1, 1.5),
+    gamma=st.floats(0.1, 1.5),
+    momentum=st.sampled_from(MOMENTA),
+)
+token_counts = st.integers(0, 2**50)
+
+
+def vectors(seed: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    return list(torch.randn(6, 50, generator=torch.Generator().manual_seed(seed), dtype=dtype))
+
+
+@pytest.mark.parametrize("momentum", MOMENTA)
+@pytest.mark.parametrize("gamma", [0.7, 0.4])
+def test_the_step_is_the_papers_formula(momentum: str, gamma: float) -> None:
+    """Written out, number by number, for partners with 300 and 100 tokens."""
+    outer = OuterConfig(alpha=0.5, beta=0.7, gamma=gamma, momentum=momentum)
+    theta_1, phi_1, m_1, theta_2, phi_2, _ = vectors(0)
+    mean = weighted_mean(
+        contribution(theta_1, phi_1, outer), contribution(theta_2, phi_2, outer), partner_shares(300, 100)
+    )
+
+    phi, m = outer_step(phi_1, m_1, mean, outer)
+
+    for i in range(50):
+        mean_outer_gradient = 0.75 * (theta_1[i] - phi_1[i]) + 0.25 * (theta_2[i] - phi_2[i])
+        mean_phi = 0.75 * phi_1[i] + 0.25 * phi_2[i]
+        pull = 0.7 * mean_outer_gradient + gamma * (mean_phi - phi_1[i])
+        new_m = 0.5 * m_1[i] + pull
+        new_phi = phi_1[i] + (new_m if momentum == "heavy_ball" else pull + 0.5 * new_m)
+        assert float(m[i]) == pytest.approx(float(new_m), abs=1e-14)
+        assert float(phi[i]) == pytest.approx(float(new_phi), abs=1e-14)
+
+
+def test_nesterov_is_torchs_sgd_when_replicas_agree() -> None:
+    outer = OuterConfig(alpha=0.9, beta=0.3, gamma=0.3, momentum="nesterov")
+    phi, _, _, *outer_gradients = vectors(1)
+    oracle = torch.nn.Parameter(phi.clone())
+    optimizer = torch.optim.SGD([oracle], lr=0.3, momentum=0.9, nesterov=True)
+    m = torch.zeros_like(phi)
+
+    for gradient in outer_gradients:
+        oracle.grad = -gradient
+        optimizer.step()
+        phi, m = outer_step(phi, m, phi + gradient, outer)
+
+        torch.testing.assert_close(phi, oracle.detach(), rtol=0, atol=1e-14)
+
+
+@given(constants, token_counts, token_counts, st.integers(0, 1_000))
+def test_one_vector_does_what_two_do(outer: OuterConfig, first: int, second: int, seed: int) -> None:
+    theta_1, phi_1, m_1, theta_2, phi_2, _ = vectors(seed)
+    shares = partner_shares(first, second)
+
+    mean = weighted_mean(contribution(theta_1, phi_1, outer), contribution(theta_2, phi_2, outer), shares)
+    one = outer_step(phi_1, m_1, mean, outer)
+    two = outer_step_of_two_vectors(
+        phi_1,
+        m_1,
+        weighted_mean(theta_1 - phi_1, theta_2 - phi_2, shares),
+        weighted_mean(phi_1, phi_2, shares),
+        outer,
+    )
+
+    torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
+
+
+def test_with_equal_constants_the_contribution_is_the_fast_weights() -> None:
+    theta, phi, *_ = vectors(2)
+
+    assert contribution(theta, phi, OuterConfig(beta=0.6, gamma=0.6)) is theta
+
+
+@given(token_counts, token_counts)
+def test_shares_are_a_mean_and_the_partners_mirror(first: int, second: int) -> None:
+    share, other = partner_shares(first, second)
+
+    assert share + other == pytest.approx(1.0)
+    assert partner_shares(second, first) == (other, share)
+    assert min(share, other) >= 0
+
+
+@given(token_counts, token_counts, st.integers(0, 1_000))
+def test_both_partners_compute_the_same_mean(first: int, second: int, seed: int) -> None:
+    a, b, *_ = vectors(seed, torch.float32)
+    share_a, share_b = partner_shares(first, second)
+
+    assert torch.equal(weighted_mean(a, b, (share_a, share_b)), weighted_mean(b, a, (share_b, share_a)))
+
+
+@pytest.mark.parametrize("momentum", MOMENTA)
+def test_without_momentum_the_step_is_the_mean_itself(momentum: str) -> None:
+    outer = OuterConfig(alpha=0.0, beta=1.0, gamma=1.0, momentum=momentum)
+    theta_1, phi_1, m_1, theta_2, *_ = vectors(3, torch.float32)
+
+    phi, _ = outer_step(phi_1, m_1, weighted_mean(theta_1, theta_2, (0.5, 0.5)), outer)
+
+    assert torch.equal(phi, (theta_1 + theta_2) / 2)
+
+
+def widest(outer: OuterConfig, rounds: int = 400, replicas: int = 256) -> float:
+    """Standard deviation, across replicas, after outer steps in random pairs with nothing learned in between."""
+    generator = torch.Generator().manual_seed(0)
+    phi = torch.randn(replicas, 8, generator=generator, dtype=torch.float64)
+    m = torch.zeros_like(phi)
+    for _ in range(rounds):
+        order = torch.randperm(replicas, generator=generator)
+        means = torch.empty_like(phi)
+        means[order] = phi[order].view(-1, 2, 8).mean(1).repeat_interleave(2, 0)
+        phi, m = outer_step(phi, m, contribution(means, means, outer), outer)
+    return float(phi.std())
+
+
+@pytest.mark.parametrize(
+    ("momentum", "alpha", "limit"),
+    # 2 (1 - alpha^2), and for Nesterov (2 a^2 - 1 + sqrt(1 + 4a + 4a^2 - 4a^3 - 4a^4)) / (a (2a + 1)): where the
+    # second moments of random pairs stop contracting.
+    [("heavy_ball", 0.5, 1.5), ("heavy_ball", 0.9, 0.38), ("nesterov", 0.5, 1.3028), ("nesterov", 0.9, 0.8479)],
+)
+def test_pairs_are_stable_below_the_limit_of_gamma_only(momentum: str, alpha: float, limit: float) -> None:
+    def outer(gamma: float) -> OuterConfig:
+        return OuterConfig(alpha=alpha, beta=gamma, gamma=gamma, momentum=momentum)
+
+    assert widest(outer(0.9 * limit)) < 0.1
+    assert widest(outer(1.15 * limit)) > 10.0

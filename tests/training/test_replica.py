@@ -1,0 +1,269 @@
+import hashlib
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from farandole.training import codec, noloco, replica
+from farandole.training.config import (
+    DataConfig,
+    InnerConfig,
+    ModelConfig,
+    OuterConfig,
+    TokenizerConfig,
+)
+from farandole.training.data import Sampler, Text
+from farandole.training.errors import DivergedError, ScreeningError
+from farandole.training.inner import learning_rate
+from farandole.training.model import build_model, language_loss
+from farandole.training.presets import preset
+from farandole.training.replica import Replica, build_replica
+
+from .conftest import ALICE, BOB, RUN_ID, MakeReplica
+
+
+def train(replica: Replica, steps: int = 5) -> list[float]:
+    return [float(replica.inner_step()) for _ in range(steps)]
+
+
+def sent(replica: Replica) -> bytes:
+    buffer = bytearray(replica.contribution_bytes)
+    size, digest = replica.contribution(buffer)
+    assert (size, digest) == (len(buffer), hashlib.sha256(buffer).digest())
+    return bytes(buffer)
+
+
+def state(replica: Replica) -> list[Tensor]:
+    return [vector.clone() for vector in (replica._theta, *replica._saved().values())]
+
+
+def same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def exchange(alice: Replica, bob: Replica, alice_tokens: int = 300, bob_tokens: int = 100) -> None:
+    of_alice, of_bob = sent(alice), sent(bob)
+    alice.outer_step(of_bob, alice_tokens, bob_tokens, own_first=True)
+    bob.outer_step(of_alice, bob_tokens, alice_tokens, own_first=False)
+
+
+@pytest.mark.parametrize("momentum", ["heavy_ball", "nesterov"])
+def test_a_run_of_one_is_plain_training_bit_for_bit(
+    make_replica: MakeReplica, model: ModelConfig, inner: InnerConfig, text: Text, momentum: str
+) -> None:
+    """With alpha 0 and beta 1 the outer step alone changes nothing: what is left is a loop anybody would write."""
+    node = make_replica(alpha=0.0, beta=1.0, gamma=1.0, momentum=momentum)
+    sampler = Sampler(text, run_id=RUN_ID, author=ALICE, batch_size=inner.batch_size, context=model.context)
+    plain = build_model(model, seed=7)
+    matrices = [parameter for parameter in plain.parameters() if parameter.ndim > 1]
+    gains = [parameter for parameter in plain.parameters() if parameter.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": inner.weight_decay}, {"params": gains, "weight_decay": 0.0}],
+        betas=(inner.beta1, inner.beta2),
+        eps=inner.epsilon,
+        foreach=False,
+    )
+
+    for step in range(30):
+        optimizer.zero_grad()
+        loss = language_loss(plain, torch.from_numpy(sampler.batch(step)))
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), inner.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, inner)
+        optimizer.step()
+
+        assert float(node.inner_step()) == float(loss.detach())
+        if step % 5 == 4:
+            node.outer_step(None)
+
+    weights = torch.cat([parameter.detach().flatten() for parameter in plain.parameters()])
+    assert torch.equal(node.fast_weights(), weights)
+    assert torch.equal(node.slow_weights(), weights)
+    assert (node.round, node.steps, node.tokens, node.tokens_this_round) == (6, 30, 30 * 4 * 16, 0)
+
+
+@pytest.mark.parametrize("momentum", ["heavy_ball", "nesterov"])
+@pytest.mark.parametrize("name", codec.CODECS)
+@pytest.mark.parametrize("gamma", [0.7, 0.5])
+def test_an_exchange_is_the_formula(make_replica: MakeReplica, momentum: str, name: str, gamma: float) -> None:
+    outer = OuterConfig(codec=name, momentum=momentum, gamma=gamma)
+    settings = {"codec": name, "momentum": momentum, "gamma": gamma}
+    alice, bob = make_replica(ALICE, **settings), make_replica(BOB, **settings)
+    for node in (alice, bob):
+        train(node)
+        node.outer_step(None)  # so that slow weights differ and there is momentum
+        train(node)
+    before = {node: [vector.double() for vector in state(node)] for node in (alice, bob)}
+
+    def as_sent(node: Replica) -> Tensor:
+        theta, phi = node.fast_weights(), node.slow_weights()
+        buffer = bytearray(node.contribution_bytes)
+        codec.encode(name, noloco.contribution(theta, phi, outer), buffer)
+        return codec.decode(name, buffer, len(theta)).double()
+
+    mean = 0.75 * as_sent(alice) + 0.25 * as_sent(bob)
+    exchange(alice, bob)
+
+    for node in (alice, bob):
+        _, phi, m, *_ = before[node]
+        pull = 0.7 * mean - gamma * phi
+        new_m = 0.5 * m + pull
+        new_phi = phi + (new_m if momentum == "heavy_ball" else pull + 0.5 * new_m)
+        torch.testing.assert_close(node.slow_weights().double(), new_phi, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(node._momentum.double(), new_m, rtol=1e-5, atol=1e-6)
+        assert torch.equal(node.fast_weights(), node.slow_weights())
+
+
+@pytest.mark.parametrize("name", codec.CODECS)
+@pytest.mark.parametrize("tokens", [(0, 0), (7, 7), (300, 100)])
+def test_without_momentum_partners_meet_in_the_mean_bit_for_bit(
+    make_replica: MakeReplica, name: str, tokens: tuple[int, int]
+) -> None:
+    settings = {"alpha": 0.0, "beta": 1.0, "gamma": 1.0, "codec": name}
+    alice, bob = make_replica(ALICE, **settings), make_replica(BOB, **settings)
+    train(alice)
+    train(bob)
+    first = codec.decode(name, sent(alice), alice.layout.num_elements)
+    second = codec.decode(name, sent(bob), bob.layout.num_elements)
+
+    exchange(alice, bob, *tokens)
+
+    share = tokens[0] / sum(tokens) if sum(tokens) else 0.5
+    assert torch.equal(alice.slow_weights(), bob.slow_weights())
+    assert torch.equal(alice.slow_weights(), first * share + second * (1 - share))
+
+
+def test_training_together_learns(make_replica: MakeReplica) -> None:
+    alice, bob = make_replica(ALICE, codec="int8"), make_replica(BOB, codec="int8")
+    first = alice.validation_loss()
+
+    for _ in range(15):
+        train(alice, 2)
+        train(bob, 2)
+        exchange(alice, bob, alice.tokens_this_round, bob.tokens_this_round)
+
+    assert first == pytest.approx(math.log(64), abs=0.2)
+    assert alice.validation_loss() < first - 0.3
+    assert alice.validation_loss() == alice.validation_loss()
+
+
+def test_the_same_calls_give_the_same_bits(make_replica: MakeReplica) -> None:
+    def run() -> list[Tensor]:
+        alice, bob = make_replica(ALICE, codec="int8"), make_replica(BOB, codec="int8")
+        for _ in range(3):
+            train(alice, 2)
+            train(bob, 2)
+            exchange(alice, bob)
+        return state(alice) + state(bob)
+
+    assert same(run(), run())
+
+
+def test_progress_made_during_an_exchange_is_kept(make_replica: MakeReplica) -> None:
+    alice, bob = make_replica(ALICE), make_replica(BOB)
+    train(alice)
+    train(bob)
+    of_alice, snapshot = sent(alice), alice.fast_weights()
+    of_bob = sent(bob)
+    train(alice, 2)
+    late = alice.fast_weights()
+
+    alice.outer_step(of_bob, 1, 1, own_first=True)
+    bob.outer_step(of_alice, 1, 1, own_first=False)
+
+    torch.testing.assert_close(alice.fast_weights(), late + (alice.slow_weights() - snapshot))
+    assert torch.equal(alice.slow_weights(), bob.slow_weights())
+    assert alice.tokens_this_round == 2 * 4 * 16
+
+
+def test_the_outer_steps_slices_do_not_show(make_replica: MakeReplica, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> list[Tensor]:
+        node = make_replica(momentum="nesterov")
+        train(node)
+        node.outer_step(None)
+        return state(node)
+
+    whole = run()
+    monkeypatch.setattr(replica, "_SLICE", 100)
+
+    assert same(whole, run())
+
+
+def corrupt(raw: bytes, value: float) -> bytes:
+    values = np.frombuffer(raw, np.float32).copy()
+    values[len(values) // 2] = value
+    return values.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (lambda raw: raw[:-1], "take"),
+        (lambda raw: raw + b"\0", "take"),
+        (lambda raw: b"", "take"),
+        (lambda raw: corrupt(raw, math.nan), "finite"),
+        (lambda raw: corrupt(raw, -math.inf), "finite"),
+        (lambda raw: corrupt(raw, 1e30), "norm"),
+        (lambda raw: bytes(len(raw)), "norm"),
+        (lambda raw: (-np.frombuffer(raw, np.float32)).tobytes(), "cosine"),
+    ],
+)
+def test_an_unfit_contribution_changes_nothing(make_replica: MakeReplica, harm: object, reason: str) -> None:
+    alice, twin, bob = make_replica(ALICE), make_replica(ALICE), make_replica(BOB)
+    for node in (alice, twin, bob):
+        train(node)
+    of_bob = sent(bob)
+    sent(alice)
+    before = state(alice)
+
+    with pytest.raises(ScreeningError, match=reason):
+        alice.outer_step(harm(of_bob), 1, 1, own_first=True)  # type: ignore[operator]
+
+    assert same(before, state(alice))
+    assert alice.round == 0
+    alice.outer_step(None)
+    twin.outer_step(None)
+    assert same(state(alice), state(twin))
+
+
+def test_a_diverged_replica_sends_nothing_and_recovers(make_replica: MakeReplica) -> None:
+    alice = make_replica(ALICE)
+    train(alice)
+    slow = alice.slow_weights()
+    alice._theta[3] = math.nan
+
+    with pytest.raises(DivergedError, match="diverged in round 0"):
+        alice.outer_step(None)
+    assert torch.equal(alice.slow_weights(), slow)
+    alice.abandon_round()
+
+    assert torch.equal(alice.fast_weights(), slow)
+    assert all(math.isfinite(loss) for loss in train(alice))
+    alice.outer_step(None)
+
+
+def test_layouts_tell_models_and_codecs_apart(make_replica: MakeReplica) -> None:
+    assert make_replica(ALICE).layout.hash == make_replica(BOB).layout.hash
+    assert make_replica(codec="int8").layout.hash != make_replica(codec="fp32").layout.hash
+    assert len(make_replica().layout.hash) == 32
+
+
+def test_a_replica_is_built_from_a_runs_settings() -> None:
+    node = build_replica(
+        preset("tiny"),
+        InnerConfig(batch_size=2),
+        OuterConfig(codec="int8"),
+        DataConfig(),
+        TokenizerConfig(),
+        seed=1,
+        run_id=RUN_ID,
+        author=ALICE,
+        device="cpu",
+    )
+
+    assert node.validation_loss(1) == pytest.approx(math.log(256), abs=0.15)
+    assert node.contribution_bytes == 41_120 + 4 * math.ceil(41_120 / 256)
+    train(node, 1)

@@ -1,0 +1,75 @@
+import hashlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from farandole.training.config import TokenizerConfig
+from farandole.training.errors import DataError
+from farandole.training.tokenizer import ByteTokenizer, load_tokenizer
+
+
+@pytest.fixture
+def tokenizer_file(tmp_path: Path) -> tuple[Path, TokenizerConfig]:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"[UNK]": 0, "hello": 1, "world": 2, "<|endoftext|>": 3}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path, TokenizerConfig(kind="tokenizers", sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+
+
+def test_bytes_are_their_own_tokens() -> None:
+    tokenizer = ByteTokenizer()
+
+    tokens = tokenizer.encode("né\n".encode())
+
+    assert tokens.tolist() == [110, 195, 169, 10]
+    assert tokenizer.decode(tokens.tolist()) == "né\n"
+    assert load_tokenizer(TokenizerConfig()).vocabulary == 256
+
+
+def test_a_tokenizer_file_is_used(tokenizer_file: tuple[Path, TokenizerConfig]) -> None:
+    path, config = tokenizer_file
+    tokenizer = load_tokenizer(config, path)
+
+    assert tokenizer.encode(b"hello strange world").tolist() == [1, 0, 2]
+    assert (tokenizer.vocabulary, tokenizer.separator) == (4, 3)
+    assert tokenizer.decode([1, 2]) == "hello world"
+
+
+def test_another_file_than_the_runs_is_refused(tokenizer_file: tuple[Path, TokenizerConfig]) -> None:
+    path, config = tokenizer_file
+    path.write_text(path.read_text() + " ")
+
+    with pytest.raises(DataError, match="not the run's tokenizer"):
+        load_tokenizer(config, path)
+
+
+def test_a_missing_file_is_named(tokenizer_file: tuple[Path, TokenizerConfig]) -> None:
+    path, config = tokenizer_file
+
+    with pytest.raises(DataError, match="say where it lies"):
+        load_tokenizer(config)
+    with pytest.raises(DataError, match="cannot read"):
+        load_tokenizer(config, path.with_name("missing.json"))
+
+
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(b"\xff{}")
+
+    with pytest.raises(DataError, match="no tokenizer file"):
+        load_tokenizer(TokenizerConfig(kind="tokenizers", sha256=hashlib.sha256(b"\xff{}").hexdigest()), path)
+
+
+def test_a_missing_package_names_the_extra(
+    tokenizer_file: tuple[Path, TokenizerConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, config = tokenizer_file
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+
+    with pytest.raises(DataError, match=r"farandole\[tokenizers\]"):
+        load_tokenizer(config, path)
