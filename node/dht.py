@@ -8,6 +8,7 @@ dropped in silence by whoever receives them. Answers are hints: a provider prove
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -81,6 +82,7 @@ class Dht:
         self._dht = _BoundedDHT(host, DHTMode.SERVER)
         self._announced_at: dict[bytes, float] = {}  # when each key that we provide was last told to somebody
         self._pace = trio.Lock()
+        self._announce_after = -math.inf
         self._news = trio.Event()
 
     def note_connection(self) -> None:
@@ -127,10 +129,11 @@ class Dht:
 
     async def _announce(self, key: bytes) -> None:
         async with self._pace:
+            await trio.sleep_until(self._announce_after)
+            self._announce_after = trio.current_time() + ANNOUNCEMENT_INTERVAL
             with trio.move_on_after(ANNOUNCEMENT_TIMEOUT):
                 if await self._dht.provider_store.provide(multihash_of(key)):
                     self._announced_at[key] = trio.current_time()
-                    await trio.sleep(ANNOUNCEMENT_INTERVAL)
 
     async def find_providers(self, key: bytes, seconds: float) -> list[tuple[bytes, list[str]]]:
         """Peers that say they provide a key, with their addresses, asked in parallel within so many seconds."""

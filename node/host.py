@@ -32,11 +32,13 @@ from libp2p.stream_muxer.exceptions import MuxedStreamClosed, MuxedStreamEOF, Mu
 from multiaddr import Multiaddr  # type: ignore[import-untyped]
 from multiaddr.utils import get_network_addrs  # type: ignore[import-untyped]
 
+from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import peer_id_of, public_bytes, public_key_of
 
 from .dht import Dht
 from .errors import ListenError, PeerUnreachableError
 from .mends import CLOSE_TIMEOUT, HANDSHAKE_TIMEOUT, MendedHost, MendedSwarm, MendedUpgrader, Socket
+from .nurseries import open_service_nursery
 from .yamux import YamuxConn, YamuxStream
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ PING_TIMEOUT = 10.0
 MAX_BOOK_PEERS = 4096
 MAX_ADDRESSES_PER_PEER = 16
 MAX_ADDRESS_CHARS = 512
+MAX_DIALLED_ADDRESSES = 3 * MAX_ADDRESSES_PER_PEER
 # Interfaces come and go; who asks for our addresses gets an answer no older than this many seconds.
 INTERFACES_VALID_FOR = 10.0
 
@@ -185,8 +188,17 @@ class _Dial:
 
     def __init__(self) -> None:
         self.done = trio.Event()
+        self.news = trio.Event()  # another address, or the end of an attempt
         self.addresses: list[str] = []
+        self.winner: tuple[str, YamuxConn] | None = None
+        self.failures: list[str] = []
         self.error: PeerUnreachableError | None = None
+
+    def offer(self, addresses: Iterable[str]) -> None:
+        """Try these too."""
+        fresh = [address for address in addresses if address not in self.addresses]
+        self.addresses += fresh[: MAX_DIALLED_ADDRESSES - len(self.addresses)]
+        self.news.set()
 
 
 class Host:
@@ -214,12 +226,23 @@ class Host:
     # Streams
 
     def set_handler(self, protocol: str, handler: Callable[[Stream], Awaitable[None]]) -> None:
-        """Serve a protocol. The handler owns its stream; when it raises, the stream is reset."""
+        """Serve a protocol.
 
-        async def handle(stream: INetStream) -> None:
-            ours = Stream(cast("NetStream", stream), peer_of(stream.muxed_conn.peer_id), protocol)
-            await handler(ours)
-            await ours.aclose()
+        The stream is closed when the handler returns, and reset when it raises, which is logged unless the error is
+        the peer's fault or the network's.
+        """
+
+        async def handle(net_stream: INetStream) -> None:
+            stream = Stream(cast("NetStream", net_stream), peer_of(net_stream.muxed_conn.peer_id), protocol)
+            try:
+                await handler(stream)
+                await stream.aclose()
+            except (RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
+                logger.debug("a stream of %s ended: %r", protocol, error)
+            except Exception:
+                logger.exception("the handler of %s failed", protocol)
+            finally:
+                stream.reset()
 
         self._libp2p.set_stream_handler(TProtocol(protocol), handle)
 
@@ -328,27 +351,27 @@ class Host:
                 if dial is None:
                     dial = self._dials[peer] = _Dial()
                     self._nursery.start_soon(self._run_dial, peer, dial)
+                dial.offer(addresses)
                 await dial.done.wait()
-                if dial.error is not None and set(addresses) <= set(dial.addresses) and not self.is_connected(peer):
+                if dial.error is not None and not self.is_connected(peer):
                     raise PeerUnreachableError(str(dial.error))
 
     async def _dial_by_id(self, peer_id: ID) -> None:
         await self.connect(peer_of(peer_id))
 
     async def _run_dial(self, peer: bytes, dial: _Dial) -> None:
-        dial.addresses = self.addresses_of(peer)
-        failures: list[str] = []
-        winners: list[tuple[str, YamuxConn]] = []
         try:
             if peer == self.author:
                 raise PeerUnreachableError("this is myself")
+            dial.offer(self.addresses_of(peer))
             with trio.move_on_after(DIAL_TIMEOUT):
-                await self._race(peer, dial.addresses, winners, failures)
-            if not winners:
-                reasons = "; ".join(failures) or "no address of it is known"
+                await self._race(peer, dial)
+            if dial.winner is None:
+                reasons = "; ".join(dial.failures) or "no address of it is known, or none answered"
                 raise PeerUnreachableError(f"cannot reach {peer_id_of(peer)}: {reasons}")
-            self.add_addresses(peer, [winners[0][0]])
-            await self._swarm.add_conn(winners[0][1], "outbound")
+            address, muxed = dial.winner
+            self.add_addresses(peer, [address])
+            await self._swarm.add_conn(muxed, "outbound")
         except PeerUnreachableError as error:
             dial.error = error
         except Exception as error:
@@ -357,31 +380,34 @@ class Host:
             del self._dials[peer]
             dial.done.set()
 
-    async def _race(
-        self, peer: bytes, addresses: Sequence[str], winners: list[tuple[str, YamuxConn]], failures: list[str]
-    ) -> None:
-        async def attempt(address: str, target: tuple[str, int], has_failed: trio.Event) -> None:
+    async def _race(self, peer: bytes, dial: _Dial) -> None:
+        async def attempt(address: str, target: tuple[str, int]) -> None:
             try:
                 muxed = await self._dial_one(peer, target)
             except Exception as error:
-                failures.append(f"{address}: {error or repr(error)}")
-                has_failed.set()
-                return
-            if winners:
-                await muxed.secured_conn.close()
+                dial.failures.append(f"{address}: {str(error) or repr(error)}")
+                dial.news.set()
             else:
-                winners.append((address, muxed))
-                nursery.cancel_scope.cancel()
+                if dial.winner is None:
+                    dial.winner = (address, muxed)
+                    nursery.cancel_scope.cancel()
+                else:
+                    await muxed.secured_conn.close()
 
+        num_tried = 0
         async with trio.open_nursery() as nursery:
-            for address in addresses:
-                target = dial_target(address, peer)
-                if target is None:
+            while nursery.child_tasks or num_tried < len(dial.addresses):
+                dial.news = trio.Event()
+                if num_tried == len(dial.addresses):
+                    await dial.news.wait()
                     continue
-                has_failed = trio.Event()
-                nursery.start_soon(attempt, address, target, has_failed)
-                with trio.move_on_after(DIAL_STAGGER):
-                    await has_failed.wait()
+                address = dial.addresses[num_tried]
+                num_tried += 1
+                target = dial_target(address, peer)
+                if target is not None:
+                    nursery.start_soon(attempt, address, target)
+                    with trio.move_on_after(DIAL_STAGGER):
+                        await dial.news.wait()
 
     async def _dial_one(self, peer: bytes, target: tuple[str, int]) -> YamuxConn:
         stream = await trio.open_tcp_stream(*target)
@@ -421,10 +447,9 @@ class _ConnectionNotifee(INotifee):
 def is_multiaddr(address: str) -> bool:
     """Whether the text is a multiaddr."""
     try:
-        Multiaddr(address)
+        return len(Multiaddr(address).to_bytes()) > 0
     except Exception:
         return False
-    return True
 
 
 @contextmanager
@@ -481,7 +506,7 @@ async def open_host(
     peerstore = PeerStore()
     peerstore.add_key_pair(peer_id, key_pair)
     noise = NoiseTransport(key_pair, noise_privkey=create_new_x25519_key_pair().private_key)
-    async with _open_nursery() as nursery:
+    async with open_service_nursery() as nursery:
         swarm = MendedSwarm(peer_id, peerstore, MendedUpgrader(noise), nursery, ping_interval, ping_timeout)
         libp2p = MendedHost(swarm, addrs_factory=_Announced())
         host = Host(author, libp2p, swarm, nursery)
@@ -492,19 +517,6 @@ async def open_host(
         finally:
             with trio.CancelScope(deadline=trio.current_time() + 2 * CLOSE_TIMEOUT, shield=True):
                 await libp2p.close()
-            nursery.cancel_scope.cancel()
-
-
-@asynccontextmanager
-async def _open_nursery() -> AsyncIterator[trio.Nursery]:
-    """A nursery whose block's own error comes out as it is: its tasks here raise nothing, so it is the only one."""
-    try:
-        async with trio.open_nursery() as nursery:
-            yield nursery
-    except BaseExceptionGroup as group:
-        if len(group.exceptions) > 1:
-            raise
-        raise group.exceptions[0] from None
 
 
 async def _listen(swarm: MendedSwarm, address: str) -> None:

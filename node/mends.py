@@ -19,6 +19,7 @@ from __future__ import annotations
 import importlib.metadata
 import ipaddress
 import logging
+import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import contextmanager, suppress
@@ -72,11 +73,9 @@ if importlib.metadata.version("libp2p") != MENDED_RELEASE:
         f"install libp2p=={MENDED_RELEASE}"
     )
 
-# The library reports every peer's every fault, at any level; what matters of it is logged here. Who wants to read it
-# sets a level of their own.
-_library_logger = logging.getLogger("libp2p")
-if _library_logger.level == logging.NOTSET:
-    _library_logger.setLevel(logging.CRITICAL)
+# The library reports every peer's every fault, at any level; what matters of it is logged here.
+if "LIBP2P_DEBUG" not in os.environ:
+    logging.getLogger("libp2p").setLevel(logging.CRITICAL)
 
 # From accepting a socket to an authenticated, multiplexed connection. Five round trips at 400 ms fit twice.
 HANDSHAKE_TIMEOUT = 5.0
