@@ -7,7 +7,7 @@ told what arrives and what time it is, by both clocks: ``unix`` for the entries,
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from .antientropy import Session
 from .entries import Delta, Entry, Kind
@@ -15,14 +15,17 @@ from .errors import RemoteProtocolError
 from .liveness import BASE_PERIOD, Liveness
 from .push import Push, SendBatch, decode_batch
 from .state import MergeReport, RunState
-from .token_bucket import TokenBucket
+from .token_bucket import PeerMeters
 
 MAX_FORWARDED = 64
 """Of what a session of anti-entropy brought, this much is pushed on; more means that this node was away, not they."""
 FAULT_BURST = 8
 FAULT_RATE = 0.1
 """Invalid items that a peer may send at once, and a second. Honest peers send none; a flooder is cut off here."""
-MAX_FAULT_METERS = 1_024
+AVOID_SECONDS = 30.0
+"""How long a peer that could not be reached is not asked again. Whether it is dead is not judged here."""
+SLICE_ITEMS = 64
+"""Merged at a time, 7 ms of verification; a driver lets others run in between."""
 SILENT_SHARE = 0.1
 """Of the sessions, how many go to a member that is silent: the way in which two halves of a network meet again."""
 
@@ -37,7 +40,8 @@ class Gossip:
         self.liveness = Liveness(base_period)
         self.push = Push(rng)
         self._rng = rng
-        self._fault_meters: dict[bytes, TokenBucket] = {}
+        self._faults = PeerMeters(FAULT_BURST, FAULT_RATE)
+        self._avoided: dict[bytes, float] = {}  # peer -> until when
 
     def publish(self, entry: Entry, unix: float) -> None:
         """An entry that this node has written."""
@@ -56,7 +60,7 @@ class Gossip:
         Raises `RemoteProtocolError` if the peer has sent more invalid items than could be an accident; what was valid
         is merged nevertheless.
         """
-        meter = self._fault_meter(peer, now)
+        meter = self._faults.of(peer, now)
         if meter.available(now) < 1.0:
             raise RemoteProtocolError("too many invalid entries from this peer")
         report = self.state.merge(delta, unix)
@@ -69,14 +73,6 @@ class Gossip:
                 raise RemoteProtocolError(f"too many invalid entries from this peer: {report.faults[0]}")
         return report
 
-    def _fault_meter(self, peer: bytes, now: float) -> TokenBucket:
-        meter = self._fault_meters.get(peer)
-        if meter is None:
-            if len(self._fault_meters) >= MAX_FAULT_METERS:
-                del self._fault_meters[next(iter(self._fault_meters))]
-            meter = self._fault_meters[peer] = TokenBucket(FAULT_BURST, FAULT_RATE, now)
-        return meter
-
     def _note_beats(self, entries: Iterable[Entry], now: float) -> None:
         for entry in entries:
             if entry.kind is Kind.BEAT and entry.author != self.author:
@@ -87,16 +83,19 @@ class Gossip:
         if self.state.expire(unix):
             present = {entry.author for entry in self.state.entries(Kind.BEAT)}
             self.liveness.forget_all_but(present)
+        self._avoided = {peer: until for peer, until in self._avoided.items() if until > now}
         self.state.fit_beat_ttl(self.liveness.silence)
         return self.push.tick(now, lambda peer: self._is_candidate(peer, now), lambda: self.candidates(now))
 
     def _is_candidate(self, peer: bytes, now: float) -> bool:
-        return self.liveness.is_live(peer, now) and not self.liveness.is_suspect(peer) and self.state.is_member(peer)
+        return self.liveness.is_live(peer, now) and self._is_welcome(peer)
+
+    def _is_welcome(self, peer: bytes) -> bool:
+        return peer not in self._avoided and not self.liveness.is_suspect(peer) and self.state.is_member(peer)
 
     def candidates(self, now: float) -> list[bytes]:
         """Peers to talk to: they live, can be reached, belong to the run and have not left."""
-        live = self.liveness.live(now)
-        return [peer for peer in live if not self.liveness.is_suspect(peer) and self.state.is_member(peer)]
+        return [peer for peer in self.liveness.live(now) if self._is_welcome(peer)]
 
     def choose_partner(self, now: float) -> tuple[bytes, bool] | None:
         """Whom to sync with next, and whether to ask for heartbeats; None: nobody is known.
@@ -112,19 +111,26 @@ class Gossip:
         return (self._rng.choice(live), False) if live else None
 
     def open_session(self, unix: float, *, is_initiator: bool, with_beats: bool = False) -> Session:
-        """A session of anti-entropy; what it receives goes to `merge_session`."""
+        """A session of anti-entropy; what it receives goes to `merge`."""
         return Session(self.state, self._rng, unix, is_initiator=is_initiator, with_beats=with_beats)
-
-    def merge_session(self, delta: Delta, peer: bytes, unix: float, now: float) -> MergeReport:
-        """Take in what a session brought. As `merge`, but much at once is not pushed on."""
-        few = len(delta.entries) + len(delta.proofs) <= MAX_FORWARDED
-        return self.merge(delta, peer, unix, now, forward=few)
 
     def reached(self, peer: bytes) -> None:
         """A session with the peer went well."""
-        self.liveness.trust(peer)
+        self._avoided.pop(peer, None)
 
     def unreachable(self, peer: bytes, now: float) -> None:
         """The peer could not be reached, or broke the protocol: others first, for a while."""
-        self.liveness.suspect(peer, now)
+        self._avoided[peer] = now + AVOID_SECONDS
         self.push.drop(peer)
+
+
+def slices_of(delta: Delta) -> Iterator[Delta]:
+    """The same in parts of at most `SLICE_ITEMS`."""
+    for start in range(0, max(len(delta.entries), len(delta.proofs)), SLICE_ITEMS):
+        part = slice(start, start + SLICE_ITEMS)
+        yield Delta(delta.entries[part], delta.proofs[part])
+
+
+def is_worth_forwarding(delta: Delta) -> bool:
+    """Whether what a session brought is so little that others may lack it too."""
+    return len(delta.entries) + len(delta.proofs) <= MAX_FORWARDED

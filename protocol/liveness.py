@@ -13,8 +13,8 @@ from dataclasses import dataclass
 BASE_PERIOD = 10.0
 PEERS_A_SECOND = 50.0
 PERIODS_OF_SILENCE = 3.0
-SUSPICION_SECONDS = 30.0
-"""How long a peer that could not be reached is left alone, at least."""
+SUSPICION_SECONDS = 5.0
+"""A heartbeat that comes this soon after a suspicion may have been on its way since before."""
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class Liveness:
                 pulse.suspected_at = None
 
     def suspect(self, peer: bytes, now: float) -> None:
-        """It could not be reached: until it has beaten again, and for a while, others are asked instead."""
+        """It could not be reached: taken for dead until it beats again, or is reached (`trust`)."""
         pulse = self._pulses.get(peer)
         if pulse is not None:
             pulse.suspected_at = now

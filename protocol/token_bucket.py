@@ -1,4 +1,4 @@
-"""A token bucket: so many at once, so many a second in the long run."""
+"""Token buckets: so many at once, so many a second in the long run."""
 
 from __future__ import annotations
 
@@ -28,3 +28,23 @@ class TokenBucket:
             return False
         self._tokens -= count
         return True
+
+
+class PeerMeters:
+    """A bucket for each peer, of all alike. The oldest are forgotten first, which fills them."""
+
+    def __init__(self, capacity: float, rate: float, max_peers: int = 1_024) -> None:
+        """``max_peers``: more peers than any node talks to within the time in which a bucket fills."""
+        self._capacity = capacity
+        self._rate = rate
+        self._max_peers = max_peers
+        self._buckets: dict[bytes, TokenBucket] = {}
+
+    def of(self, peer: bytes, now: float) -> TokenBucket:
+        """The peer's bucket."""
+        bucket = self._buckets.get(peer)
+        if bucket is None:
+            if len(self._buckets) >= self._max_peers:
+                del self._buckets[next(iter(self._buckets))]
+            bucket = self._buckets[peer] = TokenBucket(self._capacity, self._rate, now)
+        return bucket

@@ -25,21 +25,24 @@ from .entries import (
 from .errors import LocalProtocolError
 from .identity import public_bytes, sign
 
-MAX_LEAD = 30.0
-"""Seconds that ticks may run ahead of this node's clock, half of what others accept: their clocks are off too."""
+MAX_LEAD = 50.0
+"""Seconds that ticks may run ahead of this node's clock: ten less than others accept, whose clocks are off too."""
 
 
 class Writer:
     """Writes one author's entries. ``now`` is Unix seconds by this node's clock."""
 
-    def __init__(self, key: Ed25519PrivateKey, run_id: bytes, mark: int = 0) -> None:
-        """``mark``: what was stored last (Unix seconds), 0 if this key has never written."""
+    def __init__(self, key: Ed25519PrivateKey, run_id: bytes) -> None:
         self.author = public_bytes(key)
         self._key = key
         self._run_id = run_id
-        self._mark = mark
-        self._floor = mark
+        self._mark = 0
+        self._floor = 0
         self._last: dict[int, int] = {}
+
+    def resume(self, mark: int) -> None:
+        """Begin a life after one that stored this mark (Unix seconds). To be called before anything is written."""
+        self._mark = self._floor = max(self._mark, mark)
 
     def _next_tick(self, kind: Kind, index: int, now: float) -> int:
         quantum = RULES[kind].quantum

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.protocol.antientropy import Session
 from farandole.protocol.entries import Beat, Checker, Delta, Entry, Kind, Member, Metric, Payload, Signed
 from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.gossip import Gossip
+from farandole.protocol.gossip import Gossip, is_worth_forwarding
 from farandole.protocol.liveness import BASE_PERIOD
 from farandole.protocol.push import TICK_SECONDS
 from farandole.protocol.state import RunState
@@ -94,7 +94,8 @@ class SimulatedNode:
 
     def _new_life(self) -> None:
         self.state = RunState(RUN_ID, self.world.creator, checker=self.world.checker)
-        self.writer = Writer(self.key, RUN_ID, self.mark)
+        self.writer = Writer(self.key, RUN_ID)
+        self.writer.resume(self.mark)
         self.gossip = Gossip(self.state, self.writer.author, self._rng, self.world.base_period)
         self.incarnation += 1
         self._sessions.clear()
@@ -244,7 +245,8 @@ class SimulatedNode:
         try:
             received = opened.session.receive_data(data)
             for delta in received.deltas:
-                self._note(self.gossip.merge_session(delta, peer, unix, now).new)
+                report = self.gossip.merge(delta, peer, unix, now, forward=is_worth_forwarding(delta))
+                self._note(report.new)
         except RemoteProtocolError:
             del self._sessions[key]
             return

@@ -1,0 +1,206 @@
+"""What a node keeps on its disk: the run state, a few facts, an address book, and the mark of its writer.
+
+SQLite in WAL mode holds all but the mark; every call runs in a thread, one at a time, and each is one transaction, so
+a kill in the middle leaves all of it or nothing. What is read back is no more trusted than what a peer sends: run
+state is merged again entry by entry. A damaged database is put aside and begun anew, since all of it can be had from
+peers. The mark cannot, and it must be stored even on a full disk: it is a file of its own, a few bytes that are
+overwritten in place and synced (see `farandole.protocol.writer`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import trio
+
+from farandole.protocol.errors import FarandoleError
+
+logger = logging.getLogger(__name__)
+
+MAX_PEERS = 1_024
+"""The address book keeps who was seen last."""
+MAX_KNOWN = 64
+"""As many are given to dial: if none of the newest 64 answers, this machine is offline."""
+MAX_FACT_BYTES = 1024 * 1024
+_MARK_DIGITS = 20
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS authors (author BLOB PRIMARY KEY, entries BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS peers (peer BLOB PRIMARY KEY, addresses BLOB NOT NULL, seen_at REAL NOT NULL) WITHOUT ROWID;
+"""
+_Result = TypeVar("_Result")
+
+
+class StoreError(FarandoleError):
+    """The disk did not take it (full, broken, read-only); nothing was changed, and a later try may succeed."""
+
+
+class Store:
+    """See the head of the file; made by `open_store`. Every method raises `StoreError` when the disk fails."""
+
+    def __init__(self, connection: sqlite3.Connection, mark_path: Path) -> None:
+        self._connection = connection
+        self._mark_path = mark_path
+        self._lock = trio.Lock()
+
+    async def _in_thread(self, work: Callable[[], _Result]) -> _Result:
+        """Run in a thread, alone; a cancelled caller waits for its end, which is milliseconds away."""
+        async with self._lock:
+            try:
+                return await trio.to_thread.run_sync(work)
+            except (sqlite3.Error, OSError) as error:
+                raise StoreError(f"the store failed: {error}") from error
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield self._connection
+        except BaseException:
+            self._connection.execute("ROLLBACK")
+            raise
+        self._connection.execute("COMMIT")
+
+    # run state
+
+    async def load_authors(self) -> dict[bytes, bytes]:
+        """Author -> what `RunState.export` gave. To be verified."""
+        return await self._in_thread(lambda: dict(self._connection.execute("SELECT author, entries FROM authors")))
+
+    async def save_authors(self, rows: Mapping[bytes, bytes | None]) -> None:
+        """Replace these authors' rows, all or none; None deletes one."""
+        gone = [(author,) for author, entries in rows.items() if entries is None]
+        kept = [(author, entries) for author, entries in rows.items() if entries is not None]
+
+        def work() -> None:
+            with self._transaction() as connection:
+                connection.executemany("DELETE FROM authors WHERE author = ?", gone)
+                connection.executemany("INSERT OR REPLACE INTO authors VALUES (?, ?)", kept)
+
+        await self._in_thread(work)
+
+    # the writer's mark
+
+    async def load_mark(self) -> int:
+        """The mark stored last, 0 if there is none."""
+
+        def work() -> int:
+            try:
+                digits = self._mark_path.read_bytes()
+            except FileNotFoundError:
+                return 0
+            return int(digits) if digits.strip().isdigit() and len(digits) <= _MARK_DIGITS + 1 else 0
+
+        return await self._in_thread(work)
+
+    async def save_mark(self, mark: int) -> None:
+        """On disk when this returns. It takes no new space, and twenty bytes are written whole or not at all."""
+
+        def work() -> None:
+            descriptor = os.open(self._mark_path, os.O_WRONLY | os.O_CREAT, 0o600)
+            try:
+                os.pwrite(descriptor, b"%020d\n" % mark, 0)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+        await self._in_thread(work)
+
+    # facts
+
+    async def get_fact(self, name: str) -> bytes | None:
+        """A value that was put under this name."""
+
+        def work() -> bytes | None:
+            row = self._connection.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
+            return row[0] if row else None
+
+        return await self._in_thread(work)
+
+    async def put_fact(self, name: str, value: bytes) -> None:
+        """Keep a value of at most 1 MB: the manifest's bytes, say."""
+        if len(value) > MAX_FACT_BYTES:
+            raise ValueError(f"a fact has at most {MAX_FACT_BYTES} bytes, not {len(value)}")
+
+        def work() -> None:
+            with self._transaction() as connection:
+                connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
+
+        await self._in_thread(work)
+
+    # the address book
+
+    async def remember_peer(self, peer: bytes, addresses: Sequence[str], seen_at: float | None = None) -> None:
+        """That a peer (its public key) was reached at these multiaddrs, just now or at a Unix time."""
+        row = (peer, msgspec.json.encode(list(addresses)), time.time() if seen_at is None else seen_at)
+
+        def work() -> None:
+            with self._transaction() as connection:
+                connection.execute("INSERT OR REPLACE INTO peers VALUES (?, ?, ?)", row)
+                connection.execute(
+                    "DELETE FROM peers WHERE peer NOT IN (SELECT peer FROM peers ORDER BY seen_at DESC LIMIT ?)",
+                    (MAX_PEERS,),
+                )
+
+        await self._in_thread(work)
+
+    async def known_peers(self) -> dict[bytes, list[str]]:
+        """The peers seen last, newest first -> their addresses."""
+
+        def work() -> dict[bytes, list[str]]:
+            rows = self._connection.execute(
+                "SELECT peer, addresses FROM peers ORDER BY seen_at DESC LIMIT ?", (MAX_KNOWN,)
+            )
+            return {peer: msgspec.json.decode(addresses, type=list[str]) for peer, addresses in rows}
+
+        return await self._in_thread(work)
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    # One thread at a time uses it, never two (`Store._in_thread`); which one varies.
+    connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=5.0)
+    try:
+        connection.execute("PRAGMA journal_mode=WAL")
+        # A power cut may lose the last seconds, which peers still have, but not damage the file (sqlite.org/wal.html).
+        connection.execute("PRAGMA synchronous=NORMAL")
+        connection.executescript(_SCHEMA)
+        if connection.execute("PRAGMA quick_check").fetchone() != ("ok",):
+            raise sqlite3.DatabaseError("quick_check found damage")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _connect_or_begin_anew(path: Path) -> sqlite3.Connection:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        return _connect(path)
+    except sqlite3.OperationalError as error:
+        raise StoreError(f"cannot open {path}: {error}") from error
+    except sqlite3.DatabaseError as error:
+        logger.warning("%s is damaged (%s): it is put aside, and what it held comes from peers again", path, error)
+        for suffix in ("", "-wal", "-shm"):
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(f"{path}{suffix}", f"{path}{suffix}.damaged")
+        return _connect(path)
+
+
+@asynccontextmanager
+async def open_store(path: Path) -> AsyncIterator[Store]:
+    """The store in this file, made if it is not there; `StoreError` if it cannot be opened."""
+    connection = await trio.to_thread.run_sync(_connect_or_begin_anew, path)
+    try:
+        yield Store(connection, path.with_name(path.name + ".mark"))
+    finally:
+        with trio.CancelScope(shield=True):
+            await trio.to_thread.run_sync(connection.close)
