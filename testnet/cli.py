@@ -1,0 +1,115 @@
+"""``farandole testnet``: the node's command line with the commands that need many nodes; the ``farandole`` script."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from farandole.node.cli import app, print_json, run_app_and_exit
+from farandole.node.exits import Exit
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .report import Report
+
+testnet_app = typer.Typer(help="Many nodes on this machine: a rehearsal with a verdict.", no_args_is_help=True)
+app.add_typer(testnet_app, name="testnet")
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run a command and exit with its code."""
+    run_app_and_exit(app, arguments)
+
+
+@testnet_app.command("run")
+def run_testnet(
+    scenario: Annotated[
+        str, typer.Argument(metavar="[SCENARIO]", help="A TOML file, or demo, churn, unequal.")
+    ] = "demo",
+    nodes: Annotated[int | None, typer.Option(min=1, help="How many, instead of the scenario's.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="How many, instead of the scenario's.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for report.json, loss.png, logs.", show_default="out/SCENARIO")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of the run.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON at the end.")] = False,
+) -> None:
+    """Start real nodes as processes, play the scenario's faults, and judge: exit code 0 only on a pass.
+
+    Examples: [cyan]farandole testnet run demo[/cyan]; [cyan]farandole testnet run churn --out /tmp/churn[/cyan]
+    """
+    import trio
+    from rich.console import Console
+
+    from .launch import Testnet, write_report
+    from .live import open_view
+    from .scenario import load_scenario
+
+    played = load_scenario(scenario, nodes=nodes, rounds=rounds, seed=seed)
+    folder = out or Path("out") / Path(scenario).stem
+    console = Console(stderr=as_json)
+    with open_view(console) as view:
+        testnet = Testnet(played, folder.absolute(), view)
+        report = trio.run(testnet.play)
+    write_report(report, folder)
+    _draw(report, folder, console)
+    _print_verdict(report, folder, console)
+    if as_json:
+        import msgspec
+
+        print_json(msgspec.to_builtins(report))
+    if testnet.is_interrupted:
+        raise typer.Exit(Exit.INTERRUPTED)
+    raise typer.Exit(Exit.OK if report.verdict == "pass" else Exit.VERDICT_FAILED)
+
+
+def _draw(report: Report, folder: Path, console: Console) -> None:
+    try:
+        from .plot import plot_losses
+    except ImportError:
+        console.print("no loss.png: matplotlib is missing (pip install 'farandole\\[testnet]')")
+        return
+    plot_losses(report, folder / "loss.png")
+
+
+def _print_verdict(report: Report, folder: Path, console: Console) -> None:
+    from farandole.node.figures import count, duration, loss
+
+    say = partial(console.print, highlight=False, soft_wrap=True)
+    exchanges = sum(node.exchanges_ok for node in report.nodes) // 2
+    say(
+        f"{len(report.nodes)} nodes, {count(report.tokens)} tokens in {duration(report.seconds)} "
+        f"({count(report.tokens_per_second)}/s), {exchanges} exchanges"
+    )
+    say(
+        f"training loss {loss(report.loss_first)} -> {loss(report.loss_last)}; "
+        f"held-out loss {loss(report.loss_start)} -> {loss(report.loss_merged)} (mean of all replicas)"
+    )
+    if report.spread is not None:
+        say(f"spread of the weights {report.spread:.2%}; run state {'equal' if report.state_equal else 'not equal'}")
+    for reason in report.reasons:
+        say(f"  - {reason}", style="red", markup=False)
+    say("PASS" if report.verdict == "pass" else "FAIL", style="bold green" if report.verdict == "pass" else "bold red")
+    say(f"{folder / 'report.json'}, {folder / 'loss.png'}", markup=False)
+
+
+@testnet_app.command("compare")
+def compare(
+    nodes: Annotated[int, typer.Option(min=2, help="Replicas.")] = 8,
+    steps: Annotated[int, typer.Option(min=1, help="Inner steps of each.")] = 2_000,
+    seeds: Annotated[int, typer.Option(min=1, help="Repetitions.")] = 3,
+    interval: Annotated[int, typer.Option(min=1, help="Inner steps a round.")] = 10,
+    out: Annotated[Path | None, typer.Option(help="Folder for compare.json.")] = None,
+) -> None:
+    """Train with NoLoCo, DiLoCo, synchronously and without averaging, on the same tokens, in one process.
+
+    Example: [cyan]farandole testnet compare --steps 500 --seeds 1[/cyan]
+    """
+    from .compare import run_compare
+
+    run_compare(nodes, steps, seeds, out / "compare.json" if out else None, interval)

@@ -1,0 +1,309 @@
+"""Play a scenario: real daemons on 127.0.0.1, each with a folder, key and port of its own, watched and judged.
+
+    start the nodes -> faults, while they train -> wait until the run state is equal -> end them -> merge -> report
+
+The first node gets the manifest, the others an invite. Nobody is special beyond that: an invite is made of whoever is
+live at the moment, so a late joiner does not depend on the first node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Protocol
+
+import msgspec
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.node.identity import load_or_create_key
+from farandole.protocol.errors import FarandoleError
+from farandole.protocol.identity import peer_id_of, public_bytes
+from farandole.protocol.invite import Invite, encode_invite
+from farandole.protocol.manifest import Manifest, SignedManifest, sign_manifest
+
+from .faults import FaultContext, run_fault
+from .leash import Leash, open_leash
+from .process import NODE_COMMAND, NodeProcess
+from .record import NodeRecord
+from .report import Merged, NodeReport, Report, is_state_equal, make_report, node_report
+from .scenario import Fault, Scenario
+
+WATCH_INTERVAL: Final = 0.5
+# Addresses in an invite: of several nodes, since any may be dead.
+INVITE_ADDRESSES: Final = 4
+
+MANIFEST_NAME: Final = "run.manifest"
+REPORT_NAME: Final = "report.json"
+PICTURE_NAME: Final = "loss.png"
+MERGED_NAME: Final = "merged.safetensors"
+
+Measure = Callable[[Manifest, bytes, Sequence[Path], Path], Merged]
+
+
+class TestnetError(FarandoleError):
+    """The testnet cannot be played here."""
+
+    __test__ = False  # not a test, whatever pytest makes of the name
+
+
+class View(Protocol):
+    """Where a person watches."""
+
+    def say(self, text: str) -> None:
+        """An event."""
+
+    def show(self, nodes: Sequence[NodeProcess], seconds: float, scenario: Scenario) -> None:
+        """The state of all nodes, about twice a second."""
+
+
+def measure_with_torch(manifest: Manifest, run_id: bytes, checkpoints: Sequence[Path], out: Path) -> Merged:
+    """`farandole.testnet.merge.measure_merged`, imported when it is needed: with torch."""
+    from .merge import measure_merged
+
+    return measure_merged(manifest, run_id, checkpoints, out)
+
+
+@dataclass
+class Testnet:
+    """One play of a scenario in the folder ``out``."""
+
+    __test__ = False
+
+    scenario: Scenario
+    out: Path
+    view: View
+    command: Sequence[str] = NODE_COMMAND
+    measure: Measure = measure_with_torch
+    is_interrupted: bool = False
+    _events: list[str] = field(default_factory=list)
+    _problems: list[str] = field(default_factory=list)
+    _nodes: list[NodeProcess] = field(default_factory=list)
+    _started_at: float = 0.0
+    _pending_faults: int = 0
+    _rounds_waited_for: dict[int, trio.Event] = field(default_factory=dict)
+    _stage: trio.CancelScope = field(default_factory=trio.CancelScope)
+    """What Ctrl-C ends: the training, or the measuring after it."""
+
+    async def play(self) -> Report:
+        """Ctrl-C ends it early, in good order and with a report; a second one kills the nodes.
+
+        Raises `TestnetError` if the folder cannot be used.
+        """
+        manifest = self.scenario.manifest(time.time())
+        signed = sign_manifest(manifest, Ed25519PrivateKey.generate())
+        prepare_folder(self.out)
+        (self.out / MANIFEST_NAME).write_bytes(signed.encode())
+        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._watch_signals, signals)
+                with open_leash() as leash:
+                    self._nodes = self._make_nodes(leash)
+                    nodes, seconds = await self._run_nodes(signed)
+                merged = await self._measure(manifest, signed, nodes)
+                nursery.cancel_scope.cancel()
+        if self.is_interrupted:
+            self._problems.insert(0, "interrupted")
+        return make_report(
+            self.scenario,
+            signed.run_id,
+            nodes,
+            merged,
+            seconds=seconds,
+            events=self._events,
+            problems=self._problems,
+        )
+
+    def _say(self, text: str) -> None:
+        self._events.append(f"{trio.current_time() - self._started_at:.1f} s: {text}")
+        self.view.say(text)
+
+    async def _watch_signals(self, signals: AsyncIterator[int]) -> None:
+        async for _ in signals:
+            if self.is_interrupted:
+                for node in self._nodes:
+                    node.kill()
+            else:
+                self._say("interrupted: ending all nodes in good order (again to kill them)")
+            self.is_interrupted = True
+            self._stage.cancel()
+
+    def _make_nodes(self, leash: Leash) -> list[NodeProcess]:
+        nodes = []
+        for index, port in enumerate(free_ports(self.scenario.nodes)):
+            home = self.out / "nodes" / f"{index:02d}"
+            peer_id = peer_id_of(public_bytes(load_or_create_key(home / "key")))
+            options = self._options(index, port)
+            nodes.append(NodeProcess(NodeRecord(index, peer_id), home, options, leash, self._say, self.command))
+        return nodes
+
+    def _options(self, index: int, port: int) -> list[str]:
+        scenario = self.scenario
+        settings = {
+            "--listen": f"/ip4/127.0.0.1/tcp/{port}",
+            "--device": scenario.device,
+            "--max-rounds": scenario.rounds,
+            "--slow": scenario.slowness(index),
+            "--heartbeat-seconds": scenario.heartbeat_seconds,
+            "--checkpoint-seconds": scenario.checkpoint_seconds,
+            "--validate-every": scenario.validate_every,
+            "--threads": 1,
+        }
+        return [str(part) for pair in settings.items() for part in pair]
+
+    async def _run_nodes(self, signed: SignedManifest) -> tuple[list[NodeReport], float]:
+        """Train, let the run state settle, take down what is known, and end the nodes."""
+        self._started_at = trio.current_time()
+        async with trio.open_nursery() as life:
+            with trio.CancelScope() as self._stage:
+                with trio.move_on_after(self.scenario.timeout) as limit:
+                    await self._train(life, signed)
+                if limit.cancelled_caught:
+                    self._problems.append(f"the training was not over after {self.scenario.timeout:g} s")
+                seconds = trio.current_time() - self._started_at
+                await self._settle()
+            if self._stage.cancelled_caught:
+                seconds = trio.current_time() - self._started_at
+            nodes = self._node_reports()
+            self._say("ending all nodes")
+            async with trio.open_nursery() as ending:
+                for node in self._nodes:
+                    ending.start_soon(node.leave)
+        return nodes, seconds
+
+    def _node_reports(self) -> list[NodeReport]:
+        return [node_report(node.record, is_alive=node.is_running) for node in self._nodes]
+
+    async def _train(self, life: trio.Nursery, signed: SignedManifest) -> None:
+        """Returns when every fault is over and every live node has finished its rounds."""
+
+        async def start(node: NodeProcess) -> None:
+            await life.start(node.run, self._source(node, signed))
+
+        context = FaultContext(self._nodes, self._started_at, start, self._reach_round, self._say)
+        async with trio.open_nursery() as nursery:
+            self._pending_faults = len(self.scenario.fault)
+            for fault in self.scenario.fault:
+                nursery.start_soon(self._run_fault, fault, context)
+            nursery.start_soon(self._start_nodes, start)
+            while self._is_training():
+                self._watch()
+                await trio.sleep(WATCH_INTERVAL)
+        self._watch()
+
+    def _is_training(self) -> bool:
+        early = [node for node in self._nodes if node.record.index not in self.scenario.late_joiners]
+        return (
+            self._pending_faults > 0
+            or not all(node.has_joined for node in early)
+            or any(node.is_running and not node.record.is_finished for node in self._nodes)
+        )
+
+    def _watch(self) -> None:
+        now = trio.current_time()
+        for node in self._nodes:
+            is_watched = node.is_running and not node.is_frozen
+            if is_watched and node.record.check_progress(now, self.scenario.wedged_after):
+                phase = node.record.status.phase if node.record.status else "starting"
+                self._say(f"{node.name} is wedged: {phase} for {self.scenario.wedged_after:g} s")
+        farthest = max((node.record.round for node in self._nodes if node.is_running), default=0)
+        for round_index, event in self._rounds_waited_for.items():
+            if farthest >= round_index:
+                event.set()
+        self.view.show(self._nodes, now - self._started_at, self.scenario)
+
+    async def _reach_round(self, round_index: int) -> None:
+        await self._rounds_waited_for.setdefault(round_index, trio.Event()).wait()
+
+    async def _run_fault(self, fault: Fault, context: FaultContext) -> None:
+        await run_fault(fault, context)
+        self._pending_faults -= 1
+
+    async def _start_nodes(self, start: Callable[[NodeProcess], Awaitable[None]]) -> None:
+        """The first, and when it can be dialled the others, one after the other."""
+        first, *others = self._nodes
+        self._say(f"starting {len(self._nodes) - len(self.scenario.late_joiners)} nodes in {self.out / 'nodes'}")
+        await start(first)
+        await first.is_up.wait()
+        for node in others:
+            if node.record.index not in self.scenario.late_joiners:
+                await trio.sleep(self.scenario.start_interval)
+                await start(node)
+
+    def _source(self, node: NodeProcess, signed: SignedManifest) -> str | None:
+        """What the node joins with: nothing when it was here before, since it remembers."""
+        if node.has_joined:
+            return None
+        if node is self._nodes[0]:
+            return str(self.out / MANIFEST_NAME)
+        live = [other.record.status for other in self._nodes if other.is_running]
+        addresses = [status.addresses[0] for status in live if status and status.addresses]
+        return encode_invite(Invite(signed.run_id, tuple(addresses[:INVITE_ADDRESSES])))
+
+    async def _settle(self) -> None:
+        """Wait until the run state is equal on all live nodes, as far as they told after the training."""
+        self._say("training is over; waiting until the run state is equal on all nodes")
+        trained_at = trio.current_time()
+        with trio.move_on_after(self.scenario.settle_timeout):
+            while not self._is_settled(trained_at):
+                self._watch()
+                await trio.sleep(WATCH_INTERVAL)
+            self._say("the run state is equal on all nodes")
+
+    def _is_settled(self, since: float) -> bool:
+        live = [node.record for node in self._nodes if node.is_running]
+        is_fresh = all(record.seen_at is not None and record.seen_at > since for record in live)
+        return is_fresh and is_state_equal(self._node_reports())
+
+    async def _measure(self, manifest: Manifest, signed: SignedManifest, nodes: Sequence[NodeReport]) -> Merged | None:
+        """Merge the replicas of the nodes that were live at the end; None if there are none, or on Ctrl-C."""
+        alive = {node.index for node in nodes if node.is_alive}
+        checkpoints = [node.checkpoint for node in self._nodes if node.record.index in alive]
+        checkpoints = [path for path in checkpoints if path.exists()]
+        if not checkpoints:
+            return None
+        self._say(f"measuring the mean of {len(checkpoints)} replicas on held-out text")
+        with trio.CancelScope() as self._stage:
+            try:
+                return await trio.to_thread.run_sync(
+                    self.measure,
+                    manifest,
+                    signed.run_id,
+                    checkpoints,
+                    self.out / MERGED_NAME,
+                    abandon_on_cancel=True,  # type: ignore[call-arg]
+                )
+            except (OSError, ValueError, RuntimeError) as error:
+                self._problems.append(f"the replicas could not be merged: {error}")
+        return None
+
+
+def prepare_folder(out: Path) -> None:
+    """Make the folder, or empty it if a testnet was played in it; `TestnetError` if it holds anything else."""
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / MANIFEST_NAME).exists())):
+        raise TestnetError(f"{out} holds other things: name a new folder with --out")
+    for name in (REPORT_NAME, PICTURE_NAME, MERGED_NAME, MANIFEST_NAME):
+        (out / name).unlink(missing_ok=True)
+    if (out / "nodes").exists():
+        shutil.rmtree(out / "nodes")
+    out.mkdir(parents=True, exist_ok=True)
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports on 127.0.0.1 that nobody listens on now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def write_report(report: Report, out: Path) -> None:
+    """``report.json``."""
+    (out / REPORT_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")

@@ -1,0 +1,61 @@
+"""No testnet leaves processes behind, even if its launcher is killed with SIGKILL in the middle.
+
+A small process beside the launcher holds the other end of a pipe. The launcher tells it each process group that it
+starts and ends; when the pipe closes, for whatever reason, it kills those that are left. A death signal
+(PR_SET_PDEATHSIG) was tried and rejected: it is Linux only, follows the thread that forked rather than the process, and
+does not reach trainers whose daemon is frozen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import IO
+
+
+class Leash:
+    """The launcher's end."""
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self._pipe = pipe
+
+    def hold(self, group: int) -> None:
+        """Kill this process group when the launcher ends."""
+        self._pipe.write(f"+{group}\n".encode())
+
+    def release(self, group: int) -> None:
+        """The group's leader has ended: its number may soon be somebody else's."""
+        self._pipe.write(f"-{group}\n".encode())
+
+
+@contextlib.contextmanager
+def open_leash() -> Iterator[Leash]:
+    """Start the watching process; at the end it kills what is still held, and goes."""
+    command = [sys.executable, "-m", "farandole.testnet.leash"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True) as process:
+        assert process.stdin is not None
+        yield Leash(process.stdin)
+
+
+def kill_group(group: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Signal a whole process group; one that is gone is no error."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
+
+
+def main() -> None:
+    """Entry point of the watching process: ``+GROUP`` and ``-GROUP`` lines until the end of the input."""
+    held: set[int] = set()
+    for line in sys.stdin:
+        group = int(line[1:])
+        (held.add if line.startswith("+") else held.discard)(group)
+    for group in held:
+        kill_group(group)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Watching a testnet: one table on a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from farandole.node.figures import count, duration, loss, sparkline
+
+from .process import NodeProcess
+from .scenario import Scenario
+
+LINE_INTERVAL: Final = 10.0
+SPARKLINE_WIDTH: Final = 16
+
+
+class LineView:
+    """For logs and pipes: events as they come, a summary every ten seconds."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._shown_at = 0.0
+
+    def say(self, text: str) -> None:
+        """One line."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def show(self, nodes: Sequence[NodeProcess], seconds: float, scenario: Scenario) -> None:
+        """A summary, if the last one is old enough."""
+        if time.monotonic() - self._shown_at >= LINE_INTERVAL:
+            self._shown_at = time.monotonic()
+            self.say(f"{duration(seconds)}: {summary(nodes, scenario)}")
+
+
+class TableView:
+    """For a terminal."""
+
+    def __init__(self, console: Console, live: Live) -> None:
+        self._console = console
+        self._live = live
+
+    def say(self, text: str) -> None:
+        """A line above the table."""
+        self._console.print(text, markup=False, highlight=False)
+
+    def show(self, nodes: Sequence[NodeProcess], seconds: float, scenario: Scenario) -> None:
+        """Draw the table again."""
+        self._live.update(table(nodes, seconds, scenario), refresh=True)
+
+
+@contextlib.contextmanager
+def open_view(console: Console) -> Iterator[LineView | TableView]:
+    """The view that suits the console."""
+    if not console.is_terminal:
+        yield LineView(console)
+        return
+    with Live(console=console, auto_refresh=False) as live:
+        yield TableView(console, live)
+
+
+def summary(nodes: Sequence[NodeProcess], scenario: Scenario) -> str:
+    """One line on all nodes."""
+    running = [node for node in nodes if node.is_running]
+    statuses = [node.record.status for node in running if node.record.status]
+    if not statuses:
+        return f"{len(running)} nodes start"
+    rounds = [status.round for status in statuses]
+    losses = [status.loss for status in statuses if status.loss is not None]
+    course = f"loss {min(losses):.3f} to {max(losses):.3f}" if losses else "no loss yet"
+    return (
+        f"{len(running)} live, rounds {min(rounds)} to {max(rounds)} of {scenario.rounds}, {course}, "
+        f"{sum(node.record.total('exchanges_ok') for node in nodes) // 2} exchanges, "
+        f"{count(sum(status.tokens_per_second for status in statuses))} tokens/s"
+    )
+
+
+def table(nodes: Sequence[NodeProcess], seconds: float, scenario: Scenario) -> Table:
+    """One line a node."""
+    result = Table(box=None, pad_edge=False, header_style="dim", title_justify="left", title_style="bold")
+    result.title = f"{duration(seconds)}: {summary(nodes, scenario)}"
+    result.add_column("node")
+    result.add_column("peer", style="dim")
+    result.add_column("doing", min_width=16)
+    for column in ("round", "steps", "tokens/s", "loss"):
+        result.add_column(column, justify="right")
+    result.add_column("course", min_width=SPARKLINE_WIDTH, style="cyan")
+    result.add_column("exchanges", justify="right")
+    result.add_column("partners", justify="right")
+    for node in nodes:
+        result.add_row(*_row(node))
+    return result
+
+
+def _row(node: NodeProcess) -> list[str]:
+    record, status = node.record, node.record.status
+    cells = [str(record.index), record.peer_id[-8:], _doing(node)]
+    if status is None:
+        return cells
+    losses = [value for _, value in sorted(record.losses.items())]
+    failed = record.total("exchanges_failed")
+    return [
+        *cells,
+        str(record.round),
+        str(status.inner_steps),
+        count(status.tokens_per_second) if node.is_running else "",
+        loss(status.loss),
+        sparkline(losses, SPARKLINE_WIDTH),
+        f"{record.total('exchanges_ok')} + {record.total('exchanges_alone')} alone"
+        + (f", {failed} failed" * bool(failed)),
+        str(len(record.all_partners)),
+    ]
+
+
+def _doing(node: NodeProcess) -> str:
+    if node.record.wedged:
+        return "[bold red]wedged[/]"
+    if node.is_frozen:
+        return "[blue]frozen[/]"
+    if not node.is_running:
+        return "[red]died[/]" if node.record.died else "[dim]gone[/]" if node.has_joined else "[dim]not yet[/]"
+    phase = node.record.status.phase if node.record.status else "starting"
+    return {"training": "[green]training[/]", "finished": "[bold green]finished[/]"}.get(phase, phase)

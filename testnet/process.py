@@ -1,0 +1,164 @@
+"""One node of a testnet as a process: its folder, port and key, started, watched and ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import trio
+
+from farandole.node.control import ControlError, NoNodeError, call
+from farandole.node.status import NodeStatus
+
+from .leash import Leash, kill_group
+from .record import NodeRecord
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
+NODE_COMMAND: Final = (sys.executable, "-m", "farandole.node")
+POLL_INTERVAL: Final = 1.0
+STATUS_TIMEOUT: Final = 5.0
+# A daemon that is told to end finishes its inner step, saves and says farewell; on a loaded machine that takes a while.
+STOP_TIMEOUT: Final = 20.0
+
+
+@dataclass
+class NodeProcess:
+    """``options`` are those of ``farandole join``, without the invite; ``say`` is told of what befalls the node."""
+
+    record: NodeRecord
+    home: Path
+    options: Sequence[str]
+    leash: Leash
+    say: Callable[[str], None]
+    command: Sequence[str] = NODE_COMMAND
+    is_running: bool = False
+    is_frozen: bool = False
+    is_expected_to_end: bool = False
+    is_up: trio.Event = field(default_factory=trio.Event)
+    """It has answered once, so it can be dialled; or ended before that."""
+    has_joined: bool = False
+    """Started at least once."""
+    _process: trio.Process | None = None
+    _ended: trio.Event | None = None
+
+    @property
+    def name(self) -> str:
+        """As people read it."""
+        return f"node {self.record.index}"
+
+    @property
+    def checkpoint(self) -> Path:
+        """The replica, once it has been saved."""
+        return self.home / "checkpoint.safetensors"
+
+    async def run(self, source: str | None, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Start the daemon and watch over it until it ends.
+
+        ``source`` is the invite or manifest for ``join``; None for a node that was here before.
+        """
+        self.home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with (self.home / "output").open("ab") as output:
+            process = await trio.lowlevel.open_process(
+                [*self.command, "join", *([source] if source else []), "--home", str(self.home), *self.options],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=_environment(),
+                start_new_session=True,
+            )
+        # Between starting and holding there is no checkpoint: a cancellation cannot come between.
+        self.leash.hold(process.pid)
+        self._process, self._ended = process, trio.Event()
+        self.is_running, self.is_expected_to_end, self.has_joined = True, False, True
+        self.record.excuse(trio.current_time())
+        task_status.started()
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._poll)
+                await process.wait()
+                nursery.cancel_scope.cancel()
+        finally:
+            self._bury(process)
+
+    def _bury(self, process: trio.Process) -> None:
+        kill_group(process.pid)  # its trainer, if it is left
+        if process.returncode is None:
+            return  # cancelled: the leash, or whoever stops the testnet, sees to it
+        self.leash.release(process.pid)
+        self.is_running = self.is_frozen = False
+        if not self.is_expected_to_end:
+            self.record.died = True
+            self.say(f"{self.name} died (exit code {process.returncode}): see {self.home / 'output'}")
+        self.is_up.set()
+        if self._ended is not None:
+            self._ended.set()
+
+    async def _poll(self) -> None:
+        while True:
+            if not self.is_frozen:
+                await self._ask()
+            await trio.sleep(POLL_INTERVAL)
+
+    async def _ask(self) -> None:
+        try:
+            raw = await trio.to_thread.run_sync(
+                partial(call, self.home, "status", timeout=STATUS_TIMEOUT),
+                abandon_on_cancel=True,  # type: ignore[call-arg]
+            )
+        except (NoNodeError, ControlError):
+            return  # not up yet, frozen, or ending
+        self.is_up.set()
+        self.record.observe(msgspec.convert(raw, NodeStatus), trio.current_time())
+
+    def kill(self) -> None:
+        """SIGKILL to daemon and trainer: the machine is gone."""
+        if self._process is not None and self.is_running:
+            self.is_expected_to_end = True
+            kill_group(self._process.pid)
+
+    def freeze(self) -> None:
+        """Stop the daemon: it keeps its connections and answers nothing."""
+        if self._process is not None and self.is_running:
+            self.is_frozen = True
+            self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let a frozen daemon go on."""
+        if self._process is not None and self.is_running:
+            self._process.send_signal(signal.SIGCONT)
+            self.is_frozen = False
+            self.record.excuse(trio.current_time())
+
+    async def leave(self) -> None:
+        """Tell it to leave in good order, and wait until it has; after `STOP_TIMEOUT` it is killed."""
+        if self._process is None or self._ended is None or not self.is_running:
+            return
+        self.is_expected_to_end = True
+        self.thaw()
+        self._process.terminate()
+        with trio.move_on_after(STOP_TIMEOUT):
+            await self._ended.wait()
+            return
+        self.say(f"{self.name} did not leave within {STOP_TIMEOUT:g} s and was killed")
+        kill_group(self._process.pid)
+
+    async def wait_ended(self) -> None:
+        """Returns once the daemon is gone."""
+        if self._ended is not None:
+            await self._ended.wait()
+
+
+def _environment() -> dict[str, str]:
+    """This process's, without settings that the caller has for a node of his own."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("FARANDOLE_")}
+    return {**kept, "PYTHONUNBUFFERED": "1", "COLUMNS": "120"}

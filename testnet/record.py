@@ -1,0 +1,100 @@
+"""One node of a testnet over all its lives: a daemon that is started again counts from nought, its record goes on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from farandole.node.status import NodeStatus
+
+
+@dataclass
+class NodeRecord:
+    """Fed with every status that a node gives; times are of one monotonic clock, in seconds."""
+
+    index: int
+    peer_id: str
+    status: NodeStatus | None = None
+    """The newest."""
+    seen_at: float | None = None
+    died: bool = False
+    """It ended without being told to."""
+    wedged: bool = False
+    restarts: int = 0
+    losses: dict[int, float] = field(default_factory=dict)
+    """Round -> mean training loss."""
+    partners: Counter[str] = field(default_factory=Counter)
+    """Of past lives; `all_partners` has the present one too."""
+    _past: Counter[str] = field(default_factory=Counter)
+    _loss_first: float | None = None
+    _advanced_at: float | None = None
+    _position: tuple[int, int] = (0, 0)
+
+    def observe(self, status: NodeStatus, now: float) -> None:
+        """Take in a status."""
+        if self.status is not None and (status.pid, status.started_at) != (self.status.pid, self.status.started_at):
+            self._past.update(_counters(self.status))
+            self.partners.update(self.status.partners)
+            self.restarts += 1
+        self.status, self.seen_at = status, now
+        self.losses.update(status.losses)
+        if self._loss_first is None:
+            self._loss_first = status.loss_first
+        position = (status.round, status.inner_steps)
+        if position != self._position:
+            self._position, self._advanced_at = position, now
+
+    def excuse(self, now: float) -> None:
+        """Standing still up to now was not the node's doing: it was just started, or thawed."""
+        self._advanced_at = now
+
+    def check_progress(self, now: float, limit: float) -> bool:
+        """Whether training has just been found to stand still for ``limit`` seconds, and so the node to be wedged."""
+        if self.wedged or self.is_finished or self._advanced_at is None or now - self._advanced_at < limit:
+            return False
+        self.wedged = True
+        return True
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has trained every round."""
+        return self.status is not None and self.status.phase == "finished"
+
+    @property
+    def round(self) -> int:
+        """The round it is in: as many are behind it."""
+        return self.status.round if self.status else 0
+
+    @property
+    def tokens(self) -> int:
+        """Trained on; a daemon that restarts goes on from its checkpoint's count."""
+        return self.status.tokens if self.status else 0
+
+    @property
+    def loss_first(self) -> float | None:
+        """Training loss of its first round."""
+        return self._loss_first
+
+    @property
+    def loss_last(self) -> float | None:
+        """Training loss of its newest round."""
+        return self.losses[max(self.losses)] if self.losses else None
+
+    @property
+    def all_partners(self) -> Counter[str]:
+        """Peer id -> committed exchanges."""
+        return self.partners + Counter(self.status.partners if self.status else {})
+
+    def total(self, counter: str) -> int:
+        """Over all lives: exchanges_ok, exchanges_alone, exchanges_failed, bytes_sent or bytes_received."""
+        return self._past[counter] + (_counters(self.status)[counter] if self.status else 0)
+
+
+def _counters(status: NodeStatus) -> dict[str, int]:
+    return {
+        "exchanges_ok": status.exchanges_ok,
+        "exchanges_alone": status.exchanges_alone,
+        "exchanges_failed": status.exchanges_failed,
+        "bytes_sent": status.bytes_sent,
+        "bytes_received": status.bytes_received,
+    }

@@ -1,0 +1,203 @@
+"""What a testnet run came to: ``report.json``, and whether it is a pass.
+
+Fields are added, never renamed: scripts read them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import msgspec
+
+from .record import NodeRecord
+from .scenario import Scenario
+
+
+class NodeReport(msgspec.Struct, frozen=True):
+    """One node over all its lives. Losses are nats a token."""
+
+    index: int
+    peer_id: str
+    rounds: int
+    exchanges_ok: int
+    exchanges_alone: int
+    exchanges_failed: int
+    partners: dict[str, int]
+    """Peer id -> committed exchanges with it."""
+    bytes_sent: int
+    bytes_received: int
+    inner_steps: int
+    tokens: int
+    loss_first: float | None
+    loss_last: float | None
+    losses: list[tuple[int, float]]
+    """(round, mean training loss) of each round that it took part in."""
+    died: bool
+    """It ended without being told to."""
+    wedged: bool
+    restarts: int
+    is_alive: bool
+    """At the end of the training."""
+    state_root: str
+
+
+class Report(msgspec.Struct, frozen=True):
+    """The whole."""
+
+    name: str
+    run_id: str
+    verdict: Literal["pass", "fail"]
+    reasons: list[str]
+    """Why it is no pass."""
+    nodes: list[NodeReport]
+    loss_first: float | None
+    """Mean over nodes of their first round's training loss."""
+    loss_last: float | None
+    loss_start: float | None
+    """Validation loss of the weights that every node starts from."""
+    loss_merged: float | None
+    """Validation loss of the mean of all replicas."""
+    spread: float | None
+    """Mean standard deviation of the weights across replicas, over the weights' root mean square."""
+    tokens: int
+    tokens_per_second: float
+    seconds: float
+    """From the first launch to the end of the training."""
+    state_equal: bool
+    """Whether the run state's root is the same on every live node."""
+    events: list[str]
+    """What was done to the nodes, and what befell them."""
+
+
+class Merged(msgspec.Struct, frozen=True):
+    """What the mean of all replicas is worth; see `farandole.testnet.merge`."""
+
+    loss_start: float
+    loss: float
+    spread: float
+
+
+def node_report(record: NodeRecord, *, is_alive: bool) -> NodeReport:
+    """One node's part."""
+    status = record.status
+    return NodeReport(
+        index=record.index,
+        peer_id=record.peer_id,
+        rounds=record.round,
+        exchanges_ok=record.total("exchanges_ok"),
+        exchanges_alone=record.total("exchanges_alone"),
+        exchanges_failed=record.total("exchanges_failed"),
+        partners=dict(record.all_partners),
+        bytes_sent=record.total("bytes_sent"),
+        bytes_received=record.total("bytes_received"),
+        inner_steps=status.inner_steps if status else 0,
+        tokens=record.tokens,
+        loss_first=record.loss_first,
+        loss_last=record.loss_last,
+        losses=sorted(record.losses.items()),
+        died=record.died,
+        wedged=record.wedged,
+        restarts=record.restarts,
+        is_alive=is_alive,
+        state_root=status.run.state_root if status and is_alive else "",
+    )
+
+
+def make_report(
+    scenario: Scenario,
+    run_id: bytes,
+    nodes: Sequence[NodeReport],
+    merged: Merged | None,
+    *,
+    seconds: float,
+    events: Sequence[str],
+    problems: Sequence[str] = (),
+) -> Report:
+    """Sum up and judge; ``problems`` are reasons against a pass that the nodes' figures do not show."""
+    reasons = [*problems, *_reasons(scenario, nodes, merged)]
+    tokens = sum(node.tokens for node in nodes)
+    return Report(
+        name=str(scenario.run.get("name", "")),
+        run_id=run_id.hex(),
+        verdict="fail" if reasons else "pass",
+        reasons=reasons,
+        nodes=list(nodes),
+        loss_first=_mean(node.loss_first for node in nodes),
+        loss_last=_mean(node.loss_last for node in nodes),
+        loss_start=merged.loss_start if merged else None,
+        loss_merged=merged.loss if merged else None,
+        spread=merged.spread if merged else None,
+        tokens=tokens,
+        tokens_per_second=tokens / max(seconds, 1e-9),
+        seconds=seconds,
+        state_equal=is_state_equal(nodes),
+        events=list(events),
+    )
+
+
+def is_state_equal(nodes: Iterable[NodeReport]) -> bool:
+    """Whether all live nodes, of which there is at least one, have the same root."""
+    roots = {node.state_root for node in nodes if node.is_alive}
+    return len(roots) == 1 and "" not in roots
+
+
+def _reasons(scenario: Scenario, nodes: Sequence[NodeReport], merged: Merged | None) -> list[str]:
+    reasons = []
+    for node in nodes:
+        reasons += [f"node {node.index} {problem}" for problem in _node_problems(scenario, node)]
+    if not is_state_equal(nodes):
+        reasons.append("the run state is not equal on all live nodes")
+    if merged is None:
+        reasons.append("there is no merged model: no replica left a checkpoint")
+    elif scenario.max_loss_merged is not None and not merged.loss < scenario.max_loss_merged:
+        reasons.append(f"the merged model's loss is {merged.loss:.3f}, not below {scenario.max_loss_merged:g}")
+    if scenario.every_round:
+        reasons += _speed_problems(scenario, nodes)
+    return reasons
+
+
+def _node_problems(scenario: Scenario, node: NodeReport) -> list[str]:
+    problems = []
+    if node.died:
+        problems.append("died")
+    if node.wedged:
+        problems.append(f"was wedged: its training stood still for {scenario.wedged_after:g} s")
+    if not node.is_alive:
+        if not node.died and node.index not in scenario.doomed:
+            problems.append("was not there at the end")
+        return problems
+    if not node.losses:
+        problems.append("never trained")
+    if node.rounds < scenario.rounds:
+        problems.append(f"reached round {node.rounds} of {scenario.rounds}")
+    if len(node.partners) < scenario.min_partners:
+        problems.append(f"exchanged with {len(node.partners)} partners, fewer than {scenario.min_partners}")
+    if scenario.every_round and (missed := _rounds_missed(node, scenario.rounds)):
+        problems.append(f"took no part in rounds {missed}")
+    return problems
+
+
+def _rounds_missed(node: NodeReport, rounds: int) -> list[int]:
+    """From the first round that it took part in."""
+    taken = {round_index for round_index, _ in node.losses}
+    return [index for index in range(min(taken, default=0), rounds) if index not in taken]
+
+
+def _speed_problems(scenario: Scenario, nodes: Sequence[NodeReport]) -> list[str]:
+    """In rounds boxed in time, the slowest take fewer inner steps than the fastest."""
+    alive = [node for node in nodes if node.is_alive]
+    fastest = [node for node in alive if scenario.slowness(node.index) == min(scenario.slow, default=1.0)]
+    slowest = [node for node in alive if scenario.slowness(node.index) == max(scenario.slow, default=1.0)]
+    return [
+        f"node {slow.index} took as many inner steps ({slow.inner_steps}) as the faster node {fast.index}"
+        for slow in slowest
+        for fast in fastest
+        if scenario.slowness(slow.index) > scenario.slowness(fast.index) and slow.inner_steps >= fast.inner_steps
+    ]
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None

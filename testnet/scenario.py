@@ -1,0 +1,162 @@
+"""A scenario: a run, how many nodes, what goes wrong when, and what must hold at the end. One TOML file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+
+from farandole.node.run_file import manifest_of, read_toml
+from farandole.protocol.errors import ManifestError
+from farandole.protocol.manifest import Manifest
+
+# Each node is two Python processes of about 300 MB together; one machine holds no more.
+MAX_NODES: Final = 128
+MAX_FAULTS: Final = 1_000
+DEFAULT_MIN_PARTNERS: Final = 3
+
+FaultKind = Literal["kill", "freeze", "restart", "slow", "join", "leave"]
+_NodeIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NODES)]
+_Positive = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+
+
+class ScenarioError(ManifestError):
+    """The scenario is not valid; the message says which field and why."""
+
+
+class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Something that happens to nodes."""
+
+    kind: FaultKind
+    """``kill``: SIGKILL for good. ``restart``: SIGKILL, and started again in the same folder after ``duration``.
+    ``freeze``: stopped (SIGSTOP) for ``duration``. ``slow``: its trainer gets only one part in ``factor`` of the time,
+    for ``duration``, or until the end. ``join``: not started before this moment. ``leave``: told to leave."""
+    nodes: Annotated[tuple[_NodeIndex, ...], msgspec.Meta(min_length=1)]
+    at_round: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """When the farthest live node is in this round."""
+    at_seconds: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    """After the launch of the first node."""
+    duration: _Positive | None = None
+    factor: Annotated[float, msgspec.Meta(gt=1, le=1_000)] = 4.0
+
+    def __post_init__(self) -> None:
+        if (self.at_round is None) == (self.at_seconds is None):
+            raise ValueError(f"fault {self.kind!r}: say either at_round or at_seconds")
+        if self.kind in ("freeze", "restart") and self.duration is None:
+            raise ValueError(f"fault {self.kind!r}: say its duration in seconds")
+        if self.kind in ("kill", "join", "leave") and self.duration is not None:
+            raise ValueError(f"fault {self.kind!r} has no duration")
+
+
+class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What `farandole testnet run` plays."""
+
+    run: dict[str, Any]
+    """As in a run file."""
+    nodes: Annotated[int, msgspec.Meta(ge=1, le=MAX_NODES)] = 8
+    rounds: Annotated[int, msgspec.Meta(ge=1, le=256)] = 20
+    """At most as many as a status keeps losses of."""
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
+    """Of the run; replaces ``run.seed``."""
+    slow: Annotated[tuple[Annotated[float, msgspec.Meta(ge=1, le=1_000)], ...], msgspec.Meta(max_length=MAX_NODES)] = ()
+    """How many times slower each node computes, from node 0 on; the others are as fast as they can."""
+    start_interval: Annotated[float, msgspec.Meta(ge=0, le=600)] = 0.3
+    """Seconds between the starts of two nodes: many at once only fight for the cores."""
+    device: str = "cpu"
+    """Where the trainers compute."""
+    heartbeat_seconds: _Positive = 2.0
+    checkpoint_seconds: _Positive = 5.0
+    validate_every: Annotated[int, msgspec.Meta(ge=0)] = 0
+    timeout: _Positive = 280.0
+    """Seconds for the whole, from the first launch to the end of training."""
+    wedged_after: _Positive = 60.0
+    """A live node whose training stands still for so many seconds is wedged."""
+    settle_timeout: _Positive = 30.0
+    """Seconds after the training in which the run state must become equal everywhere."""
+    min_partners: Annotated[int, msgspec.Meta(ge=0)] = DEFAULT_MIN_PARTNERS
+    max_loss_merged: _Positive | None = None
+    """Validation loss of the mean of all replicas, nats a token."""
+    every_round: bool = False
+    """Whether each node must take part in each round from its first on, slower ones with fewer inner steps."""
+    fault: Annotated[tuple[Fault, ...], msgspec.Meta(max_length=MAX_FAULTS)] = ()
+
+    def __post_init__(self) -> None:
+        for fault in self.fault:
+            if max(fault.nodes) >= self.nodes:
+                raise ValueError(
+                    f"fault {fault.kind!r} names node {max(fault.nodes)}, but the last is {self.nodes - 1}"
+                )
+        if 0 in self.late_joiners:
+            raise ValueError("node 0 begins the run and cannot join late")
+        if len(self.slow) > self.nodes:
+            raise ValueError(f"slow has {len(self.slow)} entries for {self.nodes} nodes")
+        if self.min_partners >= self.nodes:
+            raise ValueError(
+                f"min_partners is {self.min_partners}: each of {self.nodes} nodes has {self.nodes - 1} others"
+            )
+
+    @property
+    def late_joiners(self) -> frozenset[int]:
+        """Nodes that a ``join`` fault starts."""
+        return frozenset(self._named_by("join"))
+
+    @property
+    def doomed(self) -> frozenset[int]:
+        """Nodes that are gone at the end, on purpose."""
+        return frozenset((*self._named_by("kill"), *self._named_by("leave")))
+
+    def _named_by(self, kind: FaultKind) -> Iterator[int]:
+        for fault in self.fault:
+            if fault.kind == kind:
+                yield from fault.nodes
+
+    def slowness(self, index: int) -> float:
+        """How many times slower node ``index`` computes."""
+        return self.slow[index] if index < len(self.slow) else 1.0
+
+    def manifest(self, now: float) -> Manifest:
+        """The run's manifest; `ManifestError` if its settings are not valid."""
+        return manifest_of({**self.run, "seed": self.seed}, Path(), now)
+
+
+def _folder() -> Traversable:
+    return files("farandole.testnet") / "scenarios"
+
+
+def scenario_names() -> list[str]:
+    """Those that come with farandole."""
+    return sorted(entry.name.removesuffix(".toml") for entry in _folder().iterdir() if entry.name.endswith(".toml"))
+
+
+def load_scenario(
+    name_or_path: str, *, nodes: int | None = None, rounds: int | None = None, seed: int | None = None
+) -> Scenario:
+    """A delivered scenario by its name, or a file; ``nodes``, ``rounds`` and ``seed`` replace what it says.
+
+    Raises `ScenarioError`, or `ManifestError` for its run settings.
+    """
+    if name_or_path in scenario_names():
+        settings = read_toml(Path(str(_folder() / f"{name_or_path}.toml")))
+    elif Path(name_or_path).exists():
+        settings = read_toml(Path(name_or_path))
+    else:
+        raise ScenarioError(f"no scenario {name_or_path!r}: name a TOML file, or one of {', '.join(scenario_names())}")
+    replaced = {"nodes": nodes, "rounds": rounds, "seed": seed}
+    settings |= {name: value for name, value in replaced.items() if value is not None}
+    if nodes is not None:
+        settings["min_partners"] = min(settings.get("min_partners", DEFAULT_MIN_PARTNERS), nodes - 1)
+    return parse_scenario(settings)
+
+
+def parse_scenario(settings: dict[str, Any]) -> Scenario:
+    """From a parsed TOML file; `ScenarioError` names the field, `ManifestError` that of the run."""
+    try:
+        scenario = msgspec.convert(settings, Scenario)
+    except msgspec.ValidationError as error:
+        raise ScenarioError(f"scenario: {error}") from error
+    scenario.manifest(0)
+    return scenario
