@@ -20,7 +20,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.protocol.errors import FarandoleError, ManifestError
 from farandole.protocol.identity import public_bytes
-from farandole.protocol.invite import Invite, encode_invite
 from farandole.protocol.manifest import Manifest
 
 from .board import Board
@@ -38,8 +37,6 @@ from .store import Store, open_store
 from .trainer import TrainerError
 
 MANIFEST_FACT: Final = "manifest"
-# Addresses in an invite made here: more than one network, and short enough for a chat line.
-MAX_INVITE_ADDRESSES: Final = 4
 
 
 async def run_node(settings: NodeSettings) -> int:
@@ -143,16 +140,13 @@ class Node:
         return joined
 
     def _handlers(self) -> Mapping[str, Handler]:
-        return {"status": self._status, "peers": self._peers, "invite": self._invite, "leave": self._leave}
+        return {"status": self._status, "peers": self._peers, "leave": self._leave}
 
     async def _status(self, params: dict[str, Any]) -> object:
         return self._reporter.status()
 
     async def _peers(self, params: dict[str, Any]) -> object:
         return self._reporter.members()
-
-    async def _invite(self, params: dict[str, Any]) -> object:
-        return encode_invite(Invite(self._reporter.run_id, tuple(self._reporter.host.addresses[:MAX_INVITE_ADDRESSES])))
 
     async def _leave(self, params: dict[str, Any]) -> object:
         self.is_leaving.set()

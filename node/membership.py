@@ -14,7 +14,7 @@ from collections.abc import Callable
 import trio
 
 from farandole.protocol.entries import Beat, CheckpointNotice, Kind, Member, Progress
-from farandole.protocol.identity import peer_id_of, short_name
+from farandole.protocol.identity import short_name
 from farandole.protocol.state import RunState
 
 from . import trainer_messages as messages
@@ -146,7 +146,6 @@ class Membership:
         if now_live == self._live:
             return
         for peer in now_live - self._live:
-            self._host.add_addresses(peer, _dialable(peer, members[peer]))
             self._board.say(f"{short_name(peer)} is here ({len(now_live) + 1} live)")
         for peer in self._live - now_live:
             self._board.say(f"{short_name(peer)} is gone ({len(now_live) + 1} live)")
@@ -209,7 +208,3 @@ class Membership:
             self.refresh()
             with trio.move_on_after(1.0):
                 await self._gossip.changed()
-
-
-def _dialable(peer: bytes, member: Member) -> list[str]:
-    return [address if "/p2p/" in address else f"{address}/p2p/{peer_id_of(peer)}" for address in member.addresses]
