@@ -219,6 +219,8 @@ def test_an_unfit_contribution_changes_nothing(make_replica: MakeReplica, harm: 
     sent(alice)
     before = state(alice)
 
+    assert alice.refusal(of_bob) == ""
+    assert reason in alice.refusal(harm(of_bob))  # type: ignore[operator]
     with pytest.raises(ScreeningError, match=reason):
         alice.outer_step(harm(of_bob), 1, 1, own_first=True)  # type: ignore[operator]
 
