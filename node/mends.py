@@ -96,6 +96,8 @@ MAX_CONNECTIONS = 512
 MAX_CONNECTIONS_PER_PEER = 4
 # For the last words of a connection; whoever does not take them is cut off.
 CLOSE_TIMEOUT = 1.0
+# Handlers at work for one connection; a stream's handler may outlive the stream for a moment.
+MAX_HANDLERS_PER_CONNECTION = 256
 # Handlers may read what came before a connection ended; then they are cancelled.
 HANDLER_GRACE = 5.0
 # Connections that the kernel keeps ready between two accepts; it caps this by net.core.somaxconn itself.
@@ -303,7 +305,11 @@ class MendedConn(SwarmConn):
         async with trio.open_nursery() as nursery:
             with suppress(MuxedConnUnavailable):
                 while True:
-                    nursery.start_soon(self._handle_muxed_stream, await self.muxed_conn.accept_stream())
+                    stream = await self.muxed_conn.accept_stream()
+                    if len(nursery.child_tasks) < MAX_HANDLERS_PER_CONNECTION:
+                        nursery.start_soon(self._handle_muxed_stream, stream)
+                    else:
+                        await stream.reset()
 
     async def close(self) -> None:
         """Ask the connection to end, and wait until it has."""

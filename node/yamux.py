@@ -174,9 +174,16 @@ class YamuxStream(IMuxedStream):
         self._forget_if_over()
 
     def mark_lost(self) -> None:
-        """Reset by the other end, or the connection is gone. What was received can still be read."""
+        """The connection is gone. What was received can still be read."""
         self.is_reset = True
         self._wake()
+
+    def mark_reset(self) -> None:
+        """The other end broke the stream off, and with it what was not read, unless it had finished before."""
+        if not self._ended:
+            self._drop_unread()
+        self.mark_lost()
+        self._conn.forget(self.stream_id)
 
     @property
     def num_unread(self) -> int:
@@ -253,7 +260,7 @@ class YamuxConn(IMuxedConn):
         self._header = bytearray()
         self._body: tuple[YamuxStream | None, int, int, int] | None = None  # stream, its id, bytes left, flags
         self._ping_number = 0
-        self._pong = trio.Event()
+        self._pongs: dict[int, trio.Event] = {}
 
     async def start(self) -> None:
         """Run until either end closes or the connection fails. Raises nothing."""
@@ -295,10 +302,13 @@ class YamuxConn(IMuxedConn):
     async def ping(self) -> float:
         """Returns the round trip in seconds when the other end has answered."""
         started = trio.current_time()
-        self._pong = pong = trio.Event()
-        self._ping_number = (self._ping_number + 1) % 2**32
-        self.put(_PING, _SYN, 0, self._ping_number)
-        await pong.wait()
+        self._ping_number = number = (self._ping_number + 1) % 2**32
+        self._pongs[number] = pong = trio.Event()
+        self.put(_PING, _SYN, 0, number)
+        try:
+            await pong.wait()
+        finally:
+            del self._pongs[number]
         self.round_trip = trio.current_time() - started
         return self.round_trip
 
@@ -399,8 +409,8 @@ class YamuxConn(IMuxedConn):
         if kind == _PING:
             if flags & _SYN:
                 self.put(_PING, _ACK, 0, length)
-            elif length == self._ping_number:
-                self._pong.set()
+            elif length in self._pongs:
+                self._pongs[length].set()
             return
         if flags & _SYN:
             self._accept(stream_id)
@@ -440,14 +450,14 @@ class YamuxConn(IMuxedConn):
         if stream is not None and flags & _FIN:
             stream.mark_ended()
         if stream is not None and flags & _RST:
-            stream.mark_lost()
-            self.forget(stream_id)
+            stream.mark_reset()
 
     def _limit_unread(self) -> None:
         if self.num_unread > MAX_UNREAD_BYTES:
             fullest = max(self._streams.values(), key=lambda stream: stream.num_unread, default=None)
-            if fullest is not None:
-                fullest.break_off()
+            if fullest is None:
+                raise YamuxError("too much that nobody reads")
+            fullest.break_off()
 
     # The rest of the library's interface
 

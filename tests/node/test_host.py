@@ -310,7 +310,10 @@ async def test_a_killed_peer_breaks_its_streams() -> None:
     assert process.stdout is not None
     try:
         with trio.fail_after(30):
-            address, has_torch = (await process.stdout.receive_some()).decode().split()
+            line = b""
+            while not line.endswith(b"\n"):
+                line += await process.stdout.receive_some()
+            address, has_torch = line.decode().split()
             assert has_torch == "False"
             peer = public_key_of(address.rpartition("/")[2])
             async with host_at_loopback() as alice:

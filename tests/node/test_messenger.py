@@ -6,6 +6,7 @@ from contextlib import AbstractAsyncContextManager
 import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from trio.testing import wait_all_tasks_blocked
 
 from farandole.node import messenger as messenger_module
 from farandole.node.host import Host, Stream, open_host
@@ -144,7 +145,7 @@ async def test_a_receiver_that_objects_costs_that_stream_and_the_next_message_op
             await inbox.wait_for(1)
             from_alice.send_nowait(bob.author, TALK, b"bad")
             while (bob.author, TALK) in from_alice._outgoing:
-                await trio.testing.wait_all_tasks_blocked(0.01)
+                await wait_all_tasks_blocked(0.01)
             from_alice.send_nowait(bob.author, TALK, b"again")
             assert await inbox.wait_for(2) == [b"good", b"again"]
             assert at_bob.faults == {alice.author: 1}
@@ -165,7 +166,7 @@ async def test_a_peer_that_comes_back_is_reached_on_a_new_connection() -> None:
                     from_alice.send_nowait(bob.author, TALK, number)
                     assert await inbox.wait_for(1) == [number]
                 while from_alice._outgoing:
-                    await trio.testing.wait_all_tasks_blocked(0.01)
+                    await wait_all_tasks_blocked(0.01)
 
 
 async def test_a_peer_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +201,7 @@ async def test_an_idle_stream_is_closed(monkeypatch: pytest.MonkeyPatch) -> None
             from_alice.send_nowait(bob.author, TALK, b"one")
             await inbox.wait_for(1)
             while from_alice._outgoing or _streams(alice, bob):
-                await trio.testing.wait_all_tasks_blocked(0.01)
+                await wait_all_tasks_blocked(0.01)
             from_alice.send_nowait(bob.author, TALK, b"two")
             assert await inbox.wait_for(2) == [b"one", b"two"]
             assert from_alice.num_dropped == 0
