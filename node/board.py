@@ -93,3 +93,14 @@ class Board:
         self.bytes_sent += sent
         self.bytes_received += received
         self.last_exchange = ExchangeStatus(round_index, name, verdict, sent, received, seconds, self.clock())
+
+    def round_line(self) -> str:
+        """The round that is over, in one line."""
+        line = f"round {self.round}: {self.inner_steps_this_round} inner steps, loss {self.loss or 0.0:.3f}"
+        last = self.last_exchange
+        if last is None or last.round != self.round:
+            return line
+        if last.verdict != "committed":
+            return f"{line}; {last.verdict}"
+        megabytes = last.bytes_sent / 1e6
+        return f"{line}; averaged with {last.partner[-8:]}, {megabytes:.2f} MB each way in {last.seconds:.2f} s"

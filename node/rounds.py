@@ -99,6 +99,7 @@ class Rounds:
         self._timer_changed = trio.Event()
         self._session: _Session | None = None
         self._ended = trio.Event()
+        self._is_leaving = False
         messenger.set_receiver(PAIRING_PROTOCOL, MAX_PAIRING_MESSAGE, self._receive, self._on_undelivered)
 
     async def run(self) -> None:
@@ -114,6 +115,7 @@ class Rounds:
 
     async def leave(self) -> None:
         """Meet nobody any more, save what the last outer step gave, and end."""
+        self._is_leaving = True
         self.handle(Stopped())
         if self._session is None:
             return
@@ -173,6 +175,8 @@ class Rounds:
                 return
             except TrainerError as error:
                 self.handle(Stopped())
+                if self._is_leaving:
+                    return
                 if error.is_setup:
                     raise
                 if trio.current_time() - started_at > HEALTHY_SECONDS:
@@ -316,6 +320,7 @@ class _Session:
         self._rounds.handle(ContributionReady(report.round))
 
     def _finish_round(self, round_index: int) -> None:
+        self._board.say(self._board.round_line())
         following = round_index + 1
         every, maximum = self._config.validate_every, self._config.max_rounds
         if every and (following % every == 0 or following == maximum):

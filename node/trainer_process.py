@@ -242,7 +242,9 @@ def _build_replica(prepare: Prepare) -> Replica:
 
 def main() -> None:
     """Entry point: ``python -m farandole.node.trainer_process DESCRIPTOR``."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the daemon, which stops us in its own time
+    # Ctrl-C, and a service manager's SIGTERM to the whole group, are for the daemon, which stops us in its own time.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     os.nice(NICENESS)
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         channel = Channel(connection)

@@ -1,0 +1,191 @@
+"""Real daemons, each in its processes, over real connections: the story that the whole system is for.
+
+They are followed by what they say at the terminal, so that nothing here polls or sleeps.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.node.control import call
+from farandole.node.exits import Exit
+from farandole.node.host import open_host
+from farandole.protocol.identity import peer_id_of
+from farandole.protocol.invite import Invite, encode_invite
+from farandole.protocol.manifest import SignedManifest, manifest_from_dict, sign_manifest
+
+DEADLINE = 180  # a hang, not a duration
+
+
+class Daemon:
+    """A ``farandole join`` in a process of its own."""
+
+    def __init__(self, process: trio.Process, home: Path) -> None:
+        self.home = home
+        self.process = process
+        self.said: list[str] = []
+        self._text = ""
+
+    @property
+    def name(self) -> str:
+        """What others call it: the end of its peer id."""
+        return next(line for line in self.said if "this node is" in line)[-8:]
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where it listens."""
+        return tuple(line.partition("listening on ")[2] for line in self.said if "listening on" in line)
+
+    async def says(self, *words: str) -> str:
+        """The next line with all these words; fails if the process ends without saying it."""
+        assert self.process.stdout is not None
+        with trio.fail_after(DEADLINE):
+            while True:
+                line, separator, rest = self._text.partition("\n")
+                if separator:
+                    self._text = rest
+                    self.said.append(line)
+                    if all(word in line for word in words):
+                        return line
+                    continue
+                data = await self.process.stdout.receive_some()
+                assert data, f"ended without saying {words}: {self.said}"
+                self._text += data.decode()
+
+    async def end(self, number: signal.Signals) -> int:
+        """Send a signal and wait for the end; the exit code."""
+        self.process.send_signal(number)
+        with trio.fail_after(DEADLINE):
+            return await self.process.wait()
+
+
+@asynccontextmanager
+async def joined(home: Path, *arguments: str) -> AsyncIterator[Daemon]:
+    """A daemon that runs as long as the context."""
+    process = await trio.lowlevel.open_process(
+        [
+            *(sys.executable, "-m", "farandole.node", "join", *arguments, "--home", str(home)),
+            *("--listen", "/ip4/127.0.0.1/tcp/0", "--heartbeat-seconds", "1", "--validate-every", "0"),
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        yield Daemon(process, home)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        with trio.CancelScope(shield=True):
+            await process.wait()
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(40):
+        (folder / f"{i}.txt").write_text(f"text number {i}, which goes on and on. " * 20)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> SignedManifest:
+    """A small model, in rounds that are boxed in time, so that every machine plays the same story."""
+    manifest = manifest_from_dict(
+        {
+            "name": "story",
+            "model": {"num_layers": 1, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256},
+            "inner": {"learning_rate": 3e-3, "warmup_steps": 2, "batch_size": 2},
+            "rounds": {"inner_steps": 0, "round_seconds": 1.0, "exchange_seconds": 5.0},
+            "data": {"source": "text"},
+        }
+    )
+    signed = sign_manifest(manifest, Ed25519PrivateKey.generate())
+    (tmp_path / "run.manifest").write_bytes(signed.encode())
+    return signed
+
+
+async def test_nodes_average_die_come_back_and_leave(tmp_path: Path, run: SignedManifest, texts: Path) -> None:
+    data = ("--data", str(texts))
+    async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:
+        await alice.says("listening on")
+        await alice.says("alone: no peer is live")
+        invite = encode_invite(Invite(run.run_id, alice.addresses))
+        async with joined(tmp_path / "bob", invite, *data) as bob:
+            await bob.says("manifest", "verified")
+            await bob.says("weights of round", alice.name, "hash verified")
+            await bob.says("trainer ready")
+            await bob.says("averaged with", alice.name)
+            await alice.says("averaged with", bob.name)
+
+            async with joined(tmp_path / "carol", invite, *data) as carol:
+                await carol.says("averaged with")
+                await carol.end(signal.SIGKILL)
+            await alice.says(carol.name, "is gone")
+            await bob.says(carol.name, "is gone")
+            await alice.says("averaged with", bob.name)
+
+            # Without an invite: she knows the run and her peers from her own disk.
+            async with joined(tmp_path / "carol", *data) as carol_again:
+                await carol_again.says("this node is", carol.name)
+                await carol_again.says("averaged with")
+                await alice.end(signal.SIGKILL)  # the first node of the run, and everybody's bootstrap peer
+                await bob.says(alice.name, "is gone")
+                await bob.says("averaged with", carol_again.name)
+
+                status = await trio.to_thread.run_sync(lambda: call(bob.home, "status"))
+                live = {member["peer_id"][-8:] for member in status["members"] if member["is_live"]}
+                assert live == {bob.name, carol_again.name}
+                assert status["partners"].keys() == {
+                    member["peer_id"] for member in status["members"] if not member["is_self"]
+                }
+
+                assert await bob.end(signal.SIGTERM) == Exit.OK
+                await bob.says("left the run")
+                await carol_again.says(bob.name, "is gone")
+                await carol_again.says("alone: no peer is live")
+                assert await carol_again.end(signal.SIGINT) == Exit.OK
+
+
+async def test_a_bootstrap_peer_and_a_run_id_are_enough(tmp_path: Path, run: SignedManifest, texts: Path) -> None:
+    """The bootstrap peer is in no run: it only serves the DHT, in which the members announce themselves."""
+    async with open_host(Ed25519PrivateKey.generate(), ["/ip4/127.0.0.1/tcp/0"]) as bootstrap:
+        invite = encode_invite(Invite(run.run_id, tuple(bootstrap.addresses)))
+        data = ("--data", str(texts))
+        manifest = str(tmp_path / "run.manifest")
+        async with joined(tmp_path / "alice", manifest, "--bootstrap", bootstrap.addresses[0], *data) as alice:
+            await alice.says("trainer ready")
+            async with joined(tmp_path / "bob", invite, *data) as bob:
+                await bob.says("manifest", "verified")
+                await bob.says("averaged with", alice.name)
+        assert peer_id_of(bootstrap.author) == bootstrap.peer_id
+
+
+async def test_who_cannot_join_says_which_step_failed(tmp_path: Path, run: SignedManifest) -> None:
+    async with joined(tmp_path / "alice") as alice:
+        await alice.says("which run?")
+        assert await alice.process.wait() == Exit.CANNOT_JOIN
+    async with joined(
+        tmp_path / "bob", str(tmp_path / "run.manifest"), "--data", str(tmp_path / "run.manifest")
+    ) as bob:
+        await bob.says("too little text")
+        assert await bob.process.wait() == Exit.TRAINER_FAILED
+
+
+async def test_a_second_daemon_in_one_folder_is_refused(tmp_path: Path, run: SignedManifest, texts: Path) -> None:
+    arguments = (str(tmp_path / "run.manifest"), "--data", str(texts))
+    async with joined(tmp_path / "alice", *arguments) as alice:
+        await alice.says("listening on")
+        async with joined(tmp_path / "alice", *arguments) as again:
+            await again.says("another farandole process", str(alice.process.pid))
+            assert await again.process.wait() == Exit.HOME_IN_USE
