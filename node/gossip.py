@@ -378,7 +378,7 @@ class GossipService:
     # disk
 
     async def _load(self) -> None:
-        """Take in what was stored; it is verified like anything from outside. `StoreError` if the mark is unreadable."""
+        """Take in what was stored; verified like anything from outside. `StoreError` if the mark is unreadable."""
         self._writer.resume(await self._store.load_mark())  # without the mark nothing may be written
         try:
             rows = await self._store.load_authors()

@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farandole.protocol.entries import (
+    MAX_BODY_BYTES,
+    MAX_DELTA_BYTES,
+    RULES,
+    Audit,
+    Beat,
+    Checker,
+    CheckpointNotice,
+    Delta,
+    Kind,
+    Lease,
+    Member,
+    Metric,
+    Notice,
+    Payload,
+    Progress,
+    Proof,
+    Report,
+    Signed,
+    decode_delta,
+    deltas_of,
+    encode_body,
+    fit_member,
+    payload_size,
+)
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.identity import SMALL_ORDER_KEYS
+
+from .authors import CREATOR, NOW, RUN_ID, author_of, beat, flipped, member, metric, sign_body, signed, tick_at
+
+CHECKER = Checker(RUN_ID, CREATOR)
+BIG = 2**56
+LARGEST: dict[Kind, Payload] = {
+    Kind.MEMBER: fit_member(Member(511, "x" * 48, BIG, BIG, ("/" + "a" * 191,) * 8, True, BIG)),
+    Kind.BEAT: Beat(BIG, 2**31 - 1, 2**31 - 1, BIG),
+    Kind.PROGRESS: Progress(BIG, 2**31 - 1, BIG, BIG, BIG),
+    Kind.LEASE: Lease(2**31 - 1, BIG, BIG, BIG),
+    Kind.CHECKPOINT: CheckpointNotice(2**31 - 1, 511, b"x" * 32, BIG, BIG, BIG),
+    Kind.REPORT: Report(b"t" * 32, "r" * 64, b"e" * 32),
+    Kind.AUDIT: Audit(b"s" * 16, 2**31 - 1, b"p" * 32, b"s" * 32, b"r" * 32, b"c" * 64),
+    Kind.METRIC: Metric(2**31 - 1, 2**20, (2**31 - 1,) * 32),
+    Kind.NOTICE: Notice("resume", "t" * 256),
+}
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_the_largest_payload_of_each_kind_fits_and_comes_back(kind: Kind) -> None:
+    rule = RULES[kind]
+    item = signed(255, kind, rule.slots - 1, 2**40 - 1, LARGEST[kind])
+    entry = CHECKER.check(item)
+    assert (entry.kind, entry.index, entry.tick, entry.payload) == (kind, rule.slots - 1, 2**40 - 1, LARGEST[kind])
+    assert payload_size(LARGEST[kind]) <= rule.max_bytes
+    assert len(item.body) <= MAX_BODY_BYTES
+    assert entry.expires_at == entry.tick * rule.quantum + rule.ttl
+
+
+def test_a_heartbeat_takes_some_hundred_and_thirty_bytes() -> None:
+    assert len(msgspec.msgpack.encode(beat(1))) <= 130
+
+
+@pytest.mark.parametrize(
+    ("kind", "index", "payload"),
+    [
+        (Kind.MEMBER, 1, Member()),  # no such slot
+        (Kind.MEMBER, 0, Beat(0, 0, None, 0)),  # another kind's payload
+        (Kind.MEMBER, 0, Member(device="x" * 49)),
+        (Kind.MEMBER, 0, Member(device="\x1b[2J")),  # would clear a terminal
+        (Kind.MEMBER, 0, Member(device="line\n")),
+        (Kind.MEMBER, 0, Member(addresses=("no multiaddr",))),
+        (Kind.MEMBER, 0, Member(addresses=("/ip4",) * 9)),
+        (Kind.MEMBER, 0, Member(addresses=("/" + "a" * 191,) * 3)),  # each fits, together they don't
+        (Kind.BEAT, 0, Beat(-1, 0, None, 0)),
+        (Kind.BEAT, 0, Beat(BIG + 1, 0, None, 0)),
+        (Kind.METRIC, 0, Metric(0, 1, (0,) * 33)),
+        (Kind.NOTICE, 0, Notice("pause")),  # not the creator's
+    ],
+)
+def test_what_no_honest_node_writes_is_refused(kind: Kind, index: int, payload: Payload) -> None:
+    with pytest.raises(RemoteProtocolError):
+        CHECKER.check(signed(1, kind, index, 5, payload))
+
+
+def test_an_unknown_kind_and_an_untyped_body_are_refused() -> None:
+    for body in ([99, 0, 1, []], [1, 0, 2**40, []], [1, 0, 1], [1, 0, 1, [], 5], {"kind": 1}, "text", [1, 0, 1.5, []]):
+        with pytest.raises(RemoteProtocolError):
+            CHECKER.check(sign_body(1, msgspec.msgpack.encode(body)))
+    with pytest.raises(RemoteProtocolError):
+        CHECKER.check(sign_body(1, b"\x91" * MAX_BODY_BYTES))  # nested too deep
+    with pytest.raises(RemoteProtocolError):
+        CHECKER.check(sign_body(1, member(1).body + b"\x00"))  # something behind it
+
+
+def test_a_signature_is_good_for_its_author_run_and_body_alone() -> None:
+    item, other = member(1), member(2)
+    CHECKER.check(item)
+    for forged in (
+        Signed(other.author, item.body, item.signature),
+        Signed(item.author, member(1, device="gpu").body, item.signature),
+        Signed(item.author, item.body, bytes(64)),
+        signed(1, Kind.MEMBER, 0, 5, Member(), b"o" * 32),
+    ):
+        with pytest.raises(RemoteProtocolError, match="signature"):
+            CHECKER.check(forged)
+
+
+def test_keys_of_small_order_sign_nothing() -> None:
+    # under the identity key this one signature verifies for any message, to OpenSSL
+    constant = (1).to_bytes(32, "little") + bytes(32)
+    for key in SMALL_ORDER_KEYS:
+        with pytest.raises(RemoteProtocolError):
+            CHECKER.check(Signed(key, member(1).body, constant))
+
+
+def test_a_proof_is_two_stories_of_one_author() -> None:
+    first, second = member(1, device="a"), member(1, device="b")
+    a, b = sorted((first, second), key=lambda item: CHECKER.parse(item).id)
+    CHECKER.check_proof(Proof(a, b))
+    for no_proof in (
+        Proof(b, a),
+        Proof(a, a),
+        Proof(a, member(2, device="b")),
+        Proof(a, member(1, tick=7)),
+        Proof(a, beat(1)),
+        Proof(Signed(a.author, a.body, bytes(64)), b),
+    ):
+        with pytest.raises(RemoteProtocolError):
+            CHECKER.check_proof(no_proof)
+
+
+def test_members_give_up_addresses_rather_than_the_limit() -> None:
+    addresses = tuple(f"/ip4/10.0.0.{index}/tcp/4001/p2p/{'Q' * 52}/p2p-circuit" for index in range(8))
+    fitted = fit_member(Member(device="x" * 48, addresses=addresses))
+    assert 0 < len(fitted.addresses) < 8
+    assert fitted.addresses == addresses[: len(fitted.addresses)]
+    CHECKER.check(signed(1, Kind.MEMBER, 0, 5, fitted))
+
+
+@given(st.integers(0, 3_000), st.integers(0, 40), st.integers(2_048, MAX_DELTA_BYTES))
+@settings(max_examples=20, deadline=None)
+def test_deltas_hold_everything_within_their_bound(num_entries: int, num_proofs: int, max_bytes: int) -> None:
+    entries = [metric(1 + index % 5, index % 8) for index in range(num_entries)]
+    proofs = [Proof(member(1, device="a"), member(1, device="b"))] * num_proofs
+    deltas = deltas_of(entries, proofs, max_bytes)
+    assert all(len(delta.encode()) <= max_bytes for delta in deltas)
+    assert [item for delta in deltas for item in delta.entries] == entries
+    assert [item for delta in deltas for item in delta.proofs] == proofs
+    assert all(decode_delta(delta.encode()) == delta for delta in deltas)
+
+
+@given(st.binary(max_size=300))
+@settings(max_examples=300, deadline=None)
+def test_no_bytes_do_more_than_be_refused(raw: bytes) -> None:
+    for attempt in (lambda: decode_delta(raw), lambda: CHECKER.check(sign_body(1, raw[:MAX_BODY_BYTES]))):
+        try:
+            attempt()
+        except RemoteProtocolError:
+            continue
+
+
+def test_mutated_deltas_are_refused_or_wholly_parsed() -> None:
+    rng = random.Random(5)
+    raw = Delta((member(1), beat(2), metric(3)), (Proof(member(1, device="a"), member(1, device="b")),)).encode()
+    for _ in range(3_000):
+        mutated = bytearray(raw)
+        for _ in range(rng.randint(1, 4)):
+            mutated[rng.randrange(len(mutated))] = rng.randrange(256)
+        try:
+            delta = decode_delta(bytes(mutated[: rng.randint(1, len(mutated))]))
+        except RemoteProtocolError:
+            continue
+        assert isinstance(delta, Delta)
+
+
+def test_an_overlong_delta_is_not_even_parsed() -> None:
+    with pytest.raises(RemoteProtocolError, match="bytes"):
+        decode_delta(bytes(MAX_DELTA_BYTES + 1))
+
+
+@given(st.integers(0, 10**6), st.sampled_from([member(1), beat(1), metric(1)]))
+@settings(max_examples=200, deadline=None)
+def test_a_flipped_bit_never_passes_for_another_entry(bit: int, item: Signed) -> None:
+    forged = flipped(item, bit)
+    if forged != item:
+        with pytest.raises(RemoteProtocolError):
+            CHECKER.check(forged)
+
+
+def test_encodings_are_those_of_the_spec() -> None:
+    body = encode_body(Kind.BEAT, 0, tick_at(Kind.BEAT), Beat(1, 2, None, 3))
+    assert msgspec.msgpack.decode(body) == [2, 0, int(NOW), [1, 2, None, 3]]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(beat(1)))[0] == author_of(1)

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from farandole.protocol.entries import Delta, Kind, Signed
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.gossip import (
+    AVOID_SECONDS,
+    FAULT_BURST,
+    MAX_FORWARDED,
+    SLICE_ITEMS,
+    Gossip,
+    is_worth_forwarding,
+    slices_of,
+)
+from farandole.protocol.push import Batch, decode_batch
+from farandole.protocol.state import RunState
+
+from .authors import CREATOR, NOW, RUN_ID, author_of, beat, member, metric, tick_at
+
+ME, ALICE, BOB = author_of(1), author_of(2), author_of(3)
+
+
+def gossip_with(*items: Signed) -> Gossip:
+    gossip = Gossip(RunState(RUN_ID, CREATOR), ME, random.Random(1), base_period=2.0)
+    gossip.merge(Delta(items), ALICE, NOW, 0.0, forward=False)
+    return gossip
+
+
+def pushed(gossip: Gossip, now: float = 0.1) -> set[Signed]:
+    outputs = gossip.tick(NOW + now, now)
+    return {entry for output in outputs for entry in decode_batch(output.payload).delta.entries}
+
+
+def test_live_members_are_talked_to_and_nobody_else() -> None:
+    gossip = gossip_with(member(2), beat(2), member(3), member(4, left=True), beat(4), beat(5), beat(1), member(1))
+    assert gossip.candidates(1.0) == [ALICE]
+    assert gossip.choose_partner(1.0) in ((ALICE, False), (BOB, True))
+    assert gossip.candidates(7.0) == []
+    asked = {gossip.choose_partner(7.0) for _ in range(50)}
+    assert asked == {(ALICE, True), (BOB, True)}, "the silent are how a split network finds together"
+
+
+def test_the_unreachable_are_left_alone_for_a_while() -> None:
+    gossip = gossip_with(member(2), beat(2))
+    gossip.unreachable(ALICE, 0.5)
+    assert gossip.candidates(1.0) == []
+    assert gossip.liveness.is_live(ALICE, 1.0), "that is not a judgement of its life"
+    gossip.reached(ALICE)
+    assert gossip.candidates(1.0) == [ALICE]
+    gossip.unreachable(ALICE, 1.0)
+    gossip.merge(Delta((beat(2, tick_at(Kind.BEAT) + 40),)), ALICE, NOW, 1.0 + AVOID_SECONDS)
+    gossip.tick(NOW, 1.1 + AVOID_SECONDS)
+    assert gossip.candidates(1.1 + AVOID_SECONDS) == [ALICE]
+
+
+def test_news_is_pushed_on_and_the_rest_is_not() -> None:
+    gossip = gossip_with(member(2), beat(2), member(3), beat(3))
+    old = member(3, tick_at(Kind.MEMBER) - 1)
+    batch = Batch(True, Delta((metric(3), member(2), old)))
+    gossip.receive_push(ALICE, msgspec.msgpack.encode(batch), NOW, 0.1)
+    assert pushed(gossip) == {metric(3)}
+    assert pushed(gossip) == set()
+
+
+def test_faults_are_counted_and_a_flooder_is_cut_off() -> None:
+    gossip = gossip_with()
+    bad = Signed(BOB, member(2).body, bytes(64))
+    gossip.merge(Delta((bad, metric(2))), ALICE, NOW, 0.0)
+    assert gossip.state.get(ALICE, Kind.METRIC) is not None, "what is good among it is kept"
+    with pytest.raises(RemoteProtocolError, match="too many"):
+        gossip.merge(Delta((bad,) * FAULT_BURST), ALICE, NOW, 0.0)
+    with pytest.raises(RemoteProtocolError, match="too many"):
+        gossip.merge(Delta((metric(3),)), ALICE, NOW, 1.0)
+    gossip.merge(Delta((metric(3),)), BOB, NOW, 1.0)
+    gossip.merge(Delta((metric(3),)), ALICE, NOW, 60.0)
+
+
+def test_honest_staleness_is_never_a_fault() -> None:
+    gossip = gossip_with(member(2), member(3, device="a"), member(3, device="b"))
+    stale = (member(2, 5), member(2, tick_at(Kind.MEMBER) + 500), metric(3), member(2))
+    for _ in range(100):
+        gossip.merge(Delta(stale), ALICE, NOW, 0.0)
+
+
+def test_much_at_once_is_taken_in_slices_and_not_forwarded() -> None:
+    much = Delta(tuple(metric(number, index) for number in range(1, 50) for index in range(8)))
+    parts = list(slices_of(much))
+    assert [entry for part in parts for entry in part.entries] == list(much.entries)
+    assert all(len(part.entries) <= SLICE_ITEMS for part in parts)
+    assert not is_worth_forwarding(much)
+    assert is_worth_forwarding(Delta(much.entries[:MAX_FORWARDED]))
+
+
+def test_the_dead_are_forgotten_when_their_heartbeat_expires() -> None:
+    gossip = gossip_with(member(2), beat(2), beat(3))
+    gossip.tick(NOW + 100, 100.0)
+    assert gossip.liveness.seconds_since(BOB, 100.0) == 100.0
+    gossip.tick(NOW + 121, 121.0)
+    assert gossip.liveness.seconds_since(BOB, 121.0) is None

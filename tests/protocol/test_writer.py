@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farandole.protocol.entries import RULES, Beat, Checker, Delta, Kind, Member, Metric
+from farandole.protocol.errors import LocalProtocolError
+from farandole.protocol.state import Outcome, RunState
+from farandole.protocol.writer import Writer
+
+from .authors import CREATOR, NOW, RUN_ID, author_of, key_of, member, state_of
+
+
+class Author:
+    """A writer with a disk that survives it."""
+
+    def __init__(self) -> None:
+        self.mark = 0
+        self.written: list[tuple[int, int]] = []
+        self.restart()
+
+    def restart(self) -> None:
+        self.writer = Writer(key_of(1), RUN_ID)
+        self.writer.resume(self.mark)
+
+    def write(self, kind: Kind, now: float) -> bool:
+        if self.writer.delay(kind, 0, now) > 0:
+            return False
+        mark = self.writer.mark_needed(kind, 0, now)
+        if mark is not None:
+            self.mark = mark
+            self.writer.marked(mark)
+        payload = Member() if kind is Kind.MEMBER else Metric(0, 1, ()) if kind is Kind.METRIC else Beat(0, 0, None, 0)
+        entry = self.writer.write(kind, 0, payload, now)
+        self.written.append((entry.slot, entry.tick))
+        assert entry.written_at <= now + 60, "others would defer it"
+        return True
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["write", "restart"]), st.sampled_from([Kind.MEMBER, Kind.BEAT, Kind.METRIC]),
+                  st.floats(-30, 90)),
+        max_size=40,
+    )
+)  # fmt: skip
+@settings(max_examples=150, deadline=None)
+def test_no_slot_and_tick_is_ever_signed_twice(steps: list[tuple[str, Kind, float]]) -> None:
+    """Whatever the clock does, however often the node dies."""
+    author, now = Author(), NOW
+    for step, kind, passed in steps:
+        now += passed
+        if step == "restart":
+            author.restart()
+        else:
+            author.write(kind, now)
+    assert len(set(author.written)) == len(author.written)
+
+
+def test_an_author_that_dies_every_two_seconds_is_still_heard() -> None:
+    author, num_written = Author(), 0
+    for step in range(300):
+        author.restart()
+        num_written += author.write(Kind.BEAT, NOW + 2 * step)
+    assert num_written == 300
+    for step in range(300):
+        author.restart()
+        num_written += author.write(Kind.MEMBER, NOW + 600 + 2 * step)
+    assert num_written > 300 + 100
+
+
+def test_entries_are_valid_and_each_newer_than_the_last() -> None:
+    author, state = Author(), RunState(RUN_ID, CREATOR)
+    for now in (NOW, NOW + 0.1, NOW - 4.0, NOW + 9.0):
+        assert author.write(Kind.MEMBER, now)
+    ticks = [tick for _, tick in author.written]
+    assert ticks == sorted(set(ticks))
+    mark = author.writer.mark_needed(Kind.PROGRESS, 0, NOW)
+    assert mark is None or mark <= NOW + RULES[Kind.PROGRESS].quantum
+    entry = state_of(member(1)).get(author_of(1), Kind.MEMBER)
+    assert entry is not None
+    assert state.merge(Delta((entry.signed,)), NOW).outcomes == [Outcome.NEW]
+    assert Checker(RUN_ID, CREATOR).check(entry.signed).id == entry.id
+
+
+def test_nothing_is_signed_beyond_the_stored_mark() -> None:
+    writer = Writer(key_of(1), RUN_ID)
+    with pytest.raises(LocalProtocolError, match="mark"):
+        writer.write(Kind.MEMBER, 0, Member(), NOW)
+    mark = writer.mark_needed(Kind.MEMBER, 0, NOW)
+    assert mark is not None
+    writer.marked(mark)
+    writer.write(Kind.MEMBER, 0, Member(), NOW)
+
+
+def test_what_is_no_slot_or_payload_of_the_kind_is_our_own_fault() -> None:
+    writer = Writer(key_of(1), RUN_ID)
+    writer.resume(int(NOW) + 100)
+    for kind, index, payload in (
+        (Kind.MEMBER, 1, Member()),
+        (Kind.MEMBER, 0, Beat(0, 0, None, 0)),
+        (Kind.MEMBER, 0, Member(addresses=("/" + "a" * 150,) * 8)),
+    ):
+        with pytest.raises(LocalProtocolError):
+            writer.write(kind, index, payload, NOW + 100)
+
+
+def test_a_slot_written_too_fast_has_to_wait() -> None:
+    author = Author()
+    assert [author.write(Kind.METRIC, NOW) for _ in range(3)][-1] is False
+    assert author.writer.delay(Kind.METRIC, 0, NOW) > 0
+    with pytest.raises(LocalProtocolError, match="faster"):
+        author.writer.write(Kind.METRIC, 0, Metric(0, 1, ()), NOW)
+    assert author.write(Kind.METRIC, NOW + author.writer.delay(Kind.METRIC, 0, NOW) + 1)
+
+
+def test_a_lost_disk_is_made_good_by_what_others_remember() -> None:
+    remembered = state_of(member(1)).get(author_of(1), Kind.MEMBER)
+    assert remembered is not None
+    writer = Writer(key_of(1), RUN_ID)
+    writer.observe(remembered)
+    writer.marked(int(NOW) + 60)
+    assert writer.write(Kind.MEMBER, 0, Member(), NOW).tick == remembered.tick + 1
