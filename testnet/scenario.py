@@ -90,6 +90,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(
                     f"fault {fault.kind!r} names node {max(fault.nodes)}, but the last is {self.nodes - 1}"
                 )
+            if fault.at_round is not None and fault.at_round >= self.rounds:
+                raise ValueError(f"fault {fault.kind!r} in round {fault.at_round} of {self.rounds} never happens")
         if 0 in self.late_joiners:
             raise ValueError("node 0 begins the run and cannot join late")
         if len(self.slow) > self.nodes:

@@ -1,0 +1,98 @@
+"""A daemon that trains nothing: serves the control API and goes through its rounds, as a real one would tell it.
+
+    fake_node.py [--die N] [--stall N] [--stray N] join [SOURCE] --home .../NN ...
+
+Node N dies in its second round, or stands still in it, or never agrees with the others on the run state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import trio
+
+from farandole.node.control import serve_control
+from farandole.node.identity import load_or_create_key
+from farandole.protocol.identity import peer_id_of, public_bytes
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "node"))
+from statuses import STATUS  # type: ignore[import-not-found]
+
+ROUND_SECONDS = 0.05
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    for fault in ("--die", "--stall", "--stray"):
+        parser.add_argument(fault, type=int, default=-1)
+    parser.add_argument("command")
+    parser.add_argument("source", nargs="?")
+    parser.add_argument("--home", type=Path)
+    parser.add_argument("--max-rounds", type=int)
+    parser.add_argument("--listen")
+    parser.add_argument("--slow", type=float)
+    return parser.parse_known_args()[0]
+
+
+class FakeNode:
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.home: Path = options.home
+        self.index = int(self.home.name)
+        self.round = int((self.home / "round").read_text()) if (self.home / "round").exists() else 0
+        self.started_at = time.time()
+        self.exchanges = 0
+        self.peer_id = peer_id_of(public_bytes(load_or_create_key(self.home / "key")))
+
+    async def run(self) -> None:
+        with (self.home / "sources").open("a") as file:
+            file.write(f"{self.options.source}\n")
+        with trio.open_signal_receiver(signal.SIGTERM) as signals:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(serve_control, self.home / "control.sock", {"status": self.status})
+                nursery.start_soon(self.train)
+                async for _ in signals:
+                    nursery.cancel_scope.cancel()
+
+    async def train(self) -> None:
+        while self.round < self.options.max_rounds:
+            await trio.sleep(ROUND_SECONDS)
+            if self.round == 2 and self.index == self.options.die:
+                os._exit(7)
+            if self.round == 2 and self.index == self.options.stall:
+                await trio.sleep_forever()
+            self.round += 1
+            self.exchanges += 1
+            (self.home / "round").write_text(str(self.round))
+        (self.home / "checkpoint.safetensors").touch()
+
+    async def status(self, params: dict[str, Any]) -> object:
+        is_finished = self.round == self.options.max_rounds
+        root = "stray" if self.index == self.options.stray else "root"
+        return msgspec.structs.replace(
+            STATUS,
+            peer_id=self.peer_id,
+            pid=os.getpid(),
+            started_at=self.started_at,
+            addresses=[f"{self.options.listen}/p2p/{self.peer_id}"],
+            phase="finished" if is_finished else "training",
+            round=self.round,
+            inner_steps=int(100 * self.round / self.options.slow),
+            tokens=1_000 * self.round,
+            losses=[(r, 5.0 - r) for r in range(self.round)],
+            loss_first=5.0,
+            exchanges_ok=self.exchanges,
+            partners={"bob": 1, "carol": 1, "dave": 1},
+            run=msgspec.structs.replace(STATUS.run, state_root=root),
+        )
+
+
+if __name__ == "__main__":
+    trio.run(FakeNode(parse()).run)

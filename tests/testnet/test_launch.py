@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from farandole.node.control import NoNodeError, call
+from farandole.protocol.invite import decode_invite
+from farandole.testnet import launch, process
+from farandole.testnet.launch import TestnetError, prepare_folder
+from farandole.testnet.scenario import Scenario, parse_scenario
+
+from .play import testnet
+
+PLAY = Path(__file__).with_name("play.py")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "POLL_INTERVAL", 0.02)
+    monkeypatch.setattr(launch, "WATCH_INTERVAL", 0.02)
+
+
+def scenario(**settings: Any) -> Scenario:
+    run = {"name": "fake", "model": "tiny"}
+    return parse_scenario(
+        {"run": run, "nodes": 3, "rounds": 8, "min_partners": 2, "start_interval": 0.0, "timeout": 30.0, **settings}
+    )
+
+
+async def test_a_scenario_without_faults_passes(tmp_path: Path) -> None:
+    report = await testnet(scenario(max_loss_merged=2.6), tmp_path).play()
+    assert report.reasons == []
+    assert report.verdict == "pass"
+    assert [node.rounds for node in report.nodes] == [8, 8, 8]
+    assert report.tokens == 24_000
+    assert report.state_equal
+    assert (report.loss_first, report.loss_last, report.loss_merged) == (5.0, -2.0, 2.5)
+    for node in report.nodes:
+        with pytest.raises(NoNodeError):
+            call(tmp_path / "nodes" / f"{node.index:02d}", "status")
+
+
+async def test_the_first_node_gets_the_manifest_and_the_others_an_invite(tmp_path: Path) -> None:
+    report = await testnet(scenario(), tmp_path).play()
+    first, second = ((tmp_path / "nodes" / name / "sources").read_text().split() for name in ("00", "01"))
+    assert first == [str(tmp_path / "run.manifest")]
+    assert decode_invite(second[0]).run_id.hex() == report.run_id
+    assert decode_invite(second[0]).addresses[0].endswith(report.nodes[0].peer_id)
+
+
+async def test_a_node_that_dies_fails_the_scenario(tmp_path: Path) -> None:
+    report = await testnet(scenario(), tmp_path, "--die", "1").play()
+    assert report.verdict == "fail"
+    assert [node.died for node in report.nodes] == [False, True, False]
+    assert any("node 1 died" in reason for reason in report.reasons)
+    assert any("node 1 died (exit code 7): see" in event for event in report.events)
+
+
+async def test_a_node_that_stands_still_is_wedged(tmp_path: Path) -> None:
+    report = await testnet(scenario(wedged_after=1.0, timeout=3.0), tmp_path, "--stall", "2").play()
+    assert [node.wedged for node in report.nodes] == [False, False, True]
+    assert report.reasons[0] == "the training was not over after 3 s"
+    assert any("node 2 was wedged" in reason for reason in report.reasons)
+
+
+async def test_nodes_that_do_not_agree_on_the_run_state(tmp_path: Path) -> None:
+    report = await testnet(scenario(settle_timeout=0.3), tmp_path, "--stray", "1").play()
+    assert not report.state_equal
+    assert report.reasons == ["the run state is not equal on all live nodes"]
+
+
+async def test_faults_happen_and_counters_survive_a_restart(tmp_path: Path) -> None:
+    faults = [
+        {"kind": "restart", "nodes": [0], "at_round": 3, "duration": 0.1},
+        {"kind": "freeze", "nodes": [1], "at_seconds": 0.5, "duration": 0.2},
+        {"kind": "kill", "nodes": [2], "at_round": 5},
+        {"kind": "join", "nodes": [3], "at_round": 4},
+        {"kind": "leave", "nodes": [4], "at_round": 6},
+    ]
+    report = await testnet(scenario(nodes=5, rounds=40, fault=faults), tmp_path).play()
+    assert report.reasons == []
+    first, _, killed, late, left = report.nodes
+    assert (first.restarts, first.rounds, first.died) == (1, 40, False)
+    # What the first life did between its last status and its death nobody knows.
+    assert 35 <= first.exchanges_ok <= 40
+    assert [node.is_alive for node in report.nodes] == [True, True, False, True, False]
+    assert (killed.died, left.died) == (False, False)
+    assert killed.rounds < 40
+    assert late.rounds == 40
+    # Back in its folder a node needs no invite; a late one is invited by those who live.
+    assert (tmp_path / "nodes" / "00" / "sources").read_text().split()[1:] == ["None"]
+    said = " ".join(report.events)
+    for words in ("kill -9 node 0", "starting node 0 again", "freezing node 1", "kill -9 node 2", "node 3 joins late"):
+        assert words in said
+
+
+async def test_ctrl_c_ends_all_nodes_and_still_writes_the_report(tmp_path: Path) -> None:
+    async with trio.open_nursery() as nursery:
+        play = await nursery.start(start_play, tmp_path)
+        play.send_signal(signal.SIGINT)
+        with trio.fail_after(20):
+            await play.wait()
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["verdict"] == "fail"
+    assert report["reasons"][0] == "interrupted"
+    assert not any(is_up(tmp_path / "out" / "nodes" / name) for name in ("00", "01"))
+
+
+async def test_a_launcher_that_is_killed_leaves_no_nodes_behind(tmp_path: Path) -> None:
+    async with trio.open_nursery() as nursery:
+        play = await nursery.start(start_play, tmp_path)
+        play.kill()
+        await play.wait()
+    with trio.fail_after(10):
+        await until(lambda: not any(is_up(tmp_path / "out" / "nodes" / name) for name in ("00", "01")))
+
+
+async def start_play(tmp_path: Path, *, task_status: Any) -> None:
+    """Two endless fake nodes, played by a process of its own; started once both nodes answer."""
+    path = tmp_path / "endless.toml"
+    path.write_text("nodes = 2\nrounds = 256\nmin_partners = 1\n[run]\nname = 'endless'\nmodel = 'tiny'\n")
+    command = [sys.executable, str(PLAY), str(path), str(tmp_path / "out")]
+    play = await trio.lowlevel.open_process(command, stdout=subprocess.DEVNULL)
+    with trio.fail_after(20):
+        await until(lambda: all(is_up(tmp_path / "out" / "nodes" / name) for name in ("00", "01")))
+    task_status.started(play)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - other processes tell no event
+        await trio.sleep(0.05)
+
+
+def is_up(home: Path) -> bool:
+    try:
+        call(home, "status")
+    except NoNodeError:
+        return False
+    return True
+
+
+def test_a_folder_with_other_things_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(TestnetError, match="holds other things"):
+        prepare_folder(tmp_path)
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_a_folder_of_an_earlier_play_is_emptied(tmp_path: Path) -> None:
+    prepare_folder(tmp_path / "new")
+    (tmp_path / "new" / "run.manifest").touch()
+    (tmp_path / "new" / "nodes" / "00").mkdir(parents=True)
+    prepare_folder(tmp_path / "new")
+    assert list((tmp_path / "new").iterdir()) == []

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from farandole.node.status import NodeStatus, RunStatus
+from farandole.testnet.record import NodeRecord
+from farandole.testnet.report import node_report
+
+RUN = RunStatus("ab", "demo", 1, 0, 0, 0.0, None, None, None, "root")
+
+
+def status(**changes: Any) -> NodeStatus:
+    fields: dict[str, Any] = dict.fromkeys(NodeStatus.__struct_fields__, 0) | {
+        "phase": "training",
+        "losses": [],
+        "loss_first": None,
+        "partners": {},
+        "run": RUN,
+        "members": [],
+        "pid": 1,
+    }
+    return NodeStatus(**{**fields, **changes})
+
+
+def test_counters_of_several_lives_add_up_and_positions_do_not() -> None:
+    record = NodeRecord(3, "alice")
+    first = status(exchanges_ok=2, bytes_sent=5, partners={"bob": 2}, round=2, tokens=200, loss_first=5.0)
+    record.observe(msgspec.structs.replace(first, exchanges_ok=1), 0.5)
+    record.observe(msgspec.structs.replace(first, losses=[(0, 5.0), (1, 4.5)]), 1.0)
+    record.observe(
+        status(
+            pid=2, exchanges_ok=1, bytes_sent=3, partners={"bob": 1, "carol": 1}, round=3, tokens=300, loss_first=4.0
+        ),
+        2.0,
+    )
+    record.observe(status(pid=2, exchanges_ok=4, bytes_sent=9, partners={"carol": 4}, round=4, losses=[(3, 4.0)]), 3.0)
+    report = node_report(record, is_alive=True)
+    assert (report.exchanges_ok, report.bytes_sent) == (6, 14)
+    assert report.partners == {"bob": 2, "carol": 4}
+    assert (report.rounds, report.restarts) == (4, 1)
+    assert (report.loss_first, report.loss_last) == (5.0, 4.0)
+    assert report.losses == [(0, 5.0), (1, 4.5), (3, 4.0)]
+    assert report.state_root == "root"
+
+
+def test_a_node_that_was_never_heard_of() -> None:
+    report = node_report(NodeRecord(0, "alice"), is_alive=False)
+    assert (report.rounds, report.tokens, report.loss_last, report.partners) == (0, 0, None, {})
+
+
+def test_a_node_is_wedged_when_it_stands_still_too_long() -> None:
+    record = NodeRecord(0, "alice")
+    record.excuse(0.0)
+    assert not record.check_progress(9.0, limit=10.0)
+    record.observe(status(round=0, inner_steps=1), 9.0)
+    record.observe(status(round=0, inner_steps=1), 18.0)
+    assert not record.check_progress(18.5, limit=10.0)
+    assert record.check_progress(19.5, limit=10.0)
+    assert record.wedged
+    assert not record.check_progress(20.0, limit=10.0), "told once"
+
+
+def test_neither_a_finished_nor_an_excused_node_is_wedged() -> None:
+    record = NodeRecord(0, "alice")
+    record.observe(status(round=4, phase="training"), 0.0)
+    record.excuse(50.0)
+    assert not record.check_progress(55.0, limit=10.0)
+    record.observe(status(round=4, phase="finished"), 56.0)
+    assert not record.check_progress(1_000.0, limit=10.0)

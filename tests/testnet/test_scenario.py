@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farandole.protocol.errors import ManifestError
+from farandole.testnet.scenario import load_scenario, parse_scenario, scenario_names
+
+RUN = {"name": "a", "model": "tiny"}
+
+
+@pytest.mark.parametrize("name", scenario_names())
+def test_delivered_scenarios_are_valid(name: str) -> None:
+    scenario = load_scenario(name)
+    assert scenario.max_loss_merged is not None
+    assert scenario.manifest(0).name == name
+
+
+def test_the_three_scenarios_are_delivered() -> None:
+    assert {"demo", "churn", "unequal"} <= set(scenario_names())
+
+
+def test_what_the_command_line_says_replaces_what_the_file_says(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text("nodes = 8\nrounds = 9\nmin_partners = 3\nrun = {name = 'a', model = 'tiny', seed = 4}\n")
+    scenario = load_scenario(str(path), nodes=3, rounds=2, seed=7)
+    assert (scenario.nodes, scenario.rounds, scenario.min_partners) == (3, 2, 2)
+    assert scenario.manifest(0).seed == 7
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "run"),
+        ({"run": RUN, "colour": 1}, "colour"),
+        ({"run": {"name": "a"}}, "model is missing"),
+        ({"run": {**RUN, "outer": {"gamma": 9.0}}}, r"outer\.gamma"),
+        ({"run": RUN, "nodes": 0}, "nodes"),
+        ({"run": RUN, "nodes": 2, "min_partners": 2}, "min_partners is 2"),
+        ({"run": RUN, "slow": [0.5]}, "slow"),
+        ({"run": RUN, "slow": [1.0] * 9}, "slow has 9 entries for 8 nodes"),
+        ({"run": RUN, "fault": [{"kind": "explode", "nodes": [1], "at_round": 1}]}, "explode"),
+        ({"run": RUN, "fault": [{"kind": "kill", "nodes": [1]}]}, "either at_round or at_seconds"),
+        ({"run": RUN, "fault": [{"kind": "kill", "nodes": [1], "at_round": 1, "at_seconds": 1}]}, "either"),
+        ({"run": RUN, "fault": [{"kind": "kill", "nodes": [8], "at_round": 1}]}, "names node 8, but the last is 7"),
+        ({"run": RUN, "fault": [{"kind": "kill", "nodes": [], "at_round": 1}]}, "nodes"),
+        ({"run": RUN, "fault": [{"kind": "kill", "nodes": [1], "at_round": 20}]}, "never happens"),
+        ({"run": RUN, "fault": [{"kind": "kill", "nodes": [1], "at_round": 1, "duration": 2}]}, "has no duration"),
+        ({"run": RUN, "fault": [{"kind": "freeze", "nodes": [1], "at_round": 1}]}, "say its duration"),
+        ({"run": RUN, "fault": [{"kind": "join", "nodes": [0], "at_round": 1}]}, "cannot join late"),
+    ],
+)
+def test_what_is_wrong_is_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ManifestError, match=message):
+        parse_scenario(settings)
+
+
+def test_an_unknown_name_lists_those_there_are() -> None:
+    with pytest.raises(ManifestError, match=r"no scenario 'chrun'.*churn, demo"):
+        load_scenario("chrun")
+
+
+def test_who_joins_late_and_who_is_gone_at_the_end() -> None:
+    faults = [
+        {"kind": "join", "nodes": [3], "at_round": 1},
+        {"kind": "kill", "nodes": [1, 2], "at_round": 1},
+        {"kind": "leave", "nodes": [4], "at_seconds": 9},
+        {"kind": "restart", "nodes": [5], "at_seconds": 9, "duration": 1},
+    ]
+    scenario = parse_scenario({"run": RUN, "fault": faults, "slow": [2.0]})
+    assert scenario.late_joiners == {3}
+    assert scenario.doomed == {1, 2, 4}
+    assert (scenario.slowness(0), scenario.slowness(1)) == (2.0, 1.0)
