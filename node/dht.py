@@ -14,6 +14,7 @@ from contextlib import suppress
 
 import trio
 from libp2p.abc import INetStream
+from libp2p.kad_dht.common import BUCKET_SIZE
 from libp2p.kad_dht.kad_dht import DHTMode, KadDHT
 from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
@@ -83,6 +84,7 @@ class Dht:
         self._announced_at: dict[bytes, float] = {}  # when each key that we provide was last told to somebody
         self._pace = trio.Lock()
         self._announce_after = -math.inf
+        self._refreshed_at = -math.inf
         self._news = trio.Event()
 
     def note_connection(self) -> None:
@@ -94,8 +96,7 @@ class Dht:
         while True:
             self._news = trio.Event()
             try:
-                with trio.move_on_after(REFRESH_INTERVAL / 2):
-                    await self._dht.refresh_routing_table()
+                await self._refresh_if_due()
                 self._dht.provider_store.cleanup_expired()
                 self._dht.value_store.cleanup_expired()
                 self._dht.forget_strangers()
@@ -106,6 +107,14 @@ class Dht:
                 await self._news.wait()
             # Several peers often come together.
             await trio.sleep(1.0)
+
+    async def _refresh_if_due(self) -> None:
+        # Every newcomer matters to a small table, and none to one that is full around us.
+        is_small = self._dht.get_routing_table_size() < BUCKET_SIZE
+        if is_small or trio.current_time() - self._refreshed_at >= REFRESH_INTERVAL:
+            self._refreshed_at = trio.current_time()
+            with trio.move_on_after(REFRESH_INTERVAL / 2):
+                await self._dht.refresh_routing_table()
 
     def _pause(self) -> float:
         is_unheard = any(at < 0 for at in self._announced_at.values())

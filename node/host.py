@@ -213,6 +213,7 @@ class Host:
         self._book: OrderedDict[bytes, dict[str, None]] = OrderedDict()
         self._dials: dict[bytes, _Dial] = {}
         self._subscribers: set[ConnectionEvents] = set()
+        self._told_connected: set[bytes] = set()
         self._dht = Dht(libp2p)
         nursery.start_soon(self._dht.run)
         swarm.dial = self._dial_by_id
@@ -286,19 +287,25 @@ class Host:
     @contextmanager
     def connection_events(self) -> Iterator[ConnectionEvents]:
         """Subscribe to connections coming and going, beginning with those that are there."""
-        events = ConnectionEvents(self.connected)
+        events = ConnectionEvents(self._told_connected)
         self._subscribers.add(events)
         try:
             yield events
         finally:
             self._subscribers.discard(events)
 
-    def tell_connection(self, peer: bytes, is_connected: bool) -> None:
-        """A first connection came or the last one went."""
+    def note_connection(self, peer: bytes) -> None:
+        """A connection came or went: tell the subscribers if it was the first or the last."""
+        is_connected = self.is_connected(peer)
+        if is_connected == (peer in self._told_connected):
+            return
+        if is_connected:
+            self._told_connected.add(peer)
+            self._dht.note_connection()
+        else:
+            self._told_connected.discard(peer)
         for events in self._subscribers:
             events.put(peer, is_connected)
-        if is_connected:
-            self._dht.note_connection()
 
     # Who provides what
 
@@ -426,14 +433,10 @@ class _ConnectionNotifee(INotifee):
         self._host = host
 
     async def connected(self, network: INetwork, conn: INetConn) -> None:
-        peer_id = conn.muxed_conn.peer_id
-        if len(network.get_connections(peer_id)) == 1:
-            self._host.tell_connection(peer_of(peer_id), True)
+        self._host.note_connection(peer_of(conn.muxed_conn.peer_id))
 
     async def disconnected(self, network: INetwork, conn: INetConn) -> None:
-        peer_id = conn.muxed_conn.peer_id
-        if not network.get_connections(peer_id):
-            self._host.tell_connection(peer_of(peer_id), False)
+        self._host.note_connection(peer_of(conn.muxed_conn.peer_id))
 
     async def opened_stream(self, network: INetwork, stream: INetStream) -> None: ...
 

@@ -59,6 +59,8 @@ from libp2p.transport.upgrader import TransportUpgrader
 from libp2p.utils.varint import read_varint_prefixed_bytes_limited
 from multiaddr import Multiaddr  # type: ignore[import-untyped]
 
+from farandole.protocol.identity import SMALL_ORDER_KEYS, public_key_of
+
 from .yamux import YamuxConn, YamuxStream
 
 if TYPE_CHECKING:
@@ -198,15 +200,22 @@ class MendedUpgrader(TransportUpgrader):
     async def upgrade_security(
         self, raw_conn: IRawConnection, is_initiator: bool, peer_id: ID | None = None
     ) -> ISecureConn:
-        """Authenticate the other end; the initiator says whom it expects, and anybody else is refused."""
+        """Authenticate the other end; the initiator says whom it expects, and anybody else is refused.
+
+        Raises whatever the library does: the callers take every exception for a failed handshake.
+        """
         await self._negotiate(raw_conn, NOISE_PROTOCOL_ID, is_initiator)
         if not is_initiator:
-            return await self._noise.secure_inbound(raw_conn)
-        if peer_id is None:
+            secure = await self._noise.secure_inbound(raw_conn)
+        elif peer_id is None:
             raise SwarmException("dialling needs the peer's id")
-        secure = await self._noise.secure_outbound(raw_conn, peer_id)
-        if secure.get_remote_peer() != peer_id:
-            raise SwarmException(f"{secure.get_remote_peer()} answered for {peer_id}")
+        else:
+            secure = await self._noise.secure_outbound(raw_conn, peer_id)
+            if secure.get_remote_peer() != peer_id:
+                raise SwarmException(f"{secure.get_remote_peer()} answered for {peer_id}")
+        # Peers are named by Ed25519 keys here, and one of small order proves nothing.
+        if public_key_of(secure.get_remote_peer().to_base58()) in SMALL_ORDER_KEYS:
+            raise SwarmException("a key of small order")
         return secure
 
     async def upgrade_connection(self, conn: ISecureConn, peer_id: ID) -> IMuxedConn:
@@ -264,6 +273,7 @@ class MendedConn(SwarmConn):
         super().__init__(muxed_conn, swarm, direction)
         self.set_transport_info(muxed_conn.get_transport_addresses(), muxed_conn.get_connection_type())
         self.finished = trio.Event()
+        self.opened_at = trio.current_time()
         self._mended_swarm = swarm
 
     async def run(self) -> None:
@@ -382,6 +392,7 @@ class MendedSwarm(Swarm):
         self.event_background_nursery_created.set()
         self.ping_interval = ping_interval
         self.ping_timeout = ping_timeout
+        self.max_connections = MAX_CONNECTIONS
         self._handshakes = Handshakes()
 
     async def listen_at(self, host: str, port: int) -> None:
@@ -425,9 +436,9 @@ class MendedSwarm(Swarm):
         """Run a multiplexed connection and tell the others of it; `SwarmException` if it is one too many."""
         assert isinstance(muxed_conn, YamuxConn)
         assert self.background_nursery is not None
-        if len(self.get_connections()) >= MAX_CONNECTIONS:
+        if len(self._live_connections()) >= self.max_connections and not self._make_room():
             await muxed_conn.secured_conn.close()
-            raise SwarmException("too many connections")
+            raise SwarmException("too many connections, and all in use")
         conn = MendedConn(muxed_conn, self, direction)
         siblings = self.connections.setdefault(muxed_conn.peer_id, [])
         siblings.append(conn)
@@ -438,6 +449,16 @@ class MendedSwarm(Swarm):
         await conn.event_started.wait()
         await self.notify_connected(conn)
         return conn
+
+    def _live_connections(self) -> list[MendedConn]:
+        return [cast("MendedConn", conn) for conn in self.get_connections() if not conn.is_closed]
+
+    def _make_room(self) -> bool:
+        """End the oldest connection that has no streams, such as one that a lookup in the DHT left; or say no."""
+        idle = [conn for conn in self._live_connections() if not conn.streams]
+        if idle:
+            min(idle, key=lambda conn: conn.opened_at).event_closed.set()
+        return bool(idle)
 
     async def dial_peer(self, peer_id: ID) -> list[INetConn]:
         """Connect to a peer by the host's own rules."""

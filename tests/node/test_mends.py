@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import libp2p
@@ -15,7 +15,11 @@ import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.crypto.secp256k1 import create_new_key_pair as create_new_secp256k1_key_pair
+from libp2p.custom_types import TProtocol
+from libp2p.network.exceptions import SwarmException
 from libp2p.peer.id import ID
+from libp2p.peer.peerinfo import info_from_p2p_addr
 from libp2p.security.insecure.transport import PLAINTEXT_PROTOCOL_ID
 from multiaddr import Multiaddr  # type: ignore[import-untyped]
 from trio.testing import wait_all_tasks_blocked
@@ -395,18 +399,55 @@ async def test_a_living_peer_is_not_given_up() -> None:
 # Who may open what
 
 
-async def test_connections_of_one_peer_and_in_all_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mends, "MAX_CONNECTIONS", 2)
-    with trio.fail_after(10):
+async def test_an_idle_connection_makes_room_and_one_in_use_does_not() -> None:
+    with trio.fail_after(20):
         async with host_at_loopback() as bob, AsyncExitStack() as stack:
-            others = [await stack.enter_async_context(host_at_loopback()) for _ in range(3)]
-            for other in others:
-                try:
-                    await other.connect(bob.author, bob.addresses)
-                    await other.open_stream(bob.author, "/none/1", timeout=1)
-                except PeerUnreachableError:
-                    continue
-            assert len(bob.connected) == 2
+            bob._swarm.max_connections = 2
+            bob.set_handler(ECHO, echo)
+            busy, idle, third, fourth = [await stack.enter_async_context(host_at_loopback()) for _ in range(4)]
+            for other in (busy, third, fourth):
+                other.add_addresses(bob.author, bob.addresses)
+            await _keep_busy(busy, bob)
+            await idle.connect(bob.author, bob.addresses)
+            while third.author not in bob.connected:
+                # until the library has done with identifying the idle one
+                with suppress(PeerUnreachableError, trio.BrokenResourceError):
+                    await _keep_busy(third, bob)
+            assert bob.connected == {busy.author, third.author}
+            with pytest.raises((PeerUnreachableError, trio.BrokenResourceError)):
+                await _keep_busy(fourth, bob)
+            assert bob.connected == {busy.author, third.author}
+
+
+async def _keep_busy(host: Host, peer: Host) -> None:
+    stream = await host.open_stream(peer.author, ECHO)
+    await stream.send_all(b"x")
+    assert await stream.receive_some() == b"x"
+
+
+async def test_connections_of_one_peer_are_bounded() -> None:
+    with trio.fail_after(10):
+        async with host_at_loopback() as alice, host_at_loopback() as bob:
+            bob.set_handler(ECHO, echo)
+            for _ in range(mends.MAX_CONNECTIONS_PER_PEER + 3):
+                stream = await trio.open_tcp_stream("127.0.0.1", port_of(bob))
+                muxed = await alice._swarm.upgrade(mends.Socket(stream), ID.from_base58(bob.peer_id))
+                await alice._swarm.add_conn(muxed, "outbound")
+            async with await alice.open_stream(bob.author, ECHO) as echoing:
+                await echoing.send_all(b"x")
+                assert await echoing.receive_some() == b"x"
+            assert len(bob._swarm.get_connections(ID.from_base58(alice.peer_id))) <= mends.MAX_CONNECTIONS_PER_PEER
+
+
+async def test_a_peer_whose_key_is_not_ed25519_is_refused() -> None:
+    with trio.fail_after(10):
+        library = libp2p.new_host(key_pair=create_new_secp256k1_key_pair())
+        async with host_at_loopback() as bob, library.run([Multiaddr(LOOPBACK[0])]):
+            with pytest.raises(SwarmException):
+                await library.connect(info_from_p2p_addr(Multiaddr(bob.addresses[0])))
+                await library.new_stream(ID.from_base58(bob.peer_id), [TProtocol("/ipfs/ping/1.0.0")])
+            assert bob.connected == frozenset()
+            await library.close()
 
 
 def test_another_release_of_libp2p_is_refused() -> None:
