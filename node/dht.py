@@ -140,9 +140,12 @@ class Dht:
         async with self._pace:
             await trio.sleep_until(self._announce_after)
             self._announce_after = trio.current_time() + ANNOUNCEMENT_INTERVAL
-            with trio.move_on_after(ANNOUNCEMENT_TIMEOUT):
-                if await self._dht.provider_store.provide(multihash_of(key)):
-                    self._announced_at[key] = trio.current_time()
+            try:
+                with trio.move_on_after(ANNOUNCEMENT_TIMEOUT):
+                    if await self._dht.provider_store.provide(multihash_of(key)):
+                        self._announced_at[key] = trio.current_time()
+            except Exception:
+                logger.warning("an announcement in the DHT failed", exc_info=True)
 
     async def find_providers(self, key: bytes, seconds: float) -> list[tuple[bytes, list[str]]]:
         """Peers that say they provide a key, with their addresses, asked in parallel within so many seconds."""
@@ -174,7 +177,10 @@ class Dht:
                     nursery.start_soon(ask, peer_id)
 
         async def explore() -> None:
-            ask_all(await self._dht.peer_routing.find_closest_peers_network(multihash))
+            try:
+                ask_all(await self._dht.peer_routing.find_closest_peers_network(multihash))
+            except Exception:
+                logger.warning("a lookup in the DHT failed", exc_info=True)
 
         async with trio.open_nursery() as nursery:
             nursery.cancel_scope.deadline = trio.current_time() + seconds

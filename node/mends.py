@@ -3,15 +3,18 @@
 They are subclasses of the library's own classes, so the library stays as it is for anybody else in the process, and
 a test can put the two side by side. What is mended, and where:
 
-- an inbound connection kept a task and one of 250 slots for ever: `MendedSwarm` (a connection owns its tasks);
+- an inbound connection kept a task and one of 250 slots for ever: `MendedConn` owns its tasks and ends with them;
 - 256 silent sockets shut everybody else out: `Handshakes` (the oldest unfinished one makes room);
 - a length of 2^31 before authentication was allocated: `Socket` (reads are bounded, and few until the handshake is
   done), `BoundedCommunicator` (negotiation messages are short);
 - plaintext was accepted: `MendedUpgrader` knows Noise and yamux, nothing else;
-- an exception in a stream handler or a connection's task ended the host: `MendedHost`, `MendedSwarm` guard them;
-- a frozen peer's connection was never closed: `MendedSwarm._watch` (ping, then close the socket first);
+- an exception in a stream handler or a connection's task ended the host: `MendedHost`, `MendedConn` guard them;
+- a frozen peer's connection was never closed: `MendedConn._watch` (ping, and do without a polite end);
 - dialling took one address, waited after success, and blocked a peer for 60 s after a failure: `MendedSwarm.dial_peer`
-  hands the matter to `Host.connect`.
+  hands the matter to `Host.connect`;
+- peers with keys other than Ed25519, which have no name here: `MendedUpgrader` refuses them.
+
+Its yamux is replaced altogether: see yamux.py.
 """
 
 from __future__ import annotations
