@@ -51,10 +51,10 @@ RESOLVE_PROTOCOL = "/farandole/resolve/1"
 # Read at a time; about a chunk's frame.
 READ_BYTES = 65_536
 # Streams that have not said yet which session they belong to, or whose session is not expected yet. Of honest peers
-# there is one at a time: the partner, whose Ready is on its way on another stream.
+# there is one at a time: the partner, whose Begin is on its way on another stream.
 MAX_UNCLAIMED = 32
-# How long such a stream may stay: its offer and the partner's Ready left at about the same time.
-CLAIM_TIMEOUT = 10.0
+# How long such a stream may stay: the partner's Begin was sent before it was opened.
+CLAIM_TIMEOUT = 5.0
 DIAL_TIMEOUT = 8.0
 # A session has at most five events (offer, contribution, verdict, decision, abort); its protocol allows no more.
 MAX_EVENTS = 8
@@ -149,6 +149,8 @@ class ExchangeService:
         finally:
             if start.is_initiator:
                 self._outcomes.decide(start.session, committed=False)  # unless it is decided already
+        if conversation.is_in_doubt:
+            reason = "the initiator's decision could not be learnt in time"
         is_committed = conversation.is_committed
         partner = exchange.partner_offer if is_committed else None
         return ExchangeResult(
@@ -376,14 +378,14 @@ class _Conversation:
             await self._write(Accepted())
             await self._next()  # Commit
         self.is_committed = True
-        with trio.move_on_after(FAREWELL_TIMEOUT), contextlib.suppress(_FailedError):
+        with trio.move_on_after(FAREWELL_TIMEOUT):
             await self._write(Committed())
 
     async def _abort(self, reason: str) -> None:
         """Tell the partner, if it still listens and we have not promised to commit."""
         if self._failure or not self._exchange.can_abort:
             return
-        with trio.move_on_after(FAREWELL_TIMEOUT), contextlib.suppress(_FailedError):
+        with trio.move_on_after(FAREWELL_TIMEOUT):
             await self._write(Aborted(reason[:256]))
 
     async def _next(self) -> Event:
@@ -407,9 +409,7 @@ class _Conversation:
                 received = await self._stream.receive_some(READ_BYTES)
                 if not received:
                     return self._fail("the partner closed the stream")
-        except trio.ClosedResourceError:
-            return  # writing has failed before
-        except trio.BrokenResourceError as error:
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             self._fail(f"the connection broke: {error}")
         except RemoteProtocolError as error:
             self._fail(f"the partner broke the protocol: {error}")
@@ -422,27 +422,29 @@ class _Conversation:
                 self._writing.cancel()
 
     def _fail(self, reason: str) -> None:
-        self._failure = self._failure or reason
+        self._failure = reason
         self._events.close()
         self._writing.cancel()
 
     async def _write_contribution(self) -> None:
-        with self._writing, contextlib.suppress(_FailedError):
+        with self._writing:
             for offset in range(0, self._exchange.offer.size, CHUNK_BYTES):
-                await self._write(Chunk(offset, self._outgoing[offset : offset + CHUNK_BYTES]))
+                if not await self._write(Chunk(offset, self._outgoing[offset : offset + CHUNK_BYTES])):
+                    break
         self._written.set()
 
-    async def _write(self, message: Control | Chunk) -> None:
+    async def _write(self, message: Control | Chunk) -> bool:
+        """Whether it could be sent. If not, `_next` says why: what the partner said before is still to be read."""
         async with self._write_lock:
             if Step.ABORTED in (self._exchange.ours, self._exchange.theirs):
-                return  # there is nothing more to say
+                return False
             data = self._exchange.send(message)
             try:
                 await self._stream.send_all(data)
-            except trio.BrokenResourceError as error:
-                self._fail(f"the connection broke: {error}")
-                raise _FailedError(self._failure) from error
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                return False
             self.bytes_sent += len(data)
+            return True
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ from .manifest import RoundConfig
 from .pairing_messages import (
     SESSION_BYTES,
     Accept,
+    Begin,
     Busy,
     Message,
     Propose,
@@ -47,8 +48,8 @@ from .pairing_messages import (
 PROPOSE_FROM, PROPOSE_UNTIL = 0.25, 0.75
 # Share of exchange_seconds for which a ready node waits for its partner; the rest is for transfer and decision.
 WAIT_SHARE = 0.5
-# A partner that is ready earlier than agreed (its trainer reached inner_steps) is met within this share of
-# exchange_seconds, well before its patience (WAIT_SHARE) ends.
+# A partner that is ready before its box ends (its trainer reached inner_steps) is met within this share of
+# exchange_seconds, well before its patience (WAIT_SHARE) ends: the last inner step takes its time too.
 MEETING_SHARE = 0.25
 # A box moves by at most this share of its length in either direction, so that no partner can stretch a round for ever.
 MAX_BOX_SHIFT = 0.5
@@ -274,7 +275,8 @@ class Pairing:
         self._own = own
         self._config = config
         self._rng = rng
-        self._live: tuple[bytes, ...] = ()  # sorted: the same seed makes the same choices in every process
+        self._peers: frozenset[bytes] = frozenset()
+        self._sorted_peers: tuple[bytes, ...] = ()  # so that one seed makes the same choices in every process
         self._meter = _Meter()
         self._bond: _Bond | None = None
         self._timers: dict[_Timer, float] = {}
@@ -286,7 +288,8 @@ class Pairing:
         self._ready_at: float | None = None
         self._propose_at = 0.0
         self._num_proposals = 0
-        self._ask_at: dict[bytes, float] = {}  # peer -> not before; infinity: not in this round
+        self._ask_at: dict[bytes, float] = {}  # live peer -> not before; infinity: not in this round
+        self._lost: set[bytes] = set()  # a connection that breaks once may be made again
         # Measured:
         self._inner_seconds: float | None = config.round_seconds or None
         self._exchange_started_at = 0.0
@@ -348,6 +351,7 @@ class Pairing:
         self._ready_at = None
         self._num_proposals = 0
         self._ask_at.clear()
+        self._lost.clear()
         self._ends_at = None if self._inner_seconds is None else now + self._inner_seconds
         if self._config.round_seconds:
             self._ends_at = self._timers[_Timer.BOX] = now + self._config.round_seconds
@@ -364,18 +368,22 @@ class Pairing:
         self._timers[_Timer.PATIENCE] = self.wait_ends_at
         if self.state is State.MATCHED and self._bond:
             self._send(self._bond.peer, Ready(self._bond.session))
-            self._exchange_if_both_ready(now)
+            self._begin_if_both_ready(now)
         elif self.state is State.SEEKING:
             self._seek(now)
 
-    def _exchange_if_both_ready(self, now: float) -> None:
+    def _begin_if_both_ready(self, now: float) -> None:
+        """The proposer begins, and the partner follows: so neither awaits one that has just given up."""
         bond = self._bond
-        if bond is None or self._ready_at is None or not bond.is_partner_ready:
-            return
+        if bond is not None and bond.is_proposer and bond.is_partner_ready and self._ready_at is not None:
+            self._send(bond.peer, Begin(bond.session))
+            self._exchange(bond, self._ready_at, now)
+
+    def _exchange(self, bond: _Bond, ready_at: float, now: float) -> None:
         self._timers.clear()
         self._move(Trigger.BOTH_READY)
         self._exchange_started_at = now
-        deadline = self._ready_at + self._config.exchange_seconds
+        deadline = ready_at + self._config.exchange_seconds
         self._outputs.append(StartExchange(bond.session, bond.peer, self.round, bond.is_proposer, deadline))
 
     def _end_exchange(self, session: bytes, committed: bool, now: float) -> None:
@@ -408,16 +416,17 @@ class Pairing:
             return
         self._timers.pop(_Timer.PROPOSE, None)
         if self._ready_at is not None:
-            self._go_alone("no peer is free" if self._live else "no peer is live")
+            self._go_alone("no peer is free" if self._peers else "no peer is live")
 
     def _next_ask_at(self) -> float:
-        if not self._live or self._num_proposals >= MAX_PROPOSALS:
+        if not self._peers or self._num_proposals >= MAX_PROPOSALS:
             return math.inf
-        return max(self._propose_at, min(self._ask_at.get(peer, 0.0) for peer in self._live))
+        has_unasked = len(self._ask_at) < len(self._peers)
+        return self._propose_at if has_unasked else max(self._propose_at, min(self._ask_at.values()))
 
     def _propose(self, now: float) -> None:
-        candidates = [peer for peer in self._live if self._ask_at.get(peer, 0.0) <= now]
-        peer = self._rng.choice(candidates)
+        not_yet = {peer for peer, at in self._ask_at.items() if at > now}
+        peer = self._rng.choice([peer for peer in self._sorted_peers if peer not in not_yet])
         self._bond = _Bond(peer, self._rng.randbytes(SESSION_BYTES), is_proposer=True)
         self._num_proposals += 1
         patience = ANSWER_SHARE * (self._inner_seconds or 0.0)
@@ -439,7 +448,8 @@ class Pairing:
         """Nothing came of the proposal, or the partner is lost: this peer is asked again not before then."""
         if self._bond is None:
             raise LocalProtocolError("nobody to part from")
-        self._ask_at[self._bond.peer] = ask_again_at
+        if self._bond.peer in self._peers:
+            self._ask_at[self._bond.peer] = ask_again_at
         self._bond = None
         self._timers.pop(_Timer.ANSWER, None)
         self._move(Trigger.PROPOSAL_FAILED if self.state is State.PROPOSED else Trigger.PARTNER_LOST)
@@ -480,8 +490,9 @@ class Pairing:
     # Peers
 
     def _set_peers(self, peers: frozenset[bytes], now: float) -> None:
-        self._live = tuple(sorted(peers - {self._own}))
-        self._ask_at = {peer: at for peer, at in self._ask_at.items() if peer in peers}
+        self._peers = peers - {self._own}
+        self._sorted_peers = tuple(sorted(self._peers))
+        self._ask_at = {peer: at for peer, at in self._ask_at.items() if peer in self._peers}
         if self.state in (State.PROPOSED, State.MATCHED) and self._bond and self._bond.peer not in peers:
             self._withdraw()
             self._seek_another(now)
@@ -490,7 +501,9 @@ class Pairing:
 
     def _lose(self, peer: bytes, now: float) -> None:
         if self.state in (State.PROPOSED, State.MATCHED) and self._bond and self._bond.peer == peer:
-            self._seek_another(now)
+            is_first_time = peer not in self._lost
+            self._lost.add(peer)
+            self._seek_another(now, ask_again_at=now + self._retry_after() if is_first_time else math.inf)
 
     # Messages
 
@@ -512,8 +525,10 @@ class Pairing:
                     self._agree(bond, seconds_left, now)
                 elif not is_ours:
                     self._send(peer, Withdraw(session))
-            case Ready(session=session):
-                self._receive_ready(peer, session, now)
+            case Ready():
+                self._receive_ready(peer, message, now)
+            case Begin():
+                self._receive_begin(peer, message, now)
             case Refuse():
                 if is_ours and self.state is State.PROPOSED:
                     self._seek_another(now)
@@ -551,24 +566,34 @@ class Pairing:
                 return Busy(session, max(left, self._retry_after()))
             case State.PROPOSED if self._bond is not None and self._bond.session < session:
                 return Busy(session, self._retry_after())
-            case State.SEEKING | State.PROPOSED if peer in self._live:
+            case State.SEEKING | State.PROPOSED if peer in self._peers:
                 wait = self._wait_between(proposal.seconds_left, now)
-                patience = min(self.wait_ends_at - now, WAIT_SHARE * self._config.exchange_seconds)
+                share = MEETING_SHARE if self._config.round_seconds else WAIT_SHARE
+                patience = min(self.wait_ends_at - now, share * self._config.exchange_seconds)
                 if wait > patience:
                     return Busy(session, max(wait - patience, self._retry_after()))
                 return Accept(session, self._seconds_left(now))
             case _:  # between two rounds; or we have not heard of this peer yet, and cannot tell its stage
                 return Busy(session, self._retry_after())
 
-    def _receive_ready(self, peer: bytes, session: bytes, now: float) -> None:
+    def _receive_ready(self, peer: bytes, message: Ready, now: float) -> None:
         bond = self._bond
-        if bond is None or bond.session != session or self.state is State.PROPOSED:
-            self._send(peer, Withdraw(session))
+        if bond is None or bond.session != message.session or self.state is State.PROPOSED:
+            self._send(peer, Withdraw(message.session))
         elif self.state is State.MATCHED:
             bond.is_partner_ready = True
             if self._config.round_seconds and self._ends_at is not None:
                 self._end_box_at(min(self._ends_at, now + MEETING_SHARE * self._config.exchange_seconds))
-            self._exchange_if_both_ready(now)
+            self._begin_if_both_ready(now)
+
+    def _receive_begin(self, peer: bytes, message: Begin, now: float) -> None:
+        bond = self._bond
+        if bond is None or bond.session != message.session:
+            return  # we gave up; the stream that comes will find nobody
+        if bond.is_proposer or self._ready_at is None:
+            raise RemoteProtocolError("an exchange begun by the wrong side, or before we are ready")
+        if self.state is State.MATCHED:
+            self._exchange(bond, self._ready_at, now)
 
     def _send(self, peer: bytes, message: Message) -> None:
         self._outputs.append(SendMessage(peer, encode_message(message)))

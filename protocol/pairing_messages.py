@@ -1,4 +1,4 @@
-"""What two nodes say to each other to become partners: six small messages, MessagePack arrays with a tag."""
+"""What two nodes say to each other to become partners: seven small messages, MessagePack arrays with a tag."""
 
 from __future__ import annotations
 
@@ -62,7 +62,13 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     session: Session
 
 
-Message = Propose | Accept | Refuse | Busy | Withdraw | Ready
+class Begin(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=7):
+    """Both are ready, and the sender, who proposed, opens the stream of the exchange."""
+
+    session: Session
+
+
+Message = Propose | Accept | Refuse | Busy | Withdraw | Ready | Begin
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)

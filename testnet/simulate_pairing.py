@@ -1,0 +1,455 @@
+"""Pairing under a virtual clock: real `Pairing` machines, modelled trainers, and the commit of the exchanges.
+
+What is real: every pairing machine and message, and the `Outcomes` that initiators answer from. What is modelled: inner
+steps (each node has its own speed), transfers (a random delay), and the commit's messages (`_Exchange` below follows
+`farandole.node.exchange`, its shares of the deadline included). Messages may be lost; then, as with a connection that
+breaks, both ends are told a little later.
+
+    report = simulate(PairingScenario(num_nodes=8, rounds=RoundConfig(round_seconds=20.0)), seed=7)
+"""
+
+from __future__ import annotations
+
+import cmath
+import math
+import random
+import statistics
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import partial
+
+from farandole.protocol.exchange import ASK_FROM, DATA_UNTIL, DECIDE_UNTIL, Outcomes
+from farandole.protocol.manifest import RoundConfig
+from farandole.protocol.pairing import (
+    ContributionReady,
+    Event,
+    ExchangeEnded,
+    FinishRound,
+    GoAlone,
+    MessageReceived,
+    Output,
+    Pairing,
+    PeerLost,
+    PeersChanged,
+    RoundStarted,
+    SendMessage,
+    SetTimer,
+    StartExchange,
+    TimerFired,
+)
+
+from .simulation import Network, Simulation, Timer
+
+# The outer step, between an exchange's end and the next round.
+OUTER_STEP_SECONDS = 0.2
+# A connection that broke is noticed after this; a death at the latest after the other (the run state's heartbeats).
+BREAK_SECONDS, DEATH_SECONDS = 0.5, 6.0
+RESOLVE_INTERVAL = 0.5
+
+
+@dataclass(frozen=True)
+class PairingScenario:
+    """What is simulated."""
+
+    num_nodes: int
+    rounds: RoundConfig
+    seconds: float = 600.0
+    step_seconds: tuple[float, float] = (0.5, 0.5)
+    """An inner step of the fastest and of the slowest node; the others lie evenly between, by their speeds."""
+    start_spread: float = 0.0
+    """Nodes start their first round within so many seconds."""
+    transfer_seconds: tuple[float, float] = (0.2, 1.0)
+    latency: tuple[float, float] = (0.02, 0.2)
+    loss: float = 0.0
+    """Share of messages that break their connection instead of arriving."""
+    num_deaths: int = 0
+    num_late: int = 0
+    """Nodes, on top of the others, that join at random times."""
+
+
+@dataclass
+class Report:
+    """What came of it."""
+
+    rounds: int = 0
+    """Finished, of all nodes together."""
+    alone: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Why rounds were alone."""
+    longest_wait: float = 0.0
+    """Seconds from a contribution's readiness to the outcome of its round."""
+    mean_wait: float = 0.0
+    utilisation: float = 0.0
+    """Share of the nodes' time that went into inner steps."""
+    coherence: float = 0.0
+    """Of the phases at the end: 1 when all nodes start their rounds together, about N^-0.5 when they do not at all."""
+    disagreements: int = 0
+    """Sessions that one living node believes committed and the other not."""
+    pairs: Counter[frozenset[bytes]] = field(default_factory=Counter)
+    repeats: float = 0.0
+    """Share of exchanges with the same partner as in the exchange before."""
+    messages_per_round: float = 0.0
+    trace: str = ""
+
+
+def chi_square(pairs: Counter[frozenset[bytes]], num_nodes: int) -> float:
+    """How far the counts of the pairs are from uniform, in standard deviations of a chi-square variable."""
+    num_pairs = num_nodes * (num_nodes - 1) // 2
+    expected = pairs.total() / num_pairs
+    met = sum((count - expected) ** 2 / expected for count in pairs.values())
+    statistic = met + (num_pairs - len(pairs)) * expected
+    freedom = num_pairs - 1
+    return (statistic - freedom) / math.sqrt(2 * freedom)
+
+
+def simulate(scenario: PairingScenario, seed: int) -> Report:
+    """Run a scenario; equal seeds give equal reports."""
+    return _World(scenario, seed).run()
+
+
+class _World:
+    def __init__(self, scenario: PairingScenario, seed: int) -> None:
+        self.scenario = scenario
+        self.simulation = Simulation(seed)
+        self.rng = random.Random(f"pairing {seed}")
+        self.network = Network(self.simulation, latency=scenario.latency, ordered=True)
+        self.report = Report()
+        self.nodes: dict[bytes, _Node] = {}
+        self.beliefs: dict[bytes, dict[bytes, bool]] = {}
+        self.waits: list[float] = []
+
+    def run(self) -> Report:
+        scenario, simulation = self.scenario, self.simulation
+        for index in range(scenario.num_nodes):
+            simulation.call_at(self.rng.uniform(0, scenario.start_spread), self.join(index).start_round)
+        self.tell_peers()
+        for index in range(scenario.num_nodes, scenario.num_nodes + scenario.num_late):
+            simulation.call_at(self.rng.uniform(0, scenario.seconds / 2), partial(self.join_late, index))
+        for _ in range(scenario.num_deaths):
+            simulation.call_at(self.rng.uniform(0, scenario.seconds * 0.8), self.kill_one)
+        simulation.run_until(scenario.seconds)
+        return self.summary()
+
+    def join_late(self, index: int) -> None:
+        node = self.join(index)
+        self.tell_peers()
+        node.start_round()
+
+    def join(self, index: int) -> _Node:
+        name = index.to_bytes(4, "big") * 8
+        total = self.scenario.num_nodes + self.scenario.num_late
+        fastest, slowest = self.scenario.step_seconds
+        share = index / max(total - 1, 1)
+        speed = (1 - share) / fastest + share / slowest
+        node = _Node(self, name, 1 / speed)
+        self.nodes[name] = node
+        self.network.attach(name, node.receive)
+        return node
+
+    def kill_one(self) -> None:
+        alive = sorted(name for name, node in self.nodes.items() if node.is_alive)
+        if len(alive) > 2:
+            victim = self.rng.choice(alive)
+            self.nodes[victim].die()
+            self.network.kill(victim)
+            for node in self.nodes.values():
+                self.simulation.call_after(BREAK_SECONDS, partial(node.lose, victim))
+            self.simulation.call_after(DEATH_SECONDS, self.tell_peers)
+
+    def tell_peers(self) -> None:
+        alive = frozenset(name for name, node in self.nodes.items() if node.is_alive)
+        for name, node in self.nodes.items():
+            node.handle(PeersChanged(alive - {name}))
+
+    def send(self, source: bytes, destination: bytes, payload: bytes) -> None:
+        """Send, or break the connection: then both are told."""
+        if self.rng.random() >= self.scenario.loss:
+            self.network.send(source, destination, payload)
+            return
+        for name, other in ((source, destination), (destination, source)):
+            self.simulation.call_after(BREAK_SECONDS, partial(self.nodes[name].lose, other))
+
+    def summary(self) -> Report:
+        report, now = self.report, self.simulation.now
+        nodes = list(self.nodes.values())
+        lived = sum((node.died_at or now) - node.born_at for node in nodes)
+        report.utilisation = sum(node.inner_seconds for node in nodes) / lived
+        report.longest_wait = max(self.waits, default=0.0)
+        report.mean_wait = statistics.fmean(self.waits) if self.waits else 0.0
+        report.coherence = self.coherence()
+        report.disagreements = sum(self.disagree(beliefs) for beliefs in self.beliefs.values())
+        repeats, chances = sum(node.repeats for node in nodes), sum(max(node.meetings - 1, 0) for node in nodes)
+        report.repeats = repeats / max(chances, 1)
+        sent = sum(traffic.messages for traffic in self.network.traffic.values())
+        report.messages_per_round = sent / max(report.rounds, 1)
+        report.trace = self.simulation.trace
+        return report
+
+    def coherence(self) -> float:
+        alive = [node for node in self.nodes.values() if node.is_alive]
+        period = statistics.fmean(node.period for node in alive)
+        return abs(sum(cmath.exp(2j * math.pi * node.started_at / period) for node in alive)) / len(alive)
+
+    def disagree(self, beliefs: dict[bytes, bool]) -> bool:
+        """Whether two nodes that both live believe different things of a session that both are done with."""
+        living = [committed for name, committed in beliefs.items() if self.nodes[name].is_alive]
+        return len(living) == 2 and living[0] is not living[1]
+
+
+_PAIRING, _EXCHANGE = b"p", b"x"
+
+
+class _Node:
+    """A pairing machine with a modelled trainer."""
+
+    def __init__(self, world: _World, name: bytes, step_seconds: float) -> None:
+        self.world = world
+        self.name = name
+        self.step_seconds = step_seconds
+        self.machine = Pairing(name, world.scenario.rounds, random.Random(world.rng.random()))
+        self.outcomes = Outcomes()
+        self.exchanges: dict[bytes, _Exchange] = {}
+        self.hellos: set[bytes] = set()
+        """Sessions whose stream has come before they were expected."""
+        self.is_alive = True
+        self.born_at = self.started_at = world.simulation.now
+        self.died_at: float | None = None
+        self.inner_seconds = 0.0
+        self.period = world.scenario.rounds.round_seconds or 1.0
+        self.meetings = self.repeats = 0
+        self.last_partner = b""
+        self._round = -1
+        self._ready_at = 0.0
+        self._timer: Timer | None = None
+        self._steps_end: Timer | None = None
+
+    @property
+    def now(self) -> float:
+        return self.world.simulation.now
+
+    def die(self) -> None:
+        self.is_alive = False
+        self.died_at = self.now
+
+    def start_round(self) -> None:
+        if not self.is_alive:
+            return
+        self._round += 1
+        if self._round:
+            self.period = self.now - self.started_at
+        self.started_at = self.now
+        if self.world.scenario.rounds.inner_steps:
+            self.end_steps_at(self.now + self.world.scenario.rounds.inner_steps * self.step_seconds)
+        self.handle(RoundStarted(self._round))
+
+    def end_steps_at(self, at: float) -> None:
+        if self._steps_end is not None:
+            at = min(at, self._steps_end.at)
+            self._steps_end.cancel()
+        self._steps_end = self.world.simulation.call_at(at, self.become_ready)
+
+    def become_ready(self) -> None:
+        self._steps_end = None
+        if self.is_alive:
+            self.inner_seconds += self.now - self.started_at
+            self._ready_at = self.now
+            self.handle(ContributionReady(self._round))
+
+    def finish_round(self, partner: bytes | None) -> None:
+        """The outcome of the round is known: take the outer step, and begin the next."""
+        world = self.world
+        world.waits.append(self.now - self._ready_at)
+        world.report.rounds += 1
+        if partner is not None:
+            if self.name < partner:
+                world.report.pairs[frozenset((self.name, partner))] += 1
+            self.meetings += 1
+            self.repeats += partner == self.last_partner
+            self.last_partner = partner
+        world.simulation.call_after(OUTER_STEP_SECONDS, self.start_round)
+
+    def handle(self, event: Event) -> None:
+        if self.is_alive:
+            for output in self.machine.handle(event, self.now):
+                self.carry_out(output)
+
+    def carry_out(self, output: Output) -> None:
+        simulation = self.world.simulation
+        match output:
+            case SendMessage(peer=peer, payload=payload):
+                self.world.send(self.name, peer, _PAIRING + payload)
+            case SetTimer(at=at):
+                if self._timer is not None:
+                    self._timer.cancel()
+                self._timer = simulation.call_at(at, partial(self.handle, TimerFired()))
+            case FinishRound():
+                steps = math.ceil((self.now - self.started_at) / self.step_seconds)
+                self.end_steps_at(self.started_at + steps * self.step_seconds)
+            case GoAlone(reason=reason):
+                self.world.report.alone += 1
+                self.world.report.reasons[reason] += 1
+                self.finish_round(None)
+            case StartExchange():
+                self.exchanges[output.session] = _Exchange(self, output)
+                self.exchanges[output.session].begin()
+
+    def receive(self, sender: bytes, payload: bytes) -> None:
+        if payload[:1] == _PAIRING:
+            self.handle(MessageReceived(sender, payload[1:]))
+            return
+        verb, session = _Verb(payload[1]), payload[2:]
+        if verb is _Verb.RESOLVE:
+            verb = _ANSWERS[self.outcomes.answer(session, sender)]
+            self.say(sender, verb, session)
+        elif session in self.exchanges:
+            self.exchanges[session].receive(verb)
+        elif verb is _Verb.HELLO:
+            self.hellos.add(session)
+
+    def say(self, peer: bytes, verb: _Verb, session: bytes) -> None:
+        self.world.send(self.name, peer, _EXCHANGE + bytes((verb,)) + session)
+
+    def lose(self, peer: bytes) -> None:
+        self.handle(PeerLost(peer))
+        for exchange in list(self.exchanges.values()):
+            if exchange.start.peer == peer and self.is_alive:
+                exchange.break_off()
+
+
+class _Verb(IntEnum):
+    HELLO = 0  # the initiator opens its stream
+    ACCEPTED = 1
+    COMMITTED = 2  # the decision, or an answer
+    ABORTED = 3
+    UNDECIDED = 4
+    RESOLVE = 5
+
+
+_ANSWERS = {"committed": _Verb.COMMITTED, "aborted": _Verb.ABORTED, "undecided": _Verb.UNDECIDED}
+
+
+class _Exchange:
+    """One side of a session: the transfer is a delay, the commit is played in full."""
+
+    def __init__(self, node: _Node, start: StartExchange) -> None:
+        self.node = node
+        self.start = start
+        self.is_over = False
+        self.has_accepted = False
+
+    def begin(self) -> None:
+        node, start = self.node, self.start
+        if start.is_initiator:
+            node.outcomes.begin(start.session, start.peer)
+            node.say(start.peer, _Verb.HELLO, start.session)
+            self.at(DECIDE_UNTIL, partial(self.end, False))
+        else:
+            self.at(DATA_UNTIL, self.give_up_on_data)
+            self.at(ASK_FROM, self.ask)
+            self.at(1.0, partial(self.end, False))
+            if start.session in node.hellos:
+                node.hellos.discard(start.session)
+                self.receive(_Verb.HELLO)
+
+    def at(self, share: float, call: Callable[[], None]) -> None:
+        now = self.node.now
+        self.node.world.simulation.call_at(now + share * (self.start.deadline - now), call)
+
+    def receive(self, verb: _Verb) -> None:
+        match verb:
+            case _Verb.HELLO if not self.start.is_initiator:
+                delay = self.node.world.rng.uniform(*self.node.world.scenario.transfer_seconds)
+                self.node.world.simulation.call_after(delay, self.accept)
+            case _Verb.ACCEPTED if self.start.is_initiator:
+                if not self.is_over and self.node.outcomes.decide(self.start.session, committed=True):
+                    self.node.say(self.start.peer, _Verb.COMMITTED, self.start.session)
+                    self.end(True)
+            case _Verb.COMMITTED | _Verb.ABORTED if self.has_accepted:
+                self.end(verb is _Verb.COMMITTED)
+            case _:
+                pass
+
+    def accept(self) -> None:
+        if not self.is_over and self.node.is_alive:
+            self.has_accepted = True
+            self.node.say(self.start.peer, _Verb.ACCEPTED, self.start.session)
+
+    def give_up_on_data(self) -> None:
+        if not self.has_accepted:
+            self.end(False)
+
+    def break_off(self) -> None:
+        """The stream broke: an initiator that has not decided aborts, a responder in doubt asks."""
+        if self.has_accepted:
+            self.ask()
+        else:
+            self.end(False)
+
+    def ask(self) -> None:
+        if self.has_accepted and not self.is_over and self.node.is_alive:
+            self.node.say(self.start.peer, _Verb.RESOLVE, self.start.session)
+            self.node.world.simulation.call_after(RESOLVE_INTERVAL, self.ask)
+
+    def end(self, is_committed: bool) -> None:
+        node, session = self.node, self.start.session
+        if self.is_over or not node.is_alive:
+            return
+        self.is_over = True
+        del node.exchanges[session]
+        if self.start.is_initiator:
+            node.outcomes.decide(session, committed=False)  # unless it is decided already
+        node.world.beliefs.setdefault(session, {})[node.name] = is_committed
+        if is_committed:
+            node.finish_round(self.start.peer)
+        node.handle(ExchangeEnded(session, is_committed))
+
+
+def main() -> None:
+    """Print what a few scenarios come to."""
+    boxed, steps = RoundConfig(inner_steps=0, round_seconds=30.0), RoundConfig(inner_steps=50)
+    even, uneven = (0.5, 0.5), (0.25, 2.0)
+    columns = "{:>5} {:>6} {:>10} {:>5} {:>6} {:>7} {:>9} {:>9} {:>8} {:>7} {:>5}"
+    print(
+        columns.format(
+            "nodes",
+            "boxed",
+            "step/s",
+            "loss",
+            "alone",
+            "in step",
+            "mean wait",
+            "max wait",
+            "in phase",
+            "repeats",
+            "msgs",
+        )
+    )
+    for num_nodes in (2, 8, 9, 64):
+        for rounds in (boxed, steps):
+            for step_seconds in (even, uneven):
+                for loss in (0.0, 0.05):
+                    scenario = PairingScenario(
+                        num_nodes, rounds, 1_500.0, step_seconds=step_seconds, start_spread=30.0, loss=loss
+                    )
+                    report = simulate(scenario, seed=1)
+                    print(
+                        columns.format(
+                            num_nodes,
+                            bool(rounds.round_seconds),
+                            f"{step_seconds[0]}-{step_seconds[1]}",
+                            loss,
+                            f"{report.alone / report.rounds:.1%}",
+                            f"{report.utilisation:.1%}",
+                            f"{report.mean_wait:.2f}",
+                            f"{report.longest_wait:.2f}",
+                            f"{report.coherence:.2f}",
+                            f"{report.repeats:.1%}",
+                            f"{report.messages_per_round:.1f}",
+                        )
+                    )
+
+
+if __name__ == "__main__":
+    main()
