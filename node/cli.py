@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -196,7 +197,7 @@ def show_run(
     """
     from farandole.protocol.invite import decode_invite, is_invite
 
-    if is_invite(source) and not Path(source).exists():
+    if is_invite(source) and not os.path.exists(source):
         invite = decode_invite(source)
         _show_invite(invite, as_json)
     else:
@@ -393,7 +394,7 @@ def _split_source(source: str | None) -> tuple[str | None, Path | None]:
 
     if source is None:
         return None, None
-    if is_invite(source) and not Path(source).exists():
+    if is_invite(source) and not os.path.exists(source):
         decode_invite(source)
         return source, None
     path = Path(source)

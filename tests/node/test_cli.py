@@ -122,6 +122,14 @@ def test_a_run_from_file_to_manifest_to_invite(run: Run, run_file: Path) -> None
     assert decode_invite(invite).run_id == signed.run_id
 
 
+def test_an_invite_may_be_longer_than_a_file_name(run: Run, run_file: Path) -> None:
+    addresses = [part for number in range(8) for part in ("--invite-address", ADDRESS.replace("4001", f"400{number}"))]
+    invite = json.loads(run("run", "create", run_file, "--json", *addresses)[1])["invite"]
+    assert len(invite) > 255
+    assert run("run", "show", invite)[0] == Exit.OK
+    assert run("join", invite, "--max-rounds", "0")[0] == Exit.USAGE
+
+
 def test_a_manifest_is_not_replaced_by_accident(run: Run, run_file: Path) -> None:
     assert run("run", "create", run_file)[0] == Exit.OK
     before = run_file.with_suffix(".manifest").read_bytes()
