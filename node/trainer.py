@@ -110,7 +110,9 @@ class Trainer:
         """How the process ended, in words."""
         with trio.move_on_after(STOP_TIMEOUT):
             code = await self._process.wait()
-            return f"the trainer process was killed by signal {-code}" if code < 0 else f"the trainer exited with {code}"
+            return (
+                f"the trainer process was killed by signal {-code}" if code < 0 else f"the trainer exited with {code}"
+            )
         return "the trainer process closed its socket"
 
     async def stop(self) -> None:

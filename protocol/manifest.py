@@ -17,7 +17,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from .errors import ManifestError
 from .identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, is_signed_by, public_bytes, sign
 
-MANIFEST_VERSION = 1
 # A manifest holds settings, not data: 64 fields at most a few hundred bytes each. Checked before anything is parsed.
 MAX_MANIFEST_BYTES = 16 * 1024
 RUN_ID_BYTES = 32
@@ -109,7 +108,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: _Name
     model: ModelConfig
-    version: Literal[1] = MANIFEST_VERSION
+    version: Literal[1] = 1
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
     created_at: Annotated[int, msgspec.Meta(ge=0, le=2**40)] = 0
     """Unix seconds, for people; nothing depends on it."""

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from farandole.node.identity import IdentityError, IdentityInUseError, load_or_create_key, locked
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import SMALL_ORDER_KEYS, is_signed_by, peer_id_of, public_bytes, public_key_of, sign
@@ -38,7 +39,10 @@ def test_a_damaged_key_is_refused_and_left_alone(tmp_path: Path) -> None:
 
 def test_the_lock_keeps_a_second_process_out_and_dies_with_the_first(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    hold = f"from farandole.node.identity import locked; from pathlib import Path\nwith locked(Path({str(path)!r})): print('held', flush=True); input()"
+    hold = (
+        "from farandole.node.identity import locked; from pathlib import Path\n"
+        f"with locked(Path({str(path)!r})): print('held', flush=True); input()"
+    )
     holder = subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with holder:
         assert holder.stdout is not None
