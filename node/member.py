@@ -35,9 +35,6 @@ from .settings import NodeSettings
 from .store import Store
 from .transfers import SavedCheckpoint, TransferService, fetch_checkpoint, saved_round
 
-# libp2p's provider records live for a day or two; announced hourly, a run is found however many announcements fail.
-PROVIDE_INTERVAL: Final = 3_600.0
-PROVIDE_RETRY: Final = 10.0
 # Leaving: the trainer ends its round and saves, the farewell goes round.
 LEAVE_TIMEOUT: Final = 15.0
 FAREWELL_TIMEOUT: Final = 2.0
@@ -106,6 +103,7 @@ class RunMember:
             board,
             before_trainer=self._obtain_weights,
             on_saved=self._note_saved,
+            on_refused=lambda peer, reason, evidence: self._membership.accuse(peer, reason, evidence),
             current_round=lambda: self._membership.current_round(),
         )
         self._membership = Membership(
@@ -244,15 +242,9 @@ class RunMember:
     # Being found, and finding back
 
     async def _provide(self) -> None:
-        """Announce the run and this node's shard in the DHT."""
-        while True:
-            try:
-                await self._host.provide(run_key(self.run_id))
-                await self._host.provide(shard_key(self.run_id, STAGE))
-            except PeerUnreachableError:
-                await trio.sleep(PROVIDE_RETRY)  # nobody to tell yet
-            else:
-                await trio.sleep(PROVIDE_INTERVAL)
+        """Announce the run and this node's shard in the DHT, for as long as the host is open."""
+        await self._host.provide(run_key(self.run_id))
+        await self._host.provide(shard_key(self.run_id, STAGE))
 
     async def _end_isolation(self, target: Target) -> None:
         """Whenever every connection is gone, dial whom this node ever knew, with growing pauses."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import random
 import statistics
+from collections import deque
 from collections.abc import Callable
 
 import trio
 
-from farandole.protocol.entries import Beat, CheckpointNotice, Kind, Member, Progress
+from farandole.protocol.entries import RULES, Beat, CheckpointNotice, Kind, Member, Progress, Report
 from farandole.protocol.identity import short_name
 from farandole.protocol.state import RunState
 
@@ -34,6 +35,9 @@ KEEP_INTERVAL = 5.0
 SUSPICION_DIAL_TIMEOUT = 3.0
 LOSS_SCALE = 1e6
 STAGE = 0
+# Reports wait for the next minute; more refusals in one are the same story.
+MAX_ACCUSATIONS = 8
+MAX_REASON_CHARS = 64
 
 
 class Membership:
@@ -66,6 +70,8 @@ class Membership:
         self._live: frozenset[bytes] = frozenset()
         self._announced: list[str] = []
         self._unannounced: messages.Saved | None = None
+        self._accusations: deque[Report] = deque(maxlen=MAX_ACCUSATIONS)
+        self._next_report = 0
 
     @property
     def live(self) -> frozenset[bytes]:
@@ -130,10 +136,17 @@ class Membership:
         if saved is not None:
             notice = CheckpointNotice(saved.round, STAGE, saved.sha256, saved.size, saved.tokens, saved.inner_steps)
             await self._gossip.publish(Kind.CHECKPOINT, 0, notice)
+        while self._accusations:
+            await self._gossip.publish(Kind.REPORT, self._next_report, self._accusations.popleft())
+            self._next_report = (self._next_report + 1) % RULES[Kind.REPORT].slots
 
     def checkpoint_saved(self, saved: messages.Saved) -> None:
         """That this node can give its weights to newcomers; announced with the next progress."""
         self._unannounced = saved
+
+    def accuse(self, peer: bytes, reason: str, evidence: bytes) -> None:
+        """That a peer's contribution was refused; told to the run with the next progress, a few at a time."""
+        self._accusations.append(Report(peer, reason.encode("ascii", "replace").decode()[:MAX_REASON_CHARS], evidence))
 
     def refresh(self) -> None:
         """Work out anew who is live, and tell if that changed."""

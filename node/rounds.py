@@ -9,14 +9,17 @@ deadline, so neither does a round.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import trio
 
 from farandole.protocol.exchange import Offer
+from farandole.protocol.identity import short_name
 from farandole.protocol.manifest import Manifest
 from farandole.protocol.pairing import (
     ContributionReady,
@@ -70,7 +73,8 @@ class Rounds:
     """Trains until ``max_rounds``, restarting the trainer when it dies.
 
     ``before_trainer`` is waited for before each start of the trainer (it puts weights in place), ``on_saved`` is told
-    of every checkpoint, ``current_round`` says which round the others are in (0 when alone).
+    of every checkpoint, ``on_refused`` of every contribution that the screening refused (peer, reason, SHA-256),
+    ``current_round`` says which round the others are in (0 when alone).
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class Rounds:
         *,
         before_trainer: Callable[[], Awaitable[None]],
         on_saved: Callable[[messages.Saved], None],
+        on_refused: Callable[[bytes, str, bytes], None],
         current_round: Callable[[], int],
     ) -> None:
         self._config = config
@@ -94,6 +99,7 @@ class Rounds:
         self._board = board
         self._before_trainer = before_trainer
         self._on_saved = on_saved
+        self._on_refused = on_refused
         self._current_round = current_round
         self._timer_at = math.inf
         self._timer_changed = trio.Event()
@@ -350,7 +356,7 @@ class _Session:
             offer,
             memoryview(self._trainer.outgoing)[: contributed.size],
             memoryview(self._trainer.incoming)[: self._trainer.prepared.contribution_bytes],
-            self._screen,
+            partial(self._screen, start.peer),
         )
         verdict = "committed" if result.committed else f"failed: {result.reason}"
         board.record_exchange(
@@ -366,11 +372,18 @@ class _Session:
             board.enter("outer step", f"outer step of round {start.round}")
             self._send(messages.TakeOuterStep(start.round, start.peer, result.partner_size, result.partner_tokens))
 
-    async def _screen(self, size: int) -> str | None:
+    async def _screen(self, peer: bytes, size: int) -> str | None:
         """The trainer's verdict on what was received: None, or why it is refused."""
         self._screened, verdict = trio.open_memory_channel[str](1)
         self._send(messages.Screen(size))
         try:
-            return await verdict.receive() or None
+            reason = await verdict.receive()
         finally:
             self._screened = None
+        if not reason:
+            return None
+        received = memoryview(self._trainer.incoming)[:size]
+        evidence = await trio.to_thread.run_sync(lambda: hashlib.sha256(received).digest())
+        self._board.warn(f"refused a contribution of {short_name(peer)}: {reason}")
+        self._rounds._on_refused(peer, reason, evidence)
+        return reason
