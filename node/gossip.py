@@ -45,6 +45,7 @@ SESSION_TIMEOUT = 30.0
 """A whole session: 4 MB over a line of 1 Mbit/s."""
 JOIN_TIMEOUT = 20.0
 NUM_JOIN_SESSIONS = 3
+JOIN_RETRY = 1.0
 FAREWELL_SECONDS = 0.5
 """For the messenger to get the last push out."""
 SYNC_ATTEMPTS = 3
@@ -283,16 +284,21 @@ class GossipService:
         """Sync with three peers, heartbeats included; returns with how many that went well.
 
         The first are those that are connected; what they tell leads to the others. It is over within `JOIN_TIMEOUT`,
-        and at once where nobody is connected: the first node of a run is alone.
+        and at once where nobody is connected: the first node of a run is alone. While none went well, all are tried
+        again.
         """
         done: set[bytes] = set()
         asked: set[bytes] = set()
         with trio.move_on_after(JOIN_TIMEOUT):
             while len(done) < NUM_JOIN_SESSIONS:
                 known = self._host.connected | set(self._gossip.candidates(trio.current_time()))
-                fresh = sorted(known - asked - {self._writer.author})
-                if not fresh:
+                fresh = sorted(known - asked)
+                if not fresh and (done or not known):
                     break
+                if not fresh:  # none was ready for it; their daemons may have begun this very second
+                    asked.clear()
+                    await trio.sleep(JOIN_RETRY)
+                    continue
                 chosen = self._rng.sample(fresh, min(NUM_JOIN_SESSIONS - len(done), len(fresh)))
                 asked.update(chosen)
                 async with trio.open_nursery() as nursery:
@@ -305,15 +311,21 @@ class GossipService:
             done.add(peer)
 
     async def _sync(self) -> None:
-        """Sync with one peer; where that fails, with another."""
+        """Sync with one peer; beside that, try one that has fallen silent."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._sync_with_anyone)
+            silent = self._gossip.choose_silent(trio.current_time())
+            if silent is not None:
+                nursery.start_soon(self._sync_with, silent, True)
+
+    async def _sync_with_anyone(self) -> None:
+        """With a live member, or where none is known with whoever is connected; where that fails, with another."""
         for _ in range(SYNC_ATTEMPTS):
             partner = self._gossip.choose_partner(trio.current_time())
-            if partner is None:
-                connected = sorted(self._host.connected)
-                if not connected:
-                    return
-                partner = self._rng.choice(connected), True
-            if await self._sync_with(*partner):
+            connected = sorted(self._host.connected)
+            if partner is None and not connected:
+                return
+            if await self._sync_with(partner or self._rng.choice(connected), with_beats=partner is None):
                 return
 
     async def _sync_with(self, peer: bytes, with_beats: bool) -> bool:
@@ -411,5 +423,6 @@ class GossipService:
 
 
 def dialable_addresses(author: bytes, member: MemberPayload) -> list[str]:
-    """The multiaddrs of a member, each with its peer id."""
-    return [address if "/p2p/" in address else f"{address}/p2p/{peer_id_of(author)}" for address in member.addresses]
+    """The multiaddrs of a member, each with its peer id at the end."""
+    suffix = f"/p2p/{peer_id_of(author)}"
+    return [address if address.endswith(suffix) else address + suffix for address in member.addresses]

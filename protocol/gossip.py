@@ -13,7 +13,7 @@ from .antientropy import Session
 from .entries import Delta, Entry, Kind
 from .errors import RemoteProtocolError
 from .liveness import BASE_PERIOD, Liveness
-from .push import Push, SendBatch, decode_batch
+from .push import NUM_CHOSEN, Push, SendBatch, decode_batch
 from .state import MergeReport, RunState
 from .token_bucket import PeerMeters
 
@@ -24,10 +24,9 @@ FAULT_RATE = 0.1
 """Invalid items that a peer may send at once, and a second. Honest peers send none; a flooder is cut off here."""
 AVOID_SECONDS = 30.0
 """How long a peer that could not be reached is not asked again. Whether it is dead is not judged here."""
+ENOUGH_CANDIDATES = 2 * NUM_CHOSEN
 SLICE_ITEMS = 64
 """Merged at a time, 7 ms of verification; a driver lets others run in between."""
-SILENT_SHARE = 0.1
-"""Of the sessions, how many go to a member that is silent: the way in which two halves of a network meet again."""
 
 
 class Gossip:
@@ -52,7 +51,9 @@ class Gossip:
         """A batch arrived. Raises `RemoteProtocolError` if the peer sent rubbish, now or too often."""
         batch = decode_batch(payload)
         self.push.heard(peer, batch, now)
-        return self.merge(batch.delta, peer, unix, now)
+        report = self.merge(batch.delta, peer, unix, now)
+        self.reached(peer)
+        return report
 
     def merge(self, delta: Delta, peer: bytes, unix: float, now: float, forward: bool = True) -> MergeReport:
         """Take in what a peer sent; what is new goes on to the neighbours, if ``forward``.
@@ -85,38 +86,46 @@ class Gossip:
             self.liveness.forget_all_but(present)
         self._avoided = {peer: until for peer, until in self._avoided.items() if until > now}
         self.state.fit_beat_ttl(self.liveness.silence)
-        return self.push.tick(now, lambda peer: self._is_candidate(peer, now), lambda: self.candidates(now))
+        return self.push.tick(now, lambda peer: self._is_live_member(peer, now), lambda: self.candidates(now))
 
-    def _is_candidate(self, peer: bytes, now: float) -> bool:
-        return self.liveness.is_live(peer, now) and self._is_welcome(peer)
-
-    def _is_welcome(self, peer: bytes) -> bool:
-        return peer not in self._avoided and not self.liveness.is_suspect(peer) and self.state.is_member(peer)
+    def _is_live_member(self, peer: bytes, now: float) -> bool:
+        return self.liveness.is_live(peer, now) and self.state.is_member(peer)
 
     def candidates(self, now: float) -> list[bytes]:
-        """Peers to talk to: they live, can be reached, belong to the run and have not left."""
-        return [peer for peer in self.liveness.live(now) if self._is_welcome(peer)]
+        """Peers to talk to: live members, without those that could not be reached of late if enough are left.
 
-    def choose_partner(self, now: float) -> tuple[bytes, bool] | None:
-        """Whom to sync with next, and whether to ask for heartbeats; None: nobody is known.
-
-        Mostly somebody who lives; now and then, or if nobody does, a member that has fallen silent.
+        In a run of few they are kept: falling silent towards the only other node would make this one look dead.
         """
-        live = self.candidates(now)
-        if live and self._rng.random() >= SILENT_SHARE:
-            return self._rng.choice(live), False
-        silent = self.state.members().keys() - set(self.liveness.live(now)) - {self.author}
-        if silent:
-            return self._rng.choice(sorted(silent)), True
-        return (self._rng.choice(live), False) if live else None
+        members = [peer for peer in self.liveness.live(now) if self.state.is_member(peer)]
+        reached = [peer for peer in members if peer not in self._avoided and not self.liveness.is_suspect(peer)]
+        return reached if len(reached) >= ENOUGH_CANDIDATES else members
+
+    def choose_partner(self, now: float) -> bytes | None:
+        """Whom to sync with next; None: nobody who lives is known."""
+        candidates = self.candidates(now)
+        return self._rng.choice(candidates) if candidates else None
+
+    def choose_silent(self, now: float) -> bytes | None:
+        """A silent member to try beside the partner, heartbeats included; often None.
+
+        This is how two halves of a network find together again. The chance is such that all nodes in unison try each
+        silent member about once a period: it costs each a failed dial a period at most, and finds a healed partition
+        within a second or two.
+        """
+        live = self.liveness.live(now)
+        silent = sorted(self.state.members().keys() - set(live) - {self.author} - self._avoided.keys())
+        if not silent or self._rng.random() * (len(live) + 1) > len(silent):
+            return None
+        return self._rng.choice(silent)
 
     def open_session(self, unix: float, *, is_initiator: bool, with_beats: bool = False) -> Session:
         """A session of anti-entropy; what it receives goes to `merge`."""
         return Session(self.state, self._rng, unix, is_initiator=is_initiator, with_beats=with_beats)
 
     def reached(self, peer: bytes) -> None:
-        """A session with the peer went well."""
+        """The peer was heard from directly."""
         self._avoided.pop(peer, None)
+        self.liveness.trust(peer)
 
     def unreachable(self, peer: bytes, now: float) -> None:
         """The peer could not be reached, or broke the protocol: others first, for a while."""

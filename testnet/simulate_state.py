@@ -9,6 +9,7 @@ together. That keeps the promise of the real one, since validity is a function o
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -89,6 +90,7 @@ class SimulatedNode:
         self._rng = random.Random(f"{world.simulation.seed} node {number}")
         self._sessions: dict[tuple[int, bytes, int], _OpenSession] = {}
         self._session_number = 0
+        self._contacts: list[bytes] = []
         self._new_life()
         self.author = self.writer.author
 
@@ -104,6 +106,7 @@ class SimulatedNode:
 
     def start(self, contacts: list[bytes]) -> None:
         """Join by way of these peers: sync with each, and say that one is there."""
+        self._contacts = contacts
         self._run()
         for contact in contacts[:NUM_JOIN_SESSIONS]:
             self._open_session(contact, with_beats=True)
@@ -128,7 +131,6 @@ class SimulatedNode:
         """Die at once."""
         self.is_running = False
         self.world.network.kill(self.author)
-        self.world.dead_since[self.author] = self.world.simulation.now
 
     def restart(self, contacts: list[bytes]) -> None:
         """Come back with nothing but the key and the mark."""
@@ -184,23 +186,40 @@ class SimulatedNode:
 
     def _on_sync_timer(self, life: int) -> bool:
         if self._lives(life):
-            partner = self.gossip.choose_partner(self.clock.monotonic())
-            if partner is not None:
-                self._open_session(*partner)
+            now = self.clock.monotonic()
+            self._sync(now)
+            silent = self.gossip.choose_silent(now)
+            if silent is not None:
+                self._open_session(silent, with_beats=True)
         return self._lives(life)
+
+    def _sync(self, now: float) -> None:
+        """With a live member, or where none is known with one of those whom this node was told of."""
+        partner = self.gossip.choose_partner(now)
+        if partner is not None:
+            self._open_session(partner, with_beats=False)
+        elif self._contacts:
+            self._open_session(self._rng.choice(self._contacts), with_beats=True)
 
     # sending and receiving
 
     def _send(self, peer: bytes, message: bytes) -> None:
         network, simulation = self.world.network, self.world.simulation
-        network.send(self.author, peer, message)
+        network.send(self.author, peer, message, is_stream=message[0] != _PUSH)
         if not network.can_hear(self.author, peer):
             life = self.incarnation
             simulation.call_after(REFUSAL_SECONDS, lambda: self._on_refusal(peer, life))
 
     def _on_refusal(self, peer: bytes, life: int) -> None:
-        if self._lives(life):
-            self.gossip.unreachable(peer, self.clock.monotonic())
+        """Nobody is there: sessions with it have failed, and another peer is asked at once."""
+        if not self._lives(life):
+            return
+        self.gossip.unreachable(peer, self.clock.monotonic())
+        failed = [key for key in self._sessions if key[:2] == (_TO_INITIATOR, peer)]
+        for key in failed:
+            del self._sessions[key]
+        if failed:
+            self._sync(self.clock.monotonic())
 
     def _open_session(self, peer: bytes, with_beats: bool) -> None:
         session = self.gossip.open_session(self.clock.unix(), is_initiator=True, with_beats=with_beats)
@@ -216,9 +235,8 @@ class SimulatedNode:
         """A session that is not over by now has failed: another peer is asked at once."""
         opened = self._sessions.pop((_TO_INITIATOR, peer, number), None) if self._lives(life) else None
         if opened is not None and not opened.session.is_done:
-            partner = self.gossip.choose_partner(self.clock.monotonic())
-            if partner is not None:
-                self._open_session(*partner)
+            self.gossip.unreachable(peer, self.clock.monotonic())
+            self._sync(self.clock.monotonic())
 
     def _receive(self, peer: bytes, message: bytes) -> None:
         unix, now = self.clock.unix(), self.clock.monotonic()
@@ -276,7 +294,6 @@ class World:
         self.creator = b"\x01" * 32
         self.checker = SharedChecker(RUN_ID, self.creator)
         self.watched: set[bytes] = set()
-        self.dead_since: dict[bytes, float] = {}
         self.nodes = [self._make(number) for number in range(1, self.num_nodes + 1)]
 
     def _make(self, number: int) -> SimulatedNode:
@@ -327,6 +344,24 @@ class World:
         node.seen_at[entry.id] = self.simulation.now
         return entry
 
+    def replace_one(self) -> None:
+        """One living node dies, and a new one joins."""
+        self.simulation.rng.choice(self.living).stop()
+        self.add_node().start(self.contacts())
+
     def are_equal(self) -> bool:
         """Whether all living nodes have one root."""
         return len({node.state.root for node in self.living}) == 1
+
+    def check_equality_every(self, seconds: float) -> Callable[[], bool]:
+        """`are_equal`, asked no more often than that: it is slow for many nodes."""
+        next_at = self.simulation.now
+
+        def check() -> bool:
+            nonlocal next_at
+            if self.simulation.now < next_at:
+                return False
+            next_at = self.simulation.now + seconds
+            return self.are_equal()
+
+        return check

@@ -28,6 +28,10 @@ Receive = Callable[[bytes, bytes], None]
 Latency = tuple[float, float] | Callable[[bytes, bytes], float]
 """Seconds from a sender to a receiver: a range to draw from, or a function of the two."""
 
+RETRANSMISSION_SECONDS = 0.3
+"""Until a stream sends again what was lost, the first time."""
+MAX_RETRANSMISSIONS = 5
+"""Nine seconds; whoever waits on a stream has given up by then."""
 UNIX_EPOCH = 1_750_000_000.0
 """What true clocks show at virtual second 0; any fixed moment would do."""
 
@@ -169,17 +173,27 @@ class Network:
             and self._group_of.get(source) == self._group_of.get(destination)
         )
 
-    def send(self, source: bytes, destination: bytes, payload: bytes) -> None:
-        """Send; nobody tells the sender whether it arrives."""
+    def send(self, source: bytes, destination: bytes, payload: bytes, is_stream: bool = False) -> None:
+        """Send; nobody tells the sender whether it arrives.
+
+        ``is_stream``: as on a stream, what is lost is sent again after a while; so loss is delay, mostly.
+        """
         traffic = self.traffic.setdefault(source, Traffic())
         traffic.messages += 1
         traffic.num_bytes += len(payload)
-        if not self.can_hear(source, destination) or self._rng.random() < self.loss:
+        num_lost = 0
+        while self._rng.random() < self.loss:
+            num_lost += 1
+            if not is_stream or num_lost > MAX_RETRANSMISSIONS:
+                return
+        if not self.can_hear(source, destination):
             return
-        copies = 2 if self._rng.random() < self.duplicates else 1
+        # RFC 6298: the time-out doubles with each
+        delay = RETRANSMISSION_SECONDS * (2**num_lost - 1)
+        copies = 2 if not is_stream and self._rng.random() < self.duplicates else 1
         lives = (self._lives[source], self._lives[destination])
         for _ in range(copies):
-            at = self.simulation.now + self._latency(source, destination)
+            at = self.simulation.now + delay + self._latency(source, destination)
             if self.ordered:
                 at = max(at, self._arrives_at.get((source, destination), 0.0))
                 self._arrives_at[source, destination] = at

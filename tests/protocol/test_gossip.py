@@ -9,6 +9,7 @@ from farandole.protocol.entries import Delta, Kind, Signed
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.gossip import (
     AVOID_SECONDS,
+    ENOUGH_CANDIDATES,
     FAULT_BURST,
     MAX_FORWARDED,
     SLICE_ITEMS,
@@ -38,23 +39,37 @@ def pushed(gossip: Gossip, now: float = 0.1) -> set[Signed]:
 def test_live_members_are_talked_to_and_nobody_else() -> None:
     gossip = gossip_with(member(2), beat(2), member(3), member(4, left=True), beat(4), beat(5), beat(1), member(1))
     assert gossip.candidates(1.0) == [ALICE]
-    assert gossip.choose_partner(1.0) in ((ALICE, False), (BOB, True))
+    assert gossip.choose_partner(1.0) == ALICE
+    assert {gossip.choose_silent(1.0) for _ in range(50)} == {BOB, None}
     assert gossip.candidates(7.0) == []
-    asked = {gossip.choose_partner(7.0) for _ in range(50)}
-    assert asked == {(ALICE, True), (BOB, True)}, "the silent are how a split network finds together"
+    assert gossip.choose_partner(7.0) is None
+    assert {gossip.choose_silent(7.0) for _ in range(50)} == {ALICE, BOB}
 
 
 def test_the_unreachable_are_left_alone_for_a_while() -> None:
-    gossip = gossip_with(member(2), beat(2))
+    numbers = range(2, 2 + ENOUGH_CANDIDATES + 1)
+    gossip = gossip_with(*map(member, numbers), *map(beat, numbers))
     gossip.unreachable(ALICE, 0.5)
-    assert gossip.candidates(1.0) == []
+    assert ALICE not in gossip.candidates(1.0)
     assert gossip.liveness.is_live(ALICE, 1.0), "that is not a judgement of its life"
     gossip.reached(ALICE)
-    assert gossip.candidates(1.0) == [ALICE]
+    assert ALICE in gossip.candidates(1.0)
     gossip.unreachable(ALICE, 1.0)
-    gossip.merge(Delta((beat(2, tick_at(Kind.BEAT) + 40),)), ALICE, NOW, 1.0 + AVOID_SECONDS)
-    gossip.tick(NOW, 1.1 + AVOID_SECONDS)
-    assert gossip.candidates(1.1 + AVOID_SECONDS) == [ALICE]
+    later = 1.1 + AVOID_SECONDS
+    newer = tuple(beat(number, tick_at(Kind.BEAT) + 40) for number in numbers)
+    gossip.merge(Delta(newer), ALICE, NOW, later)
+    assert ALICE not in gossip.candidates(later)
+    gossip.tick(NOW, later)
+    assert ALICE in gossip.candidates(later)
+
+
+def test_in_a_run_of_few_nobody_falls_silent_towards_another() -> None:
+    gossip = gossip_with(member(2), beat(2))
+    gossip.unreachable(ALICE, 0.5)
+    gossip.liveness.suspect(ALICE, 0.5)
+    gossip.push.queue([metric(1)], [], None)
+    assert pushed(gossip, 1.0) == {metric(1)}
+    assert gossip.choose_partner(1.0) == ALICE
 
 
 def test_news_is_pushed_on_and_the_rest_is_not() -> None:

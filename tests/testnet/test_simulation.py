@@ -112,6 +112,19 @@ def test_loss_takes_its_share() -> None:
     assert 2_900 < len(heard) < 3_100
 
 
+def test_streams_turn_loss_into_delay() -> None:
+    simulation = Simulation(0)
+    network = Network(simulation, latency=(0.1, 0.1), loss=0.25)
+    heard: list[float] = []
+    network.attach(ALICE, lambda sender, payload: None)
+    network.attach(BOB, lambda sender, payload: heard.append(simulation.now))
+    for _ in range(1_000):
+        network.send(ALICE, BOB, b"?", is_stream=True)
+    simulation.run_until(20.0)
+    assert len(heard) >= 998
+    assert {round(at, 1) for at in heard} >= {0.1, 0.4, 1.0}
+
+
 def test_repeated_calls_end_when_they_say_so() -> None:
     simulation = Simulation(0)
     times: list[float] = []

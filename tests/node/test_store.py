@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import trio
+
+from farandole.node.store import MAX_FACT_BYTES, MAX_KNOWN, Store, StoreError, open_store
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "home" / "store.sqlite"
+
+
+@pytest.fixture
+async def store(path: Path) -> AsyncIterator[Store]:
+    async with open_store(path) as opened:
+        yield opened
+
+
+async def test_what_is_kept_is_there_after_a_restart(path: Path) -> None:
+    async with open_store(path) as store:
+        await store.save_authors({b"a" * 32: b"entries", b"b" * 32: b"others"})
+        await store.save_authors({b"a" * 32: b"newer", b"b" * 32: None, b"c" * 32: None})
+        await store.put_fact("manifest", b"bytes")
+        await store.put_fact("manifest", b"newer bytes")
+        await store.save_mark(1_750_000_000)
+        await store.save_mark(1_750_000_005)
+    async with open_store(path) as store:
+        assert await store.load_authors() == {b"a" * 32: b"newer"}
+        assert await store.get_fact("manifest") == b"newer bytes"
+        assert await store.get_fact("nothing") is None
+        assert await store.load_mark() == 1_750_000_005
+
+
+async def test_a_new_store_is_empty(store: Store) -> None:
+    assert await store.load_authors() == {}
+    assert await store.load_mark() == 0
+    assert await store.known_peers() == {}
+
+
+async def test_the_address_book_gives_who_was_seen_last(store: Store) -> None:
+    for number in range(MAX_KNOWN + 5):
+        await store.remember_peer(number.to_bytes(32, "big"), [f"/ip4/10.0.0.{number}/tcp/1"], seen_at=float(number))
+    await store.remember_peer(bytes(32), ["/ip4/1.1.1.1/tcp/1", "/ip4/2.2.2.2/tcp/2"])
+    known = await store.known_peers()
+    assert len(known) == MAX_KNOWN
+    assert next(iter(known.items())) == (bytes(32), ["/ip4/1.1.1.1/tcp/1", "/ip4/2.2.2.2/tcp/2"])
+    assert (1).to_bytes(32, "big") not in known
+
+
+async def test_a_failed_write_changes_nothing(store: Store) -> None:
+    await store.save_authors({b"a": b"one"})
+    with pytest.raises(StoreError):
+        await store.save_authors({b"a": b"two", b"b": object()})  # type: ignore[dict-item]
+    assert await store.load_authors() == {b"a": b"one"}
+    with pytest.raises(ValueError, match="bytes"):
+        await store.put_fact("large", bytes(MAX_FACT_BYTES + 1))
+
+
+async def test_a_damaged_database_is_put_aside(path: Path) -> None:
+    async with open_store(path) as store:
+        await store.save_authors({b"a": b"one"})
+        await store.save_mark(77)
+    path.write_bytes(b"no database at all, but long enough to be read as one" * 100)
+    async with open_store(path) as store:
+        assert await store.load_authors() == {}
+        assert await store.load_mark() == 77, "the mark cannot be had from peers, and is a file of its own"
+    assert path.with_name("store.sqlite.damaged").exists()
+
+
+async def test_a_folder_that_takes_no_file_is_an_error_in_words(tmp_path: Path) -> None:
+    (tmp_path / "store.sqlite").mkdir()
+    with pytest.raises(StoreError, match="cannot open"):
+        async with open_store(tmp_path / "store.sqlite"):
+            pass
+
+
+WRITER = """
+import sys, trio
+from pathlib import Path
+from farandole.node.store import open_store
+
+async def main():
+    async with open_store(Path(sys.argv[1])) as store:
+        for number in range(1_000_000):
+            row = number.to_bytes(8, "big")
+            await store.save_authors({bytes((author,)) * 32: row * 500 for author in range(20)})
+            await store.save_mark(number)
+            print(number, flush=True)
+
+trio.run(main)
+"""
+
+
+async def read_back(path: Path) -> tuple[dict[bytes, bytes], int]:
+    async with open_store(path) as store:
+        return await store.load_authors(), await store.load_mark()
+
+
+def test_a_kill_amid_a_flush_leaves_a_whole_batch(path: Path) -> None:
+    confirmed = -1
+    for _ in range(3):
+        process = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        for _ in range(25):
+            confirmed = int(process.stdout.readline())
+        os.kill(process.pid, signal.SIGKILL)
+        confirmed = max([confirmed, *map(int, process.stdout.read().split())])
+        process.stdout.close()
+        process.wait()
+        rows, mark = trio.run(read_back, path)
+        assert len(rows) == 20
+        assert len(set(rows.values())) == 1, "all of a batch, or nothing of it"
+        assert int.from_bytes(next(iter(rows.values()))[:8], "big") in (confirmed, confirmed + 1)
+        assert mark in (confirmed, confirmed + 1)
