@@ -1,0 +1,77 @@
+"""Daemons in processes of their own, followed by what they say at the terminal: no test polls or sleeps."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import trio
+
+DEADLINE = 180  # a hang, not a duration
+
+
+class Daemon:
+    """A ``farandole join`` in a process of its own."""
+
+    def __init__(self, process: trio.Process, home: Path) -> None:
+        self.home = home
+        self.process = process
+        self.said: list[str] = []
+        self._text = ""
+
+    @property
+    def name(self) -> str:
+        """What others call it: the end of its peer id."""
+        return next(line for line in self.said if "this node is" in line)[-8:]
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where it listens."""
+        return tuple(line.partition("listening on ")[2] for line in self.said if "listening on" in line)
+
+    async def says(self, *words: str) -> str:
+        """The next line with all these words; fails if the process ends without saying it."""
+        assert self.process.stdout is not None
+        with trio.fail_after(DEADLINE):
+            while True:
+                line, separator, rest = self._text.partition("\n")
+                if separator:
+                    self._text = rest
+                    self.said.append(line)
+                    if all(word in line for word in words):
+                        return line
+                    continue
+                data = await self.process.stdout.receive_some()
+                assert data, f"ended without saying {words}: {self.said}"
+                self._text += data.decode()
+
+    async def end(self, number: signal.Signals) -> int:
+        """Send a signal and wait for the end; the exit code."""
+        self.process.send_signal(number)
+        with trio.fail_after(DEADLINE):
+            return await self.process.wait()
+
+
+@asynccontextmanager
+async def joined(home: Path, *arguments: str) -> AsyncIterator[Daemon]:
+    """A daemon that runs as long as the context."""
+    process = await trio.lowlevel.open_process(
+        [
+            *(sys.executable, "-m", "farandole.node", "join", *arguments, "--home", str(home)),
+            *("--listen", "/ip4/127.0.0.1/tcp/0", "--heartbeat-seconds", "1", "--validate-every", "0"),
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        yield Daemon(process, home)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        with trio.CancelScope(shield=True):
+            await process.wait()
