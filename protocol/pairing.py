@@ -225,9 +225,11 @@ for _row in TRANSITIONS.values():
 
 
 class _Timer(enum.Enum):
-    PROPOSE = "propose"
-    ANSWER = "answer"  # to our proposal is overdue
+    """In the order in which they fire: an answer that is overdue frees the node to propose at the same moment."""
+
+    ANSWER = "answer"
     BOX = "box"
+    PROPOSE = "propose"
     PATIENCE = "patience"
 
 

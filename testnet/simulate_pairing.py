@@ -82,7 +82,7 @@ class Report:
     """Seconds from a contribution's readiness to the outcome of its round."""
     mean_wait: float = 0.0
     utilisation: float = 0.0
-    """Share of the nodes' time that went into inner steps."""
+    """Share of the nodes' time that went into inner steps, over all rounds but each node's last."""
     coherence: float = 0.0
     """Of the phases at the end: 1 when all nodes start their rounds together, about N^-0.5 when they do not at all."""
     disagreements: int = 0
@@ -172,10 +172,10 @@ class _World:
             self.simulation.call_after(BREAK_SECONDS, partial(self.nodes[name].lose, other))
 
     def summary(self) -> Report:
-        report, now = self.report, self.simulation.now
+        report = self.report
         nodes = list(self.nodes.values())
-        lived = sum((node.died_at or now) - node.born_at for node in nodes)
-        report.utilisation = sum(node.inner_seconds for node in nodes) / lived
+        lived = sum(node.started_at - node.born_at for node in nodes)
+        report.utilisation = sum(node.inner_seconds_before for node in nodes) / max(lived, 1e-9)
         report.longest_wait = max(self.waits, default=0.0)
         report.mean_wait = statistics.fmean(self.waits) if self.waits else 0.0
         report.coherence = self.coherence()
@@ -215,8 +215,8 @@ class _Node:
         """Sessions whose stream has come before they were expected."""
         self.is_alive = True
         self.born_at = self.started_at = world.simulation.now
-        self.died_at: float | None = None
-        self.inner_seconds = 0.0
+        self.inner_seconds = self.inner_seconds_before = 0.0
+        """Spent in inner steps: altogether, and before the present round."""
         self.period = world.scenario.rounds.round_seconds or 1.0
         self.meetings = self.repeats = 0
         self.last_partner = b""
@@ -231,7 +231,6 @@ class _Node:
 
     def die(self) -> None:
         self.is_alive = False
-        self.died_at = self.now
 
     def start_round(self) -> None:
         if not self.is_alive:
@@ -239,7 +238,10 @@ class _Node:
         self._round += 1
         if self._round:
             self.period = self.now - self.started_at
+        else:
+            self.born_at = self.now
         self.started_at = self.now
+        self.inner_seconds_before = self.inner_seconds
         if self.world.scenario.rounds.inner_steps:
             self.end_steps_at(self.now + self.world.scenario.rounds.inner_steps * self.step_seconds)
         self.handle(RoundStarted(self._round))

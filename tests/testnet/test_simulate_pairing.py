@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import pytest
+
+from farandole.protocol.manifest import RoundConfig
+from farandole.testnet.simulate_pairing import PairingScenario, chi_square, simulate
+
+BOXED = RoundConfig(inner_steps=0, round_seconds=30.0, exchange_seconds=30.0)
+STEPS = RoundConfig(inner_steps=50, exchange_seconds=30.0)
+EVEN, UNEVEN = (0.5, 0.5), (0.25, 2.0)
+# A chi-square variable is above this number of standard deviations, by chance, in less than one of 10,000 cases.
+MAX_DEVIATION = 5.0
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_nobody_waits_beyond_its_deadline_and_no_two_disagree(block: int) -> None:
+    for seed in range(20 * block, 20 * block + 20):
+        scenario = PairingScenario(
+            num_nodes=2 + seed % 11,
+            rounds=BOXED if seed % 2 else STEPS,
+            seconds=400.0,
+            step_seconds=UNEVEN if seed % 3 else EVEN,
+            start_spread=30.0,
+            loss=(0.0, 0.02, 0.1)[seed // 2 % 3],
+            num_deaths=seed % 4,
+            num_late=seed % 5,
+        )
+        report = simulate(scenario, seed)
+        assert report.rounds > 0
+        assert report.longest_wait <= scenario.rounds.exchange_seconds + 1e-6, seed
+        assert report.disagreements == 0, seed
+
+
+def test_the_same_seed_makes_the_same_trace() -> None:
+    scenario = PairingScenario(9, BOXED, 300.0, step_seconds=UNEVEN, loss=0.05, num_deaths=2, num_late=2)
+    assert simulate(scenario, 3).trace == simulate(scenario, 3).trace
+    assert simulate(scenario, 3).trace != simulate(scenario, 4).trace
+
+
+@pytest.mark.parametrize(("num_nodes", "seconds"), [(8, 6_000.0), (64, 1_500.0)])
+@pytest.mark.parametrize("step_seconds", [EVEN, UNEVEN])
+def test_boxed_rounds_pair_nearly_all_uniformly_and_in_phase(
+    num_nodes: int, seconds: float, step_seconds: tuple[float, float]
+) -> None:
+    scenario = PairingScenario(num_nodes, BOXED, seconds, step_seconds=step_seconds, start_spread=10.0)
+    report = simulate(scenario, seed=1)
+    assert report.alone <= 0.01 * report.rounds
+    assert abs(chi_square(report.pairs, num_nodes)) < MAX_DEVIATION
+    assert report.repeats < 2 / (num_nodes - 1)
+    assert report.utilisation > 0.93
+    assert report.coherence > 0.9
+
+
+def test_an_odd_node_out_loses_no_time() -> None:
+    report = simulate(PairingScenario(9, BOXED, 3_000.0, start_spread=5.0), seed=1)
+    assert report.alone == pytest.approx(report.rounds / 9, rel=0.1)
+    assert report.longest_wait < 3.0
+
+
+def test_rounds_of_fixed_steps_and_equal_speeds_pair_nearly_all() -> None:
+    report = simulate(PairingScenario(8, STEPS, 3_000.0, start_spread=5.0), seed=1)
+    assert report.alone <= 0.01 * report.rounds
+    assert abs(chi_square(report.pairs, 8)) < MAX_DEVIATION
+
+
+def test_boxes_keep_unequal_nodes_busy_where_fixed_steps_do_not() -> None:
+    boxed = simulate(PairingScenario(16, BOXED, 1_500.0, step_seconds=UNEVEN, start_spread=30.0), seed=2)
+    steps = simulate(PairingScenario(16, STEPS, 1_500.0, step_seconds=UNEVEN, start_spread=30.0), seed=2)
+    assert boxed.utilisation > 0.94 > steps.utilisation
+    assert boxed.mean_wait < 2.0 < steps.mean_wait
+
+
+@pytest.mark.parametrize("step_seconds", [EVEN, UNEVEN])
+def test_a_thousand_nodes(step_seconds: tuple[float, float]) -> None:
+    scenario = PairingScenario(1_000, BOXED, 160.0, step_seconds=step_seconds, start_spread=10.0)
+    report = simulate(scenario, seed=1)
+    assert report.alone <= 0.02 * report.rounds
+    assert report.longest_wait <= 30.0
+    assert report.disagreements == 0
+    assert report.messages_per_round < 20
