@@ -439,7 +439,7 @@ def main() -> None:
                     print(
                         columns.format(
                             num_nodes,
-                            bool(rounds.round_seconds),
+                            "yes" if rounds.round_seconds else "no",
                             f"{step_seconds[0]}-{step_seconds[1]}",
                             loss,
                             f"{report.alone / report.rounds:.1%}",
