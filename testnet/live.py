@@ -25,7 +25,7 @@ class LineView:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._shown_at = 0.0
+        self._shown_at = time.monotonic()
 
     def say(self, text: str) -> None:
         """One line."""

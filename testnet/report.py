@@ -38,6 +38,8 @@ class NodeReport(msgspec.Struct, frozen=True):
     """It ended without being told to."""
     wedged: bool
     restarts: int
+    exchanges_since_restart: int
+    """Committed in its present life."""
     is_alive: bool
     """At the end of the training."""
     state_root: str
@@ -100,6 +102,7 @@ def node_report(record: NodeRecord, *, is_alive: bool) -> NodeReport:
         died=record.died,
         wedged=record.wedged,
         restarts=record.restarts,
+        exchanges_since_restart=status.exchanges_ok if status else 0,
         is_alive=is_alive,
         state_root=status.run.state_root if status and is_alive else "",
     )
@@ -174,6 +177,10 @@ def _node_problems(scenario: Scenario, node: NodeReport) -> list[str]:
         problems.append(f"reached round {node.rounds} of {scenario.rounds}")
     if len(node.partners) < scenario.min_partners:
         problems.append(f"exchanged with {len(node.partners)} partners, fewer than {scenario.min_partners}")
+    if node.restarts and not node.exchanges_since_restart:
+        problems.append("exchanged with nobody after it was started again")
+    if node.index in scenario.late_joiners and node.losses and node.losses[0][0] == 0:
+        problems.append("joined late and began in round 0: it got no weights from a peer")
     if scenario.every_round and (missed := _rounds_missed(node, scenario.rounds)):
         problems.append(f"took no part in rounds {missed}")
     return problems

@@ -92,6 +92,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 )
             if fault.at_round is not None and fault.at_round >= self.rounds:
                 raise ValueError(f"fault {fault.kind!r} in round {fault.at_round} of {self.rounds} never happens")
+            if fault.kind == "join" and not fault.at_round:
+                raise ValueError("fault 'join': say at_round, from 1 on, so that there are weights to get")
         if 0 in self.late_joiners:
             raise ValueError("node 0 begins the run and cannot join late")
         if len(self.slow) > self.nodes:

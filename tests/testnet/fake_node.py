@@ -1,8 +1,9 @@
 """A daemon that trains nothing: serves the control API and goes through its rounds, as a real one would tell it.
 
-    fake_node.py [--die N] [--stall N] [--stray N] join [SOURCE] --home .../NN ...
+    fake_node.py [--die N] [--stall N] [--stray N] [--late N] join [SOURCE] --home .../NN ...
 
-Node N dies in its second round, or stands still in it, or never agrees with the others on the run state.
+Node N dies in its second round, or stands still in it, or never agrees with the others on the run state, or begins
+where node 0 is.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ ROUND_SECONDS = 0.05
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    for fault in ("--die", "--stall", "--stray"):
+    for fault in ("--die", "--stall", "--stray", "--late"):
         parser.add_argument(fault, type=int, default=-1)
     parser.add_argument("command")
     parser.add_argument("source", nargs="?")
@@ -46,7 +47,9 @@ class FakeNode:
         self.options = options
         self.home: Path = options.home
         self.index = int(self.home.name)
-        self.round = int((self.home / "round").read_text()) if (self.home / "round").exists() else 0
+        is_invited_late = (self.home.parent / "00" / "round").exists() and self.index == options.late
+        saved = self.home / ("../00/round" if is_invited_late else "round")
+        self.round = self.first_round = int(saved.read_text() or "1") if saved.exists() else 0
         self.started_at = time.time()
         self.exchanges = 0
         self.peer_id = peer_id_of(public_bytes(load_or_create_key(self.home / "key")))
@@ -86,7 +89,7 @@ class FakeNode:
             round=self.round,
             inner_steps=int(100 * self.round / self.options.slow),
             tokens=1_000 * self.round,
-            losses=[(r, 5.0 - r) for r in range(self.round)],
+            losses=[(r, 5.0 - r) for r in range(self.first_round, self.round)],
             loss_first=5.0,
             exchanges_ok=self.exchanges,
             partners={"bob": 1, "carol": 1, "dave": 1},

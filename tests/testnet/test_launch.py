@@ -85,7 +85,7 @@ async def test_faults_happen_and_counters_survive_a_restart(tmp_path: Path) -> N
         {"kind": "join", "nodes": [3], "at_round": 4},
         {"kind": "leave", "nodes": [4], "at_round": 6},
     ]
-    report = await testnet(scenario(nodes=5, rounds=40, fault=faults), tmp_path).play()
+    report = await testnet(scenario(nodes=5, rounds=40, fault=faults), tmp_path, "--late", "3").play()
     assert report.reasons == []
     first, _, killed, late, left = report.nodes
     assert (first.restarts, first.rounds, first.died) == (1, 40, False)

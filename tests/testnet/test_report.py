@@ -27,6 +27,7 @@ GOOD = NodeReport(
     died=False,
     wedged=False,
     restarts=0,
+    exchanges_since_restart=4,
     is_alive=True,
     state_root="root",
 )
@@ -69,6 +70,7 @@ def test_good_nodes_pass() -> None:
         ({"died": True, "is_alive": False}, "node 1 died"),
         ({"is_alive": False}, "node 1 was not there at the end"),
         ({"wedged": True}, "node 1 was wedged"),
+        ({"restarts": 1, "exchanges_since_restart": 0}, "node 1 exchanged with nobody after"),
         ({"losses": []}, "node 1 never trained"),
         ({"rounds": 3}, "node 1 reached round 3 of 4"),
         ({"partners": {"bob": 9}}, "node 1 exchanged with 1 partners, fewer than 2"),
@@ -86,6 +88,13 @@ def test_one_bad_node_fails_the_run(changes: dict[str, Any], reason: str) -> Non
 def test_a_node_that_was_killed_on_purpose_owes_nothing() -> None:
     gone = node(1, is_alive=False, rounds=1, partners={}, state_root="")
     assert judge([node(0), gone, node(2)], fault=[{"kind": "kill", "nodes": [1], "at_round": 1}]).verdict == "pass"
+
+
+def test_a_late_joiner_must_begin_with_a_peers_weights() -> None:
+    fault = [{"kind": "join", "nodes": [1], "at_round": 2}]
+    assert judge([node(0), node(1, losses=[(2, 3.0), (3, 2.0)])], fault=fault).reasons == []
+    [reason] = judge([node(0), node(1)], fault=fault).reasons
+    assert reason == "node 1 joined late and began in round 0: it got no weights from a peer"
 
 
 def test_the_merged_loss_must_be_below_its_bound() -> None:

@@ -50,6 +50,7 @@ def test_what_the_command_line_says_replaces_what_the_file_says(tmp_path: Path) 
         ({"run": RUN, "fault": [{"kind": "kill", "nodes": [1], "at_round": 1, "duration": 2}]}, "has no duration"),
         ({"run": RUN, "fault": [{"kind": "freeze", "nodes": [1], "at_round": 1}]}, "say its duration"),
         ({"run": RUN, "fault": [{"kind": "join", "nodes": [0], "at_round": 1}]}, "cannot join late"),
+        ({"run": RUN, "fault": [{"kind": "join", "nodes": [1], "at_seconds": 1}]}, "say at_round"),
     ],
 )
 def test_what_is_wrong_is_named(settings: dict[str, Any], message: str) -> None:
