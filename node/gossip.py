@@ -6,11 +6,12 @@ Nothing here waits for a peer without a deadline, and no failure of a peer or of
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import trio
@@ -20,7 +21,7 @@ from farandole.protocol.antientropy import Session
 from farandole.protocol.entries import Delta, Entry, Kind, Payload, decode_delta, fit_member
 from farandole.protocol.entries import Member as MemberPayload
 from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.gossip import Gossip, is_worth_forwarding, slices_of
+from farandole.protocol.gossip import SYNC_PERIOD, Gossip, is_worth_forwarding, slices_of, sync_periods
 from farandole.protocol.identity import peer_id_of, short_name
 from farandole.protocol.liveness import BASE_PERIOD, Liveness
 from farandole.protocol.push import MAX_PUSH_BYTES, TICK_SECONDS
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SYNC_PERIOD = 10.0
 FLUSH_PERIOD = 2.0
 RETRY_PERIOD = 1.0
 """How often entries are tried again that came too soon after the last of their slot, or that the disk refused."""
@@ -188,17 +188,17 @@ class GossipService:
         self._host.set_handler(SYNC_PROTOCOL, self._serve)
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._repeat, TICK_SECONDS, self._tick)
-                nursery.start_soon(self._repeat, self._sync_period, self._sync)
-                nursery.start_soon(self._repeat, FLUSH_PERIOD, self._save)
-                nursery.start_soon(self._repeat, RETRY_PERIOD, self._write_postponed)
+                nursery.start_soon(self._repeat, itertools.repeat(TICK_SECONDS), self._tick)
+                nursery.start_soon(self._repeat, sync_periods(self._sync_period), self._sync)
+                nursery.start_soon(self._repeat, itertools.repeat(FLUSH_PERIOD), self._save)
+                nursery.start_soon(self._repeat, itertools.repeat(RETRY_PERIOD), self._write_postponed)
                 task_status.started()
         finally:
             with trio.CancelScope(shield=True):
                 await self._save()
 
-    async def _repeat(self, period: float, do: Callable[[], Awaitable[None]]) -> None:
-        while True:
+    async def _repeat(self, periods: Iterator[float], do: Callable[[], Awaitable[None]]) -> None:
+        for period in periods:
             await trio.sleep(period * self._rng.uniform(0.75, 1.25))
             await do()
 

@@ -24,6 +24,9 @@ FAULT_RATE = 0.1
 """Invalid items that a peer may send at once, and a second. Honest peers send none; a flooder is cut off here."""
 AVOID_SECONDS = 30.0
 """How long a peer that could not be reached is not asked again. Whether it is dead is not judged here."""
+SYNC_PERIOD = 10.0
+FIRST_SYNC_PERIOD = 1.0
+"""A newcomer syncs after 1, 2, 4, 8 seconds, then every ten: its neighbours may be as new as it is."""
 ENOUGH_CANDIDATES = 2 * NUM_CHOSEN
 SLICE_ITEMS = 64
 """Merged at a time, 7 ms of verification; a driver lets others run in between."""
@@ -131,6 +134,14 @@ class Gossip:
         """The peer could not be reached, or broke the protocol: others first, for a while."""
         self._avoided[peer] = now + AVOID_SECONDS
         self.push.drop(peer)
+
+
+def sync_periods(longest: float = SYNC_PERIOD) -> Iterator[float]:
+    """Seconds from each sync of a node's life to the next, before jitter."""
+    period = FIRST_SYNC_PERIOD
+    while True:
+        yield min(period, longest)
+        period = min(2.0 * period, longest)
 
 
 def slices_of(delta: Delta) -> Iterator[Delta]:

@@ -23,10 +23,12 @@ from .errors import RemoteProtocolError
 PROTOCOL = "/farandole/push/1"
 TICK_SECONDS = 0.5
 NUM_CHOSEN = 2
-MAX_CHOOSERS = 4
-"""Links that others chose and that we answer; the mean is two, and one node in twenty is chosen by more than four."""
+MAX_CHOOSERS = 8
+"""Links that others chose and that we answer. The mean is two, but the first nodes of a run are chosen by many."""
 CHOICE_SECONDS = 120.0
 """Then another neighbour is chosen, so that no unlucky graph lasts."""
+QUIET_SECONDS = 15.0
+"""A neighbour that says nothing for so long does not answer our choice (too many have chosen it): another, then."""
 CHOOSER_SECONDS = 60.0
 """A peer that chose us and says nothing for so long has chosen another."""
 MAX_PENDING = 8_192
@@ -71,6 +73,14 @@ class SendBatch:
 
 
 @dataclass(slots=True)
+class _Choice:
+    """A neighbour that this node has chosen."""
+
+    until: float
+    heard_at: float
+
+
+@dataclass(slots=True)
 class _Pending:
     """What waits for the tick, and who has it."""
 
@@ -85,7 +95,7 @@ class Push:
         self._rng = rng
         self._num_chosen = num_chosen
         self._pending: dict[bytes, _Pending] = {}
-        self._chosen: dict[bytes, float] = {}  # peer -> until when
+        self._chosen: dict[bytes, _Choice] = {}
         self._choosers: dict[bytes, float] = {}  # peer -> until when, if it says nothing more
 
     @property
@@ -105,6 +115,8 @@ class Push:
         """A batch came from a peer: it has what is in it, and maybe it has chosen us."""
         if batch.is_choice and (peer in self._choosers or len(self._choosers) < MAX_CHOOSERS):
             self._choosers[peer] = now + CHOOSER_SECONDS
+        if peer in self._chosen:
+            self._chosen[peer].heard_at = now
         if self._pending:
             for signed in batch.delta.entries:
                 pending = self._pending.get(_key(signed))
@@ -141,14 +153,18 @@ class Push:
         self, now: float, is_candidate: Callable[[bytes], bool], candidates: Callable[[], Sequence[bytes]]
     ) -> None:
         """Let go of neighbours that are gone or have had their time; choose others in their place."""
-        self._chosen = {peer: until for peer, until in self._chosen.items() if until > now and is_candidate(peer)}
+        self._chosen = {
+            peer: choice
+            for peer, choice in self._chosen.items()
+            if choice.until > now and now - choice.heard_at <= QUIET_SECONDS and is_candidate(peer)
+        }
         self._choosers = {peer: until for peer, until in self._choosers.items() if until > now}
         missing = self._num_chosen - len(self._chosen)
         if missing <= 0:
             return
         free = [peer for peer in candidates() if peer not in self._chosen]
         for peer in self._rng.sample(free, min(missing, len(free))):
-            self._chosen[peer] = now + CHOICE_SECONDS * self._rng.uniform(0.5, 1.5)
+            self._chosen[peer] = _Choice(now + CHOICE_SECONDS * self._rng.uniform(0.5, 1.5), now)
 
 
 def _key(item: Signed | Proof) -> bytes:

@@ -8,8 +8,9 @@ together. That keeps the promise of the real one, since validity is a function o
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -18,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.protocol.antientropy import Session
 from farandole.protocol.entries import Beat, Checker, Delta, Entry, Kind, Member, Metric, Payload, Signed
 from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.gossip import Gossip, is_worth_forwarding
+from farandole.protocol.gossip import SYNC_PERIOD, Gossip, is_worth_forwarding, sync_periods
 from farandole.protocol.liveness import BASE_PERIOD
 from farandole.protocol.push import TICK_SECONDS
 from farandole.protocol.state import RunState
@@ -27,7 +28,6 @@ from farandole.protocol.writer import Writer
 from .simulation import UNIX_EPOCH, Clock, Network, Simulation
 
 RUN_ID = b"simulated run".ljust(32, b".")
-SYNC_SECONDS = 10.0
 SESSION_TIMEOUT = 5.0
 REFUSAL_SECONDS = 1.0
 """Until a sender learns that nobody is there: a reset, or a few retransmissions."""
@@ -108,6 +108,7 @@ class SimulatedNode:
         """Join by way of these peers: sync with each, and say that one is there."""
         self._contacts = contacts
         self._run()
+        self._sync_later(self.incarnation, sync_periods())
         for contact in contacts[:NUM_JOIN_SESSIONS]:
             self._open_session(contact, with_beats=True)
         life = self.incarnation
@@ -117,6 +118,8 @@ class SimulatedNode:
         """Live on, as a node that has long been a member."""
         self._run()
         life = self.incarnation
+        first = SYNC_PERIOD * self._rng.random()
+        self._sync_later(life, itertools.chain([first], itertools.repeat(SYNC_PERIOD)))
         delay = self.gossip.liveness.period * self._rng.random()
         self.world.simulation.call_after(delay, lambda: self._beat(life))
 
@@ -125,7 +128,6 @@ class SimulatedNode:
         self.is_running = True
         self.world.network.attach(self.author, self._receive)
         self.world.simulation.call_every(TICK_SECONDS, lambda: self._on_tick(life), jitter=0.2)
-        self.world.simulation.call_every(SYNC_SECONDS, lambda: self._on_sync_timer(life), jitter=0.3)
 
     def stop(self) -> None:
         """Die at once."""
@@ -184,14 +186,19 @@ class SimulatedNode:
                 self._send(batch.peer, bytes((_PUSH,)) + batch.payload)
         return self._lives(life)
 
-    def _on_sync_timer(self, life: int) -> bool:
-        if self._lives(life):
-            now = self.clock.monotonic()
-            self._sync(now)
-            silent = self.gossip.choose_silent(now)
-            if silent is not None:
-                self._open_session(silent, with_beats=True)
-        return self._lives(life)
+    def _sync_later(self, life: int, periods: Iterator[float]) -> None:
+        delay = next(periods) * self._rng.uniform(0.75, 1.25)
+        self.world.simulation.call_after(delay, lambda: self._on_sync_timer(life, periods))
+
+    def _on_sync_timer(self, life: int, periods: Iterator[float]) -> None:
+        if not self._lives(life):
+            return
+        now = self.clock.monotonic()
+        self._sync(now)
+        silent = self.gossip.choose_silent(now)
+        if silent is not None:
+            self._open_session(silent, with_beats=True)
+        self._sync_later(life, periods)
 
     def _sync(self, now: float) -> None:
         """With a live member, or where none is known with one of those whom this node was told of."""

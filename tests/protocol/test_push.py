@@ -17,6 +17,7 @@ from farandole.protocol.push import (
     MAX_PENDING,
     MAX_PUSH_BYTES,
     NUM_CHOSEN,
+    QUIET_SECONDS,
     Batch,
     Push,
     SendBatch,
@@ -93,6 +94,25 @@ def test_neighbours_that_die_or_have_had_their_time_are_replaced() -> None:
         tick(push, step * CHOICE_SECONDS)
         seen |= push.neighbours
     assert seen == set(PEERS)
+
+
+def test_a_neighbour_that_does_not_answer_is_replaced() -> None:
+    push = Push(random.Random(1))
+    tick(push)
+    quiet, heard = sorted(push.neighbours)
+    push.heard(heard, Batch(False, Delta()), now=10.0)
+    tick(push, QUIET_SECONDS + 1.0)
+    assert heard in push.neighbours
+    assert len(push.neighbours) == NUM_CHOSEN
+    push.heard(heard, Batch(False, Delta()), now=QUIET_SECONDS + 1.0)
+    others = {peer for step in range(1, 60) for peer in _neighbours_at(push, step * QUIET_SECONDS, heard)}
+    assert quiet in others, "it may be chosen again"
+
+
+def _neighbours_at(push: Push, now: float, heard: bytes) -> set[bytes]:
+    push.heard(heard, Batch(False, Delta()), now)
+    tick(push, now + 1.0)
+    return push.neighbours
 
 
 def test_bounds_hold_whatever_floods_in() -> None:

@@ -46,7 +46,7 @@ def publish_all(world: World, nodes: list[SimulatedNode], seconds: float) -> lis
     return written
 
 
-@pytest.mark.parametrize(("num_nodes", "num_entries"), [(200, 200), pytest.param(1_000, 1_000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("num_nodes", "num_entries"), [(120, 120), pytest.param(1_000, 1_000, marks=pytest.mark.soak)])
 def test_an_entry_reaches_all_living_nodes_within_twelve_seconds(num_nodes: int, num_entries: int) -> None:
     """5 % loss, and a tenth of the nodes replaced a minute."""
     world = settled(3, num_nodes, loss=0.05)
@@ -54,7 +54,6 @@ def test_an_entry_reaches_all_living_nodes_within_twelve_seconds(num_nodes: int,
         world.simulation.call_at(30.0 * step / (num_nodes // 20), world.replace_one)
     stayed = set(world.nodes)
     written = publish_all(world, world.nodes[:num_entries], seconds=15.0)
-    world.simulation.run_until(30.0)
     world.simulation.run_until(40.0)
     living = [node for node in world.living if node in stayed and node.incarnation == 1]
     delays = latencies(world, written, living)
@@ -64,7 +63,7 @@ def test_an_entry_reaches_all_living_nodes_within_twelve_seconds(num_nodes: int,
     assert sum(sent.num_bytes for sent in traffic) / len(traffic) / 40.0 <= 20_000.0
 
 
-@pytest.mark.parametrize("num_nodes", [200, pytest.param(1_000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("num_nodes", [120, pytest.param(1_000, marks=pytest.mark.soak)])
 def test_half_die_at_once_and_the_rest_agree(num_nodes: int) -> None:
     """20 % loss; what five peers held is never lost."""
     world = settled(5, num_nodes, loss=0.2)
@@ -97,7 +96,7 @@ def test_one_seed_makes_one_trace() -> None:
     assert trace(1) != trace(2)
 
 
-@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(8, 200))])
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(6, 200))])
 def test_whatever_happens_the_living_agree_in_the_end(seed: int) -> None:
     """Loss, a partition, deaths, restarts and wrong clocks, all by the seed; equal within 15 s of the last."""
     rng = random.Random(seed)
@@ -156,7 +155,7 @@ def test_a_very_wrong_clock_hurts_its_owner_alone(offset: float) -> None:
     assert all(len(node.gossip.liveness.live(node.clock.monotonic())) == 7 for node in honest)
 
 
-@pytest.mark.parametrize("num_nodes", [100, pytest.param(500, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("num_nodes", [60, pytest.param(500, marks=pytest.mark.soak)])
 def test_many_join_within_ten_seconds(num_nodes: int) -> None:
     world = settled(4, 5, loss=0.02)
     newcomers = [world.add_node() for _ in range(num_nodes)]
