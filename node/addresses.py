@@ -12,12 +12,18 @@ from .status import NodeStatus
 
 def choose_bootstrap_addresses(status: NodeStatus) -> list[str]:
     """At most 8 addresses for an invite: this node's, and its live members' so that any of them may be away."""
+    own = [_with_peer(address, status.peer_id) for address in rank(status.addresses)]
     others = [
-        ranked[0]
+        _with_peer(ranked[0], member.peer_id)
         for member in status.members
         if member.is_live and not member.is_self and (ranked := rank(member.addresses))
     ]
-    return (rank(status.addresses)[: MAX_ADDRESSES // 2] + others)[:MAX_ADDRESSES]
+    return (own[: MAX_ADDRESSES // 2] + others)[:MAX_ADDRESSES]
+
+
+def _with_peer(address: str, peer_id: str) -> str:
+    """Members tell their addresses without their peer id, which the run state has already."""
+    return address if address.endswith(f"/p2p/{peer_id}") else f"{address}/p2p/{peer_id}"
 
 
 def rank(addresses: Sequence[str]) -> list[str]:

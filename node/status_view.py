@@ -43,7 +43,8 @@ def _title(status: NodeStatus) -> Text:
 
 def _lines(status: NodeStatus, now: float) -> list[tuple[str, RenderableType]]:
     lines: list[tuple[str, RenderableType]] = [
-        ("node", _identity(status, now)),
+        ("node", Text(status.peer_id)),
+        ("up", f"{duration(now - status.started_at)} on {escape(status.device or 'no device yet')}"),
         ("doing", _phase(status, now)),
         ("waits for", Text(status.waits_for or "nothing", style="yellow" if status.waits_for else "")),
         ("progress", _progress(status)),
@@ -55,10 +56,6 @@ def _lines(status: NodeStatus, now: float) -> list[tuple[str, RenderableType]]:
     ]
     lines += [("warning", Text(warning, style="yellow")) for warning in status.warnings[-MAX_WARNINGS_SHOWN:]]
     return lines
-
-
-def _identity(status: NodeStatus, now: float) -> str:
-    return f"{escape(status.peer_id)} on {escape(status.device or '-')}, up {duration(now - status.started_at)}"
 
 
 def _phase(status: NodeStatus, now: float) -> Text:
@@ -129,22 +126,21 @@ def _links(status: NodeStatus) -> str:
 
 def members_table(members: list[MemberStatus]) -> Table:
     """``farandole peers``: one line a member of the run."""
-    table = Table(box=None, header_style="dim", pad_edge=False)
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
+    numbers = ("round", "steps", "tokens", "tokens/s", "loss", "seen")
     for column in ("peer", "state", "round", "steps", "tokens", "tokens/s", "loss", "link", "seen", "device"):
-        table.add_column(
-            column, justify="right" if column in ("round", "steps", "tokens", "tokens/s", "loss") else "left"
-        )
+        table.add_column(column, justify="right" if column in numbers else "left", no_wrap=True)
     for member in members:
         table.add_row(
-            f"{member.peer_id[-8:]}{' (this node)' if member.is_self else ''}",
+            member.peer_id[-8:],
             _member_state(member),
             str(member.round),
             f"{member.inner_steps:,}",
             count(member.tokens),
             count(member.tokens_per_second),
             loss(member.loss),
-            member.path if member.is_connected else "-",
-            "-" if member.last_seen_seconds is None else f"{duration(member.last_seen_seconds)} ago",
+            "this node" if member.is_self else member.path if member.is_connected else "-",
+            "-" if member.last_seen_seconds is None else duration(member.last_seen_seconds),
             escape(member.device),
         )
     return table

@@ -7,9 +7,10 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from farandole.node.figures import count, duration, loss, sparkline
 
@@ -17,7 +18,7 @@ from .process import NodeProcess
 from .scenario import Scenario
 
 LINE_INTERVAL: Final = 10.0
-SPARKLINE_WIDTH: Final = 16
+SPARKLINE_WIDTH: Final = 12
 
 
 class LineView:
@@ -51,7 +52,8 @@ class TableView:
 
     def show(self, nodes: Sequence[NodeProcess], seconds: float, scenario: Scenario) -> None:
         """Draw the table again."""
-        self._live.update(table(nodes, seconds, scenario), refresh=True)
+        title = Text(f"{duration(seconds)}: {summary(nodes, scenario)}", style="bold")
+        self._live.update(Group(title, table(nodes)), refresh=True)
 
 
 @contextlib.contextmanager
@@ -80,18 +82,17 @@ def summary(nodes: Sequence[NodeProcess], scenario: Scenario) -> str:
     )
 
 
-def table(nodes: Sequence[NodeProcess], seconds: float, scenario: Scenario) -> Table:
-    """One line a node."""
-    result = Table(box=None, pad_edge=False, header_style="dim", title_justify="left", title_style="bold")
-    result.title = f"{duration(seconds)}: {summary(nodes, scenario)}"
+def table(nodes: Sequence[NodeProcess]) -> Table:
+    """One line a node, 80 columns wide."""
+    result = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     result.add_column("node")
-    result.add_column("peer", style="dim")
-    result.add_column("doing", min_width=16)
+    result.add_column("peer", style="dim", no_wrap=True)
+    result.add_column("doing", no_wrap=True, min_width=10)
     for column in ("round", "steps", "tokens/s", "loss"):
-        result.add_column(column, justify="right")
-    result.add_column("course", min_width=SPARKLINE_WIDTH, style="cyan")
-    result.add_column("exchanges", justify="right")
-    result.add_column("partners", justify="right")
+        result.add_column(column, justify="right", no_wrap=True)
+    result.add_column("course", no_wrap=True, min_width=SPARKLINE_WIDTH, style="cyan")
+    result.add_column("ok/alone/failed", justify="right", no_wrap=True)
+    result.add_column("with", justify="right")
     for node in nodes:
         result.add_row(*_row(node))
     return result
@@ -103,7 +104,6 @@ def _row(node: NodeProcess) -> list[str]:
     if status is None:
         return cells
     losses = [value for _, value in sorted(record.losses.items())]
-    failed = record.total("exchanges_failed")
     return [
         *cells,
         str(record.round),
@@ -111,8 +111,7 @@ def _row(node: NodeProcess) -> list[str]:
         count(status.tokens_per_second) if node.is_running else "",
         loss(status.loss),
         sparkline(losses, SPARKLINE_WIDTH),
-        f"{record.total('exchanges_ok')} + {record.total('exchanges_alone')} alone"
-        + (f", {failed} failed" * bool(failed)),
+        "/".join(str(record.total(f"exchanges_{end}")) for end in ("ok", "alone", "failed")),
         str(len(record.all_partners)),
     ]
 

@@ -180,7 +180,7 @@ def test_status_and_peers_of_a_running_node(run: Run, node: FakeNode) -> None:
     assert code == Exit.OK
     assert "inner steps of round 7" in out
     assert json.loads(run("status", "--json")[1]) == json.loads(msgspec.json.encode(STATUS))
-    assert f"{ALICE[-8:]} (this node)" in run("peers")[1]
+    assert [line.split()[0] for line in run("peers")[1].splitlines() if "this node" in line] == [ALICE[-8:]]
     assert [member["peer_id"] for member in json.loads(run("peers", "--json")[1])][:2] == [ALICE, BOB]
 
 

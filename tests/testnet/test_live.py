@@ -52,15 +52,15 @@ def test_the_summary_counts_live_nodes_and_each_exchange_once() -> None:
 
 
 def test_the_table_has_a_line_for_each_node() -> None:
-    title, _, *rows = shown(table(NODES, 65, SCENARIO)).splitlines()
-    assert title.startswith("1 min 05 s: 3 live")
+    _, *rows = shown(table(NODES), width=80).splitlines()
     assert [next(word for word in ("training", "starting", "not yet") if word in row) for row in rows] == [
         "training",
         "training",
         "starting",
         "not yet",
     ]
-    assert "3 + 0 alone" in rows[0]
+    assert "3/0/0" in rows[0]
+    assert "1/1/0" in rows[1]
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -69,9 +69,10 @@ def test_both_views_show_events(is_terminal: bool) -> None:
     with ExitStack() as stack:
         view = stack.enter_context(open_view(Console(file=file, width=120, force_terminal=is_terminal)))
         view.say("kill -9 node [2]")
-        view.show(NODES, 3, SCENARIO)
+        view.show(NODES, 65, SCENARIO)
     assert "kill -9 node [2]" in file.getvalue()
-    assert ("partners" in file.getvalue()) == is_terminal
+    assert ("ok/alone/failed" in file.getvalue()) == is_terminal
+    assert ("1 min 05 s: 3 live" in file.getvalue()) == is_terminal
 
 
 def test_the_picture_of_the_losses(tmp_path: Path) -> None:
