@@ -49,7 +49,8 @@ FRESH_SAVE_TIMEOUT: Final = 6.0
 # A node without any connection dials whom it knows, ever less often.
 ISOLATION_INTERVAL: Final = 5.0
 MAX_ISOLATION_INTERVAL: Final = 60.0
-REMEMBER_INTERVAL: Final = 60.0
+# Short, because a node that is killed soon after it began a run has no invite to come back with.
+REMEMBER_INTERVAL: Final = 10.0
 
 
 class RunMember:
