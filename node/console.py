@@ -1,11 +1,14 @@
-"""What a daemon says at the terminal: one line an event, for people, or as JSON objects for machines."""
+"""What a daemon says at the terminal, and in its log: one line an event, for people, or JSON objects for machines."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import sys
 import time
+
+logger = logging.getLogger(__name__)
 
 
 class Console:
@@ -16,6 +19,7 @@ class Console:
 
     def say(self, text: str) -> None:
         """One event."""
+        logger.info("%s", text)
         if self._as_json:
             line = json.dumps({"at": round(time.time(), 3), "text": text})
         else:
@@ -25,5 +29,6 @@ class Console:
 
     def complain(self, text: str) -> None:
         """Why the node ends."""
+        logger.error("%s", text)
         with contextlib.suppress(OSError, ValueError):
             print(text, file=sys.stderr, flush=True)

@@ -10,6 +10,7 @@ import msgspec
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from farandole.protocol.entries import Progress
 from farandole.protocol.identity import public_bytes, short_name
 from farandole.protocol.manifest import Manifest, decode_manifest
 from farandole.protocol.pairing import Pairing
@@ -51,6 +52,7 @@ ISOLATION_INTERVAL: Final = 5.0
 MAX_ISOLATION_INTERVAL: Final = 60.0
 # Short, because a node that is killed soon after it began a run has no invite to come back with.
 REMEMBER_INTERVAL: Final = 10.0
+TOKENS_FACT: Final = "tokens"
 
 
 class RunMember:
@@ -135,6 +137,7 @@ class RunMember:
         """Take part until told to leave. Raises `JoinError` or `TrainerError`."""
         async with trio.open_nursery() as nursery:
             await nursery.start(self._gossip.run)
+            await self._restore_counters()
             self._board.announce("joining", "syncing the run state", "three members' run state")
             await self._gossip.join()
             await self._membership.announce()
@@ -143,7 +146,7 @@ class RunMember:
             nursery.start_soon(self._membership.run)
             nursery.start_soon(self._provide)
             nursery.start_soon(self._end_isolation, target)
-            nursery.start_soon(self._remember_peers)
+            nursery.start_soon(self._remember)
             async with trio.open_nursery() as training:
                 training.start_soon(self._rounds.run)
                 await is_leaving.wait()
@@ -240,6 +243,12 @@ class RunMember:
         self._has_saved.set()
         self._membership.checkpoint_saved(saved)
 
+    async def _restore_counters(self) -> None:
+        """This node's own tokens, of earlier lives: as stored, or as it last told the run."""
+        stored = await self._store.get_fact(TOKENS_FACT)
+        told = self._state.payload(self._host.author, Progress)
+        self._board.tokens = max(int(stored or 0), told.tokens if told else 0)
+
     # Being found, and finding back
 
     async def _provide(self) -> None:
@@ -262,9 +271,10 @@ class RunMember:
                 await dial(self._host, peers)
             pause = min(pause * 1.5, MAX_ISOLATION_INTERVAL)
 
-    async def _remember_peers(self) -> None:
-        """Keep an address book on disk, for the day on which no bootstrap peer answers."""
+    async def _remember(self) -> None:
+        """Keep on disk what a next life needs: this node's count, and addresses for when no bootstrap peer answers."""
         while True:
+            await self._store.put_fact(TOKENS_FACT, b"%d" % self._board.tokens)
             for peer in self._host.connected & self._membership.live:
                 await self._store.remember_peer(peer, self._host.addresses_of(peer))
             await trio.sleep(REMEMBER_INTERVAL)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import trio
 
 from farandole.protocol.entries import RULES, Beat, CheckpointNotice, Kind, Member, Progress, Report
+from farandole.protocol.errors import FarandoleError
 from farandole.protocol.identity import short_name
 from farandole.protocol.state import RunState
 
@@ -26,7 +27,8 @@ from .host import Host
 
 # MEMBER lives an hour: three announcements may be lost.
 MEMBER_INTERVAL = 900.0
-PROGRESS_INTERVAL = 60.0
+# The run state takes one a minute, the newest: so a young node is counted soon, and an old one as often as may be.
+PROGRESS_INTERVAL = 10.0
 # Members that a node keeps connections with: enough that no partition of a few cuts it off, few enough for a home
 # router. Exchanges dial whom they need beside these.
 TARGET_CONNECTIONS = 12
@@ -38,6 +40,12 @@ STAGE = 0
 # Reports wait for the next minute; more refusals in one are the same story.
 MAX_ACCUSATIONS = 8
 MAX_REASON_CHARS = 64
+# Half of what the others tolerate (`farandole.protocol.state`).
+MAX_CLOCK_SKEW = 30.0
+
+
+class KeyMisusedError(FarandoleError):
+    """This node's key has signed two stories; nobody listens to it any more."""
 
 
 class Membership:
@@ -72,6 +80,7 @@ class Membership:
         self._unannounced: messages.Saved | None = None
         self._accusations: deque[Report] = deque(maxlen=MAX_ACCUSATIONS)
         self._next_report = 0
+        self._has_warned_of_clock = False
 
     @property
     def live(self) -> frozenset[bytes]:
@@ -165,6 +174,22 @@ class Membership:
         self._live = now_live
         self._on_peers(now_live)
 
+    def _check_standing(self) -> None:
+        """What would keep this node out of the run without its noticing."""
+        if self._gossip.has_forked:
+            raise KeyMisusedError(
+                "two processes have signed with this node's key, and the run has barred it for good: find the copy of "
+                "this folder, remove the key in both, and join again under a new one"
+            )
+        skew = self._gossip.clock_skew
+        if abs(skew) > MAX_CLOCK_SKEW and not self._has_warned_of_clock:
+            self._has_warned_of_clock = True
+            direction = "behind" if skew > 0 else "ahead of"
+            self._board.warn(
+                f"this machine's clock is {abs(skew):.0f} s {direction} the others': set it (NTP), or what this node "
+                "says will be put off by them"
+            )
+
     async def _beat(self) -> None:
         while True:
             await self.beat()
@@ -216,8 +241,9 @@ class Membership:
             self.refresh()
 
     async def _watch_state(self) -> None:
-        """Liveness changes with entries, and with time alone."""
+        """Liveness changes with entries, and with time alone. Raises `KeyMisusedError` when this node is barred."""
         while True:
             self.refresh()
+            self._check_standing()
             with trio.move_on_after(1.0):
                 await self._gossip.changed()

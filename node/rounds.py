@@ -201,7 +201,7 @@ class Rounds:
         async with open_trainer(self._config.prepare, log=None) as trainer:
             prepared = trainer.prepared
             board.device, board.trainer_pid = prepared.device, trainer.pid
-            board.inner_steps, board.tokens = prepared.inner_steps, prepared.tokens
+            board.inner_steps = prepared.inner_steps
             how = f"resumed at round {prepared.round}" if prepared.resumed else "from the run's seed"
             board.say(f"trainer ready on {prepared.device}: {prepared.num_parameters:,} parameters, {how}")
             failure: TrainerError | None = None
@@ -235,6 +235,8 @@ class _Session:
         self._screened: trio.MemorySendChannel[str] | None = None
         self._saved_at = trio.current_time()
         self._is_ending = False
+        # The replica's count begins with its weights, which may be a peer's; the board's has this node's tokens alone.
+        self._tokens_before = self._board.tokens - trainer.prepared.tokens
 
     async def run(self, first_round: int) -> None:
         """Train from ``first_round`` until every round is done."""
@@ -293,7 +295,7 @@ class _Session:
         board = self._board
         match report:
             case messages.Progress():
-                board.inner_steps, board.tokens = report.inner_steps, report.tokens
+                board.inner_steps, board.tokens = report.inner_steps, self._tokens_before + report.tokens
                 board.inner_steps_this_round, board.loss = report.inner_steps_this_round, report.loss
                 board.tokens_per_second = report.tokens_per_second
             case messages.Contributed():
@@ -318,7 +320,7 @@ class _Session:
     def _contribute(self, report: messages.Contributed) -> None:
         board = self._board
         self._contributed = report
-        board.inner_steps, board.tokens = report.inner_steps, report.tokens
+        board.inner_steps, board.tokens = report.inner_steps, self._tokens_before + report.tokens
         board.inner_steps_this_round = report.inner_steps_this_round
         board.tokens_per_second = report.tokens_this_round / max(report.seconds, 1e-9)
         board.record_loss(report.round, report.loss)

@@ -24,7 +24,6 @@ _DOMAIN = b"farandole/manifest/1"
 
 Codec = Literal["fp32", "bf16", "int8"]
 Momentum = Literal["heavy_ball", "nesterov"]
-Admission = Literal["open", "invited"]
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"^[\w .:+-]+$")]
@@ -93,12 +92,16 @@ class OuterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RoundConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How long a round is. With ``round_seconds`` a round is a box in time, and ``inner_steps`` its cap, if any."""
+    """How long a round is: a box in time, a number of inner steps, or whichever ends first.
 
-    inner_steps: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 50
-    """Inner steps a round; 0: as many as fit into ``round_seconds``."""
-    round_seconds: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 0.0
-    """Length of a round's box; 0: no box, rounds end by their inner steps alone."""
+    Boxes are the default, because nodes with boxes fall into step and take part at any speed. Without them, nodes whose
+    rounds end further apart than half of ``exchange_seconds`` do not meet: that suits equal machines, started together.
+    """
+
+    inner_steps: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
+    """Most inner steps a round; 0: as many as fit into the box."""
+    round_seconds: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 60.0
+    """Length of a round's box; 0: no box, a round ends by its inner steps alone."""
     exchange_seconds: Annotated[float, msgspec.Meta(ge=0.1, le=3_600)] = 30.0
     """From the end of the inner steps, the longest that a node waits for a partner and its contribution."""
 
@@ -117,20 +120,30 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     inner: InnerConfig = InnerConfig()
     outer: OuterConfig = OuterConfig()
     rounds: RoundConfig = RoundConfig()
-    admission: Admission = "open"
+    admission: Literal["open"] = "open"
+    """Anybody who has an invite may join; runs that want an admission by the creator are not served yet."""
 
     def __post_init__(self) -> None:
         for problem in _problems(self):
             raise ManifestError(problem)
 
 
-def gamma_limit(alpha: float) -> float:
-    """The least gamma at which pairs diverge: 2 (1 - alpha^2).
+def gamma_limit(alpha: float, momentum: Momentum = "heavy_ball") -> float:
+    """The least gamma at which the replicas drift apart: where second moments of random pairs stop contracting.
 
-    Derived for groups of two, and borne out by simulation; the paper's own window (its equation 74) is wrong away
-    from alpha = 0.5 (alpha 0.9, gamma 1.2 lies inside it and diverges).
+    Heavy ball: 2 (1 - alpha^2); the paper's own window (its equation 74) is wrong away from alpha = 0.5 (alpha 0.9,
+    gamma 1.2 lies inside it and diverges). Nesterov: (2 a^2 - 1 + sqrt(1 + 4 a + 4 a^2 - 4 a^3 - 4 a^4)) /
+    (a (2 a + 1)), 2 at a = 0. Both derived for groups of two, and borne out by simulation (`test_noloco.py`).
     """
-    return 2.0 * (1.0 - alpha * alpha)
+    if momentum == "heavy_ball":
+        return 2.0 * (1.0 - alpha * alpha)
+    if alpha == 0.0:
+        return 2.0
+    root = math.sqrt(1 + 4 * alpha + 4 * alpha**2 - 4 * alpha**3 - 4 * alpha**4)
+    return (2 * alpha**2 - 1 + root) / (alpha * (2 * alpha + 1))
+
+
+_LIMITS: dict[Momentum, str] = {"heavy_ball": "2 (1 - alpha^2)", "nesterov": "its limit"}
 
 
 def _problems(manifest: Manifest) -> list[str]:
@@ -142,11 +155,11 @@ def _problems(manifest: Manifest) -> list[str]:
             if isinstance(value, float) and not math.isfinite(value):
                 problems.append(f"{field} is {value}: it must be a finite number")
     model, outer, rounds = manifest.model, manifest.outer, manifest.rounds
-    limit = gamma_limit(outer.alpha)
+    limit = gamma_limit(outer.alpha, outer.momentum)
     if not 0.0 < outer.gamma < limit:
         problems.append(
-            f"outer.gamma is {outer.gamma:g}, but with alpha = {outer.alpha:g} pairs are stable only for "
-            f"0 < gamma < 2 (1 - alpha^2) = {limit:g}: the replicas would drift apart without bound"
+            f"outer.gamma is {outer.gamma:g}, but with alpha = {outer.alpha:g} and momentum = {outer.momentum!r} pairs "
+            f"are stable only for 0 < gamma < {_LIMITS[outer.momentum]} = {limit:.4g}: beyond, the replicas drift apart"
         )
     if model.width % model.num_heads or model.width // model.num_heads % 2:
         problems.append(

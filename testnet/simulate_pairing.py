@@ -410,7 +410,7 @@ class _Exchange:
 
 def main() -> None:
     """Print what a few scenarios come to."""
-    boxed, steps = RoundConfig(inner_steps=0, round_seconds=30.0), RoundConfig(inner_steps=50)
+    boxed, steps = RoundConfig(round_seconds=30.0), RoundConfig(inner_steps=50, round_seconds=0.0)
     even, uneven = (0.5, 0.5), (0.25, 2.0)
     columns = "{:>5} {:>6} {:>10} {:>5} {:>6} {:>7} {:>9} {:>9} {:>8} {:>7} {:>5}"
     print(

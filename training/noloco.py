@@ -34,12 +34,18 @@ def contribution(theta: Tensor, phi: Tensor, outer: OuterConfig) -> Tensor:
     return theta + (outer.gamma / outer.beta - 1.0) * phi
 
 
+# The number of tokens is the partner's word. Whatever it says, the other one keeps this share of the mean; honest pairs
+# reach it when one is twenty times as fast.
+MIN_SHARE = 0.05
+
+
 def partner_shares(first_tokens: int, second_tokens: int) -> tuple[float, float]:
-    """Weights of two contributions in their mean: by tokens, and equal if neither saw any."""
+    """Weights of two contributions in their mean: by tokens, at least `MIN_SHARE`, and equal if neither saw any."""
     total = first_tokens + second_tokens
     if total == 0:
         return 0.5, 0.5
-    return first_tokens / total, second_tokens / total
+    lesser = max(min(first_tokens, second_tokens) / total, MIN_SHARE)
+    return (lesser, 1.0 - lesser) if first_tokens < second_tokens else (1.0 - lesser, lesser)
 
 
 def weighted_mean(first: Tensor, second: Tensor, shares: tuple[float, float]) -> Tensor:

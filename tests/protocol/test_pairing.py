@@ -54,7 +54,7 @@ from farandole.protocol.pairing_messages import (
 ALICE, BOB, CAROL, MALLORY = b"a" * 32, b"b" * 32, b"c" * 32, b"m" * 32
 LOW, MIDDLE, HIGH = bytes(16), b"\x80" + bytes(15), b"\xff" * 16
 BOXED = RoundConfig(inner_steps=0, round_seconds=40.0, exchange_seconds=30.0)
-STEPS = RoundConfig(inner_steps=50, exchange_seconds=30.0)
+STEPS = RoundConfig(inner_steps=50, round_seconds=0.0, exchange_seconds=30.0)
 
 
 class Node:

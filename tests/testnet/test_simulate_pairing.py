@@ -6,7 +6,7 @@ from farandole.protocol.manifest import RoundConfig
 from farandole.testnet.simulate_pairing import PairingScenario, chi_square, simulate
 
 BOXED = RoundConfig(inner_steps=0, round_seconds=30.0, exchange_seconds=30.0)
-STEPS = RoundConfig(inner_steps=50, exchange_seconds=30.0)
+STEPS = RoundConfig(inner_steps=50, round_seconds=0.0, exchange_seconds=30.0)
 EVEN, UNEVEN = (0.5, 0.5), (0.25, 2.0)
 # A chi-square variable is above this number of standard deviations, by chance, in less than one of 10,000 cases.
 MAX_DEVIATION = 5.0
