@@ -45,7 +45,6 @@ SESSION_TIMEOUT = 30.0
 """A whole session: 4 MB over a line of 1 Mbit/s."""
 JOIN_TIMEOUT = 20.0
 NUM_JOIN_SESSIONS = 3
-JOIN_RETRY = 1.0
 FAREWELL_SECONDS = 0.5
 """For the messenger to get the last push out."""
 SYNC_ATTEMPTS = 3
@@ -284,8 +283,7 @@ class GossipService:
         """Sync with three peers, heartbeats included; returns with how many that went well.
 
         The first are those that are connected; what they tell leads to the others. It is over within `JOIN_TIMEOUT`,
-        and at once where nobody is connected: the first node of a run is alone. While none went well, all are tried
-        again.
+        and at once where nobody is connected: the first node of a run is alone. Each peer is asked once.
         """
         done: set[bytes] = set()
         asked: set[bytes] = set()
@@ -293,12 +291,8 @@ class GossipService:
             while len(done) < NUM_JOIN_SESSIONS:
                 known = self._host.connected | set(self._gossip.candidates(trio.current_time()))
                 fresh = sorted(known - asked)
-                if not fresh and (done or not known):
+                if not fresh:
                     break
-                if not fresh:  # none was ready for it; their daemons may have begun this very second
-                    asked.clear()
-                    await trio.sleep(JOIN_RETRY)
-                    continue
                 chosen = self._rng.sample(fresh, min(NUM_JOIN_SESSIONS - len(done), len(fresh)))
                 asked.update(chosen)
                 async with trio.open_nursery() as nursery:

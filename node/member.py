@@ -27,11 +27,11 @@ from .errors import PeerUnreachableError
 from .exchange import ExchangeService
 from .gossip import GossipService
 from .host import Host
-from .joining import JoinError, Target, dial
+from .joining import JOIN_TIMEOUT, JoinError, Target, dial
 from .membership import STAGE, Membership
 from .messenger import Messenger
 from .reporting import Reporter
-from .rounds import Rounds, RoundsConfig
+from .rounds import MAX_ROUNDS_BEHIND, Rounds, RoundsConfig
 from .settings import NodeSettings
 from .store import Store
 from .transfers import SavedCheckpoint, TransferService, fetch_checkpoint, saved_round
@@ -39,12 +39,11 @@ from .transfers import SavedCheckpoint, TransferService, fetch_checkpoint, saved
 # Leaving: the trainer ends its round and saves, the farewell goes round.
 LEAVE_TIMEOUT: Final = 15.0
 FAREWELL_TIMEOUT: Final = 2.0
-# A node that was away longer takes a peer's weights instead of its own: old weights would pull its partners back. And
-# a newcomer is given weights that are not older than this; the donor saves anew if need be.
-MAX_ROUNDS_BEHIND: Final = 10
 # How long a newcomer to a run that is under way looks for somebody who gives it weights.
 WEIGHTS_TIMEOUT: Final = 120.0
 WEIGHTS_RETRY: Final = 2.0
+# A member that has just begun serves its run state within a second.
+SYNC_RETRY: Final = 1.0
 # A newcomer that asks for weights waits for the answer's header (`transfers.ANSWER_TIMEOUT`); a save must be shorter.
 FRESH_SAVE_TIMEOUT: Final = 6.0
 # A node without any connection dials whom it knows, ever less often.
@@ -138,8 +137,7 @@ class RunMember:
         async with trio.open_nursery() as nursery:
             await nursery.start(self._gossip.run)
             await self._restore_counters()
-            self._board.announce("joining", "syncing the run state", "three members' run state")
-            await self._gossip.join()
+            await self._sync_state(may_begin=target.manifest is not None)
             await self._membership.announce()
             await self._membership.beat()
             self._membership.refresh()
@@ -154,6 +152,22 @@ class RunMember:
                 training.cancel_scope.cancel()
             await self._say_farewell()
             nursery.cancel_scope.cancel()
+
+    async def _sync_state(self, *, may_begin: bool) -> None:
+        """Learn what the run is doing. Who brought the manifest may begin the run; who got it from a member may not.
+
+        Raises `JoinError`.
+        """
+        self._board.announce("joining", "syncing the run state", "three members' run state")
+        with trio.move_on_after(JOIN_TIMEOUT):
+            while await self._gossip.join() == 0 and not may_begin:
+                self._board.say("no member gave its run state; trying again")
+                await trio.sleep(SYNC_RETRY)
+            return
+        raise JoinError(
+            f"step 3, the run state: members were found, but none gave its run state within {JOIN_TIMEOUT:g} s. "
+            "Try again later, or with a newer invite."
+        )
 
     async def _end_training(self) -> None:
         self._board.announce("leaving", "leaving: the trainer saves", "the trainer")

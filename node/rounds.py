@@ -54,6 +54,9 @@ VALIDATION_BATCHES: Final = 8
 # A trainer that dies is started again from its checkpoint after these many seconds, the last one for good; a month's
 # run survives any number of deaths, and a machine that cannot train does not spin.
 RESTART_DELAYS: Final = (1.0, 5.0, 30.0, 120.0)
+# A node that was away longer takes a peer's weights instead of its own: old weights would pull its partners back. And
+# a newcomer is given weights that are not much older; the donor saves anew if need be.
+MAX_ROUNDS_BEHIND: Final = 10
 # A trainer that lived this long starts with the first delay again.
 HEALTHY_SECONDS: Final = 300.0
 
@@ -177,8 +180,8 @@ class Rounds:
         while True:
             started_at = trio.current_time()
             try:
-                await self._run_one_trainer()
-                return
+                if await self._run_one_trainer():
+                    return
             except TrainerError as error:
                 self.handle(Stopped())
                 if self._is_leaving:
@@ -194,7 +197,8 @@ class Rounds:
                 self._board.enter("preparing", "the trainer died", f"{delay:g} s before it starts again")
                 await trio.sleep(delay)
 
-    async def _run_one_trainer(self) -> None:
+    async def _run_one_trainer(self) -> bool:
+        """Whether every round is done, or the node leaves; else new weights are due."""
         board = self._board
         await self._before_trainer()
         board.announce("preparing", "starting the trainer: loading torch, the text and the model", "the trainer")
@@ -205,11 +209,12 @@ class Rounds:
             how = f"resumed at round {prepared.round}" if prepared.resumed else "from the run's seed"
             board.say(f"trainer ready on {prepared.device}: {prepared.num_parameters:,} parameters, {how}")
             failure: TrainerError | None = None
+            is_over = False
             async with trio.open_nursery() as nursery:
                 session = _Session(self, trainer, nursery)
                 self._session = session
                 try:
-                    await session.run(max(prepared.round, self._current_round()))
+                    is_over = await session.run(max(prepared.round, self._current_round()))
                 except TrainerError as error:
                     failure = error  # raised below, out of the nursery, which would wrap it in a group
                 finally:
@@ -218,6 +223,7 @@ class Rounds:
                 nursery.cancel_scope.cancel()
             if failure is not None:
                 raise failure
+            return is_over
 
 
 class _Session:
@@ -238,14 +244,25 @@ class _Session:
         # The replica's count begins with its weights, which may be a peer's; the board's has this node's tokens alone.
         self._tokens_before = self._board.tokens - trainer.prepared.tokens
 
-    async def run(self, first_round: int) -> None:
-        """Train from ``first_round`` until every round is done."""
+    async def run(self, first_round: int) -> bool:
+        """Train from ``first_round``; True when every round is done, False when the others are far ahead."""
         self._nursery.start_soon(self._send_commands)
         self._start_round(first_round)
         while True:
-            report = await self._trainer.receive()
-            if self._handle(report):
-                return
+            if self._handle(await self._trainer.receive()):
+                return True
+            if self._is_behind():
+                self._rounds.handle(Stopped())
+                return False
+
+    def _is_behind(self) -> bool:
+        """Between two rounds: whether this node slept through so many that its weights would pull its partners back."""
+        is_between = self._board.phase == "training" and self._board.inner_steps_this_round == 0
+        behind = self._rounds._current_round() - self._board.round
+        if not is_between or self._is_ending or behind <= MAX_ROUNDS_BEHIND:
+            return False
+        self._board.say(f"{behind} rounds behind the others: taking newer weights")
+        return True
 
     def carry_out(self, output: FinishRound | StartExchange | GoAlone) -> None:
         """What the pairing machine asks of the trainer or of the exchange service."""

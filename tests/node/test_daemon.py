@@ -12,6 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.control import call
 from farandole.node.exits import Exit
 from farandole.node.host import open_host
+from farandole.node.rounds import MAX_ROUNDS_BEHIND
 from farandole.protocol.identity import peer_id_of
 from farandole.protocol.invite import Invite, encode_invite
 from farandole.protocol.manifest import SignedManifest, manifest_from_dict, sign_manifest
@@ -85,6 +86,25 @@ async def test_nodes_average_die_come_back_and_leave(tmp_path: Path, run: Signed
                 await carol_again.says(bob.name, "is gone")
                 await carol_again.says("alone: no peer is live")
                 assert await carol_again.end(signal.SIGINT) == Exit.OK
+
+
+async def test_a_node_that_slept_comes_back_with_newer_weights(
+    tmp_path: Path, run: SignedManifest, texts: Path
+) -> None:
+    data = ("--data", str(texts))
+    async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:
+        await alice.says("trainer ready")
+        invite = encode_invite(Invite(run.run_id, alice.addresses))
+        async with joined(tmp_path / "bob", invite, *data) as bob:
+            await bob.says("averaged with", alice.name)
+            bob.process.send_signal(signal.SIGSTOP)
+            await alice.says(bob.name, "is gone")
+            for _ in range(MAX_ROUNDS_BEHIND + 2):
+                await alice.says("inner steps")
+            bob.process.send_signal(signal.SIGCONT)
+            await bob.says("rounds behind the others")
+            await bob.says("weights of round", alice.name, "hash verified")
+            await bob.says("averaged with", alice.name)
 
 
 async def test_a_bootstrap_peer_and_a_run_id_are_enough(tmp_path: Path, run: SignedManifest, texts: Path) -> None:
