@@ -48,7 +48,7 @@ async def test_eight_nodes_start_and_none_is_wedged(start: int, tmp_path: Path) 
     scenario = parse_scenario(
         {
             "nodes": 8,
-            "rounds": 4,
+            "rounds": 6,
             "seed": start,
             "start_interval": 0.0,
             "min_partners": 1,
@@ -56,7 +56,7 @@ async def test_eight_nodes_start_and_none_is_wedged(start: int, tmp_path: Path) 
                 "name": f"start {start}",
                 "model": "tiny",
                 "inner": {"batch_size": 4, "warmup_steps": 10, "learning_rate": 3e-3},
-                "rounds": {"inner_steps": 10, "exchange_seconds": 10.0},
+                "rounds": {"round_seconds": 3.0, "exchange_seconds": 10.0},
             },
         }
     )
