@@ -7,6 +7,7 @@ live set of those who were connected to it within a dial, not within three heart
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 from collections import deque
@@ -36,6 +37,8 @@ KEEP_INTERVAL = 5.0
 # A peer whose connection broke is dialled once more before it is taken for dead.
 SUSPICION_DIAL_TIMEOUT = 3.0
 LOSS_SCALE = 1e6
+# What an entry can say of a round or of a loss (`farandole.protocol.entries.Small`); a peer's word may be beyond it.
+MAX_SMALL = 2**31 - 1
 STAGE = 0
 # Reports wait for the next minute; more refusals in one are the same story.
 MAX_ACCUSATIONS = 8
@@ -128,9 +131,11 @@ class Membership:
     async def beat(self) -> None:
         """One heartbeat."""
         board = self._board
-        loss = None if board.loss is None else min(int(board.loss * LOSS_SCALE), 2**31 - 1)
+        loss = None
+        if board.loss is not None and not math.isnan(board.loss):  # NaN while the replica diverges
+            loss = int(min(board.loss * LOSS_SCALE, MAX_SMALL))
         await self._gossip.publish(
-            Kind.BEAT, 0, Beat(board.inner_steps, board.round, loss, int(board.tokens_per_second))
+            Kind.BEAT, 0, Beat(board.inner_steps, min(board.round, MAX_SMALL), loss, int(board.tokens_per_second))
         )
 
     async def report_progress(self) -> None:
@@ -139,11 +144,14 @@ class Membership:
         await self._gossip.publish(
             Kind.PROGRESS,
             0,
-            Progress(board.inner_steps, board.round, board.tokens, board.bytes_sent, board.bytes_received),
+            Progress(
+                board.inner_steps, min(board.round, MAX_SMALL), board.tokens, board.bytes_sent, board.bytes_received
+            ),
         )
         saved, self._unannounced = self._unannounced, None
         if saved is not None:
-            notice = CheckpointNotice(saved.round, STAGE, saved.sha256, saved.size, saved.tokens, saved.inner_steps)
+            round_index = min(saved.round, MAX_SMALL)
+            notice = CheckpointNotice(round_index, STAGE, saved.sha256, saved.size, saved.tokens, saved.inner_steps)
             await self._gossip.publish(Kind.CHECKPOINT, 0, notice)
         while self._accusations:
             await self._gossip.publish(Kind.REPORT, self._next_report, self._accusations.popleft())
