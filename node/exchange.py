@@ -8,6 +8,7 @@ holds; they are hashed a chunk at a time on arrival (64 kB: 40-100 us), so the e
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -53,6 +54,8 @@ READ_BYTES = 65_536
 # Streams that have not said yet which session they belong to, or whose session is not expected yet. Of honest peers
 # there is one at a time: the partner, whose Begin is on its way on another stream.
 MAX_UNCLAIMED = 32
+# As many of them may be one peer's: its last round's, given up, and this one's.
+MAX_UNCLAIMED_PER_PEER = 4
 # How long such a stream may stay: the partner's Begin was sent before it was opened.
 CLAIM_TIMEOUT = 5.0
 DIAL_TIMEOUT = 8.0
@@ -124,7 +127,7 @@ class ExchangeService:
         self._outcomes = Outcomes()
         self._expected: dict[bytes, _Expected] = {}
         self._expected_more = trio.Event()
-        self._num_unclaimed = 0
+        self._unclaimed: Counter[bytes] = Counter()
         host.set_handler(EXCHANGE_PROTOCOL, self._serve_exchange)
         host.set_handler(RESOLVE_PROTOCOL, self._serve_resolve)
 
@@ -204,14 +207,16 @@ class ExchangeService:
             await _close(stream)
 
     async def _claim_in_time(self, stream: ExchangeStream) -> _Expected | None:
-        if self._num_unclaimed >= MAX_UNCLAIMED:
+        peer = stream.peer
+        if self._unclaimed.total() >= MAX_UNCLAIMED or self._unclaimed[peer] >= MAX_UNCLAIMED_PER_PEER:
             return None
-        self._num_unclaimed += 1
+        self._unclaimed[peer] += 1
         try:
             with trio.move_on_after(CLAIM_TIMEOUT), contextlib.suppress(RemoteProtocolError, trio.BrokenResourceError):
                 return await self._claim(stream)
         finally:
-            self._num_unclaimed -= 1
+            self._unclaimed[peer] -= 1
+            self._unclaimed += Counter()  # forgets the zeros
         return None
 
     async def _claim(self, stream: ExchangeStream) -> _Expected | None:

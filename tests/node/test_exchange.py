@@ -16,6 +16,7 @@ from farandole.node.exchange import (
     EXCHANGE_PROTOCOL,
     FAREWELL_TIMEOUT,
     MAX_UNCLAIMED,
+    MAX_UNCLAIMED_PER_PEER,
     RESOLVE_PROTOCOL,
     ExchangeResult,
     ExchangeService,
@@ -445,8 +446,10 @@ async def test_a_stream_that_comes_before_its_session_is_expected_waits_for_it(
 async def test_streams_that_nobody_expects_are_few_and_short(
     bob: Party, autojump_clock: trio.testing.MockClock
 ) -> None:
-    mallory = MemoryHost(b"m" * 32, bob.host.nursery, bob.host.network)
-    streams = [await mallory.open_stream(BOB, EXCHANGE_PROTOCOL) for _ in range(MAX_UNCLAIMED + 5)]
+    streams = []
+    for i in range(MAX_UNCLAIMED + 5):
+        mallory = MemoryHost(bytes([i]) * 32, bob.host.nursery, bob.host.network)
+        streams.append(await mallory.open_stream(BOB, EXCHANGE_PROTOCOL))
     await trio.testing.wait_all_tasks_blocked()
     for stream in streams[MAX_UNCLAIMED:]:
         assert await stream.receive_some(1) == b""
@@ -454,6 +457,20 @@ async def test_streams_that_nobody_expects_are_few_and_short(
     for stream in streams[:MAX_UNCLAIMED]:
         assert await stream.receive_some(1) == b""
     assert trio.current_time() == pytest.approx(CLAIM_TIMEOUT)
+
+
+async def test_a_peer_that_opens_many_streams_keeps_no_partner_away(
+    alice: Party, bob: Party, autojump_clock: trio.testing.MockClock
+) -> None:
+    mallory = MemoryHost(b"m" * 32, bob.host.nursery, bob.host.network)
+    streams = [await mallory.open_stream(BOB, EXCHANGE_PROTOCOL) for _ in range(MAX_UNCLAIMED)]
+    await trio.testing.wait_all_tasks_blocked()
+    for stream in streams[MAX_UNCLAIMED_PER_PEER:]:
+        assert await stream.receive_some(1) == b""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(bob.exchange, ALICE)
+        nursery.start_soon(alice.exchange, BOB)
+    assert_committed(alice, bob)
 
 
 async def test_a_cancelled_exchange_ends_at_once_and_is_aborted(
