@@ -117,7 +117,8 @@ class Node:
                 joined = await self._join(host, target)
                 if joined is not None:
                     manifest, raw = joined
-                    await store.put_fact(MANIFEST_FACT, raw)
+                    if raw != stored:
+                        await store.put_fact(MANIFEST_FACT, raw)
                     member = RunMember(settings, self._key, store, board, host, messenger, manifest, raw)
                     self._reporter = member.reporter(self._started_at)
                     await member.run(target, self.is_leaving)

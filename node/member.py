@@ -33,7 +33,7 @@ from .messenger import Messenger
 from .reporting import Reporter
 from .rounds import MAX_ROUNDS_BEHIND, Rounds, RoundsConfig
 from .settings import NodeSettings
-from .store import Store
+from .store import Store, StoreError
 from .transfers import SavedCheckpoint, TransferService, fetch_checkpoint, saved_round
 
 # Leaving: the trainer ends its round and saves, the farewell goes round.
@@ -79,6 +79,7 @@ class RunMember:
         self._manifest = manifest
         self._saved: SavedCheckpoint | None = None
         self._has_saved = trio.Event()
+        self._donors_used: set[bytes] = set()
         self._state = RunState(self.run_id, signed.creator)
         self._gossip = GossipService(
             self._state,
@@ -195,6 +196,7 @@ class RunMember:
             threads=settings.threads,
             slow=settings.slow,
             checkpoint=str(settings.checkpoint),
+            fetched=str(settings.fetched),
             outgoing=0,
             incoming=0,
         )
@@ -209,12 +211,13 @@ class RunMember:
         if self._membership.current_round() - (own_round or 0) <= (0 if own_round is None else MAX_ROUNDS_BEHIND):
             return
         board.announce("fetching weights", "the run is under way: fetching weights from a member", "a member's weights")
-        with trio.move_on_after(WEIGHTS_TIMEOUT):
-            while True:
-                for donor in self._membership.donors(own_round or 0):
-                    if await self._fetch_from(donor):
-                        return
-                await trio.sleep(WEIGHTS_RETRY)
+        give_up_at = trio.current_time() + WEIGHTS_TIMEOUT  # no download is cut short by it: each has its own limits
+        while trio.current_time() < give_up_at:
+            # Once more from one whose weights were not good only if there is nobody else.
+            for donor in sorted(self._membership.donors(own_round or 0), key=self._donors_used.__contains__):
+                if await self._fetch_from(donor):
+                    return
+            await trio.sleep(WEIGHTS_RETRY)
         if own_round is None:
             raise JoinError(
                 "step 4, weights: the run is under way, but no member gave its weights within "
@@ -234,10 +237,12 @@ class RunMember:
             )
 
         try:
-            header = await fetch_checkpoint(self._host, donor, self.run_id, self._settings.checkpoint, max_size, show)
+            header = await fetch_checkpoint(self._host, donor, self.run_id, self._settings.fetched, max_size, show)
         except PeerUnreachableError as error:
             board.warn(f"no weights from {name}: {error}")
             return False
+        self._donors_used.add(donor)
+        self._saved = None  # what it describes is about to be replaced
         board.bytes_received += header.size
         board.say(f"weights of round {header.round} from {name}: {header.size / 1e6:.1f} MB, hash verified")
         return True
@@ -245,7 +250,8 @@ class RunMember:
     async def _fresh_checkpoint(self) -> SavedCheckpoint | None:
         """What a newcomer gets: the newest file, saved anew when it is old; None if there is none yet."""
         if self._saved is None or self._board.round - self._saved.header.round > MAX_ROUNDS_BEHIND // 2:
-            self._has_saved = trio.Event()
+            if self._has_saved.is_set():  # else another newcomer waits for the same
+                self._has_saved = trio.Event()
             self._rounds.save_soon()
             with trio.move_on_after(FRESH_SAVE_TIMEOUT):
                 await self._has_saved.wait()
@@ -278,7 +284,11 @@ class RunMember:
             if self._host.connected:
                 pause = ISOLATION_INTERVAL
                 continue
-            peers = target.peers | await self._store.known_peers()
+            peers = dict(target.peers)
+            try:
+                peers |= await self._store.known_peers()
+            except StoreError as error:
+                self._board.warn(f"{error}; dialling those that the invite named")
             peers.pop(self._host.author, None)
             if peers:
                 self._board.enter(self._board.phase, self._board.detail, "any peer: no connection is left")
@@ -288,7 +298,10 @@ class RunMember:
     async def _remember(self) -> None:
         """Keep on disk what a next life needs: this node's count, and addresses for when no bootstrap peer answers."""
         while True:
-            await self._store.put_fact(TOKENS_FACT, b"%d" % self._board.tokens)
-            for peer in self._host.connected & self._membership.live:
-                await self._store.remember_peer(peer, self._host.addresses_of(peer))
+            try:
+                await self._store.put_fact(TOKENS_FACT, b"%d" % self._board.tokens)
+                for peer in self._host.connected & self._membership.live:
+                    await self._store.remember_peer(peer, self._host.addresses_of(peer))
+            except StoreError as error:
+                self._board.warn(f"{error}; trying again")
             await trio.sleep(REMEMBER_INTERVAL)

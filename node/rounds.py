@@ -240,7 +240,9 @@ class _Session:
         self._contributed: messages.Contributed | None = None
         self._screened: trio.MemorySendChannel[str] | None = None
         self._saved_at = trio.current_time()
+        self._num_saving = 0  # Save commands without their report
         self._is_ending = False
+        self._rounds_behind = 0
         # The replica's count begins with its weights, which may be a peer's; the board's has this node's tokens alone.
         self._tokens_before = self._board.tokens - trainer.prepared.tokens
 
@@ -258,8 +260,12 @@ class _Session:
     def _is_behind(self) -> bool:
         """Between two rounds: whether this node slept through so many that its weights would pull its partners back."""
         is_between = self._board.phase == "training" and self._board.inner_steps_this_round == 0
-        behind = self._rounds._current_round() - self._board.round
-        if not is_between or self._is_ending or behind <= MAX_ROUNDS_BEHIND:
+        if not is_between or self._is_ending:
+            return False
+        # Rounds lost bit by bit are a slow node's, whose weights are averaged all the same.
+        behind, before = self._rounds._current_round() - self._board.round, self._rounds_behind
+        self._rounds_behind = behind
+        if behind - max(before, 0) <= MAX_ROUNDS_BEHIND:
             return False
         self._board.say(f"{behind} rounds behind the others: taking newer weights")
         return True
@@ -277,14 +283,20 @@ class _Session:
                 self._nursery.start_soon(self._exchange, output)
 
     def save(self) -> None:
-        """Write a checkpoint."""
-        self._saved_at = trio.current_time()
-        self._send(messages.Save())
+        """Write a checkpoint, unless one is about to be written: many newcomers may ask for it."""
+        if self._num_saving == 0:
+            self._send_save()
 
     def save_and_end(self) -> None:
-        """The next report of a checkpoint ends the session, so that what is on disk is the end of the training."""
-        self._is_ending = True
-        self.save()
+        """The report of this checkpoint ends the session, so that what is on disk is the end of the training."""
+        if not self._is_ending:
+            self._is_ending = True
+            self._send_save()
+
+    def _send_save(self) -> None:
+        self._saved_at = trio.current_time()
+        self._num_saving += 1
+        self._send(messages.Save())
 
     def _send(self, command: messages.Command) -> None:
         self._commands.send_nowait(command)
@@ -323,13 +335,17 @@ class _Session:
             case messages.OuterStepTaken(round_index):
                 self._finish_round(round_index)
             case messages.Validated(round_index, loss):
-                board.validation.append((round_index, loss))
+                if report.problem:
+                    board.warn(report.problem)
+                else:
+                    board.validation.append((round_index, loss))
             case messages.Saved():
+                self._num_saving -= 1
                 if report.problem:
                     board.warn(report.problem)
                 else:
                     self._rounds._on_saved(report)
-                return self._is_ending
+                return self._is_ending and self._num_saving == 0
             case messages.Prepared() | messages.Failed():
                 raise TrainerError(f"the trainer said {type(report).__name__} out of turn")
         return False

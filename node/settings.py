@@ -80,6 +80,11 @@ class NodeSettings:
         return self.home / "checkpoint.safetensors"
 
     @property
+    def fetched(self) -> Path:
+        """A peer's checkpoint, until the trainer has judged it: then it takes the place of the node's own, or goes."""
+        return self.home / "fetched.safetensors"
+
+    @property
     def log(self) -> Path:
         """The daemon's log."""
         return self.home / "log"

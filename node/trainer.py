@@ -137,14 +137,18 @@ async def open_trainer(command: Prepare, log: Path | None) -> AsyncIterator[Trai
     ours, theirs = socket.socketpair()
     with open_shared_memory("outgoing") as outgoing, open_shared_memory("incoming") as incoming:
         with theirs, open(log or os.devnull, "ab") as log_file:  # noqa: ASYNC230 - opening a local log does not block
-            process = await trio.lowlevel.open_process(
-                [sys.executable, "-m", "farandole.node.trainer_process", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=log_file if log else None,
-                stderr=log_file if log else None,
-                pass_fds=(theirs.fileno(), outgoing, incoming),
-                env={**os.environ, "OMP_NUM_THREADS": str(command.threads)},
-            )
+            try:
+                process = await trio.lowlevel.open_process(
+                    [sys.executable, "-m", "farandole.node.trainer_process", str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log_file if log else None,
+                    stderr=log_file if log else None,
+                    pass_fds=(theirs.fileno(), outgoing, incoming),
+                    env={**os.environ, "OMP_NUM_THREADS": str(command.threads)},
+                )
+            except OSError as error:  # no memory, or no process more, just now
+                ours.close()
+                raise TrainerError(f"no trainer process can be started: {error}") from error
         trainer = Trainer(process, trio.SocketStream(trio.socket.from_stdlib_socket(ours)), outgoing, incoming)
         try:
             await trainer.prepare(command)

@@ -33,6 +33,8 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     outgoing: int
     """File descriptors of the shared memory, inherited."""
     incoming: int
+    fetched: str = ""
+    """Where a peer's checkpoint may lie: if it is fit it replaces ``checkpoint``, else it is removed."""
 
 
 class Train(msgspec.Struct, frozen=True, tag=True):
@@ -144,10 +146,11 @@ class Saved(msgspec.Struct, frozen=True, tag=True):
 
 
 class Validated(msgspec.Struct, frozen=True, tag=True):
-    """Loss of the slow weights on held-out text."""
+    """Loss of the slow weights on held-out text, or why there is none (``problem``)."""
 
     round: int
     loss: float
+    problem: str = ""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from farandole.protocol.manifest import Manifest
+from farandole.training.errors import CheckpointError, DataError
 
 from .conversion import training_configs
 from .shared_memory import map_shared_memory
@@ -57,6 +58,10 @@ if TYPE_CHECKING:
 PROGRESS_INTERVAL = 0.5
 # Below everybody's interactive programs, and below the mesh process, whose answers others wait for.
 NICENESS = 5
+
+
+class UnfitWeightsError(Exception):
+    """A peer gave a checkpoint that cannot be used; another's may do."""
 
 
 class Channel:
@@ -107,9 +112,7 @@ class TrainerProcess:
         self._slow = prepare.slow
         self._checkpoint = Path(prepare.checkpoint)
         self._replica = replica = _build_replica(prepare)
-        resumed = self._checkpoint.exists()
-        if resumed:
-            replica.load(self._checkpoint)
+        resumed = self._resume(Path(prepare.fetched) if prepare.fetched else None)
         size = replica.contribution_bytes
         self._outgoing: mmap.mmap = map_shared_memory(prepare.outgoing, size)
         self._incoming: mmap.mmap = map_shared_memory(prepare.incoming, size)
@@ -126,6 +129,21 @@ class TrainerProcess:
             )
         )
 
+    def _resume(self, fetched: Path | None) -> bool:
+        """Whether there was a checkpoint. A peer's replaces this node's own only once it is proved to be fit."""
+        if fetched is not None and fetched.exists():
+            try:
+                self._replica.load(fetched)
+            except CheckpointError as error:
+                fetched.unlink()
+                raise UnfitWeightsError(f"a peer's weights are unfit: {error}") from error
+            fetched.replace(self._checkpoint)
+        elif self._checkpoint.exists():
+            self._replica.load(self._checkpoint)
+        else:
+            return False
+        return True
+
     def handle(self, command: Command) -> None:
         """Do what one command says and report it."""
         match command:
@@ -138,8 +156,7 @@ class TrainerProcess:
             case Save():
                 self._channel.send(self._save())
             case Validate(num_batches):
-                loss = self._replica.validation_loss(num_batches)
-                self._channel.send(Validated(self._replica.round, loss))
+                self._channel.send(self._validate(num_batches))
             case FinishRound():
                 pass  # it crossed our contribution: the round was over by its steps already
             case Prepare() | Stop():
@@ -209,6 +226,13 @@ class TrainerProcess:
         replica.outer_step(partner, replica.tokens_this_round, command.partner_tokens, is_first)
         self._channel.send(OuterStepTaken(command.round))
 
+    def _validate(self, num_batches: int) -> Validated:
+        """Too little text held out costs a warning, never the training."""
+        try:
+            return Validated(self._replica.round, self._replica.validation_loss(num_batches))
+        except DataError as error:
+            return Validated(self._replica.round, 0.0, f"no validation: {error}")
+
     def _save(self) -> Saved:
         """A full disk or a failed fsync costs a warning, never the training."""
         replica = self._replica
@@ -262,6 +286,9 @@ def _serve(channel: Channel) -> None:
         trainer = TrainerProcess(channel, prepare)
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         channel.send(Failed(f"{error}", is_setup=True))
+        return
+    except UnfitWeightsError as error:
+        channel.send(Failed(f"{error}", is_setup=False))
         return
     while True:
         command = channel.receive()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Awaitable, Callable
@@ -29,10 +30,13 @@ from .host import Host, Stream
 
 # A question and its small answer.
 ANSWER_TIMEOUT = 10.0
-# One chunk over the slowest line that we serve: 64 KiB at 50 kbit/s.
+# One chunk over the slowest line that we serve: 64 KiB at 50 kbit/s. A download may fall behind `MIN_RATE` by so much.
 CHUNK_TIMEOUT = 10.0
 CHUNK_BYTES = 65_507
-# Newcomers served at once; the next one is told to ask another member (an upload cap comes with the bulk channel).
+# Whoever gives a checkpoint more slowly than this (bytes a second; 0.5 Mbit/s) is left for another: it holds one up.
+MIN_RATE = 64 * 1024
+# Newcomers served at once, a download each; the next one is told to ask another (an upload cap comes with the bulk
+# channel).
 MAX_DOWNLOADS_SERVED = 4
 
 
@@ -69,7 +73,7 @@ class TransferService:
         self._run_id = run_id
         self._manifest = manifest
         self._checkpoint = checkpoint
-        self._downloads = trio.Semaphore(MAX_DOWNLOADS_SERVED)
+        self._served: set[bytes] = set()
 
     def register(self, host: Host) -> None:
         """Serve both protocols on the host."""
@@ -86,28 +90,31 @@ class TransferService:
         """Send the newest checkpoint; a file that is replaced meanwhile stays readable to its end."""
         with trio.fail_after(ANSWER_TIMEOUT):
             question, _ = await _read_frame(stream, RUN_ID_BYTES)
-        saved = await self._checkpoint() if question == self._run_id else None
+        is_free = stream.peer not in self._served and len(self._served) < MAX_DOWNLOADS_SERVED
+        if question != self._run_id or not is_free:
+            await _send_header(stream, b"")
+            return
+        self._served.add(stream.peer)
         try:
-            self._downloads.acquire_nowait()
-        except trio.WouldBlock:
-            saved = None
-            is_served = False
-        else:
-            is_served = True
-        try:
-            if saved is None:
-                with trio.fail_after(ANSWER_TIMEOUT):
-                    await stream.send_all(frame(b"", MAX_HEADER_BYTES))
-                return
-            async with await trio.open_file(saved.path, "rb") as file:
-                with trio.fail_after(ANSWER_TIMEOUT):
-                    await stream.send_all(frame(encode_header(saved.header), MAX_HEADER_BYTES))
-                while chunk := await file.read(CHUNK_BYTES):
-                    with trio.fail_after(CHUNK_TIMEOUT):
-                        await stream.send_all(chunk)
+            await self._send_checkpoint(stream)
         finally:
-            if is_served:
-                self._downloads.release()
+            self._served.discard(stream.peer)
+
+    async def _send_checkpoint(self, stream: Stream) -> None:
+        saved = await self._checkpoint()
+        if saved is None:
+            await _send_header(stream, b"")
+            return
+        async with await trio.open_file(saved.path, "rb") as file:
+            await _send_header(stream, encode_header(saved.header))
+            while chunk := await file.read(CHUNK_BYTES):
+                with trio.fail_after(CHUNK_TIMEOUT):
+                    await stream.send_all(chunk)
+
+
+async def _send_header(stream: Stream, header: bytes) -> None:
+    with trio.fail_after(ANSWER_TIMEOUT):
+        await stream.send_all(frame(header, MAX_HEADER_BYTES))
 
 
 async def fetch_manifest(host: Host, peer: bytes, run_id: bytes) -> bytes:
@@ -160,8 +167,11 @@ async def fetch_checkpoint(
             await stream.aclose()
     except (trio.TooSlowError, trio.BrokenResourceError, trio.ClosedResourceError, RemoteProtocolError) as error:
         raise TransferError(f"the download broke off: {str(error) or 'too slow'}") from error
+    except OSError as error:
+        raise TransferError(f"the download cannot be stored: {error}") from error
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
     return header
 
 
@@ -174,6 +184,7 @@ async def _receive_file(
 ) -> None:
     digest = hashlib.sha256()
     received = 0
+    started_at = trio.current_time()
     while True:
         received += len(data)
         if received > header.size:
@@ -183,7 +194,7 @@ async def _receive_file(
         on_progress(received, header.size)
         if received == header.size:
             break
-        with trio.fail_after(CHUNK_TIMEOUT):
+        with trio.fail_at(started_at + CHUNK_TIMEOUT + received / MIN_RATE):
             data = await stream.receive_some(CHUNK_BYTES)
         if not data:
             raise RemoteProtocolError("the checkpoint is shorter than announced")

@@ -164,6 +164,47 @@ async def test_a_killed_trainer_is_noticed_and_said(prepare: Callable[..., messa
                 await trainer.receive()
 
 
+async def test_a_peers_checkpoint_replaces_the_own_one_only_if_it_is_fit(
+    prepare: Callable[..., messages.Prepare], tmp_path: Path
+) -> None:
+    own, fetched = Path(prepare().checkpoint), tmp_path / "fetched.safetensors"
+    async with open_trainer(prepare(), None) as trainer:
+        await trainer.send(messages.Train(4, 1))
+        await report_of(trainer, messages.Contributed)
+        await trainer.send(messages.TakeOuterStep(4))
+        await report_of(trainer, messages.OuterStepTaken)
+        await trainer.send(messages.Save())
+        await report_of(trainer, messages.Saved)
+    kept = own.read_bytes()
+    unfit = bytearray(kept)
+    unfit[-4:] = b"\xff\xff\xff\x7f"  # NaN
+    for content in (bytes(unfit), b"rubbish"):
+        fetched.write_bytes(content)
+        with trio.fail_after(DEADLINE), pytest.raises(TrainerError, match="a peer's weights are unfit") as caught:
+            async with open_trainer(prepare(fetched=str(fetched)), None):
+                pass
+        assert not caught.value.is_setup  # another peer's may do
+        assert own.read_bytes() == kept
+        assert not fetched.exists()
+    own.replace(fetched)
+    async with open_trainer(prepare(fetched=str(fetched)), None) as trainer:
+        assert trainer.prepared.resumed
+        assert trainer.prepared.round == 5
+    assert own.read_bytes() == kept
+    assert not fetched.exists()
+
+
+async def test_a_run_that_holds_out_no_text_is_not_validated_and_goes_on(
+    prepare: Callable[..., messages.Prepare], manifest: Manifest
+) -> None:
+    nothing = msgspec.structs.replace(manifest, data=msgspec.structs.replace(manifest.data, held_out=0.0))
+    async with open_trainer(prepare(manifest=msgspec.msgpack.encode(nothing)), None) as trainer:
+        await trainer.send(messages.Validate(1))
+        assert "too little text is held out" in (await report_of(trainer, messages.Validated)).problem
+        await trainer.send(messages.Train(0, 1))
+        await report_of(trainer, messages.Contributed)
+
+
 async def test_what_cannot_be_set_up_is_said_in_words(prepare: Callable[..., messages.Prepare], tmp_path: Path) -> None:
     for changes, words in (({"device": "cuda:7"}, "cuda"), ({"data": [str(tmp_path / "nowhere")]}, "nowhere")):
         with trio.fail_after(DEADLINE), pytest.raises(TrainerError, match=words) as caught:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,15 @@ class MemoryHost:
     def __init__(self, nursery: trio.Nursery) -> None:
         self.handlers: dict[str, Handler] = {}
         self._nursery = nursery
+        self._newcomers = itertools.count()
 
     def set_handler(self, protocol: str, handler: Handler) -> None:
         self.handlers[protocol] = handler
 
-    async def open_stream(self, peer: bytes, protocol: str) -> Any:
+    async def open_stream(self, peer: bytes, protocol: str, newcomer: int | None = None) -> Any:
+        """Each stream is another newcomer's, unless told."""
         ours, theirs = trio.testing.lockstep_stream_pair()  # sending waits for the receiver
+        theirs.peer = next(self._newcomers) if newcomer is None else newcomer  # type: ignore[attr-defined]
         self._nursery.start_soon(self._serve, self.handlers[protocol], theirs)
         return ours
 
@@ -152,6 +156,50 @@ async def test_more_newcomers_than_are_served_at_once_are_sent_on(nursery: trio.
     await trio.testing.wait_all_tasks_blocked()
     await fetch(host, tmp_path / "ours")
     nursery.cancel_scope.cancel()
+
+
+async def test_one_newcomer_takes_one_download_and_no_save_for_more(nursery: trio.Nursery, tmp_path: Path) -> None:
+    host: Any = MemoryHost(nursery)
+    saved, num_asked = saved_at(tmp_path / "theirs"), 0
+
+    async def checkpoint() -> SavedCheckpoint:
+        nonlocal num_asked
+        num_asked += 1
+        return saved
+
+    TransferService(SIGNED.run_id, SIGNED.encode(), checkpoint).register(host)
+    streams = [await host.open_stream(b"p" * 32, CHECKPOINT_PROTOCOL, newcomer=1) for _ in range(10)]
+    for stream in streams:
+        await stream.send_all(frame(SIGNED.run_id, 32))
+        await stream.receive_some(1)
+    assert num_asked == 1
+    await fetch(host, tmp_path / "ours")  # another newcomer
+    nursery.cancel_scope.cancel()
+
+
+async def test_a_disk_that_takes_no_checkpoint_is_said(nursery: trio.Nursery, tmp_path: Path) -> None:
+    host: Any = MemoryHost(nursery)
+    serve(host, saved_at(tmp_path / "theirs"))
+    with pytest.raises(TransferError, match="cannot be stored"):
+        await fetch(host, tmp_path / "nowhere" / "ours")
+
+
+async def test_a_donor_that_trickles_is_left(
+    nursery: trio.Nursery, tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    host: Any = MemoryHost(nursery)
+    header = CheckpointHeader(7, 350, 10_000, len(CONTENT), hashlib.sha256(CONTENT).digest())
+
+    async def trickle(stream: Any) -> None:
+        await stream.receive_some()
+        await stream.send_all(frame(encode_header(header), 256))
+        for byte in CONTENT:
+            await trio.sleep(transfers.CHUNK_TIMEOUT / 2)
+            await stream.send_all(bytes([byte]))
+
+    host.set_handler(CHECKPOINT_PROTOCOL, trickle)
+    with trio.fail_after(3 * transfers.CHUNK_TIMEOUT), pytest.raises(TransferError, match="slow"):
+        await fetch(host, tmp_path / "ours")
 
 
 @given(st.binary(max_size=300))

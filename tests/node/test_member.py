@@ -1,0 +1,85 @@
+"""A member whose disk or whose donors fail it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.node import member as member_module
+from farandole.node.board import Board
+from farandole.node.joining import Target
+from farandole.node.member import WEIGHTS_TIMEOUT, RunMember
+from farandole.node.settings import NodeSettings
+from farandole.node.store import StoreError
+from farandole.node.transfers import TransferError
+from farandole.protocol.identity import public_bytes
+from farandole.protocol.manifest import Manifest, ModelConfig, sign_manifest
+from farandole.protocol.transfers import CheckpointHeader
+
+MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
+KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
+FROZEN, MALLORY, ALICE = (bytes([i]) * 32 for i in range(1, 4))
+SIGNED = sign_manifest(Manifest("tiny", MODEL), KEY)
+
+
+class FullDisk:
+    """A store that refuses everything."""
+
+    def __getattr__(self, name: str) -> Any:
+        async def refuse(*args: object) -> None:
+            await trio.lowlevel.checkpoint()
+            raise StoreError("the disk is full")
+
+        return refuse
+
+
+def make_member(home: Path) -> RunMember:
+    host: Any = SimpleNamespace(
+        author=public_bytes(KEY), connected=frozenset(), addresses=[], set_handler=lambda *args: None
+    )
+    messenger: Any = SimpleNamespace(set_receiver=lambda *args: None)
+    store: Any = FullDisk()
+    board = Board(say=lambda text: None)
+    return RunMember(
+        NodeSettings(home=home), KEY, store, board, host, messenger, Manifest("tiny", MODEL), SIGNED.encode()
+    )
+
+
+async def test_a_full_disk_does_not_end_the_node(
+    nursery: trio.Nursery, tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    member = make_member(tmp_path)
+    nursery.start_soon(member._remember)
+    nursery.start_soon(member._end_isolation, Target(SIGNED.run_id, None))
+    await trio.sleep(600)
+    assert any("the disk is full" in warning for warning in member._board.warnings)
+    nursery.cancel_scope.cancel()
+
+
+async def test_a_donor_of_unfit_weights_is_asked_last_and_a_long_download_is_not_cut_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+) -> None:
+    member = make_member(tmp_path)
+    asked: list[bytes] = []
+
+    async def fetch(host: object, donor: bytes, *args: object) -> CheckpointHeader:
+        asked.append(donor)
+        await trio.sleep(3 * WEIGHTS_TIMEOUT)
+        if donor == FROZEN:
+            raise TransferError("too slow")
+        return CheckpointHeader(7, 1, 1, 1, b"h" * 32)
+
+    monkeypatch.setattr(member_module, "fetch_checkpoint", fetch)
+    monkeypatch.setattr(member._membership, "current_round", lambda: 50)
+    monkeypatch.setattr(member._membership, "donors", lambda after_round: [FROZEN, MALLORY, ALICE])
+    await member._obtain_weights()
+    assert asked == [FROZEN, MALLORY]
+    asked.clear()
+    await member._obtain_weights()  # the trainer could not use them
+    assert asked == [FROZEN, ALICE]

@@ -1,0 +1,129 @@
+"""The training loop with a trainer that does as the test says."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+from farandole.node import rounds as rounds_module
+from farandole.node import trainer_messages as messages
+from farandole.node.board import Board
+from farandole.node.rounds import MAX_ROUNDS_BEHIND, Rounds, RoundsConfig
+from farandole.protocol.manifest import Manifest, ModelConfig
+from farandole.protocol.pairing import Pairing
+
+MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
+PREPARED = messages.Prepared("cpu", 1, 4, b"l" * 32, 0, 0, 0, resumed=False)
+
+
+class FakeTrainer:
+    """Keeps its commands, and reports what the test puts into `reports`."""
+
+    def __init__(self) -> None:
+        self.prepared, self.pid = PREPARED, 1
+        self.commands: list[messages.Command] = []
+        self.reports, self._reported = trio.open_memory_channel[messages.Report](100)
+
+    async def send(self, command: messages.Command) -> None:
+        self.commands.append(command)
+        await trio.lowlevel.checkpoint()
+
+    async def receive(self) -> messages.Report:
+        return await self._reported.receive()
+
+    async def report(self, *reports: messages.Report) -> None:
+        for report in reports:
+            self.reports.send_nowait(report)
+        await trio.testing.wait_all_tasks_blocked()
+
+    def num_saves(self) -> int:
+        return sum(isinstance(command, messages.Save) for command in self.commands)
+
+
+class Story:
+    """A node without peers, its rounds, and every trainer that it started."""
+
+    def __init__(self) -> None:
+        self.trainers: list[FakeTrainer] = []
+        self.others_round = 0
+        self.board = Board(say=lambda text: None)
+        prepare: Any = None
+        fake: Any = SimpleNamespace(set_receiver=lambda *args: None)
+        manifest = Manifest("tiny", MODEL)
+        self.rounds = Rounds(
+            RoundsConfig(b"r" * 32, prepare, None, 1e9, 0),
+            manifest,
+            Pairing(b"a" * 32, manifest.rounds, random.Random(1)),
+            fake,
+            fake,
+            self.board,
+            before_trainer=trio.lowlevel.checkpoint,
+            on_saved=lambda saved: None,
+            on_refused=lambda peer, reason, evidence: None,
+            current_round=lambda: self.others_round,
+        )
+
+    @asynccontextmanager
+    async def open_trainer(self, prepare: object, log: object) -> AsyncIterator[FakeTrainer]:
+        self.trainers.append(FakeTrainer())
+        yield self.trainers[-1]
+
+    async def play_round(self) -> None:
+        index = self.board.round
+        contributed = messages.Contributed(index, 4, b"h" * 32, 8, 1, 1, 8, 2.0, 1.0)
+        await self.trainers[-1].report(contributed, messages.OuterStepTaken(index))
+
+
+@pytest.fixture
+async def story(nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch) -> Story:
+    story = Story()
+    monkeypatch.setattr(rounds_module, "open_trainer", story.open_trainer)
+    nursery.start_soon(story.rounds.run)
+    await trio.testing.wait_all_tasks_blocked()
+    return story
+
+
+def saved(problem: str = "") -> messages.Saved:
+    return messages.Saved(0, 0, 0, b"h" * 32, 4, problem)
+
+
+async def test_a_thousand_newcomers_ask_for_one_checkpoint(story: Story) -> None:
+    (trainer,) = story.trainers
+    for _ in range(1_000):
+        story.rounds.save_soon()
+    await trio.testing.wait_all_tasks_blocked()
+    assert trainer.num_saves() == 1
+    await trainer.report(saved("the disk is full"))
+    story.rounds.save_soon()
+    await trio.testing.wait_all_tasks_blocked()
+    assert trainer.num_saves() == 2
+
+
+async def test_who_leaves_waits_for_the_checkpoint_of_its_leaving(story: Story, nursery: trio.Nursery) -> None:
+    (trainer,) = story.trainers
+    story.rounds.save_soon()
+    nursery.start_soon(story.rounds.leave)
+    await trio.testing.wait_all_tasks_blocked()
+    assert trainer.num_saves() == 2
+    await trainer.report(saved())
+    assert not story.rounds._ended.is_set()
+    await trainer.report(saved())
+    assert story.rounds._ended.is_set()
+
+
+async def test_who_slept_takes_newer_weights_and_who_is_slow_does_not(story: Story) -> None:
+    for _ in range(3 * MAX_ROUNDS_BEHIND):
+        story.others_round += 3
+        await story.play_round()
+    assert len(story.trainers) == 1
+    story.others_round += MAX_ROUNDS_BEHIND + 2
+    await story.play_round()
+    assert len(story.trainers) == 2
+    assert story.board.round == story.others_round
