@@ -45,7 +45,9 @@ class _Snapshot:
     sent: Tensor
     """The contribution as the partner decodes it (n,)."""
     steps: int
+    """Inner steps that the replica had taken."""
     tokens: int
+    """Tokens of the round."""
 
 
 class Replica:
@@ -88,6 +90,16 @@ class Replica:
     def contribution_bytes(self) -> int:
         """Size of every contribution in this run."""
         return encoded_size(self._outer.codec, self.layout.num_elements)
+
+    @property
+    def awaits_outer_step(self) -> bool:
+        """Whether a contribution was made whose outer step is due: inner steps belong to the next round meanwhile."""
+        return self._snapshot is not None
+
+    @property
+    def tokens_contributed(self) -> int:
+        """Tokens behind the contribution that awaits its outer step, or behind the next one."""
+        return self.tokens_this_round if self._snapshot is None else self._snapshot.tokens
 
     @property
     def learning_rate(self) -> float:
@@ -164,12 +176,13 @@ class Replica:
     @torch.no_grad()
     def outer_step(
         self, partner: Buffer | None, own_tokens: int = 0, partner_tokens: int = 0, own_first: bool = True
-    ) -> None:
+    ) -> int:
         """End the round: mean with the partner's contribution (None: alone), outer step, next round.
 
         ``own_first`` is True for one of the partners and False for the other (whose key is less, say), so that both
-        add in one order. Raises `ScreeningError` if the contribution is unfit, or `DivergedError` if the own weights
-        are, and leaves everything as it was.
+        add in one order. Returns how late the step is: the inner steps taken since `contribution`. Raises
+        `ScreeningError` if the contribution is unfit, or `DivergedError` if the own weights are, and leaves everything
+        as it was.
         """
         if self._snapshot is None:
             self.contribution(bytearray(self.contribution_bytes))
@@ -183,6 +196,7 @@ class Replica:
             (first, first_share), (second, second_share) = pairs if own_first else reversed(pairs)
             mean = noloco.weighted_mean(first, second, (first_share, second_share))
         self._apply(mean, snapshot)
+        return self.steps - snapshot.steps
 
     def _screened(self, data: Buffer, own: Tensor) -> Tensor:
         try:

@@ -171,12 +171,48 @@ def test_progress_made_during_an_exchange_is_kept(make_replica: MakeReplica) -> 
     train(alice, 2)
     late = alice.fast_weights()
 
-    alice.outer_step(of_bob, 1, 1, own_first=True)
-    bob.outer_step(of_alice, 1, 1, own_first=False)
+    assert (alice.awaits_outer_step, alice.tokens_contributed) == (True, 5 * 4 * 16)
+
+    assert alice.outer_step(of_bob, 1, 1, own_first=True) == 2
+    assert bob.outer_step(of_alice, 1, 1, own_first=False) == 0
 
     torch.testing.assert_close(alice.fast_weights(), late + (alice.slow_weights() - snapshot))
     assert torch.equal(alice.slow_weights(), bob.slow_weights())
-    assert alice.tokens_this_round == 2 * 4 * 16
+    assert alice.tokens_this_round == alice.tokens_contributed == 2 * 4 * 16
+    assert not alice.awaits_outer_step
+
+
+def test_an_outer_step_that_changes_nothing_may_come_late(make_replica: MakeReplica) -> None:
+    """Alone, with alpha 0 and beta 1, the correction is zero: what was learnt meanwhile stays as it is."""
+    late, plain = (make_replica(alpha=0.0, beta=1.0, gamma=1.0) for _ in range(2))
+    for _ in range(3):
+        train(late, 2)
+        sent(late)
+        train(late, 3)
+        late.outer_step(None)
+        train(plain, 5)
+
+    assert torch.equal(late.fast_weights(), plain.fast_weights())
+    assert late.tokens_this_round == 3 * 4 * 16
+
+
+def test_late_corrections_add_up(make_replica: MakeReplica) -> None:
+    """Several rounds with every outer step late: the fast weights are the inner steps plus all corrections."""
+    alice, bob = make_replica(ALICE), make_replica(BOB)
+    train(alice, 2)
+    train(bob, 2)
+    for _ in range(3):
+        contributions = {node: sent(node) for node in (alice, bob)}
+        snapshots = {node: node.fast_weights() for node in (alice, bob)}
+        train(alice, 2)
+        train(bob, 1)
+        progress = {node: node.fast_weights() - snapshots[node] for node in (alice, bob)}
+
+        alice.outer_step(contributions[bob], 1, 1, own_first=True)
+        bob.outer_step(contributions[alice], 1, 1, own_first=False)
+
+        for node in (alice, bob):
+            torch.testing.assert_close(node.fast_weights(), node.slow_weights() + progress[node])
 
 
 def test_the_outer_steps_slices_do_not_show(make_replica: MakeReplica, monkeypatch: pytest.MonkeyPatch) -> None:
