@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -104,6 +105,8 @@ class Rounds:
         self._on_saved = on_saved
         self._on_refused = on_refused
         self._current_round = current_round
+        self._outputs: deque[Output] = deque()
+        self._is_carrying_out = False
         self._timer_at = math.inf
         self._timer_changed = trio.Event()
         self._session: _Session | None = None
@@ -146,8 +149,15 @@ class Rounds:
 
     def handle(self, event: Event) -> None:
         """Give an event to the pairing machine and carry out what it asks for."""
-        for output in self._pairing.handle(event, trio.current_time()):
-            self._carry_out(output)
+        self._outputs.extend(self._pairing.handle(event, trio.current_time()))
+        if self._is_carrying_out:
+            return  # a message could not even be queued, which is an event too: its outputs come after the others
+        self._is_carrying_out = True
+        try:
+            while self._outputs:
+                self._carry_out(self._outputs.popleft())
+        finally:
+            self._is_carrying_out = False
 
     def _receive(self, peer: bytes, payload: bytes) -> None:
         self.handle(MessageReceived(peer, payload))

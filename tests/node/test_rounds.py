@@ -55,12 +55,13 @@ class Story:
         self.others_round = 0
         self.board = Board(say=lambda text: None)
         prepare: Any = None
-        fake: Any = SimpleNamespace(set_receiver=lambda *args: None)
+        fake: Any = SimpleNamespace(set_receiver=lambda *args: None, send_nowait=self.refuse)
         manifest = Manifest("tiny", MODEL)
+        self.pairing = Pairing(b"a" * 32, manifest.rounds, random.Random(1))
         self.rounds = Rounds(
             RoundsConfig(b"r" * 32, prepare, None, 1e9, 0),
             manifest,
-            Pairing(b"a" * 32, manifest.rounds, random.Random(1)),
+            self.pairing,
             fake,
             fake,
             self.board,
@@ -75,6 +76,10 @@ class Story:
         self.trainers.append(FakeTrainer())
         yield self.trainers[-1]
 
+    def refuse(self, peer: bytes, protocol: str, payload: bytes) -> None:
+        """A messenger with too many streams: it says at once that a message is lost."""
+        self.rounds.lose_peer(peer)
+
     async def play_round(self) -> None:
         index = self.board.round
         contributed = messages.Contributed(index, 4, b"h" * 32, 8, 1, 1, 8, 2.0, 1.0)
@@ -88,6 +93,14 @@ async def story(nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch) -> Story
     nursery.start_soon(story.rounds.run)
     await trio.testing.wait_all_tasks_blocked()
     return story
+
+
+async def test_a_message_that_is_lost_at_once_leaves_the_right_timer(story: Story) -> None:
+    contributed = messages.Contributed(0, 4, b"h" * 32, 8, 1, 1, 8, 2.0, 1.0)
+    story.rounds.set_peers(frozenset({b"b" * 32}))
+    await story.trainers[0].report(contributed)
+    assert story.pairing._num_proposals == 1
+    assert story.rounds._timer_at == min(story.pairing._timers.values())
 
 
 def saved(problem: str = "") -> messages.Saved:
