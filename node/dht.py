@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
 import trio
@@ -158,7 +158,7 @@ class Dht:
             for provider in providers:
                 with suppress(RemoteProtocolError):
                     addresses = found.setdefault(_peer_of(provider.peer_id), [])
-                    addresses += [str(address) for address in provider.addrs if str(address) not in addresses]
+                    addresses += [address for address in _texts(provider.addrs) if address not in addresses]
                     del addresses[MAX_ADDRESSES:]
             found.pop(_peer_of(self._host.get_id()), None)
             if found:
@@ -189,6 +189,13 @@ class Dht:
             nursery.start_soon(explore)
             add(store.get_providers(multihash))
         return list(found.items())[:MAX_PROVIDERS]
+
+
+def _texts(addresses: Iterable[object]) -> Iterator[str]:
+    """Multiaddrs as text. They hold whatever bytes a peer sent, which the library looks at only here."""
+    for address in addresses:
+        with suppress(Exception):
+            yield str(address)
 
 
 def _peer_of(peer_id: ID) -> bytes:

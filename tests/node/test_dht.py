@@ -7,9 +7,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from libp2p.peer.peerinfo import PeerInfo
+from multiaddr import Multiaddr  # type: ignore[import-untyped]
 
 from farandole.node import dht as dht_module
-from farandole.node.host import Host, open_host
+from farandole.node.host import Host, id_of, open_host
+from farandole.protocol.identity import public_bytes
 
 
 @asynccontextmanager
@@ -53,6 +56,17 @@ async def test_a_key_that_nobody_provides_is_not_found_and_takes_no_longer_than_
         async with open_mesh(3) as hosts:
             assert await hosts[1].find_providers(os.urandom(32), timeout=5) == []
             assert await hosts[1].find_providers(os.urandom(32), timeout=0) == []
+
+
+async def test_addresses_that_are_none_are_passed_over() -> None:
+    with trio.fail_after(30):
+        async with open_mesh(2) as (liar, seeker):
+            key, provider = os.urandom(32), public_bytes(Ed25519PrivateKey.generate())
+            addresses = [Multiaddr(b"\xff\xff\xff"), Multiaddr("/ip4/192.0.2.1/tcp/1"), Multiaddr(b"\x06")]
+            liar._dht._dht.provider_store.add_provider(
+                dht_module.multihash_of(key), PeerInfo(id_of(provider), addresses)
+            )
+            assert await seeker.find_providers(key, timeout=5) == [(provider, ["/ip4/192.0.2.1/tcp/1"])]
 
 
 async def test_what_was_announced_to_nobody_is_announced_to_the_first_who_comes() -> None:
