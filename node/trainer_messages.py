@@ -38,7 +38,10 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
 
 
 class Train(msgspec.Struct, frozen=True, tag=True):
-    """Take inner steps until ``max_steps`` are done (0: no cap) or `FinishRound` comes."""
+    """Take inner steps until ``max_steps`` are done (0: no cap) or `FinishRound` comes.
+
+    It may come while the round before still awaits its `TakeOuterStep`.
+    """
 
     round: int
     max_steps: int
@@ -129,9 +132,11 @@ class Screened(msgspec.Struct, frozen=True, tag=True):
 
 
 class OuterStepTaken(msgspec.Struct, frozen=True, tag=True):
-    """Fast weights are the new slow weights."""
+    """The outer step is taken: fast weights are the new slow weights, and the inner steps taken since."""
 
     round: int
+    late_steps: int = 0
+    """Inner steps between the contribution and the outer step."""
 
 
 class Saved(msgspec.Struct, frozen=True, tag=True):

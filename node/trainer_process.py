@@ -3,6 +3,10 @@
 It obeys the commands of `farandole.node.trainer_messages`, one at a time. While it takes inner steps it looks at the
 socket between two of them, so that the end of a round's box is seen within one step. When the mesh process goes away,
 however it ends, the socket's end of file ends this one.
+
+The next round may begin while the exchange of the last one runs: `Train` may come before the `TakeOuterStep` of the
+round before. The contribution stays as it is in the shared memory, the outer step is taken between two inner steps, and
+their progress is kept. A round that is over before then waits for it, so an outer step is at most one round late.
 """
 
 from __future__ import annotations
@@ -79,8 +83,8 @@ class Channel:
         """The next command; `EOFError` when the mesh process is gone."""
         return self._pending.popleft() if self._pending else self._read()
 
-    def poll(self, wait_seconds: float) -> Command | None:
-        """A command that comes within ``wait_seconds``, past those that were put off."""
+    def poll(self, wait_seconds: float | None) -> Command | None:
+        """A command that comes within ``wait_seconds`` (None: whenever it comes), past those that were put off."""
         return self._read() if select.select([self._connection], [], [], wait_seconds)[0] else None
 
     def put_off(self, command: Command) -> None:
@@ -164,7 +168,9 @@ class TrainerProcess:
 
     def _train(self, command: Train) -> None:
         replica = self._replica
-        replica.round = command.round
+        if not replica.awaits_outer_step:
+            replica.round = command.round
+        tokens_before = replica.tokens
         started_at = reported_at = time.monotonic()
         steps = 0
         losses: Tensor | float = 0.0  # their sum stays on the device: reading it would wait for the step
@@ -183,48 +189,57 @@ class TrainerProcess:
                         inner_steps_this_round=steps,
                         tokens=replica.tokens,
                         loss=float(losses) / steps,
-                        tokens_per_second=replica.tokens_this_round / (now - started_at),
+                        tokens_per_second=(replica.tokens - tokens_before) / (now - started_at),
                     )
                 )
             is_over = self._is_round_over(command.round, now + (self._slow - 1.0) * (now - step_started_at))
-        tokens, loss = replica.tokens_this_round, float(losses) / steps
+        loss, seconds = float(losses) / steps, time.monotonic() - started_at
+        while replica.awaits_outer_step and (late := self._channel.poll(None)) is not None:
+            self._obey(late, command.round)
+        replica.round = command.round
         size, sha256 = replica.contribution(memoryview(self._outgoing))
         self._channel.send(
             Contributed(
                 round=command.round,
                 size=size,
                 sha256=sha256,
-                tokens_this_round=tokens,
+                tokens_this_round=replica.tokens_contributed,
                 inner_steps_this_round=steps,
                 inner_steps=replica.steps,
                 tokens=replica.tokens,
                 loss=loss,
-                seconds=time.monotonic() - started_at,
+                seconds=seconds,
             )
         )
 
     def _is_round_over(self, round_index: int, pause_until: float) -> bool:
         """Between two inner steps: obey what has come and what comes during the pause; whether the round ends."""
         while (command := self._channel.poll(max(0.0, pause_until - time.monotonic()))) is not None:
-            match command:
-                case FinishRound() if command.round == round_index:
-                    return True
-                case Save():  # of the last outer step: the inner steps do not touch the slow weights
-                    self._channel.send(self._save())
-                case Stop():
-                    raise EOFError("asked to stop")
-                case FinishRound():
-                    pass
-                case _:
-                    self._channel.put_off(command)
+            if self._obey(command, round_index):
+                return True
+        return False
+
+    def _obey(self, command: Command, round_index: int) -> bool:
+        """Do what cannot wait for the round's end, and put off the rest; whether the round ends."""
+        match command:
+            case FinishRound():
+                return command.round == round_index
+            case Screen() | TakeOuterStep() if self._replica.awaits_outer_step:  # of the round before
+                self.handle(command)
+            case Save():  # of the last outer step: the inner steps do not touch the slow weights
+                self.handle(command)
+            case Stop():
+                raise EOFError("asked to stop")
+            case _:
+                self._channel.put_off(command)
         return False
 
     def _take_outer_step(self, command: TakeOuterStep) -> None:
         partner = memoryview(self._incoming)[: command.partner_size] if command.partner_size else None
         # Both partners must add in one order, so that they round alike: the lesser key comes first.
         replica, is_first = self._replica, self._author < command.partner
-        replica.outer_step(partner, replica.tokens_this_round, command.partner_tokens, is_first)
-        self._channel.send(OuterStepTaken(command.round))
+        late = replica.outer_step(partner, replica.tokens_contributed, command.partner_tokens, is_first)
+        self._channel.send(OuterStepTaken(command.round, late))
 
     def _validate(self, num_batches: int) -> Validated:
         """Too little text held out costs a warning, never the training."""

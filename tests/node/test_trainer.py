@@ -11,12 +11,15 @@ from typing import TypeVar
 
 import msgspec
 import pytest
+import torch
 import trio
 
 from farandole.node import trainer_messages as messages
+from farandole.node.conversion import training_configs
 from farandole.node.trainer import Trainer, TrainerError, open_trainer
 from farandole.node.transfers import saved_round
 from farandole.protocol.manifest import Manifest, manifest_from_dict
+from farandole.training.replica import Replica, build_replica
 
 DEADLINE = 120  # a hang, not a duration: a loaded machine imports torch in a quarter of this
 ReportType = TypeVar("ReportType")
@@ -152,6 +155,69 @@ async def test_a_box_ends_a_round_and_a_checkpoint_is_written_in_the_middle_of_o
         assert again.prepared.round == 8
         await again.send(messages.Validate(1))
         assert (await report_of(again, messages.Validated)).loss == loss
+
+
+async def test_an_outer_step_may_come_during_the_next_round(
+    prepare: Callable[..., messages.Prepare], manifest: Manifest
+) -> None:
+    """Alice trains on while her first contribution is exchanged; the same calls in this process give the same bits."""
+    names = ("a", "b")
+    twins = {name: _twin(prepare(name.encode() * 32), manifest) for name in names}
+    sent = {name: bytearray(twin.contribution_bytes) for name, twin in twins.items()}
+    for name in names:
+        for _ in range(3):
+            twins[name].inner_step()
+        twins[name].contribution(sent[name])
+    async with open_trainer(prepare(b"a" * 32), None) as alice:
+        await alice.send(messages.Train(0, 3))
+        first = await report_of(alice, messages.Contributed)
+        size = first.size
+        await alice.send(messages.Train(1, 4))  # four steps, which end before the exchange does
+        await alice.send(messages.FinishRound(0))  # crossed the contribution: not of this round
+        await alice.send(messages.Validate(1))  # waits for the round's end
+        alice.incoming[:size] = b"\xff" * size  # NaN: what a first partner sent
+        await alice.send(messages.Screen(size))
+        assert "finite" in (await report_of(alice, messages.Screened)).reason
+        await alice.send(messages.Save())
+        assert (await report_of(alice, messages.Saved)).round == 0
+        assert alice.outgoing[:size] == bytes(sent["a"])  # still what is being sent
+        alice.incoming[:size] = bytes(sent["b"])
+        await alice.send(messages.Screen(size))
+        assert (await report_of(alice, messages.Screened)).reason == ""
+        await alice.send(messages.TakeOuterStep(0, b"b" * 32, size, 70))
+        taken = await report_of(alice, messages.OuterStepTaken)
+        assert taken.round == 0
+        assert 0 <= taken.late_steps <= 4
+
+        for step in range(5):
+            if step == taken.late_steps:
+                assert twins["a"].outer_step(sent["b"], first.tokens_this_round, 70, own_first=True) == step
+            if step < 4:
+                twins["a"].inner_step()
+        twins["a"].contribution(sent["a"])
+
+        second = await report_of(alice, messages.Contributed)
+        assert (second.round, second.inner_steps_this_round, second.inner_steps) == (1, 4, 7)
+        assert second.tokens_this_round == 4 * 2 * 16
+        assert alice.outgoing[:size] == bytes(sent["a"])
+        await report_of(alice, messages.Validated)
+        await alice.send(messages.TakeOuterStep(1))
+        assert (await report_of(alice, messages.OuterStepTaken)).late_steps == 0
+        await alice.send(messages.Save())
+        assert (await report_of(alice, messages.Saved)).round == 2
+
+
+def _twin(command: messages.Prepare, manifest: Manifest) -> Replica:
+    """The replica that a trainer process would build."""
+    torch.set_num_threads(1)
+    return build_replica(
+        *training_configs(manifest),
+        seed=manifest.seed,
+        run_id=command.run_id,
+        author=command.author,
+        device=command.device,
+        text_paths=[Path(path) for path in command.data],
+    )
 
 
 async def test_a_killed_trainer_is_noticed_and_said(prepare: Callable[..., messages.Prepare]) -> None:
