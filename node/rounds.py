@@ -249,7 +249,8 @@ class _Session:
         self._commands, self._queued = trio.open_memory_channel[messages.Command](MAX_QUEUED_COMMANDS)
         self._contributed: messages.Contributed | None = None
         self._screened: trio.MemorySendChannel[str] | None = None
-        self._saved_at = trio.current_time()
+        # A replica without a checkpoint is saved as soon as it can be: a trainer that dies has to come back somewhere.
+        self._saved_at = trio.current_time() if trainer.prepared.resumed else -math.inf
         self._num_saving = 0  # Save commands without their report
         self._is_ending = False
         self._rounds_behind = 0

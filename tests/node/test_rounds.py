@@ -119,6 +119,15 @@ async def test_a_thousand_newcomers_ask_for_one_checkpoint(story: Story) -> None
     assert trainer.num_saves() == 2
 
 
+async def test_what_was_never_saved_is_saved_after_its_first_round(story: Story) -> None:
+    (trainer,) = story.trainers
+    await story.play_round()
+    assert trainer.num_saves() == 1
+    await trainer.report(saved())
+    await story.play_round()
+    assert trainer.num_saves() == 1  # the next one when checkpoint_seconds have passed
+
+
 async def test_who_leaves_waits_for_the_checkpoint_of_its_leaving(story: Story, nursery: trio.Nursery) -> None:
     (trainer,) = story.trainers
     story.rounds.save_soon()
