@@ -22,7 +22,7 @@ MAX_MANIFEST_BYTES = 16 * 1024
 RUN_ID_BYTES = 32
 _DOMAIN = b"farandole/manifest/1"
 
-Codec = Literal["fp32", "bf16", "int8"]
+Codec = Literal["fp32", "bf16", "fp16", "int8"]
 Momentum = Literal["heavy_ball", "nesterov"]
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
@@ -89,6 +89,7 @@ class OuterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gamma: _Positive = 0.7
     momentum: Momentum = "heavy_ball"
     codec: Codec = "fp32"
+    """How a contribution travels."""
 
 
 class RoundConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,7 +1,8 @@
-"""How a tensor travels: as fp32, bf16, or int8 in blocks. The size follows from the number of elements alone.
+"""How a tensor travels: as fp32, bf16, fp16, or int8 in blocks. The size follows from the number of elements alone.
 
     fp32   4 bytes an element, exact
     bf16   2 bytes an element, |x - decoded| <= 2^-8 |x| for normal numbers (rounded to the nearest)
+    fp16   2 bytes an element, |x - decoded| <= 2^-11 |x|, or 2^-25 below 2^-14; what is beyond 65,504 is refused
     int8   blocks of 256 elements, each a scale (fp32) and one byte an element;
            |x - decoded| <= scale (1/2 + 2^-15), scale = max(absmax / 127, 2^-126)      (the 2^-15: fp32's rounding)
 
@@ -20,25 +21,25 @@ from torch import Tensor
 
 from .errors import CodecError
 
-CODECS = ("fp32", "bf16", "int8")
+CODECS = ("fp32", "bf16", "fp16", "int8")
 INT8_BLOCK = 256
 _INT8_BLOCK_BYTES = 4 + INT8_BLOCK
 _INT8_LEVELS = 127
 # Rounding upwards can at most double a value, so what is encoded below this decodes finite.
 MAX_MAGNITUDE = 2.0**126
+MAX_FP16 = 65_504.0
 MIN_INT8_SCALE = 2.0**-126  # the least normal number: blocks of zeros and denormals need no case of their own
 # Elements encoded at a time (a multiple of a block): bounds the temporaries to some 100 MB for a model of any size.
 _SLICE = 1 << 22
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Buffer = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
 
 
 def encoded_size(codec: str, num_elements: int) -> int:
     """Bytes that ``num_elements`` fp32 numbers take."""
-    if codec == "fp32":
-        return 4 * num_elements
-    if codec == "bf16":
-        return 2 * num_elements
+    if codec in _DTYPES:
+        return _DTYPES[codec].itemsize * num_elements
     if codec == "int8":
         return num_elements + 4 * -(-num_elements // INT8_BLOCK)
     raise CodecError(f"no codec is called {codec!r}; there are {', '.join(CODECS)}")
@@ -47,16 +48,17 @@ def encoded_size(codec: str, num_elements: int) -> int:
 def encode(codec: str, values: Tensor, out: Buffer) -> int:
     """Write ``values`` (n,) fp32 to the start of the writable ``out``; returns the number of bytes written.
 
-    Raises `CodecError` if a value is not finite (or beyond `MAX_MAGNITUDE`), or ``out`` is too small.
+    Raises `CodecError` if a value is not finite (or beyond `MAX_MAGNITUDE`, `MAX_FP16`), or ``out`` is too small.
     """
     size = encoded_size(codec, values.numel())
     target = np.frombuffer(out, dtype=np.uint8)
     if len(target) < size:
         raise CodecError(f"{values.numel()} elements in {codec} take {size} bytes, the buffer has {len(target)}")
+    limit = MAX_FP16 if codec == "fp16" else MAX_MAGNITUDE
     for start in range(0, values.numel(), _SLICE):
         part = values[start : start + _SLICE]
-        if not bool((part.abs() <= MAX_MAGNITUDE).all()):  # false for NaN as well
-            raise CodecError("a value to be sent is not finite, or too large")
+        if not bool((part.abs() <= limit).all()):  # false for NaN as well
+            raise CodecError(f"a value to be sent is not finite, or too large for {codec}")
         offset = encoded_size(codec, start)
         encoded = _encode_slice(codec, part).cpu().numpy()
         target[offset : offset + len(encoded)] = encoded
@@ -86,10 +88,8 @@ def decode(codec: str, data: Buffer, num_elements: int, device: torch.device | s
 
 def _encode_slice(codec: str, values: Tensor) -> Tensor:
     """(bytes,) uint8."""
-    if codec == "fp32":
-        return values.contiguous().view(torch.uint8)
-    if codec == "bf16":
-        return values.to(torch.bfloat16).view(torch.uint8)
+    if codec in _DTYPES:
+        return values.to(_DTYPES[codec]).contiguous().view(torch.uint8)
     padding = -values.numel() % INT8_BLOCK
     blocks = torch.nn.functional.pad(values, (0, padding)).view(-1, INT8_BLOCK)  # (blocks, 256)
     scales = (blocks.abs().amax(1, keepdim=True) / _INT8_LEVELS).clamp_(min=MIN_INT8_SCALE)  # (blocks, 1)
@@ -100,10 +100,8 @@ def _encode_slice(codec: str, values: Tensor) -> Tensor:
 
 def _decode_slice(codec: str, data: Tensor, num_elements: int) -> Tensor:
     """(n,) fp32."""
-    if codec == "fp32":
-        return data.view(torch.float32)
-    if codec == "bf16":
-        return data.view(torch.bfloat16).to(torch.float32)
+    if codec in _DTYPES:
+        return data.view(_DTYPES[codec]).to(torch.float32)
     rows = torch.nn.functional.pad(data, (0, -data.numel() % _INT8_BLOCK_BYTES)).view(-1, _INT8_BLOCK_BYTES)
     scales = rows[:, :4].contiguous().view(torch.float32)  # (blocks, 1)
     if not bool(((scales >= MIN_INT8_SCALE) & (scales <= MAX_MAGNITUDE / _INT8_LEVELS * 2)).all()):

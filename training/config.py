@@ -71,4 +71,4 @@ class OuterConfig:
     momentum: str = "heavy_ball"
     """``heavy_ball`` or ``nesterov``."""
     codec: str = "fp32"
-    """``fp32``, ``bf16`` or ``int8``: how a contribution travels."""
+    """How a contribution travels: one of `codec.CODECS`."""

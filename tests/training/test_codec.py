@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from farandole.training import codec
-from farandole.training.codec import CODECS, INT8_BLOCK, MAX_MAGNITUDE, MIN_INT8_SCALE, decode, encode, encoded_size
+from farandole.training.codec import (
+    CODECS,
+    INT8_BLOCK,
+    MAX_FP16,
+    MAX_MAGNITUDE,
+    MIN_INT8_SCALE,
+    decode,
+    encode,
+    encoded_size,
+)
 from farandole.training.errors import CodecError
 
 codecs = pytest.mark.parametrize("name", CODECS)
@@ -21,8 +30,10 @@ tensors = st.lists(numbers, max_size=8).flatmap(
 
 
 def encoded(name: str, values: Tensor) -> bytearray:
+    """Encoded; what fp16 cannot hold is cut off first."""
+    limit = MAX_FP16 if name == "fp16" else MAX_MAGNITUDE
     buffer = bytearray(encoded_size(name, values.numel()))
-    assert encode(name, values.float(), buffer) == len(buffer)
+    assert encode(name, values.float().clamp(-limit, limit), buffer) == len(buffer)
     return buffer
 
 
@@ -40,6 +51,20 @@ def test_bf16_rounds_to_the_nearest(values: Tensor) -> None:
     error = (round_trip("bf16", values) - values).abs()
 
     assert bool((error <= values.abs() * 2.0**-8 + 2.0**-134).all())
+
+
+@given(tensors)
+def test_fp16_rounds_to_the_nearest(values: Tensor) -> None:
+    values = values.clamp(-MAX_FP16, MAX_FP16)
+    error = (round_trip("fp16", values) - values).abs()
+
+    assert bool((error <= (values.abs() * 2.0**-11).clamp(min=2.0**-25)).all())
+
+
+def test_fp16_refuses_what_it_cannot_hold() -> None:
+    assert round_trip("fp16", torch.tensor([MAX_FP16, -MAX_FP16])).tolist() == [MAX_FP16, -MAX_FP16]
+    with pytest.raises(CodecError, match="too large for fp16"):
+        encode("fp16", torch.tensor([65_505.0]), bytearray(2))
 
 
 @given(tensors)
@@ -84,8 +109,9 @@ def test_what_is_not_finite_is_not_sent(name: str, value: float) -> None:
 def test_what_is_not_finite_is_not_received() -> None:
     with pytest.raises(CodecError, match="not finite"):
         decode("fp32", struct.pack("<f", math.nan), 1)
-    with pytest.raises(CodecError, match="not finite"):
-        decode("bf16", b"\x80\x7f", 1)
+    for name in ("bf16", "fp16"):
+        with pytest.raises(CodecError, match="not finite"):
+            decode(name, b"\x80\x7f", 1)
 
 
 @pytest.mark.parametrize("scale", [math.nan, math.inf, -1.0, 0.0, 3e38])
@@ -106,7 +132,7 @@ def test_another_length_is_refused(name: str) -> None:
 
 
 def test_an_unknown_codec_is_refused() -> None:
-    with pytest.raises(CodecError, match="fp32, bf16, int8"):
+    with pytest.raises(CodecError, match="fp32, bf16, fp16, int8"):
         encoded_size("zip", 1)
 
 
