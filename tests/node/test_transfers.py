@@ -185,8 +185,13 @@ async def test_a_disk_that_takes_no_checkpoint_is_said(nursery: trio.Nursery, tm
 
 
 async def test_a_donor_that_trickles_is_left(
-    nursery: trio.Nursery, tmp_path: Path, autojump_clock: trio.testing.MockClock
+    nursery: trio.Nursery, tmp_path: Path, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    async def write(function: Callable[..., object], *args: object) -> None:
+        await trio.lowlevel.checkpoint()  # no thread: the clock would jump while it works
+        function(*args)
+
+    monkeypatch.setattr(trio.to_thread, "run_sync", write)
     host: Any = MemoryHost(nursery)
     header = CheckpointHeader(7, 350, 10_000, len(CONTENT), hashlib.sha256(CONTENT).digest())
 
