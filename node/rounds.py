@@ -395,7 +395,7 @@ class _Session:
             codec=self._manifest.outer.codec,
             tokens=contributed.tokens_this_round,
             size=contributed.size,
-            sha256=contributed.sha256,
+            digest=contributed.digest,
         )
         result = await self._rounds._exchanges.run(
             start,

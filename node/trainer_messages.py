@@ -115,7 +115,7 @@ class Contributed(msgspec.Struct, frozen=True, tag=True):
 
     round: int
     size: int
-    sha256: bytes
+    digest: bytes
     tokens_this_round: int
     inner_steps_this_round: int
     inner_steps: int

@@ -197,12 +197,12 @@ class TrainerProcess:
         while replica.awaits_outer_step and (late := self._channel.poll(None)) is not None:
             self._obey(late, command.round)
         replica.round = command.round
-        size, sha256 = replica.contribution(memoryview(self._outgoing))
+        size, digest = replica.contribution(memoryview(self._outgoing))
         self._channel.send(
             Contributed(
                 round=command.round,
                 size=size,
-                sha256=sha256,
+                digest=digest,
                 tokens_this_round=replica.tokens_contributed,
                 inner_steps_this_round=steps,
                 inner_steps=replica.steps,

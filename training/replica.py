@@ -10,13 +10,13 @@ All state is flat fp32 vectors: fast weights, gradient, AdamW's two means, slow 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from . import noloco
@@ -157,7 +157,7 @@ class Replica:
     def contribution(self, out: Buffer) -> tuple[int, bytes]:
         """Freeze this round's fast weights and encode them for the partner into ``out``.
 
-        Returns (bytes written, their SHA-256). Raises `DivergedError` if the weights are no longer finite.
+        Returns (bytes written, their BLAKE3). Raises `DivergedError` if the weights are no longer finite.
         """
         theta = self._theta.clone()
         values = noloco.contribution(theta, self._phi, self._outer)
@@ -168,7 +168,7 @@ class Replica:
         written = np.frombuffer(out, dtype=np.uint8)[:size].data
         sent = values if self._outer.codec == "fp32" else self._decode(written)
         self._snapshot = _Snapshot(theta, sent, self.steps, self.tokens_this_round)
-        return size, hashlib.sha256(written).digest()
+        return size, blake3(written).digest()
 
     def _decode(self, data: Buffer) -> Tensor:
         return decode(self._outer.codec, data, self.layout.num_elements, self.device.torch_device)
