@@ -22,7 +22,7 @@ MAX_MANIFEST_BYTES = 16 * 1024
 RUN_ID_BYTES = 32
 _DOMAIN = b"farandole/manifest/1"
 
-Codec = Literal["fp32", "bf16", "fp16", "int8"]
+Codec = Literal["fp32", "bf16", "fp16", "int8", "int4"]
 Momentum = Literal["heavy_ball", "nesterov"]
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
@@ -90,6 +90,8 @@ class OuterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     momentum: Momentum = "heavy_ball"
     codec: Codec = "fp32"
     """How a contribution travels."""
+    error_feedback: bool | None = None
+    """Whether what the codec rounds away is added to the next contribution; null: where it helps, with int4."""
 
 
 class RoundConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -162,6 +164,8 @@ def _problems(manifest: Manifest) -> list[str]:
             f"outer.gamma is {outer.gamma:g}, but with alpha = {outer.alpha:g} and momentum = {outer.momentum!r} pairs "
             f"are stable only for 0 < gamma < {_LIMITS[outer.momentum]} = {limit:.4g}: beyond, the replicas drift apart"
         )
+    if outer.error_feedback and outer.codec == "fp32":
+        problems.append("outer.error_feedback is set, but the codec fp32 is exact: it makes no error to feed back")
     if model.width % model.num_heads or model.width // model.num_heads % 2:
         problems.append(
             f"model.width ({model.width}) must be an even multiple of model.num_heads ({model.num_heads}): "

@@ -14,7 +14,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -67,24 +67,31 @@ def save_checkpoint(
     return digest.hexdigest(), size
 
 
-def load_checkpoint(path: Path, vectors: Mapping[str, Tensor], layout: Layout, run_id: bytes) -> Counters:
+def load_checkpoint(
+    path: Path, vectors: Mapping[str, Tensor], layout: Layout, run_id: bytes, optional: Collection[str] = ()
+) -> Counters:
     """Validate the file at ``path`` and copy it into the flat vectors (n,).
 
+    The file has all vectors, or all but those named in ``optional``, which become zeros then.
     Raises `CheckpointError`, before anything is changed, if it is not wholly a checkpoint of this run and layout.
     """
-    _check_size(path, len(vectors) * layout.num_elements * 4)
+    required = {name: flat for name, flat in vectors.items() if name not in optional}
+    has_all = _check_size(path, [len(kept) * layout.num_elements * 4 for kept in (required, vectors)])
+    present = vectors if has_all else required
     try:
         with safe_open(path, framework="pt") as file:
             counters = _counters_of(file.metadata() or {}, layout, run_id)
-            expected = {f"{vector}/{name}" for vector in vectors for name in layout.names}
+            expected = {f"{vector}/{name}" for vector in present for name in layout.names}
             if set(file.keys()) != expected:
                 raise CheckpointError("the checkpoint's tensors are not those of this run's model")
-            for vector in vectors:
+            for vector in present:
                 for name, shape in zip(layout.names, layout.shapes, strict=True):
                     _check_tensor(f"{vector}/{name}", file.get_tensor(f"{vector}/{name}"), shape)
-            for vector, flat in vectors.items():
+            for vector, flat in present.items():
                 for name, view in layout.views(flat).items():
                     view.copy_(file.get_tensor(f"{vector}/{name}"))
+            for vector in vectors.keys() - present.keys():
+                vectors[vector].zero_()
     except (SafetensorError, OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path.name} is no safetensors file: {error}") from error
     return counters
@@ -120,18 +127,20 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _check_size(path: Path, data_bytes: int) -> None:
+def _check_size(path: Path, data_bytes: list[int]) -> bool:
+    """Whether the file holds the last of the sizes that it may have."""
     try:
         with path.open("rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")
             size = file.seek(0, os.SEEK_END)
     except OSError as error:
         raise CheckpointError(f"cannot read the checkpoint {path}: {error.strerror}") from error
-    if header_bytes > MAX_HEADER_BYTES or size != 8 + header_bytes + data_bytes:
+    if header_bytes > MAX_HEADER_BYTES or size - 8 - header_bytes not in data_bytes:
         raise CheckpointError(
-            f"{path.name} has {size} bytes, {data_bytes} of them would be this model's numbers: it is damaged, or "
+            f"{path.name} has {size} bytes, {data_bytes[-1]} of them would be this model's numbers: it is damaged, or "
             "another model's"
         )
+    return size - 8 - header_bytes == data_bytes[-1]
 
 
 def _counters_of(metadata: Mapping[str, str], layout: Layout, run_id: bytes) -> Counters:

@@ -72,3 +72,10 @@ class OuterConfig:
     """``heavy_ball`` or ``nesterov``."""
     codec: str = "fp32"
     """How a contribution travels: one of `codec.CODECS`."""
+    error_feedback: bool | None = None
+    """Whether what the codec rounds away is added to the next contribution; None: where it helps, with int4."""
+
+    @property
+    def feeds_errors_back(self) -> bool:
+        """``error_feedback``, decided."""
+        return self.codec == "int4" if self.error_feedback is None else self.error_feedback

@@ -5,7 +5,12 @@ partner's contribution, or with None to take it alone. If inner steps are taken 
 exchange goes on, their progress is kept: the fast weights get the outer step's correction as a difference
 (Streaming DiLoCo, arXiv 2501.18512); without such steps the fast weights become the slow weights exactly.
 
-All state is flat fp32 vectors: fast weights, gradient, AdamW's two means, slow weights, outer momentum.
+With error feedback, what the codec rounds away of a contribution is added to the next one (Karimireddy et al., arXiv
+1901.09847), so over the rounds a replica passes on all of its weights' movement, and the mean over the
+replicas is not biased. What no partner used was not passed on: only an outer step with a partner carries the error on.
+
+All state is flat fp32 vectors: fast weights, gradient, AdamW's two means, slow weights, outer momentum, and the error
+that is fed back.
 """
 
 from __future__ import annotations
@@ -44,6 +49,8 @@ class _Snapshot:
     """A copy of the fast weights (n,)."""
     sent: Tensor
     """The contribution as the partner decodes it (n,)."""
+    error: Tensor | None
+    """What the codec rounded away of it (n,), where errors are fed back."""
     steps: int
     """Inner steps that the replica had taken."""
     tokens: int
@@ -84,6 +91,7 @@ class Replica:
         self._square = torch.zeros_like(self._theta)
         self._phi = self._theta.clone()
         self._momentum = torch.zeros_like(self._theta)
+        self._error = torch.zeros_like(self._theta) if outer.feeds_errors_back else None
         self._snapshot: _Snapshot | None = None
 
     @property
@@ -161,13 +169,16 @@ class Replica:
         """
         theta = self._theta.clone()
         values = noloco.contribution(theta, self._phi, self._outer)
+        if self._error is not None:
+            values = values + self._error
         try:
             size = encode(self._outer.codec, values, out)
         except CodecError as error:
             raise DivergedError(f"this replica's weights diverged in round {self.round}: {error}") from error
         written = np.frombuffer(out, dtype=np.uint8)[:size].data
         sent = values if self._outer.codec == "fp32" else self._decode(written)
-        self._snapshot = _Snapshot(theta, sent, self.steps, self.tokens_this_round)
+        kept = None if self._error is None else values - sent
+        self._snapshot = _Snapshot(theta, sent, kept, self.steps, self.tokens_this_round)
         return size, blake3(written).digest()
 
     def _decode(self, data: Buffer) -> Tensor:
@@ -195,6 +206,7 @@ class Replica:
             pairs = [(snapshot.sent, shares[0]), (self._screened(partner, snapshot.sent), shares[1])]
             (first, first_share), (second, second_share) = pairs if own_first else reversed(pairs)
             mean = noloco.weighted_mean(first, second, (first_share, second_share))
+            self._error = snapshot.error
         self._apply(mean, snapshot)
         return self.steps - snapshot.steps
 
@@ -237,6 +249,8 @@ class Replica:
         self._theta.copy_(self._phi)
         self._mean.zero_()
         self._square.zero_()
+        if self._error is not None:
+            self._error.zero_()
         self.tokens_this_round = 0
         self._snapshot = None
 
@@ -253,14 +267,15 @@ class Replica:
 
         Raises `CheckpointError`, with nothing changed, if any of it is not as it must be.
         """
-        counters = load_checkpoint(path, self._saved(), self.layout, self._run_id)
+        counters = load_checkpoint(path, self._saved(), self.layout, self._run_id, optional=("error",))
         self._theta.copy_(self._phi)
         self.round, self.steps, self.tokens = counters.round, counters.steps, counters.tokens
         self.tokens_this_round = 0
         self._snapshot = None
 
     def _saved(self) -> dict[str, Tensor]:
-        return {"slow": self._phi, "momentum": self._momentum, "mean": self._mean, "square": self._square}
+        vectors = {"slow": self._phi, "momentum": self._momentum, "mean": self._mean, "square": self._square}
+        return vectors if self._error is None else vectors | {"error": self._error}
 
     def _counters(self) -> Counters:
         return Counters(self.round, self.steps, self.tokens)

@@ -95,6 +95,7 @@ def test_a_long_manifest_is_refused_unread() -> None:
         ({"inner": {"batch_size": 0}}, "batch_size"),
         ({"outer": {"codec": "zip"}}, "codec"),
         ({"outer": {"alpha": 1.0}}, "alpha"),
+        ({"outer": {"codec": "fp32", "error_feedback": True}}, "error_feedback"),
         ({"rounds": {"inner_steps": 0, "round_seconds": 0}}, "never end"),
         ({"admission": "invited"}, "admission"),
         ({"rounds": {"exchange_seconds": 0.0}}, "exchange_seconds"),

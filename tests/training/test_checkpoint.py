@@ -52,6 +52,32 @@ def test_a_run_continues_from_a_checkpoint_bit_for_bit(make_replica: MakeReplica
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
+def test_the_error_that_is_fed_back_is_saved_and_may_be_missing(make_replica: MakeReplica, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.safetensors"
+    alice, bob = make_replica(ALICE, codec="int4"), make_replica(BOB, codec="int4")
+    meet(alice, bob)
+    alice.save(path)
+    resumed = make_replica(ALICE, codec="int4")
+
+    resumed.load(path)
+
+    assert bits(resumed) == bits(alice)
+    assert bool(resumed._saved()["error"].any())
+    make_replica(ALICE, codec="int4", error_feedback=False).save(path)
+    resumed.load(path)
+    assert not bool(resumed._saved()["error"].any())
+    assert torch.equal(resumed.slow_weights(), make_replica().slow_weights())
+
+
+def meet(alice: Replica, bob: Replica) -> None:
+    buffers = {node: bytearray(node.contribution_bytes) for node in (alice, bob)}
+    for node, buffer in buffers.items():
+        node.inner_step()
+        node.contribution(buffer)
+    alice.outer_step(buffers[bob], own_first=True)
+    bob.outer_step(buffers[alice], own_first=False)
+
+
 def test_a_peers_checkpoint_lets_a_newcomer_join(make_replica: MakeReplica, saved: Path) -> None:
     alice, bob = make_replica(ALICE), make_replica(BOB)
     alice.load(saved)

@@ -11,21 +11,21 @@ from torch import Tensor
 from farandole.training import codec
 from farandole.training.codec import (
     CODECS,
-    INT8_BLOCK,
     MAX_FP16,
     MAX_MAGNITUDE,
-    MIN_INT8_SCALE,
+    MIN_SCALE,
     decode,
     encode,
     encoded_size,
 )
 from farandole.training.errors import CodecError
 
+BLOCKS = {"int8": (256, 127), "int4": (64, 7)}
 codecs = pytest.mark.parametrize("name", CODECS)
 numbers = st.floats(-MAX_MAGNITUDE, MAX_MAGNITUDE, width=32) | st.floats(-2.0, 2.0, width=32)
 # Sizes around the block's, without drawing every element.
 tensors = st.lists(numbers, max_size=8).flatmap(
-    lambda head: st.integers(0, 2 * INT8_BLOCK + 3).map(lambda n: torch.tensor((head * n)[:n] or [0.0] * n))
+    lambda head: st.integers(0, 515).map(lambda n: torch.tensor((head * n)[:n] or [0.0] * n))
 )
 
 
@@ -67,14 +67,24 @@ def test_fp16_refuses_what_it_cannot_hold() -> None:
         encode("fp16", torch.tensor([65_505.0]), bytearray(2))
 
 
-@given(tensors)
-def test_int8_errs_by_half_a_scale_at_most(values: Tensor) -> None:
-    decoded = round_trip("int8", values)
+@pytest.mark.parametrize("name", BLOCKS)
+@given(values=tensors)
+def test_blocks_err_by_half_a_scale_at_most(name: str, values: Tensor) -> None:
+    length, levels = BLOCKS[name]
+    decoded = round_trip(name, values)
 
-    for block, back in zip(torch.split(values, INT8_BLOCK), torch.split(decoded, INT8_BLOCK), strict=True):
-        scale = max(float(block.abs().max()) / 127 if len(block) else 0.0, MIN_INT8_SCALE)
+    for block, back in zip(torch.split(values, length), torch.split(decoded, length), strict=True):
+        scale = max(float(block.abs().max()) / levels if len(block) else 0.0, MIN_SCALE)
         errors = (block.double() - back.double()).abs().tolist()
         assert max(errors, default=0.0) <= scale * (0.5 + 2.0**-15)
+
+
+def test_int4_lies_two_to_a_byte_behind_its_scale() -> None:
+    values = torch.tensor([7.0, -7.0, 3.4])
+
+    assert encoded("int4", values) == struct.pack("<f", 1.0) + bytes([8 + 7 | (8 - 7) << 4, 8 + 3 | 8 << 4])
+    assert round_trip("int4", values).tolist() == [7.0, -7.0, 3.0]
+    assert [encoded_size("int4", n) for n in (0, 1, 64, 65)] == [0, 5, 36, 41]
 
 
 @codecs
@@ -88,7 +98,7 @@ def test_encoding_again_changes_nothing_more(name: str, values: Tensor) -> None:
 
 @codecs
 @pytest.mark.parametrize("value", [0.0, 1e-40, -1e-45, 2.0**-126])
-@pytest.mark.parametrize("size", [0, 1, 255, 256, 257])
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 255, 256, 257])
 def test_zeros_and_denormals_pass(name: str, value: float, size: int) -> None:
     decoded = round_trip(name, torch.full((size,), value))
 
@@ -115,9 +125,10 @@ def test_what_is_not_finite_is_not_received() -> None:
 
 
 @pytest.mark.parametrize("scale", [math.nan, math.inf, -1.0, 0.0, 3e38])
-def test_an_impossible_scale_is_refused(scale: float) -> None:
+@pytest.mark.parametrize("name", BLOCKS)
+def test_an_impossible_scale_is_refused(name: str, scale: float) -> None:
     with pytest.raises(CodecError, match="scale"):
-        decode("int8", struct.pack("<fb", scale, 1), 1)
+        decode(name, struct.pack("<fb", scale, 1), 1)
 
 
 @codecs
@@ -132,7 +143,7 @@ def test_another_length_is_refused(name: str) -> None:
 
 
 def test_an_unknown_codec_is_refused() -> None:
-    with pytest.raises(CodecError, match="fp32, bf16, fp16, int8"):
+    with pytest.raises(CodecError, match="fp32, bf16, fp16, int8, int4"):
         encoded_size("zip", 1)
 
 
@@ -148,10 +159,10 @@ def test_any_bytes_decode_to_finite_numbers_or_are_refused(name: str, data: byte
 
 @codecs
 def test_slices_do_not_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = torch.randn(5 * INT8_BLOCK + 7, generator=torch.Generator().manual_seed(0))
+    values = torch.randn(5 * 256 + 7, generator=torch.Generator().manual_seed(0))
     whole = encoded(name, values)
 
-    monkeypatch.setattr(codec, "_SLICE", INT8_BLOCK)
+    monkeypatch.setattr(codec, "_SLICE", 256)
 
     assert encoded(name, values) == whole
     assert torch.equal(decode(name, whole, len(values)), round_trip(name, values))

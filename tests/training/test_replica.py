@@ -136,6 +136,52 @@ def test_without_momentum_partners_meet_in_the_mean_bit_for_bit(
     assert torch.equal(alice.slow_weights(), first * share + second * (1 - share))
 
 
+def test_errors_that_are_fed_back_do_not_add_up(make_replica: MakeReplica) -> None:
+    """What was sent in all rounds is what was meant, up to one error, which is half a scale at most."""
+    alice, bob = make_replica(ALICE, codec="int4"), make_replica(BOB, codec="int4")
+    meant, passed_on = torch.zeros_like(alice.fast_weights()), torch.zeros_like(alice.fast_weights())
+
+    for number in range(12):
+        train(alice, 1)
+        train(bob, 1)
+        if number % 3 == 2:  # nobody to be had: nothing is passed on, and nothing is lost
+            error = alice._saved()["error"].clone()
+            sent(alice)
+            alice.outer_step(None)
+            assert torch.equal(alice._saved()["error"], error)
+            bob.outer_step(None)
+            continue
+        meant += alice.fast_weights()
+        passed_on += codec.decode("int4", sent(alice), len(meant))
+        exchange(alice, bob)
+
+    torch.testing.assert_close(passed_on + alice._saved()["error"], meant, rtol=1e-5, atol=1e-5)
+    scale = float(alice.fast_weights().abs().max()) / 7
+    assert 0 < float(alice._saved()["error"].abs().max()) <= scale
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+def test_with_feedback_rounding_moves_no_mean(make_replica: MakeReplica, feedback: bool) -> None:
+    """Steps of a tenth of int4's scale: fed back they all arrive, and without they are rounded away for ever."""
+
+    def after(num_rounds: int, **outer: object) -> tuple[Tensor, Tensor]:
+        alice, bob = make_replica(ALICE, **outer), make_replica(BOB, **outer)
+        for _ in range(num_rounds):
+            alice._theta.add_(0.002)
+            bob._theta.add_(0.006)
+            exchange(alice, bob, 1, 1)
+        return alice.slow_weights(), bob.slow_weights()
+
+    exact, _ = after(200)
+    alice, bob = after(200, codec="int4", error_feedback=feedback)
+
+    moved = float((exact - make_replica().slow_weights()).mean())
+    missing = float((exact - (alice + bob) / 2).mean())
+    assert moved == pytest.approx(200 * 0.004 * 1.4, rel=0.02)  # beta / (1 - alpha) = 1.4 of every step
+    assert abs(missing) < 0.1 * moved if feedback else missing > 0.5 * moved
+    assert float((alice - bob).abs().max()) < 1e-5
+
+
 def test_training_together_learns(make_replica: MakeReplica) -> None:
     alice, bob = make_replica(ALICE, codec="int8"), make_replica(BOB, codec="int8")
     first = alice.validation_loss()
