@@ -105,11 +105,12 @@ def compare(
     seeds: Annotated[int, typer.Option(min=1, help="Repetitions.")] = 3,
     interval: Annotated[int, typer.Option(min=1, help="Inner steps a round.")] = 10,
     out: Annotated[Path | None, typer.Option(help="Folder for compare.json.")] = None,
+    methods: Annotated[list[str] | None, typer.Option(help="Those with this in their names; may be repeated.")] = None,
 ) -> None:
     """Train with NoLoCo, DiLoCo, synchronously and without averaging, on the same tokens, in one process.
 
-    Example: [cyan]farandole testnet compare --steps 500 --seeds 1[/cyan]
+    Example: [cyan]farandole testnet compare --steps 500 --seeds 1 --methods int8 --methods late[/cyan]
     """
     from .compare import run_compare
 
-    run_compare(nodes, steps, seeds, out / "compare.json" if out else None, interval)
+    run_compare(nodes, steps, seeds, out / "compare.json" if out else None, interval, methods or ())

@@ -40,18 +40,28 @@ class Method:
     interval: int = 10
     """Inner steps between outer steps."""
     outer: OuterConfig = field(default_factory=OuterConfig)
+    late: int = 0
+    """Inner steps between what is sent and the outer step, at most ``interval``: the time that an exchange takes."""
 
 
 def methods(interval: int = 10) -> tuple[Method, ...]:
     """Those that are compared."""
     nesterov, int8 = OuterConfig(momentum="nesterov"), OuterConfig(codec="int8")
+    nesterov_int8 = OuterConfig(momentum="nesterov", codec="int8")
+    half = -(-interval // 2)
     return (
         Method("synchronous data parallel", "gradients"),
         Method("DiLoCo", "all", interval),
         Method("NoLoCo, heavy ball, fp32", "pairs", interval),
         Method("NoLoCo, heavy ball, int8", "pairs", interval, int8),
         Method("NoLoCo, Nesterov, fp32", "pairs", interval, nesterov),
-        Method("NoLoCo, Nesterov, int8", "pairs", interval, OuterConfig(momentum="nesterov", codec="int8")),
+        Method("NoLoCo, Nesterov, int8", "pairs", interval, nesterov_int8),
+        Method("NoLoCo, Nesterov, bf16", "pairs", interval, OuterConfig(momentum="nesterov", codec="bf16")),
+        Method("NoLoCo, Nesterov, fp16", "pairs", interval, OuterConfig(momentum="nesterov", codec="fp16")),
+        Method("NoLoCo, Nesterov, int4", "pairs", interval, OuterConfig(momentum="nesterov", codec="int4")),
+        Method("NoLoCo, Nesterov, fp32, half a round late", "pairs", interval, nesterov, half),
+        Method("NoLoCo, Nesterov, int8, half a round late", "pairs", interval, nesterov_int8, half),
+        Method("NoLoCo, Nesterov, int8, a round late", "pairs", interval, nesterov_int8, interval),
         Method("nobody averages", "none"),
     )
 
@@ -70,6 +80,7 @@ class Ensemble:
         self.square = torch.zeros_like(self.theta)
         self.phi = self.theta.clone()
         self.momentum = torch.zeros_like(self.theta)
+        self.error = torch.zeros_like(self.theta)
         for row, module in enumerate(self.modules):
             bind_(module, layout_of(module, "fp32"), self.theta[row], self.gradient[row])
 
@@ -84,14 +95,23 @@ class Ensemble:
         adamw_(self.theta, self.gradient, self.mean, self.square, self.steps, rate, self.inner)
         self.steps += 1
 
-    def outer_step(self, groups: Sequence[Sequence[int]], outer: OuterConfig) -> None:
-        """The outer step of every replica with the mean over its group; ``groups`` is a partition of the rows."""
-        sent = torch.stack([_as_sent(row, outer.codec) for row in noloco.contribution(self.theta, self.phi, outer)])
-        means = torch.empty_like(sent)
-        for group in groups:
-            means[list(group)] = sent[list(group)].mean(0)
+    def outer_step(self, groups: Sequence[Sequence[int]], outer: OuterConfig, snapshot: Tensor | None = None) -> None:
+        """The outer step of every replica with the mean over its group; ``groups`` is a partition of the rows.
+
+        ``snapshot`` (N, P) has the fast weights that were sent, if inner steps were taken since. As in `Replica`.
+        """
+        means = noloco.contribution(self.theta if snapshot is None else snapshot, self.phi, outer).clone()
+        meant = means + self.error if outer.feeds_errors_back else means.clone()
+        for rows in (list(group) for group in groups if len(group) > 1):
+            sent = torch.stack([_as_sent(row, outer.codec) for row in meant[rows]])
+            means[rows] = sent.mean(0)
+            if outer.feeds_errors_back:
+                self.error[rows] = meant[rows] - sent
         self.phi, self.momentum = noloco.outer_step(self.phi, self.momentum, means, outer)
-        self.theta.copy_(self.phi)
+        if snapshot is None:
+            self.theta.copy_(self.phi)
+        else:
+            self.theta.add_(self.phi - snapshot)
 
     @torch.no_grad()
     def losses(self, batches: Sequence[npt.NDArray[np.int64]]) -> Tensor:
@@ -121,15 +141,32 @@ def train(
     progress: Callable[[int], None] = lambda step: None,
 ) -> Ensemble:
     """Train one replica per sampler (one in all, for ``gradients``) for ``steps`` inner steps each."""
-    is_synchronous = method.group == "gradients"
+    is_synchronous, late = method.group == "gradients", method.late
+    exchange: _Exchange | None = None
     ensemble = Ensemble(model, inner, 1 if is_synchronous else len(samplers), seed)
     for step in range(steps):
         batches = np.stack([sampler.batch(step) for sampler in samplers])  # (N, B, T + 1)
         ensemble.inner_step(batches.reshape(1, -1, batches.shape[-1]) if is_synchronous else batches)
+        if exchange is not None and step == exchange.ends_at:
+            ensemble.outer_step(exchange.groups, method.outer, exchange.snapshot)
         if (step + 1) % method.interval == 0 and method.group in ("all", "pairs"):
-            ensemble.outer_step(_groups(method.group, len(samplers), seed, step), method.outer)
+            exchange = _Exchange(_groups(method.group, len(samplers), seed, step), ensemble.theta.clone(), step + late)
+            if not late:
+                ensemble.outer_step(exchange.groups, method.outer)
         progress(step + 1)
+    if exchange is not None and exchange.ends_at >= steps:  # the last one is waited for
+        ensemble.outer_step(exchange.groups, method.outer, exchange.snapshot)
     return ensemble
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """What is on its way while the replicas train on."""
+
+    groups: list[list[int]]
+    snapshot: Tensor
+    ends_at: int
+    """The inner step after which the outer step is taken."""
 
 
 def _groups(group: Group, num_replicas: int, seed: int, step: int) -> list[list[int]]:

@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from farandole.testnet.compare import run_compare, texts_by_kind
+from farandole.testnet.compare import choose_methods, run_compare, texts_by_kind
 from farandole.training.baselines import methods
 from farandole.training.errors import DataError
 
@@ -20,6 +20,14 @@ def test_a_comparison_prints_and_writes_every_method(tmp_path: Path, capsys: pyt
     assert all(0 < result["loss"] < 7 for result in document["results"])
     assert document["settings"]["nodes"] == len(document["settings"]["kinds"]) == 2
     assert "DiLoCo" in capsys.readouterr().out
+
+
+def test_some_methods_are_chosen_by_words_of_their_names() -> None:
+    assert [method.name for method in choose_methods(["DiLoCo", "nobody"])] == ["DiLoCo", "nobody averages"]
+    assert {method.late for method in choose_methods(["late"], interval=5)} == {3, 5}
+    assert len(choose_methods([])) == len(methods())
+    with pytest.raises(DataError, match="there are synchronous data parallel; DiLoCo"):
+        choose_methods(["DiLoCo", "magic"])
 
 
 def test_kinds_of_text_are_apart_and_the_last_tenth_is_held_out() -> None:

@@ -22,11 +22,12 @@ def rows(replicas: list[Replica]) -> torch.Tensor:
     return torch.stack([replica.fast_weights() for replica in replicas])
 
 
-@pytest.mark.parametrize("momentum", ["heavy_ball", "nesterov"])
+@pytest.mark.parametrize(("momentum", "codec"), [("heavy_ball", "fp32"), ("nesterov", "int8"), ("nesterov", "int4")])
 def test_an_ensemble_does_what_replicas_do(
-    make_replica: MakeReplica, model: ModelConfig, samplers: list[Sampler], momentum: str
+    make_replica: MakeReplica, model: ModelConfig, samplers: list[Sampler], momentum: str, codec: str
 ) -> None:
-    replicas = [make_replica(sampler._key[1], momentum=momentum) for sampler in samplers]
+    outer = {"momentum": momentum, "codec": codec}
+    replicas = [make_replica(sampler._key[1], **outer) for sampler in samplers]
     for replica in replicas:
         replica._inner = PLAIN
     ensemble = Ensemble(model, PLAIN, 4, seed=7)
@@ -36,7 +37,7 @@ def test_an_ensemble_does_what_replicas_do(
             ensemble.inner_step(np.stack([sampler.batch(step) for sampler in samplers]))
             for replica in replicas:
                 replica.inner_step()
-        ensemble.outer_step(pairs, OuterConfig(momentum=momentum))
+        ensemble.outer_step(pairs, OuterConfig(momentum=momentum, codec=codec))
         for first, second in pairs:
             buffers = [bytearray(replicas[row].contribution_bytes) for row in (first, second)]
             for row, buffer in zip((first, second), buffers, strict=True):
@@ -76,6 +77,26 @@ def test_noloco_pulls_replicas_together(model: ModelConfig, samplers: list[Sampl
     noloco = train(Method("NoLoCo", "pairs", 5), model, PLAIN, samplers, 20, seed=1)
 
     assert 0 < noloco.spread() < 0.8 * apart.spread()
+
+
+def test_a_late_outer_step_keeps_what_was_learnt_meanwhile(model: ModelConfig, samplers: list[Sampler]) -> None:
+    """By hand: a contribution after the third step, its outer step after the fifth, and the last one at the end."""
+    outer = OuterConfig(momentum="nesterov")
+    late = train(Method("late", "all", 3, outer, late=2), model, PLAIN, samplers, 6, seed=1)
+
+    by_hand = Ensemble(model, PLAIN, 4, seed=1)
+    snapshot = torch.empty(0)
+    for step in range(6):
+        by_hand.inner_step(np.stack([sampler.batch(step) for sampler in samplers]))
+        if step == 2:
+            snapshot = by_hand.theta.clone()
+        if step == 4:
+            progress = by_hand.theta - snapshot
+            by_hand.outer_step([range(4)], outer, snapshot)
+            torch.testing.assert_close(by_hand.theta, by_hand.phi + progress)
+    by_hand.outer_step([range(4)], outer)
+
+    torch.testing.assert_close(late.theta, by_hand.theta)
 
 
 def test_a_merge_is_the_mean(model: ModelConfig, samplers: list[Sampler]) -> None:
