@@ -299,7 +299,7 @@ def join(
     source: Annotated[
         str | None,
         typer.Argument(
-            metavar="[INVITE|MANIFEST]",
+            metavar="INVITE|MANIFEST",
             envvar="FARANDOLE_INVITE",
             help="An invite; or a manifest file, for a run's first node; nothing: the run that this folder knows.",
         ),
@@ -326,29 +326,46 @@ def join(
     ] = None,
     max_rounds: Annotated[
         int | None,
-        typer.Option(help="Stop training after this round, stay online.", envvar="FARANDOLE_MAX_ROUNDS", min=1),
+        typer.Option(
+            help="Stop training after this round, stay online.", envvar="FARANDOLE_MAX_ROUNDS", min=1, metavar="N"
+        ),
     ] = None,
     slow: Annotated[
         float,
         typer.Option(
-            help="Rest between inner steps: 2 trains half the time, 1 always.", envvar="FARANDOLE_SLOW", min=1.0
+            help="Rest between inner steps: 2 trains half the time, 1 always.",
+            envvar="FARANDOLE_SLOW",
+            min=1.0,
+            metavar="FACTOR",
         ),
     ] = 1.0,
-    threads: Annotated[int, typer.Option(help="Threads of the trainer.", envvar="FARANDOLE_THREADS", min=1)] = 1,
+    threads: Annotated[
+        int, typer.Option(help="Threads of the trainer.", envvar="FARANDOLE_THREADS", min=1, metavar="N")
+    ] = 1,
     validate_every: Annotated[
         int,
         typer.Option(
-            help="Rounds between measurements on held-out text; 0: never.", envvar="FARANDOLE_VALIDATE_EVERY", min=0
+            help="Rounds between measurements on held-out text; 0: never.",
+            envvar="FARANDOLE_VALIDATE_EVERY",
+            min=0,
+            metavar="N",
         ),
     ] = 10,
     checkpoint_seconds: Annotated[
-        float, typer.Option(help="Between checkpoints.", envvar="FARANDOLE_CHECKPOINT_SECONDS", min=0.1)
+        float,
+        typer.Option(help="Between checkpoints.", envvar="FARANDOLE_CHECKPOINT_SECONDS", min=0.1, metavar="SECS"),
     ] = 60.0,
     heartbeat_seconds: Annotated[
-        float, typer.Option(help="Between heartbeats.", envvar="FARANDOLE_HEARTBEAT_SECONDS", min=0.1)
+        float,
+        typer.Option(help="Between heartbeats.", envvar="FARANDOLE_HEARTBEAT_SECONDS", min=0.1, metavar="SECS"),
     ] = 10.0,
     log_level: Annotated[
-        LogLevel, typer.Option(help="What goes into the log file.", envvar="FARANDOLE_LOG_LEVEL")
+        LogLevel,
+        typer.Option(
+            help="What goes into the log file: debug, info, warning, error.",
+            envvar="FARANDOLE_LOG_LEVEL",
+            metavar="LEVEL",
+        ),
     ] = LogLevel.INFO,
     json_log: Annotated[
         bool, typer.Option("--json-log", help="Log lines as JSON.", envvar="FARANDOLE_JSON_LOG")
@@ -356,8 +373,8 @@ def join(
 ) -> None:
     """Join a run and train until Ctrl-C (or `farandole leave`), saying what happens.
 
-    Examples: [cyan]farandole join farandole1...[/cyan] with an invite; [cyan]farandole join run.manifest[/cyan] for
-    the first node of a run; [cyan]farandole join[/cyan] to come back to the run of this folder
+    Examples: [cyan]farandole join farandole1...[/cyan]; [cyan]farandole join run.manifest[/cyan] (a run's first node);
+    [cyan]farandole join[/cyan] (comes back to the run of this folder)
     """
     invite, manifest = _split_source(source)
     settings = NodeSettings(

@@ -46,8 +46,7 @@ async def run_node(settings: NodeSettings) -> int:
         with locked(settings.lock):
             key = load_or_create_key(settings.key)
             async with open_store(settings.store) as store:
-                await _run_until_told(Node(settings, key, store, Board(say=console.say)))
-        return Exit.OK
+                return await _run_until_told(Node(settings, key, store, Board(say=console.say)))
     except BaseExceptionGroup as group:
         ours, others = group.split(FarandoleError)
         if ours is None or others is not None:
@@ -57,7 +56,7 @@ async def run_node(settings: NodeSettings) -> int:
             error = error.exceptions[0]
     except FarandoleError as single:
         error = single
-    console.complain(f"{type(error).__name__.removesuffix('Error')}: {error}")
+    console.complain(f"error: {error}")
     return _exit_code(error)
 
 
@@ -73,20 +72,24 @@ def _exit_code(error: BaseException) -> Exit:
             return Exit.CANNOT_JOIN
 
 
-async def _run_until_told(node: Node) -> None:
+async def _run_until_told(node: Node) -> Exit:
     """A first SIGINT or SIGTERM, or ``farandole leave``, means leave in good order; a second one means now."""
+    code = Exit.OK
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async with trio.open_nursery() as nursery:
 
             async def watch() -> None:
+                nonlocal code
                 async for _ in signals:
                     if node.is_leaving.is_set():
+                        code = Exit.INTERRUPTED
                         nursery.cancel_scope.cancel()
                     node.is_leaving.set()
 
             nursery.start_soon(watch)
             await node.run()
             nursery.cancel_scope.cancel()
+    return code
 
 
 class Node:

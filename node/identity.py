@@ -28,15 +28,29 @@ class IdentityInUseError(IdentityError):
     """Another process runs with this key."""
 
 
+def make_home(path: Path) -> None:
+    """Make a node's folder, for its owner alone; `IdentityError` if that cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise IdentityError(
+            f"cannot use the folder {path}: {error.strerror}; name another with --home or FARANDOLE_HOME"
+        ) from error
+
+
 def load_or_create_key(path: Path) -> Ed25519PrivateKey:
     """The node's key; made on first use with mode 0600.
 
-    Raises `IdentityError` if the file is not a key, or can be read by others.
+    Raises `IdentityError` if the file is not a key, can be read by others, or cannot be made.
     """
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with contextlib.suppress(FileExistsError):
-        _create_key(path)
-    raw = path.read_bytes()
+    try:
+        make_home(path.parent)
+        if not path.exists():  # one that is there is enough, also on a full disk
+            with contextlib.suppress(FileExistsError):
+                _create_key(path)
+        raw = path.read_bytes()
+    except OSError as error:
+        raise IdentityError(f"cannot make or read the key {path}: {error.strerror}") from error
     if len(raw) != KEY_BYTES:
         raise IdentityError(
             f"{path} is not a farandole key ({len(raw)} bytes instead of {KEY_BYTES}): restore or remove it"
@@ -65,10 +79,13 @@ def _create_key(path: Path) -> None:
 def locked(path: Path) -> Iterator[None]:
     """Hold the lock file at ``path`` for as long as the context lasts; the kernel frees it when the process dies.
 
-    Raises `IdentityInUseError` if another process holds it.
+    Raises `IdentityInUseError` if another process holds it, `IdentityError` if the folder cannot be written to.
     """
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    make_home(path.parent)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise IdentityError(f"cannot write {path}: {error.strerror}; name another folder with --home") from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -78,8 +95,9 @@ def locked(path: Path) -> Iterator[None]:
                 f"another farandole process{f' (pid {holder})' if holder else ''} runs in {path.parent}: "
                 "stop it with `farandole leave`, or give this one a folder of its own with --home"
             ) from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
+        with contextlib.suppress(OSError):  # the pid is for people: a full disk keeps no node from starting
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
         yield
     finally:
         os.close(descriptor)

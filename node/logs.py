@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import logging.handlers
+import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Final
 
 import msgspec
 
+from .identity import IdentityError, make_home
 from .settings import NodeSettings
 
 # Two files of 8 MB: some weeks of an ordinary node's lines, and never a full disk.
@@ -37,12 +39,31 @@ class JsonFormatter(logging.Formatter):
         return msgspec.json.encode(fields).decode()
 
 
+class _LogFile(logging.handlers.RotatingFileHandler):
+    """A log file that a full disk silences: it neither stops the node nor fills the terminal with tracebacks."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Drop the line if it was the disk, and tell anything else."""
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+
+    def close(self) -> None:
+        """What is still buffered is lost if the disk does not take it."""
+        with contextlib.suppress(OSError):
+            super().close()
+
+
 @contextlib.contextmanager
 def logging_to_file(settings: NodeSettings) -> Iterator[None]:
-    """Log to ``settings.log`` until the context ends."""
-    settings.home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    """Log to ``settings.log`` until the context ends. Raises `IdentityError` if the node's folder cannot be used."""
+    make_home(settings.home)
     root, ours = logging.getLogger(), logging.getLogger("farandole")
-    handler = logging.handlers.RotatingFileHandler(settings.log, maxBytes=MAX_LOG_BYTES, backupCount=1)
+    try:
+        handler = _LogFile(settings.log, maxBytes=MAX_LOG_BYTES, backupCount=1)
+    except OSError as error:
+        raise IdentityError(
+            f"cannot write {settings.log}: {error.strerror}; name another folder with --home"
+        ) from error
     if settings.json_log:
         handler.setFormatter(JsonFormatter())
     else:

@@ -207,6 +207,8 @@ class RunMember:
         Raises `JoinError` if the run is under way, this node has none, and nobody gives any.
         """
         path, board = self._settings.checkpoint, self._board
+        for leftover in path.parent.glob(f".{path.name}.*.tmp"):  # of trainers that were killed while they saved
+            leftover.unlink(missing_ok=True)
         own_round = await trio.to_thread.run_sync(saved_round, path)
         if self._membership.current_round() - (own_round or 0) <= (0 if own_round is None else MAX_ROUNDS_BEHIND):
             return

@@ -79,7 +79,7 @@ class Membership:
         self._on_peers = on_peers
         self._on_lost = on_lost
         self._live: frozenset[bytes] = frozenset()
-        self._announced: list[str] = []
+        self._announced: tuple[list[str], str] = ([], "")
         self._unannounced: messages.Saved | None = None
         self._accusations: deque[Report] = deque(maxlen=MAX_ACCUSATIONS)
         self._next_report = 0
@@ -117,12 +117,12 @@ class Membership:
 
     async def announce(self, *, left: bool = False) -> None:
         """Tell the run that this node belongs to it, or has left."""
-        self._announced = self._host.addresses
+        addresses, device = self._announced = (self._host.addresses, self._board.device)
         member = Member(
             stage=STAGE,
-            device=self._board.device[:48],
+            device=device[:48],
             speed=int(self._board.tokens_per_second),
-            addresses=tuple(address.rpartition("/p2p/")[0] for address in self._announced[:8]),
+            addresses=tuple(address.rpartition("/p2p/")[0] for address in addresses[:8]),
             left=left,
             incarnation=self._incarnation,
         )
@@ -208,8 +208,8 @@ class Membership:
         while True:
             await trio.sleep(PROGRESS_INTERVAL)
             await self.report_progress()
-            has_moved = self._announced != self._host.addresses
-            if has_moved or trio.current_time() - announced_at >= MEMBER_INTERVAL:
+            has_changed = self._announced != (self._host.addresses, self._board.device)
+            if has_changed or trio.current_time() - announced_at >= MEMBER_INTERVAL:
                 announced_at = trio.current_time()
                 await self.announce()
 

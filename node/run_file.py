@@ -21,7 +21,11 @@ MAX_RUN_FILE_BYTES: Final = 256 * 1024
 
 def load_run_file(path: Path, now: float) -> Manifest:
     """The manifest that ``path`` describes, made at ``now`` (Unix seconds); `ManifestError` says what to mend."""
-    return manifest_of(read_toml(path), path.parent, now)
+    settings = read_toml(path)
+    try:
+        return manifest_of(settings, path.parent, now)
+    except ManifestError as error:
+        raise ManifestError(f"{path}: {error}") from error
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def _loss(status: NodeStatus) -> Text:
     if status.loss is None:
         return Text("not measured yet", style="dim")
     text = Text(loss(status.loss), style="bold")
-    text.append(f" from {loss(status.loss_first)}  ", style="not bold")
+    text.append(f" from {loss(status.loss_first)}  " if status.loss_first is not None else "  ", style="not bold")
     text.append(sparkline([value for _, value in status.losses], SPARKLINE_WIDTH), style="cyan")
     if status.validation:
         round_index, value = status.validation[-1]

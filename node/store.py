@@ -58,7 +58,7 @@ class Store:
             try:
                 return await trio.to_thread.run_sync(work)
             except (sqlite3.Error, OSError) as error:
-                raise StoreError(f"the store failed: {error}") from error
+                raise StoreError(f"{self._mark_path.parent} did not take what this node keeps: {error}") from error
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:

@@ -288,11 +288,14 @@ def prepare_folder(out: Path) -> None:
     """Make the folder, or empty it if a testnet was played in it; `TestnetError` if it holds anything else."""
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / MANIFEST_NAME).exists())):
         raise TestnetError(f"{out} holds other things: name a new folder with --out")
-    for name in (REPORT_NAME, PICTURE_NAME, MERGED_NAME, MANIFEST_NAME):
-        (out / name).unlink(missing_ok=True)
-    if (out / "nodes").exists():
-        shutil.rmtree(out / "nodes")
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        for name in (REPORT_NAME, PICTURE_NAME, MERGED_NAME, MANIFEST_NAME):
+            (out / name).unlink(missing_ok=True)
+        if (out / "nodes").exists():
+            shutil.rmtree(out / "nodes")
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TestnetError(f"cannot use the folder {out}: {error.strerror}; name another with --out") from error
 
 
 def free_ports(count: int) -> list[int]:

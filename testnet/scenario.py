@@ -151,8 +151,9 @@ def load_scenario(
         raise ScenarioError(f"no scenario {name_or_path!r}: name a TOML file, or one of {', '.join(scenario_names())}")
     replaced = {"nodes": nodes, "rounds": rounds, "seed": seed}
     settings |= {name: value for name, value in replaced.items() if value is not None}
-    if nodes is not None:
-        settings["min_partners"] = min(settings.get("min_partners", DEFAULT_MIN_PARTNERS), nodes - 1)
+    min_partners = settings.get("min_partners", DEFAULT_MIN_PARTNERS)
+    if nodes is not None and isinstance(min_partners, int):
+        settings["min_partners"] = min(min_partners, nodes - 1)
     return parse_scenario(settings)
 
 

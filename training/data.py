@@ -157,7 +157,7 @@ class Sampler:
         if len(text.training) < context + 1:
             raise DataError(
                 f"too little text to train on: {len(text.training)} tokens in {text.num_documents} documents, and a "
-                f"sequence takes {context + 1}; name more text, or hold out less"
+                f"sequence takes {context + 1}; name more text with --data, or hold out less in the run file"
             )
         largest = max(int(text.training.max()), int(text.held_out.max(initial=0)))
         if largest >= vocabulary:

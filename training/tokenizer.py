@@ -82,7 +82,7 @@ def load_tokenizer(config: TokenizerConfig, path: Path | None = None) -> Tokeniz
     if config.kind == "bytes":
         return ByteTokenizer()
     if path is None:
-        raise DataError(f"this run needs the tokenizer file with SHA-256 {config.sha256}: say where it lies")
+        raise DataError(f"this run needs the tokenizer file with SHA-256 {config.sha256}: name it with --tokenizer")
     raw = _read(path)
     found = hashlib.sha256(raw).hexdigest()
     if found != config.sha256:

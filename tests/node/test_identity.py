@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,25 @@ def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
     path.chmod(0o644)
     with pytest.raises(IdentityError, match="chmod 600"):
         load_or_create_key(path)
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    home = tmp_path / "file" / "home"
+    with pytest.raises(IdentityError, match="--home"):
+        load_or_create_key(home / "key")
+    with pytest.raises(IdentityError, match="--home"), locked(home / "lock"):
+        pass
+
+
+def test_a_key_that_is_there_is_read_without_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = load_or_create_key(tmp_path / "key")
+
+    def full(*arguments: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.open", full)
+    assert public_bytes(load_or_create_key(tmp_path / "key")) == public_bytes(first)
 
 
 def test_a_damaged_key_is_refused_and_left_alone(tmp_path: Path) -> None:

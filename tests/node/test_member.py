@@ -83,3 +83,14 @@ async def test_a_donor_of_unfit_weights_is_asked_last_and_a_long_download_is_not
     asked.clear()
     await member._obtain_weights()  # the trainer could not use them
     assert asked == [FROZEN, ALICE]
+
+
+async def test_what_a_killed_trainer_left_half_saved_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+) -> None:
+    member = make_member(tmp_path)
+    leftover = tmp_path / ".checkpoint.safetensors.1234.tmp"
+    leftover.write_bytes(b"half")
+    monkeypatch.setattr(member._membership, "current_round", lambda: 0)
+    await member._obtain_weights()
+    assert not leftover.exists()

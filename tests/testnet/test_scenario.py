@@ -28,6 +28,9 @@ def test_what_the_command_line_says_replaces_what_the_file_says(tmp_path: Path) 
     scenario = load_scenario(str(path), nodes=3, rounds=2, seed=7)
     assert (scenario.nodes, scenario.rounds, scenario.min_partners) == (3, 2, 2)
     assert scenario.manifest(0).seed == 7
+    path.write_text("min_partners = 'all'\nrun = {name = 'a', model = 'tiny'}\n")
+    with pytest.raises(ManifestError, match="min_partners"):
+        load_scenario(str(path), nodes=3)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_another_file_than_the_runs_is_refused(tokenizer_file: tuple[Path, Token
 def test_a_missing_file_is_named(tokenizer_file: tuple[Path, TokenizerConfig]) -> None:
     path, config = tokenizer_file
 
-    with pytest.raises(DataError, match="say where it lies"):
+    with pytest.raises(DataError, match="--tokenizer"):
         load_tokenizer(config)
     with pytest.raises(DataError, match="cannot read"):
         load_tokenizer(config, path.with_name("missing.json"))
