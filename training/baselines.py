@@ -48,6 +48,7 @@ def methods(interval: int = 10) -> tuple[Method, ...]:
     """Those that are compared."""
     nesterov, int8 = OuterConfig(momentum="nesterov"), OuterConfig(codec="int8")
     nesterov_int8 = OuterConfig(momentum="nesterov", codec="int8")
+    halves = OuterConfig(momentum="nesterov", codec="int8", fragments=2)
     half = -(-interval // 2)
     return (
         Method("synchronous data parallel", "gradients"),
@@ -62,6 +63,8 @@ def methods(interval: int = 10) -> tuple[Method, ...]:
         Method("NoLoCo, Nesterov, fp32, half a round late", "pairs", interval, nesterov, half),
         Method("NoLoCo, Nesterov, int8, half a round late", "pairs", interval, nesterov_int8, half),
         Method("NoLoCo, Nesterov, int8, a round late", "pairs", interval, nesterov_int8, interval),
+        Method("NoLoCo, Nesterov, int8, half of it", "pairs", interval, halves),
+        Method("NoLoCo, Nesterov, int8, half of it twice as often", "pairs", half, halves),
         Method("nobody averages", "none"),
     )
 
@@ -81,8 +84,9 @@ class Ensemble:
         self.phi = self.theta.clone()
         self.momentum = torch.zeros_like(self.theta)
         self.error = torch.zeros_like(self.theta)
+        self.layout = layout_of(self.modules[0], "fp32")
         for row, module in enumerate(self.modules):
-            bind_(module, layout_of(module, "fp32"), self.theta[row], self.gradient[row])
+            bind_(module, self.layout, self.theta[row], self.gradient[row])
 
     def inner_step(self, tokens: npt.NDArray[np.int64]) -> None:
         """One AdamW step of every replica on its batch; ``tokens`` (N, B, T + 1). Without weight decay."""
@@ -95,23 +99,33 @@ class Ensemble:
         adamw_(self.theta, self.gradient, self.mean, self.square, self.steps, rate, self.inner)
         self.steps += 1
 
-    def outer_step(self, groups: Sequence[Sequence[int]], outer: OuterConfig, snapshot: Tensor | None = None) -> None:
+    def outer_step(
+        self,
+        groups: Sequence[Sequence[int]],
+        outer: OuterConfig,
+        snapshot: Tensor | None = None,
+        fragment: int = 0,
+    ) -> None:
         """The outer step of every replica with the mean over its group; ``groups`` is a partition of the rows.
 
-        ``snapshot`` (N, P) has the fast weights that were sent, if inner steps were taken since. As in `Replica`.
+        ``snapshot`` (N, P) has the fast weights when they were sent, if inner steps were taken since. As in `Replica`.
         """
-        means = noloco.contribution(self.theta if snapshot is None else snapshot, self.phi, outer).clone()
-        meant = means + self.error if outer.feeds_errors_back else means.clone()
+        part = self.layout.fragment(fragment, outer.fragments)
+        theta, phi, error = self.theta[:, part], self.phi[:, part], self.error[:, part]
+        frozen = theta if snapshot is None else snapshot[:, part]
+        means = noloco.contribution(frozen, phi, outer).clone()
+        meant = means + error if outer.feeds_errors_back else means.clone()
         for rows in (list(group) for group in groups if len(group) > 1):
             sent = torch.stack([_as_sent(row, outer.codec) for row in meant[rows]])
             means[rows] = sent.mean(0)
             if outer.feeds_errors_back:
-                self.error[rows] = meant[rows] - sent
-        self.phi, self.momentum = noloco.outer_step(self.phi, self.momentum, means, outer)
+                error[rows] = meant[rows] - sent
+        new_phi, self.momentum[:, part] = noloco.outer_step(phi, self.momentum[:, part], means, outer)
+        phi.copy_(new_phi)
         if snapshot is None:
-            self.theta.copy_(self.phi)
+            theta.copy_(new_phi)
         else:
-            self.theta.add_(self.phi - snapshot)
+            theta.add_(new_phi - frozen)
 
     @torch.no_grad()
     def losses(self, batches: Sequence[npt.NDArray[np.int64]]) -> Tensor:
@@ -148,14 +162,16 @@ def train(
         batches = np.stack([sampler.batch(step) for sampler in samplers])  # (N, B, T + 1)
         ensemble.inner_step(batches.reshape(1, -1, batches.shape[-1]) if is_synchronous else batches)
         if exchange is not None and step == exchange.ends_at:
-            ensemble.outer_step(exchange.groups, method.outer, exchange.snapshot)
+            ensemble.outer_step(exchange.groups, method.outer, exchange.snapshot, exchange.fragment)
         if (step + 1) % method.interval == 0 and method.group in ("all", "pairs"):
-            exchange = _Exchange(_groups(method.group, len(samplers), seed, step), ensemble.theta.clone(), step + late)
+            groups = _groups(method.group, len(samplers), seed, step)
+            fragment = step // method.interval % method.outer.fragments
+            exchange = _Exchange(groups, ensemble.theta.clone(), fragment, step + late)
             if not late:
-                ensemble.outer_step(exchange.groups, method.outer)
+                ensemble.outer_step(groups, method.outer, fragment=fragment)
         progress(step + 1)
     if exchange is not None and exchange.ends_at >= steps:  # the last one is waited for
-        ensemble.outer_step(exchange.groups, method.outer, exchange.snapshot)
+        ensemble.outer_step(exchange.groups, method.outer, exchange.snapshot, exchange.fragment)
     return ensemble
 
 
@@ -165,6 +181,7 @@ class _Exchange:
 
     groups: list[list[int]]
     snapshot: Tensor
+    fragment: int
     ends_at: int
     """The inner step after which the outer step is taken."""
 

@@ -75,6 +75,9 @@ class OuterConfig:
     error_feedback: bool | None = None
     """Whether what the codec rounds away is added to the next contribution; None: where it helps, with int4."""
 
+    fragments: int = 1
+    """Parts into which the flat vector of parameters is cut; a round exchanges one of them."""
+
     @property
     def feeds_errors_back(self) -> bool:
         """``error_feedback``, decided."""

@@ -36,6 +36,10 @@ class Layout:
         ]
         return hashlib.sha256("\n".join(["farandole/layout/1", self.codec, *lines]).encode()).digest()
 
+    def fragment(self, index: int, count: int) -> slice:
+        """Where fragment ``index`` of ``count`` lies in the flat vector: parts of one length, up to one element."""
+        return slice(self.num_elements * index // count, self.num_elements * (index + 1) // count)
+
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """The parameters, by name, as views into ``flat`` (n,)."""
         sizes = [math.prod(shape) for shape in self.shapes]

@@ -5,6 +5,10 @@ partner's contribution, or with None to take it alone. If inner steps are taken 
 exchange goes on, their progress is kept: the fast weights get the outer step's correction as a difference
 (Streaming DiLoCo, arXiv 2501.18512); without such steps the fast weights become the slow weights exactly.
 
+With fragments (the same paper) a round exchanges a part of the parameters, and its outer step moves that part alone:
+the others' inner steps go on until their turn, each with another partner. A part that is F times as small can be
+exchanged F times as often over the same link.
+
 With error feedback, what the codec rounds away of a contribution is added to the next one (Karimireddy et al., arXiv
 1901.09847), so over the rounds a replica passes on all of its weights' movement, and the mean over the
 replicas is not biased. What no partner used was not passed on: only an outer step with a partner carries the error on.
@@ -43,8 +47,10 @@ _SLICE = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """This replica at the end of a round's inner steps."""
+    """This replica at the end of a round's inner steps: the n elements of the fragment that is exchanged."""
 
+    part: slice
+    """Where the fragment lies in the flat vectors."""
     theta: Tensor
     """A copy of the fast weights (n,)."""
     sent: Tensor
@@ -96,8 +102,8 @@ class Replica:
 
     @property
     def contribution_bytes(self) -> int:
-        """Size of every contribution in this run."""
-        return encoded_size(self._outer.codec, self.layout.num_elements)
+        """Size of the largest contribution in this run, and of every one if there are no fragments."""
+        return encoded_size(self._outer.codec, -(-self.layout.num_elements // self._outer.fragments))
 
     @property
     def awaits_outer_step(self) -> bool:
@@ -162,27 +168,28 @@ class Replica:
         return float(torch.stack(losses).mean())
 
     @torch.no_grad()
-    def contribution(self, out: Buffer) -> tuple[int, bytes]:
-        """Freeze this round's fast weights and encode them for the partner into ``out``.
+    def contribution(self, out: Buffer, fragment: int = 0) -> tuple[int, bytes]:
+        """Freeze this round's fast weights, those of one fragment, and encode them for the partner into ``out``.
 
         Returns (bytes written, their BLAKE3). Raises `DivergedError` if the weights are no longer finite.
         """
-        theta = self._theta.clone()
-        values = noloco.contribution(theta, self._phi, self._outer)
+        part = self.layout.fragment(fragment, self._outer.fragments)
+        theta = self._theta[part].clone()
+        values = noloco.contribution(theta, self._phi[part], self._outer)
         if self._error is not None:
-            values = values + self._error
+            values = values + self._error[part]
         try:
             size = encode(self._outer.codec, values, out)
         except CodecError as error:
             raise DivergedError(f"this replica's weights diverged in round {self.round}: {error}") from error
         written = np.frombuffer(out, dtype=np.uint8)[:size].data
-        sent = values if self._outer.codec == "fp32" else self._decode(written)
+        sent = values if self._outer.codec == "fp32" else self._decode(written, len(values))
         kept = None if self._error is None else values - sent
-        self._snapshot = _Snapshot(theta, sent, kept, self.steps, self.tokens_this_round)
+        self._snapshot = _Snapshot(part, theta, sent, kept, self.steps, self.tokens_this_round)
         return size, blake3(written).digest()
 
-    def _decode(self, data: Buffer) -> Tensor:
-        return decode(self._outer.codec, data, self.layout.num_elements, self.device.torch_device)
+    def _decode(self, data: Buffer, num_elements: int) -> Tensor:
+        return decode(self._outer.codec, data, num_elements, self.device.torch_device)
 
     @torch.no_grad()
     def outer_step(
@@ -200,19 +207,20 @@ class Replica:
         snapshot = self._snapshot
         assert snapshot is not None
         if partner is None:
-            mean = noloco.contribution(snapshot.theta, self._phi, self._outer)
+            mean = noloco.contribution(snapshot.theta, self._phi[snapshot.part], self._outer)
         else:
             shares = noloco.partner_shares(own_tokens, partner_tokens)
             pairs = [(snapshot.sent, shares[0]), (self._screened(partner, snapshot.sent), shares[1])]
             (first, first_share), (second, second_share) = pairs if own_first else reversed(pairs)
             mean = noloco.weighted_mean(first, second, (first_share, second_share))
-            self._error = snapshot.error
+            if self._error is not None and snapshot.error is not None:
+                self._error[snapshot.part] = snapshot.error
         self._apply(mean, snapshot)
         return self.steps - snapshot.steps
 
     def _screened(self, data: Buffer, own: Tensor) -> Tensor:
         try:
-            theirs = self._decode(data)
+            theirs = self._decode(data, len(own))
         except CodecError as error:
             raise ScreeningError(f"the contribution cannot be used: {error}") from error
         screen(own, theirs)
@@ -230,15 +238,14 @@ class Replica:
         return ""
 
     def _apply(self, mean: Tensor, snapshot: _Snapshot) -> None:
+        theta, phi, momentum = self._theta[snapshot.part], self._phi[snapshot.part], self._momentum[snapshot.part]
         for start in range(0, len(mean), _SLICE):
             part = slice(start, start + _SLICE)
-            self._phi[part], self._momentum[part] = noloco.outer_step(
-                self._phi[part], self._momentum[part], mean[part], self._outer
-            )
+            phi[part], momentum[part] = noloco.outer_step(phi[part], momentum[part], mean[part], self._outer)
         if self.steps == snapshot.steps:
-            self._theta.copy_(self._phi)
+            theta.copy_(phi)
         else:
-            self._theta.add_(self._phi - snapshot.theta)
+            theta.add_(phi - snapshot.theta)
         self.round += 1
         self.tokens_this_round -= snapshot.tokens
         self._snapshot = None
@@ -257,7 +264,8 @@ class Replica:
     def save(self, path: Path) -> tuple[str, int]:
         """Write a checkpoint of the last outer step's weights; returns (SHA-256 in hexadecimal, bytes).
 
-        A round's unfinished inner steps are not in it: take it right after an outer step to lose none.
+        A round's unfinished inner steps are not in it: take it right after an outer step to lose none. With fragments
+        the fast weights are in it, since most of them await their fragment's turn.
         """
         return save_checkpoint(path, self._saved(), self.layout, self._run_id, self._counters())
 
@@ -268,14 +276,19 @@ class Replica:
         Raises `CheckpointError`, with nothing changed, if any of it is not as it must be.
         """
         counters = load_checkpoint(path, self._saved(), self.layout, self._run_id, optional=("error",))
-        self._theta.copy_(self._phi)
+        if self._outer.fragments == 1:
+            self._theta.copy_(self._phi)
         self.round, self.steps, self.tokens = counters.round, counters.steps, counters.tokens
         self.tokens_this_round = 0
         self._snapshot = None
 
     def _saved(self) -> dict[str, Tensor]:
         vectors = {"slow": self._phi, "momentum": self._momentum, "mean": self._mean, "square": self._square}
-        return vectors if self._error is None else vectors | {"error": self._error}
+        if self._outer.fragments > 1:
+            vectors["fast"] = self._theta
+        if self._error is not None:
+            vectors["error"] = self._error
+        return vectors
 
     def _counters(self) -> Counters:
         return Counters(self.round, self.steps, self.tokens)

@@ -1,3 +1,5 @@
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 import torch
@@ -23,11 +25,12 @@ def rows(replicas: list[Replica]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("momentum", "codec"), [("heavy_ball", "fp32"), ("nesterov", "int8"), ("nesterov", "int4")])
+@pytest.mark.parametrize("fragments", [1, 2])
 def test_an_ensemble_does_what_replicas_do(
-    make_replica: MakeReplica, model: ModelConfig, samplers: list[Sampler], momentum: str, codec: str
+    make_replica: MakeReplica, model: ModelConfig, samplers: list[Sampler], momentum: str, codec: str, fragments: int
 ) -> None:
-    outer = {"momentum": momentum, "codec": codec}
-    replicas = [make_replica(sampler._key[1], **outer) for sampler in samplers]
+    outer = OuterConfig(momentum=momentum, codec=codec, fragments=fragments)
+    replicas = [make_replica(sampler._key[1], **asdict(outer)) for sampler in samplers]
     for replica in replicas:
         replica._inner = PLAIN
     ensemble = Ensemble(model, PLAIN, 4, seed=7)
@@ -37,11 +40,12 @@ def test_an_ensemble_does_what_replicas_do(
             ensemble.inner_step(np.stack([sampler.batch(step) for sampler in samplers]))
             for replica in replicas:
                 replica.inner_step()
-        ensemble.outer_step(pairs, OuterConfig(momentum=momentum, codec=codec))
+        ensemble.outer_step(pairs, outer, fragment=round_number % fragments)
         for first, second in pairs:
             buffers = [bytearray(replicas[row].contribution_bytes) for row in (first, second)]
             for row, buffer in zip((first, second), buffers, strict=True):
-                replicas[row].contribution(buffer)
+                size, _ = replicas[row].contribution(buffer, round_number % fragments)
+                del buffer[size:]
             replicas[first].outer_step(buffers[1], 1, 1, own_first=True)
             replicas[second].outer_step(buffers[0], 1, 1, own_first=False)
 

@@ -38,11 +38,14 @@ def saved(make_replica: MakeReplica, tmp_path: Path) -> Path:
     return tmp_path / "checkpoint.safetensors"
 
 
-def test_a_run_continues_from_a_checkpoint_bit_for_bit(make_replica: MakeReplica, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_run_continues_from_a_checkpoint_bit_for_bit(
+    make_replica: MakeReplica, tmp_path: Path, fragments: int
+) -> None:
     path = tmp_path / "checkpoint.safetensors"
-    node = run(make_replica(momentum="nesterov"))
+    node = run(make_replica(momentum="nesterov", fragments=fragments))
     digest, size = node.save(path)
-    resumed = make_replica(momentum="nesterov")
+    resumed = make_replica(momentum="nesterov", fragments=fragments)
 
     resumed.load(path)
 

@@ -242,6 +242,38 @@ def test_an_outer_step_that_changes_nothing_may_come_late(make_replica: MakeRepl
     assert late.tokens_this_round == 3 * 4 * 16
 
 
+def test_a_fragments_outer_step_moves_that_fragment_alone(make_replica: MakeReplica) -> None:
+    """Three fragments in turn: each meets in the mean of what both had, bit for bit, and the rest trains on."""
+    settings = {"alpha": 0.0, "beta": 1.0, "gamma": 1.0, "fragments": 3}
+    alice, bob = make_replica(ALICE, **settings), make_replica(BOB, **settings)
+    for number in range(6):
+        train(alice, 2)
+        train(bob, 2)
+        part = alice.layout.fragment(number % 3, 3)
+        fast, slow, other = alice.fast_weights(), alice.slow_weights(), bob.fast_weights()
+        buffers = {node: bytearray(node.contribution_bytes) for node in (alice, bob)}
+        for node, buffer in buffers.items():
+            size, _ = node.contribution(buffer, number % 3)
+            assert size == 4 * (part.stop - part.start)
+            del buffer[size:]
+
+        alice.outer_step(buffers[bob], 1, 1, own_first=True)
+        bob.outer_step(buffers[alice], 1, 1, own_first=False)
+
+        fast[part] = slow[part] = fast[part] * 0.5 + other[part] * 0.5
+        assert torch.equal(alice.fast_weights(), fast)
+        assert torch.equal(alice.slow_weights(), slow)
+        assert torch.equal(bob.slow_weights(), slow)
+
+
+def test_fragments_cover_every_parameter_once(make_replica: MakeReplica) -> None:
+    layout = make_replica().layout
+    for count in (1, 2, 7):
+        parts = [layout.fragment(index, count) for index in range(count)]
+        assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
+        assert parts[-1].stop == layout.num_elements
+
+
 def test_late_corrections_add_up(make_replica: MakeReplica) -> None:
     """Several rounds with every outer step late: the fast weights are the inner steps plus all corrections."""
     alice, bob = make_replica(ALICE), make_replica(BOB)
