@@ -266,10 +266,15 @@ class RunMember:
         self._membership.checkpoint_saved(saved)
 
     async def _restore_counters(self) -> None:
-        """This node's own tokens, of earlier lives: as stored, or as it last told the run."""
+        """From earlier lives: this node's own tokens, as stored or as it last told the run, and its round.
+
+        The round goes into the first heartbeat: who hears it must not take the run for one that begins.
+        """
         stored = await self._store.get_fact(TOKENS_FACT)
         told = self._state.payload(self._host.author, Progress)
         self._board.tokens = max(int(stored or 0), told.tokens if told else 0)
+        own_round = await trio.to_thread.run_sync(saved_round, self._settings.checkpoint)
+        self._board.round = max(0, own_round or 0)
 
     # Being found, and finding back
 

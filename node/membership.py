@@ -91,9 +91,13 @@ class Membership:
         return self._live
 
     def current_round(self) -> int:
-        """The round that the others are in: the median of the live members' heartbeats, 0 if there are none."""
+        """The round that the others are in: the median of the live members' heartbeats, 0 if there are none.
+
+        Newcomers that are still preparing say nothing about it: a crowd of them must not look like a run that begins.
+        """
         beats = [beat for peer in self._live if (beat := self._state.payload(peer, Beat)) is not None]
-        return int(statistics.median_low(beat.round for beat in beats)) if beats else 0
+        rounds = [beat.round for beat in beats if beat.round or beat.inner_steps]
+        return int(statistics.median_low(rounds)) if rounds else 0
 
     def donors(self, after_round: int) -> list[bytes]:
         """Live members further than ``after_round``: those who have announced a checkpoint first, else at random."""
@@ -208,10 +212,13 @@ class Membership:
         while True:
             await trio.sleep(PROGRESS_INTERVAL)
             await self.report_progress()
-            has_changed = self._announced != (self._host.addresses, self._board.device)
-            if has_changed or trio.current_time() - announced_at >= MEMBER_INTERVAL:
+            if self._has_changed() or trio.current_time() - announced_at >= MEMBER_INTERVAL:
                 announced_at = trio.current_time()
                 await self.announce()
+
+    def _has_changed(self) -> bool:
+        """Whether others know another address or device of this node than it has."""
+        return self._announced != (self._host.addresses, self._board.device)
 
     async def _keep_connected(self) -> None:
         while True:

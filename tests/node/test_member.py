@@ -94,3 +94,18 @@ async def test_what_a_killed_trainer_left_half_saved_is_removed(
     monkeypatch.setattr(member._membership, "current_round", lambda: 0)
     await member._obtain_weights()
     assert not leftover.exists()
+
+
+async def test_a_member_that_comes_back_says_its_round_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+) -> None:
+    member = make_member(tmp_path)
+    store: Any = SimpleNamespace(get_fact=nothing)
+    member._store = store
+    monkeypatch.setattr(member_module, "saved_round", {member._settings.checkpoint: 30}.__getitem__)
+    await member._restore_counters()
+    assert member._board.round == 30
+
+
+async def nothing(name: str) -> None:
+    """No such fact."""
