@@ -276,6 +276,12 @@ class Host:
         is_direct = any("/p2p-circuit" not in str(connection.get_transport_addresses()) for connection in connections)
         return "direct" if is_direct else "relayed"
 
+    def remote_ips(self, peer: bytes) -> list[str]:
+        """The IP addresses at the other end of the direct connections to a peer."""
+        addresses = [address for conn in self._live_connections(peer) for address in conn.get_transport_addresses()]
+        texts = [str(address) for address in addresses]
+        return list(dict.fromkeys(text.split("/")[2] for text in texts if "/p2p-circuit" not in text))
+
     def _live_connections(self, peer: bytes) -> list[INetConn]:
         return [conn for conn in self._swarm.get_connections(id_of(peer)) if not conn.is_closed]
 

@@ -57,6 +57,7 @@ async def test_two_hosts_connect_and_answer_each_other() -> None:
             await alice.connect(bob.author, bob.addresses)
             assert alice.connected == {bob.author}
             assert alice.path(bob.author) == "direct"
+            assert alice.remote_ips(bob.author) == bob.remote_ips(alice.author) == ["127.0.0.1"]
             async with await alice.open_stream(bob.author, ECHO) as stream:
                 assert (stream.peer, stream.protocol) == (bob.author, ECHO)
                 await stream.send_all(b"to and fro")
