@@ -40,6 +40,8 @@ class MemoryHost:
 
     def __init__(self, nursery: trio.Nursery) -> None:
         self.handlers: dict[str, Handler] = {}
+        self.served: list[trio.Event] = []
+        """One for each stream, in order: set when its handler has ended."""
         self._nursery = nursery
         self._newcomers = itertools.count()
 
@@ -50,12 +52,14 @@ class MemoryHost:
         """Each stream is another newcomer's, unless told."""
         ours, theirs = trio.testing.lockstep_stream_pair()  # sending waits for the receiver
         theirs.peer = next(self._newcomers) if newcomer is None else newcomer  # type: ignore[attr-defined]
-        self._nursery.start_soon(self._serve, self.handlers[protocol], theirs)
+        self.served.append(trio.Event())
+        self._nursery.start_soon(self._serve, self.handlers[protocol], theirs, self.served[-1])
         return ours
 
-    async def _serve(self, handler: Handler, stream: Any) -> None:
+    async def _serve(self, handler: Handler, stream: Any, ended: trio.Event) -> None:
         with contextlib.suppress(trio.BrokenResourceError, trio.TooSlowError, RemoteProtocolError):
             await handler(stream)
+        ended.set()
         await stream.aclose()
 
 
@@ -153,7 +157,8 @@ async def test_more_newcomers_than_are_served_at_once_are_sent_on(nursery: trio.
     with pytest.raises(TransferError, match="no checkpoint to give now"):
         await fetch(host, tmp_path / "ours")
     await stalled[0].aclose()
-    await trio.testing.wait_all_tasks_blocked()
+    with trio.fail_after(10):
+        await host.served[0].wait()  # its file is read in a thread, which may take a moment
     await fetch(host, tmp_path / "ours")
     nursery.cancel_scope.cancel()
 
