@@ -14,14 +14,14 @@ NoLoCo (BENCHMARKS.md), at a quarter of the traffic. int4's error is larger than
 error feedback (`Replica`) progress is rounded away. Values that are not finite, or so large that rounding might make
 them so, are refused on both ends.
 
-Measured with 8 replicas, each on its own kind of text, 400 inner steps (40 of warm-up), a round every 10, one seed (fp32
-2.198, nobody averages 2.514): int8 2.202; int4 2.275 with error feedback, 2.496 without. Feedback changes nothing for
-int8. Rejected: int4 of the outer gradient with error feedback and, in every round, an eighth of the slow weights
-(2.283) or a quarter (2.248), since replicas drift apart; the largest sixteenth of the outer gradient in the same way
-(2.487), or of the weights that moved most since they were last sent (2.429). Every second time half of the weights,
-without rounding, is better than any of these: 2.212. int4 modulo the partner's own weights (Moniqua, arXiv 2002.11787)
-came to 2.207 with a range of four times the movement of a round, and to 2.302 with two: what once differs by more than
-the range is not pulled together again.
+Measured with 8 replicas, each on its own kind of text, 400 inner steps (40 of warm-up), a round every 10, one seed
+(fp32 2.198, nobody averages 2.514): int8 2.202; int4 2.275 with error feedback, 2.496 without. Feedback changes
+nothing for int8. Rejected: int4 of the outer gradient with error feedback and, in every round, an eighth of the slow
+weights (2.283) or a quarter (2.248), since replicas drift apart; the largest sixteenth of the outer gradient in the
+same way (2.487), or of the weights that moved most since they were last sent (2.429). Every second time half of the
+weights, without rounding, is better than any of these: 2.212. int4 modulo the partner's own weights (Moniqua, arXiv
+2002.11787) came to 2.207 with a range of four times the movement of a round, and to 2.302 with two: what once differs
+by more than the range is not pulled together again.
 """
 
 from __future__ import annotations
