@@ -110,7 +110,7 @@ async def connect_to_run(host: Host, target: Target, board: Board) -> None:
     with trio.move_on_after(JOIN_TIMEOUT):
         while True:
             names = ", ".join(short_name(peer) for peer in list(target.peers)[:4])
-            board.announce("joining", f"dialling {len(target.peers)} known peers ({names})", "a bootstrap peer")
+            board.announce("joining", f"dialling {len(target.peers)} known peer{'s'[: len(target.peers) > 1]} ({names})", "a bootstrap peer")
             failures = await dial(host, target.peers)
             if len(failures) < len(target.peers):
                 board.say(f"connected to {len(target.peers) - len(failures)} of {len(target.peers)}")
