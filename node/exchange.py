@@ -2,7 +2,8 @@
 
 `ExchangeService.run` returns by its deadline whatever the partner does: dies, freezes, lies, or never comes. What a
 partner does wrong is in the result's reason, never an exception. Contributions go in and out of memory that the caller
-holds; they are hashed a chunk at a time on arrival (64 kB: 40-100 us), so the event loop is never held up.
+holds: large ones by threads over a channel of `farandole.node.bulk`, while the session goes on over its stream; others,
+and those for which no channel opens, over the stream itself, hashed a chunk at a time on arrival.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from typing import Protocol
 import msgspec
 import trio
 
-from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.errors import LocalProtocolError, RemoteProtocolError
 from farandole.protocol.exchange import (
     ASK_FROM,
+    BULK_FROM,
     CHUNK_BYTES,
     DATA_UNTIL,
     DECIDE_UNTIL,
@@ -35,6 +37,7 @@ from farandole.protocol.exchange import (
     Outcomes,
     Resolution,
     Resolve,
+    Route,
     Step,
     decode_resolution,
     decode_resolve,
@@ -45,10 +48,13 @@ from farandole.protocol.exchange import (
 from farandole.protocol.framing import FrameParser
 from farandole.protocol.pairing import StartExchange
 
+from .bulk_channel import ChannelError
 from .errors import PeerUnreachableError
 
 EXCHANGE_PROTOCOL = "/farandole/exchange/1"
 RESOLVE_PROTOCOL = "/farandole/resolve/1"
+# The share of the time to the deadline in which a bulk channel has to open.
+ROUTE_UNTIL = 0.2
 # Read at a time; about a chunk's frame.
 READ_BYTES = 65_536
 # Streams that have not said yet which session they belong to, or whose session is not expected yet. Of honest peers
@@ -59,7 +65,7 @@ MAX_UNCLAIMED_PER_PEER = 4
 # How long such a stream may stay: the partner's Begin was sent before it was opened.
 CLAIM_TIMEOUT = 5.0
 DIAL_TIMEOUT = 8.0
-# A session has at most five events (offer, contribution, verdict, decision, abort); its protocol allows no more.
+# A session has at most six events (offer, route, contribution, verdict, decision, abort); its protocol allows no more.
 MAX_EVENTS = 8
 # The decision is taken, or there is nothing more to decide: so long is the partner helped to know it.
 FAREWELL_TIMEOUT = 2.0
@@ -97,6 +103,39 @@ class ExchangeHost(Protocol):
         """Open a stream, or raise `PeerUnreachableError`."""
 
 
+class Channel(Protocol):
+    """What is used of a `farandole.node.bulk_channel.BulkChannel`."""
+
+    @property
+    def session(self) -> bytes:
+        """Its name at both ends."""
+
+    async def send(self, data: memoryview) -> bytes:
+        """Send all, or raise `ChannelError`; the BLAKE3 of it."""
+
+    async def receive_into(self, memory: memoryview) -> bytes:
+        """Fill the memory, or raise `ChannelError`; the BLAKE3 of it. Nothing touches it once this is over."""
+
+
+class Channels(Protocol):
+    """What is used of a `farandole.node.bulk.BulkService`."""
+
+    def expecting(self, peer: bytes) -> contextlib.AbstractContextManager[None]:
+        """While the block runs, the peer may open channels."""
+
+    async def acquire(self, peer: bytes) -> Channel | None:
+        """A channel with the peer, if there is a way."""
+
+    def take(self, peer: bytes, session: bytes) -> Channel | None:
+        """The channel that the peer has acquired."""
+
+    def release(self, channel: Channel) -> None:
+        """Keep it for the next exchange."""
+
+    def discard(self, channel: Channel) -> None:
+        """Close it."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExchangeResult:
     """How a session ended for this node."""
@@ -110,19 +149,23 @@ class ExchangeResult:
     reason: str
     """Why it was not committed, for people; empty if it was."""
     bytes_sent: int
-    """On the stream, framing included."""
+    """On the stream, framing included, and on the channel."""
     bytes_received: int
     seconds: float
     partner_round: int
     partner_tokens: int
     partner_size: int
     """Bytes of the contribution received; 0, like the two above, if it was not committed."""
+    path: str
+    """"bulk" if the contributions moved, or were to move, over a bulk channel, else "stream"."""
 
 
 class ExchangeService:
     """All exchanges of one node: opens streams as initiator, matches incoming ones to the sessions it expects."""
 
-    def __init__(self, host: ExchangeHost) -> None:
+    def __init__(self, host: ExchangeHost, channels: Channels | None = None) -> None:
+        self.channels = channels
+        """Ways beside the streams; without them everything goes over the streams."""
         self._host = host
         self._outcomes = Outcomes()
         self._expected: dict[bytes, _Expected] = {}
@@ -140,7 +183,8 @@ class ExchangeService:
         Nothing in ``incoming`` counts unless the result is committed. ``start.deadline`` is of `trio.current_time`.
         """
         exchange = Exchange(start.is_initiator, offer, incoming)
-        conversation = _Conversation(exchange, outgoing, screen, start.deadline, self._outcomes)
+        way = _Way(start.peer, self.channels)
+        conversation = _Conversation(exchange, outgoing, screen, start.deadline, self._outcomes, way)
         started_at = trio.current_time()
         if start.is_initiator:
             self._outcomes.begin(start.session, start.peer)
@@ -150,6 +194,7 @@ class ExchangeService:
                 take_part = self._initiate if start.is_initiator else self._respond
                 reason = await take_part(start, conversation)
         finally:
+            way.close(conversation.is_committed)
             if start.is_initiator:
                 self._outcomes.decide(start.session, committed=False)  # unless it is decided already
         if conversation.is_in_doubt:
@@ -168,6 +213,7 @@ class ExchangeService:
             partner_round=partner.round if partner else 0,
             partner_tokens=partner.tokens if partner else 0,
             partner_size=partner.size if partner else 0,
+            path="stream" if exchange.channel is None else "bulk",
         )
 
     async def _initiate(self, start: StartExchange, conversation: _Conversation) -> str:
@@ -189,7 +235,8 @@ class ExchangeService:
                 await expected.arrived.wait()
             if expected.stream is None:
                 return "the partner opened no stream"
-            reason = await conversation.hold(expected.stream, expected.received)
+            with conversation.way.expecting():
+                reason = await conversation.hold(expected.stream, expected.received)
         finally:
             del self._expected[start.session]
             expected.done.set()
@@ -285,12 +332,51 @@ class _FailedError(Exception):
     """The session comes to nothing, for this reason. Never leaves this file."""
 
 
+class _Way:
+    """The bulk channel of one session, if it comes to one."""
+
+    def __init__(self, peer: bytes, channels: Channels | None) -> None:
+        self.channel: Channel | None = None
+        self._peer = peer
+        self._channels = channels
+
+    def expecting(self) -> contextlib.AbstractContextManager[None]:
+        """The partner may open a channel while the block runs."""
+        return self._channels.expecting(self._peer) if self._channels else contextlib.nullcontext()
+
+    async def propose(self, until: float) -> Route:
+        """The initiator's word, which may take until then."""
+        if self._channels is not None:
+            with trio.move_on_at(until):
+                self.channel = await self._channels.acquire(self._peer)
+        return Route(self.channel.session if self.channel else None)
+
+    def answer(self, proposed: Route) -> Route:
+        """The responder's word."""
+        if self._channels is not None and proposed.channel is not None:
+            self.channel = self._channels.take(self._peer, proposed.channel)
+        return Route(self.channel.session if self.channel else None)
+
+    def close(self, is_clean: bool) -> None:
+        """Keep the channel for the next session if nothing more is to come over it from this one."""
+        channel, self.channel = self.channel, None
+        if channel is not None and self._channels is not None:
+            (self._channels.release if is_clean else self._channels.discard)(channel)
+
+
 class _Conversation:
     """One session while its stream lasts: a task that always reads, one that writes chunks, and the script."""
 
     def __init__(
-        self, exchange: Exchange, outgoing: memoryview, screen: Screen, deadline: float, outcomes: Outcomes
+        self,
+        exchange: Exchange,
+        outgoing: memoryview,
+        screen: Screen,
+        deadline: float,
+        outcomes: Outcomes,
+        way: _Way,
     ) -> None:
+        self.way = way
         self.is_committed = False
         self.bytes_sent = 0
         self.bytes_received = 0
@@ -302,8 +388,9 @@ class _Conversation:
         self._deadline = deadline
         self._events, self._coming = trio.open_memory_channel[Event](MAX_EVENTS)
         self._failure = ""
-        self._writing = trio.CancelScope()
+        self._writing, self._receiving = trio.CancelScope(), trio.CancelScope()
         self._written = trio.Event()
+        self._channel_problem = ""
         self._write_lock = trio.Lock()
 
     @property
@@ -340,14 +427,20 @@ class _Conversation:
         with _until(self.data_by, "the contributions took too long") as scope:
             await self._share_offers()
             scope.deadline = self.data_by
-            nursery.start_soon(self._write_contribution)
-            await self._next()  # ContributionReceived
+            if self._exchange.offer.size >= BULK_FROM:
+                await self._agree_on_route()
+            if self._exchange.channel is not None and self.way.channel is not None:
+                nursery.start_soon(self._send_over, self.way.channel)
+                await self._receive_over(self.way.channel)
+            else:
+                nursery.start_soon(self._write_contribution)
+                await self._next()  # ContributionReceived
             refusal = await self._screen(self._exchange.num_received)
             if refusal is not None:
                 raise _FailedError(f"refused: {refusal}")
             await self._written.wait()
-            if self._exchange.ours is Step.SENDING:
-                await self._next()  # says why the rest was not sent
+            if self._exchange.num_sent < self._exchange.offer.size:
+                await self._fail_as_told()
 
     async def _share_offers(self) -> None:
         if self._exchange.is_initiator:
@@ -356,6 +449,15 @@ class _Conversation:
         else:
             await self._read_offer()
             await self._write_offer()
+
+    async def _agree_on_route(self) -> None:
+        if self._exchange.is_initiator:
+            await self._write(await self.way.propose(self._at(ROUTE_UNTIL)))
+            await self._next()  # the responder's Route
+        else:
+            proposed = await self._next()
+            if isinstance(proposed, Route):
+                await self._write(self.way.answer(proposed))
 
     async def _write_offer(self) -> None:
         seconds_left = max(0.0, self._deadline - trio.current_time())
@@ -424,12 +526,16 @@ class _Conversation:
         while (event := self._exchange.next_event()) is not None:
             self._events.send_nowait(event)
             if isinstance(event, Aborted):
-                self._writing.cancel()
+                self._stop_moving()
 
     def _fail(self, reason: str) -> None:
         self._failure = reason
         self._events.close()
+        self._stop_moving()
+
+    def _stop_moving(self) -> None:
         self._writing.cancel()
+        self._receiving.cancel()
 
     async def _write_contribution(self) -> None:
         with self._writing:
@@ -437,6 +543,35 @@ class _Conversation:
                 if not await self._write(Chunk(offset, self._outgoing[offset : offset + CHUNK_BYTES])):
                     break
         self._written.set()
+
+    async def _send_over(self, channel: Channel) -> None:
+        with self._writing:
+            try:
+                self._exchange.send_whole(await channel.send(self._outgoing[: self._exchange.offer.size]))
+                self.bytes_sent += self._exchange.offer.size
+            except (ChannelError, LocalProtocolError) as error:
+                self._channel_problem = str(error)
+                self._receiving.cancel()
+        self._written.set()
+
+    async def _receive_over(self, channel: Channel) -> None:
+        try:
+            with self._receiving:
+                digest = await channel.receive_into(self._exchange.incoming)
+                self.bytes_received += self._exchange.offer.size
+                return self._exchange.receive_whole(digest)
+        except ChannelError as error:
+            self._channel_problem = str(error)
+        except RemoteProtocolError as error:
+            raise _FailedError(f"the partner broke the protocol: {error}") from None
+        await self._fail_as_told()
+
+    async def _fail_as_told(self) -> None:
+        """Moving was broken off: say why, by what the channel or the partner has said, perhaps after a verdict."""
+        if self._channel_problem:
+            raise _FailedError(f"the bulk channel broke: {self._channel_problem}")
+        while True:
+            await self._next()
 
     async def _write(self, message: Control | Chunk) -> bool:
         """Whether it could be sent. If not, `_next` says why: what the partner said before is still to be read."""

@@ -3,6 +3,14 @@
     initiator   Offer         Chunk...            Commit
     responder          Offer  Chunk...  Accepted          Committed
 
+Contributions from `BULK_FROM` on move beside the stream, where there is a way (`farandole.protocol.bulk`):
+
+    initiator   Offer         Route         whole            Commit
+    responder          Offer         Route  whole  Accepted          Committed
+
+The initiator's `Route` names a bulk channel that it has with the responder, the responder's names the same if it has it
+too; otherwise chunks go over the stream as above.
+
 Either side may send `Aborted` instead, as long as `TRANSITIONS` allows it. A contribution is received straight into
 memory that the caller gives, of exactly the size that both know beforehand: nothing that a peer says is allocated.
 
@@ -46,6 +54,8 @@ _OFFSET_BYTES = 8
 CHUNK_BYTES = CHUNK_FRAME_BYTES - LENGTH_BYTES - _KIND_BYTES - _OFFSET_BYTES
 # 512 layers of the widest model in fp32 are below this; checked against the own size before anything else.
 MAX_CONTRIBUTION_BYTES = 2**44
+# Smaller ones have moved over the stream before a channel is open (milliseconds here, round trips on the internet).
+BULK_FROM = 1_000_000
 # Sessions whose outcome an initiator remembers. It has one a round, and is asked about it for exchange_seconds.
 MAX_OUTCOMES = 1_024
 
@@ -80,6 +90,12 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     """Until the sender goes on without its partner; set when it is sent. The lesser of both holds for both."""
 
 
+class Route(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=6):
+    """Over which bulk channel the contributions move; None: over this stream. The responder's word counts."""
+
+    channel: Session | None
+
+
 class Accepted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=2):
     """The responder has the initiator's contribution, whole, and its screening accepts it."""
 
@@ -98,7 +114,7 @@ class Aborted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     reason: Reason
 
 
-Control = Offer | Accepted | Commit | Committed | Aborted
+Control = Offer | Route | Accepted | Commit | Committed | Aborted
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +139,10 @@ class Step(enum.Enum):
     """How far one of the two is, in what it has sent."""
 
     OFFERING = "offering"
+    ROUTING = "routing"  # it has offered a large contribution
+    ROUTED = "routed"  # it has said how it would move it
     SENDING = "sending"  # its chunks
-    JUDGING = "judging"  # it has sent its contribution, and screens the other's
+    JUDGING = "judging"  # it has sent its contribution, or moves it over a channel, and screens the other's
     ACCEPTED = "accepted"
     COMMITTED = "committed"
     ABORTED = "aborted"
@@ -134,6 +152,8 @@ class Sent(enum.Enum):
     """Kinds of messages, as the table needs them."""
 
     OFFER = "Offer"
+    LARGE_OFFER = "large Offer"
+    ROUTE = "Route"
     CHUNK = "Chunk"
     LAST_CHUNK = "last Chunk"
     ACCEPTED = "Accepted"
@@ -144,7 +164,9 @@ class Sent(enum.Enum):
 
 Role = Literal["initiator", "responder"]
 _BOTH: dict[Step, dict[Sent, Step]] = {
-    Step.OFFERING: {Sent.OFFER: Step.SENDING, Sent.ABORTED: Step.ABORTED},
+    Step.OFFERING: {Sent.OFFER: Step.SENDING, Sent.LARGE_OFFER: Step.ROUTING, Sent.ABORTED: Step.ABORTED},
+    Step.ROUTING: {Sent.ROUTE: Step.ROUTED, Sent.ABORTED: Step.ABORTED},
+    Step.ROUTED: {Sent.ABORTED: Step.ABORTED},  # and the responder's Route takes both on
     Step.SENDING: {Sent.CHUNK: Step.SENDING, Sent.LAST_CHUNK: Step.JUDGING, Sent.ABORTED: Step.ABORTED},
     Step.COMMITTED: {},
     Step.ABORTED: {},
@@ -163,16 +185,22 @@ TRANSITIONS: dict[Role, dict[Step, dict[Sent, Step]]] = {
     },
 }
 # Where the other one must be for a message to make sense.
-REQUIRES: dict[Sent, frozenset[Step]] = {
-    Sent.ACCEPTED: frozenset({Step.JUDGING}),  # it has sent everything
-    Sent.COMMIT: frozenset({Step.ACCEPTED}),
-    Sent.COMMITTED: frozenset({Step.COMMITTED}),
+REQUIRES: dict[Role, dict[Sent, frozenset[Step]]] = {
+    "initiator": {
+        Sent.ROUTE: frozenset({Step.ROUTING}),
+        Sent.COMMIT: frozenset({Step.ACCEPTED}),
+    },
+    "responder": {
+        Sent.OFFER: frozenset({Step.SENDING, Step.JUDGING}),
+        Sent.LARGE_OFFER: frozenset({Step.ROUTING}),
+        Sent.ROUTE: frozenset({Step.ROUTED}),
+        Sent.ACCEPTED: frozenset({Step.JUDGING}),  # it has sent everything
+        Sent.COMMITTED: frozenset({Step.COMMITTED}),
+    },
 }
-# The same for the responder's offer, which answers the initiator's.
-_IS_ANSWERABLE = frozenset({Step.SENDING, Step.JUDGING})
 
 _SENT_OF: dict[type[Control], Sent] = {
-    Offer: Sent.OFFER,
+    Route: Sent.ROUTE,
     Accepted: Sent.ACCEPTED,
     Commit: Sent.COMMIT,
     Committed: Sent.COMMITTED,
@@ -203,7 +231,10 @@ class Exchange:
         self.num_sent = 0
         """Bytes of the contribution."""
         self.num_received = 0
-        self._incoming = incoming.cast("B")[: offer.size]
+        self.channel: bytes | None = None
+        """The bulk channel that both have named."""
+        self.incoming = incoming.cast("B")[: offer.size]
+        self._named: bytes | None = None  # by the initiator
         self._hash = blake3()
         self._head = bytearray()  # of an unfinished frame, without a chunk's bytes; at most MAX_CONTROL_BYTES
         self._chunk_left = 0
@@ -225,7 +256,11 @@ class Exchange:
         """The bytes to write to the stream, in the order of the calls; copies one chunk at most."""
         if isinstance(message, Chunk):
             return self._send_chunk(message)
-        self.ours = self._moved(self.ours, _SENT_OF[type(message)], by_us=True)
+        if isinstance(message, Accepted | Commit) and self.num_received < self.offer.size:
+            raise LocalProtocolError("a verdict before the contribution is here")
+        self.ours = self._moved(self.ours, self._kind_of(message), by_us=True)
+        if isinstance(message, Route):
+            self._route(message, by_us=True)
         payload = _encoder.encode(message)
         return (_KIND_BYTES + len(payload)).to_bytes(LENGTH_BYTES, "big") + bytes((_CONTROL,)) + payload
 
@@ -258,16 +293,32 @@ class Exchange:
 
     def _take_chunk(self) -> ContributionReceived | None:
         piece = self._take(self._chunk_left)
-        self._incoming[self.num_received : self.num_received + len(piece)] = piece
+        self.incoming[self.num_received : self.num_received + len(piece)] = piece
         self._hash.update(piece)
         self.num_received += len(piece)
         self._chunk_left -= len(piece)
         if self.num_received < self.offer.size:
             return None
         self.theirs = self._moved(self.theirs, Sent.LAST_CHUNK, by_us=False)
-        if self.partner_offer is None or self._hash.digest() != self.partner_offer.digest:
-            raise RemoteProtocolError("the contribution's hash is not the offered one")
+        self._check_digest(self._hash.digest())
         return ContributionReceived(self.num_received)
+
+    def send_whole(self, digest: bytes) -> None:
+        """Our contribution has gone out by way of the channel, and this is the hash of what was sent."""
+        if self.channel is None or digest != self.offer.digest:
+            raise LocalProtocolError("the contribution changed while it was sent")
+        self.num_sent = self.offer.size
+
+    def receive_whole(self, digest: bytes) -> None:
+        """The partner's contribution lies in ``incoming``, by way of the channel, and this is its hash."""
+        if self.channel is None or self.num_received:
+            raise LocalProtocolError("a contribution that came over no channel")
+        self._check_digest(digest)
+        self.num_received = self.offer.size
+
+    def _check_digest(self, digest: bytes) -> None:
+        if self.partner_offer is None or digest != self.partner_offer.digest:
+            raise RemoteProtocolError("the contribution's hash is not the offered one")
 
     def _take_control(self) -> Control | None:
         """Complete a control frame, or begin a chunk."""
@@ -300,11 +351,29 @@ class Exchange:
         self._chunk_left = size
 
     def _receive(self, message: Control) -> None:
-        theirs = self._moved(self.theirs, _SENT_OF[type(message)], by_us=False)
+        theirs = self._moved(self.theirs, self._kind_of(message), by_us=False)
         if isinstance(message, Offer):
             self._check_offer(message)
             self.partner_offer = message
         self.theirs = theirs
+        if isinstance(message, Route):
+            self._route(message, by_us=False)
+
+    def _kind_of(self, message: Control) -> Sent:
+        if isinstance(message, Offer):  # of equal sizes, or `_check_offer` refuses it
+            return Sent.OFFER if self.offer.size < BULK_FROM else Sent.LARGE_OFFER
+        return _SENT_OF[type(message)]
+
+    def _route(self, message: Route, by_us: bool) -> None:
+        """The initiator names a channel, the responder confirms it; then both know the way."""
+        if self.is_initiator is by_us:
+            self._named = message.channel
+            return
+        if message.channel not in (None, self._named):
+            error = LocalProtocolError if by_us else RemoteProtocolError
+            raise error("a channel that the initiator has not named")
+        self.channel = message.channel
+        self.ours = self.theirs = Step.SENDING if message.channel is None else Step.JUDGING
 
     def _check_offer(self, theirs: Offer) -> None:
         for field in ("version", "run_id", "session", "stage", "layout", "codec", "size"):
@@ -313,12 +382,10 @@ class Exchange:
 
     def _moved(self, step: Step, sent: Sent, by_us: bool) -> Step:
         """Where a message takes its sender."""
-        is_initiator = self.is_initiator is by_us
+        role: Role = "initiator" if self.is_initiator is by_us else "responder"
         other = self.theirs if by_us else self.ours
-        required = REQUIRES.get(sent)
-        if sent is Sent.OFFER and not is_initiator:
-            required = _IS_ANSWERABLE
-        after = TRANSITIONS["initiator" if is_initiator else "responder"][step].get(sent)
+        required = REQUIRES[role].get(sent)
+        after = TRANSITIONS[role][step].get(sent)
         if after is None or (required is not None and other not in required):
             error = LocalProtocolError if by_us else RemoteProtocolError
             raise error(f"{sent.value} while its sender is {step.value} and the other {other.value}")

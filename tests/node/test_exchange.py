@@ -1,7 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -10,6 +11,7 @@ import trio
 import trio.testing
 from blake3 import blake3
 
+from farandole.node.bulk_channel import ChannelError
 from farandole.node.errors import PeerUnreachableError
 from farandole.node.exchange import (
     CLAIM_TIMEOUT,
@@ -18,12 +20,15 @@ from farandole.node.exchange import (
     MAX_UNCLAIMED,
     MAX_UNCLAIMED_PER_PEER,
     RESOLVE_PROTOCOL,
+    ROUTE_UNTIL,
+    Channel,
     ExchangeResult,
     ExchangeService,
     ExchangeStream,
 )
 from farandole.protocol.exchange import (
     ASK_FROM,
+    BULK_FROM,
     CHUNK_BYTES,
     DATA_UNTIL,
     Aborted,
@@ -35,6 +40,7 @@ from farandole.protocol.exchange import (
     Event,
     Exchange,
     Offer,
+    Route,
 )
 from farandole.protocol.pairing import StartExchange
 
@@ -115,12 +121,116 @@ class MemoryHost:
         return MemoryStream(near, peer, self.faults if is_exchange else Faults())
 
 
+class MemoryChannel:
+    """One end of a bulk channel between two hosts."""
+
+    def __init__(self, session: bytes, stream: trio.StapledStream, faults: Faults) -> None:
+        self.session = session
+        self.is_moving = 0
+        self._stream = stream
+        self._faults = faults
+
+    async def send(self, data: memoryview) -> bytes:
+        end = min(
+            data.nbytes, *(at for at in (self._faults.cut_at, self._faults.freeze_at, data.nbytes) if at is not None)
+        )
+        with self._moving():
+            await self._stream.send_all(bytes(data[:end]))
+            if self._faults.freeze_at is not None:
+                await trio.sleep_forever()
+            if self._faults.cut_at is not None:
+                self.close()
+                raise ChannelError("cut")
+        return blake3(bytes(data)).digest()
+
+    async def receive_into(self, memory: memoryview) -> bytes:
+        received = 0
+        with self._moving():
+            while received < memory.nbytes:
+                piece = await self._stream.receive_some(min(65_536, memory.nbytes - received))
+                if not piece:
+                    raise ChannelError("the peer closed the channel")
+                memory[received : received + len(piece)] = piece
+                received += len(piece)
+        return blake3(bytes(memory)).digest()
+
+    def close(self) -> None:
+        for half in (self._stream.send_stream, self._stream.receive_stream):
+            assert isinstance(half, trio.testing.MemorySendStream | trio.testing.MemoryReceiveStream)
+            half.close()
+
+    @contextlib.contextmanager
+    def _moving(self) -> Iterator[None]:
+        self.is_moving += 1
+        try:
+            yield
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            raise ChannelError(str(error)) from error
+        finally:
+            self.is_moving -= 1
+
+
+class MemoryChannels:
+    """The bulk channels of a host whose partner has them too."""
+
+    def __init__(self, author: bytes, network: dict[bytes, MemoryChannels]) -> None:
+        self.author = author
+        self.faults = Faults()
+        self.is_open = True
+        self.is_frozen = False
+        self.kept: dict[bytes, MemoryChannel] = {}
+        self.discarded: list[MemoryChannel] = []
+        self.expected: list[bytes] = []
+        self.num_acquired = 0
+        self._network = network
+        network[author] = self
+
+    @contextlib.contextmanager
+    def expecting(self, peer: bytes) -> Iterator[None]:
+        self.expected.append(peer)
+        try:
+            yield
+        finally:
+            self.expected.remove(peer)
+
+    async def acquire(self, peer: bytes) -> MemoryChannel | None:
+        await trio.lowlevel.checkpoint()
+        if self.is_frozen:
+            await trio.sleep_forever()
+        if self.kept:
+            return self.kept.popitem()[1]
+        remote = self._network[peer]
+        if not self.is_open:
+            return None
+        assert self.author in remote.expected
+        self.num_acquired += 1
+        session = bytes([self.num_acquired]) * 16
+        near, far = trio.testing.memory_stream_pair()
+        if remote.is_open:
+            remote.kept[session] = MemoryChannel(session, far, remote.faults)
+        return MemoryChannel(session, near, self.faults)
+
+    def take(self, peer: bytes, session: bytes) -> MemoryChannel | None:
+        return self.kept.pop(session, None)
+
+    def release(self, channel: Channel) -> None:
+        assert isinstance(channel, MemoryChannel)
+        assert not channel.is_moving
+        self.kept[channel.session] = channel
+
+    def discard(self, channel: Channel) -> None:
+        assert isinstance(channel, MemoryChannel)
+        assert not channel.is_moving
+        self.discarded.append(channel)
+        channel.close()
+
+
 class Party:
     """One node with a contribution of its own."""
 
-    def __init__(self, host: MemoryHost, seed: int, size: int = SIZE) -> None:
+    def __init__(self, host: MemoryHost, seed: int, size: int = SIZE, channels: MemoryChannels | None = None) -> None:
         self.host = host
-        self.service = ExchangeService(host)
+        self.service = ExchangeService(host, channels)
         self.contribution = random.Random(seed).randbytes(size)
         self.incoming = bytearray(size)
         self.refusal: str | None = None
@@ -187,6 +297,7 @@ def assert_committed(alice: Party, bob: Party) -> None:
     assert bob.result.committed
     assert alice.incoming == bob.contribution
     assert bob.incoming == alice.contribution
+    assert alice.result.path == bob.result.path
 
 
 async def test_both_have_the_others_exact_bytes(
@@ -505,3 +616,189 @@ async def test_an_abort_in_the_middle_ends_it_at_once(bob: Party, autojump_clock
     await _lie(bob, script, msgspec.structs.replace(offer_of(bytes(SIZE)), seconds_left=30.0), bytes(SIZE))
     assert bob.result.reason == "the partner aborted: out of memory"
     assert trio.current_time() <= FAREWELL_TIMEOUT
+
+
+# Over a bulk channel
+
+
+class BulkPair:
+    """Alice and Bob with contributions that go over a channel."""
+
+    def __init__(self, nursery: trio.Nursery) -> None:
+        hosts: dict[bytes, MemoryHost] = {}
+        channels: dict[bytes, MemoryChannels] = {}
+        self.ways = [MemoryChannels(author, channels) for author in (ALICE, BOB)]
+        self.alice, self.bob = (
+            Party(MemoryHost(way.author, nursery, hosts), seed, BULK_FROM + 1, way)
+            for seed, way in enumerate(self.ways, 1)
+        )
+
+    def way(self, author: bytes) -> MemoryChannels:
+        return self.ways[author == BOB]
+
+    def party(self, author: bytes) -> Party:
+        return self.bob if author == BOB else self.alice
+
+    async def meet(self) -> None:
+        await meet(self.alice, self.bob)
+
+    def assert_aborted(self) -> None:
+        """Neither commits, and no channel is kept on which something may still come."""
+        assert not self.alice.result.committed
+        assert not self.bob.result.committed
+        assert not any(way.kept for way in self.ways)
+        assert trio.current_time() <= PATIENCE
+
+
+@pytest.fixture
+async def pair(nursery: trio.Nursery) -> BulkPair:
+    return BulkPair(nursery)
+
+
+async def test_large_contributions_move_over_a_channel_that_is_kept(
+    pair: BulkPair, autojump_clock: trio.testing.MockClock
+) -> None:
+    for _ in range(3):
+        await pair.meet()
+        assert_committed(pair.alice, pair.bob)
+        assert pair.alice.result.path == "bulk"
+        assert pair.alice.result.bytes_sent == pair.bob.result.bytes_received > BULK_FROM
+        for party in (pair.alice, pair.bob):
+            party.results.clear()
+            party.incoming[:] = bytes(len(party.incoming))
+    assert pair.way(ALICE).num_acquired == 1
+
+
+@pytest.mark.parametrize("who", [ALICE, BOB])
+async def test_where_no_channel_opens_the_stream_serves(
+    pair: BulkPair, who: bytes, autojump_clock: trio.testing.MockClock
+) -> None:
+    pair.way(who).is_open = False
+    await pair.meet()
+    assert_committed(pair.alice, pair.bob)
+    assert pair.alice.result.path == "stream"
+
+
+@pytest.mark.parametrize("who", [ALICE, BOB])
+async def test_a_node_without_bulk_channels_is_served_over_the_stream(
+    pair: BulkPair, who: bytes, autojump_clock: trio.testing.MockClock
+) -> None:
+    pair.party(who).service.channels = None
+    if who == BOB:
+        pair.way(ALICE).is_open = False
+    await pair.meet()
+    assert_committed(pair.alice, pair.bob)
+    assert pair.alice.result.path == "stream"
+
+
+async def test_a_channel_that_takes_too_long_costs_its_share_of_the_deadline(
+    pair: BulkPair, autojump_clock: trio.testing.MockClock
+) -> None:
+    pair.way(ALICE).is_frozen = True
+    await pair.meet()
+    assert_committed(pair.alice, pair.bob)
+    assert trio.current_time() == pytest.approx(ROUTE_UNTIL * PATIENCE)
+
+
+@pytest.mark.parametrize("at", [0, 1, BULK_FROM // 2, BULK_FROM])
+@pytest.mark.parametrize("who", [ALICE, BOB])
+async def test_a_channel_that_breaks_is_the_end_of_the_session(
+    pair: BulkPair, who: bytes, at: int, autojump_clock: trio.testing.MockClock
+) -> None:
+    pair.way(who).faults.cut_at = at
+    await pair.meet()
+    pair.assert_aborted()
+    assert "channel broke" in pair.alice.result.reason
+    assert trio.current_time() <= FAREWELL_TIMEOUT
+
+
+@pytest.mark.parametrize("at", [0, 1, BULK_FROM // 2, BULK_FROM])
+@pytest.mark.parametrize("who", [ALICE, BOB])
+async def test_a_partner_that_freezes_on_the_channel_costs_the_deadline(
+    pair: BulkPair, who: bytes, at: int, autojump_clock: trio.testing.MockClock
+) -> None:
+    pair.way(who).faults.freeze_at = at
+    await pair.meet()
+    pair.assert_aborted()
+
+
+# Every boundary of what a side sends on the stream: nothing, half an offer, the offer, the route, the verdicts.
+@pytest.mark.parametrize("fault", ["cut_at", "freeze_at"])
+@pytest.mark.parametrize("at", [0, 60, 150, 160, 170, 180, 190, 200, 210, 220, 230, 240])
+@pytest.mark.parametrize("who", [ALICE, BOB])
+async def test_a_stream_that_ends_beside_the_channel_leaves_both_believing_the_same(
+    pair: BulkPair, who: bytes, at: int, fault: str, autojump_clock: trio.testing.MockClock
+) -> None:
+    setattr(pair.party(who).host.faults, fault, at)
+    await pair.meet()
+    assert pair.alice.result.committed is pair.bob.result.committed
+    if pair.alice.result.committed:
+        assert_committed(pair.alice, pair.bob)
+    assert trio.current_time() <= PATIENCE
+
+
+@pytest.mark.parametrize("refuser", [ALICE, BOB])
+async def test_what_one_refuses_after_the_channel_neither_uses(
+    pair: BulkPair, refuser: bytes, autojump_clock: trio.testing.MockClock
+) -> None:
+    pair.party(refuser).refusal = "not finite"
+    await pair.meet()
+    pair.assert_aborted()
+    assert pair.party(refuser).result.reason == "refused: not finite"
+
+
+@pytest.mark.parametrize("liar", [ALICE, BOB])
+async def test_a_wrong_hash_over_the_channel_is_refused(
+    pair: BulkPair, liar: bytes, autojump_clock: trio.testing.MockClock
+) -> None:
+    party = pair.party(liar)
+    party.offer = msgspec.structs.replace(party.offer, digest=bytes(32))
+    await pair.meet()
+    pair.assert_aborted()
+    assert "hash" in pair.party(BOB if liar == ALICE else ALICE).result.reason or "changed" in party.result.reason
+
+
+async def test_an_abort_ends_what_moves_over_the_channel(
+    pair: BulkPair, autojump_clock: trio.testing.MockClock
+) -> None:
+    pair.way(ALICE).faults.freeze_at = 1_000
+
+    async def script(liar: Liar) -> None:
+        await liar.send(liar.exchange.offer)
+        await liar.expect(Offer)
+        channel = await pair.way(ALICE).acquire(BOB)
+        assert channel is not None
+        await liar.send(Route(channel.session))
+        await liar.expect(Route)
+        await liar.send(Aborted("out of memory"))
+
+    offer = msgspec.structs.replace(pair.alice.offer, seconds_left=30.0)
+    await _lie(pair.bob, script, offer, pair.alice.contribution)
+    assert pair.bob.result.reason == "the partner aborted: out of memory"
+    assert pair.way(BOB).discarded
+    assert trio.current_time() <= FAREWELL_TIMEOUT
+
+
+async def test_a_channel_that_is_not_there_is_not_used(pair: BulkPair, autojump_clock: trio.testing.MockClock) -> None:
+    async def script(liar: Liar) -> None:
+        await liar.send(liar.exchange.offer)
+        await liar.expect(Offer)
+        await liar.send(Route(b"x" * 16))
+        await liar.expect(Route)
+        assert liar.exchange.channel is None
+        await liar.send(Aborted("never mind"))
+
+    await _lie(pair.bob, script, msgspec.structs.replace(pair.alice.offer, seconds_left=30.0), pair.alice.contribution)
+    assert pair.bob.result.path == "stream"
+
+
+async def test_a_cancelled_exchange_gives_its_channel_up(
+    pair: BulkPair, autojump_clock: trio.testing.MockClock
+) -> None:
+    pair.way(BOB).faults.freeze_at = 1_000
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(pair.bob.exchange, ALICE)
+        with trio.move_on_after(3):
+            await pair.alice.exchange(BOB)
+        assert pair.way(ALICE).discarded
+    assert not pair.bob.result.committed

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from farandole.protocol.errors import LocalProtocolError, RemoteProtocolError
 from farandole.protocol.exchange import (
+    BULK_FROM,
     CHUNK_BYTES,
     CHUNK_FRAME_BYTES,
     DIGEST_BYTES,
@@ -32,6 +33,7 @@ from farandole.protocol.exchange import (
     Outcomes,
     Resolution,
     Resolve,
+    Route,
     Step,
     decode_resolution,
     decode_resolve,
@@ -126,6 +128,105 @@ def test_the_initiator_alone_may_abort_after_the_responders_verdict(alice: Side,
 def test_a_full_chunk_fills_one_frame(alice: Side, bob: Side) -> None:
     tell(alice, bob, alice.offer)
     assert len(alice.exchange.send(next(alice.chunks()))) == CHUNK_FRAME_BYTES
+
+
+CHANNEL = b"c" * 16
+
+
+@pytest.fixture
+def large() -> tuple[Side, Side]:
+    """Alice and Bob with contributions that go over a channel; both have offered."""
+    alice, bob = Side(True, BULK_FROM), Side(False, BULK_FROM)
+    tell(alice, bob, alice.offer)
+    tell(bob, alice, bob.offer)
+    return alice, bob
+
+
+def move_whole(sender: Side, receiver: Side) -> None:
+    receiver.exchange.incoming[:] = sender.contribution
+    sender.exchange.send_whole(sender.offer.digest)
+    receiver.exchange.receive_whole(blake3(receiver.incoming).digest())
+
+
+def test_a_session_whose_contributions_move_over_a_channel(large: tuple[Side, Side]) -> None:
+    alice, bob = large
+    assert tell(alice, bob, Route(CHANNEL)) == [Route(CHANNEL)]
+    assert tell(bob, alice, Route(CHANNEL)) == [Route(CHANNEL)]
+    assert alice.exchange.channel == bob.exchange.channel == CHANNEL
+    move_whole(alice, bob)
+    move_whole(bob, alice)
+    assert tell(bob, alice, Accepted()) == [Accepted()]
+    assert bob.exchange.is_in_doubt
+    assert tell(alice, bob, Commit()) == [Commit()]
+    assert tell(bob, alice, Committed()) == [Committed()]
+    assert bob.incoming == alice.contribution
+
+
+@pytest.mark.parametrize("named", [None, CHANNEL])
+def test_without_a_channel_at_both_ends_chunks_move(large: tuple[Side, Side], named: bytes | None) -> None:
+    alice, bob = large
+    tell(alice, bob, Route(named))
+    tell(bob, alice, Route(None))
+    for sender, receiver in (large, large[::-1]):
+        assert tell(sender, receiver, *sender.chunks()) == [ContributionReceived(BULK_FROM)]
+        assert receiver.incoming == sender.contribution
+        with pytest.raises(LocalProtocolError):
+            receiver.exchange.receive_whole(sender.offer.digest)
+
+
+def test_the_responder_names_no_channel_of_its_own(large: tuple[Side, Side]) -> None:
+    alice, bob = large
+    tell(alice, bob, Route(CHANNEL))
+    with pytest.raises(LocalProtocolError):
+        bob.exchange.send(Route(b"x" * 16))
+    forged = Side(False, BULK_FROM)
+    tell(alice := Side(True, BULK_FROM), forged, alice.offer)
+    tell(forged, alice, forged.offer)
+    tell(alice, forged, Route(CHANNEL))
+    forged.exchange._named = b"x" * 16
+    with pytest.raises(RemoteProtocolError, match="not named"):
+        tell(forged, alice, Route(b"x" * 16))
+
+
+def test_nothing_moves_before_both_have_named_the_way(large: tuple[Side, Side]) -> None:
+    alice, bob = large
+    for side in large:
+        with pytest.raises(LocalProtocolError):
+            side.exchange.send(next(side.chunks()))
+    with pytest.raises(LocalProtocolError):
+        bob.exchange.send(Route(None))  # the initiator is first
+    tell(alice, bob, Route(CHANNEL))
+    for message in (next(alice.chunks()), Route(None), Commit()):
+        with pytest.raises(LocalProtocolError):
+            alice.exchange.send(message)
+    for side in large:
+        assert side.exchange.can_abort
+
+
+def test_small_contributions_need_no_way(alice: Side, bob: Side) -> None:
+    tell(alice, bob, alice.offer)
+    tell(bob, alice, bob.offer)
+    with pytest.raises(LocalProtocolError):
+        alice.exchange.send(Route(None))
+
+
+def test_a_channel_brings_what_was_offered_or_nothing(large: tuple[Side, Side]) -> None:
+    alice, bob = large
+    tell(alice, bob, Route(CHANNEL))
+    tell(bob, alice, Route(CHANNEL))
+    with pytest.raises(RemoteProtocolError, match="hash"):
+        alice.exchange.receive_whole(bytes(DIGEST_BYTES))
+    with pytest.raises(LocalProtocolError, match="changed"):
+        alice.exchange.send_whole(bytes(DIGEST_BYTES))
+    with pytest.raises(LocalProtocolError, match="before the contribution"):
+        bob.exchange.send(Accepted())
+    move_whole(alice, bob)
+    tell(bob, alice, Accepted())  # it cannot know that Alice has nothing yet
+    with pytest.raises(LocalProtocolError, match="before the contribution"):
+        alice.exchange.send(Commit())
+    with pytest.raises(RemoteProtocolError):
+        tell(Side(True), bob, Aborted("x"))
+        bob.receive(alice.exchange.send(Aborted("x")) * 2)
 
 
 @pytest.mark.parametrize("message", [Accepted(), Commit(), Committed()])
