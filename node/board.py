@@ -80,6 +80,7 @@ class Board:
         sent: int = 0,
         received: int = 0,
         seconds: float = 0.0,
+        path: str = "",
     ) -> None:
         """The end of an exchange, or of a round without one (``partner`` None)."""
         name = peer_id_of(partner) if partner else ""
@@ -92,7 +93,7 @@ class Board:
             self.exchanges_alone += 1
         self.bytes_sent += sent
         self.bytes_received += received
-        self.last_exchange = ExchangeStatus(round_index, name, verdict, sent, received, seconds, self.clock())
+        self.last_exchange = ExchangeStatus(round_index, name, verdict, sent, received, seconds, self.clock(), path)
 
     def round_line(self) -> str:
         """The round that is over, in one line."""

@@ -12,7 +12,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import trio
@@ -117,22 +117,25 @@ class Channel(Protocol):
         """Fill the memory, or raise `ChannelError`; the BLAKE3 of it. Nothing touches it once this is over."""
 
 
-class Channels(Protocol):
+C = TypeVar("C", bound=Channel)
+
+
+class Channels(Protocol[C]):
     """What is used of a `farandole.node.bulk.BulkService`."""
 
     def expecting(self, peer: bytes) -> contextlib.AbstractContextManager[None]:
         """While the block runs, the peer may open channels."""
 
-    async def acquire(self, peer: bytes) -> Channel | None:
+    async def acquire(self, peer: bytes) -> C | None:
         """A channel with the peer, if there is a way."""
 
-    def take(self, peer: bytes, session: bytes) -> Channel | None:
+    def take(self, peer: bytes, session: bytes) -> C | None:
         """The channel that the peer has acquired."""
 
-    def release(self, channel: Channel) -> None:
+    def release(self, channel: C) -> None:
         """Keep it for the next exchange."""
 
-    def discard(self, channel: Channel) -> None:
+    def discard(self, channel: C) -> None:
         """Close it."""
 
 
@@ -163,7 +166,7 @@ class ExchangeResult:
 class ExchangeService:
     """All exchanges of one node: opens streams as initiator, matches incoming ones to the sessions it expects."""
 
-    def __init__(self, host: ExchangeHost, channels: Channels | None = None) -> None:
+    def __init__(self, host: ExchangeHost, channels: Channels[Any] | None = None) -> None:
         self.channels = channels
         """Ways beside the streams; without them everything goes over the streams."""
         self._host = host
@@ -335,7 +338,7 @@ class _FailedError(Exception):
 class _Way:
     """The bulk channel of one session, if it comes to one."""
 
-    def __init__(self, peer: bytes, channels: Channels | None) -> None:
+    def __init__(self, peer: bytes, channels: Channels[Any] | None) -> None:
         self.channel: Channel | None = None
         self._peer = peer
         self._channels = channels

@@ -110,7 +110,8 @@ async def connect_to_run(host: Host, target: Target, board: Board) -> None:
     with trio.move_on_after(JOIN_TIMEOUT):
         while True:
             names = ", ".join(short_name(peer) for peer in list(target.peers)[:4])
-            board.announce("joining", f"dialling {len(target.peers)} known peer{'s'[: len(target.peers) > 1]} ({names})", "a bootstrap peer")
+            peers = "1 known peer" if len(target.peers) == 1 else f"{len(target.peers)} known peers"
+            board.announce("joining", f"dialling {peers} ({names})", "a bootstrap peer")
             failures = await dial(host, target.peers)
             if len(failures) < len(target.peers):
                 board.say(f"connected to {len(target.peers) - len(failures)} of {len(target.peers)}")

@@ -22,6 +22,7 @@ from farandole.training.presets import num_parameters
 
 from . import trainer_messages as messages
 from .board import Board
+from .bulk import open_bulk
 from .conversion import training_configs
 from .errors import PeerUnreachableError
 from .exchange import ExchangeService
@@ -90,7 +91,7 @@ class RunMember:
             rng,
             base_period=settings.heartbeat_seconds,
         )
-        exchanges = ExchangeService(host)
+        self._exchanges = ExchangeService(host)
         self._rounds = Rounds(
             RoundsConfig(
                 run_id=self.run_id,
@@ -102,7 +103,7 @@ class RunMember:
             manifest,
             Pairing(author, manifest.rounds, rng),
             messenger,
-            exchanges,
+            self._exchanges,
             board,
             before_trainer=self._obtain_weights,
             on_saved=self._note_saved,
@@ -135,7 +136,7 @@ class RunMember:
 
     async def run(self, target: Target, is_leaving: trio.Event) -> None:
         """Take part until told to leave. Raises `JoinError` or `TrainerError`."""
-        async with trio.open_nursery() as nursery:
+        async with open_bulk(self._host) as self._exchanges.channels, trio.open_nursery() as nursery:
             await nursery.start(self._gossip.run)
             await self._restore_counters()
             await self._sync_state(may_begin=target.manifest is not None)

@@ -58,6 +58,8 @@ RESTART_DELAYS: Final = (1.0, 5.0, 30.0, 120.0)
 # A node that was away longer takes a peer's weights instead of its own: old weights would pull its partners back. And
 # a newcomer is given weights that are not much older; the donor saves anew if need be.
 MAX_ROUNDS_BEHIND: Final = 10
+# After a sleep, news of how far the others are comes in parts for a moment: first the old, which waited in buffers.
+NEWS_SECONDS: Final = 3.0
 # A trainer that lived this long starts with the first delay again.
 HEALTHY_SECONDS: Final = 300.0
 
@@ -253,7 +255,7 @@ class _Session:
         self._saved_at = trio.current_time() if trainer.prepared.resumed else -math.inf
         self._num_saving = 0  # Save commands without their report
         self._is_ending = False
-        self._rounds_behind = 0
+        self._rounds_behind = deque([(-math.inf, 0)])  # (seen at, rounds), the first more than NEWS_SECONDS ago
         # The replica's count begins with its weights, which may be a peer's; the board's has this node's tokens alone.
         self._tokens_before = self._board.tokens - trainer.prepared.tokens
 
@@ -274,8 +276,12 @@ class _Session:
         if not is_between or self._is_ending:
             return False
         # Rounds lost bit by bit are a slow node's, whose weights are averaged all the same.
-        behind, before = self._rounds._current_round() - self._board.round, self._rounds_behind
-        self._rounds_behind = behind
+        now, behind = trio.current_time(), self._rounds._current_round() - self._board.round
+        seen = self._rounds_behind
+        seen.append((now, behind))
+        while seen[1][0] <= now - NEWS_SECONDS:
+            seen.popleft()
+        before = seen[0][1]
         if behind - max(before, 0) <= MAX_ROUNDS_BEHIND:
             return False
         self._board.say(f"{behind} rounds behind the others: taking newer weights")
@@ -412,6 +418,7 @@ class _Session:
             sent=result.bytes_sent,
             received=result.bytes_received,
             seconds=result.seconds,
+            path=result.path,
         )
         self._rounds.handle(ExchangeEnded(start.session, result.committed))
         if result.committed:

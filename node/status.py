@@ -37,6 +37,8 @@ class ExchangeStatus(msgspec.Struct, frozen=True):
     bytes_received: int
     seconds: float
     ended_at: float
+    path: str = ""
+    """How the contributions moved: ``bulk`` (a channel of their own) or ``stream`` (libp2p's); empty when alone."""
 
 
 class MemberStatus(msgspec.Struct, frozen=True):

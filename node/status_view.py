@@ -92,6 +92,9 @@ def _exchanges(status: NodeStatus) -> str:
     )
 
 
+_PATHS = {"bulk": " over a channel of their own", "stream": " over libp2p's stream"}
+
+
 def _last_exchange(exchange: ExchangeStatus | None, now: float) -> Text:
     if exchange is None:
         return Text("none yet", style="dim")
@@ -103,7 +106,7 @@ def _last_exchange(exchange: ExchangeStatus | None, now: float) -> Text:
     if exchange.partner:
         text.append(
             f", {size(exchange.bytes_sent)} sent, {size(exchange.bytes_received)} received in "
-            f"{duration(exchange.seconds)}"
+            f"{duration(exchange.seconds)}{_PATHS.get(exchange.path, '')}"
         )
     text.append(f", {duration(now - exchange.ended_at)} ago")
     return text

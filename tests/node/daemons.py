@@ -36,7 +36,7 @@ class Daemon:
     async def says(self, *words: str) -> str:
         """The next line with all these words; fails if the process ends without saying it."""
         assert self.process.stdout is not None
-        with trio.fail_after(DEADLINE):
+        with trio.move_on_after(DEADLINE):
             while True:
                 line, separator, rest = self._text.partition("\n")
                 if separator:
@@ -48,6 +48,8 @@ class Daemon:
                 data = await self.process.stdout.receive_some()
                 assert data, f"ended without saying {words}: {self.said}"
                 self._text += data.decode()
+        lines = "\n".join(self.said)
+        raise AssertionError(f"did not say {words} within {DEADLINE} s, but:\n{lines}")
 
     async def end(self, number: signal.Signals) -> int:
         """Send a signal and wait for the end; the exit code."""

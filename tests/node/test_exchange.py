@@ -21,7 +21,6 @@ from farandole.node.exchange import (
     MAX_UNCLAIMED_PER_PEER,
     RESOLVE_PROTOCOL,
     ROUTE_UNTIL,
-    Channel,
     ExchangeResult,
     ExchangeService,
     ExchangeStream,
@@ -213,13 +212,11 @@ class MemoryChannels:
     def take(self, peer: bytes, session: bytes) -> MemoryChannel | None:
         return self.kept.pop(session, None)
 
-    def release(self, channel: Channel) -> None:
-        assert isinstance(channel, MemoryChannel)
+    def release(self, channel: MemoryChannel) -> None:
         assert not channel.is_moving
         self.kept[channel.session] = channel
 
-    def discard(self, channel: Channel) -> None:
-        assert isinstance(channel, MemoryChannel)
+    def discard(self, channel: MemoryChannel) -> None:
         assert not channel.is_moving
         self.discarded.append(channel)
         channel.close()

@@ -15,7 +15,7 @@ import trio.testing
 from farandole.node import rounds as rounds_module
 from farandole.node import trainer_messages as messages
 from farandole.node.board import Board
-from farandole.node.rounds import MAX_ROUNDS_BEHIND, Rounds, RoundsConfig
+from farandole.node.rounds import MAX_ROUNDS_BEHIND, NEWS_SECONDS, Rounds, RoundsConfig
 from farandole.protocol.manifest import Manifest, ModelConfig
 from farandole.protocol.pairing import Pairing
 
@@ -140,12 +140,27 @@ async def test_who_leaves_waits_for_the_checkpoint_of_its_leaving(story: Story, 
     assert story.rounds._ended.is_set()
 
 
-async def test_who_slept_takes_newer_weights_and_who_is_slow_does_not(story: Story) -> None:
+async def test_who_slept_takes_newer_weights_and_who_is_slow_does_not(
+    story: Story, autojump_clock: trio.testing.MockClock
+) -> None:
     for _ in range(3 * MAX_ROUNDS_BEHIND):
         story.others_round += 3
+        await trio.sleep(NEWS_SECONDS)
         await story.play_round()
     assert len(story.trainers) == 1
     story.others_round += MAX_ROUNDS_BEHIND + 2
     await story.play_round()
+    assert len(story.trainers) == 2
+    assert story.board.round == story.others_round
+
+
+async def test_who_slept_and_learns_bit_by_bit_how_long_takes_newer_weights_too(
+    story: Story, autojump_clock: trio.testing.MockClock
+) -> None:
+    await story.play_round()
+    for _ in range(2):
+        story.others_round += MAX_ROUNDS_BEHIND // 2 + 3
+        await trio.sleep(NEWS_SECONDS / 10)
+        await story.play_round()
     assert len(story.trainers) == 2
     assert story.board.round == story.others_round
