@@ -31,6 +31,10 @@ class Board:
     inner_steps_this_round: int = 0
     tokens: int = 0
     tokens_per_second: float = 0.0
+    utilisation: float | None = None
+    """Share of the trainer's time that went into inner steps."""
+    late_steps: int = 0
+    """Inner steps between the newest contribution and its outer step."""
     loss: float | None = None
     loss_first: float | None = None
     device: str = ""
@@ -95,11 +99,13 @@ class Board:
         self.bytes_received += received
         self.last_exchange = ExchangeStatus(round_index, name, verdict, sent, received, seconds, self.clock(), path)
 
-    def round_line(self) -> str:
+    def round_line(self, round_index: int, inner_steps: int, loss: float, late_steps: int) -> str:
         """The round that is over, in one line."""
-        line = f"round {self.round}: {self.inner_steps_this_round} inner steps, loss {self.loss or 0.0:.3f}"
+        line = f"round {round_index}: {inner_steps} inner steps, loss {loss:.3f}"
+        if late_steps:
+            line += f", outer step {late_steps} inner steps late"
         last = self.last_exchange
-        if last is None or last.round != self.round:
+        if last is None or last.round != round_index:
             return line
         if last.verdict != "committed":
             return f"{line}; {last.verdict}"

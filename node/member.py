@@ -101,7 +101,7 @@ class RunMember:
                 validate_every=settings.validate_every,
             ),
             manifest,
-            Pairing(author, manifest.rounds, rng),
+            Pairing(author, manifest.rounds, rng, manifest.outer.fragments),
             messenger,
             self._exchanges,
             board,

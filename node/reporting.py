@@ -53,6 +53,8 @@ class Reporter:
             inner_steps_this_round=board.inner_steps_this_round,
             tokens=board.tokens,
             tokens_per_second=board.tokens_per_second,
+            utilisation=board.utilisation,
+            late_steps=board.late_steps,
             loss=board.loss,
             losses=list(board.losses),
             loss_first=board.loss_first,

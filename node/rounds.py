@@ -4,6 +4,10 @@ A round: the trainer takes inner steps while `farandole.protocol.pairing` agrees
 ready; both move theirs (`farandole.node.exchange`); the trainer takes the outer step with the partner's, or alone.
 Here is only the carrying out: what to do when is decided by the pairing machine, which never waits beyond its
 deadline, so neither does a round.
+
+Where the manifest says `overlap`, the inner steps of the next round begin as soon as the contribution is ready, and
+the pairing machine goes on to that round as soon as the exchange has begun. The trainer takes the outer step between
+two inner steps, at the latest before its next contribution: there is never more than one exchange.
 """
 
 from __future__ import annotations
@@ -39,12 +43,14 @@ from farandole.protocol.pairing import (
     StartExchange,
     Stopped,
     TimerFired,
+    UseFragment,
 )
 
 from . import trainer_messages as messages
 from .board import Board
 from .exchange import ExchangeService
 from .messenger import Messenger
+from .status import Phase
 from .trainer import Trainer, TrainerError, open_trainer
 
 PAIRING_PROTOCOL: Final = "/farandole/pairing/1"
@@ -174,7 +180,7 @@ class Rounds:
             case SetTimer(at):
                 self._timer_at = at
                 self._timer_changed.set()
-            case FinishRound() | StartExchange() | GoAlone():
+            case UseFragment() | FinishRound() | StartExchange() | GoAlone():
                 if self._session is not None:
                     self._session.carry_out(output)
 
@@ -254,6 +260,7 @@ class _Session:
         # A replica without a checkpoint is saved as soon as it can be: a trainer that dies has to come back somewhere.
         self._saved_at = trio.current_time() if trainer.prepared.resumed else -math.inf
         self._num_saving = 0  # Save commands without their report
+        self._ahead_since: float | None = None  # the round that overlaps with the one whose partner is sought
         self._is_ending = False
         self._rounds_behind = deque([(-math.inf, 0)])  # (seen at, rounds), the first more than NEWS_SECONDS ago
         # The replica's count begins with its weights, which may be a peer's; the board's has this node's tokens alone.
@@ -287,17 +294,41 @@ class _Session:
         self._board.say(f"{behind} rounds behind the others: taking newer weights")
         return True
 
-    def carry_out(self, output: FinishRound | StartExchange | GoAlone) -> None:
+    def carry_out(self, output: UseFragment | FinishRound | StartExchange | GoAlone) -> None:
         """What the pairing machine asks of the trainer or of the exchange service."""
         match output:
+            case UseFragment(round_index, fragment):
+                self._send(messages.UseFragment(round_index, fragment))
             case FinishRound(round_index):
                 self._send(messages.FinishRound(round_index))
             case GoAlone(round_index, reason):
-                self._board.record_exchange(round_index, None, f"alone: {reason}")
-                self._board.enter("outer step", f"outer step of round {round_index} alone: {reason}")
-                self._send(messages.TakeOuterStep(round_index))
+                self._go_alone(round_index, reason)
+                self._seek_next_partner()
             case StartExchange():
                 self._nursery.start_soon(self._exchange, output)
+                self._seek_next_partner()
+
+    def _go_alone(self, round_index: int, reason: str) -> None:
+        self._board.record_exchange(round_index, None, f"alone: {reason}")
+        self._show("outer step", f"outer step of round {round_index} alone: {reason}")
+        self._send(messages.TakeOuterStep(round_index))
+
+    def _seek_next_partner(self) -> None:
+        """The outcome of a round is on its way: the pairing machine takes up the one that runs already."""
+        if self._ahead_since is not None:
+            self._rounds.handle(RoundStarted(self._board.round, self._ahead_since))
+            self._ahead_since = None
+
+    def _show(self, phase: Phase, detail: str, waits_for: str = "") -> None:
+        """What goes on beside the inner steps is not what the trainer does or waits for."""
+        if self._board.round == self._contributed_round:
+            self._board.enter(phase, detail, waits_for)
+        else:
+            self._board.enter("training", f"inner steps of round {self._board.round}; {detail}")
+
+    @property
+    def _contributed_round(self) -> int:
+        return -1 if self._contributed is None else self._contributed.round
 
     def save(self) -> None:
         """Write a checkpoint, unless one is about to be written: many newcomers may ask for it."""
@@ -324,17 +355,22 @@ class _Session:
                 await self._trainer.send(command)
 
     def _start_round(self, round_index: int) -> None:
+        if self._is_ending:
+            return
         maximum = self._config.max_rounds
         if maximum is not None and round_index >= maximum:
             self._board.round = round_index
             self._board.announce("finished", f"all {maximum} rounds are done; staying for the others")
             self.save_and_end()
             return
+        self._train(round_index)
+        self._rounds.handle(RoundStarted(round_index))
+
+    def _train(self, round_index: int) -> None:
         self._board.round = round_index
         self._board.inner_steps_this_round = 0
         self._board.enter("training", f"inner steps of round {round_index}")
         self._send(messages.Train(round_index, self._manifest.rounds.inner_steps))
-        self._rounds.handle(RoundStarted(round_index))
 
     def _handle(self, report: messages.Report) -> bool:
         """Whether this was the last report of the last round."""
@@ -349,8 +385,8 @@ class _Session:
             case messages.Screened(reason):
                 if self._screened is not None:
                     self._screened.send_nowait(reason)
-            case messages.OuterStepTaken(round_index):
-                self._finish_round(round_index)
+            case messages.OuterStepTaken():
+                self._finish_round(report)
             case messages.Validated(round_index, loss):
                 if report.problem:
                     board.warn(report.problem)
@@ -374,24 +410,39 @@ class _Session:
         board.inner_steps_this_round = report.inner_steps_this_round
         board.tokens_per_second = report.tokens_this_round / max(report.seconds, 1e-9)
         board.record_loss(report.round, report.loss)
-        board.enter("pairing", f"contribution of round {report.round} is ready", "the partner")
-        self._rounds.handle(ContributionReady(report.round))
+        board.utilisation = report.utilisation
+        following = report.round + 1
+        if self._manifest.rounds.overlap and following != self._config.max_rounds and not self._is_ending:
+            self._train(following)
+            self._ahead_since = trio.current_time()
+        self._show("pairing", f"contribution of round {report.round} is ready", "the partner")
+        self._rounds.handle(ContributionReady(report.round, report.fragment))
 
-    def _finish_round(self, round_index: int) -> None:
-        self._board.say(self._board.round_line())
-        following = round_index + 1
+    def _finish_round(self, report: messages.OuterStepTaken) -> None:
+        contributed = self._contributed
+        assert contributed is not None, "an outer step follows a contribution"
+        self._board.late_steps = report.late_steps
+        self._board.say(
+            self._board.round_line(
+                report.round, contributed.inner_steps_this_round, contributed.loss, report.late_steps
+            )
+        )
+        following = report.round + 1
         every, maximum = self._config.validate_every, self._config.max_rounds
         if every and (following % every == 0 or following == maximum):
             self._send(messages.Validate(VALIDATION_BATCHES))
         if following != maximum and trio.current_time() - self._saved_at >= self._config.checkpoint_seconds:
             self.save()
-        self._start_round(following)
+        if self._board.round == report.round:
+            self._start_round(following)
+        else:  # it began long ago
+            self._board.enter("training", f"inner steps of round {following}")
 
     async def _exchange(self, start: StartExchange) -> None:
         """Move both contributions and tell the machine how it ended; the outer step follows if it was committed."""
         contributed, board = self._contributed, self._board
         assert contributed is not None, "the machine starts an exchange after ContributionReady alone"
-        board.enter("exchanging", f"exchange of round {start.round}", "the partner's contribution")
+        self._show("exchanging", f"exchange of round {start.round}", "the partner's contribution")
         offer = Offer(
             run_id=self._config.run_id,
             session=start.session,
@@ -420,10 +471,14 @@ class _Session:
             seconds=result.seconds,
             path=result.path,
         )
-        self._rounds.handle(ExchangeEnded(start.session, result.committed))
+        is_overlapped = board.round != start.round
         if result.committed:
-            board.enter("outer step", f"outer step of round {start.round}")
+            self._show("outer step", f"outer step of round {start.round}")
             self._send(messages.TakeOuterStep(start.round, start.peer, result.partner_size, result.partner_tokens))
+        elif is_overlapped:  # the pairing machine is in the next round, and cannot say it
+            self._go_alone(start.round, "the exchange failed")
+        if not is_overlapped:
+            self._rounds.handle(ExchangeEnded(start.session, result.committed))
 
     async def _screen(self, peer: bytes, size: int) -> str | None:
         """The trainer's verdict on what was received: None, or why it is refused."""

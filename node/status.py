@@ -122,3 +122,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
     members: list[MemberStatus]
     warnings: list[str]
     """What a person should know, newest last."""
+    utilisation: float | None = None
+    """Share of the trainer's time that went into inner steps."""
+    late_steps: int = 0
+    """Inner steps between the newest contribution and its outer step: more than 0 where exchanges overlap."""

@@ -69,8 +69,15 @@ def _phase(status: NodeStatus, now: float) -> Text:
 def _progress(status: NodeStatus) -> str:
     return (
         f"round {status.round}, {status.inner_steps:,} inner steps ({status.inner_steps_this_round} in this round), "
-        f"{count(status.tokens)} tokens at {count(status.tokens_per_second)}/s"
+        f"{count(status.tokens)} tokens at {count(status.tokens_per_second)}/s{_busy(status)}"
     )
+
+
+def _busy(status: NodeStatus) -> str:
+    if status.utilisation is None:
+        return ""
+    late = f", outer step {status.late_steps} inner steps late" if status.late_steps else ""
+    return f", {status.utilisation:.0%} of the time in inner steps{late}"
 
 
 def _loss(status: NodeStatus) -> Text:

@@ -47,6 +47,13 @@ class Train(msgspec.Struct, frozen=True, tag=True):
     max_steps: int
 
 
+class UseFragment(msgspec.Struct, frozen=True, tag=True):
+    """The round's contribution shall be of this fragment, as those after it until the next such command."""
+
+    round: int
+    fragment: int
+
+
 class FinishRound(msgspec.Struct, frozen=True, tag=True):
     """The round's box in time is over: stop after the present inner step."""
 
@@ -82,7 +89,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """End the process."""
 
 
-Command = Prepare | Train | FinishRound | Screen | TakeOuterStep | Save | Validate | Stop
+Command = Prepare | Train | UseFragment | FinishRound | Screen | TakeOuterStep | Save | Validate | Stop
 
 
 class Prepared(msgspec.Struct, frozen=True, tag=True):
@@ -122,7 +129,10 @@ class Contributed(msgspec.Struct, frozen=True, tag=True):
     tokens: int
     loss: float
     seconds: float
-    """Spent in inner steps."""
+    """Spent in inner steps and with commands between them."""
+    fragment: int
+    utilisation: float
+    """Share of the trainer's time, since its first round began, that went into inner steps."""
 
 
 class Screened(msgspec.Struct, frozen=True, tag=True):

@@ -48,6 +48,7 @@ from .trainer_messages import (
     Stop,
     TakeOuterStep,
     Train,
+    UseFragment,
     Validate,
     Validated,
     decode_command,
@@ -115,6 +116,9 @@ class TrainerProcess:
         self._author = prepare.author
         self._slow = prepare.slow
         self._checkpoint = Path(prepare.checkpoint)
+        self._fragment = 0
+        self._began_at: float | None = None
+        self._inner_seconds = 0.0  # spent in inner steps
         self._replica = replica = _build_replica(prepare)
         resumed = self._resume(Path(prepare.fetched) if prepare.fetched else None)
         size = replica.contribution_bytes
@@ -161,7 +165,7 @@ class TrainerProcess:
                 self._channel.send(self._save())
             case Validate(num_batches):
                 self._channel.send(self._validate(num_batches))
-            case FinishRound():
+            case FinishRound() | UseFragment():
                 pass  # it crossed our contribution: the round was over by its steps already
             case Prepare() | Stop():
                 raise EOFError("asked to stop")
@@ -172,6 +176,8 @@ class TrainerProcess:
             replica.round = command.round
         tokens_before = replica.tokens
         started_at = reported_at = time.monotonic()
+        if self._began_at is None:
+            self._began_at = started_at
         steps = 0
         losses: Tensor | float = 0.0  # their sum stays on the device: reading it would wait for the step
         is_over = False
@@ -192,12 +198,14 @@ class TrainerProcess:
                         tokens_per_second=(replica.tokens - tokens_before) / (now - started_at),
                     )
                 )
-            is_over = self._is_round_over(command.round, now + (self._slow - 1.0) * (now - step_started_at))
+            pause = (self._slow - 1.0) * (now - step_started_at)
+            self._inner_seconds += now - step_started_at + pause
+            is_over = self._is_round_over(command.round, now + pause)
         loss, seconds = float(losses) / steps, time.monotonic() - started_at
         while replica.awaits_outer_step and (late := self._channel.poll(None)) is not None:
             self._obey(late, command.round)
         replica.round = command.round
-        size, digest = replica.contribution(memoryview(self._outgoing))
+        size, digest = replica.contribution(memoryview(self._outgoing), self._fragment)
         self._channel.send(
             Contributed(
                 round=command.round,
@@ -209,6 +217,8 @@ class TrainerProcess:
                 tokens=replica.tokens,
                 loss=loss,
                 seconds=seconds,
+                fragment=self._fragment,
+                utilisation=self._inner_seconds / (time.monotonic() - self._began_at),
             )
         )
 
@@ -224,6 +234,9 @@ class TrainerProcess:
         match command:
             case FinishRound():
                 return command.round == round_index
+            case UseFragment():
+                if command.round == round_index:
+                    self._fragment = command.fragment
             case Screen() | TakeOuterStep() if self._replica.awaits_outer_step:  # of the round before
                 self.handle(command)
             case Save():  # of the last outer step: the inner steps do not touch the slow weights

@@ -92,6 +92,8 @@ class OuterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a contribution travels."""
     error_feedback: bool | None = None
     """Whether what the codec rounds away is added to the next contribution; null: where it helps, with int4."""
+    fragments: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    """Parts of the parameters, of which a round exchanges one (Streaming DiLoCo, arXiv 2501.18512)."""
 
 
 class RoundConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -108,7 +110,7 @@ class RoundConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     exchange_seconds: Annotated[float, msgspec.Meta(ge=0.1, le=3_600)] = 30.0
     """From the end of the inner steps, the longest that a node waits for a partner and its contribution."""
     overlap: bool = False
-    """Whether the next round's inner steps go on during the exchange. The trainer can; no node drives it so today."""
+    """Whether the next round's inner steps go on during the exchange; the outer step then comes that much later."""
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -181,8 +183,6 @@ def _problems(manifest: Manifest) -> list[str]:
         problems.append("tokenizer.sha256 names the file of kind 'tokenizers', and is empty for kind 'bytes'")
     if not rounds.inner_steps and not rounds.round_seconds:
         problems.append("rounds.inner_steps and rounds.round_seconds are both 0: a round would never end")
-    if rounds.overlap:
-        problems.append("rounds.overlap is not served yet: leave it false")
     return problems
 
 

@@ -13,6 +13,8 @@ or equal speeds come to be pairs. Here each of them proposes to a uniformly rand
 - *No waiting.* Where rounds are boxed in time, partners move the ends of their boxes to the mean of both. That is
   gossip averaging of the phases: the network falls into step without any clock. Without boxes, nodes whose ends lie
   too far apart do not pair.
+- *Fragments.* Where a round exchanges a part of the parameters, a proposal is for the part that its sender has
+  exchanged least, named by the session's last byte. Who is not ready yet takes any; who is ready has only its own.
 - *Bounded waiting.* From the time it is ready a node waits at most `WAIT_SHARE` of ``exchange_seconds`` for its
   partner; an odd node out, or one that nobody is there for, goes on at once.
 
@@ -70,16 +72,22 @@ MAX_METERED_PEERS = 4_096
 
 @dataclass(frozen=True, slots=True)
 class RoundStarted:
-    """The trainer begins the inner steps of this round. Ends whatever was agreed for an earlier round."""
+    """The trainer begins the inner steps of this round. Ends whatever was agreed for an earlier round.
+
+    An exchange that runs goes on without this machine: where it overlaps with this round, the caller follows it.
+    """
 
     round: int
+    at: float | None = None
+    """When it began, if that was earlier than now."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContributionReady:
-    """The trainer has ended the round's inner steps, and its contribution can be read."""
+    """The trainer has ended the round's inner steps, and its contribution, of this fragment, can be read."""
 
     round: int
+    fragment: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +151,14 @@ class SetTimer:
 
 
 @dataclass(frozen=True, slots=True)
+class UseFragment:
+    """This round's contribution shall be of this fragment, unless it is made already. Replaces the last word on it."""
+
+    round: int
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True)
 class FinishRound:
     """The round's box in time is over: the trainer ends its inner steps after the one that runs."""
 
@@ -170,7 +186,7 @@ class GoAlone:
     reason: str
 
 
-Output = SendMessage | SetTimer | FinishRound | StartExchange | GoAlone
+Output = SendMessage | SetTimer | UseFragment | FinishRound | StartExchange | GoAlone
 
 
 class State(enum.Enum):
@@ -271,7 +287,7 @@ class Pairing:
     `MessageReceived`, and is then unchanged.
     """
 
-    def __init__(self, own: bytes, config: RoundConfig, rng: random.Random) -> None:
+    def __init__(self, own: bytes, config: RoundConfig, rng: random.Random, num_fragments: int = 1) -> None:
         self.state = State.IDLE
         self.round = -1
         self._own = own
@@ -284,7 +300,9 @@ class Pairing:
         self._timers: dict[_Timer, float] = {}
         self._timer_set_at: float | None = None
         self._outputs: list[Output] = []
+        self._num_exchanged = [0] * num_fragments  # by fragment, alone or not
         # Of the present round:
+        self._fragment = 0
         self._started_at = 0.0
         self._ends_at: float | None = None  # of the box; without boxes as it is expected, if it is known
         self._ready_at: float | None = None
@@ -321,10 +339,10 @@ class Pairing:
         """Take in what has happened; what is to be done about it."""
         self._outputs = []
         match event:
-            case RoundStarted(round=round_):
-                self._start_round(round_, now)
-            case ContributionReady(round=round_):
-                self._become_ready(round_, now)
+            case RoundStarted(round=round_, at=at):
+                self._start_round(round_, now if at is None else at, now)
+            case ContributionReady(round=round_, fragment=fragment):
+                self._become_ready(round_, fragment, now)
             case PeersChanged(peers=peers):
                 self._set_peers(peers, now)
             case MessageReceived(peer=peer, payload=payload):
@@ -343,27 +361,32 @@ class Pairing:
 
     # Rounds
 
-    def _start_round(self, round_: int, now: float) -> None:
+    def _start_round(self, round_: int, at: float, now: float) -> None:
         self._withdraw()
         self._timers.clear()
         self._bond = None
         self._move(Trigger.ROUND_STARTED)
         self.round = round_
-        self._started_at = now
+        self._started_at = at
         self._ready_at = None
         self._num_proposals = 0
         self._ask_at.clear()
         self._lost.clear()
-        self._ends_at = None if self._inner_seconds is None else now + self._inner_seconds
+        self._ends_at = None if self._inner_seconds is None else at + self._inner_seconds
         if self._config.round_seconds:
-            self._ends_at = self._timers[_Timer.BOX] = now + self._config.round_seconds
-        delay = self._rng.uniform(PROPOSE_FROM, PROPOSE_UNTIL) * (self._inner_seconds or 0.0)
-        self._propose_at = now + delay
+            self._ends_at = self._timers[_Timer.BOX] = at + self._config.round_seconds
+        seconds_left = 0.0 if self._ends_at is None else max(0.0, self._ends_at - now)
+        self._propose_at = now + self._rng.uniform(PROPOSE_FROM, PROPOSE_UNTIL) * seconds_left
+        self._use_fragment(self._num_exchanged.index(min(self._num_exchanged)))
         self._seek(now)
 
-    def _become_ready(self, round_: int, now: float) -> None:
+    def _become_ready(self, round_: int, fragment: int, now: float) -> None:
         if round_ != self.round or self._ready_at is not None or self.state in (State.IDLE, State.AWAY):
             return  # of a round that has been given up
+        if self._bond is not None and self._fragment_of(self._bond.session) != fragment:  # agreed on too late
+            self._withdraw()
+            self._part(math.inf)
+        self._fragment = fragment
         self._ready_at = self._propose_at = now
         self._inner_seconds = now - self._started_at
         self._timers.pop(_Timer.BOX, None)
@@ -384,6 +407,7 @@ class Pairing:
     def _exchange(self, bond: _Bond, ready_at: float, now: float) -> None:
         self._timers.clear()
         self._move(Trigger.BOTH_READY)
+        self._num_exchanged[self._fragment] += 1
         self._exchange_started_at = now
         deadline = ready_at + self._config.exchange_seconds
         self._outputs.append(StartExchange(bond.session, bond.peer, self.round, bond.is_proposer, deadline))
@@ -400,6 +424,7 @@ class Pairing:
     def _go_alone(self, reason: str) -> None:
         self._timers.clear()
         self._move(Trigger.WENT_ALONE)
+        self._num_exchanged[self._fragment] += 1
         self._outputs.append(GoAlone(self.round, reason))
 
     def _stop(self) -> None:
@@ -429,7 +454,7 @@ class Pairing:
     def _propose(self, now: float) -> None:
         not_yet = {peer for peer, at in self._ask_at.items() if at > now}
         peer = self._rng.choice([peer for peer in self._sorted_peers if peer not in not_yet])
-        self._bond = _Bond(peer, self._rng.randbytes(SESSION_BYTES), is_proposer=True)
+        self._bond = _Bond(peer, self._draw_session(), is_proposer=True)
         self._num_proposals += 1
         patience = ANSWER_SHARE * (self._inner_seconds or 0.0)
         self._timers[_Timer.ANSWER] = now + min(max(patience, MIN_ANSWER), MAX_ANSWER)
@@ -438,6 +463,8 @@ class Pairing:
 
     def _agree(self, bond: _Bond, seconds_left: float | None, now: float) -> None:
         self._bond = bond
+        if (fragment := self._fragment_of(bond.session)) != self._fragment:
+            self._use_fragment(fragment)
         self._timers.pop(_Timer.PROPOSE, None)
         self._timers.pop(_Timer.ANSWER, None)
         self._move(Trigger.AGREED)
@@ -488,6 +515,26 @@ class Pairing:
 
     def _retry_after(self) -> float:
         return min(max(RETRY_SHARE * (self._inner_seconds or 0.0), MIN_RETRY), MAX_RETRY)
+
+    # Fragments
+
+    def _use_fragment(self, fragment: int) -> None:
+        self._fragment = fragment
+        if len(self._num_exchanged) > 1:
+            self._outputs.append(UseFragment(self.round, fragment))
+
+    def _draw_session(self) -> bytes:
+        """At random; where there are fragments the last byte says which one the proposal is for."""
+        session = self._rng.randbytes(SESSION_BYTES)
+        return session[:-1] + bytes((self._fragment,)) if len(self._num_exchanged) > 1 else session
+
+    def _fragment_of(self, session: bytes) -> int:
+        """Raises `RemoteProtocolError` if there is no such fragment."""
+        if len(self._num_exchanged) == 1:
+            return 0
+        if session[-1] >= len(self._num_exchanged):
+            raise RemoteProtocolError(f"a proposal for fragment {session[-1]} of {len(self._num_exchanged)}")
+        return session[-1]
 
     # Peers
 
@@ -542,6 +589,7 @@ class Pairing:
                     self._seek_another(now)
 
     def _receive_proposal(self, peer: bytes, proposal: Propose, now: float) -> None:
+        self._fragment_of(proposal.session)
         is_of_ours = self._bond is not None and self._bond.peer == peer
         if is_of_ours and self.state is State.MATCHED:
             self._seek_another(now, ask_again_at=now)  # it has forgotten what we agreed on: it was restarted
@@ -568,6 +616,8 @@ class Pairing:
                 return Busy(session, max(left, self._retry_after()))
             case State.PROPOSED if self._bond is not None and self._bond.session < session:
                 return Busy(session, self._retry_after())
+            case State.SEEKING | State.PROPOSED if self.is_ready and self._fragment_of(session) != self._fragment:
+                return Refuse(session, "fragment")
             case State.SEEKING | State.PROPOSED if peer in self._peers:
                 wait = self._wait_between(proposal.seconds_left, now)
                 share = MEETING_SHARE if self._config.round_seconds else WAIT_SHARE

@@ -39,8 +39,8 @@ class Refuse(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """No, not in this round."""
 
     session: Session
-    reason: Literal["matched", "away"]
-    """``matched``: the sender has a partner; ``away``: it pauses or leaves."""
+    reason: Literal["matched", "away", "fragment"]
+    """``matched``: the sender has a partner; ``away``: it pauses or leaves; ``fragment``: it has another one ready."""
 
 
 class Busy(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=4):

@@ -28,7 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 @testnet_app.command("run")
 def run_testnet(
-    scenario: Annotated[str, typer.Argument(metavar="SCENARIO", help="A TOML file, or demo, churn, unequal.")] = "demo",
+    scenario: Annotated[
+        str, typer.Argument(metavar="SCENARIO", help="A TOML file, or demo, churn, unequal, overlap.")
+    ] = "demo",
     nodes: Annotated[int | None, typer.Option(min=1, help="How many, instead of the scenario's.")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="How many, instead of the scenario's.")] = None,
     out: Annotated[

@@ -38,6 +38,7 @@ from farandole.protocol.pairing import (
     SetTimer,
     StartExchange,
     TimerFired,
+    UseFragment,
 )
 
 from .simulation import Network, Simulation, Timer
@@ -67,6 +68,7 @@ class PairingScenario:
     num_deaths: int = 0
     num_late: int = 0
     """Nodes, on top of the others, that join at random times."""
+    num_fragments: int = 1
 
 
 @dataclass
@@ -86,7 +88,9 @@ class Report:
     coherence: float = 0.0
     """Of the phases at the end: 1 when all nodes start their rounds together, about N^-0.5 when they do not at all."""
     disagreements: int = 0
-    """Sessions that one living node believes committed and the other not."""
+    """Sessions that one living node believes committed and the other not, or that were of two fragments."""
+    fragments: Counter[int] = field(default_factory=Counter)
+    """Contributions exchanged, by fragment."""
     pairs: Counter[frozenset[bytes]] = field(default_factory=Counter)
     repeats: float = 0.0
     """Share of exchanges with the same partner as in the exchange before."""
@@ -118,6 +122,7 @@ class _World:
         self.report = Report()
         self.nodes: dict[bytes, _Node] = {}
         self.beliefs: dict[bytes, dict[bytes, bool]] = {}
+        self.fragments: dict[bytes, set[int]] = {}
         self.waits: list[float] = []
 
     def run(self) -> Report:
@@ -180,6 +185,7 @@ class _World:
         report.mean_wait = statistics.fmean(self.waits) if self.waits else 0.0
         report.coherence = self.coherence()
         report.disagreements = sum(self.disagree(beliefs) for beliefs in self.beliefs.values())
+        report.disagreements += sum(len(fragments) > 1 for fragments in self.fragments.values())
         repeats, chances = sum(node.repeats for node in nodes), sum(max(node.meetings - 1, 0) for node in nodes)
         report.repeats = repeats / max(chances, 1)
         sent = sum(traffic.messages for traffic in self.network.traffic.values())
@@ -208,7 +214,8 @@ class _Node:
         self.world = world
         self.name = name
         self.step_seconds = step_seconds
-        self.machine = Pairing(name, world.scenario.rounds, random.Random(world.rng.random()))
+        scenario = world.scenario
+        self.machine = Pairing(name, scenario.rounds, random.Random(world.rng.random()), scenario.num_fragments)
         self.outcomes = Outcomes()
         self.exchanges: dict[bytes, _Exchange] = {}
         self.hellos: set[bytes] = set()
@@ -222,6 +229,11 @@ class _Node:
         self.last_partner = b""
         self._round = -1
         self._ready_at = 0.0
+        self._fragment = 0
+        self._awaits_outcome = False
+        """Of the round before the one whose inner steps run: only where rounds overlap."""
+        self._steps_ended_at: float | None = None
+        """And so they have to wait."""
         self._timer: Timer | None = None
         self._steps_end: Timer | None = None
 
@@ -233,8 +245,11 @@ class _Node:
         self.is_alive = False
 
     def start_round(self) -> None:
-        if not self.is_alive:
-            return
+        if self.is_alive:
+            self.start_steps()
+            self.handle(RoundStarted(self._round))
+
+    def start_steps(self) -> None:
         self._round += 1
         if self._round:
             self.period = self.now - self.started_at
@@ -244,7 +259,6 @@ class _Node:
         self.inner_seconds_before = self.inner_seconds
         if self.world.scenario.rounds.inner_steps:
             self.end_steps_at(self.now + self.world.scenario.rounds.inner_steps * self.step_seconds)
-        self.handle(RoundStarted(self._round))
 
     def end_steps_at(self, at: float) -> None:
         if self._steps_end is not None:
@@ -254,10 +268,39 @@ class _Node:
 
     def become_ready(self) -> None:
         self._steps_end = None
+        if not self.is_alive:
+            return
+        if self._awaits_outcome:
+            self._steps_ended_at = self.now
+            return
+        ended_at = self.now if self._steps_ended_at is None else self._steps_ended_at
+        self._steps_ended_at = None
+        self.inner_seconds += ended_at - self.started_at
+        self._ready_at = self.now
+        ready = ContributionReady(self._round, self._fragment)
+        if self.world.scenario.rounds.overlap:
+            self._awaits_outcome = True
+            self.start_steps()
+        self.handle(ready)
+
+    def start_next_round(self) -> None:
+        """The round's exchange is under way, or there is none: look for the partner of the one that runs already."""
         if self.is_alive:
-            self.inner_seconds += self.now - self.started_at
-            self._ready_at = self.now
-            self.handle(ContributionReady(self._round))
+            self.handle(RoundStarted(self._round, self.started_at))
+
+    def end_exchange(self, session: bytes, partner: bytes, is_committed: bool) -> None:
+        """The exchange is over; where rounds overlap the machine has gone on to the next one."""
+        if is_committed:
+            self.finish_round(partner)
+        if not self.world.scenario.rounds.overlap:
+            self.handle(ExchangeEnded(session, is_committed))
+        elif not is_committed:
+            self.go_alone("the exchange failed")
+
+    def go_alone(self, reason: str) -> None:
+        self.world.report.alone += 1
+        self.world.report.reasons[reason] += 1
+        self.finish_round(None)
 
     def finish_round(self, partner: bytes | None) -> None:
         """The outcome of the round is known: take the outer step, and begin the next."""
@@ -270,7 +313,12 @@ class _Node:
             self.meetings += 1
             self.repeats += partner == self.last_partner
             self.last_partner = partner
-        world.simulation.call_after(OUTER_STEP_SECONDS, self.start_round)
+        if not world.scenario.rounds.overlap:
+            world.simulation.call_after(OUTER_STEP_SECONDS, self.start_round)
+            return
+        self._awaits_outcome = False
+        if self._steps_ended_at is not None:
+            self.become_ready()
 
     def handle(self, event: Event) -> None:
         if self.is_alive:
@@ -289,13 +337,17 @@ class _Node:
             case FinishRound():
                 steps = math.ceil((self.now - self.started_at) / self.step_seconds)
                 self.end_steps_at(self.started_at + steps * self.step_seconds)
+            case UseFragment(fragment=fragment):
+                self._fragment = fragment
             case GoAlone(reason=reason):
-                self.world.report.alone += 1
-                self.world.report.reasons[reason] += 1
-                self.finish_round(None)
+                self.go_alone(reason)
             case StartExchange():
+                self.world.fragments.setdefault(output.session, set()).add(self._fragment)
+                self.world.report.fragments[self._fragment] += 1
                 self.exchanges[output.session] = _Exchange(self, output)
                 self.exchanges[output.session].begin()
+        if self.world.scenario.rounds.overlap and isinstance(output, GoAlone | StartExchange):
+            simulation.call_after(0.0, self.start_next_round)
 
     def receive(self, sender: bytes, payload: bytes) -> None:
         if payload[:1] == _PAIRING:
@@ -403,9 +455,7 @@ class _Exchange:
         if self.start.is_initiator:
             node.outcomes.decide(session, committed=False)  # unless it is decided already
         node.world.beliefs.setdefault(session, {})[node.name] = is_committed
-        if is_committed:
-            node.finish_round(self.start.peer)
-        node.handle(ExchangeEnded(session, is_committed))
+        node.end_exchange(session, self.start.peer, is_committed)
 
 
 def main() -> None:

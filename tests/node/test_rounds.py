@@ -15,12 +15,20 @@ import trio.testing
 from farandole.node import rounds as rounds_module
 from farandole.node import trainer_messages as messages
 from farandole.node.board import Board
+from farandole.node.exchange import ExchangeResult
 from farandole.node.rounds import MAX_ROUNDS_BEHIND, NEWS_SECONDS, Rounds, RoundsConfig
-from farandole.protocol.manifest import Manifest, ModelConfig
-from farandole.protocol.pairing import Pairing
+from farandole.protocol.manifest import Manifest, ModelConfig, RoundConfig
+from farandole.protocol.pairing import Pairing, PeersChanged, StartExchange, State
 
 MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
 PREPARED = messages.Prepared("cpu", 1, 4, b"l" * 32, 0, 0, 0, resumed=False)
+
+
+EXCHANGE_SECONDS = 5.0
+
+
+def contributed(round_index: int) -> messages.Contributed:
+    return messages.Contributed(round_index, 4, b"h" * 32, 8, 1, 1, 8, 2.0, 1.0, 0, 0.5)
 
 
 class FakeTrainer:
@@ -28,6 +36,7 @@ class FakeTrainer:
 
     def __init__(self) -> None:
         self.prepared, self.pid = PREPARED, 1
+        self.outgoing, self.incoming = bytearray(4), bytearray(4)
         self.commands: list[messages.Command] = []
         self.reports, self._reported = trio.open_memory_channel[messages.Report](100)
 
@@ -50,16 +59,17 @@ class FakeTrainer:
 class Story:
     """A node without peers, its rounds, and every trainer that it started."""
 
-    def __init__(self) -> None:
+    def __init__(self, rounds: RoundConfig, max_rounds: int | None = None) -> None:
         self.trainers: list[FakeTrainer] = []
         self.others_round = 0
         self.board = Board(say=lambda text: None)
         prepare: Any = None
-        fake: Any = SimpleNamespace(set_receiver=lambda *args: None, send_nowait=self.refuse)
-        manifest = Manifest("tiny", MODEL)
+        fake: Any = SimpleNamespace(set_receiver=lambda *args: None, send_nowait=self.refuse, run=self.exchange)
+        self.exchanges: list[StartExchange] = []
+        manifest = Manifest("tiny", MODEL, rounds=rounds)
         self.pairing = Pairing(b"a" * 32, manifest.rounds, random.Random(1))
         self.rounds = Rounds(
-            RoundsConfig(b"r" * 32, prepare, None, 1e9, 0),
+            RoundsConfig(b"r" * 32, prepare, max_rounds, 1e9, 0),
             manifest,
             self.pairing,
             fake,
@@ -80,15 +90,25 @@ class Story:
         """A messenger with too many streams: it says at once that a message is lost."""
         self.rounds.lose_peer(peer)
 
+    async def exchange(self, start: StartExchange, *args: object) -> ExchangeResult:
+        """An exchange that fails after a while."""
+        self.exchanges.append(start)
+        await trio.sleep(EXCHANGE_SECONDS)
+        return ExchangeResult(start.session, start.peer, start.round, False, "broken", 0, 0, 1.0, 0, 0, 0, "stream")
+
     async def play_round(self) -> None:
         index = self.board.round
-        contributed = messages.Contributed(index, 4, b"h" * 32, 8, 1, 1, 8, 2.0, 1.0)
-        await self.trainers[-1].report(contributed, messages.OuterStepTaken(index))
+        await self.trainers[-1].report(contributed(index), messages.OuterStepTaken(index))
 
 
 @pytest.fixture
-async def story(nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch) -> Story:
-    story = Story()
+def rounds_config() -> RoundConfig:
+    return RoundConfig()
+
+
+@pytest.fixture
+async def story(nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch, rounds_config: RoundConfig) -> Story:
+    story = Story(rounds_config, max_rounds=3 if rounds_config.overlap else None)
     monkeypatch.setattr(rounds_module, "open_trainer", story.open_trainer)
     nursery.start_soon(story.rounds.run)
     await trio.testing.wait_all_tasks_blocked()
@@ -96,9 +116,8 @@ async def story(nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch) -> Story
 
 
 async def test_a_message_that_is_lost_at_once_leaves_the_right_timer(story: Story) -> None:
-    contributed = messages.Contributed(0, 4, b"h" * 32, 8, 1, 1, 8, 2.0, 1.0)
     story.rounds.set_peers(frozenset({b"b" * 32}))
-    await story.trainers[0].report(contributed)
+    await story.trainers[0].report(contributed(0))
     assert story.pairing._num_proposals == 1
     assert story.rounds._timer_at == min(story.pairing._timers.values())
 
@@ -164,3 +183,47 @@ async def test_who_slept_and_learns_bit_by_bit_how_long_takes_newer_weights_too(
         await story.play_round()
     assert len(story.trainers) == 2
     assert story.board.round == story.others_round
+
+
+OVERLAPPED = RoundConfig(overlap=True)
+TRAIN, ALONE = messages.Train, messages.TakeOuterStep
+
+
+def without_saves(trainer: FakeTrainer) -> list[messages.Command]:
+    return [command for command in trainer.commands if not isinstance(command, messages.Save)]
+
+
+@pytest.mark.parametrize("rounds_config", [OVERLAPPED])
+async def test_the_next_round_begins_before_the_outer_step(story: Story) -> None:
+    (trainer,) = story.trainers
+    await trainer.report(contributed(0))
+    assert without_saves(trainer) == [TRAIN(0, 0), TRAIN(1, 0), ALONE(0)]
+    assert story.pairing.round == story.board.round == 1
+    await trainer.report(messages.OuterStepTaken(0, late_steps=7), contributed(1))
+    assert without_saves(trainer)[3:] == [TRAIN(2, 0), ALONE(1)]
+    assert story.board.late_steps == 7
+    await trainer.report(messages.OuterStepTaken(1), contributed(2))
+    assert without_saves(trainer)[5:] == [ALONE(2)]  # nothing is left to overlap with
+    await trainer.report(messages.OuterStepTaken(2))
+    assert story.board.phase == "finished"
+
+
+@pytest.mark.parametrize("rounds_config", [OVERLAPPED])
+async def test_an_overlapped_exchange_that_fails_leaves_the_next_round_alone(
+    story: Story, autojump_clock: trio.testing.MockClock
+) -> None:
+    (trainer,) = story.trainers
+    session = story.rounds._session
+    assert session is not None
+    story.rounds._pairing.handle(PeersChanged(frozenset({b"b" * 32})), trio.current_time())
+    await trainer.report(contributed(0))
+    commands = [TRAIN(0, 0), TRAIN(1, 0)]
+    assert without_saves(trainer) == commands
+    session.carry_out(StartExchange(b"s" * 16, b"b" * 32, 0, is_initiator=True, deadline=60.0))
+    assert story.pairing.round == 1  # the next partner is sought while the exchange goes on
+    assert story.pairing.state is State.SEEKING
+    await trio.sleep(2 * EXCHANGE_SECONDS)
+    assert [start.round for start in story.exchanges] == [0]
+    assert without_saves(trainer) == [*commands, ALONE(0)]
+    assert story.pairing.round == 1
+    assert story.board.exchanges_failed == 1

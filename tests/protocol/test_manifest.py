@@ -99,7 +99,8 @@ def test_a_long_manifest_is_refused_unread() -> None:
         ({"rounds": {"inner_steps": 0, "round_seconds": 0}}, "never end"),
         ({"admission": "invited"}, "admission"),
         ({"rounds": {"exchange_seconds": 0.0}}, "exchange_seconds"),
-        ({"rounds": {"overlap": True}}, "not served yet"),
+        ({"outer": {"fragments": 0}}, "fragments"),
+        ({"outer": {"fragments": 65}}, "fragments"),
     ],
 )
 def test_what_is_out_of_range_is_refused_by_name(sections: dict[str, Any], words: str) -> None:

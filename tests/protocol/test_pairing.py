@@ -36,6 +36,7 @@ from farandole.protocol.pairing import (
     State,
     Stopped,
     TimerFired,
+    UseFragment,
 )
 from farandole.protocol.pairing_messages import (
     MAX_MESSAGE_BYTES,
@@ -60,8 +61,10 @@ STEPS = RoundConfig(inner_steps=50, round_seconds=0.0, exchange_seconds=30.0)
 class Node:
     """A pairing machine whose outputs a test reads."""
 
-    def __init__(self, own: bytes, config: RoundConfig = BOXED, peers: frozenset[bytes] = frozenset()) -> None:
-        self.machine = Pairing(own, config, random.Random(own))
+    def __init__(
+        self, own: bytes, config: RoundConfig = BOXED, peers: frozenset[bytes] = frozenset(), num_fragments: int = 1
+    ) -> None:
+        self.machine = Pairing(own, config, random.Random(own), num_fragments)
         self.outputs: list[Output] = []
         self.handle(PeersChanged(peers), 0.0)
 
@@ -280,6 +283,83 @@ def test_without_boxes_ends_far_apart_do_not_pair() -> None:
     assert answer.retry_after == pytest.approx(99 - 10 - 15)
     alice.hear(BOB, Propose(LOW, 90.0), 103.0)
     assert alice.machine.partner == BOB
+
+
+# Rounds that overlap with the exchange before
+
+
+def test_a_round_that_began_before_its_partner_is_sought_ends_in_time() -> None:
+    alice, session = matched()
+    alice.handle(ContributionReady(7), 40.0)
+    alice.hear(BOB, Ready(session), 48.0)
+    alice.handle(RoundStarted(8, at=40.0), 48.0)
+    assert alice.machine.box_ends_at == 80.0
+    alice.handle(ExchangeEnded(session, committed=False), 60.0)  # followed by the caller: the machine is in round 8
+    assert alice.outputs == []
+    alice.hear(BOB, Propose(LOW, 10.0), 60.0)
+    assert alice.machine.partner == BOB
+
+
+# Fragments
+
+
+def of_fragment(session: bytes, fragment: int) -> bytes:
+    return session[:-1] + bytes((fragment,))
+
+
+def with_fragments() -> Node:
+    alice = Node(ALICE, BOXED, frozenset((BOB,)), num_fragments=3)
+    alice.handle(RoundStarted(7), 0.0)
+    return alice
+
+
+def test_every_fragment_has_its_turn() -> None:
+    alice = Node(ALICE, BOXED, num_fragments=3)
+    used = []
+    for index in range(6):
+        (use,) = alice.handle(RoundStarted(index), 40.0 * index)
+        assert isinstance(use, UseFragment)
+        used.append(use.fragment)
+        alice.handle(ContributionReady(index, use.fragment), 40.0 * index + 39.0)
+    assert used == [0, 1, 2, 0, 1, 2]
+
+
+def test_who_is_not_ready_takes_the_fragment_that_is_proposed() -> None:
+    alice = with_fragments()
+    session = of_fragment(LOW, 2)
+    alice.hear(BOB, Propose(session, 20.0), 20.0)
+    assert UseFragment(7, 2) in alice.outputs
+    assert alice.machine.partner == BOB
+    alice.handle(ContributionReady(7, 2), 40.0)
+    assert alice.sent == [(BOB, Ready(session))]
+
+
+def test_who_is_ready_refuses_another_fragment_and_proposes_its_own() -> None:
+    alice = with_fragments()
+    alice.handle(ContributionReady(7, 1), 10.0)
+    ((_, proposal),) = alice.sent
+    assert isinstance(proposal, Propose)
+    assert proposal.session[-1] == 1
+    alice.hear(BOB, Propose(of_fragment(LOW, 2), 0.0), 10.5)
+    assert alice.sent == [(BOB, Refuse(of_fragment(LOW, 2), "fragment"))]
+    alice.hear(BOB, Propose(of_fragment(LOW, 1), 0.0), 11.0)
+    assert alice.machine.partner == BOB
+
+
+def test_a_contribution_made_before_the_fragment_was_agreed_on_parts_the_partners() -> None:
+    alice = with_fragments()
+    session = of_fragment(LOW, 2)
+    alice.hear(BOB, Propose(session, 0.5), 39.5)
+    alice.handle(ContributionReady(7, 0), 39.6)
+    assert (BOB, Withdraw(session)) in alice.sent
+    assert alice.machine.partner is None
+
+
+def test_a_proposal_for_a_fragment_that_there_is_not_breaks_the_protocol() -> None:
+    alice = with_fragments()
+    with pytest.raises(RemoteProtocolError, match="fragment 3 of 3"):
+        alice.hear(BOB, Propose(of_fragment(LOW, 3), 20.0), 20.0)
+    assert alice.machine.state is State.SEEKING
 
 
 # The end of a round

@@ -19,7 +19,7 @@ def test_delivered_scenarios_are_valid(name: str) -> None:
 
 
 def test_the_three_scenarios_are_delivered() -> None:
-    assert {"demo", "churn", "unequal"} <= set(scenario_names())
+    assert {"demo", "churn", "unequal", "overlap"} <= set(scenario_names())
 
 
 def test_what_the_command_line_says_replaces_what_the_file_says(tmp_path: Path) -> None:

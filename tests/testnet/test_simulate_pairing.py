@@ -6,6 +6,7 @@ from farandole.protocol.manifest import RoundConfig
 from farandole.testnet.simulate_pairing import PairingScenario, chi_square, simulate
 
 BOXED = RoundConfig(inner_steps=0, round_seconds=30.0, exchange_seconds=30.0)
+OVERLAPPED = RoundConfig(inner_steps=0, round_seconds=30.0, exchange_seconds=30.0, overlap=True)
 STEPS = RoundConfig(inner_steps=50, round_seconds=0.0, exchange_seconds=30.0)
 EVEN, UNEVEN = (0.5, 0.5), (0.25, 2.0)
 # A chi-square variable is above this number of standard deviations, by chance, in less than one of 10,000 cases.
@@ -17,13 +18,14 @@ def test_nobody_waits_beyond_its_deadline_and_no_two_disagree(block: int) -> Non
     for seed in range(20 * block, 20 * block + 20):
         scenario = PairingScenario(
             num_nodes=2 + seed % 11,
-            rounds=BOXED if seed % 2 else STEPS,
+            rounds=(BOXED, STEPS, OVERLAPPED)[seed % 3],
             seconds=400.0,
-            step_seconds=UNEVEN if seed % 3 else EVEN,
+            step_seconds=UNEVEN if seed % 5 else EVEN,
             start_spread=30.0,
             loss=(0.0, 0.02, 0.1)[seed // 2 % 3],
             num_deaths=seed % 4,
             num_late=seed % 5,
+            num_fragments=1 + 3 * (seed % 2),
         )
         report = simulate(scenario, seed)
         assert report.rounds > 0
@@ -78,3 +80,34 @@ def test_a_thousand_nodes(step_seconds: tuple[float, float]) -> None:
     assert report.longest_wait <= 30.0
     assert report.disagreements == 0
     assert report.messages_per_round < 20
+
+
+@pytest.mark.parametrize("num_nodes", [8, 64])
+@pytest.mark.parametrize("step_seconds", [EVEN, UNEVEN])
+def test_exchanges_that_take_half_a_round_cost_no_time_where_they_overlap(
+    num_nodes: int, step_seconds: tuple[float, float]
+) -> None:
+    half_a_round = (10.0, 20.0)
+    overlapped, blocking = (
+        simulate(
+            PairingScenario(
+                num_nodes,
+                rounds,
+                3_000.0,
+                step_seconds=step_seconds,
+                start_spread=10.0,
+                transfer_seconds=half_a_round,
+                num_fragments=4,
+            ),
+            seed=1,
+        )
+        for rounds in (OVERLAPPED, BOXED)
+    )
+    assert blocking.utilisation < 0.75
+    assert overlapped.utilisation > 0.99
+    assert overlapped.alone <= 0.01 * overlapped.rounds
+    assert abs(chi_square(overlapped.pairs, num_nodes)) < MAX_DEVIATION
+    for report in (overlapped, blocking):
+        assert report.disagreements == 0
+        assert max(report.fragments.values()) - min(report.fragments.values()) <= 2 * num_nodes
+        assert len(report.fragments) == 4
