@@ -47,6 +47,7 @@ class Board:
     bytes_received: int = 0
     last_exchange: ExchangeStatus | None = None
     partners: Counter[str] = field(default_factory=Counter)
+    paths: Counter[str] = field(default_factory=Counter)
     losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MAX_LOSSES))
     validation: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MAX_LOSSES))
     warnings: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_WARNINGS))
@@ -91,6 +92,7 @@ class Board:
         if verdict == "committed":
             self.exchanges_ok += 1
             self.partners[name] += 1
+            self.paths[path] += 1
         elif partner:
             self.exchanges_failed += 1
         else:

@@ -66,6 +66,7 @@ class Reporter:
             exchanges_alone=board.exchanges_alone,
             exchanges_failed=board.exchanges_failed,
             partners=dict(board.partners),
+            paths=dict(board.paths),
             bytes_sent=board.bytes_sent,
             bytes_received=board.bytes_received,
             last_exchange=board.last_exchange,

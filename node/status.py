@@ -126,3 +126,5 @@ class NodeStatus(msgspec.Struct, frozen=True):
     """Share of the trainer's time that went into inner steps."""
     late_steps: int = 0
     """Inner steps between the newest contribution and its outer step: more than 0 where exchanges overlap."""
+    paths: dict[str, int] = {}
+    """``bulk`` or ``stream`` -> committed exchanges whose contributions moved so; see `ExchangeStatus.path`."""

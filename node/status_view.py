@@ -93,8 +93,10 @@ def _loss(status: NodeStatus) -> Text:
 
 
 def _exchanges(status: NodeStatus) -> str:
+    paths = ", ".join(f"{number} {_PATHS[path].strip()}" for path, number in status.paths.items() if path in _PATHS)
     return (
-        f"{status.exchanges_ok} committed with {len(status.partners)} partners, {status.exchanges_alone} alone, "
+        f"{status.exchanges_ok} committed with {len(status.partners)} partners{f' ({paths})' if paths else ''}, "
+        f"{status.exchanges_alone} alone, "
         f"{status.exchanges_failed} failed; {size(status.bytes_sent)} sent, {size(status.bytes_received)} received"
     )
 

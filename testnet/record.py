@@ -25,6 +25,8 @@ class NodeRecord:
     """Round -> mean training loss."""
     partners: Counter[str] = field(default_factory=Counter)
     """Of past lives; `all_partners` has the present one too."""
+    paths: Counter[str] = field(default_factory=Counter)
+    """Of past lives; `all_paths` has the present one too."""
     _past: Counter[str] = field(default_factory=Counter)
     _loss_first: float | None = None
     _advanced_at: float | None = None
@@ -35,6 +37,7 @@ class NodeRecord:
         if self.status is not None and (status.pid, status.started_at) != (self.status.pid, self.status.started_at):
             self._past.update(_counters(self.status))
             self.partners.update(self.status.partners)
+            self.paths.update(self.status.paths)
             self.restarts += 1
         self.status, self.seen_at = status, now
         self.losses.update(status.losses)
@@ -84,6 +87,11 @@ class NodeRecord:
     def all_partners(self) -> Counter[str]:
         """Peer id -> committed exchanges."""
         return self.partners + Counter(self.status.partners if self.status else {})
+
+    @property
+    def all_paths(self) -> Counter[str]:
+        """How contributions moved ("bulk" or "stream") -> committed exchanges."""
+        return self.paths + Counter(self.status.paths if self.status else {})
 
     def total(self, counter: str) -> int:
         """Over all lives: exchanges_ok, exchanges_alone, exchanges_failed, bytes_sent or bytes_received."""

@@ -43,6 +43,8 @@ class NodeReport(msgspec.Struct, frozen=True):
     is_alive: bool
     """At the end of the training."""
     state_root: str
+    paths: dict[str, int] = {}
+    """How contributions moved ("bulk" or "stream") -> committed exchanges."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -105,6 +107,7 @@ def node_report(record: NodeRecord, *, is_alive: bool) -> NodeReport:
         exchanges_since_restart=status.exchanges_ok if status else 0,
         is_alive=is_alive,
         state_root=status.run.state_root if status and is_alive else "",
+        paths=dict(record.all_paths),
     )
 
 

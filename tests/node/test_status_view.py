@@ -33,7 +33,9 @@ def test_every_question_is_answered_on_one_screen() -> None:
     assert "round 7, 350 inner steps (12 in this round), 717 k tokens at 9.50 k/s" in line(STATUS, "progress")
     assert "2.500 from 5.500  █▇▆▅▃▂▁" in line(STATUS, "loss")
     assert "2.610 on held-out text after round 5" in text
-    assert "6 committed with 2 partners, 1 alone, 0 failed; 12.0 MB sent" in line(STATUS, "exchanges")
+    assert "6 committed with 2 partners (5 over a channel of their own, 1 over libp2p's stream), 1 alone" in line(
+        STATUS, "exchanges"
+    )
     assert f"round 6 with {BOB[-8:]}: committed, 2.00 MB sent, 2.00 MB received in 0.2 s, 4.0 s ago" in line(
         STATUS, "last exchange"
     )

@@ -17,6 +17,7 @@ def status(**changes: Any) -> NodeStatus:
         "losses": [],
         "loss_first": None,
         "partners": {},
+        "paths": {},
         "run": RUN,
         "members": [],
         "pid": 1,
@@ -26,7 +27,9 @@ def status(**changes: Any) -> NodeStatus:
 
 def test_counters_of_several_lives_add_up_and_positions_do_not() -> None:
     record = NodeRecord(3, "alice")
-    first = status(exchanges_ok=2, bytes_sent=5, partners={"bob": 2}, round=2, tokens=200, loss_first=5.0)
+    first = status(
+        exchanges_ok=2, bytes_sent=5, partners={"bob": 2}, paths={"stream": 2}, round=2, tokens=200, loss_first=5.0
+    )
     record.observe(msgspec.structs.replace(first, exchanges_ok=1), 0.5)
     record.observe(msgspec.structs.replace(first, losses=[(0, 5.0), (1, 4.5)]), 1.0)
     record.observe(
@@ -35,10 +38,22 @@ def test_counters_of_several_lives_add_up_and_positions_do_not() -> None:
         ),
         2.0,
     )
-    record.observe(status(pid=2, exchanges_ok=4, bytes_sent=9, partners={"carol": 4}, round=4, losses=[(3, 4.0)]), 3.0)
+    record.observe(
+        status(
+            pid=2,
+            exchanges_ok=4,
+            bytes_sent=9,
+            partners={"carol": 4},
+            paths={"bulk": 3, "stream": 1},
+            round=4,
+            losses=[(3, 4.0)],
+        ),
+        3.0,
+    )
     report = node_report(record, is_alive=True)
     assert (report.exchanges_ok, report.bytes_sent) == (6, 14)
     assert report.partners == {"bob": 2, "carol": 4}
+    assert report.paths == {"stream": 3, "bulk": 3}
     assert (report.rounds, report.restarts) == (4, 1)
     assert (report.loss_first, report.loss_last) == (5.0, 4.0)
     assert report.losses == [(0, 5.0), (1, 4.5), (3, 4.0)]
