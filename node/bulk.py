@@ -41,6 +41,7 @@ from farandole.protocol.framing import FrameParser, frame
 from .bulk_channel import BulkChannel, ChannelError, Credentials, open_channel
 from .errors import PeerUnreachableError
 from .nurseries import open_service_nursery
+from .shaping import Shaping
 
 logger = logging.getLogger(__name__)
 
@@ -106,9 +107,12 @@ class BulkHost(Protocol):
 class BulkService:
     """All bulk channels of one node; made by `open_bulk`."""
 
-    def __init__(self, host: BulkHost, listeners: dict[socket.AddressFamily, trio.socket.SocketType]) -> None:
+    def __init__(
+        self, host: BulkHost, listeners: dict[socket.AddressFamily, trio.socket.SocketType], shaping: Shaping
+    ) -> None:
         self._host = host
         self._listeners = listeners
+        self._shaping = shaping
         self._credentials = Credentials()
         self._idle: OrderedDict[bytes, BulkChannel] = OrderedDict()
         self._unreachable: OrderedDict[bytes, float] = OrderedDict()
@@ -245,7 +249,9 @@ class BulkService:
             nursery.cancel_scope.cancel()
         if plain is None:
             raise ChannelError("the peer gave up")
-        channel = await open_channel(race.peer, race.session, plain, self._credentials, theirs.certificate, is_server)
+        channel = await open_channel(
+            race.peer, race.session, plain, self._credentials, theirs.certificate, is_server, self._shaping
+        )
         self._unreachable.pop(race.peer, None)
         return channel
 
@@ -386,10 +392,10 @@ class _Race:
 
 
 @contextlib.asynccontextmanager
-async def open_bulk(host: BulkHost) -> AsyncIterator[BulkService]:
+async def open_bulk(host: BulkHost, shaping: Shaping | None = None) -> AsyncIterator[BulkService]:
     """Bulk channels for as long as the block runs; listens where the host does, on any ports."""
     listeners = await _open_listeners(interfaces(host))
-    service = BulkService(host, listeners)
+    service = BulkService(host, listeners, shaping or Shaping())
     try:
         async with open_service_nursery() as nursery:
             for listener in listeners.values():

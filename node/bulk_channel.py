@@ -6,6 +6,8 @@ threads take turns at it, a record at a time; they wait for the socket outside o
 does, go on at the same time in both. (Two connections, one for each direction, would need no lock, but have to find
 their way through a NAT twice, and a machine with many cores gains little: one direction alone is as fast.)
 
+Where the node has caps, the threads move as much at a time as `farandole.node.shaping` lets them.
+
 Cancellation shuts the socket down, which ends the threads, and waits for them: when a call returns or raises, nobody
 touches the caller's memory any more.
 """
@@ -33,6 +35,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from farandole.protocol.errors import FarandoleError
+
+from .shaping import Shaping
 
 # What TLS encrypts at once (RFC 8446, 5.1).
 RECORD_BYTES = 16_384
@@ -91,11 +95,13 @@ class Credentials:
 class BulkChannel:
     """An authenticated connection with ``peer``, named by both ends by the session in which it was negotiated."""
 
-    def __init__(self, peer: bytes, session: bytes, connection: ssl.SSLSocket) -> None:
+    def __init__(self, peer: bytes, session: bytes, connection: ssl.SSLSocket, shaping: Shaping) -> None:
         self.peer = peer
         self.session = session
         self.idle_since = 0.0
         self._connection = connection
+        self._shaping = shaping
+        self._is_broken_off = threading.Event()
         self._lock = threading.Lock()
         self._threads = trio.CapacityLimiter(2)
 
@@ -128,30 +134,42 @@ class BulkChannel:
     async def _run(self, move: Callable[[], bytes]) -> bytes:
         if self._connection.fileno() < 0:
             raise ChannelError("the channel is closed")
-        return await run_with_socket(self._connection, move, self._threads)
+        return await run_with_socket(self._connection, move, self._threads, self._is_broken_off)
+
+    def _pause(self, seconds: float) -> None:
+        if seconds > 0 and self._is_broken_off.wait(seconds):
+            raise ChannelError("the channel was broken off")
 
     def _send(self, data: memoryview) -> bytes:
         digest = blake3()
+        shaper = self._shaping.up
         with selectors.DefaultSelector() as selector:
             selector.register(self._connection, selectors.EVENT_WRITE)
             for start in range(0, data.nbytes, HASH_BYTES):
                 piece = data[start : start + HASH_BYTES]
                 digest.update(piece)
-                sent = 0
+                sent = due = 0
                 while sent < piece.nbytes:
-                    record = piece[sent : sent + RECORD_BYTES]
+                    if sent == due:
+                        due = min(sent + shaper.quantum, piece.nbytes)
+                        self._pause(shaper.reserve(due - sent))
+                    record = piece[sent : min(sent + RECORD_BYTES, due)]
                     sent += self._take_turn(selector, partial(self._connection.send, record))
         return digest.digest()
 
     def _receive_into(self, memory: memoryview) -> bytes:
         digest = blake3()
+        shaper = self._shaping.down
         with selectors.DefaultSelector() as selector:
             selector.register(self._connection, selectors.EVENT_READ)
             for start in range(0, memory.nbytes, HASH_BYTES):
                 piece = memory[start : start + HASH_BYTES]
-                received = 0
+                received = due = 0
                 while received < piece.nbytes:
-                    rest = piece[received:]
+                    if received == due:
+                        due = min(received + shaper.quantum, piece.nbytes)
+                        self._pause(shaper.reserve(due - received))
+                    rest = piece[received:due]
                     got = self._take_turn(selector, partial(self._connection.recv_into, rest))
                     if not got:
                         raise ChannelError("the peer closed the channel")
@@ -175,7 +193,13 @@ class BulkChannel:
 
 
 async def open_channel(
-    peer: bytes, session: bytes, plain: socket.socket, own: Credentials, certificate: bytes, is_server: bool
+    peer: bytes,
+    session: bytes,
+    plain: socket.socket,
+    own: Credentials,
+    certificate: bytes,
+    is_server: bool,
+    shaping: Shaping,
 ) -> BulkChannel:
     """TLS over a connected socket, which is taken over, and closed if this fails (`ChannelError`) or is cancelled.
 
@@ -185,6 +209,7 @@ async def open_channel(
     try:
         plain.setblocking(True)
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        shaping.fit_buffers(plain)
         context = await trio.to_thread.run_sync(own.context, is_server, certificate)
         connection = secure = context.wrap_socket(plain, server_side=is_server, do_handshake_on_connect=False)
         await run_with_socket(secure, partial(_shake_hands, secure, certificate), trio.CapacityLimiter(1))
@@ -194,7 +219,7 @@ async def open_channel(
     except BaseException:
         connection.close()
         raise
-    return BulkChannel(peer, session, secure)
+    return BulkChannel(peer, session, secure, shaping)
 
 
 def _shake_hands(connection: ssl.SSLSocket, certificate: bytes) -> None:
@@ -206,10 +231,15 @@ def _shake_hands(connection: ssl.SSLSocket, certificate: bytes) -> None:
     connection.setblocking(False)
 
 
-async def run_with_socket(connection: socket.socket, work: Callable[[], T], limiter: trio.CapacityLimiter) -> T:
+async def run_with_socket(
+    connection: socket.socket,
+    work: Callable[[], T],
+    limiter: trio.CapacityLimiter,
+    is_broken_off: threading.Event | None = None,
+) -> T:
     """Run blocking work on a socket in a thread; when cancelled, shut the socket down and wait for the thread.
 
-    Errors of the network become `ChannelError`.
+    ``is_broken_off`` is set then, too. Errors of the network become `ChannelError`.
     """
     result: list[T] = []
     failure: Exception | None = None
@@ -219,6 +249,8 @@ async def run_with_socket(connection: socket.socket, work: Callable[[], T], limi
             await trio.sleep_forever()
         finally:
             if not result and failure is None:
+                if is_broken_off is not None:
+                    is_broken_off.set()
                 with contextlib.suppress(OSError):
                     # Not SSLSocket's own, which forgets the encryption first and lets the threads go on without it.
                     socket.socket.shutdown(connection, socket.SHUT_RDWR)

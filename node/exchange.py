@@ -50,6 +50,7 @@ from farandole.protocol.pairing import StartExchange
 
 from .bulk_channel import ChannelError
 from .errors import PeerUnreachableError
+from .shaping import Shaping
 
 EXCHANGE_PROTOCOL = "/farandole/exchange/1"
 RESOLVE_PROTOCOL = "/farandole/resolve/1"
@@ -78,6 +79,9 @@ Screen = Callable[[int], Awaitable[str | None]]
 
 class ExchangeStream(Protocol):
     """What is used of a `farandole.node.host.Stream`."""
+
+    is_bulk: bool
+    """That its user keeps to the caps."""
 
     @property
     def peer(self) -> bytes:
@@ -166,10 +170,13 @@ class ExchangeResult:
 class ExchangeService:
     """All exchanges of one node: opens streams as initiator, matches incoming ones to the sessions it expects."""
 
-    def __init__(self, host: ExchangeHost, channels: Channels[Any] | None = None) -> None:
+    def __init__(
+        self, host: ExchangeHost, channels: Channels[Any] | None = None, shaping: Shaping | None = None
+    ) -> None:
         self.channels = channels
         """Ways beside the streams; without them everything goes over the streams."""
         self._host = host
+        self._shaping = shaping or Shaping()
         self._outcomes = Outcomes()
         self._expected: dict[bytes, _Expected] = {}
         self._expected_more = trio.Event()
@@ -187,7 +194,7 @@ class ExchangeService:
         """
         exchange = Exchange(start.is_initiator, offer, incoming)
         way = _Way(start.peer, self.channels)
-        conversation = _Conversation(exchange, outgoing, screen, start.deadline, self._outcomes, way)
+        conversation = _Conversation(exchange, outgoing, screen, start.deadline, self._outcomes, way, self._shaping)
         started_at = trio.current_time()
         if start.is_initiator:
             self._outcomes.begin(start.session, start.peer)
@@ -378,6 +385,7 @@ class _Conversation:
         deadline: float,
         outcomes: Outcomes,
         way: _Way,
+        shaping: Shaping,
     ) -> None:
         self.way = way
         self.is_committed = False
@@ -387,6 +395,7 @@ class _Conversation:
         self._outgoing = outgoing.cast("B")
         self._screen = screen
         self._outcomes = outcomes
+        self._shaping = shaping
         self._started_at = trio.current_time()
         self._deadline = deadline
         self._events, self._coming = trio.open_memory_channel[Event](MAX_EVENTS)
@@ -412,6 +421,7 @@ class _Conversation:
     async def hold(self, stream: ExchangeStream, received: bytes) -> str:
         """Hold the session over this stream, of which ``received`` was read. Why it failed; "" if it did not."""
         self._stream = stream
+        stream.is_bulk = True
         reason = ""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._read, received)
@@ -515,8 +525,13 @@ class _Conversation:
         try:
             while True:
                 self.bytes_received += len(received)
+                so_far = self._exchange.num_received
                 self._take_in(bytes(received))
-                received = await self._stream.receive_some(READ_BYTES)
+                if self._exchange.num_received > so_far:
+                    await self._shaping.down.wait(len(received))
+                else:
+                    self._shaping.down.charge(len(received))
+                received = await self._stream.receive_some(min(READ_BYTES, self._shaping.down.quantum))
                 if not received:
                     return self._fail("the partner closed the stream")
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
@@ -542,8 +557,11 @@ class _Conversation:
 
     async def _write_contribution(self) -> None:
         with self._writing:
-            for offset in range(0, self._exchange.offer.size, CHUNK_BYTES):
-                if not await self._write(Chunk(offset, self._outgoing[offset : offset + CHUNK_BYTES])):
+            size = min(CHUNK_BYTES, self._shaping.up.quantum)
+            for offset in range(0, self._exchange.offer.size, size):
+                chunk = Chunk(offset, self._outgoing[offset : min(offset + size, self._exchange.offer.size)])
+                await self._shaping.up.wait(chunk.data.nbytes)
+                if not await self._write(chunk):
                     break
         self._written.set()
 
@@ -582,6 +600,8 @@ class _Conversation:
             if Step.ABORTED in (self._exchange.ours, self._exchange.theirs):
                 return False
             data = self._exchange.send(message)
+            if not isinstance(message, Chunk):
+                self._shaping.up.charge(len(data))
             try:
                 await self._stream.send_all(data)
             except (trio.BrokenResourceError, trio.ClosedResourceError):

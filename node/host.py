@@ -39,6 +39,7 @@ from .dht import Dht
 from .errors import ListenError, PeerUnreachableError
 from .mends import CLOSE_TIMEOUT, HANDSHAKE_TIMEOUT, MendedHost, MendedSwarm, MendedUpgrader, Socket
 from .nurseries import open_service_nursery
+from .shaping import Shaping
 from .yamux import YamuxConn, YamuxStream
 
 if TYPE_CHECKING:
@@ -101,6 +102,18 @@ class Stream(trio.abc.HalfCloseableStream):
         self._net_stream = stream
         self._stream = cast("YamuxStream", stream.muxed_stream)
         self._is_closed = False
+
+    @property
+    def is_bulk(self) -> bool:
+        """Whether whoever uses the stream keeps to the caps (`farandole.node.shaping`) for both ways of it.
+
+        Its data then goes behind all else. On other streams nothing waits for the caps, and everything counts.
+        """
+        return self._stream.is_bulk
+
+    @is_bulk.setter
+    def is_bulk(self, value: bool) -> None:
+        self._stream.is_bulk = value
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         """Send all of it, or raise `trio.BrokenResourceError`. Waits for as long as the peer takes nothing."""
@@ -504,9 +517,11 @@ async def open_host(
     *,
     ping_interval: float = PING_INTERVAL,
     ping_timeout: float = PING_TIMEOUT,
+    shaping: Shaping | None = None,
 ) -> AsyncIterator[Host]:
     """A host that listens on the multiaddrs (port 0: any free one) for as long as the block runs.
 
+    What its connections move counts towards the caps of ``shaping``.
     Raises `ListenError` when an address is not of TCP or is taken. Leaving closes the listeners and all connections.
     """
     author = public_bytes(key)
@@ -516,7 +531,7 @@ async def open_host(
     peerstore.add_key_pair(peer_id, key_pair)
     noise = NoiseTransport(key_pair, noise_privkey=create_new_x25519_key_pair().private_key)
     async with open_service_nursery() as nursery:
-        swarm = MendedSwarm(peer_id, peerstore, MendedUpgrader(noise), nursery, ping_interval, ping_timeout)
+        swarm = MendedSwarm(peer_id, peerstore, MendedUpgrader(noise, shaping), nursery, ping_interval, ping_timeout)
         libp2p = MendedHost(swarm, addrs_factory=_Announced())
         host = Host(author, libp2p, swarm, nursery)
         try:

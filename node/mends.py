@@ -64,6 +64,7 @@ from multiaddr import Multiaddr  # type: ignore[import-untyped]
 
 from farandole.protocol.identity import SMALL_ORDER_KEYS, public_key_of
 
+from .shaping import Shaping
 from .yamux import YamuxConn, YamuxStream
 
 if TYPE_CHECKING:
@@ -189,9 +190,10 @@ class BoundedCommunicator(MultiselectCommunicator):
 class MendedUpgrader(TransportUpgrader):
     """From a raw connection to a secure one to a multiplexed one: Noise, then yamux, and nothing else."""
 
-    def __init__(self, noise: ISecureTransport) -> None:
+    def __init__(self, noise: ISecureTransport, shaping: Shaping | None = None) -> None:
         super().__init__({NOISE_PROTOCOL_ID: noise}, {TProtocol(YAMUX_PROTOCOL_ID): YamuxConn})
         self._noise = noise
+        self._shaping = shaping
 
     async def _negotiate(self, conn: Any, protocol: TProtocol, is_initiator: bool) -> None:
         communicator = BoundedCommunicator(conn)
@@ -224,7 +226,7 @@ class MendedUpgrader(TransportUpgrader):
     async def upgrade_connection(self, conn: ISecureConn, peer_id: ID) -> IMuxedConn:
         """Multiplex a secure connection."""
         await self._negotiate(conn, TProtocol(YAMUX_PROTOCOL_ID), conn.is_initiator)
-        return YamuxConn(conn, peer_id)
+        return YamuxConn(conn, peer_id, self._shaping)
 
 
 def _site(host: str) -> str:

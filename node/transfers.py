@@ -27,6 +27,7 @@ from farandole.protocol.transfers import (
 
 from .errors import PeerUnreachableError
 from .host import Host, Stream
+from .shaping import Shaper
 
 # A question and its small answer.
 ANSWER_TIMEOUT = 10.0
@@ -35,8 +36,8 @@ CHUNK_TIMEOUT = 10.0
 CHUNK_BYTES = 65_507
 # Whoever gives a checkpoint more slowly than this (bytes a second; 0.5 Mbit/s) is left for another: it holds one up.
 MIN_RATE = 64 * 1024
-# Newcomers served at once, a download each; the next one is told to ask another (an upload cap comes with the bulk
-# channel).
+# Newcomers served at once, a download each; the next one is told to ask another. Where the upload is capped, as many as
+# get more than `MIN_RATE` of half of it, the other half being for exchanges, but one at least.
 MAX_DOWNLOADS_SERVED = 4
 
 
@@ -68,11 +69,18 @@ class TransferService:
     """Answers newcomers. ``checkpoint`` gives the newest file, or None while there is none."""
 
     def __init__(
-        self, run_id: bytes, manifest: bytes, checkpoint: Callable[[], Awaitable[SavedCheckpoint | None]]
+        self,
+        run_id: bytes,
+        manifest: bytes,
+        checkpoint: Callable[[], Awaitable[SavedCheckpoint | None]],
+        upload: Shaper | None = None,
     ) -> None:
         self._run_id = run_id
         self._manifest = manifest
         self._checkpoint = checkpoint
+        self._upload = upload = upload or Shaper()
+        num_affordable = max(1, int(upload.rate / (2 * MIN_RATE))) if upload.rate else MAX_DOWNLOADS_SERVED
+        self._max_served = min(num_affordable, MAX_DOWNLOADS_SERVED)
         self._served: set[bytes] = set()
 
     def register(self, host: Host) -> None:
@@ -90,7 +98,7 @@ class TransferService:
         """Send the newest checkpoint; a file that is replaced meanwhile stays readable to its end."""
         with trio.fail_after(ANSWER_TIMEOUT):
             question, _ = await _read_frame(stream, RUN_ID_BYTES)
-        is_free = stream.peer not in self._served and len(self._served) < MAX_DOWNLOADS_SERVED
+        is_free = stream.peer not in self._served and len(self._served) < self._max_served
         if question != self._run_id or not is_free:
             await _send_header(stream, b"")
             return
@@ -107,7 +115,9 @@ class TransferService:
             return
         async with await trio.open_file(saved.path, "rb") as file:
             await _send_header(stream, encode_header(saved.header))
-            while chunk := await file.read(CHUNK_BYTES):
+            stream.is_bulk = True
+            while chunk := await file.read(min(CHUNK_BYTES, self._upload.quantum)):
+                await self._upload.wait(len(chunk))
                 with trio.fail_after(CHUNK_TIMEOUT):
                     await stream.send_all(chunk)
 
@@ -144,15 +154,19 @@ async def fetch_checkpoint(
     path: Path,
     max_size: int,
     on_progress: Callable[[int, int], None],
+    download: Shaper | None = None,
 ) -> CheckpointHeader:
     """Download a peer's newest checkpoint to ``path``, verified by its hash; nothing is left there on failure.
 
-    ``on_progress`` is told the bytes received and their total. Raises `TransferError` or `PeerUnreachableError`.
+    ``on_progress`` is told the bytes received and their total; ``download`` is this node's cap.
+
+    Raises `TransferError` or `PeerUnreachableError`.
     """
     partial = path.with_name(path.name + ".part")
     try:
         with trio.fail_after(ANSWER_TIMEOUT):
             stream = await host.open_stream(peer, CHECKPOINT_PROTOCOL)
+        stream.is_bulk = True
         try:
             with trio.fail_after(ANSWER_TIMEOUT):
                 await stream.send_all(frame(run_id, RUN_ID_BYTES))
@@ -161,7 +175,7 @@ async def fetch_checkpoint(
                 raise TransferError("this peer has no checkpoint to give now")
             header = decode_header(raw, max_size)
             with partial.open("wb") as file:
-                await _receive_file(stream, file, header, rest, on_progress)
+                await _receive_file(stream, file, header, rest, on_progress, download or Shaper())
             partial.replace(path)
         finally:
             await stream.aclose()
@@ -181,11 +195,13 @@ async def _receive_file(
     header: CheckpointHeader,
     data: bytes,
     on_progress: Callable[[int, int], None],
+    download: Shaper,
 ) -> None:
     digest = hashlib.sha256()
     received = 0
-    started_at = trio.current_time()
+    started_at = trio.current_time()  # later by all the time that our own cap has taken
     while True:
+        started_at += await download.wait(len(data))
         received += len(data)
         if received > header.size:
             raise RemoteProtocolError("the checkpoint is longer than announced")
@@ -195,7 +211,7 @@ async def _receive_file(
         if received == header.size:
             break
         with trio.fail_at(started_at + CHUNK_TIMEOUT + received / MIN_RATE):
-            data = await stream.receive_some(CHUNK_BYTES)
+            data = await stream.receive_some(min(CHUNK_BYTES, download.quantum))
         if not data:
             raise RemoteProtocolError("the checkpoint is shorter than announced")
     if digest.digest() != header.sha256:

@@ -6,6 +6,9 @@ a killed peer as a clean end, and halves a full frame into two Noise messages.
 
 One task reads the connection and one writes it; streams only touch buffers, so cancelling a stream's wait can never
 leave half a frame on the wire or lose a byte. Everything that a frame causes happens between two checkpoints: no locks.
+
+What moves is charged to the node's caps (shaping.py) here, except the payload of bulk streams, which wait for the caps
+above, and for an empty queue here: no control frame waits behind more bulk than the one message that is being written.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from libp2p.abc import IMuxedConn, IMuxedStream, ISecureConn
 from libp2p.connection_types import ConnectionType
 from libp2p.peer.id import ID
 from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamClosed, MuxedStreamEOF, MuxedStreamReset
+
+from .shaping import Shaping
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -65,6 +70,7 @@ class YamuxStream(IMuxedStream):
         self.stream_id = stream_id
         self.muxed_conn = conn
         self.is_reset = False
+        self.is_bulk = False  # the user shapes what moves; it is sent behind everything else
         self._conn = conn
         self._unread = bytearray()
         self._ended = False  # by the other end, cleanly
@@ -108,13 +114,13 @@ class YamuxStream(IMuxedStream):
                 raise MuxedStreamClosed("this end has finished")
             if self._send_window <= 0:
                 await self._changed.wait()
-            elif not self._conn.has_room:
+            elif not (self._conn.is_at_rest if self.is_bulk else self._conn.has_room):
                 await self._conn.wait_for_room()
             else:
                 piece = view[: min(PIECE_BYTES, self._send_window)]
                 view = view[len(piece) :]
                 self._send_window -= len(piece)
-                self._conn.put(_DATA, 0, self.stream_id, len(piece), piece)
+                self._conn.put(_DATA, 0, self.stream_id, len(piece), piece, is_bulk=self.is_bulk)
 
     async def close(self) -> None:
         """Finish this end; the other may go on."""
@@ -238,7 +244,7 @@ class YamuxStream(IMuxedStream):
 class YamuxConn(IMuxedConn):
     """One connection and its streams."""
 
-    def __init__(self, secured_conn: ISecureConn, peer_id: ID) -> None:
+    def __init__(self, secured_conn: ISecureConn, peer_id: ID, shaping: Shaping | None = None) -> None:
         self.secured_conn = secured_conn
         self.peer_id = peer_id
         self.event_started = trio.Event()
@@ -247,6 +253,7 @@ class YamuxConn(IMuxedConn):
         self.num_received = 0
         self.num_unread = 0
         self.round_trip = ASSUMED_ROUND_TRIP
+        self._shaping = shaping or Shaping()
         self._streams: dict[int, YamuxStream] = {}
         self._next_stream_id = 1 if secured_conn.is_initiator else 2
         self._scope = trio.CancelScope()
@@ -335,18 +342,33 @@ class YamuxConn(IMuxedConn):
 
     # Writing
 
-    def put(self, kind: int, flags: int, stream_id: int, length: int, data: bytes | memoryview = b"") -> None:
+    def put(
+        self,
+        kind: int,
+        flags: int,
+        stream_id: int,
+        length: int,
+        data: bytes | memoryview = b"",
+        *,
+        is_bulk: bool = False,
+    ) -> None:
         """Queue a frame for the writer."""
         if self.event_closed.is_set():
             return
         self._queue.append(b"".join((_HEADER.pack(0, kind, flags, stream_id, length), data)))
         self._num_queued += len(self._queue[-1])
+        self._shaping.up.charge(_HEADER.size if is_bulk else len(self._queue[-1]))
         self._work.set()
 
     @property
     def has_room(self) -> bool:
         """Whether a data frame may be queued."""
         return self._num_queued < MAX_QUEUED_DATA or self.event_closed.is_set()
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether a data frame of bulk may be queued."""
+        return not self._num_queued or self.event_closed.is_set()
 
     async def wait_for_room(self) -> None:
         """Until some of the queue is written."""
@@ -375,11 +397,14 @@ class YamuxConn(IMuxedConn):
     async def _read_frames(self) -> None:
         while message := await self.secured_conn.read():
             self.num_received += len(message)
-            self._feed(memoryview(message))
+            num_bulk = self._feed(memoryview(message))
+            self._shaping.down.charge(len(message) - num_bulk)
             if self._num_queued > MAX_QUEUED_BYTES:
                 raise YamuxError("the other end takes nothing")
 
-    def _feed(self, data: memoryview) -> None:
+    def _feed(self, data: memoryview) -> int:
+        """Take in what was received; returns how much of it is payload of bulk streams."""
+        num_bulk = 0
         while data:
             if self._body is None:
                 missing = _HEADER.size - len(self._header)
@@ -394,12 +419,14 @@ class YamuxConn(IMuxedConn):
                 piece = data[:left]
                 data = data[left:]
                 if stream is not None and not stream.is_reset:
+                    num_bulk += len(piece) if stream.is_bulk else 0
                     stream.take(piece)
                     self._limit_unread()
                 left -= len(piece)
                 self._body = (stream, stream_id, left, flags) if left else None
                 if not left:
                     self._handle_ending(stream_id, flags)
+        return num_bulk
 
     def _handle(self, version: int, kind: int, flags: int, stream_id: int, length: int) -> None:
         if version != 0 or kind > _GO_AWAY:

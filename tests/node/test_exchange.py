@@ -54,6 +54,8 @@ Handler = Callable[[ExchangeStream], Awaitable[None]]
 class MemoryStream:
     """One end of a stream between two hosts: cuts, freezes or drips as the test says."""
 
+    is_bulk = False
+
     def __init__(self, stream: trio.abc.Stream, peer: bytes, faults: Faults) -> None:
         self.peer = peer
         self._stream = stream

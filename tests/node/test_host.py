@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import trio
@@ -30,7 +31,7 @@ def new_key() -> Ed25519PrivateKey:
     return Ed25519PrivateKey.generate()
 
 
-def host_at_loopback(**settings: float):  # type: ignore[no-untyped-def]
+def host_at_loopback(**settings: Any):  # type: ignore[no-untyped-def]
     return open_host(new_key(), LOOPBACK, **settings)
 
 

@@ -36,7 +36,7 @@ MULTISTREAM = "/multistream/1.0.0"
 SERVED_BY_LIBRARY = ["/ipfs/id/1.0.0", "/ipfs/id/push/1.0.0", "/ipfs/ping/1.0.0", "/ipfs/kad/1.0.0"]
 
 
-def host_at_loopback(**settings: float):  # type: ignore[no-untyped-def]
+def host_at_loopback(**settings: Any):  # type: ignore[no-untyped-def]
     return open_host(Ed25519PrivateKey.generate(), LOOPBACK, **settings)
 
 

@@ -11,10 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from libp2p.peer.id import ID
 from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamClosed, MuxedStreamEOF, MuxedStreamReset
-from trio.testing import memory_stream_pair
+from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 
 from farandole.node import yamux
-from farandole.node.yamux import INITIAL_WINDOW, MAX_INBOUND_STREAMS, YamuxConn, YamuxError, YamuxStream
+from farandole.node.shaping import METER_SECONDS, Shaper, Shaping
+from farandole.node.yamux import (
+    INITIAL_WINDOW,
+    MAX_INBOUND_STREAMS,
+    PIECE_BYTES,
+    YamuxConn,
+    YamuxError,
+    YamuxStream,
+)
 
 DATA, WINDOW_UPDATE, PING, GO_AWAY = range(4)
 SYN, ACK, FIN, RST = 1, 2, 4, 8
@@ -41,16 +49,21 @@ class Pipe:
 
 
 @asynccontextmanager
-async def open_conn() -> AsyncIterator[tuple[YamuxConn, trio.StapledStream]]:
+async def open_conn(shaping: Shaping | None = None) -> AsyncIterator[tuple[YamuxConn, trio.StapledStream]]:
     """A connection that was dialled from elsewhere, and the dialler's bare end of it."""
     near, far = memory_stream_pair()
-    conn = YamuxConn(cast("Any", Pipe(near, is_initiator=False)), PEER)
+    conn = YamuxConn(cast("Any", Pipe(near, is_initiator=False)), PEER, shaping)
     with trio.fail_after(5):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(conn.start)
             await conn.event_started.wait()
             yield conn, far
             nursery.cancel_scope.cancel()
+
+
+def num_counted(shaper: Shaper) -> float:
+    """All that it has counted, if its clock stands at 0."""
+    return shaper.per_second() * (METER_SECONDS - 1)
 
 
 async def receive_frame(far: trio.StapledStream) -> tuple[int, int, int, int]:
@@ -215,6 +228,47 @@ async def test_closing_says_goodbye_after_what_was_written() -> None:
         assert await far.receive_some(3) == b"bye"
         assert await receive_frame(far) == (WINDOW_UPDATE, FIN, 1, 0)
         assert await receive_frame(far) == (GO_AWAY, 0, 0, 0)
+
+
+async def test_control_frames_wait_behind_one_piece_of_bulk_at_most() -> None:
+    async with open_conn() as (conn, far):
+        bulk, control = await accept(conn, far), await accept(conn, far, 3)
+        bulk.is_bulk = True
+        pipe, is_taken = cast("Any", conn.secured_conn).stream.send_stream, trio.Event()
+        deliver = pipe.send_all_hook
+
+        async def deliver_when_taken() -> None:
+            await is_taken.wait()
+            await deliver()
+
+        pipe.send_all_hook = deliver_when_taken
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(bulk.write, bytes(3 * PIECE_BYTES))
+            await wait_all_tasks_blocked()
+            await control.write(b"now")
+            is_taken.set()
+        headers = []
+        for _ in range(4):
+            headers.append(await receive_frame(far))
+            left = headers[-1][3]
+            while left:
+                left -= len(await far.receive_some(left))
+        assert headers == [(DATA, 0, 1, PIECE_BYTES), (DATA, 0, 3, 3), *[(DATA, 0, 1, PIECE_BYTES)] * 2]
+
+
+async def test_everything_counts_but_the_payload_of_bulk() -> None:
+    shaping = Shaping(*(Shaper(clock=lambda: 0.0) for _ in range(2)))
+    async with open_conn(shaping) as (conn, far):
+        bulk, control = await accept(conn, far), await accept(conn, far, 3)
+        bulk.is_bulk = True
+        assert (num_counted(shaping.down), num_counted(shaping.up)) == (24, 24)  # two frames each way
+        await bulk.write(b"abc")
+        await control.write(b"defgh")
+        await far.send_all(encode(DATA, 0, 1, 2, b"ab") + encode(DATA, 0, 3, 4, b"cdef"))
+        assert await bulk.read() == b"ab"
+        assert await control.read() == b"cdef"
+        assert num_counted(shaping.up) == 24 + 12 + 12 + 5
+        assert num_counted(shaping.down) == 24 + 12 + 12 + 4
 
 
 async def test_an_abandoned_stream_refuses_what_still_comes() -> None:

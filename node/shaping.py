@@ -1,0 +1,139 @@
+"""How fast a node sends and receives: caps that bulk waits for, and that control traffic only counts against.
+
+A volunteer's line is shared with other people, and its queues are long: whatever is sent faster than the line takes it
+waits there, control messages behind bulk. So bulk (contributions, checkpoints) asks a token bucket before each small
+piece, and leaves evenly. Control messages (gossip, pairing, DHT, pings) never wait: they overdraw the bucket, and the
+bulk that comes next waits for them too.
+
+A reservation takes its tokens at once and is told how long to wait until they are there (Turner's leaky bucket as a
+meter, by times instead of queues). So pieces leave in the order in which they were asked for: a flow that has one
+piece at a time outstanding gets its turn between the others', none starves, and a wait needs nobody to wake it.
+What reserves may run in threads; so there is a lock, held for a few instructions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import trio
+
+from farandole.protocol.token_bucket import TokenBucket
+
+BYTES_PER_MBIT = 125_000
+# What may leave at once after a rest: wakeups may be late by so much before the rate suffers, and a line that is as
+# fast as the cap is busy for no longer before it takes a control message.
+BURST_SECONDS = 0.05
+# Reserved at once: so much of the rate that the machine wakes up 200 times a second at most, but no less than what is
+# worth a TLS record, and no more than a chunk.
+QUANTUM_SECONDS = 0.005
+MIN_QUANTUM, MAX_QUANTUM = 4_096, 65_536
+# Control traffic beyond the cap is bulk's loss for so long; whoever floods a node does not stop its training for ever.
+MAX_DEBT_SECONDS = 30.0
+# The rates that people see are means over so many seconds.
+METER_SECONDS = 10
+# Sent by us and not yet by the kernel: a record, as trio has it for its sockets.
+MIN_UNSENT_BYTES = 16_384
+# A receiver that rests is sent as much as its kernel takes. Below 6 Mbit/s that is kept to what the cap moves within a
+# slow line's round trip; above, the kernel's own choice fits, and the default limit of Linux (rmem_max) would be less.
+RECEIVE_BUFFER_SECONDS = 0.3
+MIN_RECEIVE_BUFFER, MAX_RECEIVE_BUFFER = 65_536, 212_992
+
+
+class Meter:
+    """Counts over the last `METER_SECONDS`."""
+
+    def __init__(self) -> None:
+        self._slots: deque[tuple[int, int]] = deque(maxlen=METER_SECONDS)
+        """(second, count in it), oldest first."""
+
+    def add(self, count: int, now: float) -> None:
+        """Count."""
+        second = math.floor(now)
+        if self._slots and self._slots[-1][0] >= second:
+            last, so_far = self._slots.pop()
+            self._slots.append((last, so_far + count))
+        else:
+            self._slots.append((second, count))
+
+    def per_second(self, now: float) -> float:
+        """The mean over the last full seconds and the one that has begun."""
+        second = math.floor(now)
+        total = sum(count for at, count in self._slots if at > second - METER_SECONDS)
+        return total / (METER_SECONDS - 1 + now - second)
+
+
+class Shaper:
+    """One direction of all that a node moves. Without a cap nothing waits."""
+
+    def __init__(self, rate: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
+        """``rate``: bytes a second, 0 for no cap; ``clock``: seconds, never backwards."""
+        if not (math.isfinite(rate) and rate >= 0):
+            raise ValueError(f"a rate of {rate} bytes a second")
+        self.rate = rate
+        self.quantum = round(min(max(QUANTUM_SECONDS * (rate or math.inf), MIN_QUANTUM), MAX_QUANTUM))
+        """Most bytes to reserve at once."""
+        self.burst = max(BURST_SECONDS * rate, self.quantum)
+        """Most bytes that move at once after a rest."""
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._bucket = TokenBucket(self.burst, rate, clock()) if rate else None
+        self._meter = Meter()
+
+    def reserve(self, count: int) -> float:
+        """Bulk's way, from any thread: the seconds to wait before ``count`` bytes (at most `quantum`) may move.
+
+        Reserved is reserved, even if they then do not move; a flow has one reservation at a time.
+        """
+        with self._lock:
+            now = self._clock()
+            self._meter.add(count, now)
+            return 0.0 if self._bucket is None else self._bucket.overdraw(now, count)
+
+    def charge(self, count: int) -> None:
+        """Control's way: ``count`` bytes have moved or do so now, whatever the cap says."""
+        with self._lock:
+            now = self._clock()
+            self._meter.add(count, now)
+            if self._bucket is not None and self._bucket.available(now) > -MAX_DEBT_SECONDS * self.rate:
+                self._bucket.overdraw(now, count)
+
+    async def wait(self, count: int) -> float:
+        """`reserve` and wait; returns the seconds to be waited, which no peer is to blame for."""
+        seconds = self.reserve(count)
+        await trio.sleep(seconds)
+        return seconds
+
+    def per_second(self) -> float:
+        """Bytes a second of late, bulk and control."""
+        with self._lock:
+            return self._meter.per_second(self._clock())
+
+
+@dataclass(frozen=True)
+class Shaping:
+    """Both directions of one node."""
+
+    up: Shaper = field(default_factory=Shaper)
+    down: Shaper = field(default_factory=Shaper)
+
+    @classmethod
+    def of_mbit(cls, up: float, down: float) -> Shaping:
+        """By caps in Mbit/s, 0 for none."""
+        return cls(Shaper(up * BYTES_PER_MBIT), Shaper(down * BYTES_PER_MBIT))
+
+    def fit_buffers(self, connection: socket.socket) -> None:
+        """Keep what waits in the kernel of a connection for bulk small where there is a cap."""
+        with contextlib.suppress(OSError):
+            if self.up.rate and hasattr(socket, "TCP_NOTSENT_LOWAT"):
+                unsent = max(MIN_UNSENT_BYTES, self.up.quantum)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, unsent)
+            received = round(max(RECEIVE_BUFFER_SECONDS * self.down.rate, MIN_RECEIVE_BUFFER))
+            if self.down.rate and received <= MAX_RECEIVE_BUFFER:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, received)

@@ -1,0 +1,260 @@
+"""Caps: exact by a clock of the test's own, and on real sockets by what they must never let through."""
+
+from __future__ import annotations
+
+import math
+import random
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+import trio.testing
+from blake3 import blake3
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farandole.node.bulk_channel import BulkChannel, Credentials, open_channel
+from farandole.node.shaping import (
+    MAX_DEBT_SECONDS,
+    MAX_QUANTUM,
+    METER_SECONDS,
+    MIN_QUANTUM,
+    Shaper,
+    Shaping,
+)
+
+PATIENCE = 30.0
+RATES = [2_000.0, 125_000.0, 1_250_000.0, 12_500_000.0, 1.25e9]
+MIB = 1 << 20
+
+
+class Clock:
+    """Stands where it is put."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def assert_within(shaper: Shaper, moved: list[tuple[float, int]], late: int = 0) -> None:
+    """Of all that moved at (time, bytes), no window holds more than burst, rate and what came late."""
+    total, worst = 0, -math.inf  # bytes so far; over all beginnings of windows, rate * beginning - bytes before it
+    for at, count in sorted(moved):
+        worst = max(worst, shaper.rate * at - total)
+        total += count
+        assert total + worst - shaper.rate * at <= shaper.burst + late + 1  # rounding of large numbers
+
+
+@given(
+    st.sampled_from(RATES),
+    st.lists(st.tuples(st.floats(0, 0.3), st.integers(1, 3), st.floats(0.01, 1)), min_size=1, max_size=60),
+)
+def test_no_window_holds_more_than_the_burst_and_the_rate(rate: float, asked: list[tuple[float, int, float]]) -> None:
+    clock = Clock()
+    shaper = Shaper(rate, clock)
+    moved = []
+    for pause, num_flows, share in asked:
+        clock.now += pause
+        for _ in range(num_flows):
+            count = max(1, int(share * shaper.quantum))
+            moved.append((clock.now + shaper.reserve(count), count))
+    assert_within(shaper, moved)
+
+
+@pytest.mark.parametrize("rate", RATES[:-1])
+def test_a_busy_flow_gets_the_whole_rate(rate: float) -> None:
+    clock = Clock()
+    shaper = Shaper(rate, clock)
+    began, moved = clock.now, []
+    for number in range(1_000):
+        clock.now += shaper.reserve(shaper.quantum) + (0.02 if number % 50 == 49 else 0)  # woken late at times
+        moved.append((clock.now, shaper.quantum))
+    assert sum(count for _, count in moved) >= rate * (clock.now - began) * 0.999
+    assert_within(shaper, moved, late=shaper.quantum)
+
+
+@pytest.mark.parametrize("rate", RATES)
+def test_pieces_are_small_and_no_more_of_them_than_the_machine_can_do(rate: float) -> None:
+    shaper = Shaper(rate)
+    assert MIN_QUANTUM <= shaper.quantum <= MAX_QUANTUM
+    assert shaper.quantum <= shaper.burst
+    assert shaper.burst <= max(0.05 * rate, MIN_QUANTUM)
+
+
+def test_without_a_cap_nothing_waits() -> None:
+    clock = Clock()
+    shaper = Shaper(0, clock)
+    assert shaper.quantum == MAX_QUANTUM
+    assert [shaper.reserve(10**12) for _ in range(3)] == [0.0] * 3
+
+
+@pytest.mark.parametrize("rate", [-1.0, math.nan, math.inf])
+def test_a_rate_that_is_none_is_refused(rate: float) -> None:
+    with pytest.raises(ValueError, match="bytes a second"):
+        Shaper(rate)
+
+
+def test_bulk_waits_for_what_control_has_taken() -> None:
+    clock = Clock()
+    shaper = Shaper(125_000, clock)
+    shaper.charge(round(shaper.burst) + 250_000)
+    assert shaper.reserve(1_250) == pytest.approx(2.01, abs=1e-3)
+    clock.now += 2.01
+    assert shaper.reserve(1_250) == pytest.approx(0.01, abs=1e-3)
+
+
+def test_a_flood_of_control_holds_bulk_up_for_so_long_and_no_longer() -> None:
+    clock = Clock()
+    shaper = Shaper(125_000, clock)
+    for _ in range(10_000):
+        shaper.charge(10_000)
+    assert MAX_DEBT_SECONDS <= shaper.reserve(1_250) <= MAX_DEBT_SECONDS + 0.1
+
+
+async def test_flows_share_evenly_and_control_goes_at_once(autojump_clock: trio.testing.MockClock) -> None:
+    shaper = Shaper(125_000, trio.current_time)
+    moved = [0, 0, 0]
+
+    async def flow(index: int) -> None:
+        while True:
+            await shaper.wait(shaper.quantum)
+            moved[index] += shaper.quantum
+
+    with trio.move_on_after(20):
+        async with trio.open_nursery() as nursery:
+            for index in range(3):
+                nursery.start_soon(flow, index)
+            while True:
+                await trio.sleep(0.5)
+                before = trio.current_time()
+                shaper.charge(12_500)
+                assert trio.current_time() == before
+    assert max(moved) - min(moved) <= 2 * shaper.quantum
+    left_for_bulk = 20 * (125_000 - 25_000)
+    assert sum(moved) == pytest.approx(left_for_bulk, abs=shaper.burst + 4 * shaper.quantum + 12_500)
+
+
+async def test_a_wait_says_how_long_it_was(autojump_clock: trio.testing.MockClock) -> None:
+    shaper = Shaper(1_000, trio.current_time)
+    assert await shaper.wait(MIN_QUANTUM) == 0.0
+    began = trio.current_time()
+    seconds = await shaper.wait(MIN_QUANTUM)
+    assert seconds == pytest.approx(MIN_QUANTUM / 1_000) == pytest.approx(trio.current_time() - began)
+
+
+def test_the_rate_of_late_is_of_the_last_seconds() -> None:
+    clock = Clock()
+    shaper = Shaper(0, clock)
+    for _ in range(3 * METER_SECONDS):
+        clock.now += 1
+        shaper.reserve(600)
+        shaper.charge(400)
+    assert shaper.per_second() == pytest.approx(1_000, rel=0.2)
+    clock.now += 2 * METER_SECONDS
+    assert shaper.per_second() == 0.0
+
+
+def test_settings_are_in_megabits() -> None:
+    shaping = Shaping.of_mbit(8, 0)
+    assert shaping.up.rate == 1_000_000
+    assert shaping.down.rate == 0
+
+
+# On real sockets
+
+
+@asynccontextmanager
+async def open_channels(near: Shaping, far: Shaping) -> AsyncIterator[tuple[BulkChannel, BulkChannel]]:
+    """Both ends of a channel over loopback TCP."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        dialled = socket.create_connection(listener.getsockname())
+        accepted, _ = listener.accept()
+    ours, theirs = Credentials(), Credentials()
+    channels: dict[bool, BulkChannel] = {}
+
+    async def open_one(plain: socket.socket, is_server: bool, shaping: Shaping) -> None:
+        own, other = (theirs, ours) if is_server else (ours, theirs)
+        channel = await open_channel(b"p" * 32, b"s" * 16, plain, own, other.certificate, is_server, shaping)
+        channels[is_server] = channel
+        if is_server:
+            channel.announce()
+
+    with trio.fail_after(PATIENCE):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(open_one, dialled, False, near)
+            nursery.start_soon(open_one, accepted, True, far)
+        try:
+            yield channels[False], channels[True]
+        finally:
+            channels[False].close()
+            channels[True].close()
+
+
+@pytest.mark.parametrize(("up", "down"), [(24, 0), (0, 24)])
+async def test_a_channel_moves_no_more_than_the_cap(up: float, down: float) -> None:
+    data = random.Random(1).randbytes(MIB + 1_001)
+    memory = bytearray(len(data))
+    near, far = Shaping.of_mbit(up, 0), Shaping.of_mbit(0, down)
+    capped = near.up if up else far.down
+    digests = []
+
+    async def note(work: Awaitable[bytes]) -> None:
+        digests.append(await work)
+
+    async with open_channels(near, far) as (sender, receiver):
+        began = time.monotonic()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(note, sender.send(memoryview(data)))
+            nursery.start_soon(note, receiver.receive_into(memoryview(memory)))
+        seconds = time.monotonic() - began
+    assert digests == [blake3(data).digest()] * 2
+    assert memory == data
+    assert len(data) <= capped.burst + capped.rate * seconds
+
+
+def num_counted(shaper: Shaper) -> float:
+    """All that it has counted, if its clock stands at 0."""
+    return shaper.per_second() * (METER_SECONDS - 1)
+
+
+async def test_a_channel_counts_what_it_moves() -> None:
+    near, far = (Shaping(*(Shaper(clock=lambda: 0.0) for _ in range(2))) for _ in range(2))
+    async with open_channels(near, far) as (sender, receiver), trio.open_nursery() as nursery:
+        nursery.start_soon(sender.send, memoryview(bytes(300_001)))
+        await receiver.receive_into(memoryview(bytearray(300_001)))
+    assert num_counted(near.up) == num_counted(far.down) == 300_001
+    assert num_counted(near.down) == num_counted(far.up) == 0
+
+
+@pytest.mark.parametrize("is_sending", [True, False])
+async def test_a_thread_that_waits_for_its_turn_ends_when_it_is_cancelled(is_sending: bool) -> None:
+    rate = MIN_QUANTUM / (2 * PATIENCE)  # the second piece may move when it is too late
+    async with open_channels(Shaping(Shaper(rate), Shaper(rate)), Shaping()) as (capped, free):
+        first, all_of_it = memoryview(bytearray(MIN_QUANTUM)), memoryview(bytearray(MIB))
+        async with trio.open_nursery() as nursery:
+            if is_sending:
+                nursery.start_soon(capped.send, all_of_it)
+                await free.receive_into(first)
+            else:
+                nursery.start_soon(capped.receive_into, all_of_it)
+                await free.send(first)
+            nursery.cancel_scope.cancel()
+        assert not capped.is_fit
+
+
+@pytest.mark.parametrize("mbit", [0.5, 5, 500])
+async def test_the_kernel_is_left_with_little_to_send(mbit: float) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as dialled,
+    ):
+        free = dialled.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT)
+        Shaping().fit_buffers(dialled)
+        assert dialled.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) == free
+        Shaping.of_mbit(mbit, mbit).fit_buffers(dialled)
+        assert dialled.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) <= MAX_QUANTUM
