@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 import os
 import sys
 import time
@@ -293,6 +294,12 @@ def _setting_lines(settings: dict[str, Any]) -> Iterator[str]:
 # --- the node ---------------------------------------------------------------------------------------------------
 
 
+def _check_finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise typer.BadParameter("must be finite; 0 is no cap")
+    return value
+
+
 @app.command()
 def join(
     home: Home,
@@ -351,6 +358,26 @@ def join(
             metavar="N",
         ),
     ] = 10,
+    upload_mbit: Annotated[
+        float,
+        typer.Option(
+            help="Send no faster than so many Mbit/s in all; 0: no cap.",
+            envvar="FARANDOLE_UPLOAD_MBIT",
+            min=0.0,
+            callback=_check_finite,
+            metavar="MBIT",
+        ),
+    ] = 0.0,
+    download_mbit: Annotated[
+        float,
+        typer.Option(
+            help="Receive no faster than so many Mbit/s in all; 0: no cap.",
+            envvar="FARANDOLE_DOWNLOAD_MBIT",
+            min=0.0,
+            callback=_check_finite,
+            metavar="MBIT",
+        ),
+    ] = 0.0,
     checkpoint_seconds: Annotated[
         float,
         typer.Option(help="Between checkpoints.", envvar="FARANDOLE_CHECKPOINT_SECONDS", min=0.1, metavar="SECS"),
@@ -392,6 +419,8 @@ def join(
         heartbeat_seconds=heartbeat_seconds,
         threads=threads,
         validate_every=validate_every,
+        upload_mbit=upload_mbit,
+        download_mbit=download_mbit,
         log_level=log_level.value,
         json_log=json_log,
     )

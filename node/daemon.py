@@ -33,6 +33,7 @@ from .member import RunMember
 from .messenger import open_messenger
 from .reporting import Reporter
 from .settings import NodeSettings
+from .shaping import Shaping
 from .store import Store, open_store
 from .trainer import TrainerError
 
@@ -110,8 +111,12 @@ class Node:
         settings, board, store = self._settings, self._board, self._store
         stored, remembered = await store.get_fact(MANIFEST_FACT), await store.known_peers()
         target = find_target(settings, self._author, stored, remembered)
-        async with open_host(self._key, settings.listen) as host, open_messenger(host) as messenger:
-            self._reporter = Reporter(host, board, target.run_id, "", self._started_at)
+        shaping = Shaping.of_mbit(settings.upload_mbit, settings.download_mbit)
+        async with (
+            open_host(self._key, settings.listen, shaping=shaping) as host,
+            open_messenger(host) as messenger,
+        ):
+            self._reporter = Reporter(host, board, target.run_id, "", self._started_at, shaping)
             board.say(f"this node is {host.peer_id}")
             for address in host.addresses:
                 board.say(f"listening on {address}")
@@ -122,7 +127,7 @@ class Node:
                     manifest, raw = joined
                     if raw != stored:
                         await store.put_fact(MANIFEST_FACT, raw)
-                    member = RunMember(settings, self._key, store, board, host, messenger, manifest, raw)
+                    member = RunMember(settings, self._key, store, board, host, messenger, manifest, raw, shaping)
                     self._reporter = member.reporter(self._started_at)
                     await member.run(target, self.is_leaving)
                 nursery.cancel_scope.cancel()

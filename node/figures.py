@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Final
 
+BYTES_PER_MBIT: Final = 125_000
 _BARS: Final = "▁▂▃▄▅▆▇█"
 _LARGE: Final = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 

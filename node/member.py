@@ -34,6 +34,7 @@ from .messenger import Messenger
 from .reporting import Reporter
 from .rounds import MAX_ROUNDS_BEHIND, Rounds, RoundsConfig
 from .settings import NodeSettings
+from .shaping import Shaping
 from .store import Store, StoreError
 from .transfers import SavedCheckpoint, TransferService, fetch_checkpoint, saved_round
 
@@ -68,6 +69,7 @@ class RunMember:
         messenger: Messenger,
         manifest: Manifest,
         raw_manifest: bytes,
+        shaping: Shaping,
     ) -> None:
         signed = decode_manifest(raw_manifest)[1]
         rng = random.Random()
@@ -77,6 +79,7 @@ class RunMember:
         self._store = store
         self._board = board
         self._host = host
+        self._shaping = shaping
         self._manifest = manifest
         self._saved: SavedCheckpoint | None = None
         self._has_saved = trio.Event()
@@ -91,7 +94,7 @@ class RunMember:
             rng,
             base_period=settings.heartbeat_seconds,
         )
-        self._exchanges = ExchangeService(host)
+        self._exchanges = ExchangeService(host, shaping=shaping)
         self._rounds = Rounds(
             RoundsConfig(
                 run_id=self.run_id,
@@ -120,7 +123,7 @@ class RunMember:
             on_peers=self._rounds.set_peers,
             on_lost=self._rounds.lose_peer,
         )
-        TransferService(self.run_id, raw_manifest, self._fresh_checkpoint).register(host)
+        TransferService(self.run_id, raw_manifest, self._fresh_checkpoint, shaping.up).register(host)
 
     def reporter(self, started_at: float) -> Reporter:
         """What makes this node's status from now on."""
@@ -130,13 +133,14 @@ class RunMember:
             self.run_id,
             self._manifest.name,
             started_at,
+            self._shaping,
             self._state,
             self._gossip.liveness,
         )
 
     async def run(self, target: Target, is_leaving: trio.Event) -> None:
         """Take part until told to leave. Raises `JoinError` or `TrainerError`."""
-        async with open_bulk(self._host) as self._exchanges.channels, trio.open_nursery() as nursery:
+        async with open_bulk(self._host, self._shaping) as self._exchanges.channels, trio.open_nursery() as nursery:
             await nursery.start(self._gossip.run)
             await self._restore_counters()
             await self._sync_state(may_begin=target.manifest is not None)
@@ -240,7 +244,9 @@ class RunMember:
             )
 
         try:
-            header = await fetch_checkpoint(self._host, donor, self.run_id, self._settings.fetched, max_size, show)
+            header = await fetch_checkpoint(
+                self._host, donor, self.run_id, self._settings.fetched, max_size, show, self._shaping.down
+            )
         except PeerUnreachableError as error:
             board.warn(f"no weights from {name}: {error}")
             return False

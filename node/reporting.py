@@ -14,8 +14,10 @@ from farandole.protocol.liveness import Liveness
 from farandole.protocol.state import RunState
 
 from .board import Board
+from .figures import BYTES_PER_MBIT
 from .host import Host
 from .membership import LOSS_SCALE
+from .shaping import Shaping
 from .status import MemberStatus, NodeStatus, RunStatus
 
 # One screen, and one answer of the control socket; a run of thousands is summed up in `RunStatus`.
@@ -31,6 +33,7 @@ class Reporter:
     run_id: bytes
     run_name: str
     started_at: float
+    shaping: Shaping
     state: RunState | None = None
     liveness: Liveness | None = None
 
@@ -71,6 +74,10 @@ class Reporter:
             bytes_received=board.bytes_received,
             last_exchange=board.last_exchange,
             waits_for=board.waits_for,
+            upload_mbit=self.shaping.up.rate / BYTES_PER_MBIT,
+            download_mbit=self.shaping.down.rate / BYTES_PER_MBIT,
+            bytes_sent_per_second=self.shaping.up.per_second(),
+            bytes_received_per_second=self.shaping.down.per_second(),
             connected_peers=len(self.host.connected),
             run=self._run(members),
             members=members,

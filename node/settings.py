@@ -50,6 +50,9 @@ class NodeSettings:
     """Torch threads of the trainer: one is the fastest where several nodes share a machine."""
     validate_every: int = 10
     """Rounds between two measurements on the held-out split; 0: never."""
+    upload_mbit: float = 0.0
+    """The most that is sent, in Mbit/s, and likewise received; 0: no cap (`farandole.node.shaping`)."""
+    download_mbit: float = 0.0
     log_level: str = "info"
     json_log: bool = False
     """Log lines as JSON objects, for machines."""

@@ -26,7 +26,8 @@ import trio
 
 from farandole.protocol.token_bucket import TokenBucket
 
-BYTES_PER_MBIT = 125_000
+from .figures import BYTES_PER_MBIT
+
 # What may leave at once after a rest: wakeups may be late by so much before the rate suffers, and a line that is as
 # fast as the cap is busy for no longer before it takes a control message.
 BURST_SECONDS = 0.05

@@ -128,3 +128,9 @@ class NodeStatus(msgspec.Struct, frozen=True):
     """Inner steps between the newest contribution and its outer step: more than 0 where exchanges overlap."""
     paths: dict[str, int] = {}
     """``bulk`` or ``stream`` -> committed exchanges whose contributions moved so; see `ExchangeStatus.path`."""
+    upload_mbit: float = 0.0
+    """The node's cap; 0: none."""
+    download_mbit: float = 0.0
+    bytes_sent_per_second: float = 0.0
+    """Of everything, control traffic too; mean of the last 10 s."""
+    bytes_received_per_second: float = 0.0

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from .figures import count, duration, loss, size, sparkline
+from .figures import BYTES_PER_MBIT, count, duration, loss, size, sparkline
 from .status import ExchangeStatus, MemberStatus, NodeStatus
 
 SPARKLINE_WIDTH: Final = 40
@@ -53,6 +53,7 @@ def _lines(status: NodeStatus, now: float) -> list[tuple[str, RenderableType]]:
         ("last exchange", _last_exchange(status.last_exchange, now)),
         ("the run", _run(status)),
         ("links", _links(status)),
+        ("traffic", _traffic(status)),
     ]
     lines += [("warning", Text(warning, style="yellow")) for warning in status.warnings[-MAX_WARNINGS_SHOWN:]]
     return lines
@@ -134,6 +135,17 @@ def _links(status: NodeStatus) -> str:
     kinds = Counter(member.path or "unknown" for member in status.members if member.is_connected)
     detail = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
     return f"{status.connected_peers} peers connected" + (f" (members: {detail})" if detail else "")
+
+
+def _traffic(status: NodeStatus) -> str:
+    sent = _flow(status.bytes_sent_per_second, status.upload_mbit)
+    received = _flow(status.bytes_received_per_second, status.download_mbit)
+    return f"sends {sent}; receives {received}"
+
+
+def _flow(bytes_per_second: float, cap_mbit: float) -> str:
+    cap = f"at most {cap_mbit:g}" if cap_mbit else "no cap"
+    return f"{bytes_per_second / BYTES_PER_MBIT:.2f} Mbit/s ({cap})"
 
 
 def members_table(members: list[MemberStatus]) -> Table:

@@ -25,6 +25,7 @@ from farandole.node.exchange import (
     ExchangeService,
     ExchangeStream,
 )
+from farandole.node.shaping import Shaper, Shaping
 from farandole.protocol.exchange import (
     ASK_FROM,
     BULK_FROM,
@@ -309,6 +310,29 @@ async def test_both_have_the_others_exact_bytes(
     assert (bob.result.partner, bob.result.partner_round, bob.result.partner_tokens) == (ALICE, 1, 100)
     assert bob.result.partner_size == SIZE
     assert alice.result.bytes_sent == bob.result.bytes_received > SIZE
+
+
+async def test_contributions_wait_for_the_caps(
+    alice: Party, bob: Party, autojump_clock: trio.testing.MockClock
+) -> None:
+    up, down = (Shaper(SIZE / seconds, trio.current_time) for seconds in (5, 10))
+    alice.service._shaping = Shaping(up, down)
+    began = trio.current_time()
+    await meet(alice, bob)
+    assert_committed(alice, bob)
+    assert trio.current_time() - began >= (SIZE - down.burst) / down.rate
+
+
+async def test_a_verdict_overtakes_a_contribution_that_waits_for_its_cap(
+    alice: Party, bob: Party, autojump_clock: trio.testing.MockClock
+) -> None:
+    up = Shaper(SIZE / 5, trio.current_time)
+    up.charge(2 * SIZE)
+    alice.service._shaping = Shaping(up, Shaper())
+    alice.refusal = "not this one"
+    await meet(alice, bob)
+    assert bob.result.reason == "the partner aborted: refused: not this one"
+    assert up.reserve(0) > 0  # the contribution would still wait
 
 
 async def test_one_byte_at_a_time(nursery: trio.Nursery, autojump_clock: trio.testing.MockClock) -> None:

@@ -16,6 +16,7 @@ from farandole.node.board import Board
 from farandole.node.joining import Target
 from farandole.node.member import WEIGHTS_TIMEOUT, RunMember
 from farandole.node.settings import NodeSettings
+from farandole.node.shaping import Shaping
 from farandole.node.store import StoreError
 from farandole.node.transfers import TransferError
 from farandole.protocol.identity import public_bytes
@@ -47,7 +48,15 @@ def make_member(home: Path) -> RunMember:
     store: Any = FullDisk()
     board = Board(say=lambda text: None)
     return RunMember(
-        NodeSettings(home=home), KEY, store, board, host, messenger, Manifest("tiny", MODEL), SIGNED.encode()
+        NodeSettings(home=home),
+        KEY,
+        store,
+        board,
+        host,
+        messenger,
+        Manifest("tiny", MODEL),
+        SIGNED.encode(),
+        Shaping(),
     )
 
 

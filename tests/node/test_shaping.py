@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 import trio
 import trio.testing
 from blake3 import blake3
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
 from farandole.node.bulk_channel import BulkChannel, Credentials, open_channel
+from farandole.node.host import open_host
 from farandole.node.shaping import (
     MAX_DEBT_SECONDS,
     MAX_QUANTUM,
@@ -25,6 +29,8 @@ from farandole.node.shaping import (
     Shaper,
     Shaping,
 )
+from farandole.node.transfers import SavedCheckpoint, TransferService, fetch_checkpoint
+from farandole.protocol.transfers import CheckpointHeader
 
 PATIENCE = 30.0
 RATES = [2_000.0, 125_000.0, 1_250_000.0, 12_500_000.0, 1.25e9]
@@ -245,6 +251,32 @@ async def test_a_thread_that_waits_for_its_turn_ends_when_it_is_cancelled(is_sen
                 await free.send(first)
             nursery.cancel_scope.cancel()
         assert not capped.is_fit
+
+
+async def test_a_checkpoint_between_two_hosts_counts_once(tmp_path: Path) -> None:
+    data = random.Random(1).randbytes(3 * MIB)
+    (tmp_path / "theirs").write_bytes(data)
+    header = CheckpointHeader(7, 350, 10_000, len(data), hashlib.sha256(data).digest())
+    alices, bobs = (Shaping(*(Shaper(clock=lambda: 0.0) for _ in range(2))) for _ in range(2))
+    keys = [Ed25519PrivateKey.generate() for _ in range(2)]
+
+    async def checkpoint() -> SavedCheckpoint:
+        return SavedCheckpoint(tmp_path / "theirs", header)
+
+    with trio.fail_after(PATIENCE):
+        async with (
+            open_host(keys[0], ["/ip4/127.0.0.1/tcp/0"], shaping=alices) as alice,
+            open_host(keys[1], ["/ip4/127.0.0.1/tcp/0"], shaping=bobs) as bob,
+        ):
+            TransferService(b"r" * 32, b"", checkpoint, alices.up).register(alice)
+            bob.add_addresses(alice.author, alice.addresses)
+            path = tmp_path / "ours"
+            await fetch_checkpoint(bob, alice.author, b"r" * 32, path, len(data), lambda *_: None, bobs.down)
+    assert path.read_bytes() == data
+    for shaper in (alices.up, bobs.down):
+        assert len(data) < num_counted(shaper) < 1.01 * len(data)
+    for shaper in (alices.down, bobs.up):
+        assert 0 < num_counted(shaper) < 0.01 * len(data)
 
 
 @pytest.mark.parametrize("mbit", [0.5, 5, 500])

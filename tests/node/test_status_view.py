@@ -44,6 +44,13 @@ def test_every_question_is_answered_on_one_screen() -> None:
     assert "the trainer died" in line(STATUS, "warning")
 
 
+def test_the_caps_and_what_moves_are_shown() -> None:
+    capped = msgspec.structs.replace(
+        STATUS, upload_mbit=5.0, bytes_sent_per_second=500_000.0, bytes_received_per_second=100_000.0
+    )
+    assert "sends 4.00 Mbit/s (at most 5); receives 0.80 Mbit/s (no cap)" in line(capped, "traffic")
+
+
 def test_a_node_that_still_joins_says_what_it_waits_for() -> None:
     joining = msgspec.structs.replace(
         STATUS,

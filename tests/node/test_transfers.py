@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farandole.node import transfers
+from farandole.node.shaping import Shaper
 from farandole.node.transfers import SavedCheckpoint, TransferError, TransferService, fetch_checkpoint, fetch_manifest
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.framing import frame
@@ -68,15 +69,23 @@ def saved_at(path: Path) -> SavedCheckpoint:
     return SavedCheckpoint(path, CheckpointHeader(7, 350, 10_000, len(CONTENT), hashlib.sha256(CONTENT).digest()))
 
 
-def serve(host: Any, saved: SavedCheckpoint | None) -> None:
+def serve(host: Any, saved: SavedCheckpoint | None, upload: Shaper | None = None) -> None:
     async def checkpoint() -> SavedCheckpoint | None:
         return saved
 
-    TransferService(SIGNED.run_id, SIGNED.encode(), checkpoint).register(host)
+    TransferService(SIGNED.run_id, SIGNED.encode(), checkpoint, upload).register(host)
 
 
-async def fetch(host: Any, path: Path, max_size: int = len(CONTENT)) -> CheckpointHeader:
-    return await fetch_checkpoint(host, b"p" * 32, SIGNED.run_id, path, max_size, lambda done, total: None)
+async def fetch(
+    host: Any, path: Path, max_size: int = len(CONTENT), download: Shaper | None = None
+) -> CheckpointHeader:
+    return await fetch_checkpoint(host, b"p" * 32, SIGNED.run_id, path, max_size, lambda done, total: None, download)
+
+
+async def run_here(function: Callable[..., object], *args: object, **options: object) -> object:
+    """For `trio.to_thread.run_sync` where the clock would jump while a thread works."""
+    await trio.lowlevel.checkpoint()
+    return function(*args)
 
 
 async def test_a_manifest_arrives_and_proves_itself(nursery: trio.Nursery) -> None:
@@ -192,11 +201,7 @@ async def test_a_disk_that_takes_no_checkpoint_is_said(nursery: trio.Nursery, tm
 async def test_a_donor_that_trickles_is_left(
     nursery: trio.Nursery, tmp_path: Path, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def write(function: Callable[..., object], *args: object) -> None:
-        await trio.lowlevel.checkpoint()  # no thread: the clock would jump while it works
-        function(*args)
-
-    monkeypatch.setattr(trio.to_thread, "run_sync", write)
+    monkeypatch.setattr(trio.to_thread, "run_sync", run_here)
     host: Any = MemoryHost(nursery)
     header = CheckpointHeader(7, 350, 10_000, len(CONTENT), hashlib.sha256(CONTENT).digest())
 
@@ -210,6 +215,42 @@ async def test_a_donor_that_trickles_is_left(
     host.set_handler(CHECKPOINT_PROTOCOL, trickle)
     with trio.fail_after(3 * transfers.CHUNK_TIMEOUT), pytest.raises(TransferError, match="slow"):
         await fetch(host, tmp_path / "ours")
+
+
+async def test_a_download_is_not_given_up_for_the_slowness_of_our_own_cap(
+    nursery: trio.Nursery, tmp_path: Path, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trio.to_thread, "run_sync", run_here)
+    host: Any = MemoryHost(nursery)
+    serve(host, saved_at(tmp_path / "theirs"))
+    cap = Shaper(transfers.MIN_RATE / 8, trio.current_time)
+    began = trio.current_time()
+    await fetch(host, tmp_path / "ours", download=cap)
+    assert (tmp_path / "ours").read_bytes() == CONTENT
+    assert trio.current_time() - began >= (len(CONTENT) - cap.burst) / cap.rate > transfers.CHUNK_TIMEOUT
+
+
+async def test_checkpoints_are_sent_as_fast_as_the_cap_lets_them(
+    nursery: trio.Nursery, tmp_path: Path, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trio.to_thread, "run_sync", run_here)
+    host: Any = MemoryHost(nursery)
+    cap = Shaper(2 * transfers.MIN_RATE, trio.current_time)
+    serve(host, saved_at(tmp_path / "theirs"), cap)
+    began = trio.current_time()
+    await fetch(host, tmp_path / "ours")
+    assert trio.current_time() - began >= (len(CONTENT) - cap.burst) / cap.rate
+
+
+async def test_a_slow_line_serves_one_newcomer_at_a_time(nursery: trio.Nursery, tmp_path: Path) -> None:
+    host: Any = MemoryHost(nursery)
+    serve(host, saved_at(tmp_path / "theirs"), Shaper(transfers.MIN_RATE))
+    stream = await host.open_stream(b"p" * 32, CHECKPOINT_PROTOCOL)
+    await stream.send_all(frame(SIGNED.run_id, 32))
+    await stream.receive_some(1)  # of the header: it is being served
+    with pytest.raises(TransferError, match="no checkpoint to give now"):
+        await fetch(host, tmp_path / "ours")
+    nursery.cancel_scope.cancel()
 
 
 @given(st.binary(max_size=300))
