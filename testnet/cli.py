@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 @testnet_app.command("run")
 def run_testnet(
     scenario: Annotated[
-        str, typer.Argument(metavar="SCENARIO", help="A TOML file, or demo, churn, unequal, overlap.")
+        str, typer.Argument(metavar="SCENARIO", help="A TOML file, or demo, churn, unequal, overlap, slow-link.")
     ] = "demo",
     nodes: Annotated[int | None, typer.Option(min=1, help="How many, instead of the scenario's.")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="How many, instead of the scenario's.")] = None,
@@ -92,6 +93,12 @@ def _print_verdict(report: Report, folder: Path, console: Console) -> None:
     )
     if report.spread is not None:
         say(f"spread of the weights {report.spread:.2%}; run state {'equal' if report.state_equal else 'not equal'}")
+    if shares := [node.utilisation for node in report.nodes if node.utilisation is not None]:
+        moved = sum((Counter(node.paths) for node in report.nodes), Counter[str]())
+        paths = ", ".join(f"{number // 2} by {path}" for path, number in sorted(moved.items()))
+        say(
+            f"trainers in inner steps {min(shares):.1%} to {max(shares):.1%} of their time; exchanges: {paths or 'none'}"
+        )
     for reason in report.reasons:
         say(f"  - {reason}", style="red", markup=False)
     say("PASS" if report.verdict == "pass" else "FAIL", style="bold green" if report.verdict == "pass" else "bold red")
@@ -114,3 +121,21 @@ def compare(
     from .compare import run_compare
 
     run_compare(nodes, steps, seeds, out / "compare.json" if out else None, interval, methods or ())
+
+
+@testnet_app.command("bench-exchange")
+def bench_exchange(
+    out: Annotated[Path, typer.Option(help="Folder for exchange.json, exchange.md, a log.")] = Path("out/bench"),
+    sizes: Annotated[list[int] | None, typer.Option(min=1, help="Megabytes to move one way; may be repeated.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Of each measurement; the median counts.")] = 5,
+    peers: Annotated[bool, typer.Option(help="Measure hivemind and Lattica too, installing them once.")] = True,
+    cache: Annotated[Path, typer.Option(help="Folder in which the two are installed.")] = Path(".bench"),
+) -> None:
+    """Measure how fast contributions move between two processes, beside raw sockets, libp2p, hivemind and Lattica.
+
+    Examples: [cyan]farandole testnet bench-exchange[/cyan];
+    [cyan]farandole testnet bench-exchange --sizes 64 --sizes 256 --repeats 3 --no-peers[/cyan]
+    """
+    from .bench_exchange import SIZES_MB, run_bench
+
+    run_bench(out, sizes or SIZES_MB, repeats, cache if peers else None)

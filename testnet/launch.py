@@ -30,6 +30,7 @@ from farandole.protocol.manifest import Manifest, SignedManifest, sign_manifest
 
 from .faults import FaultContext, run_fault
 from .leash import Leash, open_leash
+from .links import Place, open_places
 from .process import NODE_COMMAND, NodeProcess
 from .record import NodeRecord
 from .report import Merged, NodeReport, Report, is_state_equal, make_report, node_report
@@ -103,8 +104,9 @@ class Testnet:
         with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._watch_signals, signals)
-                with open_leash() as leash:
-                    self._nodes = self._make_nodes(leash)
+                scenario = self.scenario
+                with open_leash() as leash, open_places(scenario.link, scenario.nodes, leash) as places:
+                    self._nodes = self._make_nodes(leash, places)
                     nodes, seconds = await self._run_nodes(signed)
                 merged = await self._measure(manifest, signed, nodes)
                 nursery.cancel_scope.cancel()
@@ -134,19 +136,19 @@ class Testnet:
             self.is_interrupted = True
             self._stage.cancel()
 
-    def _make_nodes(self, leash: Leash) -> list[NodeProcess]:
+    def _make_nodes(self, leash: Leash, places: Sequence[Place]) -> list[NodeProcess]:
         nodes = []
-        for index, port in enumerate(free_ports(self.scenario.nodes)):
+        for index, (place, port) in enumerate(zip(places, free_ports(self.scenario.nodes), strict=True)):
             home = self.out / "nodes" / f"{index:02d}"
             peer_id = peer_id_of(public_bytes(load_or_create_key(home / "key")))
-            options = self._options(index, port)
-            nodes.append(NodeProcess(NodeRecord(index, peer_id), home, options, leash, self._say, self.command))
+            options, command = self._options(index, place, port), [*place.enter, *self.command]
+            nodes.append(NodeProcess(NodeRecord(index, peer_id), home, options, leash, self._say, command))
         return nodes
 
-    def _options(self, index: int, port: int) -> list[str]:
+    def _options(self, index: int, place: Place, port: int) -> list[str]:
         scenario = self.scenario
         settings = {
-            "--listen": f"/ip4/127.0.0.1/tcp/{port}",
+            "--listen": f"/ip4/{place.ip}/tcp/{port}",
             "--device": scenario.device,
             "--max-rounds": scenario.rounds,
             "--slow": scenario.slowness(index),

@@ -43,6 +43,8 @@ class NodeReport(msgspec.Struct, frozen=True):
     is_alive: bool
     """At the end of the training."""
     state_root: str
+    utilisation: float | None = None
+    """Share of its trainer's time that went into inner steps, by the trainer's own clock, in its present life."""
     paths: dict[str, int] = {}
     """How contributions moved ("bulk" or "stream") -> committed exchanges."""
 
@@ -107,6 +109,7 @@ def node_report(record: NodeRecord, *, is_alive: bool) -> NodeReport:
         exchanges_since_restart=status.exchanges_ok if status else 0,
         is_alive=is_alive,
         state_root=status.run.state_root if status and is_alive else "",
+        utilisation=status.utilisation if status else None,
         paths=dict(record.all_paths),
     )
 
@@ -180,6 +183,8 @@ def _node_problems(scenario: Scenario, node: NodeReport) -> list[str]:
         problems.append(f"reached round {node.rounds} of {scenario.rounds}")
     if len(node.partners) < scenario.min_partners:
         problems.append(f"exchanged with {len(node.partners)} partners, fewer than {scenario.min_partners}")
+    if node.utilisation is not None and node.utilisation < scenario.min_utilisation:
+        problems.append(f"spent {node.utilisation:.1%} of its time in inner steps, not {scenario.min_utilisation:.0%}")
     if node.restarts and not node.exchanges_since_restart:
         problems.append("exchanged with nobody after it was started again")
     if node.index in scenario.late_joiners and node.losses and node.losses[0][0] == 0:

@@ -52,6 +52,16 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"fault {self.kind!r} has no duration")
 
 
+class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Between each node and all others; needs Linux and root (`farandole.testnet.links`)."""
+
+    up_mbit: _Positive
+    """Mbit/s that a node can send."""
+    down_mbit: _Positive
+    delay_ms: Annotated[float, msgspec.Meta(ge=0, le=10_000)] = 0.0
+    """From one node to another; a round trip takes twice as long."""
+
+
 class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What `farandole testnet run` plays."""
 
@@ -82,6 +92,10 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Validation loss of the mean of all replicas, nats a token."""
     every_round: bool = False
     """Whether each node must take part in each round from its first on, slower ones with fewer inner steps."""
+    link: Link | None = None
+    """None: all nodes on the loopback interface."""
+    min_utilisation: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    """Share of its time that each trainer must spend in inner steps."""
     fault: Annotated[tuple[Fault, ...], msgspec.Meta(max_length=MAX_FAULTS)] = ()
 
     def __post_init__(self) -> None:

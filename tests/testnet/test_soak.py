@@ -35,7 +35,7 @@ def figures(report: Report) -> str:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", ["churn", "unequal", "overlap"])
+@pytest.mark.parametrize("name", ["churn", "unequal", "overlap", "slow-link", "slow-link-blocking"])
 async def test_a_delivered_scenario_passes(name: str, tmp_path: Path) -> None:
     report = await Testnet(load_scenario(name), tmp_path / name, Quiet()).play()
     print(f"\n{figures(report)}")
