@@ -96,9 +96,7 @@ def _print_verdict(report: Report, folder: Path, console: Console) -> None:
     if shares := [node.utilisation for node in report.nodes if node.utilisation is not None]:
         moved = sum((Counter(node.paths) for node in report.nodes), Counter[str]())
         paths = ", ".join(f"{number // 2} by {path}" for path, number in sorted(moved.items()))
-        say(
-            f"trainers in inner steps {min(shares):.1%} to {max(shares):.1%} of their time; exchanges: {paths or 'none'}"
-        )
+        say(f"trainers in inner steps {min(shares):.1%} to {max(shares):.1%} of the time; exchanges: {paths or 'none'}")
     for reason in report.reasons:
         say(f"  - {reason}", style="red", markup=False)
     say("PASS" if report.verdict == "pass" else "FAIL", style="bold green" if report.verdict == "pass" else "bold red")
