@@ -16,7 +16,7 @@ import logging
 import secrets
 import socket
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Protocol
 
 import trio
@@ -42,6 +42,7 @@ from .bulk_channel import BulkChannel, ChannelError, Credentials, open_channel
 from .errors import PeerUnreachableError
 from .nurseries import open_service_nursery
 from .shaping import Shaping
+from .streams import READ_BYTES, Stream, StreamHost, close_stream, receive_frame
 
 logger = logging.getLogger(__name__)
 
@@ -65,30 +66,11 @@ ACCEPT_PAUSE = 0.5
 MAX_CANDIDATES = 2 * MAX_OFFERED
 # Before a dial from the listener's port: most plain dials have answered by then.
 PUNCH_AFTER = 0.3
-READ_BYTES = 4_096
-CLOSE_TIMEOUT = 2.0
 _CHOSEN = b"\x01"
 
 
-class BulkStream(Protocol):
-    """What is used of a `farandole.node.host.Stream`."""
-
-    @property
-    def peer(self) -> bytes:
-        """The remote's public key, authenticated."""
-
-    async def send_all(self, data: bytes) -> None:
-        """Send, or raise `trio.BrokenResourceError`."""
-
-    async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
-        """Some bytes, none at the end; or raise `trio.BrokenResourceError`."""
-
-    async def aclose(self) -> None:
-        """Close; forcefully if cancelled."""
-
-
-class BulkHost(Protocol):
-    """What is used of a `farandole.node.host.Host`."""
+class BulkHost(StreamHost, Protocol):
+    """A host whose addresses, and those of its peers, are known."""
 
     @property
     def addresses(self) -> list[str]:
@@ -96,12 +78,6 @@ class BulkHost(Protocol):
 
     def remote_ips(self, peer: bytes) -> list[str]:
         """The other ends of the connections to a peer."""
-
-    def set_handler(self, protocol: str, handler: Callable[[BulkStream], Awaitable[None]]) -> None:
-        """Serve incoming streams."""
-
-    async def open_stream(self, peer: bytes, protocol: str, timeout: float) -> BulkStream:  # noqa: ASYNC109
-        """Open a stream, or raise `PeerUnreachableError`."""
 
 
 class BulkService:
@@ -190,9 +166,9 @@ class BulkService:
                     raise RemoteProtocolError("an answer to another proposal")
                 return await self._run_race(race, stream, theirs, is_server=False)
         finally:
-            await _close(stream)
+            await close_stream(stream)
 
-    async def _answer(self, stream: BulkStream) -> None:
+    async def _answer(self, stream: Stream) -> None:
         """A peer proposes a channel; the stream closes when that is done."""
         try:
             if self._expected[stream.peer]:
@@ -208,7 +184,7 @@ class BulkService:
         except (ChannelError, RemoteProtocolError, trio.BrokenResourceError) as error:
             logger.debug("no bulk channel: %s", error)
         finally:
-            await _close(stream)
+            await close_stream(stream)
 
     def _is_busy(self, peer: bytes, session: bytes) -> bool:
         """One negotiation with a peer at a time; and no name for two channels."""
@@ -235,7 +211,7 @@ class BulkService:
             del self._races[proposal.session]
             race.end()
 
-    async def _run_race(self, race: _Race, stream: BulkStream, theirs: Proposal, is_server: bool) -> BulkChannel:
+    async def _run_race(self, race: _Race, stream: Stream, theirs: Proposal, is_server: bool) -> BulkChannel:
         """Dial, let the answerer choose, shake hands; give up if the peer does, and closes the stream."""
         race.begin(theirs)
         plain: socket.socket | None = None
@@ -457,24 +433,12 @@ async def _receive_exactly(connection: trio.socket.SocketType, size: int) -> byt
     return received
 
 
-async def _receive_proposal(stream: BulkStream) -> Proposal:
-    parser = FrameParser(MAX_PROPOSAL_BYTES)
-    while (payload := parser.next_frame()) is None:
-        data = await stream.receive_some(READ_BYTES)
-        if not data:
-            raise RemoteProtocolError("the stream ended before its proposal")
-        parser.receive_data(data)
-    return decode_proposal(payload)
+async def _receive_proposal(stream: Stream) -> Proposal:
+    return decode_proposal(await receive_frame(stream, FrameParser(MAX_PROPOSAL_BYTES)))
 
 
-async def _cancel_at_end(stream: BulkStream, scope: trio.CancelScope) -> None:
+async def _cancel_at_end(stream: Stream, scope: trio.CancelScope) -> None:
     with contextlib.suppress(trio.BrokenResourceError):
         while await stream.receive_some(READ_BYTES):
             pass
     scope.cancel()
-
-
-async def _close(stream: BulkStream) -> None:
-    """Close; break it off if that takes too long, or when cancelled."""
-    with trio.move_on_after(CLOSE_TIMEOUT):
-        await stream.aclose()

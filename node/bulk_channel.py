@@ -28,13 +28,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import trio
-from blake3 import blake3
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from farandole.protocol.errors import FarandoleError
+from farandole.protocol.exchange import Incoming
 
 from .shaping import Shaping
 
@@ -99,6 +99,8 @@ class BulkChannel:
         self.peer = peer
         self.session = session
         self.idle_since = 0.0
+        self.num_sent = 0
+        """Bytes given to it so far, whether they have arrived or not."""
         self._connection = connection
         self._shaping = shaping
         self._is_broken_off = threading.Event()
@@ -114,13 +116,19 @@ class BulkChannel:
             selector.register(self._connection, selectors.EVENT_READ)
             return not selector.select(0)
 
-    async def send(self, data: memoryview) -> bytes:
-        """Send all of it; returns its BLAKE3. Raises `ChannelError`. A cancelled channel is no longer fit."""
-        return await self._run(lambda: self._send(data))
+    async def send(self, data: memoryview) -> None:
+        """Send all of it. Raises `ChannelError`. A cancelled channel is no longer fit."""
+        await self._run(lambda: self._send(data))
+
+    async def receive(self, incoming: Incoming) -> None:
+        """Fill it to its end, hashing what comes, and noting how far that is. Otherwise as `send`."""
+        await self._run(lambda: self._receive(incoming))
 
     async def receive_into(self, memory: memoryview) -> bytes:
         """Fill the memory; returns the BLAKE3 of what was received. Otherwise as `send`."""
-        return await self._run(lambda: self._receive_into(memory))
+        incoming = Incoming(memory)
+        await self.receive(incoming)
+        return incoming.digest()
 
     def announce(self) -> None:
         """The server's last word of the handshake: the channel can be called for."""
@@ -131,39 +139,34 @@ class BulkChannel:
         """Close at once. Nothing may be moving."""
         self._connection.close()
 
-    async def _run(self, move: Callable[[], bytes]) -> bytes:
+    async def _run(self, move: Callable[[], None]) -> None:
         if self._connection.fileno() < 0:
             raise ChannelError("the channel is closed")
-        return await run_with_socket(self._connection, move, self._threads, self._is_broken_off)
+        await run_with_socket(self._connection, move, self._threads, self._is_broken_off)
 
     def _pause(self, seconds: float) -> None:
         if seconds > 0 and self._is_broken_off.wait(seconds):
             raise ChannelError("the channel was broken off")
 
-    def _send(self, data: memoryview) -> bytes:
-        digest = blake3()
+    def _send(self, data: memoryview) -> None:
         shaper = self._shaping.up
         with selectors.DefaultSelector() as selector:
             selector.register(self._connection, selectors.EVENT_WRITE)
-            for start in range(0, data.nbytes, HASH_BYTES):
-                piece = data[start : start + HASH_BYTES]
-                digest.update(piece)
-                sent = due = 0
-                while sent < piece.nbytes:
-                    if sent == due:
-                        due = min(sent + shaper.quantum, piece.nbytes)
-                        self._pause(shaper.reserve(due - sent))
-                    record = piece[sent : min(sent + RECORD_BYTES, due)]
-                    sent += self._take_turn(selector, partial(self._connection.send, record))
-        return digest.digest()
+            sent = due = 0
+            while sent < data.nbytes:
+                if sent == due:
+                    due = min(sent + shaper.quantum, data.nbytes)
+                    self._pause(shaper.reserve(due - sent))
+                record = data[sent : min(sent + RECORD_BYTES, due)]
+                taken = self._take_turn(selector, partial(self._connection.send, record))
+                sent += taken
+                self.num_sent += taken
 
-    def _receive_into(self, memory: memoryview) -> bytes:
-        digest = blake3()
+    def _receive(self, incoming: Incoming) -> None:
         shaper = self._shaping.down
         with selectors.DefaultSelector() as selector:
             selector.register(self._connection, selectors.EVENT_READ)
-            for start in range(0, memory.nbytes, HASH_BYTES):
-                piece = memory[start : start + HASH_BYTES]
+            while piece := incoming.rest[:HASH_BYTES]:
                 received = due = 0
                 while received < piece.nbytes:
                     if received == due:
@@ -174,8 +177,8 @@ class BulkChannel:
                     if not got:
                         raise ChannelError("the peer closed the channel")
                     received += got
-                digest.update(piece)
-        return digest.digest()
+                    incoming.position += got
+                incoming.hash_up()
 
     def _take_turn(self, selector: selectors.BaseSelector, move: Callable[[], int]) -> int:
         """Do it as soon as the connection lets us; the same call has to be tried again, with the same memory."""

@@ -5,11 +5,15 @@
 
 Contributions from `BULK_FROM` on move beside the stream, where there is a way (`farandole.protocol.bulk`):
 
-    initiator   Offer         Route         whole            Commit
-    responder          Offer         Route  whole  Accepted          Committed
+    initiator   Offer         Route         data  Received            Commit
+    responder          Offer         Route  data  Received  Accepted          Committed
 
 The initiator's `Route` names a bulk channel that it has with the responder, the responder's names the same if it has it
-too; otherwise chunks go over the stream as above.
+too; otherwise chunks go over the stream as above. `Received` says that the other's contribution is here, whole and with
+its hash. A channel that breaks before is no end: whoever lacks something asks for another way, the responder by
+`Reroute`, the initiator by the `Route` with which it also answers that. The Routes say from where to go on, so nothing
+moves again that has arrived. A session has at most `MAX_ROUTES` of them, and one that has come to the stream stays
+there.
 
 Either side may send `Aborted` instead, as long as `TRANSITIONS` allows it. A contribution is received straight into
 memory that the caller gives, of exactly the size that both know beforehand: nothing that a peer says is allocated.
@@ -43,7 +47,7 @@ from .framing import LENGTH_BYTES, FrameParser, frame
 from .manifest import Codec
 from .pairing_messages import Session
 
-EXCHANGE_VERSION = 2
+EXCHANGE_VERSION = 3
 DIGEST_BYTES = 32
 # An offer has about 200 bytes; an abort's reason at most 256 characters of up to 4.
 MAX_CONTROL_BYTES = 1_280
@@ -56,6 +60,8 @@ CHUNK_BYTES = CHUNK_FRAME_BYTES - LENGTH_BYTES - _KIND_BYTES - _OFFSET_BYTES
 MAX_CONTRIBUTION_BYTES = 2**44
 # Smaller ones have moved over the stream before a channel is open (milliseconds here, round trips on the internet).
 BULK_FROM = 1_000_000
+# Of one session: three channels, each of which may break, and the stream.
+MAX_ROUTES = 4
 # Sessions whose outcome an initiator remembers. It has one a round, and is asked about it for exchange_seconds.
 MAX_OUTCOMES = 1_024
 
@@ -65,6 +71,7 @@ DATA_UNTIL, DECIDE_UNTIL, ASK_FROM = 0.7, 0.8, 0.9
 
 _Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+_Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_CONTRIBUTION_BYTES)]
 Reason = Annotated[str, msgspec.Meta(max_length=256)]
 
 
@@ -94,6 +101,16 @@ class Route(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     """Over which bulk channel the contributions move; None: over this stream. The responder's word counts."""
 
     channel: Session | None
+    received: _Size
+    """Bytes of the receiver's contribution that its sender has: from there it goes on."""
+
+
+class Reroute(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=7):
+    """The responder lacks something and nothing comes any more: the initiator is to say another `Route`."""
+
+
+class Received(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=8):
+    """The receiver's contribution has come over the channel, whole and with its hash."""
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=2):
@@ -114,7 +131,7 @@ class Aborted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     reason: Reason
 
 
-Control = Offer | Route | Accepted | Commit | Committed | Aborted
+Control = Offer | Route | Reroute | Received | Accepted | Commit | Committed | Aborted
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +152,38 @@ class ContributionReceived:
 Event = Control | ContributionReceived
 
 
+class Incoming:
+    """A contribution on its way in: filled from the front, over whatever ways, and hashed as it comes."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self.memory = memory
+        self.position = 0
+        """Bytes that are in."""
+        self._hash = blake3()
+        self._num_hashed = 0
+
+    @property
+    def rest(self) -> memoryview:
+        """Where the next bytes go."""
+        return self.memory[self.position :]
+
+    def write(self, data: memoryview) -> None:
+        """The next bytes, hashed too."""
+        self.memory[self.position : self.position + len(data)] = data
+        self.position += len(data)
+        self.hash_up()
+
+    def hash_up(self) -> None:
+        """Hash what is in; worth doing while it is still in the processor's cache."""
+        self._hash.update(self.memory[self._num_hashed : self.position])
+        self._num_hashed = self.position
+
+    def digest(self) -> bytes:
+        """The BLAKE3 of what is in."""
+        self.hash_up()
+        return self._hash.digest()
+
+
 class Step(enum.Enum):
     """How far one of the two is, in what it has sent."""
 
@@ -142,7 +191,8 @@ class Step(enum.Enum):
     ROUTING = "routing"  # it has offered a large contribution
     ROUTED = "routed"  # it has said how it would move it
     SENDING = "sending"  # its chunks
-    JUDGING = "judging"  # it has sent its contribution, or moves it over a channel, and screens the other's
+    MOVING = "moving"  # its contribution over the channel, or the other's is not here yet
+    JUDGING = "judging"  # it has sent its contribution, and screens the other's
     ACCEPTED = "accepted"
     COMMITTED = "committed"
     ABORTED = "aborted"
@@ -154,6 +204,8 @@ class Sent(enum.Enum):
     OFFER = "Offer"
     LARGE_OFFER = "large Offer"
     ROUTE = "Route"
+    REROUTE = "Reroute"
+    RECEIVED = "Received"
     CHUNK = "Chunk"
     LAST_CHUNK = "last Chunk"
     ACCEPTED = "Accepted"
@@ -167,6 +219,11 @@ _BOTH: dict[Step, dict[Sent, Step]] = {
     Step.OFFERING: {Sent.OFFER: Step.SENDING, Sent.LARGE_OFFER: Step.ROUTING, Sent.ABORTED: Step.ABORTED},
     Step.ROUTING: {Sent.ROUTE: Step.ROUTED, Sent.ABORTED: Step.ABORTED},
     Step.ROUTED: {Sent.ABORTED: Step.ABORTED},  # and the responder's Route takes both on
+    Step.MOVING: {  # and the second Received takes both on
+        Sent.ROUTE: Step.ROUTED,
+        Sent.RECEIVED: Step.MOVING,
+        Sent.ABORTED: Step.ABORTED,
+    },
     Step.SENDING: {Sent.CHUNK: Step.SENDING, Sent.LAST_CHUNK: Step.JUDGING, Sent.ABORTED: Step.ABORTED},
     Step.COMMITTED: {},
     Step.ABORTED: {},
@@ -180,6 +237,7 @@ TRANSITIONS: dict[Role, dict[Step, dict[Sent, Step]]] = {
     },
     "responder": _BOTH
     | {
+        Step.MOVING: _BOTH[Step.MOVING] | {Sent.REROUTE: Step.MOVING},
         Step.JUDGING: {Sent.ACCEPTED: Step.ACCEPTED, Sent.ABORTED: Step.ABORTED},
         Step.ACCEPTED: {Sent.COMMITTED: Step.COMMITTED},
     },
@@ -187,13 +245,16 @@ TRANSITIONS: dict[Role, dict[Step, dict[Sent, Step]]] = {
 # Where the other one must be for a message to make sense.
 REQUIRES: dict[Role, dict[Sent, frozenset[Step]]] = {
     "initiator": {
-        Sent.ROUTE: frozenset({Step.ROUTING}),
+        Sent.ROUTE: frozenset({Step.ROUTING, Step.MOVING}),
+        Sent.RECEIVED: frozenset({Step.MOVING}),
         Sent.COMMIT: frozenset({Step.ACCEPTED}),
     },
     "responder": {
         Sent.OFFER: frozenset({Step.SENDING, Step.JUDGING}),
         Sent.LARGE_OFFER: frozenset({Step.ROUTING}),
         Sent.ROUTE: frozenset({Step.ROUTED}),
+        Sent.REROUTE: frozenset({Step.MOVING, Step.ROUTED}),  # it may cross the initiator's own Route
+        Sent.RECEIVED: frozenset({Step.MOVING, Step.ROUTED}),  # and so may this
         Sent.ACCEPTED: frozenset({Step.JUDGING}),  # it has sent everything
         Sent.COMMITTED: frozenset({Step.COMMITTED}),
     },
@@ -201,6 +262,8 @@ REQUIRES: dict[Role, dict[Sent, frozenset[Step]]] = {
 
 _SENT_OF: dict[type[Control], Sent] = {
     Route: Sent.ROUTE,
+    Reroute: Sent.REROUTE,
+    Received: Sent.RECEIVED,
     Accepted: Sent.ACCEPTED,
     Commit: Sent.COMMIT,
     Committed: Sent.COMMITTED,
@@ -229,16 +292,25 @@ class Exchange:
         self.ours = Step.OFFERING
         self.theirs = Step.OFFERING
         self.num_sent = 0
-        """Bytes of the contribution."""
-        self.num_received = 0
+        """Bytes of the contribution sent over the stream, or moved over a channel as far as the partner has told."""
+        self.incoming = Incoming(incoming.cast("B")[: offer.size])
+        self.is_whole = False
+        """Whether the partner's contribution is in the memory, with the offered hash."""
+        self.num_routes = 0
         self.channel: bytes | None = None
         """The bulk channel that both have named."""
-        self.incoming = incoming.cast("B")[: offer.size]
         self._named: bytes | None = None  # by the initiator
-        self._hash = blake3()
+        self._has_said_received = False
+        self._has_heard_received = False
+        self._is_reroute_due = False
         self._head = bytearray()  # of an unfinished frame, without a chunk's bytes; at most MAX_CONTROL_BYTES
         self._chunk_left = 0
         self._input = memoryview(b"")
+
+    @property
+    def num_received(self) -> int:
+        """Bytes of the partner's contribution that lie in the memory."""
+        return self.incoming.position
 
     @property
     def can_abort(self) -> bool:
@@ -256,11 +328,12 @@ class Exchange:
         """The bytes to write to the stream, in the order of the calls; copies one chunk at most."""
         if isinstance(message, Chunk):
             return self._send_chunk(message)
-        if isinstance(message, Accepted | Commit) and self.num_received < self.offer.size:
+        if isinstance(message, Accepted | Commit | Received) and not self.is_whole:
             raise LocalProtocolError("a verdict before the contribution is here")
-        self.ours = self._moved(self.ours, self._kind_of(message), by_us=True)
-        if isinstance(message, Route):
-            self._route(message, by_us=True)
+        ours = self._moved(self.ours, self._kind_of(message), by_us=True)
+        self._check(message, by_us=True)
+        self.ours = ours
+        self._apply(message, by_us=True)
         payload = _encoder.encode(message)
         return (_KIND_BYTES + len(payload)).to_bytes(LENGTH_BYTES, "big") + bytes((_CONTROL,)) + payload
 
@@ -293,32 +366,21 @@ class Exchange:
 
     def _take_chunk(self) -> ContributionReceived | None:
         piece = self._take(self._chunk_left)
-        self.incoming[self.num_received : self.num_received + len(piece)] = piece
-        self._hash.update(piece)
-        self.num_received += len(piece)
+        self.incoming.write(piece)
         self._chunk_left -= len(piece)
         if self.num_received < self.offer.size:
             return None
         self.theirs = self._moved(self.theirs, Sent.LAST_CHUNK, by_us=False)
-        self._check_digest(self._hash.digest())
+        self.check_whole()
         return ContributionReceived(self.num_received)
 
-    def send_whole(self, digest: bytes) -> None:
-        """Our contribution has gone out by way of the channel, and this is the hash of what was sent."""
-        if self.channel is None or digest != self.offer.digest:
-            raise LocalProtocolError("the contribution changed while it was sent")
-        self.num_sent = self.offer.size
-
-    def receive_whole(self, digest: bytes) -> None:
-        """The partner's contribution lies in ``incoming``, by way of the channel, and this is its hash."""
-        if self.channel is None or self.num_received:
-            raise LocalProtocolError("a contribution that came over no channel")
-        self._check_digest(digest)
-        self.num_received = self.offer.size
-
-    def _check_digest(self, digest: bytes) -> None:
-        if self.partner_offer is None or digest != self.partner_offer.digest:
+    def check_whole(self) -> None:
+        """The last byte has come, over a channel perhaps: compare the hash."""
+        if self.partner_offer is None or self.num_received < self.offer.size:
+            raise LocalProtocolError("a contribution that is not here yet")
+        if self.incoming.digest() != self.partner_offer.digest:
             raise RemoteProtocolError("the contribution's hash is not the offered one")
+        self.is_whole = True
 
     def _take_control(self) -> Control | None:
         """Complete a control frame, or begin a chunk."""
@@ -352,28 +414,80 @@ class Exchange:
 
     def _receive(self, message: Control) -> None:
         theirs = self._moved(self.theirs, self._kind_of(message), by_us=False)
-        if isinstance(message, Offer):
-            self._check_offer(message)
-            self.partner_offer = message
+        self._check(message, by_us=False)
         self.theirs = theirs
-        if isinstance(message, Route):
-            self._route(message, by_us=False)
+        self._apply(message, by_us=False)
 
     def _kind_of(self, message: Control) -> Sent:
         if isinstance(message, Offer):  # of equal sizes, or `_check_offer` refuses it
             return Sent.OFFER if self.offer.size < BULK_FROM else Sent.LARGE_OFFER
         return _SENT_OF[type(message)]
 
-    def _route(self, message: Route, by_us: bool) -> None:
+    def _check(self, message: Control, by_us: bool) -> None:
+        """What the table does not say of a message."""
+        match message:
+            case Offer() if not by_us:
+                self._check_offer(message)
+            case Route():
+                self._check_route(message, by_us)
+            case Reroute() if self._is_reroute_due or self._lacks_nothing(by_us):
+                raise _error(by_us)("a Reroute by one that has asked already, or lacks nothing")
+            case Received() if self._lacks_nothing(by_us) or (self._is_reroute_due and self.is_initiator is not by_us):
+                raise _error(by_us)("Received by one that has said so, or asks for another way")
+
+    def _check_route(self, route: Route, by_us: bool) -> None:
+        lacks_nothing = self._lacks_nothing(by_us)
+        if by_us and route.received != self.num_received:
+            raise LocalProtocolError("a Route from elsewhere than where we are")
+        if route.received > self.offer.size or lacks_nothing is not (route.received == self.offer.size):
+            raise _error(by_us)(f"a Route of one that would have {route.received} bytes")
+        if self.is_initiator is not by_us:
+            if route.channel not in (None, self._named):
+                raise _error(by_us)("a channel that the initiator has not named")
+        elif self.num_routes == MAX_ROUTES or (lacks_nothing and not self._is_reroute_due):
+            raise _error(by_us)("a Route that nobody needs, or beyond those of a session")
+
+    def _lacks_nothing(self, is_us: bool) -> bool:
+        """Whether one of the two has said that it has the other's contribution."""
+        return self._has_said_received if is_us else self._has_heard_received
+
+    def _apply(self, message: Control, by_us: bool) -> None:
+        """What a message does beside moving its sender."""
+        match message:
+            case Offer() if not by_us:
+                self.partner_offer = message
+            case Route():
+                self._route(message, by_us)
+            case Reroute():
+                self._is_reroute_due = True
+            case Received():
+                self._note_received(by_us)
+
+    def _route(self, route: Route, by_us: bool) -> None:
         """The initiator names a channel, the responder confirms it; then both know the way."""
+        if not by_us:
+            self.num_sent = route.received
         if self.is_initiator is by_us:
-            self._named = message.channel
+            self.num_routes += 1
+            self._named = route.channel
             return
-        if message.channel not in (None, self._named):
-            error = LocalProtocolError if by_us else RemoteProtocolError
-            raise error("a channel that the initiator has not named")
-        self.channel = message.channel
-        self.ours = self.theirs = Step.SENDING if message.channel is None else Step.JUDGING
+        self.channel = route.channel
+        self._is_reroute_due = False
+        if self.channel is not None:
+            self.ours = self.theirs = Step.MOVING
+        else:
+            self.ours = Step.SENDING if self.num_sent < self.offer.size else Step.JUDGING
+            self.theirs = Step.SENDING if self.num_received < self.offer.size else Step.JUDGING
+
+    def _note_received(self, by_us: bool) -> None:
+        """When both have said so, both go on."""
+        if by_us:
+            self._has_said_received = True
+        else:
+            self._has_heard_received = True
+            self.num_sent = self.offer.size
+        if self._has_said_received and self._has_heard_received:
+            self.ours = self.theirs = Step.JUDGING
 
     def _check_offer(self, theirs: Offer) -> None:
         for field in ("version", "run_id", "session", "stage", "layout", "codec", "size"):
@@ -387,8 +501,7 @@ class Exchange:
         required = REQUIRES[role].get(sent)
         after = TRANSITIONS[role][step].get(sent)
         if after is None or (required is not None and other not in required):
-            error = LocalProtocolError if by_us else RemoteProtocolError
-            raise error(f"{sent.value} while its sender is {step.value} and the other {other.value}")
+            raise _error(by_us)(f"{sent.value} while its sender is {step.value} and the other {other.value}")
         return after
 
     def _fill_head(self, size: int) -> bool:
@@ -398,6 +511,10 @@ class Exchange:
     def _take(self, size: int) -> memoryview:
         piece, self._input = self._input[: max(size, 0)], self._input[max(size, 0) :]
         return piece
+
+
+def _error(by_us: bool) -> type[LocalProtocolError | RemoteProtocolError]:
+    return LocalProtocolError if by_us else RemoteProtocolError
 
 
 def _decode_control(payload: bytes) -> Control:

@@ -19,6 +19,7 @@ from farandole.protocol.exchange import (
     DIGEST_BYTES,
     MAX_CONTROL_BYTES,
     MAX_OUTCOMES,
+    MAX_ROUTES,
     TRANSITIONS,
     Aborted,
     Accepted,
@@ -31,6 +32,8 @@ from farandole.protocol.exchange import (
     Exchange,
     Offer,
     Outcomes,
+    Received,
+    Reroute,
     Resolution,
     Resolve,
     Route,
@@ -92,10 +95,14 @@ def tell(sender: Side, receiver: Side, *messages: Control | Chunk, piece: int = 
     return receiver.receive(b"".join(sender.exchange.send(message) for message in messages), piece)
 
 
-def share(alice: Side, bob: Side, piece: int = 2**20) -> None:
-    """Up to both verdicts."""
+def share_offers(alice: Side, bob: Side, piece: int = 2**20) -> None:
     assert tell(alice, bob, alice.offer, piece=piece) == [alice.offer]
     assert tell(bob, alice, bob.offer, piece=piece) == [bob.offer]
+
+
+def share(alice: Side, bob: Side, piece: int = 2**20) -> None:
+    """Up to both verdicts."""
+    share_offers(alice, bob, piece)
     for sender, receiver in ((alice, bob), (bob, alice)):
         assert tell(sender, receiver, *sender.chunks(), piece=piece) == [ContributionReceived(len(sender.contribution))]
         assert receiver.incoming == sender.contribution
@@ -137,55 +144,189 @@ CHANNEL = b"c" * 16
 def large() -> tuple[Side, Side]:
     """Alice and Bob with contributions that go over a channel; both have offered."""
     alice, bob = Side(True, BULK_FROM), Side(False, BULK_FROM)
-    tell(alice, bob, alice.offer)
-    tell(bob, alice, bob.offer)
+    share_offers(alice, bob)
     return alice, bob
 
 
-def move_whole(sender: Side, receiver: Side) -> None:
-    receiver.exchange.incoming[:] = sender.contribution
-    sender.exchange.send_whole(sender.offer.digest)
-    receiver.exchange.receive_whole(blake3(receiver.incoming).digest())
+def open_way(alice: Side, bob: Side, channel: bytes | None = CHANNEL) -> None:
+    """The initiator's Route and its answer."""
+    for side, other in ((alice, bob), (bob, alice)):
+        route = Route(channel, side.exchange.num_received)
+        assert tell(side, other, route) == [route]
+    assert alice.exchange.channel == bob.exchange.channel == channel
 
 
-def test_a_session_whose_contributions_move_over_a_channel(large: tuple[Side, Side]) -> None:
-    alice, bob = large
-    assert tell(alice, bob, Route(CHANNEL)) == [Route(CHANNEL)]
-    assert tell(bob, alice, Route(CHANNEL)) == [Route(CHANNEL)]
-    assert alice.exchange.channel == bob.exchange.channel == CHANNEL
-    move_whole(alice, bob)
-    move_whole(bob, alice)
+def move_over(sender: Side, receiver: Side, end: int = BULK_FROM) -> None:
+    """Over the channel, up to an offset."""
+    incoming = receiver.exchange.incoming
+    incoming.write(memoryview(sender.contribution)[incoming.position : end])
+
+
+def take_whole(receiver: Side, sender: Side) -> list[Event]:
+    receiver.exchange.check_whole()
+    return tell(receiver, sender, Received())
+
+
+def rest_of(side: Side) -> Iterator[Chunk]:
+    for offset in range(side.exchange.num_sent, len(side.contribution), CHUNK_BYTES):
+        yield Chunk(offset, memoryview(side.contribution)[offset : offset + CHUNK_BYTES])
+
+
+def assert_can_commit(alice: Side, bob: Side) -> None:
     assert tell(bob, alice, Accepted()) == [Accepted()]
     assert bob.exchange.is_in_doubt
     assert tell(alice, bob, Commit()) == [Commit()]
     assert tell(bob, alice, Committed()) == [Committed()]
+    assert alice.incoming == bob.contribution
     assert bob.incoming == alice.contribution
+
+
+def test_a_session_whose_contributions_move_over_a_channel(large: tuple[Side, Side]) -> None:
+    alice, bob = large
+    open_way(alice, bob)
+    for sender, receiver in ((alice, bob), (bob, alice)):
+        move_over(sender, receiver)
+        assert take_whole(receiver, sender) == [Received()]
+    assert_can_commit(alice, bob)
 
 
 @pytest.mark.parametrize("named", [None, CHANNEL])
 def test_without_a_channel_at_both_ends_chunks_move(large: tuple[Side, Side], named: bytes | None) -> None:
     alice, bob = large
-    tell(alice, bob, Route(named))
-    tell(bob, alice, Route(None))
+    tell(alice, bob, Route(named, 0))
+    tell(bob, alice, Route(None, 0))
     for sender, receiver in (large, large[::-1]):
         assert tell(sender, receiver, *sender.chunks()) == [ContributionReceived(BULK_FROM)]
         assert receiver.incoming == sender.contribution
         with pytest.raises(LocalProtocolError):
-            receiver.exchange.receive_whole(sender.offer.digest)
+            receiver.exchange.send(Received())
+    assert_can_commit(alice, bob)
+
+
+@pytest.mark.parametrize("channel", [None, CHANNEL[::-1]])
+@pytest.mark.parametrize("by_bob", [0, 1, BULK_FROM - 1, BULK_FROM])
+@pytest.mark.parametrize("by_alice", [0, 1, BULK_FROM - 1, BULK_FROM])
+def test_a_broken_channel_is_replaced_and_nothing_moves_twice(
+    large: tuple[Side, Side], by_alice: int, by_bob: int, channel: bytes | None
+) -> None:
+    alice, bob = large
+    open_way(alice, bob)
+    for sender, receiver, end in ((alice, bob, by_alice), (bob, alice, by_bob)):
+        move_over(sender, receiver, end)
+        if end == BULK_FROM:
+            take_whole(receiver, sender)
+    if by_alice == by_bob == BULK_FROM:
+        for side in large:
+            with pytest.raises(LocalProtocolError):
+                side.exchange.send(Route(channel, BULK_FROM))
+        return
+    if by_bob == BULK_FROM:  # Alice has no need of another way
+        with pytest.raises(LocalProtocolError, match="nobody needs"):
+            alice.exchange.send(Route(channel, BULK_FROM))
+        assert tell(bob, alice, Reroute()) == [Reroute()]
+    open_way(alice, bob, channel)
+    assert (alice.exchange.num_sent, bob.exchange.num_sent) == (by_alice, by_bob)
+    for sender, receiver in ((alice, bob), (bob, alice)):
+        if sender.exchange.num_sent == BULK_FROM:
+            continue
+        if channel is None:
+            assert tell(sender, receiver, *rest_of(sender)) == [ContributionReceived(BULK_FROM)]
+        else:
+            move_over(sender, receiver)
+            take_whole(receiver, sender)
+    assert_can_commit(alice, bob)
+
+
+def test_a_word_of_the_responder_may_cross_the_initiators_route(large: tuple[Side, Side]) -> None:
+    for crossing in (Reroute(), Received()):
+        alice, bob = Side(True, BULK_FROM), Side(False, BULK_FROM)
+        share_offers(alice, bob)
+        open_way(alice, bob)
+        move_over(alice, bob, BULK_FROM if crossing == Received() else 7)
+        if crossing == Received():
+            bob.exchange.check_whole()
+        said = bob.exchange.send(crossing)
+        route = alice.exchange.send(Route(None, 0))
+        assert alice.receive(said) == [crossing]
+        bob.receive(route)
+        tell(bob, alice, Route(None, bob.exchange.num_received))
+        for sender, receiver in ((alice, bob), (bob, alice)):
+            tell(sender, receiver, *rest_of(sender))
+        assert_can_commit(alice, bob)
+
+
+@pytest.mark.parametrize("received", [-1, 1, 2**63, BULK_FROM, BULK_FROM + 1])
+def test_an_offset_that_cannot_be_is_refused(large: tuple[Side, Side], received: int) -> None:
+    alice, bob = large
+    open_way(alice, bob)
+    with pytest.raises(LocalProtocolError):
+        alice.exchange.send(Route(None, received))
+    payload = msgspec.msgpack.encode([6, None, received])
+    forged = (1 + len(payload)).to_bytes(4, "big") + b"\0" + payload
+    if received == 1:  # possible, if not true: it is Alice who then has no whole contribution
+        bob.receive(forged)
+        return
+    with pytest.raises(RemoteProtocolError):
+        bob.receive(forged)
+
+
+def test_a_session_has_so_many_routes(large: tuple[Side, Side]) -> None:
+    alice, bob = large
+    for _ in range(MAX_ROUTES):
+        open_way(alice, bob)
+    with pytest.raises(LocalProtocolError, match="beyond"):
+        alice.exchange.send(Route(CHANNEL, 0))
+    forged = Side(True, BULK_FROM)
+    forged.exchange.ours = forged.exchange.theirs = Step.MOVING
+    with pytest.raises(RemoteProtocolError, match="beyond"):
+        tell(forged, bob, Route(CHANNEL, 0))
+
+
+@pytest.mark.parametrize("messages", [[Reroute(), Reroute()], [Reroute(), Received()], [Received(), Received()]])
+def test_what_contradicts_itself_is_refused(large: tuple[Side, Side], messages: list[Control]) -> None:
+    alice, bob = large
+    open_way(alice, bob)
+    move_over(alice, bob)
+    bob.exchange.check_whole()
+    first, second = messages
+    tell(bob, alice, first)
+    with pytest.raises(LocalProtocolError):
+        bob.exchange.send(second)
+    payload = msgspec.msgpack.encode(second)
+    with pytest.raises(RemoteProtocolError):
+        alice.receive((1 + len(payload)).to_bytes(4, "big") + b"\0" + payload)
+
+
+def test_on_the_stream_there_is_no_other_way(large: tuple[Side, Side]) -> None:
+    alice, bob = large
+    open_way(alice, bob, None)
+    for message in (Route(CHANNEL, 0), Received()):
+        with pytest.raises(LocalProtocolError):
+            alice.exchange.send(message)
+    with pytest.raises(LocalProtocolError):
+        bob.exchange.send(Reroute())
+
+
+def test_the_initiator_asks_by_its_route_alone(large: tuple[Side, Side]) -> None:
+    alice, bob = large
+    open_way(alice, bob)
+    with pytest.raises(LocalProtocolError):
+        alice.exchange.send(Reroute())
+    with pytest.raises(LocalProtocolError):
+        bob.exchange.send(Route(None, 0))
 
 
 def test_the_responder_names_no_channel_of_its_own(large: tuple[Side, Side]) -> None:
     alice, bob = large
-    tell(alice, bob, Route(CHANNEL))
+    tell(alice, bob, Route(CHANNEL, 0))
     with pytest.raises(LocalProtocolError):
-        bob.exchange.send(Route(b"x" * 16))
-    forged = Side(False, BULK_FROM)
-    tell(alice := Side(True, BULK_FROM), forged, alice.offer)
-    tell(forged, alice, forged.offer)
-    tell(alice, forged, Route(CHANNEL))
+        bob.exchange.send(Route(b"x" * 16, 0))
+    alice, forged = Side(True, BULK_FROM), Side(False, BULK_FROM)
+    share_offers(alice, forged)
+    tell(alice, forged, Route(CHANNEL, 0))
     forged.exchange._named = b"x" * 16
     with pytest.raises(RemoteProtocolError, match="not named"):
-        tell(forged, alice, Route(b"x" * 16))
+        tell(forged, alice, Route(b"x" * 16, 0))
 
 
 def test_nothing_moves_before_both_have_named_the_way(large: tuple[Side, Side]) -> None:
@@ -194,9 +335,9 @@ def test_nothing_moves_before_both_have_named_the_way(large: tuple[Side, Side]) 
         with pytest.raises(LocalProtocolError):
             side.exchange.send(next(side.chunks()))
     with pytest.raises(LocalProtocolError):
-        bob.exchange.send(Route(None))  # the initiator is first
-    tell(alice, bob, Route(CHANNEL))
-    for message in (next(alice.chunks()), Route(None), Commit()):
+        bob.exchange.send(Route(None, 0))  # the initiator is first
+    tell(alice, bob, Route(CHANNEL, 0))
+    for message in (next(alice.chunks()), Route(None, 0), Commit()):
         with pytest.raises(LocalProtocolError):
             alice.exchange.send(message)
     for side in large:
@@ -204,29 +345,29 @@ def test_nothing_moves_before_both_have_named_the_way(large: tuple[Side, Side]) 
 
 
 def test_small_contributions_need_no_way(alice: Side, bob: Side) -> None:
-    tell(alice, bob, alice.offer)
-    tell(bob, alice, bob.offer)
+    share_offers(alice, bob)
     with pytest.raises(LocalProtocolError):
-        alice.exchange.send(Route(None))
+        alice.exchange.send(Route(None, 0))
 
 
 def test_a_channel_brings_what_was_offered_or_nothing(large: tuple[Side, Side]) -> None:
     alice, bob = large
-    tell(alice, bob, Route(CHANNEL))
-    tell(bob, alice, Route(CHANNEL))
+    open_way(alice, bob)
+    with pytest.raises(LocalProtocolError, match="not here yet"):
+        alice.exchange.check_whole()
+    move_over(alice, bob)
+    bob.exchange.check_whole()
+    for message in (Received(), Commit()):
+        with pytest.raises(LocalProtocolError, match="before the contribution"):
+            alice.exchange.send(message)
+    tell(bob, alice, Received())
+    with pytest.raises(LocalProtocolError):
+        bob.exchange.send(Accepted())  # Alice has nothing yet, and a verdict is the last word
+    alice.exchange.incoming.write(memoryview(bytes(BULK_FROM)))
     with pytest.raises(RemoteProtocolError, match="hash"):
-        alice.exchange.receive_whole(bytes(DIGEST_BYTES))
-    with pytest.raises(LocalProtocolError, match="changed"):
-        alice.exchange.send_whole(bytes(DIGEST_BYTES))
+        alice.exchange.check_whole()
     with pytest.raises(LocalProtocolError, match="before the contribution"):
-        bob.exchange.send(Accepted())
-    move_whole(alice, bob)
-    tell(bob, alice, Accepted())  # it cannot know that Alice has nothing yet
-    with pytest.raises(LocalProtocolError, match="before the contribution"):
-        alice.exchange.send(Commit())
-    with pytest.raises(RemoteProtocolError):
-        tell(Side(True), bob, Aborted("x"))
-        bob.receive(alice.exchange.send(Aborted("x")) * 2)
+        alice.exchange.send(Received())
 
 
 @pytest.mark.parametrize("message", [Accepted(), Commit(), Committed()])
@@ -427,6 +568,48 @@ def test_mutated_sessions_raise_remote_protocol_errors_and_never_commit_rubbish(
     except RemoteProtocolError:
         pass
     assert len(bob.exchange._head) <= MAX_CONTROL_BYTES + 5
+
+
+MOVES = ["alice moves", "bob moves", "route", "route to the stream", "answer", "decline", "reroute", "chunks"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, BULK_FROM)), max_size=25))
+def test_however_ways_break_both_agree_and_nothing_counts_but_the_whole(moves: list[tuple[str, int]]) -> None:
+    """Both do what they may, in any order; what may not be sent is refused where it would be sent."""
+    alice, bob = Side(True, BULK_FROM), Side(False, BULK_FROM)
+    share_offers(alice, bob)
+    for move, number in moves:
+        asker, answerer = alice.exchange, bob.exchange
+        with contextlib.suppress(LocalProtocolError):
+            match move:
+                case "alice moves" | "bob moves":
+                    sender, receiver = (alice, bob) if move == "alice moves" else (bob, alice)
+                    exchange = receiver.exchange
+                    if exchange.channel is not None and exchange.theirs is Step.MOVING and not exchange.is_whole:
+                        move_over(sender, receiver, number)
+                        exchange.check_whole()
+                        tell(receiver, sender, Received())
+                case "route":
+                    tell(alice, bob, Route(CHANNEL, asker.num_received))
+                case "route to the stream":
+                    tell(alice, bob, Route(None, asker.num_received))
+                case "answer":
+                    tell(bob, alice, Route(answerer._named, answerer.num_received))
+                case "decline":
+                    tell(bob, alice, Route(None, answerer.num_received))
+                case "reroute":
+                    tell(bob, alice, Reroute())
+                case "chunks":
+                    for sender, receiver in ((alice, bob), (bob, alice)):
+                        tell(sender, receiver, *rest_of(sender))
+        assert (asker.channel, asker.num_routes) == (answerer.channel, answerer.num_routes)
+        assert asker.num_routes <= MAX_ROUTES
+        assert (asker.ours, asker.theirs) == (answerer.theirs, answerer.ours)
+        for ours, theirs in ((alice, bob), (bob, alice)):
+            assert 0 <= ours.exchange.num_sent <= BULK_FROM
+            if ours.exchange.is_whole:
+                assert ours.incoming == theirs.contribution
 
 
 @settings(max_examples=300)
