@@ -4,10 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 
-.PHONY: help setup demo test lint types unit soak bench wheel clean
+.PHONY: help setup demo test lint types unit soak bench bench-exchange wheel clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(STAMP): pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -42,5 +42,8 @@ soak: $(STAMP) ## The long tests: 100 starts of a testnet, churn, many simulated
 bench: $(STAMP) ## NoLoCo beside its baselines on the same tokens, three seeds
 	$(BIN)/farandole testnet compare --out out/bench
 
+bench-exchange: $(STAMP) ## How fast contributions move, beside hivemind and Lattica (10 minutes)
+	$(BIN)/farandole testnet bench-exchange --out out/bench
+
 clean: ## Remove .venv, out/ and caches
-	rm -rf $(VENV) out .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) out .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,110 @@
+"""How late the event loop of a mesh process is while its threads move contributions both ways."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from farandole.node.control import call
+
+from .bench_meter import percentiles
+from .bench_process import MB, Say, Worker, elapsed, greatest_of, open_payload, open_worker, worker_command
+
+# Between two questions for the status: often enough for a 99th percentile, seldom enough not to be a load.
+STATUS_INTERVAL: Final = 0.02
+# At a time; the sum is moved in so many of them.
+PIECE_MB: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class LoopLag:
+    """The worse of both processes; milliseconds, medians over the repeats; of ``max`` the greatest."""
+
+    moved_mb: int
+    """Each way."""
+    mb_s: float
+    """Each way, both at once."""
+    p50_ms: float
+    p99_ms: float
+    max_ms: float
+    idle_p50_ms: float
+    idle_p99_ms: float
+    idle_max_ms: float
+    status_p50_ms: float
+    status_p99_ms: float
+    status_max_ms: float
+    """Answers of the control socket meanwhile, over all repeats."""
+    peak_mb: float | None
+    """See `Meter.running`."""
+
+
+def measure_loop_lag(moved_mb: int, repeats: int, log: Path, say: Say) -> LoopLag:
+    """Two nodes with an open bulk channel: each loop watched at rest, then while so much moves both ways at once."""
+    piece_mb = min(PIECE_MB, moved_mb)
+    times = -(-moved_mb // piece_mb)
+    rests: list[dict[str, Any]] = []
+    swaps: list[dict[str, Any]] = []
+    seconds: list[float] = []
+    answers: list[float] = []
+    with contextlib.ExitStack() as stack:
+        say("event loop: starting two nodes")
+        home = stack.enter_context(tempfile.TemporaryDirectory())
+        nodes = []
+        for index in range(2):
+            memories = [stack.enter_context(open_payload(name, piece_mb * MB)) for name in ("outgoing", "incoming")]
+            memories[0].fill()
+            descriptors = [memory.descriptor for memory in memories]
+            nodes.append(stack.enter_context(open_worker(f"node {index}", worker_command("node"), log, descriptors)))
+        address = nodes[0].ask("open", address=None)["address"]
+        nodes[1].ask("open", address=address)
+        nodes[0].ask("control", home=home)
+        for index in range(-1, repeats):
+            say(f"event loop: {'warm-up' if index < 0 else f'{index + 1} of {repeats}'}")
+            swapped, waits = _ask_watching(nodes, home, "swap", size=piece_mb * MB, times=times)
+            rested, _ = _ask_watching(nodes, home, "rest", seconds=elapsed(swapped))
+            if index >= 0:
+                swaps += swapped
+                rests += rested
+                seconds.append(elapsed(swapped))
+                answers += waits
+    status = percentiles(answers)
+    return LoopLag(
+        moved_mb=piece_mb * times,
+        mb_s=piece_mb * times / statistics.median(seconds),
+        p50_ms=_worst(swaps, "p50"),
+        p99_ms=_worst(swaps, "p99"),
+        max_ms=max(figures["lag_ms"]["max"] for figures in swaps),
+        idle_p50_ms=_worst(rests, "p50"),
+        idle_p99_ms=_worst(rests, "p99"),
+        idle_max_ms=max(figures["lag_ms"]["max"] for figures in rests),
+        status_p50_ms=status["p50"],
+        status_p99_ms=status["p99"],
+        status_max_ms=status["max"],
+        peak_mb=greatest_of([figures["peak_mb"] for figures in swaps]),
+    )
+
+
+def _ask_watching(
+    nodes: Sequence[Worker], home: str, do: str, **request: Any
+) -> tuple[list[dict[str, Any]], list[float]]:
+    """Both nodes' answers; and how long each status took meanwhile, in milliseconds (at least two)."""
+    waits: list[float] = []
+    for node in nodes:
+        node.put(do, **request)
+    while len(waits) < 2 or not nodes[0].has_answered(STATUS_INTERVAL):
+        started_at = time.perf_counter()
+        call(Path(home), "status")
+        waits.append(1e3 * (time.perf_counter() - started_at))
+    return [node.get() for node in nodes], waits
+
+
+def _worst(figures: list[dict[str, Any]], name: str) -> float:
+    """The median over the repeats of the worse of both nodes."""
+    pairs = zip(figures[::2], figures[1::2], strict=True)
+    return statistics.median(max(float(one["lag_ms"][name]), float(other["lag_ms"][name])) for one, other in pairs)

@@ -1,0 +1,89 @@
+"""What a process of a benchmark measures of itself: time, CPU, memory, and how late its event loop is."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import resource
+import statistics
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import trio
+
+# What the watched loop's task sleeps.
+NAP: Final = 0.001
+_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+class Meter:
+    """Measures blocks. Memory is counted beyond what the process had at the first, when all its payload was mapped."""
+
+    def __init__(self, payload: list[memoryview]) -> None:
+        for memory in payload:
+            touch(memory)
+        self._idle_mb = _memory("VmRSS")
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[dict[str, Any]]:
+        """Fills what it yields when the block ends.
+
+        ``started_at``, ``ended_at``: `time.monotonic`; ``cpu_seconds`` of all threads; ``peak_mb``: the greatest
+        resident memory during the block over that of the idle process, None where the system does not say (the kernel
+        keeps a maximum, VmHWM, which is reset before; pages of the payload are resident before and after).
+        """
+        figures: dict[str, Any] = {"idle_mb": self._idle_mb}
+        if self._idle_mb is not None:
+            _CLEAR_REFS.write_text("5")
+        cpu_before = _cpu_seconds()
+        figures["started_at"] = time.monotonic()
+        yield figures
+        figures["ended_at"] = time.monotonic()
+        figures["cpu_seconds"] = _cpu_seconds() - cpu_before
+        peak = _memory("VmHWM")
+        figures["peak_mb"] = None if peak is None or self._idle_mb is None else max(0.0, peak - self._idle_mb)
+
+
+def touch(memory: memoryview) -> None:
+    """Have every page mapped and in memory."""
+    for start in range(0, memory.nbytes, mmap.PAGESIZE):
+        memory[start]
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _memory(name: str) -> float | None:
+    """In MB; None without /proc."""
+    if not _CLEAR_REFS.exists():
+        return None
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(name + ":"))
+    return int(line.split()[1]) * 1_024 / 1e6
+
+
+@contextlib.asynccontextmanager
+async def watched_loop(figures: dict[str, Any]) -> AsyncIterator[None]:
+    """Sees how much later than due a task wakes that sleeps 1 ms, again and again: ``lag_ms`` with p50, p99, max."""
+    lags: list[float] = []
+
+    async def nap() -> None:
+        while True:
+            due_at = time.perf_counter() + NAP
+            await trio.sleep(NAP)
+            lags.append(1e3 * (time.perf_counter() - due_at))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(nap)
+        yield
+        nursery.cancel_scope.cancel()
+    figures["lag_ms"] = percentiles(lags)
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    """Of at least two values."""
+    hundredths = statistics.quantiles(values, n=100, method="inclusive")
+    return {"p50": hundredths[49], "p99": hundredths[98], "max": max(values), "num": len(values)}

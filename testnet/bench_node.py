@@ -1,0 +1,120 @@
+"""A mesh process of the benchmark: exchanges contributions as a daemon does, and sees how its event loop fares."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import trio
+
+from farandole.node.bulk import BulkService
+from farandole.node.bulk_channel import BulkChannel
+from farandole.node.control import serve_control
+from farandole.node.exchange import ExchangeService
+from farandole.node.host import Host
+from farandole.protocol.exchange import Offer
+from farandole.protocol.manifest import Codec
+from farandole.protocol.pairing import StartExchange
+
+from .bench_meter import Meter, watched_loop
+from .bench_paths import Announce, open_node
+
+DEADLINE: Final = 60.0
+_DIGEST: Final = bytes(32)
+
+Way = Literal["new channel", "kept channel", "stream"]
+
+
+class Node:
+    """One of two nodes with an open connection; the one that connected initiates the exchanges."""
+
+    def __init__(
+        self,
+        host: Host,
+        channels: BulkService,
+        channel: BulkChannel,
+        peer: bytes,
+        is_initiator: bool,
+        outgoing: memoryview,
+        incoming: memoryview,
+    ) -> None:
+        self._channels = channels
+        self._channel = channel
+        self._peer = peer
+        self._is_initiator = is_initiator
+        self._outgoing = outgoing
+        self._incoming = incoming
+        self._host = host
+        self._exchanges = ExchangeService(host, channels)
+        self._meter = Meter([outgoing, incoming])
+
+    async def exchange(self, round: int, codec: Codec, size: int, digest: str, way: Way) -> dict[str, Any]:
+        """One session of `ExchangeService.run`, with a screening that accepts."""
+        self._exchanges.channels = None if way == "stream" else self._channels
+        if way == "new channel":
+            self._channels.close()
+        session = round.to_bytes(16, "big")
+        start = StartExchange(session, self._peer, round, self._is_initiator, trio.current_time() + DEADLINE)
+        offer = Offer(
+            run_id=_DIGEST,
+            session=session,
+            stage=0,
+            layout=_DIGEST,
+            codec=codec,
+            size=size,
+            round=round,
+            tokens=1,
+            digest=bytes.fromhex(digest),
+        )
+        with self._meter.running() as figures:
+            result = await self._exchanges.run(start, offer, self._outgoing[:size], self._incoming[:size], _accept)
+        if not result.committed:
+            raise ConnectionError(f"an exchange was not committed: {result.reason}")
+        return {**figures, "path": result.path}
+
+    async def swap(self, size: int, times: int) -> dict[str, Any]:
+        """Move so many bytes both ways at once over the bulk channel, again and again, with an eye on the loop."""
+        with self._meter.running() as figures:
+            async with watched_loop(figures):
+                for _ in range(times):
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(self._channel.send, self._outgoing[:size])
+                        nursery.start_soon(self._channel.receive_into, self._incoming[:size])
+        return figures
+
+    async def rest(self, seconds: float) -> dict[str, Any]:
+        """Do nothing, with an eye on the loop."""
+        with self._meter.running() as figures:
+            async with watched_loop(figures):
+                await trio.sleep(seconds)
+        return figures
+
+    async def control(self, home: str) -> dict[str, Any]:
+        """Serve ``status`` on a control socket from now on."""
+        await self.nursery.start(serve_control, Path(home, "control.sock"), {"status": self._status})
+        return {}
+
+    async def _status(self, _: dict[str, Any]) -> object:
+        return {"peers": len(self._host.connected), "addresses": self._host.addresses, "time": time.time()}
+
+    nursery: trio.Nursery
+    """For what goes on between requests."""
+
+
+async def _accept(size: int) -> str | None:
+    return None
+
+
+@contextlib.asynccontextmanager
+async def open_node_end(
+    outgoing: memoryview, incoming: memoryview, address: str | None, announce: Announce
+) -> AsyncIterator[Node]:
+    """A node that is connected with the other one, and has a bulk channel to it."""
+    async with open_node(address, announce) as (host, channels, channel, peer), trio.open_nursery() as nursery:
+        node = Node(host, channels, channel, peer, address is not None, outgoing, incoming)
+        node.nursery = nursery
+        yield node
+        nursery.cancel_scope.cancel()

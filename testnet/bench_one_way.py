@@ -1,0 +1,117 @@
+"""How fast payloads move from one process to another by each way, and what that costs."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from .bench_paths import PATHS
+from .bench_process import (
+    MB,
+    BenchError,
+    Payload,
+    Say,
+    Worker,
+    greatest_of,
+    open_payload,
+    open_worker,
+    worker_command,
+)
+
+# A small payload takes a millisecond, so it is moved so much more often, until this many megabytes are.
+SMALL_MB: Final = 64
+MAX_TIMES_AS_OFTEN: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class OneWay:
+    """One way and size: medians over the repeats, of memory the greatest."""
+
+    path: str
+    size_mb: int
+    mb_s: float
+    of_raw: float
+    """Median of the ratios to the raw socket in the same repeat."""
+    sender_cpu_s_per_gb: float
+    receiver_cpu_s_per_gb: float
+    sender_peak_mb: float | None
+    receiver_peak_mb: float | None
+    """See `Meter.running`."""
+    seconds: list[float]
+    """Of each repeat."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    seconds: float
+    sender: dict[str, Any]
+    receiver: dict[str, Any]
+
+
+def measure_one_way(
+    sizes_mb: Sequence[int], repeats: int, log: Path, say: Say, paths: Sequence[str] = tuple(PATHS)
+) -> Iterator[OneWay]:
+    """These paths, of which one is "raw", with each size; they take turns in each repeat."""
+    largest = max(sizes_mb) * MB
+    with contextlib.ExitStack() as stack:
+        outgoing = stack.enter_context(open_payload("outgoing", largest))
+        incoming = stack.enter_context(open_payload("incoming", largest))
+        outgoing.fill()
+        pairs = {}
+        for path in paths:
+            say(f"one way: starting {path}")
+            pairs[path] = stack.enter_context(_open_pair(path, log, [outgoing, incoming]))
+            say(f"one way: warming {path} up")
+            _move(path, pairs[path], outgoing, incoming, largest)
+        for size_mb in sizes_mb:
+            often = repeats * max(1, min(MAX_TIMES_AS_OFTEN, SMALL_MB // size_mb))
+            moves: dict[str, list[_Move]] = {path: [] for path in paths}
+            for index in range(often):
+                for path, pair in pairs.items():
+                    say(f"one way: {size_mb} MB, {index + 1} of {often}, {path}")
+                    moves[path].append(_move(path, pair, outgoing, incoming, size_mb * MB))
+            for path in paths:
+                yield _summary(path, size_mb, moves[path], moves["raw"])
+
+
+@contextlib.contextmanager
+def _open_pair(path: str, log: Path, payloads: Sequence[Payload]) -> Iterator[tuple[Worker, Worker]]:
+    """Sender and receiver, connected."""
+    descriptors = [payload.descriptor for payload in payloads]
+    with (
+        open_worker(f"{path} receiver", worker_command(path), log, descriptors) as receiver,
+        open_worker(f"{path} sender", worker_command(path), log, descriptors) as sender,
+    ):
+        address = receiver.ask("open", address=None)["address"]
+        sender.ask("open", address=address)
+        yield sender, receiver
+
+
+def _move(path: str, pair: tuple[Worker, Worker], outgoing: Payload, incoming: Payload, size: int) -> _Move:
+    sender, receiver = pair
+    incoming.spoil(size)
+    receiver.put("receive", size=size)
+    sender.put("send", size=size)
+    sent, received = sender.get(), receiver.get()
+    if not incoming.equals(outgoing, size):
+        raise BenchError(f"{path}: what arrived is not what was sent")
+    return _Move(received["ended_at"] - sent["started_at"], sent, received)
+
+
+def _summary(path: str, size_mb: int, moves: list[_Move], raw: list[_Move]) -> OneWay:
+    gigabytes = size_mb / 1_000
+    return OneWay(
+        path=path,
+        size_mb=size_mb,
+        mb_s=size_mb / statistics.median(move.seconds for move in moves),
+        of_raw=statistics.median(base.seconds / move.seconds for move, base in zip(moves, raw, strict=True)),
+        sender_cpu_s_per_gb=statistics.median(move.sender["cpu_seconds"] for move in moves) / gigabytes,
+        receiver_cpu_s_per_gb=statistics.median(move.receiver["cpu_seconds"] for move in moves) / gigabytes,
+        sender_peak_mb=greatest_of([move.sender["peak_mb"] for move in moves]),
+        receiver_peak_mb=greatest_of([move.receiver["peak_mb"] for move in moves]),
+        seconds=[move.seconds for move in moves],
+    )

@@ -1,0 +1,269 @@
+"""The ways from one process to another that the benchmark of exchanges compares, each between two ends on loopback.
+
+Each `open_...` is one end: without an address it listens, says by ``announce`` where, and waits for the other end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Final, Protocol
+
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.node.bulk import BulkService, open_bulk
+from farandole.node.bulk_channel import BulkChannel, Credentials
+from farandole.node.host import Host, Stream, open_host
+from farandole.node.yamux import PIECE_BYTES
+from farandole.protocol.bulk import SESSION_BYTES
+from farandole.protocol.identity import public_key_of
+
+LOOPBACK: Final = "/ip4/127.0.0.1/tcp/0"
+PROTOCOL: Final = "/farandole/bench/1"
+# Written and read at a time where a stream does not say better.
+STREAM_PIECE_BYTES: Final = 65_536
+_READY: Final = b"r"
+
+Announce = Callable[[str], Awaitable[None]]
+
+
+class End(Protocol):
+    """One end of a way."""
+
+    async def send(self, data: memoryview) -> object:
+        """Send all of it."""
+
+    async def receive_into(self, memory: memoryview) -> object:
+        """Fill the memory."""
+
+
+# Plain sockets
+
+
+class RawEnd:
+    """A blocking TCP socket: what the machine can do at most."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    async def send(self, data: memoryview) -> None:
+        """Send all of it."""
+        self._connection.sendall(data)
+
+    async def receive_into(self, memory: memoryview) -> None:
+        """Fill the memory."""
+        received = 0
+        while received < memory.nbytes:
+            got = self._connection.recv_into(memory[received:])
+            if not got:
+                raise ConnectionError("the other end is gone")
+            received += got
+
+
+@contextlib.asynccontextmanager
+async def open_raw(address: str | None, announce: Announce) -> AsyncIterator[End]:
+    """TCP as it is."""
+    with await _connect(address, announce) as connection:
+        yield RawEnd(connection)
+
+
+class StreamEnd:
+    """A trio stream: what is received is copied into the memory."""
+
+    def __init__(self, stream: trio.abc.Stream, piece_bytes: int) -> None:
+        self._stream = stream
+        self._piece_bytes = piece_bytes
+
+    async def send(self, data: memoryview) -> None:
+        """Send all of it."""
+        for start in range(0, data.nbytes, self._piece_bytes):
+            await self._stream.send_all(data[start : start + self._piece_bytes])
+
+    async def receive_into(self, memory: memoryview) -> None:
+        """Fill the memory."""
+        received = 0
+        while received < memory.nbytes:
+            piece = await self._stream.receive_some(min(self._piece_bytes, memory.nbytes - received))
+            if not piece:
+                raise ConnectionError("the other end is gone")
+            memory[received : received + len(piece)] = piece
+            received += len(piece)
+
+
+@contextlib.asynccontextmanager
+async def open_tls(address: str | None, announce: Announce) -> AsyncIterator[End]:
+    """TLS 1.3 in trio's event loop, without authentication."""
+    if address is None:
+        credentials = Credentials()
+        context = credentials.context(is_server=True, peer_certificate=credentials.certificate)
+    else:
+        context = ssl.create_default_context()
+        context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    plain = await _connect(address, announce)
+    plain.setblocking(False)
+    transport = trio.SocketStream(trio.socket.from_stdlib_socket(plain))
+    async with trio.SSLStream(transport, context, server_side=address is None, https_compatible=True) as stream:
+        await stream.do_handshake()
+        yield StreamEnd(stream, STREAM_PIECE_BYTES)
+
+
+async def _connect(address: str | None, announce: Announce) -> socket.socket:
+    """A connected, blocking socket."""
+    if address is not None:
+        host, _, port = address.partition(":")
+        return socket.create_connection((host, int(port)))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        await announce("{}:{}".format(*listener.getsockname()))
+        connection, _ = await trio.to_thread.run_sync(listener.accept)
+        return connection
+
+
+# libp2p
+
+
+class StockEnd:
+    """A stream of py-libp2p."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    async def send(self, data: memoryview) -> None:
+        """Send all of it."""
+        for start in range(0, data.nbytes, STREAM_PIECE_BYTES):
+            await self._stream.write(bytes(data[start : start + STREAM_PIECE_BYTES]))
+
+    async def receive_into(self, memory: memoryview) -> None:
+        """Fill the memory."""
+        received = 0
+        while received < memory.nbytes:
+            piece = await self._stream.read(min(STREAM_PIECE_BYTES, memory.nbytes - received))
+            if not piece:
+                raise ConnectionError("the other end is gone")
+            memory[received : received + len(piece)] = piece
+            received += len(piece)
+
+
+@contextlib.asynccontextmanager
+async def open_stock(address: str | None, announce: Announce) -> AsyncIterator[End]:
+    """A stream of py-libp2p as it comes: Noise and its own yamux, nothing of farandole."""
+    from libp2p import create_yamux_muxer_option, new_host
+    from libp2p.crypto.ed25519 import create_new_key_pair
+    from libp2p.crypto.x25519 import create_new_key_pair as create_new_x25519_key_pair
+    from libp2p.custom_types import TProtocol
+    from libp2p.peer.peerinfo import info_from_p2p_addr
+    from libp2p.security.noise.transport import PROTOCOL_ID, Transport
+    from multiaddr import Multiaddr  # type: ignore[import-untyped]
+
+    key_pair = create_new_key_pair()
+    noise = Transport(key_pair, noise_privkey=create_new_x25519_key_pair().private_key)
+    host = new_host(key_pair=key_pair, sec_opt={PROTOCOL_ID: noise}, muxer_opt=create_yamux_muxer_option())
+    opened, coming = trio.open_memory_channel[Any](1)
+
+    async def serve(stream: Any) -> None:
+        await opened.send(stream)
+        await trio.sleep_forever()
+
+    async with host.run(listen_addrs=[Multiaddr(LOOPBACK)]):
+        if address is None:
+            host.set_stream_handler(TProtocol(PROTOCOL), serve)
+            await announce(str(host.get_addrs()[0]))
+            yield StockEnd(await coming.receive())
+        else:
+            peer = info_from_p2p_addr(Multiaddr(address))
+            await host.connect(peer)
+            yield StockEnd(await host.new_stream(peer.peer_id, [TProtocol(PROTOCOL)]))
+
+
+# farandole
+
+
+@contextlib.asynccontextmanager
+async def open_libp2p(address: str | None, announce: Announce) -> AsyncIterator[End]:
+    """A stream of farandole's host: libp2p with Noise and our yamux."""
+    async with open_host(Ed25519PrivateKey.generate(), [LOOPBACK]) as host, _meet(host, address, announce) as stream:
+        yield StreamEnd(stream, PIECE_BYTES)
+
+
+@contextlib.asynccontextmanager
+async def open_bulk_channel(address: str | None, announce: Announce) -> AsyncIterator[End]:
+    """A bulk channel of farandole's, negotiated between hosts; both ends hash what they move."""
+    async with (
+        open_host(Ed25519PrivateKey.generate(), [LOOPBACK]) as host,
+        open_bulk(host) as channels,
+        _meet(host, address, announce) as stream,
+    ):
+        channel = await _negotiate(channels, stream, is_asker=address is not None)
+        try:
+            yield channel
+        finally:
+            channels.discard(channel)
+
+
+@contextlib.asynccontextmanager
+async def open_node(
+    address: str | None, announce: Announce
+) -> AsyncIterator[tuple[Host, BulkService, BulkChannel, bytes]]:
+    """A host, its bulk channels, one of them that is open, and the peer."""
+    async with open_host(Ed25519PrivateKey.generate(), [LOOPBACK]) as host, open_bulk(host) as channels:
+        async with _meet(host, address, announce) as stream:
+            peer = stream.peer
+            channel = await _negotiate(channels, stream, is_asker=address is not None)
+        try:
+            yield host, channels, channel, peer
+        finally:
+            channels.discard(channel)
+
+
+@contextlib.asynccontextmanager
+async def _meet(host: Host, address: str | None, announce: Announce) -> AsyncIterator[Stream]:
+    """A stream to the other host, which stays open for as long as the block runs."""
+    if address is not None:
+        peer = public_key_of(address.rpartition("/p2p/")[2])
+        await host.connect(peer, [address])
+        async with await host.open_stream(peer, PROTOCOL) as stream:
+            yield stream
+        return
+    opened, coming = trio.open_memory_channel[Stream](1)
+    is_over = trio.Event()
+
+    async def serve(stream: Stream) -> None:
+        await opened.send(stream)
+        await is_over.wait()
+
+    host.set_handler(PROTOCOL, serve)
+    await announce(host.addresses[0])
+    try:
+        yield await coming.receive()
+    finally:
+        is_over.set()
+
+
+async def _negotiate(channels: BulkService, stream: Stream, is_asker: bool) -> BulkChannel:
+    """Both ends of a new bulk channel, by means of a stream."""
+    if is_asker:
+        await stream.receive_some(len(_READY))
+        channel = await channels.acquire(stream.peer)
+        if channel is not None:
+            await stream.send_all(channel.session)
+            await stream.receive_some(len(_READY))
+    else:
+        with channels.expecting(stream.peer):
+            await stream.send_all(_READY)
+            channel = channels.take(stream.peer, await stream.receive_some(SESSION_BYTES))
+        await stream.send_all(_READY)
+    if channel is None:
+        raise ConnectionError("no bulk channel opened")
+    return channel
+
+
+PATHS: Final[dict[str, Callable[[str | None, Announce], contextlib.AbstractAsyncContextManager[End]]]] = {
+    "raw": open_raw,
+    "tls": open_tls,
+    "stock": open_stock,
+    "libp2p": open_libp2p,
+    "bulk": open_bulk_channel,
+}

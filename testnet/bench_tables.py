@@ -1,0 +1,112 @@
+"""The benchmark of exchanges as tables: on a terminal, and as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from .bench_loop import LoopLag
+from .bench_one_way import OneWay
+from .bench_pair import Averaging
+
+PATH_NAMES = {
+    "raw": "raw TCP socket, blocking",
+    "tls": "one TLS socket in trio",
+    "stock": "py-libp2p stream as it comes (Noise, its yamux)",
+    "libp2p": "our libp2p stream (Noise, our yamux)",
+    "bulk": "our bulk channel (TLS 1.3, both ends hash)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A table of words; the first columns are left-aligned."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    num_left: int = 1
+
+    def rich(self) -> Table:
+        """For a terminal."""
+        table = Table(title=self.title)
+        for index, name in enumerate(self.header):
+            table.add_column(name, justify="left" if index < self.num_left else "right")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def markdown(self) -> str:
+        """For a document."""
+        rule = ["---" if index < self.num_left else "---:" for index in range(len(self.header))]
+        lines = [f"| {' | '.join(row)} |" for row in (self.header, *self.rows)]
+        return "\n".join([f"{self.title}:", "", lines[0], f"|{'|'.join(rule)}|", *lines[1:]])
+
+
+def one_way_grid(results: Sequence[OneWay]) -> Grid:
+    """Rates of each way by size, and what the largest costs."""
+    sizes = sorted({result.size_mb for result in results})
+    rows = []
+    for path, name in PATH_NAMES.items():
+        by_size = {result.size_mb: result for result in results if result.path == path}
+        cells = [_rate(by_size[size]) if size in by_size else "" for size in sizes]
+        rows.append([name, *cells, *_costs(by_size.get(sizes[-1]))])
+    header = ["one way", *(f"{size:,} MB" for size in sizes), "CPU s a GB", "peak memory"]
+    return Grid("MB/s one way (share of the raw socket), sender / receiver at the largest size", header, rows)
+
+
+def _rate(result: OneWay) -> str:
+    return f"{result.mb_s:,.0f}" + ("" if result.path == "raw" else f" ({result.of_raw:.2f})")
+
+
+def _costs(result: OneWay | None) -> list[str]:
+    if result is None:
+        return ["", ""]
+    return [
+        f"{result.sender_cpu_s_per_gb:.2f} / {result.receiver_cpu_s_per_gb:.2f}",
+        f"{_megabytes(result.sender_peak_mb)} / {_megabytes(result.receiver_peak_mb)} MB",
+    ]
+
+
+def pair_grid(results: Sequence[Averaging], vector_mb: int) -> Grid:
+    """Who averages how fast."""
+    rows = [
+        [
+            f"{result.who}, {result.how}",
+            "" if result.payload_mb is None else f"{result.payload_mb:.1f}",
+            _seconds(result.prepare_s),
+            _seconds(result.exchange_s),
+            _seconds(result.finish_s),
+            _seconds(result.total_s),
+            f"{result.rms_error:.1g}" + ("" if result.has_averaged else ": not averaged"),
+        ]
+        for result in results
+    ]
+    header = ["two peers average", "MB each way", "encode, hash", "exchange", "decode, mean", "in all", "RMS error"]
+    return Grid(f"Seconds in which two peers average {vector_mb} MB of fp32", header, rows)
+
+
+def loop_grid(lag: LoopLag) -> Grid:
+    """How late the loop is."""
+    rows = [
+        ["at rest", *(f"{value:.2f}" for value in (lag.idle_p50_ms, lag.idle_p99_ms, lag.idle_max_ms))],
+        ["moving", *(f"{value:.2f}" for value in (lag.p50_ms, lag.p99_ms, lag.max_ms))],
+        [
+            "moving: a request on the control socket",
+            *(f"{value:.2f}" for value in (lag.status_p50_ms, lag.status_p99_ms, lag.status_max_ms)),
+        ],
+    ]
+    title = (
+        f"Milliseconds that the event loop is late, {lag.moved_mb:,} MB moving both ways at {lag.mb_s:,.0f} MB/s each"
+    )
+    return Grid(title, ["event loop", "p50", "p99", "max"], rows)
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _megabytes(value: float | None) -> str:
+    return "?" if value is None else f"{value:.0f}"

@@ -1,0 +1,124 @@
+"""A process of the benchmark of exchanges: ``python -m farandole.testnet.bench_worker KIND SOCKET OUTGOING INCOMING``.
+
+The last three are descriptors: requests come over the socket (`farandole.testnet.bench_process`), the payloads lie in
+shared memory. A kind is one of `PATHS`, or ``node`` (the mesh process), or ``trainer`` (which imports torch).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Final
+
+import trio
+
+from farandole.node.shared_memory import map_shared_memory
+
+from .bench_meter import Meter
+from .bench_paths import PATHS, Announce, End
+
+# Requests are lines of a few hundred bytes.
+MAX_REQUEST_BYTES: Final = 65_536
+
+Handler = Callable[..., Awaitable[dict[str, Any]]]
+
+
+class Mover:
+    """Moves payloads of any size over one way."""
+
+    def __init__(self, end: End, outgoing: memoryview, incoming: memoryview) -> None:
+        self._end = end
+        self._outgoing = outgoing
+        self._incoming = incoming
+        self._meter = Meter([outgoing, incoming])
+
+    async def send(self, size: int) -> dict[str, Any]:
+        """The first so many bytes."""
+        with self._meter.running() as figures:
+            await self._end.send(self._outgoing[:size])
+        return figures
+
+    async def receive(self, size: int) -> dict[str, Any]:
+        """So many bytes."""
+        with self._meter.running() as figures:
+            await self._end.receive_into(self._incoming[:size])
+        return figures
+
+
+@contextlib.asynccontextmanager
+async def open_kind(
+    kind: str, outgoing: memoryview, incoming: memoryview, address: str | None, announce: Announce
+) -> AsyncIterator[object]:
+    """What answers the requests."""
+    if kind == "trainer":
+        from .bench_trainer import Trainer
+
+        await announce("")
+        yield Trainer(outgoing, incoming)
+    elif kind == "node":
+        from .bench_node import open_node_end
+
+        async with open_node_end(outgoing, incoming, address, announce) as node:
+            yield node
+    else:
+        async with PATHS[kind](address, announce) as end:
+            yield Mover(end, outgoing, incoming)
+
+
+async def serve(kind: str, control: trio.SocketStream, outgoing: memoryview, incoming: memoryview) -> None:
+    """Answer requests until the other end closes; the first gives the address to connect to, or gets one."""
+    requests = _requests(control)
+
+    async def answer(figures: dict[str, Any]) -> None:
+        await control.send_all(json.dumps(figures).encode() + b"\n")
+
+    async def announce(address: str) -> None:
+        await answer({"address": address})
+
+    first = await anext(requests)
+    address = first["address"]
+    async with open_kind(kind, outgoing, incoming, address, announce) as served:
+        if address is not None:
+            await announce(address)
+        async for request in requests:
+            handler: Handler = getattr(served, request.pop("do"))
+            await answer(await _handle(handler, request))
+
+
+async def _handle(handler: Handler, request: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return await handler(**request)
+    except Exception as error:  # the benchmark shows it
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+async def _requests(control: trio.SocketStream) -> AsyncIterator[dict[str, Any]]:
+    buffer = bytearray()
+    while data := await control.receive_some(MAX_REQUEST_BYTES):
+        buffer += data
+        while (end := buffer.find(b"\n")) >= 0:
+            yield json.loads(buffer[:end])
+            del buffer[: end + 1]
+
+
+def main() -> None:
+    """Run one worker."""
+    kind, *descriptors = sys.argv[1:]
+    control, outgoing, incoming = map(int, descriptors)
+    mapped = [memoryview(map_shared_memory(fd, os.fstat(fd).st_size)) for fd in (outgoing, incoming)]
+
+    async def run() -> None:
+        plain = socket.socket(fileno=control)
+        await serve(kind, trio.SocketStream(trio.socket.from_stdlib_socket(plain)), *mapped)
+
+    # The workers serve until they are told no more; how their connections then break is nobody's business.
+    with contextlib.suppress(BrokenPipeError):
+        trio.run(run)
+
+
+if __name__ == "__main__":
+    main()

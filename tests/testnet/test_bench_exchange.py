@@ -1,0 +1,120 @@
+"""The benchmark of exchanges, with small payloads and without the other projects."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farandole.testnet.bench_environments import obtain_python
+from farandole.testnet.bench_exchange import run_bench
+from farandole.testnet.bench_process import BenchError, open_payload, open_worker, worker_command
+
+HEADLINES = (
+    "bulk_over_raw",
+    "pair_100mb_s",
+    "pair_100mb_s_hivemind",
+    "pair_100mb_s_lattica",
+    "peak_mb_over_payload",
+    "loop_lag_p99_ms",
+)
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a small benchmark has written."""
+    folder = tmp_path_factory.mktemp("bench")
+    run_bench(
+        folder,
+        sizes_mb=[1, 2],
+        repeats=1,
+        vector_mb=2,
+        loop_mb=4,
+        paths=["raw", "bulk"],
+        ways=[("fp32", "new channel"), ("int8", "stream")],
+    )
+    return folder
+
+
+@pytest.fixture
+def document(out: Path) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((out / "exchange.json").read_text())
+    return result
+
+
+def test_the_headlines_are_there_and_those_of_others_unknown(document: dict[str, Any]) -> None:
+    assert set(HEADLINES) <= set(document)
+    assert document["pair_100mb_s_hivemind"] is document["pair_100mb_s_lattica"] is None
+    assert document["bulk_over_raw"] > 0
+    assert document["pair_100mb_s"] > 0
+    assert document["pair_100mb_in_all_s"] > document["pair_100mb_s"]
+    assert document["loop_lag_p99_ms"] >= document["loop"]["p50_ms"]
+
+
+def test_each_path_is_measured_with_each_size(document: dict[str, Any]) -> None:
+    results = document["one_way"]
+    assert {(result["path"], result["size_mb"]) for result in results} == {
+        (path, size) for path in ("raw", "bulk") for size in (1, 2)
+    }
+    for result in results:
+        assert result["mb_s"] > 0
+        assert all(seconds > 0 for seconds in result["seconds"])
+        assert (result["of_raw"] == 1) == (result["path"] == "raw")
+
+
+def test_both_partners_hold_the_mean(document: dict[str, Any]) -> None:
+    full, small = document["pair"]
+    assert (full["how"], small["how"]) == ("fp32, new channel", "int8, stream")
+    assert full["payload_mb"] == 2
+    assert small["payload_mb"] == pytest.approx(2 * 8.125 / 32, rel=1e-3)
+    assert full["rms_error"] < 1e-6 < small["rms_error"] < 0.01
+    assert full["has_averaged"]
+
+
+def test_the_loop_is_watched_and_answers_meanwhile(document: dict[str, Any]) -> None:
+    loop = document["loop"]
+    assert loop["moved_mb"] == 4
+    assert 0 <= loop["idle_p50_ms"] <= loop["idle_p99_ms"] <= loop["idle_max_ms"]
+    assert 0 < loop["status_p50_ms"] <= loop["status_max_ms"]
+
+
+def test_the_tables_can_be_pasted(out: Path) -> None:
+    text = (out / "exchange.md").read_text()
+    assert "| our bulk channel (TLS 1.3, both ends hash) |" in text
+    assert "| farandole, fp32, new channel | 2.0 |" in text
+    assert "| at rest |" in text
+
+
+def test_a_worker_that_fails_says_why(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with open_payload("outgoing", 10) as outgoing, open_payload("incoming", 10) as incoming:
+        descriptors = [outgoing.descriptor, incoming.descriptor]
+        with (
+            open_worker("broken", worker_command("no such kind"), log, descriptors) as worker,
+            pytest.raises(BenchError, match="broken"),
+        ):
+            worker.ask("open", address=None)
+    assert "no such kind" in log.read_text()
+
+
+def test_a_payload_knows_what_has_arrived() -> None:
+    size = 100_000
+    with open_payload("outgoing", size) as outgoing, open_payload("incoming", size) as incoming:
+        outgoing.fill()
+        assert not incoming.equals(outgoing, size)
+        incoming.memory[:] = outgoing.memory
+        assert incoming.equals(outgoing, size)
+        incoming.spoil(size)
+        assert not incoming.equals(outgoing, size)
+
+
+def test_a_project_that_cannot_be_installed_is_a_problem_with_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    with pytest.raises(BenchError, match="lattica could not be installed: "):
+        obtain_python("lattica", tmp_path, lambda _: None)
+    assert not (tmp_path / "lattica" / "installed").exists()
