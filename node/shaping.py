@@ -108,7 +108,8 @@ class Shaper:
     async def wait(self, count: int) -> float:
         """`reserve` and wait; returns the seconds to be waited, which no peer is to blame for."""
         seconds = self.reserve(count)
-        await trio.sleep(seconds)
+        if seconds > 0:  # else whatever follows yields to other tasks
+            await trio.sleep(seconds)
         return seconds
 
     def per_second(self) -> float:
