@@ -32,6 +32,7 @@ from farandole.protocol.writer import Writer
 
 from .errors import PeerUnreachableError
 from .store import StoreError
+from .streams import READ_BYTES, Stream, StreamHost
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -54,38 +55,16 @@ SERVED_BURST = 6
 SERVED_RATE = 0.5
 """Sessions that one peer may begin at once, and a second: an honest one begins one in ten seconds, or two in small
 testnets."""
-READ_BYTES = 64 * 1024
 MAX_CLOCKS = 31
 """Peers whose clocks are compared with ours."""
 
 
-class Stream(Protocol):
-    """A stream to a peer: what `host.Stream` is, as far as it is used here."""
-
-    peer: bytes
-
-    async def send_all(self, data: bytes) -> None:
-        """Send all of it; `trio.BrokenResourceError` if the peer is gone."""
-
-    async def receive_some(self, max_bytes: int | None = None) -> bytes:
-        """At least a byte; none at a clean end."""
-
-    async def aclose(self) -> None:
-        """Close both sides."""
-
-
-class StreamHost(Protocol):
-    """Opens and serves streams: what `host.Host` is, as far as it is used here."""
+class GossipHost(StreamHost, Protocol):
+    """A host that knows who is connected, and may be told where peers are."""
 
     @property
     def connected(self) -> frozenset[bytes]:
         """Peers with a connection."""
-
-    def set_handler(self, protocol: str, handler: Callable[..., Awaitable[None]]) -> None:
-        """Serve a protocol."""
-
-    async def open_stream(self, peer: bytes, protocol: str) -> Stream:
-        """Connects if need be; `PeerUnreachableError`."""
 
     def add_addresses(self, peer: bytes, addresses: Sequence[str]) -> None:
         """Where a peer may be dialled."""
@@ -130,7 +109,7 @@ class GossipService:
         self,
         state: RunState,
         writer: Writer,
-        host: StreamHost,
+        host: GossipHost,
         messenger: FrameSender,
         store: StateStore,
         rng: random.Random,
@@ -360,7 +339,7 @@ class GossipService:
             if not data:
                 session.receive_eof()
                 return
-            received = session.receive_data(data)
+            received = session.receive_data(bytes(data))
             if session.peer_now is not None:
                 self._compare_clocks(stream.peer, session.peer_now)
             for delta in received.deltas:

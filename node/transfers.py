@@ -28,6 +28,7 @@ from farandole.protocol.transfers import (
 from .errors import PeerUnreachableError
 from .host import Host, Stream
 from .shaping import Shaper
+from .streams import receive_frame
 
 # A question and its small answer.
 ANSWER_TIMEOUT = 10.0
@@ -51,18 +52,6 @@ class SavedCheckpoint:
 
     path: Path
     header: CheckpointHeader
-
-
-async def _read_frame(stream: Stream, max_bytes: int) -> tuple[bytes, bytes]:
-    """One frame and what came behind it."""
-    parser = FrameParser(max_bytes)
-    while True:
-        if (payload := parser.next_frame()) is not None:
-            return payload, parser.take_rest()
-        data = await stream.receive_some(CHUNK_BYTES)
-        if not data:
-            raise RemoteProtocolError("the stream ended inside a frame")
-        parser.receive_data(data)
 
 
 class TransferService:
@@ -91,13 +80,13 @@ class TransferService:
     async def serve_manifest(self, stream: Stream) -> None:
         """Answer one question."""
         with trio.fail_after(ANSWER_TIMEOUT):
-            question, _ = await _read_frame(stream, RUN_ID_BYTES)
+            question = await receive_frame(stream, FrameParser(RUN_ID_BYTES))
             await stream.send_all(frame(self._manifest if question == self._run_id else b"", 2 * MAX_MANIFEST_BYTES))
 
     async def serve_checkpoint(self, stream: Stream) -> None:
         """Send the newest checkpoint; a file that is replaced meanwhile stays readable to its end."""
         with trio.fail_after(ANSWER_TIMEOUT):
-            question, _ = await _read_frame(stream, RUN_ID_BYTES)
+            question = await receive_frame(stream, FrameParser(RUN_ID_BYTES))
         is_free = stream.peer not in self._served and len(self._served) < self._max_served
         if question != self._run_id or not is_free:
             await _send_header(stream, b"")
@@ -137,7 +126,7 @@ async def fetch_manifest(host: Host, peer: bytes, run_id: bytes) -> bytes:
             stream = await host.open_stream(peer, MANIFEST_PROTOCOL)
             try:
                 await stream.send_all(frame(run_id, RUN_ID_BYTES))
-                raw, _ = await _read_frame(stream, 2 * MAX_MANIFEST_BYTES)
+                raw = await receive_frame(stream, FrameParser(2 * MAX_MANIFEST_BYTES))
             finally:
                 await stream.aclose()
     except (trio.TooSlowError, trio.BrokenResourceError, trio.ClosedResourceError, RemoteProtocolError) as error:
@@ -170,12 +159,13 @@ async def fetch_checkpoint(
         try:
             with trio.fail_after(ANSWER_TIMEOUT):
                 await stream.send_all(frame(run_id, RUN_ID_BYTES))
-                raw, rest = await _read_frame(stream, MAX_HEADER_BYTES)
+                parser = FrameParser(MAX_HEADER_BYTES)
+                raw = await receive_frame(stream, parser)
             if not raw:
                 raise TransferError("this peer has no checkpoint to give now")
             header = decode_header(raw, max_size)
             with partial.open("wb") as file:
-                await _receive_file(stream, file, header, rest, on_progress, download or Shaper())
+                await _receive_file(stream, file, header, parser.take_rest(), on_progress, download or Shaper())
             partial.replace(path)
         finally:
             await stream.aclose()

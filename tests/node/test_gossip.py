@@ -29,6 +29,8 @@ from ..protocol.authors import CREATOR, NOW, RUN_ID, author_of, key_of, member, 
 class MemoryStream:
     """One end of a pair of `trio.testing.memory_stream_pair`, with the other's name."""
 
+    is_bulk = False
+
     def __init__(self, stream: trio.abc.Stream, peer: bytes) -> None:
         self._stream = stream
         self.peer = peer
@@ -73,7 +75,7 @@ class MemoryHost:
     def add_addresses(self, peer: bytes, addresses: Sequence[str]) -> None:
         self.addresses[peer] = list(addresses)
 
-    async def open_stream(self, peer: bytes, protocol: str) -> MemoryStream:
+    async def open_stream(self, peer: bytes, protocol: str, timeout: float = 8.0) -> MemoryStream:  # noqa: ASYNC109
         await trio.sleep(0.05)
         other = self._wires.hosts.get(peer)
         if other is None or protocol not in other.handlers or {peer, self.author} & self._wires.cut:
