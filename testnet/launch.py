@@ -147,6 +147,7 @@ class Testnet:
 
     def _options(self, index: int, place: Place, port: int) -> list[str]:
         scenario = self.scenario
+        upload_mbit, download_mbit = scenario.caps(index)
         settings = {
             "--listen": f"/ip4/{place.ip}/tcp/{port}",
             "--device": scenario.device,
@@ -156,6 +157,8 @@ class Testnet:
             "--checkpoint-seconds": scenario.checkpoint_seconds,
             "--validate-every": scenario.validate_every,
             "--threads": 1,
+            "--upload-mbit": upload_mbit,
+            "--download-mbit": download_mbit,
         }
         return [str(part) for pair in settings.items() for part in pair]
 

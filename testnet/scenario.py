@@ -22,6 +22,7 @@ DEFAULT_MIN_PARTNERS: Final = 3
 FaultKind = Literal["kill", "freeze", "restart", "slow", "join", "leave"]
 _NodeIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NODES)]
 _Positive = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+_Caps = Annotated[tuple[Annotated[float, msgspec.Meta(ge=0, le=1e6)], ...], msgspec.Meta(max_length=MAX_NODES)]
 
 
 class ScenarioError(ManifestError):
@@ -74,6 +75,9 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of the run; replaces ``run.seed``."""
     slow: Annotated[tuple[Annotated[float, msgspec.Meta(ge=1, le=1_000)], ...], msgspec.Meta(max_length=MAX_NODES)] = ()
     """How many times slower each node computes, from node 0 on; the others are as fast as they can."""
+    upload_mbit: _Caps = ()
+    """The nodes' own caps, from node 0 on, in Mbit/s; 0, and the others: none."""
+    download_mbit: _Caps = ()
     start_interval: Annotated[float, msgspec.Meta(ge=0, le=600)] = 0.3
     """Seconds between the starts of two nodes: many at once only fight for the cores."""
     device: str = "cpu"
@@ -110,8 +114,9 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError("fault 'join': say at_round, from 1 on, so that there are weights to get")
         if 0 in self.late_joiners:
             raise ValueError("node 0 begins the run and cannot join late")
-        if len(self.slow) > self.nodes:
-            raise ValueError(f"slow has {len(self.slow)} entries for {self.nodes} nodes")
+        for name in ("slow", "upload_mbit", "download_mbit"):
+            if len(entries := getattr(self, name)) > self.nodes:
+                raise ValueError(f"{name} has {len(entries)} entries for {self.nodes} nodes")
         if self.min_partners >= self.nodes:
             raise ValueError(
                 f"min_partners is {self.min_partners}: each of {self.nodes} nodes has {self.nodes - 1} others"
@@ -135,6 +140,11 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def slowness(self, index: int) -> float:
         """How many times slower node ``index`` computes."""
         return self.slow[index] if index < len(self.slow) else 1.0
+
+    def caps(self, index: int) -> tuple[float, float]:
+        """What node ``index`` sends and receives at most, in Mbit/s; 0: no cap."""
+        up, down = (caps[index] if index < len(caps) else 0.0 for caps in (self.upload_mbit, self.download_mbit))
+        return up, down
 
     def manifest(self, now: float) -> Manifest:
         """The run's manifest; `ManifestError` if its settings are not valid."""

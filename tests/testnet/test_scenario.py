@@ -44,6 +44,8 @@ def test_what_the_command_line_says_replaces_what_the_file_says(tmp_path: Path) 
         ({"run": RUN, "nodes": 2, "min_partners": 2}, "min_partners is 2"),
         ({"run": RUN, "slow": [0.5]}, "slow"),
         ({"run": RUN, "slow": [1.0] * 9}, "slow has 9 entries for 8 nodes"),
+        ({"run": RUN, "upload_mbit": [-1.0]}, "upload_mbit"),
+        ({"run": RUN, "download_mbit": [1.0] * 9}, "download_mbit has 9 entries for 8 nodes"),
         ({"run": RUN, "fault": [{"kind": "explode", "nodes": [1], "at_round": 1}]}, "explode"),
         ({"run": RUN, "fault": [{"kind": "kill", "nodes": [1]}]}, "either at_round or at_seconds"),
         ({"run": RUN, "fault": [{"kind": "kill", "nodes": [1], "at_round": 1, "at_seconds": 1}]}, "either"),
@@ -77,3 +79,8 @@ def test_who_joins_late_and_who_is_gone_at_the_end() -> None:
     assert scenario.late_joiners == {3}
     assert scenario.doomed == {1, 2, 4}
     assert (scenario.slowness(0), scenario.slowness(1)) == (2.0, 1.0)
+
+
+def test_caps_are_those_of_the_first_nodes() -> None:
+    scenario = parse_scenario({"run": RUN, "upload_mbit": [2.0, 0.0], "download_mbit": [8.0]})
+    assert [scenario.caps(index) for index in range(3)] == [(2.0, 8.0), (0.0, 0.0), (0.0, 0.0)]
