@@ -1,27 +1,19 @@
 from __future__ import annotations
 
-import contextlib
-import random
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
 
 import msgspec
 import pytest
 import trio
 import trio.testing
-from blake3 import blake3
 
-from farandole.node.bulk_channel import ChannelError
 from farandole.node.conversation import FAREWELL_TIMEOUT, ROUTE_UNTIL, SILENT_FOR
-from farandole.node.errors import PeerUnreachableError
 from farandole.node.exchange import (
     CLAIM_TIMEOUT,
     EXCHANGE_PROTOCOL,
     MAX_UNCLAIMED,
     MAX_UNCLAIMED_PER_PEER,
     RESOLVE_PROTOCOL,
-    ExchangeResult,
-    ExchangeService,
 )
 from farandole.node.shaping import Shaper, Shaping
 from farandole.node.streams import Stream
@@ -39,246 +31,24 @@ from farandole.protocol.exchange import (
     Control,
     Event,
     Exchange,
-    Incoming,
     Offer,
     Route,
 )
-from farandole.protocol.pairing import StartExchange
 
-ALICE, BOB = b"a" * 32, b"b" * 32  # Alice always initiates
-SESSION = b"s" * 16
-SIZE = 3 * CHUNK_BYTES + 1_000
-PATIENCE = 30.0
-
-Handler = Callable[[Stream], Awaitable[None]]
-
-
-class MemoryStream:
-    """One end of a stream between two hosts: cuts, freezes or drips as the test says."""
-
-    is_bulk = False
-
-    def __init__(self, stream: trio.abc.Stream, peer: bytes, faults: Faults) -> None:
-        self.peer = peer
-        self._stream = stream
-        self._faults = faults
-        self._sent = 0
-
-    async def send_all(self, data: bytes) -> None:
-        cut_at, freeze_at = self._faults.cut_at, self._faults.freeze_at
-        end = self._sent + len(data)
-        if freeze_at is not None and end > freeze_at:
-            await self._stream.send_all(data[: max(freeze_at - self._sent, 0)])
-            await trio.sleep_forever()
-        if cut_at is not None and end > cut_at:
-            await self._stream.send_all(data[: max(cut_at - self._sent, 0)])
-            await trio.aclose_forcefully(self._stream)
-            raise trio.BrokenResourceError("cut")
-        self._sent = end
-        await self._stream.send_all(data)
-
-    async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
-        return await self._stream.receive_some(self._faults.piece or max_bytes)
-
-    async def aclose(self) -> None:
-        await self._stream.aclose()
-
-
-@dataclass
-class Faults:
-    """What happens to one host's side of its exchange streams."""
-
-    cut_at: int | None = None
-    """Bytes after which its connection breaks."""
-    freeze_at: int | None = None
-    """Bytes after which it sends nothing more."""
-    piece: int | None = None
-    """Most bytes received at once."""
-    num_channels: int = 1
-    """Of bulk channels, so many are befallen, the first ones."""
-
-
-@dataclass
-class MemoryHost:
-    """A host that reaches the others of its network through memory streams."""
-
-    author: bytes
-    nursery: trio.Nursery
-    network: dict[bytes, MemoryHost]
-    faults: Faults = field(default_factory=Faults)
-    handlers: dict[str, Handler] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.network[self.author] = self
-
-    def set_handler(self, protocol: str, handler: Handler) -> None:
-        self.handlers[protocol] = handler
-
-    async def open_stream(self, peer: bytes, protocol: str, timeout: float = 8.0) -> MemoryStream:  # noqa: ASYNC109
-        await trio.lowlevel.checkpoint()
-        remote = self.network.get(peer)
-        if remote is None:
-            raise PeerUnreachableError("nobody there")
-        is_exchange = protocol == EXCHANGE_PROTOCOL
-        near, far = trio.testing.memory_stream_pair()
-        theirs = MemoryStream(far, self.author, remote.faults if is_exchange else Faults())
-        self.nursery.start_soon(remote.handlers[protocol], theirs)
-        return MemoryStream(near, peer, self.faults if is_exchange else Faults())
-
-
-class MemoryChannel:
-    """One end of a bulk channel between two hosts."""
-
-    def __init__(self, session: bytes, stream: trio.StapledStream, faults: Faults) -> None:
-        self.session = session
-        self.num_sent = 0
-        self.is_moving = 0
-        self._stream = stream
-        self._faults = faults
-
-    async def send(self, data: memoryview) -> None:
-        end = min(
-            data.nbytes, *(at for at in (self._faults.cut_at, self._faults.freeze_at, data.nbytes) if at is not None)
-        )
-        with self._moving():
-            await self._stream.send_all(bytes(data[:end]))
-            self.num_sent += end
-            if self._faults.freeze_at is not None:
-                await trio.sleep_forever()
-            if self._faults.cut_at is not None:
-                self.close()
-                raise ChannelError("cut")
-
-    async def receive(self, incoming: Incoming) -> None:
-        with self._moving():
-            while incoming.rest:
-                piece = await self._stream.receive_some(min(65_536, len(incoming.rest)))
-                if not piece:
-                    raise ChannelError("the peer closed the channel")
-                incoming.write(memoryview(piece))
-
-    def close(self) -> None:
-        for half in (self._stream.send_stream, self._stream.receive_stream):
-            assert isinstance(half, trio.testing.MemorySendStream | trio.testing.MemoryReceiveStream)
-            half.close()
-
-    @contextlib.contextmanager
-    def _moving(self) -> Iterator[None]:
-        self.is_moving += 1
-        try:
-            yield
-        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
-            raise ChannelError(str(error)) from error
-        finally:
-            self.is_moving -= 1
-
-
-class MemoryChannels:
-    """The bulk channels of a host whose partner has them too."""
-
-    def __init__(self, author: bytes, network: dict[bytes, MemoryChannels]) -> None:
-        self.author = author
-        self.faults = Faults()
-        self.num_allowed = 100
-        self.is_frozen = False
-        self.kept: dict[bytes, MemoryChannel] = {}
-        self.discarded: list[MemoryChannel] = []
-        self.expected: list[bytes] = []
-        self.num_acquired = 0
-        self._network = network
-        network[author] = self
-
-    @contextlib.contextmanager
-    def expecting(self, peer: bytes) -> Iterator[None]:
-        self.expected.append(peer)
-        try:
-            yield
-        finally:
-            self.expected.remove(peer)
-
-    async def acquire(self, peer: bytes) -> MemoryChannel | None:
-        await trio.lowlevel.checkpoint()
-        if self.is_frozen:
-            await trio.sleep_forever()
-        if self.kept:
-            return self.kept.popitem()[1]
-        remote = self._network[peer]
-        if self.num_acquired >= self.num_allowed:
-            return None
-        assert self.author in remote.expected
-        self.num_acquired += 1
-        session = bytes([self.num_acquired]) * 16
-        near, far = trio.testing.memory_stream_pair()
-        if self.num_acquired <= remote.num_allowed:
-            remote.kept[session] = MemoryChannel(session, far, remote.faults_of(self.num_acquired))
-        return MemoryChannel(session, near, self.faults_of(self.num_acquired))
-
-    def faults_of(self, channel: int) -> Faults:
-        return self.faults if channel <= self.faults.num_channels else Faults()
-
-    def take(self, peer: bytes, session: bytes) -> MemoryChannel | None:
-        return self.kept.pop(session, None)
-
-    def release(self, channel: MemoryChannel) -> None:
-        assert not channel.is_moving
-        self.kept[channel.session] = channel
-
-    def discard(self, channel: MemoryChannel) -> None:
-        assert not channel.is_moving
-        self.discarded.append(channel)
-        channel.close()
-
-
-class Party:
-    """One node with a contribution of its own."""
-
-    def __init__(self, host: MemoryHost, seed: int, size: int = SIZE, channels: MemoryChannels | None = None) -> None:
-        self.host = host
-        self.service = ExchangeService(host, channels)
-        self.contribution = random.Random(seed).randbytes(size)
-        self.incoming = bytearray(size)
-        self.refusal: str | None = None
-        self.results: list[ExchangeResult] = []
-        self.offer = offer_of(self.contribution, round=seed, tokens=100 * seed)
-
-    async def screen(self, size: int) -> str | None:
-        await trio.lowlevel.checkpoint()
-        assert size == len(self.incoming)
-        return self.refusal
-
-    async def exchange(self, partner: bytes, deadline: float = PATIENCE) -> None:
-        is_initiator = self.host.author == ALICE
-        start = StartExchange(SESSION, partner, self.offer.round, is_initiator, trio.current_time() + deadline)
-        result = await self.service.run(
-            start, self.offer, memoryview(self.contribution), memoryview(self.incoming), self.screen
-        )
-        self.results.append(result)
-
-    @property
-    def result(self) -> ExchangeResult:
-        (result,) = self.results
-        return result
-
-
-def offer_of(contribution: bytes, round: int = 1, tokens: int = 1) -> Offer:
-    return Offer(
-        run_id=b"r" * 32,
-        session=SESSION,
-        stage=0,
-        layout=b"l" * 32,
-        codec="fp32",
-        size=len(contribution),
-        round=round,
-        tokens=tokens,
-        digest=blake3(contribution).digest(),
-    )
-
-
-async def meet(alice: Party, bob: Party, deadline: float = PATIENCE) -> None:
-    """Both take part; nobody may stay beyond the deadline."""
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(alice.exchange, BOB, deadline)
-        nursery.start_soon(bob.exchange, ALICE, deadline)
+from .parties import (
+    ALICE,
+    BOB,
+    PATIENCE,
+    SESSION,
+    SIZE,
+    Faults,
+    MemoryChannels,
+    MemoryHost,
+    Party,
+    assert_committed,
+    meet,
+    offer_of,
+)
 
 
 @pytest.fixture
@@ -294,14 +64,6 @@ async def alice(nursery: trio.Nursery, network: dict[bytes, MemoryHost]) -> Part
 @pytest.fixture
 async def bob(nursery: trio.Nursery, network: dict[bytes, MemoryHost]) -> Party:
     return Party(MemoryHost(BOB, nursery, network), seed=2)
-
-
-def assert_committed(alice: Party, bob: Party) -> None:
-    assert alice.result.committed
-    assert bob.result.committed
-    assert alice.incoming == bob.contribution
-    assert bob.incoming == alice.contribution
-    assert alice.result.path == bob.result.path
 
 
 async def test_both_have_the_others_exact_bytes(
