@@ -255,18 +255,17 @@ class Conversation:
         while not (self._is_here and self._is_delivered):
             event = await self._next()
             match event:
-                case _Stuck(route) if route == self._exchange.num_routes:
+                case _Here():
                     await self._take_whole()
-                    if not self._is_here and self._exchange.is_initiator:
+                case _Stuck(route) if route == self._exchange.num_routes:
+                    if self._exchange.is_initiator:
                         return False
-                    if not self._is_here:
-                        await self._write(Reroute())
+                    await self._write(Reroute())
                 case Reroute() | Route():
                     self._note(event)
                     return False
                 case _:
                     self._note(event)
-                    await self._take_whole()
         return True
 
     def _note(self, event: Event | _Here | _Stuck | _Written) -> None:
@@ -279,7 +278,10 @@ class Conversation:
                 self._be_here()
 
     async def _take_whole(self) -> None:
-        """If all of the partner's contribution has come over the channel, compare its hash, and say that it is here."""
+        """If all of the partner's contribution has come over the channel, compare its hash, and say that it is here.
+
+        For when no thread receives any more: it would hash at the same time.
+        """
         exchange = self._exchange
         if self._is_here or exchange.channel is None or exchange.num_received < exchange.offer.size:
             return

@@ -6,6 +6,7 @@ import contextlib
 import random
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import trio
 import trio.testing
@@ -19,6 +20,7 @@ from farandole.node.exchange import (
     ExchangeService,
 )
 from farandole.node.streams import Stream
+from farandole.node.way import Channels
 from farandole.protocol.exchange import (
     CHUNK_BYTES,
     Incoming,
@@ -26,7 +28,7 @@ from farandole.protocol.exchange import (
 )
 from farandole.protocol.pairing import StartExchange
 
-ALICE, BOB = b"a" * 32, b"b" * 32  # Alice always initiates
+ALICE, BOB, CAROL = b"a" * 32, b"b" * 32, b"c" * 32  # the one whose key is less initiates
 SESSION = b"s" * 16
 SIZE = 3 * CHUNK_BYTES + 1_000
 PATIENCE = 30.0
@@ -81,16 +83,20 @@ class Faults:
 
 @dataclass
 class MemoryHost:
-    """A host that reaches the others of its network through memory streams."""
+    """A host at loopback that reaches the others of its network through memory streams."""
 
     author: bytes
     nursery: trio.Nursery
     network: dict[bytes, MemoryHost]
     faults: Faults = field(default_factory=Faults)
     handlers: dict[str, Handler] = field(default_factory=dict)
+    addresses: list[str] = field(default_factory=lambda: ["/ip4/127.0.0.1/tcp/4001/p2p/x"])
 
     def __post_init__(self) -> None:
         self.network[self.author] = self
+
+    def remote_ips(self, peer: bytes) -> list[str]:
+        return ["127.0.0.1"]
 
     def set_handler(self, protocol: str, handler: Handler) -> None:
         self.handlers[protocol] = handler
@@ -213,7 +219,7 @@ class MemoryChannels:
 class Party:
     """One node with a contribution of its own."""
 
-    def __init__(self, host: MemoryHost, seed: int, size: int = SIZE, channels: MemoryChannels | None = None) -> None:
+    def __init__(self, host: MemoryHost, seed: int, size: int = SIZE, channels: Channels[Any] | None = None) -> None:
         self.host = host
         self.service = ExchangeService(host, channels)
         self.contribution = random.Random(seed).randbytes(size)
@@ -228,7 +234,7 @@ class Party:
         return self.refusal
 
     async def exchange(self, partner: bytes, deadline: float = PATIENCE) -> None:
-        is_initiator = self.host.author == ALICE
+        is_initiator = self.host.author < partner
         start = StartExchange(SESSION, partner, self.offer.round, is_initiator, trio.current_time() + deadline)
         result = await self.service.run(
             start, self.offer, memoryview(self.contribution), memoryview(self.incoming), self.screen
@@ -258,8 +264,8 @@ def offer_of(contribution: bytes, round: int = 1, tokens: int = 1) -> Offer:
 async def meet(alice: Party, bob: Party, deadline: float = PATIENCE) -> None:
     """Both take part; nobody may stay beyond the deadline."""
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(alice.exchange, BOB, deadline)
-        nursery.start_soon(bob.exchange, ALICE, deadline)
+        nursery.start_soon(alice.exchange, bob.host.author, deadline)
+        nursery.start_soon(bob.exchange, alice.host.author, deadline)
 
 
 def assert_committed(alice: Party, bob: Party) -> None:
