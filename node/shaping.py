@@ -39,12 +39,8 @@ MIN_QUANTUM, MAX_QUANTUM = 4_096, 65_536
 MAX_DEBT_SECONDS = 30.0
 # The rates that people see are means over so many seconds.
 METER_SECONDS = 10
-# Sent by us and not yet by the kernel: a record, as trio has it for its sockets.
+# Written by us and not yet sent by the kernel, at least: a record, as trio has it for its own sockets.
 MIN_UNSENT_BYTES = 16_384
-# A receiver that rests is sent as much as its kernel takes. Below 6 Mbit/s that is kept to what the cap moves within a
-# slow line's round trip; above, the kernel's own choice fits, and the default limit of Linux (rmem_max) would be less.
-RECEIVE_BUFFER_SECONDS = 0.3
-MIN_RECEIVE_BUFFER, MAX_RECEIVE_BUFFER = 65_536, 212_992
 
 
 class Meter:
@@ -131,11 +127,11 @@ class Shaping:
         return cls(Shaper(up * BYTES_PER_MBIT), Shaper(down * BYTES_PER_MBIT))
 
     def fit_buffers(self, connection: socket.socket) -> None:
-        """Keep what waits in the kernel of a connection for bulk small where there is a cap."""
-        with contextlib.suppress(OSError):
-            if self.up.rate and hasattr(socket, "TCP_NOTSENT_LOWAT"):
-                unsent = max(MIN_UNSENT_BYTES, self.up.quantum)
+        """Keep what waits to be sent in the kernel of a connection for bulk small where there is a cap.
+
+        What waits to be read needs no help: for a reader that pauses, Linux keeps to 60 kB by itself.
+        """
+        if self.up.rate and hasattr(socket, "TCP_NOTSENT_LOWAT"):
+            unsent = max(MIN_UNSENT_BYTES, self.up.quantum)
+            with contextlib.suppress(OSError):
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, unsent)
-            received = round(max(RECEIVE_BUFFER_SECONDS * self.down.rate, MIN_RECEIVE_BUFFER))
-            if self.down.rate and received <= MAX_RECEIVE_BUFFER:
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, received)
