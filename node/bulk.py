@@ -214,15 +214,15 @@ class BulkService:
     async def _run_race(self, race: _Race, stream: Stream, theirs: Proposal, is_server: bool) -> BulkChannel:
         """Dial, let the answerer choose, shake hands; give up if the peer does, and closes the stream."""
         race.begin(theirs)
-        plain: socket.socket | None = None
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_cancel_at_end, stream, nursery.cancel_scope)
             for address in dialable(theirs.addresses, self._host.remote_ips(race.peer)):
                 nursery.start_soon(self._dial, race, address, False)
                 if hasattr(socket, "SO_REUSEPORT"):
                     nursery.start_soon(self._dial, race, address, True)
-            plain = await (race.choose() if is_server else race.await_choice())
+            await (race.choose() if is_server else race.await_choice())
             nursery.cancel_scope.cancel()
+        plain = race.claim()
         if plain is None:
             raise ChannelError("the peer gave up")
         channel = await open_channel(
@@ -313,6 +313,7 @@ class _Race:
         self.is_on = trio.Event()
         self._token = proposal.token
         self._connections: set[trio.socket.SocketType] = set()
+        self._chosen: socket.socket | None = None
         self._offers, self._offered = trio.open_memory_channel[trio.socket.SocketType](MAX_CANDIDATES)
 
     def begin(self, theirs: Proposal) -> None:
@@ -333,7 +334,7 @@ class _Race:
         with contextlib.suppress(trio.WouldBlock, trio.BrokenResourceError):
             self._offers.send_nowait(connection)
 
-    async def choose(self) -> socket.socket:
+    async def choose(self) -> None:
         """The answerer's part: the first that comes and takes the news."""
         while True:
             connection = await self._offered.receive()
@@ -341,28 +342,33 @@ class _Race:
                 await _send_all(connection, _CHOSEN)
                 return self._take(connection)
 
-    async def await_choice(self) -> socket.socket:
+    async def await_choice(self) -> None:
         """The asker's part: the one on which the answerer says so."""
-        chosen: list[socket.socket] = []
 
         async def listen_to(connection: trio.socket.SocketType) -> None:
             with contextlib.suppress(OSError):
-                if await connection.recv(1) == _CHOSEN and not chosen:
-                    chosen.append(self._take(connection))
+                if await connection.recv(1) == _CHOSEN and self._chosen is None:
+                    self._take(connection)
                     nursery.cancel_scope.cancel()
 
         async with trio.open_nursery() as nursery:
             while True:
                 nursery.start_soon(listen_to, await self._offered.receive())
-        return chosen[0]
 
-    def _take(self, connection: trio.socket.SocketType) -> socket.socket:
+    def _take(self, connection: trio.socket.SocketType) -> None:
         self._connections.remove(connection)
-        return socket.socket(fileno=connection.detach())
+        self._chosen = socket.socket(fileno=connection.detach())
+
+    def claim(self) -> socket.socket | None:
+        """The one that was chosen, from now on the caller's."""
+        chosen, self._chosen = self._chosen, None
+        return chosen
 
     def end(self) -> None:
-        """Close what was not chosen, and what comes too late."""
+        """Close what was not chosen or not claimed, and what comes too late."""
         self._offered.close()
+        if self._chosen is not None:
+            self._chosen.close()
         while self._connections:
             self._connections.pop().close()
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
+import signal
 import socket
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import msgspec
@@ -18,7 +23,7 @@ from farandole.node import bulk
 from farandole.node.bulk import BulkService, open_bulk
 from farandole.node.bulk_channel import BulkChannel, ChannelError, open_channel
 from farandole.node.exchange import ExchangeResult
-from farandole.protocol.exchange import BULK_FROM, Commit, Incoming
+from farandole.protocol.exchange import BULK_FROM, MAX_ROUTES, Commit, Incoming
 
 from .parties import (
     ALICE,
@@ -34,6 +39,7 @@ from .parties import (
     assert_committed,
     meet,
 )
+from .real_nodes import open_nodes, swap
 
 LARGE = BULK_FROM + 1
 # By the tags of the protocol's messages.
@@ -189,15 +195,18 @@ class FaultyChannel:
             case "sends too much":
                 await self.channel.send(data[middle:])
                 await self.channel.send(memoryview(bytes(1_000)))
+            case "":
+                await self.channel.send(data[middle:])
             case "drops the encryption":
                 socket.socket.send(self.channel._connection, random.Random(7).randbytes(10_000))
                 await trio.sleep_forever()
 
 
 class FaultyChannels:
-    """Mallory's bulk service."""
+    """Mallory's bulk service; the first channels are faulty."""
 
     def __init__(self, service: BulkService, fault: str) -> None:
+        self.num_faulty = MAX_ROUTES
         self._service = service
         self._fault = fault
 
@@ -205,12 +214,14 @@ class FaultyChannels:
         return self._service.expecting(peer)
 
     async def acquire(self, peer: bytes) -> FaultyChannel | None:
-        channel = await self._service.acquire(peer)
-        return FaultyChannel(channel, self._fault) if channel else None
+        return self._faulty(await self._service.acquire(peer))
 
     def take(self, peer: bytes, session: bytes) -> FaultyChannel | None:
-        channel = self._service.take(peer, session)
-        return FaultyChannel(channel, self._fault) if channel else None
+        return self._faulty(self._service.take(peer, session))
+
+    def _faulty(self, channel: BulkChannel | None) -> FaultyChannel | None:
+        self.num_faulty -= channel is not None
+        return FaultyChannel(channel, self._fault if self.num_faulty >= 0 else "") if channel else None
 
     def release(self, channel: FaultyChannel) -> None:
         self._service.release(channel.channel)
@@ -253,7 +264,8 @@ class RealPair:
         hosts = next(iter(channels.values()))._host.network  # type: ignore[attr-defined]
         other = BOB if author == ALICE else ALICE
         self.watched = WatchedChannels(channels[other])
-        self.mallory = Party(hosts[author], 1, LARGE, FaultyChannels(channels[author], fault))
+        self.faulty = FaultyChannels(channels[author], fault)
+        self.mallory = Party(hosts[author], 1, LARGE, self.faulty)
         self.honest = Party(hosts[other], 2, LARGE, self.watched)
         self.carol = Party(hosts[CAROL], 3, LARGE, channels[CAROL])
 
@@ -307,6 +319,19 @@ async def test_a_partner_that_fails_on_the_channel(
 
 
 @pytest.mark.parametrize("author", [ALICE, BOB])
+@pytest.mark.parametrize("fault", ["dies", "freezes", "drops the encryption"])
+async def test_another_channel_takes_the_rest_where_one_breaks(author: bytes, fault: str) -> None:
+    async with real_pair(author, fault) as pair:
+        pair.faulty.num_faulty = 1
+        result = await pair.meet(PATIENCE / 3)
+        assert_unharmed(pair.honest, pair.mallory, result, must_fail=False)
+        assert (result.path, result.reason) == ("bulk", "")
+        assert result.bytes_received < LARGE + 1_000, "nothing comes again that has arrived"
+        assert len(pair.watched.channels) == 2
+        assert len(pair.watched.discarded) == 1
+
+
+@pytest.mark.parametrize("author", [ALICE, BOB])
 @pytest.mark.parametrize("fault", ["dies", "freezes", "babbles"])
 async def test_a_partner_that_fails_in_the_tls_handshake_is_met_over_the_stream(
     author: bytes, fault: str, monkeypatch: pytest.MonkeyPatch
@@ -332,3 +357,39 @@ async def test_a_partner_that_fails_in_the_tls_handshake_is_met_over_the_stream(
         assert not pair.watched.channels
         monkeypatch.undo()
         await assert_can_go_on(pair.honest, pair.carol, "bulk")
+
+
+# In a process of its own
+
+
+@pytest.mark.parametrize("is_bulk", [True, False])
+@pytest.mark.parametrize("fault", [signal.SIGSTOP, signal.SIGKILL])
+async def test_a_partner_whose_process_is_stopped_in_the_middle(fault: signal.Signals, is_bulk: bool) -> None:
+    size = 24_000_000
+    async with open_nodes() as nodes:
+        honest = nodes[0]
+        honest.outgoing = bytearray(size)
+        honest.exchanges.channels = honest.channels if is_bulk else None
+        arguments = [str(size), honest.host.author.hex(), honest.host.addresses[0]]
+        program = [sys.executable, str(Path(__file__).with_name("exchange_partner.py")), *arguments]
+        async with trio.open_nursery() as nursery:
+            process = await nursery.start(partial(trio.run_process, program, stdout=PIPE, check=False))
+            try:
+                mallory = bytes.fromhex((await process.stdout.receive_some()).decode())
+                nursery.start_soon(partial(honest.exchange, mallory, bytes(16), deadline=10.0))
+                while not any(honest.incoming[:1]):  # until something has come
+                    await trio.lowlevel.checkpoint()
+                process.send_signal(fault)
+                while not honest.results:
+                    await trio.lowlevel.checkpoint()
+            finally:
+                process.kill()
+        (result,) = honest.results
+        assert not result.committed
+        assert result.reason
+        left, mark = honest.incoming, bytes(size)
+        left[:] = mark
+        for seed, node in enumerate(nodes):
+            node.outgoing = bytearray(random.Random(seed).randbytes(BULK_FROM))
+        await swap(nodes, "fp32", "bulk")
+        assert left == mark
