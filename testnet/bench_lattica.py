@@ -23,7 +23,7 @@ from lattica import ConnectionHandler, Lattica, rpc_stream  # type: ignore[impor
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-CALL_TIMEOUT = 120.0
+CALL_TIMEOUT = 120  # the library takes nothing but a whole number
 MAX_ERROR_CHARS = 300  # its errors bring their stack
 
 

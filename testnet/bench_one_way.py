@@ -83,8 +83,8 @@ def _open_pair(path: str, log: Path, payloads: Sequence[Payload]) -> Iterator[tu
     """Sender and receiver, connected."""
     descriptors = [payload.descriptor for payload in payloads]
     with (
-        open_worker(f"{path} receiver", worker_command(path), log, descriptors) as receiver,
-        open_worker(f"{path} sender", worker_command(path), log, descriptors) as sender,
+        open_worker(f"{path} receiver", worker_command(path), log, 0, descriptors) as receiver,
+        open_worker(f"{path} sender", worker_command(path), log, 1, descriptors) as sender,
     ):
         address = receiver.ask("open", address=None)["address"]
         sender.ask("open", address=address)

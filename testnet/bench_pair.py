@@ -150,7 +150,7 @@ def open_farandole(num_elements: int, log: Path, ways: Sequence[tuple[str, str]]
             memories = [stack.enter_context(open_payload(name, size)) for name in ("outgoing", "incoming")]
             descriptors = [memory.descriptor for memory in memories]
             for kind, workers in (("node", nodes), ("trainer", trainers)):
-                worker = open_worker(f"{kind} {index}", worker_command(kind), log, descriptors)
+                worker = open_worker(f"{kind} {index}", worker_command(kind), log, index, descriptors)
                 workers.append(stack.enter_context(worker))
         address = nodes[0].ask("open", address=None)["address"]
         nodes[1].ask("open", address=address)
@@ -246,8 +246,8 @@ def _open_peers(name: str, python: Path, num_elements: int, log: Path) -> Iterat
     # Not to be seen by the script's imports: the folder in which it lies.
     command = [str(python), "-P", str(Path(__file__).with_name(f"bench_{name}.py"))]
     with (
-        open_worker(f"{name} 0", command, log) as first,
-        open_worker(f"{name} 1", command, log) as second,
+        open_worker(f"{name} 0", command, log, 0) as first,
+        open_worker(f"{name} 1", command, log, 1) as second,
     ):
         addresses = first.ask("open", index=0, num_elements=num_elements, peers=[])["addresses"]
         second.ask("open", index=1, num_elements=num_elements, peers=addresses)

@@ -190,7 +190,7 @@ async def open_libp2p(address: str | None, announce: Announce) -> AsyncIterator[
 
 @contextlib.asynccontextmanager
 async def open_bulk_channel(address: str | None, announce: Announce) -> AsyncIterator[End]:
-    """A bulk channel of farandole's, negotiated between hosts; both ends hash what they move."""
+    """A bulk channel of farandole's, negotiated between hosts; the receiver hashes what comes."""
     async with (
         open_host(Ed25519PrivateKey.generate(), [LOOPBACK]) as host,
         open_bulk(host) as channels,

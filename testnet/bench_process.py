@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import select
 import socket
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -84,11 +85,14 @@ class Worker:
 
 @contextlib.contextmanager
 def open_worker(
-    name: str, command: Sequence[str], log: Path, descriptors: Sequence[int] = (), environment: Mapping[str, str] = {}
+    name: str, command: Sequence[str], log: Path, side: int, descriptors: Sequence[int] = ()
 ) -> Iterator[Worker]:
-    """Run a command for as long as the block does; the last of its arguments are the socket and the descriptors."""
+    """Run a command for as long as the block does; the last of its arguments are the socket and the descriptors.
+
+    ``side`` is 0 or 1: which of the two peers it belongs to.
+    """
     near, far = socket.socketpair()
-    with far, log.open("ab") as output:
+    with far, log.open("ab") as output, _half_of_the_cores(side):
         inherited = [far.fileno(), *descriptors]
         process = subprocess.Popen(
             [*command, *map(str, inherited)],
@@ -96,13 +100,29 @@ def open_worker(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env=dict(environment) or None,
         )
     worker = Worker(name, process, near, log)
     try:
         yield worker
     finally:
         worker.stop()
+
+
+@contextlib.contextmanager
+def _half_of_the_cores(side: int) -> Iterator[None]:
+    """What is started meanwhile runs on one half of the cores, where the system can say so.
+
+    Two peers are two machines; left alone, some schedulers put sender and receiver on one core, and some do not.
+    """
+    if not hasattr(os, "sched_setaffinity") or len(own := sorted(os.sched_getaffinity(0))) < 2:
+        yield
+        return
+    half = len(own) // 2
+    os.sched_setaffinity(0, own[:half] if side == 0 else own[half:])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, own)
 
 
 def worker_command(kind: str) -> list[str]:

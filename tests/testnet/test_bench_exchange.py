@@ -82,7 +82,7 @@ def test_the_loop_is_watched_and_answers_meanwhile(document: dict[str, Any]) -> 
 
 def test_the_tables_can_be_pasted(out: Path) -> None:
     text = (out / "exchange.md").read_text()
-    assert "| our bulk channel (TLS 1.3, both ends hash) |" in text
+    assert "| our bulk channel (TLS 1.3, hashed on arrival) |" in text
     assert "| farandole, fp32, new channel | 2.0 |" in text
     assert "| at rest |" in text
 
@@ -92,7 +92,7 @@ def test_a_worker_that_fails_says_why(tmp_path: Path) -> None:
     with open_payload("outgoing", 10) as outgoing, open_payload("incoming", 10) as incoming:
         descriptors = [outgoing.descriptor, incoming.descriptor]
         with (
-            open_worker("broken", worker_command("no such kind"), log, descriptors) as worker,
+            open_worker("broken", worker_command("no such kind"), log, 0, descriptors) as worker,
             pytest.raises(BenchError, match="broken"),
         ):
             worker.ask("open", address=None)
