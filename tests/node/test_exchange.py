@@ -522,6 +522,19 @@ async def test_a_channel_that_falls_silent_is_replaced(
 
 
 @pytest.mark.parametrize("fault", ["cut_at", "freeze_at"])
+@pytest.mark.parametrize(("by_alice", "by_bob"), [(0, 0), (1_000, 700_000), (700_000, 1_000), (BULK_FROM, BULK_FROM)])
+async def test_a_channel_that_is_lost_in_both_directions_is_replaced(
+    pair: BulkPair, by_alice: int, by_bob: int, fault: str, autojump_clock: trio.testing.MockClock
+) -> None:
+    setattr(pair.way(ALICE).faults, fault, by_alice)
+    setattr(pair.way(BOB).faults, fault, by_bob)
+    await pair.meet()
+    pair.assert_committed("bulk", num_channels=2)
+    for party in (pair.alice, pair.bob):
+        assert party.result.bytes_received < BULK_FROM + 1_000
+
+
+@pytest.mark.parametrize("fault", ["cut_at", "freeze_at"])
 @pytest.mark.parametrize("who", [ALICE, BOB])
 async def test_when_every_channel_breaks_the_stream_takes_the_rest(
     pair: BulkPair, who: bytes, fault: str, autojump_clock: trio.testing.MockClock
