@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -654,3 +655,24 @@ async def test_a_cancelled_exchange_gives_its_channel_up(
             await pair.alice.exchange(BOB)
         assert pair.way(ALICE).discarded
     assert not pair.bob.result.committed
+
+
+@pytest.mark.parametrize("seed", range(1500))
+async def test_whatever_befalls_streams_and_channels_both_believe_the_same(
+    pair: BulkPair, seed: int, autojump_clock: trio.testing.MockClock
+) -> None:
+    rng = random.Random(seed)
+    for author in (ALICE, BOB):
+        way, stream = pair.way(author), pair.party(author).host.faults
+        way.num_allowed = rng.randrange(MAX_ROUTES + 1)
+        way.faults.num_channels = rng.randrange(MAX_ROUTES)
+        setattr(way.faults, rng.choice(["cut_at", "freeze_at"]), rng.randrange(BULK_FROM + 1))
+        if rng.random() < 0.3:
+            setattr(
+                stream, rng.choice(["cut_at", "freeze_at"]), rng.choice([rng.randrange(400), rng.randrange(BULK_FROM)])
+            )
+    await pair.meet()
+    assert pair.alice.result.committed is pair.bob.result.committed, (pair.alice.result, pair.bob.result)
+    if pair.alice.result.committed:
+        assert_committed(pair.alice, pair.bob)
+    assert trio.current_time() <= PATIENCE
