@@ -32,6 +32,7 @@ from farandole.protocol.exchange import (
     Control,
     Event,
     Exchange,
+    Incoming,
     Offer,
     Route,
 )
@@ -43,6 +44,7 @@ from .parties import (
     SESSION,
     SIZE,
     Faults,
+    MemoryChannel,
     MemoryChannels,
     MemoryHost,
     Party,
@@ -676,3 +678,20 @@ async def test_whatever_befalls_streams_and_channels_both_believe_the_same(
     if pair.alice.result.committed:
         assert_committed(pair.alice, pair.bob)
     assert trio.current_time() <= PATIENCE
+
+
+async def test_nobody_hashes_a_contribution_while_a_thread_receives_it(
+    pair: BulkPair, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+) -> None:
+    async def receive(channel: MemoryChannel, incoming: Incoming) -> None:
+        while incoming.rest:
+            piece = await channel._stream.receive_some(len(incoming.rest))
+            incoming.rest[: len(piece)] = piece
+            incoming.position += len(piece)
+        if channel._faults is pair.way(BOB).faults:
+            await trio.testing.wait_all_tasks_blocked()  # meanwhile Alice says that she has everything
+            assert incoming._num_hashed == 0
+
+    monkeypatch.setattr(MemoryChannel, "receive", receive)
+    await pair.meet()
+    pair.assert_committed("bulk", num_channels=1)
