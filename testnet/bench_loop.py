@@ -60,7 +60,7 @@ def measure_loop_lag(moved_mb: int, repeats: int, log: Path, say: Say) -> LoopLa
             memories = [stack.enter_context(open_payload(name, piece_mb * MB)) for name in ("outgoing", "incoming")]
             memories[0].fill()
             descriptors = [memory.descriptor for memory in memories]
-            node = open_worker(f"node {index}", worker_command("node"), log, index, descriptors)
+            node = open_worker(f"node {index}", worker_command("node"), log, descriptors)
             nodes.append(stack.enter_context(node))
         address = nodes[0].ask("open", address=None)["address"]
         nodes[1].ask("open", address=address)

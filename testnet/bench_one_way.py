@@ -80,11 +80,11 @@ def measure_one_way(
 
 @contextlib.contextmanager
 def _open_pair(path: str, log: Path, payloads: Sequence[Payload]) -> Iterator[tuple[Worker, Worker]]:
-    """Sender and receiver, connected."""
+    """Sender and receiver, connected, on half of the cores each: left alone they share a core at times."""
     descriptors = [payload.descriptor for payload in payloads]
     with (
-        open_worker(f"{path} receiver", worker_command(path), log, 0, descriptors) as receiver,
-        open_worker(f"{path} sender", worker_command(path), log, 1, descriptors) as sender,
+        open_worker(f"{path} receiver", worker_command(path), log, descriptors, side=0) as receiver,
+        open_worker(f"{path} sender", worker_command(path), log, descriptors, side=1) as sender,
     ):
         address = receiver.ask("open", address=None)["address"]
         sender.ask("open", address=address)

@@ -32,6 +32,8 @@ from .bench_process import (
 )
 
 WARM_UPS: Final = 2
+# Lattica's connections come to speed slowly: its first calls take several times as long as its tenth.
+LATTICA_WARM_UPS: Final = 8
 # What a mean of two standard normal vectors may be off by, root mean square, and count as averaged: those of 8 bits are
 # off by 0.01; who changed nothing is off by 0.7.
 MAX_RMS_ERROR: Final = 0.1
@@ -150,7 +152,7 @@ def open_farandole(num_elements: int, log: Path, ways: Sequence[tuple[str, str]]
             memories = [stack.enter_context(open_payload(name, size)) for name in ("outgoing", "incoming")]
             descriptors = [memory.descriptor for memory in memories]
             for kind, workers in (("node", nodes), ("trainer", trainers)):
-                worker = open_worker(f"{kind} {index}", worker_command(kind), log, index, descriptors)
+                worker = open_worker(f"{kind} {index}", worker_command(kind), log, descriptors)
                 workers.append(stack.enter_context(worker))
         address = nodes[0].ask("open", address=None)["address"]
         nodes[1].ask("open", address=address)
@@ -237,6 +239,8 @@ def open_lattica(python: Path, num_elements: int, log: Path) -> Iterator[dict[st
                 peak_mb=None,
             )
 
+        for _ in range(LATTICA_WARM_UPS):
+            average()
         yield {"Lattica, fp32": average}
 
 
@@ -246,8 +250,8 @@ def _open_peers(name: str, python: Path, num_elements: int, log: Path) -> Iterat
     # Not to be seen by the script's imports: the folder in which it lies.
     command = [str(python), "-P", str(Path(__file__).with_name(f"bench_{name}.py"))]
     with (
-        open_worker(f"{name} 0", command, log, 0) as first,
-        open_worker(f"{name} 1", command, log, 1) as second,
+        open_worker(f"{name} 0", command, log) as first,
+        open_worker(f"{name} 1", command, log) as second,
     ):
         addresses = first.ask("open", index=0, num_elements=num_elements, peers=[])["addresses"]
         second.ask("open", index=1, num_elements=num_elements, peers=addresses)

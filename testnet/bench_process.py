@@ -85,11 +85,11 @@ class Worker:
 
 @contextlib.contextmanager
 def open_worker(
-    name: str, command: Sequence[str], log: Path, side: int, descriptors: Sequence[int] = ()
+    name: str, command: Sequence[str], log: Path, descriptors: Sequence[int] = (), side: int | None = None
 ) -> Iterator[Worker]:
     """Run a command for as long as the block does; the last of its arguments are the socket and the descriptors.
 
-    ``side`` is 0 or 1: which of the two peers it belongs to.
+    With a ``side``, 0 or 1, it has but that half of the cores.
     """
     near, far = socket.socketpair()
     with far, log.open("ab") as output, _half_of_the_cores(side):
@@ -109,12 +109,9 @@ def open_worker(
 
 
 @contextlib.contextmanager
-def _half_of_the_cores(side: int) -> Iterator[None]:
-    """What is started meanwhile runs on one half of the cores, where the system can say so.
-
-    Two peers are two machines; left alone, some schedulers put sender and receiver on one core, and some do not.
-    """
-    if not hasattr(os, "sched_setaffinity") or len(own := sorted(os.sched_getaffinity(0))) < 2:
+def _half_of_the_cores(side: int | None) -> Iterator[None]:
+    """What is started meanwhile runs on one half of the cores, where the system can say so."""
+    if side is None or not hasattr(os, "sched_setaffinity") or len(own := sorted(os.sched_getaffinity(0))) < 2:
         yield
         return
     half = len(own) // 2

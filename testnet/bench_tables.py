@@ -11,6 +11,8 @@ from .bench_loop import LoopLag
 from .bench_one_way import OneWay
 from .bench_pair import Averaging
 
+# Narrower, names break in the middle of a word on a terminal of 80 columns.
+LEFT_WIDTH = 18
 PATH_NAMES = {
     "raw": "raw TCP socket, blocking",
     "tls": "one TLS socket in trio",
@@ -33,7 +35,8 @@ class Grid:
         """For a terminal."""
         table = Table(title=self.title)
         for index, name in enumerate(self.header):
-            table.add_column(name, justify="left" if index < self.num_left else "right")
+            is_left = index < self.num_left
+            table.add_column(name, justify="left" if is_left else "right", min_width=LEFT_WIDTH if is_left else None)
         for row in self.rows:
             table.add_row(*row)
         return table

@@ -92,7 +92,7 @@ def test_a_worker_that_fails_says_why(tmp_path: Path) -> None:
     with open_payload("outgoing", 10) as outgoing, open_payload("incoming", 10) as incoming:
         descriptors = [outgoing.descriptor, incoming.descriptor]
         with (
-            open_worker("broken", worker_command("no such kind"), log, 0, descriptors) as worker,
+            open_worker("broken", worker_command("no such kind"), log, descriptors) as worker,
             pytest.raises(BenchError, match="broken"),
         ):
             worker.ask("open", address=None)
