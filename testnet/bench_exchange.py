@@ -23,7 +23,7 @@ from .bench_one_way import OneWay, measure_one_way
 from .bench_pair import WAYS, Averaging, measure_pairs
 from .bench_paths import PATHS
 from .bench_process import greatest_of
-from .bench_tables import Grid, loop_grid, one_way_grid, pair_grid
+from .bench_tables import Grid, cost_grid, loop_grid, one_way_grid, pair_grid
 
 SIZES_MB: Final = (1, 16, 64, 256, 1_024)
 VECTOR_MB: Final = 100
@@ -73,7 +73,7 @@ class Report:
 
     def grids(self) -> list[Grid]:
         """Everything, for people."""
-        grids = [one_way_grid(self.one_way)] if self.one_way else []
+        grids = [one_way_grid(self.one_way), cost_grid(self.one_way)] if self.one_way else []
         if self.averagings:
             grids.append(pair_grid(self.averagings, self.vector_mb))
         if self.loop:
@@ -98,7 +98,7 @@ class Report:
         return min(large, default=None)
 
     def _peak_mb(self) -> float | None:
-        """The greatest over everything that a mesh process did by bulk channels."""
+        """The greatest over everything that a mesh process did, exchanges over the stream included."""
         one_way = [peak for r in self.one_way if r.path == "bulk" for peak in (r.sender_peak_mb, r.receiver_peak_mb)]
         pairs = [each.peak_mb for each in self.averagings if each.who == "farandole"]
         return greatest_of([*one_way, *pairs, self.loop.peak_mb if self.loop else None])
@@ -124,10 +124,11 @@ def run_bench(
     console = Console()
     report = Report({**_setting(), "repeats": repeats}, vector_mb)
 
-    def note(grid: Grid) -> None:
+    def note(*grids: Grid) -> None:
         (out / "exchange.json").write_text(json.dumps(report.document(), indent=2) + "\n")
         (out / "exchange.md").write_text(report.markdown())
-        console.print(grid.rich())
+        for grid in grids:
+            console.print(grid.rich())
 
     with console.status("starting") as status:
 
@@ -138,7 +139,7 @@ def run_bench(
             report.one_way.append(result)
             if not console.is_terminal:
                 console.print(f"one way: {result.path}, {result.size_mb} MB: {result.mb_s:,.0f} MB/s")
-        note(one_way_grid(report.one_way))
+        note(one_way_grid(report.one_way), cost_grid(report.one_way))
         pairs = measure_pairs(vector_mb, repeats, log, cache, say, ways)
         report.averagings, report.problems = pairs.results, pairs.problems
         note(pair_grid(report.averagings, vector_mb))

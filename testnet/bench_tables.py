@@ -49,24 +49,29 @@ class Grid:
 
 
 def one_way_grid(results: Sequence[OneWay]) -> Grid:
-    """Rates of each way by size, and what the largest costs."""
+    """Rates of each way by size."""
     sizes = sorted({result.size_mb for result in results})
     rows = []
     for path, name in PATH_NAMES.items():
         by_size = {result.size_mb: result for result in results if result.path == path}
         cells = [_rate(by_size[size]) if size in by_size else "" for size in sizes]
-        rows.append([name, *cells, *_costs(by_size.get(sizes[-1]))])
-    header = ["one way", *(f"{size:,} MB" for size in sizes), "CPU s a GB", "peak memory"]
-    return Grid("MB/s one way (share of the raw socket), sender / receiver at the largest size", header, rows)
+        rows.append([name, *cells])
+    return Grid("MB/s one way (share of the raw socket)", ["one way", *(f"{size:,} MB" for size in sizes)], rows)
+
+
+def cost_grid(results: Sequence[OneWay]) -> Grid:
+    """What each way costs with the largest size."""
+    largest = max(result.size_mb for result in results)
+    rows = [[PATH_NAMES[result.path], *_costs(result)] for result in results if result.size_mb == largest]
+    header = ["sender / receiver", "CPU s a GB", "peak memory over idle"]
+    return Grid(f"What it costs to move {largest:,} MB one way", header, rows)
 
 
 def _rate(result: OneWay) -> str:
     return f"{result.mb_s:,.0f}" + ("" if result.path == "raw" else f" ({result.of_raw:.2f})")
 
 
-def _costs(result: OneWay | None) -> list[str]:
-    if result is None:
-        return ["", ""]
+def _costs(result: OneWay) -> list[str]:
     return [
         f"{result.sender_cpu_s_per_gb:.2f} / {result.receiver_cpu_s_per_gb:.2f}",
         f"{_megabytes(result.sender_peak_mb)} / {_megabytes(result.receiver_peak_mb)} MB",
