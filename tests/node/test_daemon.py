@@ -50,7 +50,8 @@ async def test_nodes_average_die_come_back_and_leave(tmp_path: Path, run: Signed
     data = ("--data", str(texts))
     async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:
         await alice.says("listening on")
-        await alice.says("alone: no peer is live")
+        for _ in range(3):  # so that her heartbeat, one a second, says that the run is past round 0
+            await alice.says("alone: no peer is live")
         invite = encode_invite(Invite(run.run_id, alice.addresses))
         async with joined(tmp_path / "bob", invite, *data) as bob:
             await bob.says("manifest", "verified")
