@@ -39,7 +39,7 @@ unit: $(STAMP)
 soak: $(STAMP) ## The long tests: 100 starts of a testnet, churn, many simulated runs
 	$(BIN)/pytest -m soak -s
 
-bench: $(STAMP) ## NoLoCo beside its baselines on the same tokens, three seeds
+bench: $(STAMP) bench-exchange ## NoLoCo beside its baselines on the same tokens, three seeds; and bench-exchange
 	$(BIN)/farandole testnet compare --out out/bench
 
 bench-exchange: $(STAMP) ## How fast contributions move, beside hivemind and Lattica (10 minutes)
