@@ -95,19 +95,21 @@ class Testnet:
     async def play(self) -> Report:
         """Ctrl-C ends it early, in good order and with a report; a second one kills the nodes.
 
-        Raises `TestnetError` if the folder cannot be used.
+        Raises `TestnetError` if the folder cannot be used, `LinksError` if the scenario's links cannot be made here.
         """
         manifest = self.scenario.manifest(time.time())
         signed = sign_manifest(manifest, Ed25519PrivateKey.generate())
         prepare_folder(self.out)
         (self.out / MANIFEST_NAME).write_bytes(signed.encode())
-        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        with (
+            trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals,
+            open_leash() as leash,
+            open_places(self.scenario.link, self.scenario.nodes, leash) as places,
+        ):
+            self._nodes = self._make_nodes(leash, places)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._watch_signals, signals)
-                scenario = self.scenario
-                with open_leash() as leash, open_places(scenario.link, scenario.nodes, leash) as places:
-                    self._nodes = self._make_nodes(leash, places)
-                    nodes, seconds = await self._run_nodes(signed)
+                nodes, seconds = await self._run_nodes(signed)
                 merged = await self._measure(manifest, signed, nodes)
                 nursery.cancel_scope.cancel()
         if self.is_interrupted:

@@ -33,6 +33,8 @@ _TOOLS: Final = ("ip", "tc", "nsenter", "unshare")
 _BUFFER: Final = "200ms"
 _BURST: Final = "16kb"
 _NETWORK: Final = "10.77.0"
+# Holds a namespace, and says when it has it.
+_HOLDER: Final = ("unshare", "--net", "sh", "-c", "echo; exec sleep infinity")
 
 
 class LinksError(FarandoleError):
@@ -58,7 +60,9 @@ def open_places(link: Link | None, count: int, leash: Leash) -> Iterator[list[Pl
         places, ports = [], []
         for index in range(count):
             ip = f"{_NETWORK}.{index + 1}"
-            holder = stack.enter_context(_held(["unshare", "--net", "sleep", "infinity"], leash))
+            holder = stack.enter_context(_held(_HOLDER, leash))
+            if holder.stdout is None or not holder.stdout.readline():
+                raise LinksError("links between nodes need a network namespace each, which this system does not give")
             descriptor = _open_tun(f"far{index}")
             stack.callback(os.close, descriptor)
             _configure(f"far{index}", ip, holder.pid, link)
@@ -102,11 +106,8 @@ def _open_tun(name: str) -> int:
 
 
 def _configure(device: str, ip: str, holder: int, link: Link) -> None:
-    """Take the device into the holder's namespace, once it has one."""
+    """Take the device into the holder's namespace, and shape it."""
     enter = ["nsenter", f"--net=/proc/{holder}/ns/net"]
-    own = os.stat("/proc/self/ns/net").st_ino
-    while os.stat(f"/proc/{holder}/ns/net").st_ino == own:
-        os.sched_yield()
     rate = f"{link.up_mbit:g}mbit"
     for command in (
         ["ip", "link", "set", device, "netns", str(holder)],

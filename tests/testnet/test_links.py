@@ -5,12 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from farandole.testnet.leash import open_leash
 from farandole.testnet.links import LinksError, Place, open_places
-from farandole.testnet.scenario import Link
+from farandole.testnet.scenario import Link, parse_scenario
+
+from .play import testnet
 
 LINK = Link(up_mbit=16, down_mbit=40, delay_ms=30)
 SIZE = 1_000_000
@@ -63,6 +66,15 @@ def test_packets_take_their_time(places: list[Place]) -> None:
     round_trip, transfer = map(float, client.stdout.split())
     assert round_trip >= 2 * LINK.delay_ms / 1e3
     assert transfer >= 0.9 * SIZE * 8 / (LINK.up_mbit * 1e6)
+
+
+async def test_who_lacks_a_tool_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    run = {"name": "links", "model": "tiny"}
+    link = {"up_mbit": 20, "down_mbit": 20}
+    scenario = parse_scenario({"nodes": 2, "min_partners": 1, "link": link, "run": run})
+    with pytest.raises(LinksError, match=r"root|tc, nsenter, unshare not found|Linux"):
+        await testnet(scenario, tmp_path / "out").play()
 
 
 def test_without_a_link_all_are_at_home() -> None:
