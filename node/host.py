@@ -29,8 +29,8 @@ from libp2p.peer.id import ID
 from libp2p.peer.peerstore import PeerStore
 from libp2p.security.noise.transport import Transport as NoiseTransport
 from libp2p.stream_muxer.exceptions import MuxedStreamClosed, MuxedStreamEOF, MuxedStreamError
-from multiaddr import Multiaddr  # type: ignore[import-untyped]
-from multiaddr.utils import get_network_addrs  # type: ignore[import-untyped]
+from multiaddr import Multiaddr
+from multiaddr.utils import get_network_addrs
 
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import peer_id_of, public_bytes, public_key_of
@@ -260,7 +260,7 @@ class Host:
 
         self._libp2p.set_stream_handler(TProtocol(protocol), handle)
 
-    async def open_stream(self, peer: bytes, protocol: str, timeout: float = DIAL_TIMEOUT) -> Stream:  # noqa: ASYNC109
+    async def open_stream(self, peer: bytes, protocol: str, timeout: float = DIAL_TIMEOUT) -> Stream:
         """A new stream, connecting if need be; `PeerUnreachableError` if there is none in `timeout` seconds."""
         with _deadline(peer, timeout):
             await self.connect(peer)
@@ -335,7 +335,7 @@ class Host:
         """
         await self._dht.provide(key)
 
-    async def find_providers(self, key: bytes, timeout: float) -> list[tuple[bytes, list[str]]]:  # noqa: ASYNC109
+    async def find_providers(self, key: bytes, timeout: float) -> list[tuple[bytes, list[str]]]:
         """Other peers that say they provide a key, with addresses, as found within `timeout` seconds.
 
         The addresses are remembered, so the peers can be connected to. What peers say may be false or out of date.
@@ -367,7 +367,7 @@ class Host:
             known += [str(address) for address in self._libp2p.get_peerstore().addrs(id_of(peer))]
         return list(dict.fromkeys(known))[: 2 * MAX_ADDRESSES_PER_PEER]
 
-    async def connect(self, peer: bytes, addresses: Sequence[str] = (), timeout: float = DIAL_TIMEOUT) -> None:  # noqa: ASYNC109
+    async def connect(self, peer: bytes, addresses: Sequence[str] = (), timeout: float = DIAL_TIMEOUT) -> None:
         """Return once there is a connection; `PeerUnreachableError` if there is none in `timeout` seconds."""
         if addresses:
             self.add_addresses(peer, addresses)

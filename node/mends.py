@@ -60,7 +60,7 @@ from libp2p.stream_muxer.exceptions import MuxedConnUnavailable
 from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX_PROTOCOL_ID
 from libp2p.transport.upgrader import TransportUpgrader
 from libp2p.utils.varint import read_varint_prefixed_bytes_limited
-from multiaddr import Multiaddr  # type: ignore[import-untyped]
+from multiaddr import Multiaddr
 
 from farandole.protocol.identity import SMALL_ORDER_KEYS, public_key_of
 

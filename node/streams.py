@@ -43,7 +43,7 @@ class StreamHost(Protocol):
     def set_handler(self, protocol: str, handler: Callable[[Stream], Awaitable[None]]) -> None:
         """Serve incoming streams."""
 
-    async def open_stream(self, peer: bytes, protocol: str, timeout: float = DIAL_TIMEOUT) -> Stream:  # noqa: ASYNC109
+    async def open_stream(self, peer: bytes, protocol: str, timeout: float = DIAL_TIMEOUT) -> Stream:
         """Open a stream, connecting if need be, or raise `PeerUnreachableError`."""
 
 

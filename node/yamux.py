@@ -31,7 +31,7 @@ from .shaping import Shaping
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from multiaddr import Multiaddr  # type: ignore[import-untyped]
+    from multiaddr import Multiaddr
 
 logger = logging.getLogger(__name__)
 

@@ -1,22 +1,15 @@
-"""One hivemind peer of the benchmark: run as a script, in a virtual environment that has hivemind and not farandole.
-
-Two of them average a vector with `DecentralizedAverager`. Requests and answers are JSON, a line each, on the socket
-whose descriptor is the only argument; times are of `time.monotonic`, which processes of one machine share.
-"""
+"""One hivemind peer of the benchmark, served by ``bench_peer.py``: two average by `DecentralizedAverager`."""
 
 from __future__ import annotations
 
-import json
-import socket
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from hivemind import DHT, DecentralizedAverager  # type: ignore[import-not-found]
-from hivemind.averaging.control import AveragingStage  # type: ignore[import-not-found]
-from hivemind.compression import (  # type: ignore[import-not-found]
+from hivemind import DHT, DecentralizedAverager
+from hivemind.averaging.control import AveragingStage
+from hivemind.compression import (
     Float16Compression,
     NoCompression,
     Uniform8BitQuantization,
@@ -29,13 +22,14 @@ COMPRESSIONS = {"fp32": NoCompression, "fp16": Float16Compression, "8-bit": Unif
 # A group of two is complete as soon as both have met; this only bounds how long a peer listens for more.
 MATCHMAKING_SECONDS, REQUEST_SECONDS = 2.0, 1.5
 STEP_TIMEOUT = 60.0
-POLL_INTERVAL = 0.001
+POLL_INTERVAL = 0.001  # a step's stage can only be looked at
 
 
 class Peer:
     """Holds the ``index``-th of two vectors and averages it with the other peer's."""
 
-    def __init__(self) -> None:
+    def __init__(self, vector: Callable[[int, int], np.ndarray[Any, np.dtype[np.float32]]]) -> None:
+        self._vector = vector
         self._averagers: dict[str, Any] = {}
         self._step: Any = None
         self._index = 0
@@ -61,7 +55,7 @@ class Peer:
         """Set the vector, and find the other peer."""
         averager = self._averagers[codec]
         with averager.get_tensors() as (tensor,):
-            tensor.copy_(torch.from_numpy(vector(self._index, tensor.numel())))
+            tensor.copy_(torch.from_numpy(self._vector(self._index, tensor.numel())))
         started_at = time.monotonic()
         self._step = averager.step(wait=False, require_trigger=True, timeout=STEP_TIMEOUT)
         while self._step.stage != AveragingStage.AWAITING_TRIGGER:
@@ -80,28 +74,5 @@ class Peer:
     def check(self, codec: str) -> dict[str, Any]:
         """How far the vector is from the mean of both: the 8-bit averaging was seen to succeed and change nothing."""
         with self._averagers[codec].get_tensors() as (tensor,):
-            mean = (vector(0, tensor.numel()) + vector(1, tensor.numel())) / 2
+            mean = (self._vector(0, tensor.numel()) + self._vector(1, tensor.numel())) / 2
             return {"rms_error": float(np.sqrt(np.square(tensor.numpy() - mean).mean()))}
-
-
-def vector(index: int, num_elements: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """(n,) fp32: what a peer starts with."""
-    return np.random.default_rng(index).standard_normal(num_elements, dtype=np.float32)
-
-
-def serve(descriptor: int, peer: object) -> None:
-    """Answer requests until the other end closes."""
-    with socket.socket(fileno=descriptor) as control, control.makefile("rw") as lines:
-        for line in lines:
-            request = json.loads(line)
-            try:
-                act: Callable[..., dict[str, Any]] = getattr(peer, request.pop("do"))
-                answer = act(**request)
-            except Exception as error:  # the benchmark shows it and goes on
-                answer = {"error": f"{type(error).__name__}: {error}"}
-            lines.write(json.dumps(answer) + "\n")
-            lines.flush()
-
-
-if __name__ == "__main__":
-    serve(int(sys.argv[1]), Peer())

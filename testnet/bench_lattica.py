@@ -1,33 +1,28 @@
-"""One Lattica peer of the benchmark: run as a script, in a virtual environment that has Lattica and not farandole.
+"""One Lattica peer of the benchmark, served by ``bench_peer.py``.
 
 Lattica moves bytes and averages nothing, so two of them send each other their vectors at once, and numpy averages. Of
 its ways (a call with the vector as argument or as answer, plain, streamed, or by an iterator) a streamed call with the
-vector as argument, over TCP, was the fastest. Requests and answers are JSON, a line each, on the socket whose
-descriptor is the only argument; times are of `time.monotonic`, which processes of one machine share.
+vector as argument, over TCP, was the fastest.
 """
 
 from __future__ import annotations
 
-import json
 import socket
-import sys
 import tempfile
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from lattica import ConnectionHandler, Lattica, rpc_stream  # type: ignore[import-not-found]
+from lattica import ConnectionHandler, Lattica, rpc_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 CALL_TIMEOUT = 120  # the library takes nothing but a whole number
-MAX_ERROR_CHARS = 300  # its errors bring their stack
 
 
-class Mailbox(ConnectionHandler):  # type: ignore[misc]
+class Mailbox(ConnectionHandler):
     """The service that the other peer calls."""
 
     content: bytes = b""
@@ -36,7 +31,7 @@ class Mailbox(ConnectionHandler):  # type: ignore[misc]
         """Before the next delivery."""
         self.has_content = threading.Event()
 
-    @rpc_stream  # type: ignore[untyped-decorator]
+    @rpc_stream
     def put(self, data: bytes) -> int:
         """Take the vector in."""
         self.content = data
@@ -47,16 +42,17 @@ class Mailbox(ConnectionHandler):  # type: ignore[misc]
 class Peer:
     """Holds the ``index``-th of two vectors and averages it with the other peer's."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, vector: Callable[[int, int], np.ndarray[Any, np.dtype[np.float32]]]) -> None:
+        self._make_vector = vector
+        self._folder = tempfile.TemporaryDirectory()  # removed with the process
 
     def open(self, index: int, num_elements: int, peers: list[str]) -> dict[str, Any]:
         """Join the other peer, if there is one yet."""
-        self._vector = vector(index, num_elements)
-        self._mean = (vector(0, num_elements) + vector(1, num_elements)) / 2
+        self._vector = self._make_vector(index, num_elements)
+        self._mean = (self._make_vector(0, num_elements) + self._make_vector(1, num_elements)) / 2
         address = f"/ip4/127.0.0.1/tcp/{free_port()}"
         builder = Lattica.builder().with_listen_addrs([address]).with_mdns(False).with_upnp(False)
-        builder = builder.with_storage_path(str(self._folder)).with_key_path(str(self._folder))
+        builder = builder.with_storage_path(self._folder.name).with_key_path(self._folder.name)
         self._lattica = (builder.with_bootstraps(peers) if peers else builder).build()
         self._mailbox = Mailbox(self._lattica)
         self._mailbox.empty()
@@ -89,31 +85,7 @@ class Peer:
         }
 
 
-def vector(index: int, num_elements: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """(n,) fp32: what a peer starts with."""
-    return np.random.default_rng(index).standard_normal(num_elements, dtype=np.float32)
-
-
 def free_port() -> int:
     """A TCP port that was free a moment ago; Lattica does not tell which it took."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
-
-
-def serve(descriptor: int, peer: object) -> None:
-    """Answer requests until the other end closes."""
-    with socket.socket(fileno=descriptor) as control, control.makefile("rw") as lines:
-        for line in lines:
-            request = json.loads(line)
-            try:
-                act: Callable[..., dict[str, Any]] = getattr(peer, request.pop("do"))
-                answer = act(**request)
-            except Exception as error:  # the benchmark shows it and goes on
-                answer = {"error": f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]}
-            lines.write(json.dumps(answer) + "\n")
-            lines.flush()
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        serve(int(sys.argv[1]), Peer(Path(folder)))

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -38,6 +39,7 @@ LATTICA_WARM_UPS: Final = 8
 # off by 0.01; who changed nothing is off by 0.7.
 MAX_RMS_ERROR: Final = 0.1
 CONNECT_TIMEOUT: Final = 20.0
+CONNECT_INTERVAL: Final = 0.1
 
 # (codec, way): see `bench_node.Way`.
 WAYS: Final = (
@@ -184,10 +186,7 @@ def open_farandole(num_elements: int, log: Path, ways: Sequence[tuple[str, str]]
                 raise BenchError(f"farandole, {codec}: not the mean, but off by {averaging.rms_error:g}")
             return averaging
 
-        yield {
-            f"farandole, {codec}, {way}": lambda codec=codec, way=way: average(codec, way)  # type: ignore[misc]
-            for codec, way in ways
-        }
+        yield {f"farandole, {codec}, {way}": partial(average, codec, way) for codec, way in ways}
 
 
 @contextlib.contextmanager
@@ -210,7 +209,7 @@ def open_hivemind(python: Path, num_elements: int, log: Path) -> Iterator[dict[s
                 peak_mb=None,
             )
 
-        yield {f"hivemind, {codec}": lambda codec=codec: average(codec) for codec in HIVEMIND_CODECS}  # type: ignore[misc]
+        yield {f"hivemind, {codec}": partial(average, codec) for codec in HIVEMIND_CODECS}
 
 
 @contextlib.contextmanager
@@ -221,7 +220,7 @@ def open_lattica(python: Path, num_elements: int, log: Path) -> Iterator[dict[st
         while not all(answer["is_connected"] for answer in ask_both(pair, "empty")):
             if time.monotonic() > give_up_at:
                 raise BenchError(f"Lattica: the peers did not find each other in {CONNECT_TIMEOUT:g} s")
-            time.sleep(0.1)
+            time.sleep(CONNECT_INTERVAL)  # Lattica can only be asked
 
         def average() -> Averaging:
             ask_both(pair, "empty")
@@ -248,7 +247,7 @@ def open_lattica(python: Path, num_elements: int, log: Path) -> Iterator[dict[st
 def _open_peers(name: str, python: Path, num_elements: int, log: Path) -> Iterator[list[Worker]]:
     """Two peers of another project, of which the second knows the first."""
     # Not to be seen by the script's imports: the folder in which it lies.
-    command = [str(python), "-P", str(Path(__file__).with_name(f"bench_{name}.py"))]
+    command = [str(python), "-P", str(Path(__file__).with_name("bench_peer.py")), name]
     with (
         open_worker(f"{name} 0", command, log) as first,
         open_worker(f"{name} 1", command, log) as second,

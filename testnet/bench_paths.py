@@ -156,7 +156,7 @@ async def open_stock(address: str | None, announce: Announce) -> AsyncIterator[E
     from libp2p.custom_types import TProtocol
     from libp2p.peer.peerinfo import info_from_p2p_addr
     from libp2p.security.noise.transport import PROTOCOL_ID, Transport
-    from multiaddr import Multiaddr  # type: ignore[import-untyped]
+    from multiaddr import Multiaddr
 
     key_pair = create_new_key_pair()
     noise = Transport(key_pair, noise_privkey=create_new_x25519_key_pair().private_key)

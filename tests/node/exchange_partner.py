@@ -14,7 +14,7 @@ from farandole.node.host import open_host
 from farandole.node.shaping import Shaping
 
 sys.path.insert(0, str(Path(__file__).parent))
-from real_nodes import Node  # type: ignore[import-not-found]
+from real_nodes import Node  # type: ignore[import-not-found]  # a script finds its neighbour by the path above
 
 
 async def main(size: int, partner: bytes, address: str) -> None:

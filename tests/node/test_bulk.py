@@ -83,7 +83,7 @@ class MemoryHost:
     def set_handler(self, protocol: str, handler: Handler) -> None:
         self.handlers[protocol] = handler
 
-    async def open_stream(self, peer: bytes, protocol: str, timeout: float = 8.0) -> MemoryStream:  # noqa: ASYNC109
+    async def open_stream(self, peer: bytes, protocol: str, timeout: float = 8.0) -> MemoryStream:
         self.streams_opened += 1
         remote = self.network.get(peer)
         if remote is None or protocol not in remote.handlers:

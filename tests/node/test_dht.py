@@ -8,7 +8,7 @@ import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from libp2p.peer.peerinfo import PeerInfo
-from multiaddr import Multiaddr  # type: ignore[import-untyped]
+from multiaddr import Multiaddr
 
 from farandole.node import dht as dht_module
 from farandole.node.host import Host, id_of, open_host

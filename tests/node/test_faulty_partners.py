@@ -21,7 +21,7 @@ import trio.testing
 
 from farandole.node import bulk
 from farandole.node.bulk import BulkService, open_bulk
-from farandole.node.bulk_channel import BulkChannel, ChannelError, open_channel
+from farandole.node.bulk_channel import BulkChannel, ChannelError, Credentials, open_channel
 from farandole.node.exchange import ExchangeResult
 from farandole.protocol.exchange import BULK_FROM, MAX_ROUTES, Commit, Incoming
 
@@ -102,7 +102,7 @@ class FaultyHost(MemoryHost):
 
         super().set_handler(protocol, handle)
 
-    async def open_stream(self, peer: bytes, protocol: str, timeout: float = 8.0) -> Any:  # noqa: ASYNC109
+    async def open_stream(self, peer: bytes, protocol: str, timeout: float = 8.0) -> Any:
         stream = await super().open_stream(peer, protocol, timeout)
         return FaultyStream(stream, self.stage, self.fault) if "exchange" in protocol else stream
 
@@ -260,8 +260,9 @@ class WatchedChannels:
 class RealPair:
     """Mallory and somebody honest, with real channels between them."""
 
-    def __init__(self, nursery: trio.Nursery, author: bytes, channels: dict[bytes, BulkService], fault: str) -> None:
-        hosts = next(iter(channels.values()))._host.network  # type: ignore[attr-defined]
+    def __init__(
+        self, hosts: dict[bytes, MemoryHost], author: bytes, channels: dict[bytes, BulkService], fault: str
+    ) -> None:
         other = BOB if author == ALICE else ALICE
         self.watched = WatchedChannels(channels[other])
         self.faulty = FaultyChannels(channels[author], fault)
@@ -291,7 +292,7 @@ async def real_pair(author: bytes, fault: str) -> AsyncIterator[RealPair]:
         for name in (ALICE, BOB, CAROL):
             MemoryHost(name, nursery, hosts)
         async with open_bulk(hosts[ALICE]) as alice, open_bulk(hosts[BOB]) as bob, open_bulk(hosts[CAROL]) as carol:
-            yield RealPair(nursery, author, {ALICE: alice, BOB: bob, CAROL: carol}, fault)
+            yield RealPair(hosts, author, {ALICE: alice, BOB: bob, CAROL: carol}, fault)
         nursery.cancel_scope.cancel()
 
 
@@ -337,11 +338,11 @@ async def test_a_partner_that_fails_in_the_tls_handshake_is_met_over_the_stream(
     author: bytes, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with real_pair(author, "") as pair:
-        mallorys = pair.mallory.service.channels._service._credentials  # type: ignore[union-attr]
+        mallorys = pair.faulty._service._credentials
 
-        async def fail(peer: bytes, session: bytes, plain: socket.socket, own: object, *rest: Any) -> BulkChannel:
+        async def fail(peer: bytes, session: bytes, plain: socket.socket, own: Credentials, *rest: Any) -> BulkChannel:
             if own is not mallorys:
-                return await open_channel(peer, session, plain, own, *rest)  # type: ignore[arg-type]
+                return await open_channel(peer, session, plain, own, *rest)
             with plain:
                 if fault == "babbles":
                     plain.send(random.Random(7).randbytes(10_000))

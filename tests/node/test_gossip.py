@@ -75,7 +75,7 @@ class MemoryHost:
     def add_addresses(self, peer: bytes, addresses: Sequence[str]) -> None:
         self.addresses[peer] = list(addresses)
 
-    async def open_stream(self, peer: bytes, protocol: str, timeout: float = 8.0) -> MemoryStream:  # noqa: ASYNC109
+    async def open_stream(self, peer: bytes, protocol: str, timeout: float = 8.0) -> MemoryStream:
         await trio.sleep(0.05)
         other = self._wires.hosts.get(peer)
         if other is None or protocol not in other.handlers or {peer, self.author} & self._wires.cut:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ def new_key() -> Ed25519PrivateKey:
     return Ed25519PrivateKey.generate()
 
 
-def host_at_loopback(**settings: Any):  # type: ignore[no-untyped-def]
+def host_at_loopback(**settings: Any) -> AbstractAsyncContextManager[Host]:
     return open_host(new_key(), LOOPBACK, **settings)
 
 

@@ -8,7 +8,14 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    ExitStack,
+    asynccontextmanager,
+    contextmanager,
+    suppress,
+)
 from typing import Any
 
 import libp2p
@@ -22,7 +29,7 @@ from libp2p.network.exceptions import SwarmException
 from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import info_from_p2p_addr
 from libp2p.security.insecure.transport import PLAINTEXT_PROTOCOL_ID
-from multiaddr import Multiaddr  # type: ignore[import-untyped]
+from multiaddr import Multiaddr
 from trio.testing import wait_all_tasks_blocked
 
 from farandole.node import mends
@@ -36,7 +43,7 @@ MULTISTREAM = "/multistream/1.0.0"
 SERVED_BY_LIBRARY = ["/ipfs/id/1.0.0", "/ipfs/id/push/1.0.0", "/ipfs/ping/1.0.0", "/ipfs/kad/1.0.0"]
 
 
-def host_at_loopback(**settings: Any):  # type: ignore[no-untyped-def]
+def host_at_loopback(**settings: Any) -> AbstractAsyncContextManager[Host]:
     return open_host(Ed25519PrivateKey.generate(), LOOPBACK, **settings)
 
 

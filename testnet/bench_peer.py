@@ -1,0 +1,47 @@
+"""Another project's peer in the benchmark: run as a script, in a virtual environment that has it and not farandole.
+
+``bench_peer.py NAME SOCKET``: the peer is the `Peer` of ``bench_NAME.py``, beside this file. Requests and answers are
+JSON, a line each, on the socket whose descriptor is given; times are of `time.monotonic`, which processes of one
+machine share.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MAX_ERROR_CHARS = 300  # some errors bring their stack
+
+
+def vector(index: int, num_elements: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """(n,) fp32: what a peer starts with."""
+    return np.random.default_rng(index).standard_normal(num_elements, dtype=np.float32)
+
+
+def serve(descriptor: int, peer: object) -> None:
+    """Answer requests until the other end closes."""
+    with socket.socket(fileno=descriptor) as control, control.makefile("rw") as lines:
+        for line in lines:
+            request = json.loads(line)
+            try:
+                act: Callable[..., dict[str, Any]] = getattr(peer, request.pop("do"))
+                answer = act(**request)
+            except Exception as error:  # whatever a peer raises, the benchmark shows it and goes on
+                answer = {"error": f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]}
+            lines.write(json.dumps(answer) + "\n")
+            lines.flush()
+
+
+if __name__ == "__main__":
+    name, control = sys.argv[1:]
+    made = runpy.run_path(str(Path(__file__).with_name(f"bench_{name}.py")))
+    serve(int(control), made["Peer"](vector))
