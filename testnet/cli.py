@@ -134,6 +134,6 @@ def bench_exchange(
     Examples: [cyan]farandole testnet bench-exchange[/cyan];
     [cyan]farandole testnet bench-exchange --sizes 64 --sizes 256 --repeats 3 --no-peers[/cyan]
     """
-    from .bench_exchange import SIZES_MB, run_bench
+    from .bench.exchange import SIZES_MB, run_bench
 
     run_bench(out, sizes or SIZES_MB, repeats, cache if peers else None)

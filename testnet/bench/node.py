@@ -19,8 +19,8 @@ from farandole.protocol.exchange import Offer
 from farandole.protocol.manifest import Codec
 from farandole.protocol.pairing import StartExchange
 
-from .bench_meter import Meter, watched_loop
-from .bench_paths import Announce, open_node
+from .meter import Meter, watched_loop
+from .paths import Announce, open_node
 
 DEADLINE: Final = 60.0
 _DIGEST: Final = bytes(32)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from farandole.testnet.bench_environments import obtain_python
-from farandole.testnet.bench_exchange import run_bench
-from farandole.testnet.bench_process import BenchError, open_payload, open_worker, worker_command
+from farandole.testnet.bench.environments import obtain_python
+from farandole.testnet.bench.exchange import run_bench
+from farandole.testnet.bench.process import BenchError, open_payload, open_worker, worker_command
 
 HEADLINES = (
     "bulk_over_raw",

@@ -123,8 +123,8 @@ def _half_of_the_cores(side: int | None) -> Iterator[None]:
 
 
 def worker_command(kind: str) -> list[str]:
-    """A process of `farandole.testnet.bench_worker`."""
-    return [sys.executable, "-m", "farandole.testnet.bench_worker", kind]
+    """A process of `farandole.testnet.bench.worker`."""
+    return [sys.executable, "-m", "farandole.testnet.bench.worker", kind]
 
 
 class Payload:

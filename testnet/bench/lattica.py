@@ -1,4 +1,4 @@
-"""One Lattica peer of the benchmark, served by ``bench_peer.py``.
+"""One Lattica peer of the benchmark, served by ``peer.py``.
 
 Lattica moves bytes and averages nothing, so two of them send each other their vectors at once, and numpy averages. Of
 its ways (a call with the vector as argument or as answer, plain, streamed, or by an iterator) a streamed call with the

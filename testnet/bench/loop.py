@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from farandole.node.control import call
 
-from .bench_meter import percentiles
-from .bench_process import MB, Say, Worker, elapsed, greatest_of, open_payload, open_worker, worker_command
+from .meter import percentiles
+from .process import MB, Say, Worker, elapsed, greatest_of, open_payload, open_worker, worker_command
 
 # Between two questions for the status: often enough for a 99th percentile, seldom enough not to be a load.
 STATUS_INTERVAL: Final = 0.02

@@ -17,13 +17,13 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from .bench_environments import REQUIREMENTS
-from .bench_loop import LoopLag, measure_loop_lag
-from .bench_one_way import OneWay, measure_one_way
-from .bench_pair import WAYS, Averaging, measure_pairs
-from .bench_paths import PATHS
-from .bench_process import greatest_of
-from .bench_tables import Grid, cost_grid, loop_grid, one_way_grid, pair_grid
+from .environments import REQUIREMENTS
+from .loop import LoopLag, measure_loop_lag
+from .one_way import OneWay, measure_one_way
+from .pair import WAYS, Averaging, measure_pairs
+from .paths import PATHS
+from .process import greatest_of
+from .tables import Grid, cost_grid, loop_grid, one_way_grid, pair_grid
 
 SIZES_MB: Final = (1, 16, 64, 256, 1_024)
 VECTOR_MB: Final = 100

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from .bench_loop import LoopLag
-from .bench_one_way import OneWay
-from .bench_pair import Averaging
+from .loop import LoopLag
+from .one_way import OneWay
+from .pair import Averaging
 
 # Narrower, names break in the middle of a word on a terminal of 80 columns.
 LEFT_WIDTH = 18

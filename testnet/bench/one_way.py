@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from .bench_paths import PATHS
-from .bench_process import (
+from .paths import PATHS
+from .process import (
     MB,
     BenchError,
     Payload,

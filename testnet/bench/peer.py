@@ -1,8 +1,7 @@
 """Another project's peer in the benchmark: run as a script, in a virtual environment that has it and not farandole.
 
-``bench_peer.py NAME SOCKET``: the peer is the `Peer` of ``bench_NAME.py``, beside this file. Requests and answers are
-JSON, a line each, on the socket whose descriptor is given; times are of `time.monotonic`, which processes of one
-machine share.
+``peer.py NAME SOCKET``: the peer is the `Peer` of ``NAME.py``, beside this file. Requests and answers are JSON, a line
+each, on the socket whose descriptor is given; times are of `time.monotonic`, which processes of one machine share.
 """
 
 from __future__ import annotations
@@ -43,5 +42,5 @@ def serve(descriptor: int, peer: object) -> None:
 
 if __name__ == "__main__":
     name, control = sys.argv[1:]
-    made = runpy.run_path(str(Path(__file__).with_name(f"bench_{name}.py")))
+    made = runpy.run_path(str(Path(__file__).with_name(f"{name}.py")))
     serve(int(control), made["Peer"](vector))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from .bench_process import BenchError, Say
+from .process import BenchError, Say
 
 # torch is most of it.
 INSTALL_TIMEOUT: Final = 1_200.0

@@ -17,8 +17,8 @@ from typing import Final
 
 from farandole.training.codec import encoded_size
 
-from .bench_environments import obtain_python
-from .bench_process import (
+from .environments import obtain_python
+from .process import (
     MB,
     BenchError,
     Say,
@@ -41,7 +41,7 @@ MAX_RMS_ERROR: Final = 0.1
 CONNECT_TIMEOUT: Final = 20.0
 CONNECT_INTERVAL: Final = 0.1
 
-# (codec, way): see `bench_node.Way`.
+# (codec, way): see `node.Way`.
 WAYS: Final = (
     ("fp32", "new channel"),
     ("fp32", "kept channel"),
@@ -247,7 +247,7 @@ def open_lattica(python: Path, num_elements: int, log: Path) -> Iterator[dict[st
 def _open_peers(name: str, python: Path, num_elements: int, log: Path) -> Iterator[list[Worker]]:
     """Two peers of another project, of which the second knows the first."""
     # Not to be seen by the script's imports: the folder in which it lies.
-    command = [str(python), "-P", str(Path(__file__).with_name("bench_peer.py")), name]
+    command = [str(python), "-P", str(Path(__file__).with_name("peer.py")), name]
     with (
         open_worker(f"{name} 0", command, log) as first,
         open_worker(f"{name} 1", command, log) as second,

@@ -1,6 +1,6 @@
-"""A process of the benchmark of exchanges: ``python -m farandole.testnet.bench_worker KIND SOCKET OUTGOING INCOMING``.
+"""A process of the benchmark of exchanges: ``python -m farandole.testnet.bench.worker KIND SOCKET OUTGOING INCOMING``.
 
-The last three are descriptors: requests come over the socket (`farandole.testnet.bench_process`), the payloads lie in
+The last three are descriptors: requests come over the socket (`farandole.testnet.bench.process`), the payloads lie in
 shared memory. A kind is one of `PATHS`, or ``node`` (the mesh process), or ``trainer`` (which imports torch).
 """
 
@@ -18,8 +18,8 @@ import trio
 
 from farandole.node.shared_memory import map_shared_memory
 
-from .bench_meter import Meter
-from .bench_paths import PATHS, Announce, End
+from .meter import Meter
+from .paths import PATHS, Announce, End
 
 # Requests are lines of a few hundred bytes.
 MAX_REQUEST_BYTES: Final = 65_536
@@ -55,12 +55,12 @@ async def open_kind(
 ) -> AsyncIterator[object]:
     """What answers the requests."""
     if kind == "trainer":
-        from .bench_trainer import Trainer
+        from .trainer import Trainer
 
         await announce("")
         yield Trainer(outgoing, incoming)
     elif kind == "node":
-        from .bench_node import open_node_end
+        from .node import open_node_end
 
         async with open_node_end(outgoing, incoming, address, announce) as node:
             yield node

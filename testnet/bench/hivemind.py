@@ -1,4 +1,4 @@
-"""One hivemind peer of the benchmark, served by ``bench_peer.py``: two average by `DecentralizedAverager`."""
+"""One hivemind peer of the benchmark, served by ``peer.py``: two average by `DecentralizedAverager`."""
 
 from __future__ import annotations
 
