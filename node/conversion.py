@@ -11,7 +11,7 @@ from farandole.training.config import DataConfig, InnerConfig, ModelConfig, Oute
 
 
 class TrainingConfigs(NamedTuple):
-    """In the order in which `farandole.training.replica.build_replica` takes them."""
+    """In the order in which `farandole.training.learner.build_learner` takes them."""
 
     model: ModelConfig
     inner: InnerConfig

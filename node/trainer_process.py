@@ -58,7 +58,7 @@ from .trainer_messages import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from farandole.training.replica import Replica
+    from farandole.training.learner import Learner
 
 PROGRESS_INTERVAL = 0.5
 # Below everybody's interactive programs, and below the mesh process, whose answers others wait for.
@@ -119,7 +119,7 @@ class TrainerProcess:
         self._fragment = 0
         self._began_at: float | None = None
         self._inner_seconds = 0.0  # spent in inner steps
-        self._replica = replica = _build_replica(prepare)
+        self._replica = replica = _build_learner(prepare)
         resumed = self._resume(Path(prepare.fetched) if prepare.fetched else None)
         size = replica.contribution_bytes
         self._outgoing: mmap.mmap = map_shared_memory(prepare.outgoing, size)
@@ -183,7 +183,7 @@ class TrainerProcess:
         is_over = False
         while not is_over and (command.max_steps == 0 or steps < command.max_steps):
             step_started_at = time.monotonic()
-            losses = replica.inner_step() + losses
+            losses = replica.learn() + losses
             steps += 1
             now = time.monotonic()
             if now - reported_at >= PROGRESS_INTERVAL:
@@ -273,15 +273,15 @@ class TrainerProcess:
         return Saved(replica.round, replica.steps, replica.tokens, sha256, size, problem)
 
 
-def _build_replica(prepare: Prepare) -> Replica:
+def _build_learner(prepare: Prepare) -> Learner:
     """Torch is imported here, where Prepare has said with how many threads."""
     import torch
 
-    from farandole.training.replica import build_replica
+    from farandole.training.learner import build_learner
 
     torch.set_num_threads(prepare.threads)
     manifest = msgspec.msgpack.decode(prepare.manifest, type=Manifest)
-    return build_replica(
+    return build_learner(
         *training_configs(manifest),
         seed=manifest.seed,
         run_id=prepare.run_id,

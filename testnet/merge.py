@@ -14,7 +14,7 @@ from torch import Tensor
 
 from farandole.node.conversion import training_configs
 from farandole.protocol.manifest import Manifest
-from farandole.training.replica import build_replica
+from farandole.training.learner import build_learner
 
 from .report import Merged
 
@@ -30,7 +30,7 @@ def measure_merged(manifest: Manifest, run_id: bytes, checkpoints: Sequence[Path
     """
     torch.set_num_threads(1)
     spread = merge_checkpoints(checkpoints, out)
-    replica = build_replica(
+    replica = build_learner(
         *training_configs(manifest), seed=manifest.seed, run_id=run_id, author=bytes(32), device="cpu"
     )
     loss_start = replica.validation_loss(VALIDATION_BATCHES)

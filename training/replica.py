@@ -1,4 +1,4 @@
-"""One replica: the model in training and everything that belongs to it. The trainer process owns one of these.
+"""One replica: a module in training, the whole model or a stage of it, and what belongs to it but for its batches.
 
 A round is `inner_step` as often as the round allows, `contribution` for the partner, and `outer_step` with the
 partner's contribution, or with None to take it alone. If inner steps are taken between the last two, while the
@@ -19,27 +19,23 @@ that is fed back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from blake3 import blake3
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import noloco
 from .checkpoint import Counters, load_checkpoint, save_checkpoint
 from .codec import Buffer, decode, encode, encoded_size
-from .config import DataConfig, InnerConfig, ModelConfig, OuterConfig, TokenizerConfig
-from .data import Sampler, load_text
-from .device import Device, choose_device
+from .config import InnerConfig, OuterConfig
+from .device import Device
 from .errors import CodecError, DivergedError, ScreeningError
 from .inner import adamw_, decay_, learning_rate
-from .model import build_model, language_loss
 from .parameters import flatten_, layout_of
 from .screening import screen
-from .tokenizer import load_tokenizer
 
 # Elements that the outer step takes at a time: bounds its temporaries, and elementwise work does not see the cuts.
 _SLICE = 1 << 22
@@ -64,21 +60,14 @@ class _Snapshot:
 
 
 class Replica:
-    """A model, its inner optimizer, slow weights and outer momentum, and the batches it learns from.
+    """A module, its inner optimizer, slow weights and outer momentum.
 
-    ``seed`` and ``run_id`` are the run's. Deterministic on a CPU: the same calls give the same bits.
+    Who computes its gradient is another matter: `farandole.training.learner` where the module is the whole model,
+    `farandole.training.stage_worker` where it is a stage. Deterministic on a CPU: the same calls give the same bits.
     """
 
     def __init__(
-        self,
-        model: ModelConfig,
-        inner: InnerConfig,
-        outer: OuterConfig,
-        sampler: Sampler,
-        *,
-        seed: int,
-        run_id: bytes,
-        device: Device,
+        self, module: nn.Module, inner: InnerConfig, outer: OuterConfig, *, run_id: bytes, device: Device
     ) -> None:
         self.device = device
         self.round = 0
@@ -87,9 +76,8 @@ class Replica:
         self.tokens_this_round = 0
         self._inner = inner
         self._outer = outer
-        self._sampler = sampler
         self._run_id = run_id
-        self._module = build_model(model, seed).to(device.torch_device)
+        self._module = module.to(device.torch_device)
         self.layout = layout_of(self._module, outer.codec)
         self._theta, self._gradient = flatten_(self._module, self.layout)
         self._parameters = list(self._module.parameters())
@@ -128,44 +116,25 @@ class Replica:
         """A copy of phi, (n,) fp32."""
         return self._phi.clone()
 
-    def inner_step(self) -> Tensor:
-        """One AdamW step on the next batch; returns the loss before it, a scalar left on the device (no waiting)."""
-        tokens = self._batch(self._sampler.batch(self.steps))  # (B, T + 1)
+    def clear_gradient(self) -> None:
+        """Before the backward passes of an inner step, which add to the parameters' gradients."""
         self._gradient.zero_()
-        with self.device.autocast():
-            loss = language_loss(self._module, tokens)
-        loss.backward()  # type: ignore[no-untyped-call]
-        if self._inner.clip:
-            torch.nn.utils.clip_grad_norm_(self._parameters, self._inner.clip)
-        self._update()
-        trained = self._sampler.batch_size * self._sampler.context
-        self.steps += 1
-        self.tokens += trained
-        self.tokens_this_round += trained
-        return loss.detach()
 
     @torch.no_grad()
-    def _update(self) -> None:
+    def inner_step(self, num_tokens: int, divisor: int = 1) -> None:
+        """Clip, and take one AdamW step, with the gradients that the backward passes summed, over ``divisor``."""
+        if divisor != 1:
+            self._gradient.div_(divisor)
+        if self._inner.clip:
+            torch.nn.utils.clip_grad_norm_(self._parameters, self._inner.clip)
         rate = self.learning_rate
         for parameter in self._parameters:
             if parameter.ndim > 1:
                 decay_(parameter, rate, self._inner)
         adamw_(self._theta, self._gradient, self._mean, self._square, self.steps, rate, self._inner)
-
-    def _batch(self, tokens: object) -> Tensor:
-        return torch.as_tensor(tokens).to(self.device.torch_device, non_blocking=True)
-
-    @torch.no_grad()
-    def validation_loss(self, num_batches: int = 8) -> float:
-        """Mean loss of the fast weights on held-out batches, in nats a token; the batches are always the same.
-
-        Raises `DataError` if too little text is held out.
-        """
-        losses = []
-        for index in range(num_batches):
-            with self.device.autocast():
-                losses.append(language_loss(self._module, self._batch(self._sampler.held_out_batch(index))))
-        return float(torch.stack(losses).mean())
+        self.steps += 1
+        self.tokens += num_tokens
+        self.tokens_this_round += num_tokens
 
     @torch.no_grad()
     def contribution(self, out: Buffer, fragment: int = 0) -> tuple[int, bytes]:
@@ -292,34 +261,3 @@ class Replica:
 
     def _counters(self) -> Counters:
         return Counters(self.round, self.steps, self.tokens)
-
-
-def build_replica(
-    model: ModelConfig,
-    inner: InnerConfig,
-    outer: OuterConfig,
-    data: DataConfig,
-    tokenizer: TokenizerConfig,
-    *,
-    seed: int,
-    run_id: bytes,
-    author: bytes,
-    device: str = "auto",
-    text_paths: Sequence[Path] = (),
-    tokenizer_path: Path | None = None,
-) -> Replica:
-    """A replica from a run's settings and this node's own: its key, its device, where its text lies.
-
-    Raises `DataError` if the text or the tokenizer will not do, `TrainingError` if the device is not there.
-    """
-    chosen = choose_device(device)
-    text = load_text(data, load_tokenizer(tokenizer, tokenizer_path), text_paths)
-    sampler = Sampler(
-        text,
-        run_id=run_id,
-        author=author,
-        batch_size=inner.batch_size,
-        context=model.context,
-        vocabulary=model.vocabulary,
-    )
-    return Replica(model, inner, outer, sampler, seed=seed, run_id=run_id, device=chosen)

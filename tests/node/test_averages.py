@@ -18,8 +18,9 @@ from farandole.training.codec import CODECS, decode, encode, encoded_size
 from farandole.training.config import InnerConfig, ModelConfig, OuterConfig
 from farandole.training.data import Sampler, Text
 from farandole.training.device import choose_device
+from farandole.training.learner import Learner
+from farandole.training.model import build_model
 from farandole.training.parameters import flatten_, layout_of
-from farandole.training.replica import Replica
 
 from .real_nodes import TOKENS, open_nodes, swap
 
@@ -90,12 +91,14 @@ async def test_replicas_come_to_the_same_mean_over_every_path(codec: Codec, path
     model = ModelConfig(num_layers=1, width=256, num_heads=2, hidden=4_001, context=16, vocabulary=64)
     outer = OuterConfig(alpha=0.0, beta=1.0, gamma=1.0, codec=codec)  # the new slow weights are the mean
     async with open_nodes() as nodes:
-        replicas: list[Replica] = []
+        replicas: list[Learner] = []
         weights: list[Tensor] = []
         for index, node in enumerate(nodes):
             sampler = Sampler(text, run_id=bytes(32), author=node.host.author, batch_size=1, context=16)
             device = choose_device("cpu")
-            replica = Replica(model, InnerConfig(), outer, sampler, seed=7, run_id=bytes(32), device=device)
+            replica = Learner(
+                build_model(model, seed=7), InnerConfig(), outer, sampler, run_id=bytes(32), device=device
+            )
             generator = torch.Generator().manual_seed(index)
             replica._theta.add_(torch.randn(len(replica._theta), generator=generator) * 1e-2)
             weights.append(replica.fast_weights())

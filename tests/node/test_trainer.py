@@ -20,7 +20,7 @@ from farandole.node.conversion import training_configs
 from farandole.node.trainer import Trainer, TrainerError, open_trainer
 from farandole.node.transfers import saved_round
 from farandole.protocol.manifest import Manifest, manifest_from_dict
-from farandole.training.replica import Replica, build_replica
+from farandole.training.learner import Learner, build_learner
 
 DEADLINE = 120  # a hang, not a duration: a loaded machine imports torch in a quarter of this
 ReportType = TypeVar("ReportType")
@@ -167,7 +167,7 @@ async def test_an_outer_step_may_come_during_the_next_round(
     sent = {name: bytearray(twin.contribution_bytes) for name, twin in twins.items()}
     for name in names:
         for _ in range(3):
-            twins[name].inner_step()
+            twins[name].learn()
         twins[name].contribution(sent[name])
     async with open_trainer(prepare(b"a" * 32), None) as alice:
         await alice.send(messages.Train(0, 3))
@@ -194,7 +194,7 @@ async def test_an_outer_step_may_come_during_the_next_round(
             if step == taken.late_steps:
                 assert twins["a"].outer_step(sent["b"], first.tokens_this_round, 70, own_first=True) == step
             if step < 4:
-                twins["a"].inner_step()
+                twins["a"].learn()
         twins["a"].contribution(sent["a"])
 
         second = await report_of(alice, messages.Contributed)
@@ -208,10 +208,10 @@ async def test_an_outer_step_may_come_during_the_next_round(
         assert (await report_of(alice, messages.Saved)).round == 2
 
 
-def _twin(command: messages.Prepare, manifest: Manifest) -> Replica:
+def _twin(command: messages.Prepare, manifest: Manifest) -> Learner:
     """The replica that a trainer process would build."""
     torch.set_num_threads(1)
-    return build_replica(
+    return build_learner(
         *training_configs(manifest),
         seed=manifest.seed,
         run_id=command.run_id,

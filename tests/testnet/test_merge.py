@@ -9,7 +9,7 @@ from safetensors import safe_open
 from farandole.node.conversion import training_configs
 from farandole.node.run_file import manifest_of
 from farandole.testnet.merge import measure_merged, merge_checkpoints
-from farandole.training.replica import Replica, build_replica
+from farandole.training.learner import Learner, build_learner
 
 RUN_ID = bytes(range(32))
 MANIFEST = manifest_of(
@@ -23,16 +23,16 @@ MANIFEST = manifest_of(
 )
 
 
-def replica(author: bytes, steps: int) -> Replica:
-    result = build_replica(*training_configs(MANIFEST), seed=0, run_id=RUN_ID, author=author, device="cpu")
+def replica(author: bytes, steps: int) -> Learner:
+    result = build_learner(*training_configs(MANIFEST), seed=0, run_id=RUN_ID, author=author, device="cpu")
     for _ in range(steps):
-        result.inner_step()
+        result.learn()
     result.outer_step(None)
     return result
 
 
 @pytest.fixture(scope="module")
-def replicas(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Replica]:
+def replicas(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Learner]:
     folder = tmp_path_factory.mktemp("replicas")
     result = {folder / name: replica(name.encode() * 8, steps=20) for name in ("anna", "bert", "cora")}
     for path, each in result.items():
@@ -40,24 +40,24 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Replica]:
     return result
 
 
-def test_the_merged_weights_are_the_very_mean(replicas: dict[Path, Replica], tmp_path: Path) -> None:
+def test_the_merged_weights_are_the_very_mean(replicas: dict[Path, Learner], tmp_path: Path) -> None:
     spread = merge_checkpoints(list(replicas), tmp_path / "merged")
     weights = torch.stack([each.slow_weights() for each in replicas.values()])
-    merged = build_replica(*training_configs(MANIFEST), seed=0, run_id=RUN_ID, author=bytes(32), device="cpu")
+    merged = build_learner(*training_configs(MANIFEST), seed=0, run_id=RUN_ID, author=bytes(32), device="cpu")
     merged.load(tmp_path / "merged")
     torch.testing.assert_close(merged.slow_weights(), weights.mean(0))
     expected = weights.std(0, correction=0).mean() / weights.mean(0).square().mean().sqrt()
     assert spread == pytest.approx(float(expected), rel=1e-4)
 
 
-def test_equal_replicas_have_no_spread(replicas: dict[Path, Replica], tmp_path: Path) -> None:
+def test_equal_replicas_have_no_spread(replicas: dict[Path, Learner], tmp_path: Path) -> None:
     path = next(iter(replicas))
     assert merge_checkpoints([path, path], tmp_path / "merged") == 0.0
     with safe_open(path, framework="pt") as before, safe_open(tmp_path / "merged", framework="pt") as after:
         assert before.metadata() == after.metadata()
 
 
-def test_the_mean_is_better_than_the_start(replicas: dict[Path, Replica], tmp_path: Path) -> None:
+def test_the_mean_is_better_than_the_start(replicas: dict[Path, Learner], tmp_path: Path) -> None:
     merged = measure_merged(MANIFEST, RUN_ID, list(replicas), tmp_path / "merged")
     assert 5.0 < merged.loss_start < 6.5
     assert merged.loss < merged.loss_start - 0.3

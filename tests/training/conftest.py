@@ -9,7 +9,8 @@ from hypothesis import settings
 from farandole.training.config import InnerConfig, ModelConfig, OuterConfig
 from farandole.training.data import Sampler, Text
 from farandole.training.device import choose_device
-from farandole.training.replica import Replica
+from farandole.training.learner import Learner
+from farandole.training.model import build_model
 
 # Tests assert behaviour, not time: the first call into some part of torch may take a second.
 settings.register_profile("training", deadline=None)
@@ -18,7 +19,7 @@ settings.load_profile("training")
 RUN_ID = hashlib.sha256(b"a run").digest()
 ALICE, BOB = b"a" * 32, b"b" * 32
 
-MakeReplica = Callable[..., Replica]
+MakeReplica = Callable[..., Learner]
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -46,9 +47,9 @@ def text() -> Text:
 
 @pytest.fixture(scope="session")
 def make_replica(model: ModelConfig, inner: InnerConfig, text: Text) -> MakeReplica:
-    def make(author: bytes = ALICE, run_id: bytes = RUN_ID, seed: int = 7, **outer: object) -> Replica:
+    def make(author: bytes = ALICE, run_id: bytes = RUN_ID, seed: int = 7, **outer: object) -> Learner:
         sampler = Sampler(text, run_id=run_id, author=author, batch_size=inner.batch_size, context=model.context)
         settings = OuterConfig(**outer)  # type: ignore[arg-type]
-        return Replica(model, inner, settings, sampler, seed=seed, run_id=run_id, device=choose_device("cpu"))
+        return Learner(build_model(model, seed), inner, settings, sampler, run_id=run_id, device=choose_device("cpu"))
 
     return make

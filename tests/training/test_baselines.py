@@ -7,8 +7,8 @@ import torch
 from farandole.training.baselines import Ensemble, Method, methods, train
 from farandole.training.config import InnerConfig, ModelConfig, OuterConfig
 from farandole.training.data import Sampler, Text
+from farandole.training.learner import Learner
 from farandole.training.noloco import outer_step
-from farandole.training.replica import Replica
 
 from .conftest import RUN_ID, MakeReplica
 
@@ -20,7 +20,7 @@ def samplers(text: Text) -> list[Sampler]:
     return [Sampler(text, run_id=RUN_ID, author=bytes([n]) * 32, batch_size=4, context=16) for n in range(4)]
 
 
-def rows(replicas: list[Replica]) -> torch.Tensor:
+def rows(replicas: list[Learner]) -> torch.Tensor:
     return torch.stack([replica.fast_weights() for replica in replicas])
 
 
@@ -39,7 +39,7 @@ def test_an_ensemble_does_what_replicas_do(
         for step in range(3 * round_number, 3 * round_number + 3):
             ensemble.inner_step(np.stack([sampler.batch(step) for sampler in samplers]))
             for replica in replicas:
-                replica.inner_step()
+                replica.learn()
         ensemble.outer_step(pairs, outer, fragment=round_number % fragments)
         for first, second in pairs:
             buffers = [bytearray(replicas[row].contribution_bytes) for row in (first, second)]

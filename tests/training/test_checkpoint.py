@@ -14,20 +14,20 @@ from hypothesis import strategies as st
 
 from farandole.training.checkpoint import MAX_HEADER_BYTES
 from farandole.training.errors import CheckpointError
-from farandole.training.replica import Replica
+from farandole.training.learner import Learner
 
 from .conftest import ALICE, BOB, MakeReplica
 
 
-def run(node: Replica, rounds: int = 2) -> Replica:
+def run(node: Learner, rounds: int = 2) -> Learner:
     for _ in range(rounds):
         for _ in range(4):
-            node.inner_step()
+            node.learn()
         node.outer_step(None)
     return node
 
 
-def bits(node: Replica) -> list[bytes]:
+def bits(node: Learner) -> list[bytes]:
     counters = f"{node.round} {node.steps} {node.tokens} {node.tokens_this_round}".encode()
     return [counters, node.fast_weights().numpy().tobytes(), *(v.numpy().tobytes() for v in node._saved().values())]
 
@@ -72,10 +72,10 @@ def test_the_error_that_is_fed_back_is_saved_and_may_be_missing(make_replica: Ma
     assert torch.equal(resumed.slow_weights(), make_replica().slow_weights())
 
 
-def meet(alice: Replica, bob: Replica) -> None:
+def meet(alice: Learner, bob: Learner) -> None:
     buffers = {node: bytearray(node.contribution_bytes) for node in (alice, bob)}
     for node, buffer in buffers.items():
-        node.inner_step()
+        node.learn()
         node.contribution(buffer)
     alice.outer_step(buffers[bob], own_first=True)
     bob.outer_step(buffers[alice], own_first=False)

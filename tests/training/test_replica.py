@@ -17,25 +17,25 @@ from farandole.training.config import (
 from farandole.training.data import Sampler, Text
 from farandole.training.errors import DivergedError, ScreeningError
 from farandole.training.inner import learning_rate
+from farandole.training.learner import Learner, build_learner
 from farandole.training.model import build_model, language_loss
 from farandole.training.presets import preset
-from farandole.training.replica import Replica, build_replica
 
 from .conftest import ALICE, BOB, RUN_ID, MakeReplica
 
 
-def train(replica: Replica, steps: int = 5) -> list[float]:
-    return [float(replica.inner_step()) for _ in range(steps)]
+def train(replica: Learner, steps: int = 5) -> list[float]:
+    return [float(replica.learn()) for _ in range(steps)]
 
 
-def sent(replica: Replica) -> bytes:
+def sent(replica: Learner) -> bytes:
     buffer = bytearray(replica.contribution_bytes)
     size, digest = replica.contribution(buffer)
     assert (size, digest) == (len(buffer), blake3(buffer).digest())
     return bytes(buffer)
 
 
-def state(replica: Replica) -> list[Tensor]:
+def state(replica: Learner) -> list[Tensor]:
     return [vector.clone() for vector in (replica._theta, *replica._saved().values())]
 
 
@@ -43,7 +43,7 @@ def same(first: list[Tensor], second: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def exchange(alice: Replica, bob: Replica, alice_tokens: int = 300, bob_tokens: int = 100) -> None:
+def exchange(alice: Learner, bob: Learner, alice_tokens: int = 300, bob_tokens: int = 100) -> None:
     of_alice, of_bob = sent(alice), sent(bob)
     alice.outer_step(of_bob, alice_tokens, bob_tokens, own_first=True)
     bob.outer_step(of_alice, bob_tokens, alice_tokens, own_first=False)
@@ -75,7 +75,7 @@ def test_a_run_of_one_is_plain_training_bit_for_bit(
             group["lr"] = learning_rate(step, inner)
         optimizer.step()
 
-        assert float(node.inner_step()) == float(loss.detach())
+        assert float(node.learn()) == float(loss.detach())
         if step % 5 == 4:
             node.outer_step(None)
 
@@ -98,7 +98,7 @@ def test_an_exchange_is_the_formula(make_replica: MakeReplica, momentum: str, na
         train(node)
     before = {node: [vector.double() for vector in state(node)] for node in (alice, bob)}
 
-    def as_sent(node: Replica) -> Tensor:
+    def as_sent(node: Learner) -> Tensor:
         theta, phi = node.fast_weights(), node.slow_weights()
         buffer = bytearray(node.contribution_bytes)
         codec.encode(name, noloco.contribution(theta, phi, outer), buffer)
@@ -368,7 +368,7 @@ def test_layouts_tell_models_and_codecs_apart(make_replica: MakeReplica) -> None
 
 
 def test_a_replica_is_built_from_a_runs_settings() -> None:
-    node = build_replica(
+    node = build_learner(
         preset("tiny"),
         InnerConfig(batch_size=2),
         OuterConfig(codec="int8"),

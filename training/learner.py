@@ -1,0 +1,89 @@
+"""Who learns the whole model alone, on its own batches: the replica of a run without stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from .config import DataConfig, InnerConfig, ModelConfig, OuterConfig, TokenizerConfig
+from .data import Sampler, load_text
+from .device import Device, choose_device
+from .model import build_model, language_loss
+from .replica import Replica
+from .tokenizer import load_tokenizer
+
+
+class Learner(Replica):
+    """A replica of the whole model, and the batches that it learns from."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        inner: InnerConfig,
+        outer: OuterConfig,
+        sampler: Sampler,
+        *,
+        run_id: bytes,
+        device: Device,
+    ) -> None:
+        super().__init__(module, inner, outer, run_id=run_id, device=device)
+        self._sampler = sampler
+
+    def learn(self) -> Tensor:
+        """One inner step on the next batch; returns the loss before it, a scalar left on the device (no waiting)."""
+        tokens = self._batch(self._sampler.batch(self.steps))  # (B, T + 1)
+        self.clear_gradient()
+        with self.device.autocast():
+            loss = language_loss(self._module, tokens)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.inner_step(self._sampler.batch_size * self._sampler.context)
+        return loss.detach()
+
+    @torch.no_grad()
+    def validation_loss(self, num_batches: int = 8) -> float:
+        """Mean loss of the fast weights on held-out batches, in nats a token; the batches are always the same.
+
+        Raises `DataError` if too little text is held out.
+        """
+        losses = []
+        for index in range(num_batches):
+            with self.device.autocast():
+                losses.append(language_loss(self._module, self._batch(self._sampler.held_out_batch(index))))
+        return float(torch.stack(losses).mean())
+
+    def _batch(self, tokens: object) -> Tensor:
+        return torch.as_tensor(tokens).to(self.device.torch_device, non_blocking=True)
+
+
+def build_learner(
+    model: ModelConfig,
+    inner: InnerConfig,
+    outer: OuterConfig,
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+    *,
+    seed: int,
+    run_id: bytes,
+    author: bytes,
+    device: str = "auto",
+    text_paths: Sequence[Path] = (),
+    tokenizer_path: Path | None = None,
+) -> Learner:
+    """A learner from a run's settings and this node's own: its key, its device, where its text lies.
+
+    Raises `DataError` if the text or the tokenizer will not do, `TrainingError` if the device is not there.
+    """
+    chosen = choose_device(device)
+    text = load_text(data, load_tokenizer(tokenizer, tokenizer_path), text_paths)
+    sampler = Sampler(
+        text,
+        run_id=run_id,
+        author=author,
+        batch_size=inner.batch_size,
+        context=model.context,
+        vocabulary=model.vocabulary,
+    )
+    return Learner(build_model(model, seed), inner, outer, sampler, run_id=run_id, device=chosen)
