@@ -40,10 +40,10 @@ soak: $(STAMP) ## The long tests: 100 starts of a testnet, churn, many simulated
 	$(BIN)/pytest -m soak -s
 
 bench: $(STAMP) bench-exchange ## NoLoCo beside its baselines on the same tokens, three seeds; and bench-exchange
-	$(BIN)/farandole testnet compare --out out/bench
+	$(BIN)/farandole testnet compare --out out/bench --write BENCHMARKS.md
 
 bench-exchange: $(STAMP) ## How fast contributions move, beside hivemind and Lattica (10 minutes)
-	$(BIN)/farandole testnet bench-exchange --out out/bench
+	$(BIN)/farandole testnet bench-exchange --out out/bench --write BENCHMARKS.md
 
 clean: ## Remove .venv, out/ and caches
 	rm -rf $(VENV) out .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
     from .report import Report
 
+Write = Annotated[
+    Path | None, typer.Option("--write", metavar="DOCUMENT", help="Markdown file whose section gets the figures.")
+]
+
 testnet_app = typer.Typer(help="Many nodes on this machine: a rehearsal with a verdict.", no_args_is_help=True)
 app.add_typer(testnet_app, name="testnet")
 
@@ -111,14 +115,17 @@ def compare(
     interval: Annotated[int, typer.Option(min=1, help="Inner steps a round.")] = 10,
     out: Annotated[Path | None, typer.Option(help="Folder for compare.json.")] = None,
     methods: Annotated[list[str] | None, typer.Option(help="Those with this in their names; may be repeated.")] = None,
+    write: Write = None,
 ) -> None:
     """Train with NoLoCo, DiLoCo, synchronously and without averaging, on the same tokens, in one process.
 
     Example: [cyan]farandole testnet compare --steps 500 --seeds 1 --methods int8 --methods late[/cyan]
     """
+    from .bench.section import Section
     from .compare import run_compare
 
-    run_compare(nodes, steps, seeds, out / "compare.json" if out else None, interval, methods or ())
+    section = Section(write, "compare") if write else None
+    run_compare(nodes, steps, seeds, out / "compare.json" if out else None, interval, methods or (), section)
 
 
 @testnet_app.command("bench-exchange")
@@ -128,6 +135,7 @@ def bench_exchange(
     repeats: Annotated[int, typer.Option(min=1, help="Of each measurement; the median counts.")] = 5,
     peers: Annotated[bool, typer.Option(help="Measure hivemind and Lattica too, installing them once.")] = True,
     cache: Annotated[Path, typer.Option(help="Folder in which the two are installed.")] = Path(".bench"),
+    write: Write = None,
 ) -> None:
     """Measure how fast contributions move between two processes, beside raw sockets, libp2p, hivemind and Lattica.
 
@@ -135,5 +143,7 @@ def bench_exchange(
     [cyan]farandole testnet bench-exchange --sizes 64 --sizes 256 --repeats 3 --no-peers[/cyan]
     """
     from .bench.exchange import SIZES_MB, run_bench
+    from .bench.section import Section
 
-    run_bench(out, sizes or SIZES_MB, repeats, cache if peers else None)
+    section = Section(write, "exchange") if write else None
+    run_bench(out, sizes or SIZES_MB, repeats, cache if peers else None, section=section)

@@ -20,12 +20,15 @@ from pathlib import Path
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from farandole.training.baselines import Ensemble, Method, methods, train
 from farandole.training.config import InnerConfig, ModelConfig
 from farandole.training.data import Sampler, Text, stdlib_documents
 from farandole.training.errors import DataError
+
+from .bench.grid import Grid
+from .bench.section import Section, compose
+from .bench.setting import setting
 
 # 41 k parameters: the setting of the measurements that BENCHMARKS.md compares with.
 MODEL = ModelConfig(num_layers=2, width=32, num_heads=2, hidden=128, context=32)
@@ -87,15 +90,21 @@ def run_compare(
     out: Path | None = None,
     interval: int = 10,
     words: Sequence[str] = (),
+    section: Section | None = None,
 ) -> list[Result]:
     """`compare` on one thread, with progress and a table on the terminal; ``out`` is a JSON file, written as it goes.
 
-    Raises `DataError` if the standard library has fewer packages than there are nodes, or as `choose_methods` does.
+    At the end the ``section`` is written. Raises `DataError` if the standard library has fewer packages than there are
+    nodes, or as `choose_methods` does; `SectionError`.
     """
+    if section is not None:
+        section.check()
     chosen = choose_methods(words, interval)
     torch.set_num_threads(1)
     console = Console()
-    settings = {"nodes": nodes, "steps": steps, "seeds": seeds, "interval": interval, "kinds": [*texts_by_kind(nodes)]}
+    choices = {"nodes": nodes, "steps": steps, "seeds": seeds, "interval": interval}
+    measured = {**setting(), **choices}
+    settings = {**measured, "kinds": [*texts_by_kind(nodes)]}
     results = []
     with console.status("starting") as status:
 
@@ -106,7 +115,10 @@ def run_compare(
             results.append(result)
             if out is not None:
                 _write(out, {"settings": settings, "results": [asdict(each) for each in results]})
-    console.print(table(results))
+    grid = result_grid(results)
+    console.print(grid.rich())
+    if section is not None:
+        section.write(compose(measured, grid.markdown()))
     return results
 
 
@@ -156,23 +168,24 @@ def _evaluate(ensemble: Ensemble, samplers: Sequence[Sampler]) -> tuple[float, f
     return loss, spread, float(ensemble.losses(batches)[0])
 
 
-def table(results: Sequence[Result]) -> Table:
+def result_grid(results: Sequence[Result]) -> Grid:
     """The methods in rows: means over seeds, with the standard deviation of the loss."""
     by_method: dict[str, list[Result]] = defaultdict(list)
     for result in results:
         by_method[result.method].append(result)
-    rows = Table(title="NoLoCo beside the baselines")
-    rows.add_column("method")
-    for name in ("loss", "perplexity", "perplexity, merged", "spread of the weights"):
-        rows.add_column(name, justify="right")
+    rows = []
     for method, group in by_method.items():
         losses = [result.loss for result in group]
         deviation = statistics.stdev(losses) if len(losses) > 1 else 0.0
-        rows.add_row(
-            method,
-            f"{statistics.mean(losses):.3f} ± {deviation:.3f}",
-            f"{math.exp(statistics.mean(losses)):.2f}",
-            f"{math.exp(statistics.mean(result.merged_loss for result in group)):.2f}",
-            f"{statistics.mean(result.spread for result in group):.2%}",
+        rows.append(
+            [
+                method,
+                str(len(group)),
+                f"{statistics.mean(losses):.3f} ± {deviation:.3f}",
+                f"{math.exp(statistics.mean(losses)):.2f}",
+                f"{math.exp(statistics.mean(result.merged_loss for result in group)):.2f}",
+                f"{statistics.mean(result.spread for result in group):.2%}",
+            ]
         )
-    return rows
+    header = ["method", "seeds", "loss", "ppl", "ppl, merged", "spread"]
+    return Grid("NoLoCo beside the baselines, loss in nats a byte", header, rows)

@@ -7,9 +7,8 @@ machine does hits all of them alike; figures are medians. A megabyte is 10^6 byt
 from __future__ import annotations
 
 import json
-import os
-import platform
 import ssl
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,12 +17,15 @@ from typing import Any, Final
 from rich.console import Console
 
 from .environments import REQUIREMENTS
+from .grid import Grid
 from .loop import LoopLag, measure_loop_lag
 from .one_way import OneWay, measure_one_way
 from .pair import WAYS, Averaging, measure_pairs
 from .paths import PATHS
 from .process import greatest_of
-from .tables import Grid, cost_grid, loop_grid, one_way_grid, pair_grid
+from .section import LINE_WIDTH, Section, compose
+from .setting import setting
+from .tables import cost_grid, loop_grid, one_way_grid, pair_grid
 
 SIZES_MB: Final = (1, 16, 64, 256, 1_024)
 VECTOR_MB: Final = 100
@@ -81,12 +83,28 @@ class Report:
         return grids
 
     def markdown(self) -> str:
-        """Tables to paste into a document."""
-        words = ", ".join(f"{name} {value}" for name, value in self.setting.items())
-        figures = "; ".join(f"{name} {'unknown' if v is None else f'{v:.3g}'}" for name, v in self.headlines().items())
-        problems = [f"{name}: {reason}" for name, reason in self.problems.items()]
-        tables = [grid.markdown() for grid in self.grids()]
-        return "\n\n".join([f"Setting: {words}.", *tables, f"{figures}.", *problems]) + "\n"
+        """A document's section."""
+        problems = [f"{name} is missing: {reason}" for name, reason in self.problems.items()]
+        return compose(self.setting, *(grid.markdown() for grid in self.grids()), self.summary(), *problems)
+
+    def summary(self) -> str:
+        """The headlines in words."""
+        sentences: list[str] = []
+        if (share := self._bulk_over_raw()) is not None:
+            least_mb = min(LARGE_MB, max(result.size_mb for result in self.one_way))
+            sentences.append(
+                f"From {least_mb} MB on, the bulk channel has at least {share:.2f} of the raw socket's rate."
+            )
+        ours = self._averaging("farandole", "fp32, new channel")
+        sentences.extend(
+            f"The exchange of fp32 is {theirs.exchange_s / ours.exchange_s:.1f} times as fast as {who}'s, "
+            f"and {theirs.total_s / ours.total_s:.1f} times from vector to mean."
+            for who in ("hivemind", "Lattica")
+            if ours and (theirs := self._averaging(who, "fp32"))
+        )
+        if (peak := self._peak_mb()) is not None:
+            sentences.append(f"Over its idle self and the payload a mesh process needs at most {peak:.0f} MB.")
+        return textwrap.fill(" ".join(sentences), LINE_WIDTH, break_on_hyphens=False)
 
     def _averaging(self, who: str, how: str) -> Averaging | None:
         return next((each for each in self.averagings if (each.who, each.how) == (who, how)), None)
@@ -113,16 +131,21 @@ def run_bench(
     loop_mb: int = LOOP_MB,
     paths: Sequence[str] = tuple(PATHS),
     ways: Sequence[tuple[str, str]] = WAYS,
+    section: Section | None = None,
 ) -> Report:
     """Measure, with progress and tables on the terminal; ``out`` gets exchange.json and exchange.md as it goes.
 
-    Without a cache folder, in which they are installed, the other projects are left out. Raises `BenchError`.
+    Without a cache folder, in which they are installed, the other projects are left out. At the end the ``section`` is
+    written. Raises `BenchError` or `SectionError`.
     """
+    if section is not None:
+        section.check()
     out.mkdir(parents=True, exist_ok=True)
     log = out / "exchange.log"
     log.unlink(missing_ok=True)
     console = Console()
-    report = Report({**_setting(), "repeats": repeats}, vector_mb)
+    others = {name: of[0].partition("==")[2] for name, of in REQUIREMENTS.items()} if cache else {}
+    report = Report({**setting(), "TLS": ssl.OPENSSL_VERSION, **others, "repeats": repeats}, vector_mb)
 
     def note(*grids: Grid) -> None:
         (out / "exchange.json").write_text(json.dumps(report.document(), indent=2) + "\n")
@@ -145,20 +168,11 @@ def run_bench(
         note(pair_grid(report.averagings, vector_mb))
         report.loop = measure_loop_lag(loop_mb, repeats, log, say)
         note(loop_grid(report.loop))
+    if section is not None:
+        section.write(report.markdown())
     for name, value in report.headlines().items():
         console.print(f"{name}: {'unknown' if value is None else f'{value:.3g}'}", highlight=False)
     for name, reason in report.problems.items():
         console.print(f"{name} is missing: {reason}", style="red", markup=False)
     console.print(f"{out / 'exchange.json'}, {out / 'exchange.md'}", markup=False, highlight=False)
     return report
-
-
-def _setting() -> dict[str, Any]:
-    return {
-        "cores": os.cpu_count(),
-        "load before": round(os.getloadavg()[0], 1),
-        "system": platform.platform(terse=True),
-        "Python": platform.python_version(),
-        "TLS": ssl.OPENSSL_VERSION,
-        **{name: requirements[0] for name, requirements in REQUIREMENTS.items()},
-    }

@@ -1,18 +1,14 @@
-"""The benchmark of exchanges as tables: on a terminal, and as Markdown."""
+"""The benchmark of exchanges as tables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from rich.table import Table
-
+from .grid import Grid
 from .loop import LoopLag
 from .one_way import OneWay
 from .pair import Averaging
 
-# Narrower, names break in the middle of a word on a terminal of 80 columns.
-LEFT_WIDTH = 18
 PATH_NAMES = {
     "raw": "raw TCP socket, blocking",
     "tls": "one TLS socket in trio",
@@ -20,32 +16,6 @@ PATH_NAMES = {
     "libp2p": "our libp2p stream (Noise, our yamux)",
     "bulk": "our bulk channel (TLS 1.3, hashed on arrival)",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """A table of words; the first columns are left-aligned."""
-
-    title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    num_left: int = 1
-
-    def rich(self) -> Table:
-        """For a terminal."""
-        table = Table(title=self.title)
-        for index, name in enumerate(self.header):
-            is_left = index < self.num_left
-            table.add_column(name, justify="left" if is_left else "right", min_width=LEFT_WIDTH if is_left else None)
-        for row in self.rows:
-            table.add_row(*row)
-        return table
-
-    def markdown(self) -> str:
-        """For a document."""
-        rule = ["---" if index < self.num_left else "---:" for index in range(len(self.header))]
-        lines = [f"| {' | '.join(row)} |" for row in (self.header, *self.rows)]
-        return "\n".join([f"{self.title}:", "", lines[0], f"|{'|'.join(rule)}|", *lines[1:]])
 
 
 def one_way_grid(results: Sequence[OneWay]) -> Grid:

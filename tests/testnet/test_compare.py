@@ -4,6 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from farandole.testnet.bench.section import Section, SectionError
 from farandole.testnet.compare import choose_methods, run_compare, texts_by_kind
 from farandole.training.baselines import methods
 from farandole.training.errors import DataError
@@ -12,7 +13,10 @@ from farandole.training.errors import DataError
 def test_a_comparison_prints_and_writes_every_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "compare.json"
 
-    results = run_compare(nodes=2, steps=2, seeds=1, out=out, interval=1)
+    figures = tmp_path / "FIGURES.md"
+    figures.write_text("<!-- begin compare -->\n<!-- end compare -->\n")
+
+    results = run_compare(nodes=2, steps=2, seeds=1, out=out, interval=1, section=Section(figures, "compare"))
 
     document = json.loads(out.read_text())
     assert [result.method for result in results] == [method.name for method in methods()]
@@ -20,6 +24,13 @@ def test_a_comparison_prints_and_writes_every_method(tmp_path: Path, capsys: pyt
     assert all(0 < result["loss"] < 7 for result in document["results"])
     assert document["settings"]["nodes"] == len(document["settings"]["kinds"]) == 2
     assert "DiLoCo" in capsys.readouterr().out
+    assert all(f"\n| {method.name} | 1 | " in figures.read_text() for method in methods())
+    assert "nodes 2, steps 2, seeds 1, interval 1" in figures.read_text().replace("\n", " ")
+
+
+def test_a_document_without_the_section_is_refused_before_training(tmp_path: Path) -> None:
+    with pytest.raises(SectionError, match="cannot read"):
+        run_compare(section=Section(tmp_path / "FIGURES.md", "compare"))
 
 
 def test_some_methods_are_chosen_by_words_of_their_names() -> None:

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from farandole.testnet.bench.environments import obtain_python
-from farandole.testnet.bench.exchange import run_bench
+from farandole.testnet.bench.exchange import Report, run_bench
+from farandole.testnet.bench.pair import Averaging
 from farandole.testnet.bench.process import BenchError, open_payload, open_worker, worker_command
+from farandole.testnet.bench.section import Section, SectionError
 
 HEADLINES = (
     "bulk_over_raw",
@@ -26,6 +28,7 @@ HEADLINES = (
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where a small benchmark has written."""
     folder = tmp_path_factory.mktemp("bench")
+    (folder / "FIGURES.md").write_text("Prose.\n\n<!-- begin exchange -->\n<!-- end exchange -->\n")
     run_bench(
         folder,
         sizes_mb=[1, 2],
@@ -34,6 +37,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
         loop_mb=4,
         paths=["raw", "bulk"],
         ways=[("fp32", "new channel"), ("int8", "stream")],
+        section=Section(folder / "FIGURES.md", "exchange"),
     )
     return folder
 
@@ -80,11 +84,38 @@ def test_the_loop_is_watched_and_answers_meanwhile(document: dict[str, Any]) -> 
     assert 0 < loop["status_p50_ms"] <= loop["status_max_ms"]
 
 
-def test_the_tables_can_be_pasted(out: Path) -> None:
-    text = (out / "exchange.md").read_text()
-    assert "| our bulk channel (TLS 1.3, hashed on arrival) |" in text
-    assert "| farandole, fp32, new channel | 2.0 |" in text
-    assert "| at rest |" in text
+def test_a_document_gets_tables_words_and_where_they_come_from(out: Path) -> None:
+    section = (out / "exchange.md").read_text()
+    assert "| our bulk channel (TLS 1.3, hashed on arrival) |" in section
+    assert "| farandole, fp32, new channel | 2.0 |" in section
+    assert "| at rest |" in section
+    assert "of the raw socket's rate" in section
+    assert "repeats 1" in section
+    expected = f"Prose.\n\n<!-- begin exchange -->\n\n{section}\n<!-- end exchange -->\n"
+    assert (out / "FIGURES.md").read_text() == expected
+
+
+def test_how_others_do_is_said_in_words() -> None:
+    def averaging(who: str, how: str, exchange_s: float) -> Averaging:
+        return Averaging(who, how, 100.0, 0.1, exchange_s, 0.2, None, 0.0, 1.0)
+
+    ours = averaging("farandole", "fp32, new channel", 0.2)
+    report = Report({}, 100, averagings=[ours, averaging("hivemind", "fp32", 0.9)])
+
+    assert report.summary().replace("\n", " ") == (
+        "The exchange of fp32 is 4.5 times as fast as hivemind's, and 2.4 times from vector to mean. "
+        "Over its idle self and the payload a mesh process needs at most 1 MB."
+    )
+
+
+def test_a_document_without_the_section_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    document = tmp_path / "FIGURES.md"
+    document.write_text("Prose.\n")
+
+    with pytest.raises(SectionError, match="<!-- begin exchange -->"):
+        run_bench(tmp_path / "out", section=Section(document, "exchange"))
+
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_worker_that_fails_says_why(tmp_path: Path) -> None:
