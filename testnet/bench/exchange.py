@@ -92,9 +92,7 @@ class Report:
         sentences: list[str] = []
         if (share := self._bulk_over_raw()) is not None:
             least_mb = min(LARGE_MB, max(result.size_mb for result in self.one_way))
-            sentences.append(
-                f"From {least_mb} MB on, the bulk channel has at least {share:.2f} of the raw socket's rate."
-            )
+            sentences.append(f"From {least_mb} MB on the bulk channel has at least {share:.2f} of a raw socket's rate.")
         ours = self._averaging("farandole", "fp32, new channel")
         sentences.extend(
             f"The exchange of fp32 is {theirs.exchange_s / ours.exchange_s:.1f} times as fast as {who}'s, "

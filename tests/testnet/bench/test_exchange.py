@@ -89,7 +89,7 @@ def test_a_document_gets_tables_words_and_where_they_come_from(out: Path) -> Non
     assert "| our bulk channel (TLS 1.3, hashed on arrival) |" in section
     assert "| farandole, fp32, new channel | 2.0 |" in section
     assert "| at rest |" in section
-    assert "of the raw socket's rate" in section
+    assert "From 2 MB on the bulk channel has at least" in section
     assert "repeats 1" in section
     expected = f"Prose.\n\n<!-- begin exchange -->\n\n{section}\n<!-- end exchange -->\n"
     assert (out / "FIGURES.md").read_text() == expected
