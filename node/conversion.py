@@ -22,10 +22,8 @@ class TrainingConfigs(NamedTuple):
 
 def training_configs(manifest: Manifest) -> TrainingConfigs:
     """Field by field, under the same names; imports no torch."""
-    model = asdict(manifest.model)
-    del model["num_stages"]
     return TrainingConfigs(
-        ModelConfig(**model),
+        ModelConfig(**asdict(manifest.model)),
         InnerConfig(**asdict(manifest.inner)),
         OuterConfig(**asdict(manifest.outer)),
         DataConfig(**asdict(manifest.data)),

@@ -44,7 +44,9 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tokens a sequence."""
     vocabulary: Annotated[int, msgspec.Meta(ge=2, le=2_000_000)]
     num_stages: Annotated[int, msgspec.Meta(ge=1, le=512)] = 1
-    """Contiguous groups of layers, each held by other nodes. Only 1 is served today."""
+    """Contiguous groups of layers, each held by other nodes; 1: every node holds the whole model."""
+    stage_layers: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=512)], ...], msgspec.Meta(max_length=512)] = ()
+    """Layers of each stage; empty: cut by what they cost. Stage 0, which has both ends of the model, may have none."""
 
 
 class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -113,6 +115,21 @@ class RoundConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether the next round's inner steps go on during the exchange; the outer step then comes that much later."""
 
 
+class PipelineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How microbatches go through the stages of a model that is cut into several."""
+
+    microbatch_size: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = 1
+    """Sequences; ``inner.batch_size`` is a multiple of it."""
+    codec: Literal["fp32", "bf16", "fp16", "int8"] = "bf16"
+    """How activations and their gradients travel."""
+    in_flight: Annotated[int, msgspec.Meta(ge=1, le=256)] = 8
+    """Most microbatches that a node has begun and not ended: bounds its memory."""
+    recompute: bool = False
+    """Whether nodes keep a microbatch's input alone and compute twice: less memory, a third more work."""
+    microbatch_seconds: Annotated[float, msgspec.Meta(ge=0.1, le=3_600)] = 30.0
+    """A microbatch that has not come back after these is dropped."""
+
+
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One training run. Immutable: another setting is another run."""
 
@@ -127,6 +144,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     inner: InnerConfig = InnerConfig()
     outer: OuterConfig = OuterConfig()
     rounds: RoundConfig = RoundConfig()
+    pipeline: PipelineConfig = PipelineConfig()
     admission: Literal["open"] = "open"
     """Anybody who has an invite may join; runs that want an admission by the creator are not served yet."""
 
@@ -156,7 +174,7 @@ _LIMITS: dict[Momentum, str] = {"heavy_ball": "2 (1 - alpha^2)", "nesterov": "it
 def _problems(manifest: Manifest) -> list[str]:
     """What the fields' own bounds cannot say: relations between them, and finiteness (NaN passes every bound)."""
     problems = []
-    for section in (manifest.data, manifest.inner, manifest.outer, manifest.rounds):
+    for section in (manifest.data, manifest.inner, manifest.outer, manifest.rounds, manifest.pipeline):
         for field in section.__struct_fields__:
             value = getattr(section, field)
             if isinstance(value, float) and not math.isfinite(value):
@@ -175,8 +193,25 @@ def _problems(manifest: Manifest) -> list[str]:
             f"model.width ({model.width}) must be an even multiple of model.num_heads ({model.num_heads}): "
             "rotary embeddings turn pairs"
         )
-    if model.num_stages > model.num_layers:
-        problems.append(f"model.num_stages ({model.num_stages}) is more than model.num_layers ({model.num_layers})")
+    if model.num_stages > model.num_layers + 1:
+        problems.append(
+            f"model.num_stages is {model.num_stages}: {model.num_layers} layers, and the first stage, which may have "
+            f"the model's ends alone, make {model.num_layers + 1} stages at most"
+        )
+    if model.stage_layers and (
+        len(model.stage_layers) != model.num_stages
+        or sum(model.stage_layers) != model.num_layers
+        or not all(model.stage_layers[1:])
+    ):
+        problems.append(
+            f"model.stage_layers is {list(model.stage_layers)}: it must deal out model.num_layers "
+            f"({model.num_layers}) to model.num_stages ({model.num_stages}), at least one to each but the first"
+        )
+    if model.num_stages > 1 and manifest.inner.batch_size % manifest.pipeline.microbatch_size:
+        problems.append(
+            f"inner.batch_size ({manifest.inner.batch_size}) must be a multiple of pipeline.microbatch_size "
+            f"({manifest.pipeline.microbatch_size})"
+        )
     if manifest.tokenizer.kind == "bytes" and model.vocabulary < 256:
         problems.append(f"model.vocabulary is {model.vocabulary}: the byte-level tokenizer has 256 tokens")
     if (manifest.tokenizer.kind == "tokenizers") != bool(manifest.tokenizer.sha256):

@@ -20,6 +20,9 @@ class ModelConfig:
     context: int
     """Tokens a sequence."""
     vocabulary: int = 256
+    num_stages: int = 1
+    stage_layers: tuple[int, ...] = ()
+    """Layers of each stage; empty: see `stages.cut`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,3 +85,15 @@ class OuterConfig:
     def feeds_errors_back(self) -> bool:
         """``error_feedback``, decided."""
         return self.codec == "int4" if self.error_feedback is None else self.error_feedback
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineConfig:
+    """How microbatches go through the stages: see `stage_worker`."""
+
+    microbatch_size: int = 1
+    """Sequences."""
+    codec: str = "bf16"
+    """How activations and their gradients travel: one of `codec.CODECS`."""
+    recompute: bool = False
+    """Whether a stage keeps its input alone, and takes the forward pass again when it is time for the backward."""

@@ -25,3 +25,7 @@ class ScreeningError(TrainingError):
 
 class CheckpointError(TrainingError):
     """A checkpoint is not one of this run, is damaged, or is hostile; nothing of it was used."""
+
+
+class ActivationError(TrainingError):
+    """Activations or their gradient are not finite, or not of the size that they must have."""

@@ -98,38 +98,61 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The whole model. Parameters are uninitialised until `initialise_`; `build_model` does both."""
+    """The whole model, or a stage of it: some of its layers, and in the first stage both ends.
+
+    The ends are the embedding, which is the head as well, and the last norm: the stage that embeds the tokens also
+    makes the logits, so the tied weights have one owner, and tokens never leave it. Parameters have the names that
+    they have in the whole model. They are uninitialised until `initialise_`; `build_model` does both.
+    """
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, layers: range | None = None, *, has_ends: bool = True) -> None:
         super().__init__()
-        self.embedding = Linear(model.width, model.vocabulary)  # (V, C); it is the head as well
-        self.layers = nn.ModuleList(Layer(model) for _ in range(model.num_layers))
-        self.norm = RMSNorm(model.width)
+        if has_ends:
+            self.embedding = Linear(model.width, model.vocabulary)  # (V, C); it is the head as well
+        layers = range(model.num_layers) if layers is None else layers
+        self.layers = nn.ModuleDict({str(index): Layer(model) for index in layers})
+        if has_ends:
+            self.norm = RMSNorm(model.width)
         cos, sin = rotary_tables(model.context, model.width // model.num_heads)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (B, T, V) for tokens (B, T)."""
-        T = tokens.size(1)
-        x = F.embedding(tokens, self.embedding.weight)  # (B, T, C)
-        for layer in self.layers:
+        """Logits (B, T, V) for tokens (B, T), of the whole model."""
+        return self.logits(self.advance(self.embed(tokens)))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """(B, T, C) for tokens (B, T)."""
+        return F.embedding(tokens, self.embedding.weight)
+
+    def advance(self, x: Tensor) -> Tensor:
+        """(B, T, C) for (B, T, C), through this module's layers."""
+        T = x.size(1)
+        for layer in self.layers.values():
             x = layer(x, self.cos[:T], self.sin[:T])
-        return self.embedding(self.norm(x))  # type: ignore[no-any-return]  # (B, T, V)
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(B, T, V) for the last layer's (B, T, C)."""
+        return self.embedding(self.norm(x))  # type: ignore[no-any-return]
 
 
 def language_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     """Mean cross-entropy, in nats a token, of each next token in (B, T + 1)."""
-    logits = model(tokens[:, :-1])  # (B, T, V)
-    return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+    return cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
 
 
-def build_model(model: ModelConfig, seed: int) -> Transformer:
-    """The model with the initial weights of the run's seed, in fp32 on the CPU."""
-    transformer = Transformer(model)
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean over all targets (B, T), in nats a token, of logits (B, T, V)."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def build_model(model: ModelConfig, seed: int, layers: range | None = None, *, has_ends: bool = True) -> Transformer:
+    """The model, or a stage of it, with the initial weights of the run's seed, in fp32 on the CPU."""
+    transformer = Transformer(model, layers, has_ends=has_ends)
     initialise_(transformer, seed, model.num_layers)
     return transformer
 

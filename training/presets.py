@@ -9,24 +9,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import TypedDict
 
 from .config import ModelConfig
 from .errors import TrainingError
 
-Preset = Mapping[str, int]
+
+class Preset(TypedDict):
+    """Fields of a `ModelConfig`."""
+
+    num_layers: int
+    width: int
+    num_heads: int
+    hidden: int
+    context: int
+    vocabulary: int
 
 
 def _preset(num_layers: int, width: int, num_heads: int, hidden: int, context: int) -> Preset:
-    return MappingProxyType(
-        {
-            "num_layers": num_layers,
-            "width": width,
-            "num_heads": num_heads,
-            "hidden": hidden,
-            "context": context,
-            "vocabulary": 256,
-        }
-    )
+    return {
+        "num_layers": num_layers,
+        "width": width,
+        "num_heads": num_heads,
+        "hidden": hidden,
+        "context": context,
+        "vocabulary": 256,
+    }
 
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(

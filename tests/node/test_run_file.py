@@ -23,8 +23,9 @@ def test_the_example_names_every_setting() -> None:
 
 
 def test_a_model_by_name_by_table_and_by_both() -> None:
+    model = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
     table = {"num_layers": 1, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256}
-    assert manifest_of({"name": "a", "model": table}, Path(), 0).model == ModelConfig(**table)
+    assert manifest_of({"name": "a", "model": table}, Path(), 0).model == model
     longer = manifest_of({"name": "a", "model": {"preset": "tiny", "context": 999}}, Path(), 0).model
     assert (longer.width, longer.context) == (32, 999)
 

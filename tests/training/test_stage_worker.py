@@ -1,0 +1,219 @@
+"""A model in stages learns what the whole model learns; and a microbatch counts wholly or not at all."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from farandole.training.config import InnerConfig, ModelConfig, OuterConfig, PipelineConfig
+from farandole.training.data import Sampler, Text
+from farandole.training.device import choose_device
+from farandole.training.errors import ActivationError, TrainingError
+from farandole.training.learner import Learner
+from farandole.training.model import build_model
+from farandole.training.stage_worker import StageWorker
+from farandole.training.stages import build_stage
+
+from .conftest import ALICE, RUN_ID
+
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def deep(model: ModelConfig) -> ModelConfig:
+    return replace(model, num_layers=4)
+
+
+@pytest.fixture(scope="module")
+def no_clip(inner: InnerConfig) -> InnerConfig:
+    return replace(inner, clip=0.0)  # stages clip each for itself
+
+
+def sampler_of(text: Text, inner: InnerConfig, model: ModelConfig) -> Sampler:
+    return Sampler(text, run_id=RUN_ID, author=ALICE, batch_size=inner.batch_size, context=model.context)
+
+
+def workers_of(
+    model: ModelConfig, inner: InnerConfig, text: Text, num_stages: int, **pipeline: Any
+) -> list[StageWorker]:
+    staged = replace(model, num_stages=num_stages)
+    return [
+        StageWorker(
+            build_stage(staged, 7, stage),
+            staged,
+            inner,
+            OuterConfig(),
+            PipelineConfig(**{"codec": "fp32", "microbatch_size": inner.batch_size, **pipeline}),
+            sampler_of(text, inner, model) if stage == 0 else None,
+            run_id=RUN_ID,
+            device=choose_device("cpu"),
+        )
+        for stage in range(num_stages)
+    ]
+
+
+def send_through(workers: list[StageWorker], slot: int = 0) -> float:
+    """One microbatch there and back; its loss."""
+    here, there = (bytearray(workers[0].activation_bytes) for _ in range(2))
+    workers[0].draw(slot, here)
+    for worker in workers[1:]:
+        worker.forward(slot, here, there)
+        here, there = there, here
+    loss = float(workers[0].tail(slot, here, there))
+    for worker in reversed(workers):
+        here, there = there, here
+        worker.backward(slot, here, there)
+    return loss
+
+
+def learn(workers: list[StageWorker], num_microbatches: int = 1) -> float:
+    """One inner step of all stages; the mean loss."""
+    losses = []
+    for _ in range(num_microbatches):
+        losses.append(send_through(workers))
+        for worker in workers:
+            worker.settle(0, is_kept=True)
+    steps = [worker.step() for worker in workers]
+    assert all(steps)
+    return sum(losses) / num_microbatches
+
+
+def by_name(workers: list[StageWorker]) -> dict[str, torch.Tensor]:
+    return {name: view for worker in workers for name, view in worker.layout.views(worker.fast_weights()).items()}
+
+
+def whole(model: ModelConfig, inner: InnerConfig, text: Text) -> Learner:
+    sampler = sampler_of(text, inner, model)
+    return Learner(build_model(model, 7), inner, OuterConfig(), sampler, run_id=RUN_ID, device=choose_device("cpu"))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_stages_learn_what_the_whole_model_learns_bit_for_bit(
+    deep: ModelConfig, no_clip: InnerConfig, text: Text, num_stages: int, recompute: bool
+) -> None:
+    workers = workers_of(deep, no_clip, text, num_stages, recompute=recompute)
+    learner = whole(deep, no_clip, text)
+
+    for _ in range(STEPS):
+        assert learn(workers) == float(learner.learn())
+
+    expected = learner.layout.views(learner.fast_weights())
+    assert all(torch.equal(weights, expected[name]) for name, weights in by_name(workers).items())
+    assert [worker.tokens for worker in workers] == [learner.tokens] * num_stages
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_microbatches_add_up_to_the_batch(deep: ModelConfig, no_clip: InnerConfig, text: Text, num_stages: int) -> None:
+    workers = workers_of(deep, no_clip, text, num_stages, microbatch_size=1)
+    learner = whole(deep, no_clip, text)
+
+    for _ in range(STEPS):
+        assert learn(workers, no_clip.batch_size) == pytest.approx(float(learner.learn()), rel=1e-5)
+
+    expected = learner.layout.views(learner.fast_weights())
+    for name, weights in by_name(workers).items():
+        error = torch.linalg.vector_norm(weights - expected[name]) / torch.linalg.vector_norm(expected[name])
+        assert error < 1e-5, name
+
+
+def test_a_lost_microbatch_leaves_nothing_but_a_rounding(deep: ModelConfig, no_clip: InnerConfig, text: Text) -> None:
+    def gradients(lost_at: int | None) -> list[torch.Tensor]:
+        """After one microbatch that all keep and one that is lost on its way back, before stage ``lost_at``."""
+        workers = workers_of(deep, no_clip, text, 4, microbatch_size=1)
+        send_through(workers, slot=0)
+        for worker in workers:
+            worker.settle(0, is_kept=True)
+        if lost_at is not None:
+            here, there = (bytearray(workers[0].activation_bytes) for _ in range(2))
+            workers[0].draw(1, here)
+            for worker in workers[1:]:
+                worker.forward(1, here, there)
+                here, there = there, here
+            workers[0].tail(1, here, there)
+            for worker in workers[:lost_at:-1]:
+                here, there = there, here
+                worker.backward(1, here, there)
+            for worker in workers:
+                worker.settle(1, is_kept=False)
+        assert [worker.num_summed for worker in workers] == [1] * 4
+        return [worker._gradient.clone() for worker in workers]
+
+    expected = gradients(None)
+    for lost_at in range(4):
+        for gradient, without in zip(gradients(lost_at), expected, strict=True):
+            torch.testing.assert_close(gradient, without, rtol=0, atol=1e-6 * float(without.abs().max()))
+
+
+def test_what_did_not_come_back_counts_nowhere(deep: ModelConfig, no_clip: InnerConfig, text: Text) -> None:
+    (first, last) = workers_of(deep, no_clip, text, 2)
+    here, there = bytearray(first.activation_bytes), bytearray(first.activation_bytes)
+    first.draw(0, here)
+    last.forward(0, here, there)
+    for worker in (first, last):
+        worker.settle(0, is_kept=True)  # whatever is said: there is no gradient
+        assert not worker.step()
+        assert worker.steps == 0
+
+
+def test_a_step_waits_until_all_is_settled(deep: ModelConfig, no_clip: InnerConfig, text: Text) -> None:
+    (first, _) = workers_of(deep, no_clip, text, 2)
+    first.draw(3, bytearray(first.activation_bytes))
+    with pytest.raises(TrainingError, match="in flight"):
+        first.step()
+    with pytest.raises(TrainingError, match="not settled"):
+        first.draw(3, bytearray(first.activation_bytes))
+    first.settle(3, is_kept=False)
+    assert not first.step()
+
+
+def test_unfit_activations_are_refused_and_add_nothing(deep: ModelConfig, no_clip: InnerConfig, text: Text) -> None:
+    first, last = workers_of(deep, no_clip, text, 2)
+    good, bad = bytearray(first.activation_bytes), bytearray(first.activation_bytes)
+    bad[:4] = b"\x00\x00\xc0\x7f"  # NaN
+    first.draw(0, good)
+    for unfit in (bad, good[:-4]):
+        with pytest.raises(ActivationError):
+            last.forward(0, unfit, bytearray(len(good)))
+        with pytest.raises(ActivationError):
+            first.tail(0, unfit, bytearray(len(good)))
+        with pytest.raises(ActivationError):
+            first.backward(0, unfit, None)
+    assert last.num_in_flight == 0
+    assert not first._gradient.any()
+
+
+def test_gradients_that_are_not_finite_are_no_step(deep: ModelConfig, no_clip: InnerConfig, text: Text) -> None:
+    workers = workers_of(deep, no_clip, text, 2)
+    send_through(workers)
+    for worker in workers:
+        worker.settle(0, is_kept=True)
+        worker._gradient[0] = torch.inf
+        before = worker.fast_weights()
+        assert not worker.step()
+        assert torch.equal(worker.fast_weights(), before)
+
+
+def test_after_a_restart_no_batch_is_drawn_twice(
+    deep: ModelConfig, no_clip: InnerConfig, text: Text, tmp_path: Any
+) -> None:
+    workers = workers_of(deep, no_clip, text, 2, microbatch_size=2)
+    learn(workers, 2)
+    workers[0].outer_step(None)
+    workers[0].save(tmp_path / "checkpoint")
+    again = workers_of(deep, no_clip, text, 2, microbatch_size=2)[0]
+    again.load(tmp_path / "checkpoint")
+    drawn = [bytearray(worker.activation_bytes) for worker in (workers[0], again)]
+    workers[0].draw(0, drawn[0])
+    again.draw(0, drawn[1])
+    assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8"])
+def test_lossy_activations_still_learn(deep: ModelConfig, no_clip: InnerConfig, text: Text, codec: str) -> None:
+    workers = workers_of(deep, no_clip, text, 4, codec=codec)
+    exact = workers_of(deep, no_clip, text, 4)
+    losses = [(learn(workers), learn(exact)) for _ in range(STEPS)]
+    assert losses[-1][0] == pytest.approx(losses[-1][1], rel=0.02)
+    assert losses[-1][0] < losses[0][0]

@@ -1,0 +1,99 @@
+"""Where a model is cut, and that its stages are the whole model."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farandole.training.config import ModelConfig
+from farandole.training.errors import TrainingError
+from farandole.training.model import build_model
+from farandole.training.presets import PRESETS, preset
+from farandole.training.stages import Costs, as_stage, build_stage, cut, explicit_cut, layers_of, transformer_costs
+
+
+def dearest(costs: Costs, stages: tuple[range, ...]) -> float:
+    return max(
+        sum(costs.layers[layer] for layer in layers) + (costs.ends if stage == 0 else 0.0)
+        for stage, layers in enumerate(stages)
+    )
+
+
+def every_cut(num_layers: int, num_stages: int) -> list[tuple[range, ...]]:
+    cuts = itertools.combinations_with_replacement(range(num_layers + 1), num_stages - 1)
+    stages = [tuple(itertools.starmap(range, itertools.pairwise((0, *ends, num_layers)))) for ends in cuts]
+    return [layers for layers in stages if all(layers[1:])]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(0, 12), st.data())
+def test_no_cut_has_a_cheaper_dearest_stage(layers: list[int], ends: int, data: st.DataObject) -> None:
+    costs = Costs(tuple(map(float, layers)), float(ends))
+    num_stages = data.draw(st.integers(1, len(layers) + 1))
+
+    stages = cut(costs, num_stages)
+
+    assert len(stages) == num_stages
+    assert [layer for stage in stages for layer in stage] == list(range(len(layers)))
+    assert all(stages[1:])
+    assert dearest(costs, stages) == min(dearest(costs, other) for other in every_cut(len(layers), num_stages))
+
+
+@pytest.mark.parametrize("num_stages", [0, 4])
+def test_too_many_stages_are_refused(num_stages: int) -> None:
+    with pytest.raises(TrainingError, match="cannot be cut"):
+        cut(Costs((1.0, 1.0), 1.0), num_stages)
+
+
+def test_settings_may_say_where_to_cut(model: ModelConfig) -> None:
+    assert explicit_cut([0, 1, 1], 2, 3) == (range(0, 0), range(0, 1), range(1, 2))
+    with pytest.raises(TrainingError, match="do not make"):
+        explicit_cut([1, 2], 2, 2)
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if PRESETS[name]["num_layers"] >= 4])
+def test_stages_of_the_presets_cost_about_the_same(name: str) -> None:
+    model = preset(name)
+    costs = transformer_costs(model)
+    mean = (sum(costs.layers) + costs.ends) / 4
+    assert dearest(costs, cut(costs, 4)) <= mean + max(costs.layers)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_all_stages_together_are_the_whole_model(model: ModelConfig, num_stages: int) -> None:
+    staged = with_stages(model, num_stages)
+    stages = [build_stage(staged, 7, stage) for stage in range(num_stages)]
+    whole = build_model(model, 7)
+
+    parts = [name for stage in stages for name, _ in stage.named_parameters()]
+    assert sorted(parts) == sorted(name for name, _ in whole.named_parameters())
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            assert torch.equal(parameter, whole.get_parameter(name))
+    tokens = torch.arange(32).view(2, 16)
+    x = as_stage(stages[0]).embed(tokens)
+    for stage in stages:
+        x = as_stage(stage).advance(x)
+    assert torch.equal(as_stage(stages[0]).logits(x), whole(tokens))
+
+
+def test_a_stage_that_is_not_there_cannot_be_built(model: ModelConfig) -> None:
+    with pytest.raises(TrainingError, match="stages 0 to 1"):
+        build_stage(with_stages(model, 2), 7, 2)
+
+
+def test_every_node_cuts_alike(model: ModelConfig) -> None:
+    assert layers_of(with_stages(model, 3)) == (range(0, 0), range(0, 1), range(1, 2))
+
+
+def with_stages(model: ModelConfig, num_stages: int) -> ModelConfig:
+    return ModelConfig(
+        num_layers=model.num_layers,
+        width=model.width,
+        num_heads=model.num_heads,
+        hidden=model.hidden,
+        context=model.context,
+        vocabulary=model.vocabulary,
+        num_stages=num_stages,
+    )
