@@ -26,7 +26,9 @@ by more than the range is not pulled together again.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -39,8 +41,58 @@ from .errors import CodecError
 MAX_MAGNITUDE = 2.0**126
 MAX_FP16 = 65_504.0
 MIN_SCALE = 2.0**-126  # the least normal number: blocks of zeros and denormals need no case of their own
-# Elements encoded at a time (a multiple of a block): bounds the temporaries to some 100 MB for a model of any size.
-_SLICE = 1 << 22
+# Elements encoded or decoded at a time, a multiple of every block: 4 MiB of fp32 stay in a processor's cache from one
+# operation to the next, and the operations' fixed costs do not show. Bounds the temporaries for a model of any size.
+_SLICE = 1 << 20
+_SCALE_BYTES = 4
+
+Buffer = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
+
+
+class Form(Protocol):
+    """How a codec lays out numbers in bytes. Tensors of one call are on one device."""
+
+    def size(self, num_elements: int) -> int:
+        """Bytes that so many elements take; those of a multiple of a block do not depend on what follows."""
+
+    def encode(self, values: Tensor, out: Tensor) -> None:
+        """Write ``values`` (n,) fp32 into ``out`` (size(n),) uint8.
+
+        Raises `CodecError` if a value is not finite, or too large.
+        """
+
+    def decode(self, data: Tensor, values: Tensor) -> None:
+        """Read ``data`` (size(n),) uint8 into ``values`` (n,) fp32; raises `CodecError` if one is not finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    """Numbers of a floating-point type of PyTorch's."""
+
+    name: str
+    dtype: torch.dtype
+    limit: float = MAX_MAGNITUDE
+
+    def size(self, num_elements: int) -> int:
+        return self.dtype.itemsize * num_elements
+
+    def encode(self, values: Tensor, out: Tensor) -> None:
+        if not _is_within(values, self.limit):
+            raise CodecError(f"a value to be sent is not finite, or too large for {self.name}")
+        out.view(self.dtype).copy_(values)
+
+    def decode(self, data: Tensor, values: Tensor) -> None:
+        values.copy_(data.view(self.dtype))
+        if not _is_within(values, 2 * MAX_MAGNITUDE):
+            raise CodecError("a value received is not finite, or too large")
+
+
+def _is_within(values: Tensor, limit: float) -> bool:
+    """Whether no value (n,) is larger than ``limit``, or NaN."""
+    # One pass without temporaries: a sum of squares shows at once that all are far from fp32's end, as they always are.
+    if float(values @ values) <= min(limit * limit, 2.0**127):
+        return True
+    return bool((values.abs() <= limit).all())
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,29 +104,119 @@ class _Blocks:
     bits: int
 
     @property
-    def num_bytes(self) -> int:
-        """Of a whole block."""
+    def _num_bytes(self) -> int:
         return self.size(self.length)
 
     def size(self, num_elements: int) -> int:
         return _SCALE_BYTES * -(-num_elements // self.length) + -(-num_elements * self.bits // 8)
 
+    def encode(self, values: Tensor, out: Tensor) -> None:
+        whole = len(values) - len(values) % self.length
+        if whole:
+            self._encode_blocks(values[:whole].view(-1, self.length), out[: self.size(whole)].view(-1, self._num_bytes))
+        if whole < len(values):  # the last block's zeros are not sent
+            block = torch.nn.functional.pad(values[whole:], (0, self.length - (len(values) - whole)))
+            row = out.new_empty(1, self._num_bytes)
+            self._encode_blocks(block.view(1, -1), row)
+            out[self.size(whole) :].copy_(row[0, : len(out) - self.size(whole)])
 
-_SCALE_BYTES = 4
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_BLOCKS = {"int8": _Blocks(256, 127, 8), "int4": _Blocks(64, 7, 4)}
-CODECS = (*_DTYPES, *_BLOCKS)
+    def _encode_blocks(self, blocks: Tensor, rows: Tensor) -> None:
+        """``blocks`` (b, length) into ``rows`` (b, bytes of a block)."""
+        largest = torch.maximum(blocks.amax(1, keepdim=True), blocks.amin(1, keepdim=True).neg_())  # (b, 1)
+        if not bool((largest <= MAX_MAGNITUDE).all()):  # false for NaN as well
+            raise CodecError("a value to be sent is not finite, or too large for blocks")
+        scales = (largest / self.levels).clamp_(min=MIN_SCALE)
+        rows[:, :_SCALE_BYTES].copy_(scales.view(torch.uint8))
+        levels = (blocks / scales).round_()  # rounding makes no quotient more than ``levels``
+        if self.bits == 4:  # two to a byte, the first in the low half
+            pairs = levels.add_(8).to(torch.int8).view(torch.int16)  # (b, length / 2), the first in the low byte
+            rows[:, _SCALE_BYTES:].copy_(pairs | (pairs >> 4))
+        else:
+            rows.view(torch.int8)[:, _SCALE_BYTES:].copy_(levels)
 
-Buffer = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
+    def decode(self, data: Tensor, values: Tensor) -> None:
+        whole = len(values) - len(values) % self.length
+        if whole:
+            self._decode_blocks(
+                data[: self.size(whole)].view(-1, self._num_bytes), values[:whole].view(-1, self.length)
+            )
+        if whole < len(values):
+            rest = data[self.size(whole) :]
+            row = torch.nn.functional.pad(rest, (0, self._num_bytes - len(rest)))
+            block = values.new_empty(1, self.length)
+            self._decode_blocks(row.view(1, -1), block)
+            values[whole:].copy_(block[0, : len(values) - whole])
+
+    def _decode_blocks(self, rows: Tensor, blocks: Tensor) -> None:
+        """``rows`` (b, bytes of a block) into ``blocks`` (b, length)."""
+        scales = rows[:, :_SCALE_BYTES].contiguous().view(torch.float32)  # (b, 1)
+        if not bool(((scales >= MIN_SCALE) & (scales <= MAX_MAGNITUDE / self.levels * 2)).all()):
+            raise CodecError("a scale received is not a finite positive number")
+        packed = rows[:, _SCALE_BYTES:]
+        if self.bits == 4:
+            pairs = packed.to(torch.int16)
+            blocks.copy_(((pairs | (pairs << 4)) & 0x0F0F).view(torch.int8)).sub_(8)
+        else:
+            blocks.copy_(packed.view(torch.int8))
+        blocks.mul_(scales)
+
+
+_FORMS: dict[str, Form] = {
+    "fp32": _Plain("fp32", torch.float32),
+    "bf16": _Plain("bf16", torch.bfloat16),
+    "fp16": _Plain("fp16", torch.float16, MAX_FP16),
+    "int8": _Blocks(256, 127, 8),
+    "int4": _Blocks(64, 7, 4),
+}
+CODECS = tuple(_FORMS)
+
+
+def form_of(codec: str) -> Form:
+    """Raises `CodecError` if there is no codec of this name."""
+    try:
+        return _FORMS[codec]
+    except KeyError:
+        raise CodecError(f"no codec is called {codec!r}; there are {', '.join(CODECS)}") from None
 
 
 def encoded_size(codec: str, num_elements: int) -> int:
     """Bytes that ``num_elements`` fp32 numbers take."""
-    if codec in _DTYPES:
-        return _DTYPES[codec].itemsize * num_elements
-    if codec in _BLOCKS:
-        return _BLOCKS[codec].size(num_elements)
-    raise CodecError(f"no codec is called {codec!r}; there are {', '.join(CODECS)}")
+    return form_of(codec).size(num_elements)
+
+
+def slices(num_elements: int) -> Iterator[slice]:
+    """A vector of so many elements in the parts that are encoded and decoded at a time; each but the last is of whole
+    blocks, so that it has bytes of its own: `bytes_of`.
+    """
+    for start in range(0, num_elements, _SLICE):
+        yield slice(start, min(start + _SLICE, num_elements))
+
+
+def bytes_of(form: Form, part: slice) -> slice:
+    """Where in the bytes the elements of one of `slices` lie."""
+    return slice(form.size(part.start), form.size(part.stop))
+
+
+def bytes_to_fill(form: Form, num_elements: int, out: Buffer) -> Tensor:
+    """The start of the writable ``out`` that so many elements take: (bytes,) uint8, the same memory.
+
+    Raises `CodecError` if ``out`` is too small.
+    """
+    size, target = form.size(num_elements), np.frombuffer(out, dtype=np.uint8)
+    if len(target) < size:
+        raise CodecError(f"{num_elements} elements take {size} bytes, the buffer has {len(target)}")
+    return torch.from_numpy(target[:size])
+
+
+def bytes_to_read(data: npt.NDArray[np.uint8]) -> Tensor:
+    """(bytes,) uint8, the same memory where PyTorch can use it: aligned, and writable."""
+    return torch.from_numpy(data if data.flags.writeable and not data.ctypes.data % 4 else data.copy())
+
+
+def check_length(form: Form, num_elements: int, num_bytes: int) -> None:
+    """Raises `CodecError` if so many bytes are not what so many elements take."""
+    if num_bytes != form.size(num_elements):
+        raise CodecError(f"{num_elements} elements take {form.size(num_elements)} bytes, not {num_bytes}")
 
 
 def encode(codec: str, values: Tensor, out: Buffer) -> int:
@@ -82,72 +224,22 @@ def encode(codec: str, values: Tensor, out: Buffer) -> int:
 
     Raises `CodecError` if a value is not finite (or beyond `MAX_MAGNITUDE`, `MAX_FP16`), or ``out`` is too small.
     """
-    size = encoded_size(codec, values.numel())
-    target = np.frombuffer(out, dtype=np.uint8)
-    if len(target) < size:
-        raise CodecError(f"{values.numel()} elements in {codec} take {size} bytes, the buffer has {len(target)}")
-    limit = MAX_FP16 if codec == "fp16" else MAX_MAGNITUDE
-    for start in range(0, values.numel(), _SLICE):
-        part = values[start : start + _SLICE]
-        if not bool((part.abs() <= limit).all()):  # false for NaN as well
-            raise CodecError(f"a value to be sent is not finite, or too large for {codec}")
-        offset = encoded_size(codec, start)
-        encoded = _encode_slice(codec, part).cpu().numpy()
-        target[offset : offset + len(encoded)] = encoded
-    return size
+    form = form_of(codec)
+    target = bytes_to_fill(form, values.numel(), out)
+    for part in slices(values.numel()):
+        form.encode(values[part].cpu(), target[bytes_of(form, part)])
+    return len(target)
 
 
-def decode(codec: str, data: Buffer, num_elements: int, device: torch.device | str = "cpu") -> Tensor:
-    """The (n,) fp32 numbers that ``data`` holds, on ``device``.
+def decode(codec: str, data: Buffer, num_elements: int) -> Tensor:
+    """The (n,) fp32 numbers that ``data`` holds.
 
     Raises `CodecError` if ``data`` has another length than n elements take, or holds a value that is not finite.
     """
+    form = form_of(codec)
     source = np.frombuffer(data, dtype=np.uint8)
-    if len(source) != encoded_size(codec, num_elements):
-        raise CodecError(
-            f"{num_elements} elements in {codec} take {encoded_size(codec, num_elements)} bytes, not {len(source)}"
-        )
-    values = torch.empty(num_elements, dtype=torch.float32, device=device)
-    for start in range(0, num_elements, _SLICE):
-        stop = min(start + _SLICE, num_elements)
-        part = source[encoded_size(codec, start) : encoded_size(codec, stop)].copy()  # aligned, and writable for torch
-        decoded = _decode_slice(codec, torch.from_numpy(part).to(device), stop - start)
-        if not bool((decoded.abs() <= 2 * MAX_MAGNITUDE).all()):
-            raise CodecError("a value received is not finite, or too large")
-        values[start:stop] = decoded
+    check_length(form, num_elements, len(source))
+    values = torch.empty(num_elements)
+    for part in slices(num_elements):
+        form.decode(bytes_to_read(source[bytes_of(form, part)]), values[part])
     return values
-
-
-def _encode_slice(codec: str, values: Tensor) -> Tensor:
-    """(bytes,) uint8."""
-    if codec in _DTYPES:
-        return values.to(_DTYPES[codec]).contiguous().view(torch.uint8)
-    form = _BLOCKS[codec]
-    padding = -values.numel() % form.length
-    blocks = torch.nn.functional.pad(values, (0, padding)).view(-1, form.length)  # (blocks, length)
-    scales = (blocks.abs().amax(1, keepdim=True) / form.levels).clamp_(min=MIN_SCALE)  # (blocks, 1)
-    levels = (blocks / scales).round_().clamp_(-form.levels, form.levels).to(torch.int8)  # (blocks, length)
-    if form.bits == 4:  # two to a byte, the first in the low half
-        halves = (levels + 8).view(torch.uint8)
-        packed = halves[:, ::2] | (halves[:, 1::2] << 4)  # (blocks, length / 2)
-    else:
-        packed = levels.view(torch.uint8)
-    rows = torch.cat((scales.view(torch.uint8), packed), dim=1)  # (blocks, bytes of a block)
-    return rows.flatten()[: encoded_size(codec, values.numel())]
-
-
-def _decode_slice(codec: str, data: Tensor, num_elements: int) -> Tensor:
-    """(n,) fp32."""
-    if codec in _DTYPES:
-        return data.view(_DTYPES[codec]).to(torch.float32)
-    form = _BLOCKS[codec]
-    rows = torch.nn.functional.pad(data, (0, -data.numel() % form.num_bytes)).view(-1, form.num_bytes)
-    scales = rows[:, :_SCALE_BYTES].contiguous().view(torch.float32)  # (blocks, 1)
-    if not bool(((scales >= MIN_SCALE) & (scales <= MAX_MAGNITUDE / form.levels * 2)).all()):
-        raise CodecError("a scale received is not a finite positive number")
-    packed = rows[:, _SCALE_BYTES:]
-    if form.bits == 4:
-        levels = torch.stack((packed & 15, packed >> 4), dim=2).flatten(1).to(torch.float32) - 8  # (blocks, length)
-    else:
-        levels = packed.contiguous().view(torch.int8).to(torch.float32)
-    return (levels * scales).flatten()[:num_elements]

@@ -19,26 +19,23 @@ that is fed back.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from blake3 import blake3
 from torch import Tensor, nn
 
 from . import noloco
 from .checkpoint import Counters, load_checkpoint, save_checkpoint
-from .codec import Buffer, decode, encode, encoded_size
+from .codec import Buffer, bytes_of, bytes_to_fill, form_of, slices
 from .config import InnerConfig, OuterConfig
 from .device import Device
 from .errors import CodecError, DivergedError, ScreeningError
 from .inner import adamw_, decay_, learning_rate
 from .parameters import flatten_, layout_of
-from .screening import screen
-
-# Elements that the outer step takes at a time: bounds its temporaries, and elementwise work does not see the cuts.
-_SLICE = 1 << 22
+from .partner import PartnerContribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +45,7 @@ class _Snapshot:
     part: slice
     """Where the fragment lies in the flat vectors."""
     theta: Tensor
-    """A copy of the fast weights (n,)."""
+    """The fast weights as they were (n,)."""
     sent: Tensor
     """The contribution as the partner decodes it (n,)."""
     error: Tensor | None
@@ -86,12 +83,20 @@ class Replica:
         self._phi = self._theta.clone()
         self._momentum = torch.zeros_like(self._theta)
         self._error = torch.zeros_like(self._theta) if outer.feeds_errors_back else None
+        self._form = form_of(outer.codec)
         self._snapshot: _Snapshot | None = None
+        self._partner: PartnerContribution | None = None
+        # Memory for a round's exchange, kept: to get it from the system every time takes longer than to use it.
+        largest = -(-self.layout.num_elements // outer.fragments)
+        self._frozen, self._received = self._theta.new_empty(largest), self._theta.new_empty(largest)
+        is_exact = outer.codec == "fp32" and outer.gamma == outer.beta
+        self._sent = self._frozen if is_exact else self._theta.new_empty(largest)
+        self._kept = None if self._error is None else self._theta.new_empty(largest)
 
     @property
     def contribution_bytes(self) -> int:
         """Size of the largest contribution in this run, and of every one if there are no fragments."""
-        return encoded_size(self._outer.codec, -(-self.layout.num_elements // self._outer.fragments))
+        return self._form.size(len(self._frozen))
 
     @property
     def awaits_outer_step(self) -> bool:
@@ -137,28 +142,73 @@ class Replica:
         self.tokens_this_round += num_tokens
 
     @torch.no_grad()
-    def contribution(self, out: Buffer, fragment: int = 0) -> tuple[int, bytes]:
+    def contribution(
+        self, out: Buffer, fragment: int = 0, progress: Callable[[int], None] = lambda bytes_ready: None
+    ) -> tuple[int, bytes]:
         """Freeze this round's fast weights, those of one fragment, and encode them for the partner into ``out``.
 
-        Returns (bytes written, their BLAKE3). Raises `DivergedError` if the weights are no longer finite.
+        Returns (bytes written, their BLAKE3). ``progress`` is called with how many of the first bytes of ``out`` are
+        final, every few megabytes. Raises `DivergedError` if the weights are no longer finite.
         """
+        self._forget_snapshot()
         part = self.layout.fragment(fragment, self._outer.fragments)
-        theta = self._theta[part].clone()
-        values = noloco.contribution(theta, self._phi[part], self._outer)
-        if self._error is not None:
-            values = values + self._error[part]
-        try:
-            size = encode(self._outer.codec, values, out)
-        except CodecError as error:
-            raise DivergedError(f"this replica's weights diverged in round {self.round}: {error}") from error
-        written = np.frombuffer(out, dtype=np.uint8)[:size].data
-        sent = values if self._outer.codec == "fp32" else self._decode(written, len(values))
-        kept = None if self._error is None else values - sent
-        self._snapshot = _Snapshot(part, theta, sent, kept, self.steps, self.tokens_this_round)
-        return size, blake3(written).digest()
+        num_elements = part.stop - part.start
+        frozen, sent = self._frozen[:num_elements], self._sent[:num_elements]
+        error = None if self._kept is None else self._kept[:num_elements]
+        form, target, digest = self._form, bytes_to_fill(self._form, num_elements, out), blake3()
+        for piece in slices(num_elements):
+            encoded = target[bytes_of(form, piece)]
+            self._freeze(part.start, piece)
+            try:
+                form.encode(sent[piece], encoded)
+            except CodecError as problem:
+                raise DivergedError(f"this replica's weights diverged in round {self.round}: {problem}") from problem
+            if error is not None:
+                error[piece] = sent[piece]
+            if self._outer.codec != "fp32":
+                form.decode(encoded, sent[piece])
+            if error is not None:
+                error[piece].sub_(sent[piece])
+            digest.update(encoded.numpy().data)
+            progress(bytes_of(form, piece).stop)
+        self._snapshot = _Snapshot(part, frozen, sent, error, self.steps, self.tokens_this_round)
+        self._partner = PartnerContribution(form, sent, self._received[:num_elements])
+        return len(target), digest.digest()
 
-    def _decode(self, data: Buffer, num_elements: int) -> Tensor:
-        return decode(self._outer.codec, data, num_elements, self.device.torch_device)
+    def _freeze(self, start: int, piece: slice) -> None:
+        """Copy a slice of the fragment that starts at ``start``, and make what is meant to be sent of it."""
+        place = slice(start + piece.start, start + piece.stop)
+        frozen = self._frozen[piece]
+        frozen.copy_(self._theta[place])
+        if self._sent is not self._frozen:
+            meant = noloco.contribution(frozen, self._phi[place], self._outer)
+            self._sent[piece] = meant if self._error is None else meant + self._error[place]
+
+    def take_in(self, data: Buffer, available: int) -> None:
+        """Decode what is whole of the first ``available`` bytes of a partner's contribution, while the rest arrives.
+
+        ``data`` is where it arrives. May be called ever again with more; with less, or for another place, it begins
+        anew. Does nothing while no contribution of this replica's own awaits one. What is wrong with the partner's,
+        `refusal` and `outer_step` tell; they take in the rest themselves.
+        """
+        if self._partner is not None:
+            self._partner.take_in(data, available)
+
+    def forget_partner(self) -> None:
+        """What was taken in is of no use: another contribution comes to the same place."""
+        if self._partner is not None:
+            self._partner.forget()
+
+    @torch.no_grad()
+    def refusal(self, partner: Buffer) -> str:
+        """Why a partner's contribution is refused, or nothing: what `outer_step` would raise, before it is due."""
+        if self._partner is None:
+            return "no contribution of this replica's own awaits one"
+        try:
+            self._partner.screen(partner)
+        except ScreeningError as error:
+            return str(error)
+        return ""
 
     @torch.no_grad()
     def outer_step(
@@ -169,55 +219,42 @@ class Replica:
         ``own_first`` is True for one of the partners and False for the other (whose key is less, say), so that both
         add in one order. Returns how late the step is: the inner steps taken since `contribution`. Raises
         `ScreeningError` if the contribution is unfit, or `DivergedError` if the own weights are, and leaves everything
-        as it was.
+        as it was. What `refusal` has just accepted is not looked at again.
         """
         if self._snapshot is None:
             self.contribution(bytearray(self.contribution_bytes))
         snapshot = self._snapshot
         assert snapshot is not None
+        late = self.steps - snapshot.steps
         if partner is None:
-            mean = noloco.contribution(snapshot.theta, self._phi[snapshot.part], self._outer)
+            phi = self._phi[snapshot.part]
+            self._apply(snapshot, lambda piece: noloco.contribution(snapshot.theta[piece], phi[piece], self._outer))
         else:
+            assert self._partner is not None
             shares = noloco.partner_shares(own_tokens, partner_tokens)
-            pairs = [(snapshot.sent, shares[0]), (self._screened(partner, snapshot.sent), shares[1])]
+            pairs = [(snapshot.sent, shares[0]), (self._partner.values(partner), shares[1])]
             (first, first_share), (second, second_share) = pairs if own_first else reversed(pairs)
-            mean = noloco.weighted_mean(first, second, (first_share, second_share))
+            ordered = (first_share, second_share)
+            self._apply(snapshot, lambda piece: noloco.weighted_mean(first[piece], second[piece], ordered))
             if self._error is not None and snapshot.error is not None:
                 self._error[snapshot.part] = snapshot.error
-        self._apply(mean, snapshot)
-        return self.steps - snapshot.steps
-
-    def _screened(self, data: Buffer, own: Tensor) -> Tensor:
-        try:
-            theirs = self._decode(data, len(own))
-        except CodecError as error:
-            raise ScreeningError(f"the contribution cannot be used: {error}") from error
-        screen(own, theirs)
-        return theirs
-
-    @torch.no_grad()
-    def refusal(self, partner: Buffer) -> str:
-        """Why a partner's contribution is refused, or nothing: what `outer_step` would raise, before it is due."""
-        if self._snapshot is None:
-            return "no contribution of this replica's own awaits one"
-        try:
-            self._screened(partner, self._snapshot.sent)
-        except ScreeningError as error:
-            return str(error)
-        return ""
-
-    def _apply(self, mean: Tensor, snapshot: _Snapshot) -> None:
-        theta, phi, momentum = self._theta[snapshot.part], self._phi[snapshot.part], self._momentum[snapshot.part]
-        for start in range(0, len(mean), _SLICE):
-            part = slice(start, start + _SLICE)
-            phi[part], momentum[part] = noloco.outer_step(phi[part], momentum[part], mean[part], self._outer)
-        if self.steps == snapshot.steps:
-            theta.copy_(phi)
-        else:
-            theta.add_(phi - snapshot.theta)
         self.round += 1
         self.tokens_this_round -= snapshot.tokens
-        self._snapshot = None
+        self._forget_snapshot()
+        return late
+
+    def _apply(self, snapshot: _Snapshot, mean: Callable[[slice], Tensor]) -> None:
+        """Move the weights by the outer step with ``mean``, slice by slice: elementwise work does not see the cuts."""
+        theta, phi, momentum = (flat[snapshot.part] for flat in (self._theta, self._phi, self._momentum))
+        for piece in slices(len(phi)):
+            phi[piece], momentum[piece] = noloco.outer_step(phi[piece], momentum[piece], mean(piece), self._outer)
+            if self.steps == snapshot.steps:
+                theta[piece] = phi[piece]
+            else:
+                theta[piece] += phi[piece] - snapshot.theta[piece]
+
+    def _forget_snapshot(self) -> None:
+        self._snapshot = self._partner = None
 
     @torch.no_grad()
     def abandon_round(self) -> None:
@@ -228,7 +265,7 @@ class Replica:
         if self._error is not None:
             self._error.zero_()
         self.tokens_this_round = 0
-        self._snapshot = None
+        self._forget_snapshot()
 
     def save(self, path: Path) -> tuple[str, int]:
         """Write a checkpoint of the last outer step's weights; returns (SHA-256 in hexadecimal, bytes).
@@ -249,7 +286,7 @@ class Replica:
             self._theta.copy_(self._phi)
         self.round, self.steps, self.tokens = counters.round, counters.steps, counters.tokens
         self.tokens_this_round = 0
-        self._snapshot = None
+        self._forget_snapshot()
 
     def _saved(self) -> dict[str, Tensor]:
         vectors = {"slow": self._phi, "momentum": self._momentum, "mean": self._mean, "square": self._square}

@@ -9,8 +9,10 @@ hostile. This bounds the harm of one exchange; it does not detect a careful adve
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch import Tensor
-from torch.linalg import vector_norm
 
 from .errors import ScreeningError
 
@@ -18,15 +20,23 @@ MAX_NORM_RATIO = 4.0
 MIN_COSINE = 0.25
 
 
-def screen(own: Tensor, partner: Tensor) -> None:
-    """Compare two contributions (n,); raises `ScreeningError` that says what is wrong with the partner's."""
-    own_norm, partner_norm = float(vector_norm(own)), float(vector_norm(partner))
+def sums(own: Tensor, partner: Tensor) -> Tensor:
+    """What `screen` needs to know of two contributions, or of parts of them (n,), whose sums add up: (3,) fp64.
+
+    Own squares, the partner's squares, products.
+    """
+    return torch.stack((own @ own, partner @ partner, own @ partner)).double()
+
+
+def screen(sums: Tensor) -> None:
+    """Compare two contributions by their `sums`; raises `ScreeningError` that says what is wrong with the partner's."""
+    own_square, partner_square, product = sums.tolist()
+    own_norm, partner_norm = math.sqrt(own_square), math.sqrt(partner_square)
     if not own_norm / MAX_NORM_RATIO <= partner_norm <= own_norm * MAX_NORM_RATIO:  # refuses NaN as well
         raise ScreeningError(
             f"the contribution's norm is {partner_norm:.3g}, mine {own_norm:.3g}: more than a factor of "
             f"{MAX_NORM_RATIO:g} apart"
         )
-    product = float(own @ partner)
     if not product >= MIN_COSINE * own_norm * partner_norm:
         raise ScreeningError(
             f"the contribution's cosine with mine is {product / (own_norm * partner_norm):.3f}, below {MIN_COSINE:g}"

@@ -6,7 +6,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from farandole.training import codec, noloco, replica
+from farandole.training import codec, noloco
 from farandole.training.config import (
     DataConfig,
     InnerConfig,
@@ -301,7 +301,7 @@ def test_the_outer_steps_slices_do_not_show(make_replica: MakeReplica, monkeypat
         return state(node)
 
     whole = run()
-    monkeypatch.setattr(replica, "_SLICE", 100)
+    monkeypatch.setattr(codec, "_SLICE", 256)
 
     assert same(whole, run())
 
