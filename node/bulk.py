@@ -16,7 +16,7 @@ import logging
 import secrets
 import socket
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Protocol
 
 import trio
@@ -37,7 +37,9 @@ from farandole.protocol.bulk import (
 )
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.framing import FrameParser, frame
+from farandole.protocol.identity import short_name
 
+from .backoff import Backoff
 from .bulk_channel import BulkChannel, ChannelError, Credentials, open_channel
 from .errors import PeerUnreachableError
 from .nurseries import open_service_nursery
@@ -49,9 +51,10 @@ logger = logging.getLogger(__name__)
 BULK_PROTOCOL = "/farandole/bulk/1"
 # From the proposal to the channel: two round trips on the stream, a TCP handshake and one of TLS, over a bad line.
 OPEN_TIMEOUT = 5.0
-# A peer that could not be reached so is not tried again for that long: its exchanges start without the wait.
-RETRY_AFTER = 600.0
-MAX_UNREACHABLE = 1_024
+# A peer that could not be reached so is left alone for a while: its exchanges start without the wait. A failure may be
+# chance (a lost packet, a busy peer), so the first pause lasts a few of these waits; one NAT that lets nothing through
+# costs a wait every ten minutes in the end. Ten seconds doubled are 600 at the seventh failure.
+FIRST_RETRY_AFTER, MAX_RETRY_AFTER = 10.0, 600.0
 # Longer than a round of most runs; a NAT forgets a connection after a quarter of an hour at the earliest, mostly.
 IDLE_TIMEOUT = 300.0
 # A node exchanges with one partner at a time, and meets it again by chance.
@@ -76,8 +79,8 @@ class BulkHost(StreamHost, Protocol):
     def addresses(self) -> list[str]:
         """Where this node can be dialled, as multiaddrs."""
 
-    def remote_ips(self, peer: bytes) -> list[str]:
-        """The other ends of the connections to a peer."""
+    def remote_addresses(self, peer: bytes) -> list[str]:
+        """The other ends of the connections to a peer, as multiaddrs."""
 
 
 class BulkService:
@@ -91,7 +94,7 @@ class BulkService:
         self._shaping = shaping
         self._credentials = Credentials()
         self._idle: OrderedDict[bytes, BulkChannel] = OrderedDict()
-        self._unreachable: OrderedDict[bytes, float] = OrderedDict()
+        self._backoff = Backoff(FIRST_RETRY_AFTER, MAX_RETRY_AFTER)
         self._expected: Counter[bytes] = Counter()
         self._races: dict[bytes, _Race] = {}  # by session; at most one a peer that is expected, or was asked
         self._unproven: Counter[str] = Counter()
@@ -115,21 +118,36 @@ class BulkService:
 
         Whoever gets a channel gives it back by `release` or `discard`.
         """
-        for channel in [channel for channel in self._idle.values() if channel.peer == peer]:
-            if (fit := self.take(peer, channel.session)) is not None:
+        for kept in [channel for channel in self._idle.values() if channel.peer == peer]:
+            if (fit := self.take(peer, kept.session)) is not None:
                 return fit
-        if self._unreachable.get(peer, 0.0) > trio.current_time():
+        if not self._backoff.is_due(peer, self._path(peer), trio.current_time()):
             return None
-        with trio.move_on_after(OPEN_TIMEOUT):
-            try:
-                return await self._ask(peer)
-            except (ChannelError, PeerUnreachableError, RemoteProtocolError, trio.BrokenResourceError) as error:
-                logger.debug("no bulk channel: %s", error)
-        self._unreachable.pop(peer, None)
-        self._unreachable[peer] = trio.current_time() + RETRY_AFTER
-        if len(self._unreachable) > MAX_UNREACHABLE:
-            self._unreachable.popitem(last=False)
-        return None
+        channel: BulkChannel | None = None
+        reason = "no answer, or no way, in time"
+        try:
+            with trio.move_on_after(OPEN_TIMEOUT):
+                channel = await self._ask(peer)
+        except (ChannelError, PeerUnreachableError, RemoteProtocolError, trio.BrokenResourceError) as error:
+            reason = str(error)
+        finally:  # also where the caller's time is up, which may be less
+            if channel is None:
+                self._note_failure(peer, reason)
+        return channel
+
+    def _note_failure(self, peer: bytes, reason: str) -> None:
+        count, pause = self._backoff.note_failure(peer, self._path(peer), trio.current_time())
+        logger.info(
+            "no bulk channel with %s (%s), %s: exchanges with it go over the stream; for %.0f s no channel is tried",
+            short_name(peer),
+            reason,
+            "for the first time" if count == 1 else f"{count} times in a row",
+            pause,
+        )
+
+    def _path(self, peer: bytes) -> list[str]:
+        """What a channel depends on: the addresses here, and at the other ends of the peer's connections."""
+        return [*sorted(interfaces(self._host)), "", *sorted(self._host.remote_addresses(peer))]
 
     def take(self, peer: bytes, session: bytes) -> BulkChannel | None:
         """The channel that the peer has acquired, by its name; None if it is not here or no longer fit."""
@@ -216,7 +234,7 @@ class BulkService:
         race.begin(theirs)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_cancel_at_end, stream, nursery.cancel_scope)
-            for address in dialable(theirs.addresses, self._host.remote_ips(race.peer)):
+            for address in dialable(theirs.addresses, _direct_ips(self._host.remote_addresses(race.peer))):
                 nursery.start_soon(self._dial, race, address, False)
                 if hasattr(socket, "SO_REUSEPORT"):
                     nursery.start_soon(self._dial, race, address, True)
@@ -228,7 +246,7 @@ class BulkService:
         channel = await open_channel(
             race.peer, race.session, plain, self._credentials, theirs.certificate, is_server, self._shaping
         )
-        self._unreachable.pop(race.peer, None)
+        self._backoff.note_success(race.peer)
         return channel
 
     # Connections
@@ -415,7 +433,11 @@ async def _open_listeners(ips: list[str]) -> dict[socket.AddressFamily, trio.soc
 
 def interfaces(host: BulkHost) -> list[str]:
     """The IP addresses that the host announces, without names and relays."""
-    direct = [address.split("/") for address in host.addresses if "/p2p-circuit" not in address]
+    return _direct_ips(host.addresses)
+
+
+def _direct_ips(addresses: Iterable[str]) -> list[str]:
+    direct = [address.split("/") for address in addresses if "/p2p-circuit" not in address]
     return list(dict.fromkeys(parts[2] for parts in direct if parts[1] in ("ip4", "ip6")))
 
 

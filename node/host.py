@@ -289,11 +289,10 @@ class Host:
         is_direct = any("/p2p-circuit" not in str(connection.get_transport_addresses()) for connection in connections)
         return "direct" if is_direct else "relayed"
 
-    def remote_ips(self, peer: bytes) -> list[str]:
-        """The IP addresses at the other end of the direct connections to a peer."""
+    def remote_addresses(self, peer: bytes) -> list[str]:
+        """The multiaddrs at the other end of the connections to a peer; a relayed one's has /p2p-circuit in it."""
         addresses = [address for conn in self._live_connections(peer) for address in conn.get_transport_addresses()]
-        texts = [str(address) for address in addresses]
-        return list(dict.fromkeys(text.split("/")[2] for text in texts if "/p2p-circuit" not in text))
+        return list(dict.fromkeys(map(str, addresses)))
 
     def _live_connections(self, peer: bytes) -> list[INetConn]:
         return [conn for conn in self._swarm.get_connections(id_of(peer)) if not conn.is_closed]

@@ -95,8 +95,8 @@ class MemoryHost:
     def __post_init__(self) -> None:
         self.network[self.author] = self
 
-    def remote_ips(self, peer: bytes) -> list[str]:
-        return ["127.0.0.1"]
+    def remote_addresses(self, peer: bytes) -> list[str]:
+        return ["/ip4/127.0.0.1/tcp/4001"]
 
     def set_handler(self, protocol: str, handler: Handler) -> None:
         self.handlers[protocol] = handler

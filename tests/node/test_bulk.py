@@ -18,6 +18,7 @@ from blake3 import blake3
 from farandole.node import bulk
 from farandole.node.bulk import (
     BULK_PROTOCOL,
+    FIRST_RETRY_AFTER,
     MAX_IDLE,
     MAX_UNPROVEN_PER_ADDRESS,
     BulkService,
@@ -73,12 +74,13 @@ class MemoryHost:
     change: Callable[[Proposal], Proposal] | None = None
     is_frozen: bool = False
     streams_opened: int = 0
+    remote_port: int = 4_001
 
     def __post_init__(self) -> None:
         self.network[self.author] = self
 
-    def remote_ips(self, peer: bytes) -> list[str]:
-        return ["127.0.0.1"]
+    def remote_addresses(self, peer: bytes) -> list[str]:
+        return [f"/ip4/127.0.0.1/tcp/{self.remote_port}"]
 
     def set_handler(self, protocol: str, handler: Handler) -> None:
         self.handlers[protocol] = handler
@@ -231,8 +233,44 @@ async def test_nobody_is_answered_who_is_not_expected(alice: Party, bob: Party) 
     await assert_no_channel(alice, bob)
 
 
-async def test_who_could_not_be_reached_is_not_tried_at_once_again(alice: Party, bob: Party) -> None:
+async def test_who_could_not_be_reached_is_not_tried_at_once_again(
+    alice: Party, bob: Party, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", bulk.__name__)
     assert await alice.service.acquire(BOB) is None
+    with bob.service.expecting(ALICE):
+        assert await alice.service.acquire(BOB) is None
+    assert alice.host.streams_opened == 1
+    (message,) = caplog.messages
+    assert "for the first time" in message
+    assert "for 10 s no channel is tried" in message
+
+
+async def test_who_could_not_be_reached_is_tried_again_over_another_connection(alice: Party, bob: Party) -> None:
+    assert await alice.service.acquire(BOB) is None
+    alice.host.remote_port += 1
+    near, far = await meet(alice, bob)
+    near.close()
+    far.close()
+
+
+async def test_who_could_not_be_reached_is_tried_again_soon_and_then_later(
+    alice: Party, bob: Party, caplog: pytest.LogCaptureFixture, autojump_clock: trio.testing.MockClock
+) -> None:
+    caplog.set_level("INFO", bulk.__name__)
+    assert await alice.service.acquire(BOB) is None
+    await trio.sleep(FIRST_RETRY_AFTER)
+    assert await alice.service.acquire(BOB) is None
+    assert alice.host.streams_opened == 2
+    assert "2 times in a row" in caplog.messages[-1]
+    assert "for 20 s no channel is tried" in caplog.messages[-1]
+
+
+async def test_a_negotiation_for_which_the_exchange_has_no_more_time_counts_as_failed(alice: Party, bob: Party) -> None:
+    bob.host.is_frozen = True
+    with bob.service.expecting(ALICE), trio.move_on_after(0.1):
+        await alice.service.acquire(BOB)
+    bob.host.is_frozen = False
     with bob.service.expecting(ALICE):
         assert await alice.service.acquire(BOB) is None
     assert alice.host.streams_opened == 1

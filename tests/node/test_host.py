@@ -59,7 +59,9 @@ async def test_two_hosts_connect_and_answer_each_other() -> None:
             await alice.connect(bob.author, bob.addresses)
             assert alice.connected == {bob.author}
             assert alice.path(bob.author) == "direct"
-            assert alice.remote_ips(bob.author) == bob.remote_ips(alice.author) == ["127.0.0.1"]
+            (dialled,), (dialler,) = alice.remote_addresses(bob.author), bob.remote_addresses(alice.author)
+            assert dialled == bob.addresses[0].split("/p2p/")[0]
+            assert dialler.startswith("/ip4/127.0.0.1/tcp/")
             async with await alice.open_stream(bob.author, ECHO) as stream:
                 assert (stream.peer, stream.protocol) == (bob.author, ECHO)
                 await stream.send_all(b"to and fro")
@@ -68,6 +70,7 @@ async def test_two_hosts_connect_and_answer_each_other() -> None:
                 assert await stream.receive_some() == b""
             await alice.disconnect(bob.author)
             assert not alice.is_connected(bob.author)
+            assert alice.remote_addresses(bob.author) == []
             assert alice.path(bob.author) == ""
 
 

@@ -1,0 +1,55 @@
+"""When what failed with a peer is worth another attempt: soon at first, ever later, and at once on another path."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+# More than any node meets in the time of the longest pause; who is forgotten is tried again.
+MAX_PEERS: Final = 1_024
+
+
+@dataclass(frozen=True, slots=True)
+class _Failures:
+    """Of one peer, without a success between them."""
+
+    path: tuple[str, ...]
+    count: int
+    pause: float
+    due_at: float
+
+
+class Backoff:
+    """Of many peers. A path is whatever an attempt depends on; where it changes, earlier failures say nothing."""
+
+    def __init__(self, first: float, longest: float) -> None:
+        """Seconds without an attempt after the first failure, which double with each further one up to the longest."""
+        self._first = first
+        self._longest = longest
+        self._failures: OrderedDict[bytes, _Failures] = OrderedDict()
+
+    def is_due(self, peer: bytes, path: Sequence[str], now: float) -> bool:
+        """Whether to try."""
+        failures = self._of(peer, path)
+        return failures is None or failures.due_at <= now
+
+    def note_failure(self, peer: bytes, path: Sequence[str], now: float) -> tuple[int, float]:
+        """Returns how many there were in a row, and the seconds until the next attempt."""
+        before = self._of(peer, path)
+        count = before.count + 1 if before else 1
+        pause = min(2 * before.pause, self._longest) if before else self._first
+        self._failures.pop(peer, None)  # the latest failures are remembered
+        self._failures[peer] = _Failures(tuple(path), count, pause, now + pause)
+        if len(self._failures) > MAX_PEERS:
+            self._failures.popitem(last=False)
+        return count, pause
+
+    def note_success(self, peer: bytes) -> None:
+        """Forget the failures."""
+        self._failures.pop(peer, None)
+
+    def _of(self, peer: bytes, path: Sequence[str]) -> _Failures | None:
+        failures = self._failures.get(peer)
+        return failures if failures is not None and failures.path == tuple(path) else None
