@@ -41,9 +41,9 @@ from .errors import CodecError
 MAX_MAGNITUDE = 2.0**126
 MAX_FP16 = 65_504.0
 MIN_SCALE = 2.0**-126  # the least normal number: blocks of zeros and denormals need no case of their own
-# Elements encoded or decoded at a time, a multiple of every block: 4 MiB of fp32 stay in a processor's cache from one
+# Elements encoded or decoded at a time, a multiple of every block: 2 MiB of fp32 stay in a processor's cache from one
 # operation to the next, and the operations' fixed costs do not show. Bounds the temporaries for a model of any size.
-_SLICE = 1 << 20
+_SLICE = 1 << 19
 _SCALE_BYTES = 4
 
 Buffer = bytes | bytearray | memoryview | npt.NDArray[np.uint8]

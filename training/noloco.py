@@ -62,12 +62,13 @@ def outer_step(phi: Tensor, momentum: Tensor, mean: Tensor, outer: OuterConfig) 
     phi's own terms are gathered, so that with alpha = 0, beta = gamma = 1 the new phi is the mean to the last bit.
     """
     alpha, beta, gamma = outer.alpha, outer.beta, outer.gamma
-    new_momentum = alpha * momentum + (beta * mean - gamma * phi)
+    carried, pull = alpha * momentum, beta * mean
+    new_momentum = (pull - gamma * phi).add_(carried)
     if outer.momentum == "heavy_ball":
-        return (1.0 - gamma) * phi + beta * mean + alpha * momentum, new_momentum
+        return ((1.0 - gamma) * phi).add_(pull).add_(carried), new_momentum
     # phi + G + alpha (alpha m + G) = phi + (1 + alpha) G + alpha^2 m
     lead = 1.0 + alpha
-    return (1.0 - lead * gamma) * phi + (lead * beta) * mean + (alpha * alpha) * momentum, new_momentum
+    return ((1.0 - lead * gamma) * phi).add_((lead * beta) * mean).add_((alpha * alpha) * momentum), new_momentum
 
 
 def outer_step_of_two_vectors(
