@@ -231,8 +231,8 @@ def encode(codec: str, values: Tensor, out: Buffer) -> int:
     return len(target)
 
 
-def decode(codec: str, data: Buffer, num_elements: int) -> Tensor:
-    """The (n,) fp32 numbers that ``data`` holds.
+def decode(codec: str, data: Buffer, num_elements: int, device: torch.device | str = "cpu") -> Tensor:
+    """The (n,) fp32 numbers that ``data`` holds, on ``device``.
 
     Raises `CodecError` if ``data`` has another length than n elements take, or holds a value that is not finite.
     """
@@ -242,4 +242,4 @@ def decode(codec: str, data: Buffer, num_elements: int) -> Tensor:
     values = torch.empty(num_elements)
     for part in slices(num_elements):
         form.decode(bytes_to_read(source[bytes_of(form, part)]), values[part])
-    return values
+    return values.to(device)
