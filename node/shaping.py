@@ -2,8 +2,10 @@
 
 A volunteer's line is shared with other people, and its queues are long: whatever is sent faster than the line takes it
 waits there, control messages behind bulk. So bulk (contributions, checkpoints) asks a token bucket before each small
-piece, and leaves evenly. Control messages (gossip, pairing, DHT, pings) never wait: they overdraw the bucket, and the
-bulk that comes next waits for them too.
+piece, and leaves evenly. Control messages (gossip, pairing, DHT, pings) never wait: what the bucket has not for them is
+a debt, which is paid from what nobody uses and by the bulk that comes next. A flood of them may exceed any cap, and
+must not silence an exchange, whose partner would take that for a broken channel (`SILENT_FOR` in conversation.py). So
+bulk pays in small coin: a share of the rate is always its own, whatever the debt is.
 
 A reservation takes its tokens at once and is told how long to wait until they are there (Turner's leaky bucket as a
 meter, by times instead of queues). So pieces leave in the order in which they were asked for: a flow that has one
@@ -24,8 +26,6 @@ from dataclasses import dataclass, field
 
 import trio
 
-from farandole.protocol.token_bucket import TokenBucket
-
 from .figures import BYTES_PER_MBIT
 
 # What may leave at once after a rest: wakeups may be late by so much before the rate suffers, and a line that is as
@@ -35,8 +35,12 @@ BURST_SECONDS = 0.05
 # worth a TLS record, and no more than a chunk.
 QUANTUM_SECONDS = 0.005
 MIN_QUANTUM, MAX_QUANTUM = 4_096, 65_536
-# Control traffic beyond the cap is bulk's loss for so long; whoever floods a node does not stop its training for ever.
+# Control traffic beyond the cap is bulk's loss for so long; whoever floods a node does not slow its training for ever.
 MAX_DEBT_SECONDS = 30.0
+# What bulk keeps of the rate while it pays for control traffic. A piece then waits five times as long as without: 25 ms
+# where it is `QUANTUM_SECONDS`, 0.3 s where it is `MIN_QUANTUM` at 0.5 Mbit/s. With one contribution and as many
+# checkpoints as are served at once, that is far less than the 3 s of silence that an exchange of 30 s allows.
+BULK_SHARE = 0.2
 # The rates that people see are means over so many seconds.
 METER_SECONDS = 10
 # Written by us and not yet sent by the kernel, at least: a record, as trio has it for its own sockets.
@@ -66,6 +70,42 @@ class Meter:
         return total / (METER_SECONDS - 1 + now - second)
 
 
+class _Account:
+    """A token bucket that bulk empties in turn, and what control owes it. Not for several threads."""
+
+    def __init__(self, capacity: float, rate: float, now: float) -> None:
+        self._capacity = capacity
+        self._rate = rate
+        self._tokens = capacity  # less than none: bulk has reserved those to come
+        self._debt = 0.0  # of control; there are no tokens then
+        self._at = now
+
+    def reserve(self, count: int, now: float) -> float:
+        """Take tokens for bulk, and of the debt as many as `BULK_SHARE` says; the seconds until they are there."""
+        self._refill(now)
+        paid = min(self._debt, count * (1 / BULK_SHARE - 1))
+        self._debt -= paid
+        self._tokens -= count + paid
+        return max(0.0, -self._tokens / self._rate)
+
+    def charge(self, count: int, now: float) -> None:
+        """Take the tokens there are for control; the rest is owed."""
+        self._refill(now)
+        taken = min(max(self._tokens, 0.0), count)
+        self._tokens -= taken
+        self._debt = min(self._debt + count - taken, MAX_DEBT_SECONDS * self._rate)
+
+    def _refill(self, now: float) -> None:
+        if now <= self._at:
+            return
+        self._tokens += (now - self._at) * self._rate
+        self._at = now
+        if self._tokens > 0:  # that no bulk waits for
+            paid = min(self._debt, self._tokens)
+            self._debt -= paid
+            self._tokens = min(self._tokens - paid, self._capacity)
+
+
 class Shaper:
     """One direction of all that a node moves. Without a cap nothing waits."""
 
@@ -80,7 +120,7 @@ class Shaper:
         """Most bytes that move at once after a rest."""
         self._clock = clock
         self._lock = threading.Lock()
-        self._bucket = TokenBucket(self.burst, rate, clock()) if rate else None
+        self._account = _Account(self.burst, rate, clock()) if rate else None
         self._meter = Meter()
 
     def reserve(self, count: int) -> float:
@@ -91,15 +131,15 @@ class Shaper:
         with self._lock:
             now = self._clock()
             self._meter.add(count, now)
-            return 0.0 if self._bucket is None else self._bucket.overdraw(now, count)
+            return 0.0 if self._account is None else self._account.reserve(count, now)
 
     def charge(self, count: int) -> None:
         """Control's way: ``count`` bytes have moved or do so now, whatever the cap says."""
         with self._lock:
             now = self._clock()
             self._meter.add(count, now)
-            if self._bucket is not None and self._bucket.available(now) > -MAX_DEBT_SECONDS * self.rate:
-                self._bucket.overdraw(now, count)
+            if self._account is not None:
+                self._account.charge(count, now)
 
     async def wait(self, count: int) -> float:
         """`reserve` and wait; returns the seconds to be waited, which no peer is to blame for."""

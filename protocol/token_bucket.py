@@ -29,11 +29,6 @@ class TokenBucket:
         self._tokens -= count
         return True
 
-    def overdraw(self, now: float, count: float) -> float:
-        """Take that many in any case; returns the seconds until none is missing. The rate must not be 0."""
-        self._tokens = self.available(now) - count
-        return max(0.0, -self._tokens / self.rate)
-
 
 class PeerMeters:
     """A bucket for each peer, of all alike. The oldest are forgotten first, which fills them."""

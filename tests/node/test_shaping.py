@@ -20,8 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farandole.node.bulk_channel import BulkChannel, Credentials, open_channel
+from farandole.node.conversation import SILENT_FOR
+from farandole.node.figures import BYTES_PER_MBIT
 from farandole.node.host import open_host
 from farandole.node.shaping import (
+    BULK_SHARE,
     MAX_DEBT_SECONDS,
     MAX_QUANTUM,
     METER_SECONDS,
@@ -29,7 +32,8 @@ from farandole.node.shaping import (
     Shaper,
     Shaping,
 )
-from farandole.node.transfers import SavedCheckpoint, TransferService, fetch_checkpoint
+from farandole.node.transfers import MAX_DOWNLOADS_SERVED, SavedCheckpoint, TransferService, fetch_checkpoint
+from farandole.protocol.manifest import RoundConfig
 from farandole.protocol.transfers import CheckpointHeader
 
 PATIENCE = 30.0
@@ -105,21 +109,61 @@ def test_a_rate_that_is_none_is_refused(rate: float) -> None:
         Shaper(rate)
 
 
-def test_bulk_waits_for_what_control_has_taken() -> None:
+def move_bulk(shaper: Shaper, clock: Clock, seconds: float, flood: float = 0.0) -> int:
+    """What one flow moves in so long, while so many times the rate of control goes by."""
+    ends_at, moved = clock.now + seconds, 0
+    while (wait := shaper.reserve(shaper.quantum)) + clock.now < ends_at:
+        shaper.charge(round(flood * shaper.rate * wait))
+        clock.now += wait
+        moved += shaper.quantum
+    clock.now = ends_at
+    return moved
+
+
+def test_bulk_pays_for_what_control_has_taken() -> None:
     clock = Clock()
     shaper = Shaper(125_000, clock)
-    shaper.charge(round(shaper.burst) + 250_000)
-    assert shaper.reserve(1_250) == pytest.approx(2.01, abs=1e-3)
-    clock.now += 2.01
-    assert shaper.reserve(1_250) == pytest.approx(0.01, abs=1e-3)
+    shaper.charge(round(shaper.burst) + 200_000)
+    assert move_bulk(shaper, clock, 2) == pytest.approx(2 * BULK_SHARE * 125_000, abs=2 * shaper.quantum)
+    assert move_bulk(shaper, clock, 2) == pytest.approx(2 * 125_000, abs=2 * shaper.quantum)
 
 
-def test_a_flood_of_control_holds_bulk_up_for_so_long_and_no_longer() -> None:
+def test_a_pause_pays_for_what_control_has_taken() -> None:
+    clock = Clock()
+    shaper = Shaper(125_000, clock)
+    shaper.charge(round(shaper.burst) + 125_000)
+    clock.now += 1
+    assert shaper.reserve(1_250) == pytest.approx(0.01)
+    clock.now += 10
+    assert shaper.reserve(shaper.quantum) == 0.0
+
+
+@pytest.mark.parametrize("rate", RATES)
+def test_a_flood_of_control_slows_bulk_down_and_never_stops_it(rate: float) -> None:
+    clock = Clock()
+    shaper = Shaper(rate, clock)
+    seconds = 1_000 * shaper.quantum / rate
+    shaper.charge(round(1_000 * rate))
+    assert move_bulk(shaper, clock, seconds, flood=10) >= BULK_SHARE * rate * seconds - 2 * shaper.quantum
+
+
+def test_a_flood_of_control_is_paid_for_so_long_and_no_longer() -> None:
     clock = Clock()
     shaper = Shaper(125_000, clock)
     for _ in range(10_000):
         shaper.charge(10_000)
-    assert MAX_DEBT_SECONDS <= shaper.reserve(1_250) <= MAX_DEBT_SECONDS + 0.1
+    slow = MAX_DEBT_SECONDS / (1 - BULK_SHARE)
+    assert move_bulk(shaper, clock, slow) == pytest.approx(BULK_SHARE * slow * 125_000, abs=2 * shaper.quantum)
+    assert move_bulk(shaper, clock, 2) == pytest.approx(2 * 125_000, abs=2 * shaper.quantum)
+
+
+@pytest.mark.parametrize("mbit", [0.5, 5, 500])
+def test_no_partner_takes_a_flood_for_silence(mbit: float) -> None:
+    """Each of the flows there may be has its next piece long before an exchange of 30 s takes another way."""
+    shaper = Shaper(mbit * BYTES_PER_MBIT, Clock())
+    shaper.charge(round(1_000 * shaper.rate))
+    waits = [shaper.reserve(shaper.quantum) for _ in range(1 + MAX_DOWNLOADS_SERVED)]
+    assert max(waits) < SILENT_FOR * RoundConfig().exchange_seconds / 1.5
 
 
 async def test_flows_share_evenly_and_control_goes_at_once(autojump_clock: trio.testing.MockClock) -> None:
