@@ -21,7 +21,7 @@ import typer
 from farandole.protocol.errors import FarandoleError, ManifestError
 
 from .exits import Exit
-from .settings import DEFAULT_LISTEN, HOME_VARIABLE, NodeSettings, default_home
+from .settings import DEFAULT_LISTEN, HOME_VARIABLE, MIN_CAP_MBIT, NodeSettings, default_home
 
 if TYPE_CHECKING:
     from farandole.protocol.invite import Invite
@@ -294,9 +294,11 @@ def _setting_lines(settings: dict[str, Any]) -> Iterator[str]:
 # --- the node ---------------------------------------------------------------------------------------------------
 
 
-def _check_finite(value: float) -> float:
+def _check_cap(value: float) -> float:
     if not math.isfinite(value):
         raise typer.BadParameter("must be finite; 0 is no cap")
+    if 0 < value < MIN_CAP_MBIT:
+        raise typer.BadParameter(f"must be at least {MIN_CAP_MBIT:g} Mbit/s, or 0 for no cap")
     return value
 
 
@@ -361,20 +363,20 @@ def join(
     upload_mbit: Annotated[
         float,
         typer.Option(
-            help="Send no faster than so many Mbit/s in all; 0: no cap.",
+            help=f"Send no faster than so many Mbit/s in all, at least {MIN_CAP_MBIT:g}; 0: no cap.",
             envvar="FARANDOLE_UPLOAD_MBIT",
             min=0.0,
-            callback=_check_finite,
+            callback=_check_cap,
             metavar="MBIT",
         ),
     ] = 0.0,
     download_mbit: Annotated[
         float,
         typer.Option(
-            help="Receive no faster than so many Mbit/s in all; 0: no cap.",
+            help=f"Receive no faster than so many Mbit/s in all, at least {MIN_CAP_MBIT:g}; 0: no cap.",
             envvar="FARANDOLE_DOWNLOAD_MBIT",
             min=0.0,
-            callback=_check_finite,
+            callback=_check_cap,
             metavar="MBIT",
         ),
     ] = 0.0,

@@ -8,10 +8,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 HOME_VARIABLE = "FARANDOLE_HOME"
 # Any free port on every IPv4 interface.
 DEFAULT_LISTEN = "/ip4/0.0.0.0/tcp/0"
+# A tighter cap cannot promise a newcomer the slowest download that it waits for: 50 kbit/s, half of what is left for
+# bulk whatever else goes on (`farandole.node.transfers`), the other half being for an exchange.
+MIN_CAP_MBIT: Final = 0.5
 
 
 def default_home() -> Path:
@@ -51,7 +55,7 @@ class NodeSettings:
     validate_every: int = 10
     """Rounds between two measurements on the held-out split; 0: never."""
     upload_mbit: float = 0.0
-    """The most that is sent, in Mbit/s, and likewise received; 0: no cap (`farandole.node.shaping`)."""
+    """The most that is sent, in Mbit/s, and likewise received; 0: no cap, else `MIN_CAP_MBIT` or more."""
     download_mbit: float = 0.0
     log_level: str = "info"
     json_log: bool = False

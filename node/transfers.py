@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
 import trio
 from safetensors import SafetensorError, safe_open
 
@@ -20,6 +22,8 @@ from farandole.protocol.transfers import (
     CHECKPOINT_PROTOCOL,
     MANIFEST_PROTOCOL,
     MAX_HEADER_BYTES,
+    MIN_CAPPED_RATE,
+    MIN_RATE,
     CheckpointHeader,
     decode_header,
     encode_header,
@@ -27,16 +31,14 @@ from farandole.protocol.transfers import (
 
 from .errors import PeerUnreachableError
 from .host import Host, Stream
-from .shaping import Shaper
+from .shaping import BULK_SHARE, Shaper
 from .streams import receive_frame
 
 # A question and its small answer.
 ANSWER_TIMEOUT = 10.0
-# One chunk over the slowest line that we serve: 64 KiB at 50 kbit/s. A download may fall behind `MIN_RATE` by so much.
+# One chunk over the slowest line that we serve: 64 KiB at 50 kbit/s. A download may fall behind its rate by so much.
 CHUNK_TIMEOUT = 10.0
 CHUNK_BYTES = 65_507
-# Whoever gives a checkpoint more slowly than this (bytes a second; 0.5 Mbit/s) is left for another: it holds one up.
-MIN_RATE = 64 * 1024
 # Newcomers served at once, a download each; the next one is told to ask another. Where the upload is capped, as many as
 # get more than `MIN_RATE` of half of it, the other half being for exchanges, but one at least.
 MAX_DOWNLOADS_SERVED = 4
@@ -70,6 +72,9 @@ class TransferService:
         self._upload = upload = upload or Shaper()
         num_affordable = max(1, int(upload.rate / (2 * MIN_RATE))) if upload.rate else MAX_DOWNLOADS_SERVED
         self._max_served = min(num_affordable, MAX_DOWNLOADS_SERVED)
+        # Beside the others and an exchange, while control traffic takes all that it may:
+        least = BULK_SHARE * (upload.rate or math.inf) / (self._max_served + 1)
+        self._min_rate = int(min(MIN_RATE, max(MIN_CAPPED_RATE, least)))
         self._served: set[bytes] = set()
 
     def register(self, host: Host) -> None:
@@ -103,7 +108,8 @@ class TransferService:
             await _send_header(stream, b"")
             return
         async with await trio.open_file(saved.path, "rb") as file:
-            await _send_header(stream, encode_header(saved.header))
+            header = msgspec.structs.replace(saved.header, min_rate=self._min_rate)
+            await _send_header(stream, encode_header(header))
             stream.is_bulk = True
             while chunk := await file.read(min(CHUNK_BYTES, self._upload.quantum)):
                 await self._upload.wait(len(chunk))
@@ -200,7 +206,7 @@ async def _receive_file(
         on_progress(received, header.size)
         if received == header.size:
             break
-        with trio.fail_at(started_at + CHUNK_TIMEOUT + received / MIN_RATE):
+        with trio.fail_at(started_at + CHUNK_TIMEOUT + received / header.min_rate):
             data = await stream.receive_some(min(CHUNK_BYTES, download.quantum))
         if not data:
             raise RemoteProtocolError("the checkpoint is shorter than announced")

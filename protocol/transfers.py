@@ -20,6 +20,10 @@ MAX_HEADER_BYTES = 256
 # Slow weights, outer momentum and AdamW's two moments in fp32, and room for the file's own header of names.
 CHECKPOINT_BYTES_A_PARAMETER = 16
 CHECKPOINT_OVERHEAD_BYTES = 1 << 20
+# Whoever gives a checkpoint more slowly than this (bytes a second; 0.5 Mbit/s) is left for another: it holds one up.
+MIN_RATE = 64 * 1024
+# Where its owner has capped it, it may say that it gives less, down to this (50 kbit/s).
+MIN_CAPPED_RATE = 6_250
 
 
 class CheckpointHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -30,6 +34,8 @@ class CheckpointHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
     tokens: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
     size: Annotated[int, msgspec.Meta(ge=1, le=2**50)]
     sha256: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+    min_rate: Annotated[int, msgspec.Meta(ge=MIN_CAPPED_RATE, le=MIN_RATE)] = MIN_RATE
+    """Bytes a second below which the donor may be left for another."""
 
 
 def encode_header(header: CheckpointHeader) -> bytes:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from farandole.node.run_file import manifest_of, read_toml
+from farandole.node.settings import MIN_CAP_MBIT
 from farandole.protocol.errors import ManifestError
 from farandole.protocol.manifest import Manifest
 
@@ -117,6 +118,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in ("slow", "upload_mbit", "download_mbit"):
             if len(entries := getattr(self, name)) > self.nodes:
                 raise ValueError(f"{name} has {len(entries)} entries for {self.nodes} nodes")
+        if any(0 < cap < MIN_CAP_MBIT for cap in (*self.upload_mbit, *self.download_mbit)):
+            raise ValueError(f"upload_mbit, download_mbit: a cap is at least {MIN_CAP_MBIT:g} Mbit/s; 0 is none")
         if self.min_partners >= self.nodes:
             raise ValueError(
                 f"min_partners is {self.min_partners}: each of {self.nodes} nodes has {self.nodes - 1} others"

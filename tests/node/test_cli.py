@@ -155,6 +155,7 @@ def test_a_manifest_is_not_replaced_by_accident(run: Run, run_file: Path) -> Non
         (["join", "--upload-mbit", "-1"], Exit.USAGE, "upload-mbit"),
         (["join", "--upload-mbit", "nan"], Exit.USAGE, "upload-mbit"),
         (["join", "--download-mbit", "inf"], Exit.USAGE, "finite"),
+        (["join", "--upload-mbit", "0.1"], Exit.USAGE, "at least 0.5"),
         (["dance"], Exit.USAGE, "dance"),
         (["status", "--colour"], Exit.USAGE, "--colour"),
     ],

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 import trio.testing
@@ -17,7 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farandole.node import transfers
-from farandole.node.shaping import Shaper
+from farandole.node.figures import BYTES_PER_MBIT
+from farandole.node.settings import MIN_CAP_MBIT
+from farandole.node.shaping import MAX_DEBT_SECONDS, Shaper
 from farandole.node.transfers import SavedCheckpoint, TransferError, TransferService, fetch_checkpoint, fetch_manifest
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.framing import frame
@@ -25,6 +28,8 @@ from farandole.protocol.manifest import Manifest, ModelConfig, decode_manifest, 
 from farandole.protocol.transfers import (
     CHECKPOINT_PROTOCOL,
     MANIFEST_PROTOCOL,
+    MIN_CAPPED_RATE,
+    MIN_RATE,
     CheckpointHeader,
     decode_header,
     encode_header,
@@ -217,13 +222,67 @@ async def test_a_donor_that_trickles_is_left(
         await fetch(host, tmp_path / "ours")
 
 
+@pytest.mark.parametrize("mbit", [MIN_CAP_MBIT, 1.0])
+async def test_a_download_is_not_given_up_for_the_slowness_of_the_donors_cap(
+    nursery: trio.Nursery,
+    tmp_path: Path,
+    autojump_clock: trio.testing.MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+    mbit: float,
+) -> None:
+    """Beside an exchange, while control traffic takes all that it can."""
+    monkeypatch.setattr(trio.to_thread, "run_sync", run_here)
+    host: Any = MemoryHost(nursery)
+    cap = Shaper(mbit * BYTES_PER_MBIT, trio.current_time)
+    cap.charge(round(2 * MAX_DEBT_SECONDS * cap.rate))
+    serve(host, saved_at(tmp_path / "theirs"), cap)
+
+    async def exchange() -> None:
+        while True:
+            await cap.wait(cap.quantum)
+
+    nursery.start_soon(exchange)
+    began = trio.current_time()
+    await fetch(host, tmp_path / "ours")
+    assert trio.current_time() - began > len(CONTENT) / MIN_RATE + transfers.CHUNK_TIMEOUT
+    nursery.cancel_scope.cancel()
+
+
+async def test_a_donor_that_gives_less_than_it_promises_is_left(
+    nursery: trio.Nursery, tmp_path: Path, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trio.to_thread, "run_sync", run_here)
+    host: Any = MemoryHost(nursery)
+    saved = saved_at(tmp_path / "theirs")
+    header = msgspec.structs.replace(saved.header, min_rate=2 * MIN_CAPPED_RATE)
+    cap = Shaper(MIN_CAPPED_RATE, trio.current_time)
+
+    async def give(stream: Any) -> None:
+        await stream.receive_some()
+        await stream.send_all(frame(encode_header(header), 256))
+        for offset in range(0, len(CONTENT), cap.quantum):
+            await cap.wait(cap.quantum)
+            await stream.send_all(CONTENT[offset : offset + cap.quantum])
+
+    host.set_handler(CHECKPOINT_PROTOCOL, give)
+    with trio.fail_after(3 * transfers.CHUNK_TIMEOUT), pytest.raises(TransferError, match="slow"):
+        await fetch(host, tmp_path / "ours")
+
+
+@pytest.mark.parametrize("rate", [0, MIN_CAPPED_RATE - 1, MIN_RATE + 1])
+def test_no_donor_may_be_slower_than_the_slowest_nor_promise_more_than_is_asked(rate: int) -> None:
+    header = CheckpointHeader(7, 350, 10_000, 1, bytes(32), min_rate=rate)
+    with pytest.raises(RemoteProtocolError, match="header"):
+        decode_header(encode_header(header), 1_000)
+
+
 async def test_a_download_is_not_given_up_for_the_slowness_of_our_own_cap(
     nursery: trio.Nursery, tmp_path: Path, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trio.to_thread, "run_sync", run_here)
     host: Any = MemoryHost(nursery)
     serve(host, saved_at(tmp_path / "theirs"))
-    cap = Shaper(transfers.MIN_RATE / 8, trio.current_time)
+    cap = Shaper(MIN_RATE / 8, trio.current_time)
     began = trio.current_time()
     await fetch(host, tmp_path / "ours", download=cap)
     assert (tmp_path / "ours").read_bytes() == CONTENT
@@ -235,7 +294,7 @@ async def test_checkpoints_are_sent_as_fast_as_the_cap_lets_them(
 ) -> None:
     monkeypatch.setattr(trio.to_thread, "run_sync", run_here)
     host: Any = MemoryHost(nursery)
-    cap = Shaper(2 * transfers.MIN_RATE, trio.current_time)
+    cap = Shaper(2 * MIN_RATE, trio.current_time)
     serve(host, saved_at(tmp_path / "theirs"), cap)
     began = trio.current_time()
     await fetch(host, tmp_path / "ours")
@@ -244,7 +303,7 @@ async def test_checkpoints_are_sent_as_fast_as_the_cap_lets_them(
 
 async def test_a_slow_line_serves_one_newcomer_at_a_time(nursery: trio.Nursery, tmp_path: Path) -> None:
     host: Any = MemoryHost(nursery)
-    serve(host, saved_at(tmp_path / "theirs"), Shaper(transfers.MIN_RATE))
+    serve(host, saved_at(tmp_path / "theirs"), Shaper(MIN_RATE))
     stream = await host.open_stream(b"p" * 32, CHECKPOINT_PROTOCOL)
     await stream.send_all(frame(SIGNED.run_id, 32))
     await stream.receive_some(1)  # of the header: it is being served

@@ -45,6 +45,7 @@ def test_what_the_command_line_says_replaces_what_the_file_says(tmp_path: Path) 
         ({"run": RUN, "slow": [0.5]}, "slow"),
         ({"run": RUN, "slow": [1.0] * 9}, "slow has 9 entries for 8 nodes"),
         ({"run": RUN, "upload_mbit": [-1.0]}, "upload_mbit"),
+        ({"run": RUN, "upload_mbit": [0.0, 0.1]}, r"a cap is at least 0\.5 Mbit/s"),
         ({"run": RUN, "download_mbit": [1.0] * 9}, "download_mbit has 9 entries for 8 nodes"),
         ({"run": RUN, "fault": [{"kind": "explode", "nodes": [1], "at_round": 1}]}, "explode"),
         ({"run": RUN, "fault": [{"kind": "kill", "nodes": [1]}]}, "either at_round or at_seconds"),
