@@ -2,14 +2,15 @@
 
 The contributions move beside it: large ones by threads over a channel of `farandole.node.bulk`, others, and those for
 which no channel opens, over the stream itself, a chunk at a time. A channel that breaks or falls silent is replaced by
-another or by the stream, and the rest goes over that one.
+another or by the stream, and the rest goes over that one. What is sent is still being encoded meanwhile, and what has
+come is decoded (`farandole.node.contributions`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -37,10 +38,12 @@ from farandole.protocol.exchange import (
     Received,
     Reroute,
     Route,
+    Sealed,
     Step,
 )
 
 from .bulk_channel import ChannelError
+from .contributions import Judge, Outgoing
 from .shaping import Shaping
 from .streams import READ_BYTES, Stream
 from .way import Channel, Way
@@ -52,14 +55,13 @@ ROUTE_UNTIL = 0.2
 # So long nothing may come over a channel, as a share of the whole time: a NAT has forgotten it, or the partner is
 # frozen. A line that loses packets is silent for a second or two.
 SILENT_FOR = 0.1
-# What the protocol lets a partner say in a session: an offer, a Route and a Reroute for each way, a Received, the
-# contribution, a verdict, a decision and an abort; and of this node's own one for each way.
-MAX_EVENTS = 3 * MAX_ROUTES + 8
+# What has come over a channel is told to the judge so often, in seconds: a few times in 100 MB at a channel's best.
+TAKE_IN_INTERVAL = 0.02
+# What the protocol lets a partner say in a session: an offer, a Route and a Reroute for each way, a hash, a Received,
+# the contribution, a verdict, a decision and an abort; and of this node's own one for each way.
+MAX_EVENTS = 3 * MAX_ROUTES + 9
 # The decision is taken, or there is nothing more to decide: so long is the partner helped to know it.
 FAREWELL_TIMEOUT = 2.0
-
-Screen = Callable[[int], Awaitable[str | None]]
-"""Called with the size of the contribution received; why it is refused, or None."""
 
 
 class _FailedError(Exception):
@@ -89,8 +91,8 @@ class Conversation:
     def __init__(
         self,
         exchange: Exchange,
-        outgoing: memoryview,
-        screen: Screen,
+        outgoing: Outgoing,
+        judge: Judge,
         deadline: float,
         outcomes: Outcomes,
         way: Way,
@@ -101,15 +103,17 @@ class Conversation:
         self.bytes_sent = 0
         self.bytes_received = 0
         self._exchange = exchange
-        self._outgoing = outgoing.cast("B")[: exchange.offer.size]
-        self._screen = screen
+        self._outgoing = outgoing
+        self._judge = judge
         self._outcomes = outcomes
         self._shaping = shaping
         self._started_at = trio.current_time()
         self._deadline = deadline
         self._events, self._coming = trio.open_memory_channel[Event | _Here | _Stuck | _Written](MAX_EVENTS)
         self._failure = ""
-        self._is_here, self._is_delivered = False, False  # the partner's contribution, and ours
+        self._is_sealed = trio.Event()  # our hash is said, or nobody listens any more
+        self._has_arrived = False  # the partner's contribution, over a channel
+        self._is_here, self._is_delivered = False, False  # the partner's contribution, with its hash, and ours
         self._proposed: Route | None = None  # by the initiator, unanswered
         self._screened = trio.Event()
         self._refusal: str | None = None
@@ -155,6 +159,7 @@ class Conversation:
         with _until(self.data_by, "the contributions took too long") as scope:
             await self._share_offers()
             scope.deadline = self.data_by
+            self._nursery.start_soon(self._seal)
             if self._exchange.offer.size >= BULK_FROM:
                 await self._agree_on_route()
             while self.way.channel is not None and not await self._move_over(self.way.channel):
@@ -255,8 +260,10 @@ class Conversation:
         while not (self._is_here and self._is_delivered):
             event = await self._next()
             match event:
-                case _Here():
-                    await self._take_whole()
+                case _Here() | Sealed():
+                    self._has_arrived |= isinstance(event, _Here)
+                    if self._has_arrived and self._exchange.partner_digest is not None:
+                        await self._take_whole()
                 case _Stuck(route) if route == self._exchange.num_routes:
                     if self._exchange.is_initiator:
                         return False
@@ -297,13 +304,28 @@ class Conversation:
         self._nursery.start_soon(self._screen_contribution)
 
     async def _screen_contribution(self) -> None:
-        self._refusal = await self._screen(self._exchange.num_received)
+        self._refusal = await self._judge.refusal(self._exchange.num_received)
         self._screened.set()
 
+    async def _seal(self) -> None:
+        """Never cancelled in the middle of the message, while there is a session."""
+        await self._write(Sealed(await self._outgoing.wait_whole()))
+        self._is_sealed.set()
+
+    async def _wait_beyond(self, position: int) -> int:
+        """Until more than ``position`` bytes may be sent; how many. The last ones may after the hash."""
+        num_ready = await self._outgoing.wait_beyond(position)
+        if num_ready == self._exchange.offer.size:
+            await self._is_sealed.wait()
+        return num_ready
+
     async def _send_over(self, channel: Channel, sent: trio.Event) -> None:
-        before = channel.num_sent
+        before, position = channel.num_sent, self._exchange.num_sent
         try:
-            await channel.send(self._outgoing[self._exchange.num_sent :])
+            while position < self._exchange.offer.size:
+                end = await self._wait_beyond(position)
+                await channel.send(self._outgoing.memory[position:end])
+                position = end
         except ChannelError as error:
             logger.debug("sending over the bulk channel broke off: %s", error)  # the partner says what it lacks
         finally:
@@ -316,6 +338,7 @@ class Conversation:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._cancel_when_silent, nursery.cancel_scope)
+                nursery.start_soon(self._let_take_in)
                 try:
                     await channel.receive(incoming)
                 except ChannelError as error:
@@ -332,10 +355,16 @@ class Conversation:
             await trio.sleep(SILENT_FOR * self._seconds)
         scope.cancel()
 
+    async def _let_take_in(self) -> None:
+        while True:
+            self._judge.take_in(self._exchange.num_received)
+            await trio.sleep(TAKE_IN_INTERVAL)
+
     async def _write_contribution(self) -> None:
         size = min(CHUNK_BYTES, self._shaping.up.quantum)
-        for offset in range(self._exchange.num_sent, self._exchange.offer.size, size):
-            chunk = Chunk(offset, self._outgoing[offset : offset + size])
+        while (position := self._exchange.num_sent) < self._exchange.offer.size:
+            end = min(position + size, await self._wait_beyond(position))
+            chunk = Chunk(position, self._outgoing.memory[position:end])
             await self._shaping.up.wait(chunk.data.nbytes)
             if not await self._write(chunk):
                 return
@@ -369,6 +398,7 @@ class Conversation:
                 so_far = self._exchange.num_received
                 self._take_in(bytes(received))
                 if self._exchange.num_received > so_far and self._exchange.channel is None:
+                    self._judge.take_in(self._exchange.num_received)
                     await self._shaping.down.wait(len(received))
                 else:
                     self._shaping.down.charge(len(received))

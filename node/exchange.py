@@ -30,7 +30,8 @@ from farandole.protocol.exchange import (
 )
 from farandole.protocol.pairing import StartExchange
 
-from .conversation import Conversation, Screen
+from .contributions import Judge, Outgoing
+from .conversation import Conversation
 from .errors import PeerUnreachableError
 from .shaping import Shaping
 from .streams import DIAL_TIMEOUT, READ_BYTES, Stream, StreamHost, close_stream, receive_frame
@@ -89,16 +90,16 @@ class ExchangeService:
         host.set_handler(RESOLVE_PROTOCOL, self._serve_resolve)
 
     async def run(
-        self, start: StartExchange, offer: Offer, outgoing: memoryview, incoming: memoryview, screen: Screen
+        self, start: StartExchange, offer: Offer, outgoing: Outgoing, incoming: memoryview, judge: Judge
     ) -> ExchangeResult:
         """Exchange contributions as `Pairing` has asked; returns by ``start.deadline``.
 
-        ``offer`` describes ``outgoing``; the partner's contribution is received into ``incoming`` and then screened.
+        ``offer`` describes ``outgoing``; the partner's contribution is received into ``incoming`` and then judged.
         Nothing in ``incoming`` counts unless the result is committed. ``start.deadline`` is of `trio.current_time`.
         """
         exchange = Exchange(start.is_initiator, offer, incoming)
         way = Way(start.peer, self.channels)
-        conversation = Conversation(exchange, outgoing, screen, start.deadline, self._outcomes, way, self._shaping)
+        conversation = Conversation(exchange, outgoing, judge, start.deadline, self._outcomes, way, self._shaping)
         started_at = trio.current_time()
         if start.is_initiator:
             self._outcomes.begin(start.session, start.peer)

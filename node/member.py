@@ -32,7 +32,8 @@ from .joining import JOIN_TIMEOUT, JoinError, Target, dial
 from .membership import STAGE, Membership
 from .messenger import Messenger
 from .reporting import Reporter
-from .rounds import MAX_ROUNDS_BEHIND, Rounds, RoundsConfig
+from .round_session import MAX_ROUNDS_BEHIND, RoundsConfig
+from .rounds import Rounds
 from .settings import NodeSettings
 from .shaping import Shaping
 from .store import Store, StoreError

@@ -14,6 +14,26 @@ import msgspec
 # Both ends are ours; the bound catches a torn stream, not an enemy. The largest message is Prepare, with the manifest.
 MAX_MESSAGE_BYTES: Final = 1 << 20
 LENGTH: Final = struct.Struct(">I")
+# How far a contribution is encoded, or has arrived, is told in steps of so many bytes: little beside what is moved
+# meanwhile, much beside what a message costs.
+STEP_BYTES: Final = 1 << 22
+# And at most so often: while the trainer takes an inner step, messages to it wait in the socket.
+MAX_STEPS: Final = 32
+
+
+class Steps:
+    """Which of the news about a contribution of ``size`` bytes are worth a message."""
+
+    def __init__(self, size: int) -> None:
+        self._step = max(STEP_BYTES, -(-size // MAX_STEPS))
+        self._due_at = self._step
+
+    def is_due(self, position: int) -> bool:
+        """Whether to tell that so many bytes are there. That all are, another message tells."""
+        if position < self._due_at:
+            return False
+        self._due_at = position + self._step
+        return True
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
@@ -60,6 +80,17 @@ class FinishRound(msgspec.Struct, frozen=True, tag=True):
     round: int
 
 
+class TakeIn(msgspec.Struct, frozen=True, tag=True):
+    """So many bytes of the partner's contribution lie in the incoming memory: decode them, while the rest arrives.
+
+    They are not known to be right; what is known so is named by `Screen`. With less than before it begins anew.
+    """
+
+    round: int
+    """The round of the own contribution."""
+    num_received: int
+
+
 class Screen(msgspec.Struct, frozen=True, tag=True):
     """Judge the contribution of ``size`` bytes that lies in the incoming memory."""
 
@@ -89,7 +120,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """End the process."""
 
 
-Command = Prepare | Train | UseFragment | FinishRound | Screen | TakeOuterStep | Save | Validate | Stop
+Command = Prepare | Train | UseFragment | FinishRound | TakeIn | Screen | TakeOuterStep | Save | Validate | Stop
 
 
 class Prepared(msgspec.Struct, frozen=True, tag=True):
@@ -118,11 +149,10 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
 
 class Contributed(msgspec.Struct, frozen=True, tag=True):
-    """The inner steps of a round are done and the contribution lies in the outgoing memory."""
+    """The inner steps of a round are done, and the contribution is being encoded; `Encoded` tells how far that is."""
 
     round: int
     size: int
-    digest: bytes
     tokens_this_round: int
     inner_steps_this_round: int
     inner_steps: int
@@ -133,6 +163,15 @@ class Contributed(msgspec.Struct, frozen=True, tag=True):
     fragment: int
     utilisation: float
     """Share of the trainer's time, since its first round began, that went into inner steps."""
+
+
+class Encoded(msgspec.Struct, frozen=True, tag=True):
+    """So many bytes of the contribution, from the front, lie in the outgoing memory."""
+
+    round: int
+    num_ready: int
+    digest: bytes | None = None
+    """BLAKE3 of the contribution, when it is whole."""
 
 
 class Screened(msgspec.Struct, frozen=True, tag=True):
@@ -176,7 +215,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     """While preparing: trying again would fail again (no data, no such device)."""
 
 
-Report = Prepared | Progress | Contributed | Screened | OuterStepTaken | Saved | Validated | Failed
+Report = Prepared | Progress | Contributed | Encoded | Screened | OuterStepTaken | Saved | Validated | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)

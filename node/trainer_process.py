@@ -4,9 +4,12 @@ It obeys the commands of `farandole.node.trainer_messages`, one at a time. While
 socket between two of them, so that the end of a round's box is seen within one step. When the mesh process goes away,
 however it ends, the socket's end of file ends this one.
 
+A contribution is sent while it is encoded, and the partner's is decoded while it arrives, as the messages tell.
+
 The next round may begin while the exchange of the last one runs: `Train` may come before the `TakeOuterStep` of the
-round before. The contribution stays as it is in the shared memory, the outer step is taken between two inner steps, and
-their progress is kept. A round that is over before then waits for it, so an outer step is at most one round late.
+round before. The contribution stays as it is in the shared memory, what comes of the partner's is decoded between two
+inner steps, where the outer step is taken too, and their progress is kept. A round that is over before then waits for
+it, so an outer step is at most one round late.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from .trainer_messages import (
     MAX_MESSAGE_BYTES,
     Command,
     Contributed,
+    Encoded,
     Failed,
     FinishRound,
     OuterStepTaken,
@@ -45,7 +49,9 @@ from .trainer_messages import (
     Saved,
     Screen,
     Screened,
+    Steps,
     Stop,
+    TakeIn,
     TakeOuterStep,
     Train,
     UseFragment,
@@ -117,6 +123,7 @@ class TrainerProcess:
         self._slow = prepare.slow
         self._checkpoint = Path(prepare.checkpoint)
         self._fragment = 0
+        self._size = 0  # of the newest contribution, and of the partner's for it
         self._began_at: float | None = None
         self._inner_seconds = 0.0  # spent in inner steps
         self._replica = replica = _build_learner(prepare)
@@ -157,6 +164,9 @@ class TrainerProcess:
         match command:
             case Train():
                 self._train(command)
+            case TakeIn(round_index, num_received):
+                if round_index == self._replica.round:
+                    self._replica.take_in(memoryview(self._incoming)[: self._size], num_received)
             case Screen(size):
                 self._channel.send(Screened(self._replica.refusal(memoryview(self._incoming)[:size])))
             case TakeOuterStep():
@@ -205,12 +215,11 @@ class TrainerProcess:
         while replica.awaits_outer_step and (late := self._channel.poll(None)) is not None:
             self._obey(late, command.round)
         replica.round = command.round
-        size, digest = replica.contribution(memoryview(self._outgoing), self._fragment)
+        self._size = replica.contribution_size(self._fragment)
         self._channel.send(
             Contributed(
                 round=command.round,
-                size=size,
-                digest=digest,
+                size=self._size,
                 tokens_this_round=replica.tokens_contributed,
                 inner_steps_this_round=steps,
                 inner_steps=replica.steps,
@@ -221,6 +230,18 @@ class TrainerProcess:
                 utilisation=self._inner_seconds / (time.monotonic() - self._began_at),
             )
         )
+        self._encode(command.round)
+
+    def _encode(self, round_index: int) -> None:
+        """The mesh process sends what is encoded while the rest is."""
+        steps = Steps(self._size)
+
+        def tell(num_ready: int) -> None:
+            if steps.is_due(num_ready):
+                self._channel.send(Encoded(round_index, num_ready))
+
+        size, digest = self._replica.contribution(memoryview(self._outgoing), self._fragment, tell)
+        self._channel.send(Encoded(round_index, size, digest))
 
     def _is_round_over(self, round_index: int, pause_until: float) -> bool:
         """Between two inner steps: obey what has come and what comes during the pause; whether the round ends."""
@@ -237,6 +258,8 @@ class TrainerProcess:
             case UseFragment():
                 if command.round == round_index:
                     self._fragment = command.fragment
+            case TakeIn():
+                self.handle(command)
             case Screen() | TakeOuterStep() if self._replica.awaits_outer_step:  # of the round before
                 self.handle(command)
             case Save():  # of the last outer step: the inner steps do not touch the slow weights

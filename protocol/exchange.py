@@ -1,12 +1,12 @@
 """Exchange: one stream, both partners' contributions both ways at once, and a commit by both or by neither.
 
-    initiator   Offer         Chunk...            Commit
-    responder          Offer  Chunk...  Accepted          Committed
+    initiator   Offer         Chunk...  Sealed  Chunk            Commit
+    responder          Offer  Chunk...  Sealed  Chunk  Accepted          Committed
 
 Contributions from `BULK_FROM` on move beside the stream, where there is a way (`farandole.protocol.bulk`):
 
-    initiator   Offer         Route         data  Received            Commit
-    responder          Offer         Route  data  Received  Accepted          Committed
+    initiator   Offer         Route         data  Sealed  Received            Commit
+    responder          Offer         Route  data  Sealed  Received  Accepted          Committed
 
 The initiator's `Route` names a bulk channel that it has with the responder, the responder's names the same if it has it
 too; otherwise chunks go over the stream as above. `Received` says that the other's contribution is here, whole and with
@@ -14,6 +14,15 @@ its hash. A channel that breaks before is no end: whoever lacks something asks f
 `Reroute`, the initiator by the `Route` with which it also answers that. The Routes say from where to go on, so nothing
 moves again that has arrived. A session has at most `MAX_ROUTES` of them, and one that has come to the stream stays
 there.
+
+A contribution is offered when its encoding begins, and moves while it goes on; so its hash comes last: `Sealed` is said
+when all is encoded, before the last bytes are sent, and the receiver, which has hashed what came, compares. (Were it
+the receiver that says its hash, and the sender that compares, what a node uses would hang on its partner's care; and
+where chunks move, one message more would be waited for.) The hash finds what was damaged, or sent before it was
+encoded. It is the sender's word for its own bytes, so to lie with it costs the exchange, and gains nothing: who wants
+to send something harmful hashes that, and the screening judges it. Bytes of third parties are kept out by Noise and by
+the channel's TLS. A hash in the offer would also bind its sender before it has seen the other's contribution; but what
+one could learn from that, all members know well enough from the rounds before.
 
 Either side may send `Aborted` instead, as long as `TRANSITIONS` allows it. A contribution is received straight into
 memory that the caller gives, of exactly the size that both know beforehand: nothing that a peer says is allocated.
@@ -24,7 +33,7 @@ that has sent `Accepted` is *in doubt* until it reads the decision; if the strea
 (`Resolve`) until its deadline, and the initiator answers from its `Outcomes`.
 
 What holds: two nodes that both live, and can reach each other at any time between the decision and the deadline, never
-believe different things of a session; a contribution counts as received only whole and with the offered hash; and a
+believe different things of a session; a contribution counts as received only whole and with its sender's hash; and a
 node commits only what it has accepted itself. What cannot hold (two generals; Gray 1978): if the network parts both
 from the decision until the deadline, the initiator may have committed while the responder goes on alone. Then one
 average was taken by one side only: the next meetings pull the two together as they do any two replicas. An initiator
@@ -47,9 +56,9 @@ from .framing import LENGTH_BYTES, FrameParser, frame
 from .manifest import Codec
 from .pairing_messages import Session
 
-EXCHANGE_VERSION = 3
+EXCHANGE_VERSION = 4
 DIGEST_BYTES = 32
-# An offer has about 200 bytes; an abort's reason at most 256 characters of up to 4.
+# An offer has about 160 bytes; an abort's reason at most 256 characters of up to 4.
 MAX_CONTROL_BYTES = 1_280
 # A chunk's frame fills one Noise message: 65,535 bytes less the tag (16) and yamux's header (12).
 CHUNK_FRAME_BYTES = 65_507
@@ -76,7 +85,7 @@ Reason = Annotated[str, msgspec.Meta(max_length=256)]
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True, tag=1):
-    """What the sender is about to send. All but the last four fields must equal the receiver's own offer."""
+    """What the sender is about to send. All but the last three fields must equal the receiver's own offer."""
 
     version: Annotated[int, msgspec.Meta(ge=1, le=255)] = EXCHANGE_VERSION
     run_id: _Digest
@@ -91,8 +100,6 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     round: _Count
     tokens: _Count
     """Tokens that the contribution was trained on: its weight in the mean."""
-    digest: _Digest
-    """BLAKE3 of the contribution; SHA-256 would take as long as all the rest of moving it."""
     seconds_left: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 0.0
     """Until the sender goes on without its partner; set when it is sent. The lesser of both holds for both."""
 
@@ -107,6 +114,13 @@ class Route(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 class Reroute(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=7):
     """The responder lacks something and nothing comes any more: the initiator is to say another `Route`."""
+
+
+class Sealed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=9):
+    """The sender's contribution is encoded to its end. Said once, before the last of it is sent."""
+
+    digest: _Digest
+    """BLAKE3 of the contribution; SHA-256 would take as long as all the rest of moving it."""
 
 
 class Received(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=8):
@@ -131,7 +145,7 @@ class Aborted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     reason: Reason
 
 
-Control = Offer | Route | Reroute | Received | Accepted | Commit | Committed | Aborted
+Control = Offer | Route | Reroute | Sealed | Received | Accepted | Commit | Committed | Aborted
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +158,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class ContributionReceived:
-    """The partner's contribution is whole and has the offered hash."""
+    """The partner's contribution is whole and has its sender's hash."""
 
     size: int
 
@@ -205,6 +219,7 @@ class Sent(enum.Enum):
     LARGE_OFFER = "large Offer"
     ROUTE = "Route"
     REROUTE = "Reroute"
+    SEALED = "Sealed"
     RECEIVED = "Received"
     CHUNK = "Chunk"
     LAST_CHUNK = "last Chunk"
@@ -217,14 +232,23 @@ class Sent(enum.Enum):
 Role = Literal["initiator", "responder"]
 _BOTH: dict[Step, dict[Sent, Step]] = {
     Step.OFFERING: {Sent.OFFER: Step.SENDING, Sent.LARGE_OFFER: Step.ROUTING, Sent.ABORTED: Step.ABORTED},
-    Step.ROUTING: {Sent.ROUTE: Step.ROUTED, Sent.ABORTED: Step.ABORTED},
-    Step.ROUTED: {Sent.ABORTED: Step.ABORTED},  # and the responder's Route takes both on
+    Step.ROUTING: {Sent.ROUTE: Step.ROUTED, Sent.SEALED: Step.ROUTING, Sent.ABORTED: Step.ABORTED},
+    Step.ROUTED: {  # and the responder's Route takes both on
+        Sent.SEALED: Step.ROUTED,
+        Sent.ABORTED: Step.ABORTED,
+    },
     Step.MOVING: {  # and the second Received takes both on
         Sent.ROUTE: Step.ROUTED,
+        Sent.SEALED: Step.MOVING,
         Sent.RECEIVED: Step.MOVING,
         Sent.ABORTED: Step.ABORTED,
     },
-    Step.SENDING: {Sent.CHUNK: Step.SENDING, Sent.LAST_CHUNK: Step.JUDGING, Sent.ABORTED: Step.ABORTED},
+    Step.SENDING: {
+        Sent.CHUNK: Step.SENDING,
+        Sent.SEALED: Step.SENDING,
+        Sent.LAST_CHUNK: Step.JUDGING,  # after Sealed
+        Sent.ABORTED: Step.ABORTED,
+    },
     Step.COMMITTED: {},
     Step.ABORTED: {},
 }
@@ -263,6 +287,7 @@ REQUIRES: dict[Role, dict[Sent, frozenset[Step]]] = {
 _SENT_OF: dict[type[Control], Sent] = {
     Route: Sent.ROUTE,
     Reroute: Sent.REROUTE,
+    Sealed: Sent.SEALED,
     Received: Sent.RECEIVED,
     Accepted: Sent.ACCEPTED,
     Commit: Sent.COMMIT,
@@ -294,8 +319,12 @@ class Exchange:
         self.num_sent = 0
         """Bytes of the contribution sent over the stream, or moved over a channel as far as the partner has told."""
         self.incoming = Incoming(incoming.cast("B")[: offer.size])
+        self.digest: bytes | None = None
+        """BLAKE3 of the own contribution, once it is said."""
+        self.partner_digest: bytes | None = None
+        """Of the partner's."""
         self.is_whole = False
-        """Whether the partner's contribution is in the memory, with the offered hash."""
+        """Whether the partner's contribution is in the memory, with this hash."""
         self.num_routes = 0
         self.channel: bytes | None = None
         """The bulk channel that both have named."""
@@ -343,6 +372,8 @@ class Exchange:
         if not 0 < size <= CHUNK_BYTES or chunk.offset != self.num_sent or end > self.offer.size:
             raise LocalProtocolError(f"chunk of {size} bytes at {chunk.offset}, {self.num_sent} bytes are sent")
         sent = Sent.LAST_CHUNK if end == self.offer.size else Sent.CHUNK
+        if sent is Sent.LAST_CHUNK and self.digest is None:
+            raise LocalProtocolError("the last chunk before the hash")
         self.ours = self._moved(self.ours, sent, by_us=True)
         self.num_sent = end
         length = (_KIND_BYTES + _OFFSET_BYTES + size).to_bytes(LENGTH_BYTES, "big")
@@ -375,11 +406,16 @@ class Exchange:
         return ContributionReceived(self.num_received)
 
     def check_whole(self) -> None:
-        """The last byte has come, over a channel perhaps: compare the hash."""
+        """The last byte has come, over a channel perhaps: compare the hash, which must have come before.
+
+        (Over a channel that is for the stream, where it was said before, to bring: wait for `partner_digest`.)
+        """
         if self.partner_offer is None or self.num_received < self.offer.size:
             raise LocalProtocolError("a contribution that is not here yet")
-        if self.incoming.digest() != self.partner_offer.digest:
-            raise RemoteProtocolError("the contribution's hash is not the offered one")
+        if self.partner_digest is None:
+            raise RemoteProtocolError("all of the contribution, and no hash")
+        if self.incoming.digest() != self.partner_digest:
+            raise RemoteProtocolError("the contribution's hash is not what its sender says")
         self.is_whole = True
 
     def _take_control(self) -> Control | None:
@@ -430,6 +466,10 @@ class Exchange:
                 self._check_offer(message)
             case Route():
                 self._check_route(message, by_us)
+            case Sealed() if self._digest_of(by_us) is not None:
+                raise _error(by_us)("a second hash")
+            case Received() if self._digest_of(not by_us) is None:
+                raise _error(by_us)("Received before the other's hash was said")
             case Reroute() if self._is_reroute_due or self._lacks_nothing(by_us):
                 raise _error(by_us)("a Reroute by one that has asked already, or lacks nothing")
             case Received() if self._lacks_nothing(by_us) or (self._is_reroute_due and self.is_initiator is not by_us):
@@ -447,6 +487,9 @@ class Exchange:
         elif self.num_routes == MAX_ROUTES or (lacks_nothing and not self._is_reroute_due):
             raise _error(by_us)("a Route that nobody needs, or beyond those of a session")
 
+    def _digest_of(self, is_us: bool) -> bytes | None:
+        return self.digest if is_us else self.partner_digest
+
     def _lacks_nothing(self, is_us: bool) -> bool:
         """Whether one of the two has said that it has the other's contribution."""
         return self._has_said_received if is_us else self._has_heard_received
@@ -460,6 +503,10 @@ class Exchange:
                 self._route(message, by_us)
             case Reroute():
                 self._is_reroute_due = True
+            case Sealed(digest) if by_us:
+                self.digest = digest
+            case Sealed(digest):
+                self.partner_digest = digest
             case Received():
                 self._note_received(by_us)
 

@@ -98,6 +98,11 @@ class Replica:
         """Size of the largest contribution in this run, and of every one if there are no fragments."""
         return self._form.size(len(self._frozen))
 
+    def contribution_size(self, fragment: int = 0) -> int:
+        """Bytes of a contribution of this fragment."""
+        part = self.layout.fragment(fragment, self._outer.fragments)
+        return self._form.size(part.stop - part.start)
+
     @property
     def awaits_outer_step(self) -> bool:
         """Whether a contribution was made whose outer step is due: inner steps belong to the next round meanwhile."""

@@ -12,6 +12,7 @@ import trio
 
 from farandole.node.bulk import BulkService
 from farandole.node.bulk_channel import BulkChannel
+from farandole.node.contributions import Outgoing
 from farandole.node.control import serve_control
 from farandole.node.exchange import ExchangeService
 from farandole.node.host import Host
@@ -67,10 +68,10 @@ class Node:
             size=size,
             round=round,
             tokens=1,
-            digest=bytes.fromhex(digest),
         )
+        outgoing = Outgoing.whole(self._outgoing[:size], bytes.fromhex(digest))
         with self._meter.running() as figures:
-            result = await self._exchanges.run(start, offer, self._outgoing[:size], self._incoming[:size], _accept)
+            result = await self._exchanges.run(start, offer, outgoing, self._incoming[:size], _Lenient())
         if not result.committed:
             raise ConnectionError(f"an exchange was not committed: {result.reason}")
         return {**figures, "path": result.path}
@@ -104,8 +105,15 @@ class Node:
     """For what goes on between requests."""
 
 
-async def _accept(size: int) -> str | None:
-    return None
+class _Lenient:
+    """Accepts every contribution."""
+
+    def take_in(self, num_received: int) -> None:
+        """Later, if at all."""
+
+    async def refusal(self, size: int) -> str | None:
+        """There is none."""
+        return None
 
 
 @contextlib.asynccontextmanager

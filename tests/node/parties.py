@@ -13,6 +13,7 @@ import trio.testing
 from blake3 import blake3
 
 from farandole.node.bulk_channel import ChannelError
+from farandole.node.contributions import Outgoing
 from farandole.node.errors import PeerUnreachableError
 from farandole.node.exchange import (
     EXCHANGE_PROTOCOL,
@@ -124,17 +125,18 @@ class MemoryChannel:
         self._faults = faults
 
     async def send(self, data: memoryview) -> None:
-        end = min(
-            data.nbytes, *(at for at in (self._faults.cut_at, self._faults.freeze_at, data.nbytes) if at is not None)
-        )
+        faults = [at for at in (self._faults.cut_at, self._faults.freeze_at) if at is not None]
+        left = min(faults) - self.num_sent if faults else data.nbytes + 1
+        piece = data[: max(left, 0)]
         with self._moving():
-            await self._stream.send_all(bytes(data[:end]))
-            self.num_sent += end
+            await self._stream.send_all(bytes(piece))
+            self.num_sent += piece.nbytes
+            if piece.nbytes < left:
+                return
             if self._faults.freeze_at is not None:
                 await trio.sleep_forever()
-            if self._faults.cut_at is not None:
-                self.close()
-                raise ChannelError("cut")
+            self.close()
+            raise ChannelError("cut")
 
     async def receive(self, incoming: Incoming) -> None:
         with self._moving():
@@ -224,21 +226,38 @@ class Party:
         self.service = ExchangeService(host, channels)
         self.contribution = random.Random(seed).randbytes(size)
         self.incoming = bytearray(size)
-        self.refusal: str | None = None
+        self.outgoing = Outgoing.whole(memoryview(self.contribution), blake3(self.contribution).digest())
+        self.refuses: str | None = None
+        self.taken_in: list[int] = []
         self.results: list[ExchangeResult] = []
         self.offer = offer_of(self.contribution, round=seed, tokens=100 * seed)
 
-    async def screen(self, size: int) -> str | None:
+    def take_in(self, num_received: int) -> None:
+        self.taken_in.append(num_received)
+
+    async def refusal(self, size: int) -> str | None:
         await trio.lowlevel.checkpoint()
         assert size == len(self.incoming)
-        return self.refusal
+        return self.refuses
+
+    def encode_slowly(self, size: int, seconds: float, digest: bytes | None = None) -> None:
+        """From now on, so many bytes after each pause; what is not encoded yet is rubbish."""
+        encoded, memory = self.contribution, bytearray(len(self.contribution))
+        digest = digest or blake3(encoded).digest()
+        self.outgoing = outgoing = Outgoing(memoryview(memory))
+
+        async def encode() -> None:
+            for end in range(size, len(encoded) + size, size):
+                await trio.sleep(seconds)
+                memory[:end] = encoded[:end]
+                outgoing.advance(min(end, len(encoded)), digest if end >= len(encoded) else None)
+
+        self.host.nursery.start_soon(encode)
 
     async def exchange(self, partner: bytes, deadline: float = PATIENCE) -> None:
         is_initiator = self.host.author < partner
         start = StartExchange(SESSION, partner, self.offer.round, is_initiator, trio.current_time() + deadline)
-        result = await self.service.run(
-            start, self.offer, memoryview(self.contribution), memoryview(self.incoming), self.screen
-        )
+        result = await self.service.run(start, self.offer, self.outgoing, memoryview(self.incoming), self)
         self.results.append(result)
 
     @property
@@ -257,7 +276,6 @@ def offer_of(contribution: bytes, round: int = 1, tokens: int = 1) -> Offer:
         size=len(contribution),
         round=round,
         tokens=tokens,
-        digest=blake3(contribution).digest(),
     )
 
 

@@ -12,6 +12,7 @@ from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.bulk import BulkService, open_bulk
+from farandole.node.contributions import Outgoing
 from farandole.node.exchange import ExchangeResult, ExchangeService
 from farandole.node.host import Host, open_host
 from farandole.protocol.exchange import BULK_FROM, Offer
@@ -55,15 +56,16 @@ class Node:
             size=len(self.outgoing),
             round=0,
             tokens=tokens,
-            digest=blake3(self.outgoing).digest(),
         )
+        outgoing = Outgoing.whole(memoryview(self.outgoing), blake3(self.outgoing).digest())
+        self.results.append(await self.exchanges.run(start, offer, outgoing, memoryview(self.incoming), self))
 
-        async def accept(size: int) -> str | None:
-            await trio.lowlevel.checkpoint()
-            return None
+    def take_in(self, num_received: int) -> None:
+        assert num_received <= len(self.incoming)
 
-        out, into = memoryview(self.outgoing), memoryview(self.incoming)
-        self.results.append(await self.exchanges.run(start, offer, out, into, accept))
+    async def refusal(self, size: int) -> str | None:
+        await trio.lowlevel.checkpoint()
+        return None
 
 
 @contextlib.asynccontextmanager

@@ -156,4 +156,4 @@ def test_nothing_at_all_has_no_contribution() -> None:
     """An offer has at least a byte: a run whose model has no parameters is none."""
     assert all(encoded_size(codec, 0) == 0 for codec in CODECS)
     with pytest.raises(msgspec.ValidationError, match=r"\$\[7\]"):
-        msgspec.convert([1, 2, bytes(32), bytes(16), 0, bytes(32), "fp32", 0, 0, 0, bytes(32), 1.0], Offer)
+        msgspec.convert([1, 2, bytes(32), bytes(16), 0, bytes(32), "fp32", 0, 0, 0, 1.0], Offer)

@@ -7,7 +7,9 @@ import msgspec
 import pytest
 import trio
 import trio.testing
+from blake3 import blake3
 
+from farandole.node.contributions import Outgoing
 from farandole.node.conversation import FAREWELL_TIMEOUT, ROUTE_UNTIL, SILENT_FOR
 from farandole.node.exchange import (
     CLAIM_TIMEOUT,
@@ -35,6 +37,7 @@ from farandole.protocol.exchange import (
     Incoming,
     Offer,
     Route,
+    Sealed,
 )
 
 from .parties import (
@@ -98,7 +101,7 @@ async def test_a_verdict_overtakes_a_contribution_that_waits_for_its_cap(
     up = Shaper(SIZE / 5, trio.current_time)
     up.charge(2 * SIZE)
     alice.service._shaping = Shaping(up, Shaper())
-    alice.refusal = "not this one"
+    alice.refuses = "not this one"
     await meet(alice, bob)
     assert bob.result.reason == "the partner aborted: refused: not this one"
     assert up.reserve(0) > 0  # the contribution would still wait
@@ -117,7 +120,7 @@ async def test_what_one_refuses_neither_uses(
     alice: Party, bob: Party, refuser: bytes, autojump_clock: trio.testing.MockClock
 ) -> None:
     refusing, other = (alice, bob) if refuser == ALICE else (bob, alice)
-    refusing.refusal = "not finite"
+    refusing.refuses = "not finite"
     await meet(alice, bob)
     assert not alice.result.committed
     assert not bob.result.committed
@@ -207,10 +210,13 @@ async def _bytes_up_to_commit(alice: Party) -> int:
     sent = len(offer)
     exchange.receive_data(partner.send(alice.offer))
     exchange.next_event()
+    assert alice.outgoing.digest is not None
+    messages: list[Control | Chunk] = [Sealed(alice.outgoing.digest)]
     for offset in range(0, SIZE, CHUNK_BYTES):
-        data = memoryview(alice.contribution)[offset : offset + CHUNK_BYTES]
-        sent += len(exchange.send(Chunk(offset, data)))
-        exchange.receive_data(partner.send(Chunk(offset, data)))
+        messages += [Chunk(offset, memoryview(alice.contribution)[offset : offset + CHUNK_BYTES])]
+    for message in messages:
+        sent += len(exchange.send(message))
+        exchange.receive_data(partner.send(message))
         exchange.next_event()
     return sent
 
@@ -239,16 +245,21 @@ class Liar:
         self.stream = stream
         self.exchange = Exchange(True, offer, memoryview(bytearray(offer.size)))
         self.contribution = memoryview(contribution)
+        self.digest = blake3(contribution).digest()
 
     async def send(self, message: Control | Chunk) -> None:
         await self.stream.send_all(self.exchange.send(message))
 
     async def send_contribution(self) -> None:
+        await self.send(Sealed(self.digest))
         for offset in range(0, self.exchange.offer.size, CHUNK_BYTES):
             await self.send(Chunk(offset, self.contribution[offset : offset + CHUNK_BYTES]))
 
     async def expect(self, kind: type[Event]) -> None:
-        while (event := self.exchange.next_event()) is None:
+        """The next event that is not the honest one's hash, which comes when it comes."""
+        while (event := self.exchange.next_event()) is None or isinstance(event, Sealed):
+            if event is not None:
+                continue
             data = await self.stream.receive_some(65_536)
             assert data
             self.exchange.receive_data(bytes(data))
@@ -270,10 +281,10 @@ async def test_a_wrong_hash_is_refused(bob: Party, autojump_clock: trio.testing.
     async def script(liar: Liar) -> None:
         await liar.send(liar.exchange.offer)
         await liar.expect(Offer)
+        liar.digest = bytes(32)
         await liar.send_contribution()
 
-    offer = msgspec.structs.replace(offer_of(contribution), digest=bytes(32), seconds_left=30.0)
-    await _lie(bob, script, offer, contribution)
+    await _lie(bob, script, msgspec.structs.replace(offer_of(contribution), seconds_left=30.0), contribution)
     assert not bob.result.committed
     assert "hash" in bob.result.reason
 
@@ -391,7 +402,7 @@ async def test_a_slow_screening_is_cut_off(alice: Party, bob: Party, autojump_cl
         await trio.sleep_forever()
         return None
 
-    bob.screen = sleepy  # type: ignore[method-assign]
+    bob.refusal = sleepy  # type: ignore[method-assign]
     await meet(alice, bob)
     assert not alice.result.committed
     assert not bob.result.committed
@@ -596,7 +607,7 @@ async def test_a_stream_that_ends_beside_the_channel_leaves_both_believing_the_s
 async def test_what_one_refuses_after_the_channel_neither_uses(
     pair: BulkPair, refuser: bytes, autojump_clock: trio.testing.MockClock
 ) -> None:
-    pair.party(refuser).refusal = "not finite"
+    pair.party(refuser).refuses = "not finite"
     await pair.meet()
     pair.assert_aborted()
     assert pair.party(refuser).result.reason == "refused: not finite"
@@ -607,7 +618,7 @@ async def test_a_wrong_hash_over_the_channel_is_refused(
     pair: BulkPair, liar: bytes, autojump_clock: trio.testing.MockClock
 ) -> None:
     party = pair.party(liar)
-    party.offer = msgspec.structs.replace(party.offer, digest=bytes(32))
+    party.outgoing = Outgoing.whole(memoryview(party.contribution), bytes(32))
     await pair.meet()
     pair.assert_aborted()
     assert "hash" in pair.party(BOB if liar == ALICE else ALICE).result.reason

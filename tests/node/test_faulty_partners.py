@@ -42,9 +42,10 @@ from .parties import (
 from .real_nodes import open_nodes, swap
 
 LARGE = BULK_FROM + 1
-# By the tags of the protocol's messages.
-NAMES = {1: "Offer", 2: "Accepted", 3: "Commit", 4: "Committed", 5: "Aborted", 6: "Route", 7: "Reroute", 8: "Received"}
-BEFORE_THE_VERDICTS = ("Offer", "Route", "Chunk", "Received")
+# By the tags of the protocol's messages, from 1 on.
+NAMES = ("", "Offer", "Accepted", "Commit", "Committed", "Aborted", "Route", "Reroute", "Received", "Sealed")
+WRONG_HASH = "the partner broke the protocol: the contribution's hash is not what its sender says"
+BEFORE_THE_VERDICTS = ("Offer", "Route", "Chunk", "Sealed", "Received")
 
 
 def name_of(sent: bytes) -> str:
@@ -127,10 +128,10 @@ async def assert_can_go_on(honest: Party, carol: Party, path: str) -> None:
 
 
 STAGES = [
-    *itertools.product([SIZE], [ALICE], ["Offer", "Chunk", "Commit"]),
-    *itertools.product([SIZE], [BOB], ["Offer", "Chunk", "Accepted", "Committed"]),
-    *itertools.product([LARGE], [ALICE], ["Offer", "Route", "Received", "Commit"]),
-    *itertools.product([LARGE], [BOB], ["Offer", "Route", "Received", "Accepted", "Committed"]),
+    *itertools.product([SIZE], [ALICE], ["Offer", "Sealed", "Chunk", "Commit"]),
+    *itertools.product([SIZE], [BOB], ["Offer", "Sealed", "Chunk", "Accepted", "Committed"]),
+    *itertools.product([LARGE], [ALICE], ["Offer", "Route", "Sealed", "Received", "Commit"]),
+    *itertools.product([LARGE], [BOB], ["Offer", "Route", "Sealed", "Received", "Accepted", "Committed"]),
 ]
 
 
@@ -304,7 +305,7 @@ async def real_pair(author: bytes, fault: str) -> AsyncIterator[RealPair]:
         ("drops the encryption", PATIENCE, "stream", ""),
         ("freezes", PATIENCE / 3, "stream", ""),
         ("sends too much", PATIENCE, "bulk", ""),
-        ("lies", PATIENCE, "bulk", "the partner broke the protocol: the contribution's hash is not the offered one"),
+        ("lies", PATIENCE, "bulk", WRONG_HASH),
         ("drips", PATIENCE / 6, "bulk", "the contributions took too long"),
     ],
 )

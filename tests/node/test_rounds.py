@@ -15,20 +15,25 @@ import trio.testing
 from farandole.node import rounds as rounds_module
 from farandole.node import trainer_messages as messages
 from farandole.node.board import Board
+from farandole.node.contributions import Judge, Outgoing
 from farandole.node.exchange import ExchangeResult
-from farandole.node.rounds import MAX_ROUNDS_BEHIND, NEWS_SECONDS, Rounds, RoundsConfig
+from farandole.node.round_session import MAX_ROUNDS_BEHIND, NEWS_SECONDS, RoundsConfig
+from farandole.node.rounds import RESTART_DELAYS, Rounds
+from farandole.node.trainer import TrainerError
+from farandole.protocol.exchange import Offer
 from farandole.protocol.manifest import Manifest, ModelConfig, RoundConfig
 from farandole.protocol.pairing import Pairing, PeersChanged, StartExchange, State
 
+SIZE = 3 * messages.STEP_BYTES
 MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
-PREPARED = messages.Prepared("cpu", 1, 4, b"l" * 32, 0, 0, 0, resumed=False)
+PREPARED = messages.Prepared("cpu", 1, SIZE, b"l" * 32, 0, 0, 0, resumed=False)
 
 
 EXCHANGE_SECONDS = 5.0
 
 
 def contributed(round_index: int) -> messages.Contributed:
-    return messages.Contributed(round_index, 4, b"h" * 32, 8, 1, 1, 8, 2.0, 1.0, 0, 0.5)
+    return messages.Contributed(round_index, SIZE, 8, 1, 1, 8, 2.0, 1.0, 0, 0.5)
 
 
 class FakeTrainer:
@@ -36,18 +41,21 @@ class FakeTrainer:
 
     def __init__(self) -> None:
         self.prepared, self.pid = PREPARED, 1
-        self.outgoing, self.incoming = bytearray(4), bytearray(4)
+        self.outgoing, self.incoming = bytearray(SIZE), bytearray(SIZE)
         self.commands: list[messages.Command] = []
-        self.reports, self._reported = trio.open_memory_channel[messages.Report](100)
+        self.reports, self._reported = trio.open_memory_channel[messages.Report | TrainerError](100)
 
     async def send(self, command: messages.Command) -> None:
         self.commands.append(command)
         await trio.lowlevel.checkpoint()
 
     async def receive(self) -> messages.Report:
-        return await self._reported.receive()
+        report = await self._reported.receive()
+        if isinstance(report, TrainerError):
+            raise report
+        return report
 
-    async def report(self, *reports: messages.Report) -> None:
+    async def report(self, *reports: messages.Report | TrainerError) -> None:
         for report in reports:
             self.reports.send_nowait(report)
         await trio.testing.wait_all_tasks_blocked()
@@ -66,6 +74,9 @@ class Story:
         prepare: Any = None
         fake: Any = SimpleNamespace(set_receiver=lambda *args: None, send_nowait=self.refuse, run=self.exchange)
         self.exchanges: list[StartExchange] = []
+        self.outgoing: Outgoing
+        self.judge: Judge
+        self.num_cancelled = 0
         manifest = Manifest("tiny", MODEL, rounds=rounds)
         self.pairing = Pairing(b"a" * 32, manifest.rounds, random.Random(1))
         self.rounds = Rounds(
@@ -90,10 +101,17 @@ class Story:
         """A messenger with too many streams: it says at once that a message is lost."""
         self.rounds.lose_peer(peer)
 
-    async def exchange(self, start: StartExchange, *args: object) -> ExchangeResult:
+    async def exchange(
+        self, start: StartExchange, offer: Offer, outgoing: Outgoing, incoming: memoryview, judge: Judge
+    ) -> ExchangeResult:
         """An exchange that fails after a while."""
         self.exchanges.append(start)
-        await trio.sleep(EXCHANGE_SECONDS)
+        self.outgoing, self.judge = outgoing, judge
+        try:
+            await trio.sleep(EXCHANGE_SECONDS)
+        except trio.Cancelled:
+            self.num_cancelled += 1
+            raise
         return ExchangeResult(start.session, start.peer, start.round, False, "broken", 0, 0, 1.0, 0, 0, 0, "stream")
 
     async def play_round(self) -> None:
@@ -186,7 +204,8 @@ async def test_who_slept_and_learns_bit_by_bit_how_long_takes_newer_weights_too(
 
 
 OVERLAPPED = RoundConfig(overlap=True)
-TRAIN, ALONE = messages.Train, messages.TakeOuterStep
+TRAIN, ALONE, FORGET = messages.Train, messages.TakeOuterStep, messages.TakeIn(0, 0)
+START = StartExchange(b"s" * 16, b"b" * 32, 0, is_initiator=True, deadline=60.0)
 
 
 def without_saves(trainer: FakeTrainer) -> list[messages.Command]:
@@ -219,11 +238,54 @@ async def test_an_overlapped_exchange_that_fails_leaves_the_next_round_alone(
     await trainer.report(contributed(0))
     commands = [TRAIN(0, 0), TRAIN(1, 0)]
     assert without_saves(trainer) == commands
-    session.carry_out(StartExchange(b"s" * 16, b"b" * 32, 0, is_initiator=True, deadline=60.0))
+    session.carry_out(START)
     assert story.pairing.round == 1  # the next partner is sought while the exchange goes on
     assert story.pairing.state is State.SEEKING
     await trio.sleep(2 * EXCHANGE_SECONDS)
     assert [start.round for start in story.exchanges] == [0]
-    assert without_saves(trainer) == [*commands, ALONE(0)]
+    assert without_saves(trainer) == [*commands, FORGET, ALONE(0)]
     assert story.pairing.round == 1
     assert story.board.exchanges_failed == 1
+
+
+async def test_what_is_encoded_is_sent_and_what_comes_is_taken_in(
+    story: Story, autojump_clock: trio.testing.MockClock
+) -> None:
+    (trainer,) = story.trainers
+    story.rounds._pairing.handle(PeersChanged(frozenset({b"b" * 32})), trio.current_time())
+    await trainer.report(contributed(0))
+    session = story.rounds._session
+    assert session is not None
+    session.carry_out(START)
+    await trio.testing.wait_all_tasks_blocked()
+    assert story.outgoing.num_ready == 0
+    await trainer.report(messages.Encoded(0, 5))
+    assert (story.outgoing.num_ready, story.outgoing.digest) == (5, None)
+    await trainer.report(messages.Encoded(0, SIZE, b"h" * 32))
+    assert (story.outgoing.num_ready, story.outgoing.digest) == (SIZE, b"h" * 32)
+    for num_received in range(0, SIZE + 1, SIZE // 1_000):
+        story.judge.take_in(num_received)
+    await trio.testing.wait_all_tasks_blocked()
+    taken_in = [command for command in trainer.commands if isinstance(command, messages.TakeIn)]
+    assert 2 <= len(taken_in) <= messages.MAX_STEPS
+    assert all(command.num_received >= messages.STEP_BYTES for command in taken_in)
+    await trio.sleep(2 * EXCHANGE_SECONDS)
+    assert trainer.commands[-1] == FORGET
+
+
+@pytest.mark.parametrize("rounds_config", [RoundConfig(), OVERLAPPED])
+async def test_a_trainer_that_dies_while_it_encodes_ends_the_exchange(
+    story: Story, autojump_clock: trio.testing.MockClock
+) -> None:
+    (trainer,) = story.trainers
+    story.rounds._pairing.handle(PeersChanged(frozenset({b"b" * 32})), trio.current_time())
+    await trainer.report(contributed(0), messages.Encoded(0, 5))
+    session = story.rounds._session
+    assert session is not None
+    session.carry_out(START)
+    await trainer.report(TrainerError("killed"))
+    assert story.num_cancelled == 1
+    assert not any(isinstance(command, messages.TakeOuterStep) for command in trainer.commands)
+    await trio.sleep(2 * RESTART_DELAYS[0])
+    assert len(story.trainers) == 2
+    assert story.trainers[1].commands == [TRAIN(0, 0)], "from the last checkpoint"

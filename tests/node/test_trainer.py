@@ -19,7 +19,7 @@ from farandole.node import trainer_messages as messages
 from farandole.node.conversion import training_configs
 from farandole.node.trainer import Trainer, TrainerError, open_trainer
 from farandole.node.transfers import saved_round
-from farandole.protocol.manifest import Manifest, manifest_from_dict
+from farandole.protocol.manifest import Manifest, ModelConfig, manifest_from_dict
 from farandole.training.learner import Learner, build_learner
 
 DEADLINE = 120  # a hang, not a duration: a loaded machine imports torch in a quarter of this
@@ -65,13 +65,13 @@ def prepare(tmp_path: Path, manifest: Manifest) -> Callable[..., messages.Prepar
 
 
 async def report_of(trainer: Trainer, kind: type[ReportType]) -> ReportType:
-    """The next report of a kind, past those of progress."""
+    """The next report of a kind, past those of progress and of encoding."""
     with trio.fail_after(DEADLINE):
         while True:
             report = await trainer.receive()
             if isinstance(report, kind):
                 return report
-            assert isinstance(report, messages.Progress)
+            assert isinstance(report, messages.Progress | messages.Encoded)
 
 
 async def test_two_trainers_average_to_the_very_mean(
@@ -92,7 +92,10 @@ async def test_two_trainers_average_to_the_very_mean(
             await trainer.send(messages.Train(0, 3))
             contributed[trainer] = report = await report_of(trainer, messages.Contributed)
             assert report.inner_steps == 3
-            assert report.digest == blake3(trainer.outgoing[: report.size]).digest()
+            digest = blake3(trainer.outgoing[: report.size]).digest()
+            while (encoded := await report_of(trainer, messages.Encoded)).digest is None:
+                assert 0 < encoded.num_ready <= report.size
+            assert encoded == messages.Encoded(0, report.size, digest)
         assert alice.outgoing[: contributed[alice].size] != bob.outgoing[: contributed[bob].size]
         for own, partner, author in ((alice, bob, b"b" * 32), (bob, alice, b"a" * 32)):
             theirs = contributed[partner]
@@ -177,12 +180,16 @@ async def test_an_outer_step_may_come_during_the_next_round(
         await alice.send(messages.FinishRound(0))  # crossed the contribution: not of this round
         await alice.send(messages.Validate(1))  # waits for the round's end
         alice.incoming[:size] = b"\xff" * size  # NaN: what a first partner sent
+        await alice.send(messages.TakeIn(0, size))
         await alice.send(messages.Screen(size))
         assert "finite" in (await report_of(alice, messages.Screened)).reason
+        await alice.send(messages.TakeIn(0, size))
+        await alice.send(messages.TakeIn(0, 0))  # that exchange came to nothing
         await alice.send(messages.Save())
         assert (await report_of(alice, messages.Saved)).round == 0
         assert alice.outgoing[:size] == bytes(sent["a"])  # still what is being sent
         alice.incoming[:size] = bytes(sent["b"])
+        await alice.send(messages.TakeIn(0, size))
         await alice.send(messages.Screen(size))
         assert (await report_of(alice, messages.Screened)).reason == ""
         await alice.send(messages.TakeOuterStep(0, b"b" * 32, size, 70))
@@ -206,6 +213,51 @@ async def test_an_outer_step_may_come_during_the_next_round(
         assert (await report_of(alice, messages.OuterStepTaken)).late_steps == 0
         await alice.send(messages.Save())
         assert (await report_of(alice, messages.Saved)).round == 2
+
+
+WIDE = {"num_layers": 1, "width": 256, "num_heads": 2, "hidden": 4096, "context": 16, "vocabulary": 256}
+
+
+async def test_a_contribution_is_sent_while_it_is_encoded_and_taken_in_while_it_comes(
+    prepare: Callable[..., messages.Prepare], manifest: Manifest
+) -> None:
+    wide = msgspec.structs.replace(manifest, model=msgspec.convert(WIDE, ModelConfig))
+    twins = [_twin(prepare(author), wide) for author in (b"a" * 32, b"b" * 32)]
+    sent = [bytearray(twin.contribution_bytes) for twin in twins]
+    for twin, contribution in zip(twins, sent, strict=True):
+        twin.learn()
+        twin.contribution(contribution)
+    async with open_trainer(prepare(b"a" * 32, manifest=msgspec.msgpack.encode(wide)), None) as alice:
+        await alice.send(messages.Train(0, 1))
+        first = await report_of(alice, messages.Contributed)
+        assert first.size == len(sent[0]) > 2 * messages.STEP_BYTES
+        ready = 0
+        while True:
+            encoded = await report_of(alice, messages.Encoded)
+            assert ready < encoded.num_ready
+            assert alice.outgoing[ready : encoded.num_ready] == sent[0][ready : encoded.num_ready]
+            ready = encoded.num_ready
+            if encoded.digest is not None:
+                break
+            assert ready < first.size
+        assert encoded == messages.Encoded(0, first.size, blake3(sent[0]).digest())
+
+        await alice.send(messages.TakeIn(7, first.size))  # of another round: not looked at
+        for end in (1, messages.STEP_BYTES, messages.STEP_BYTES + 1, first.size - 1, first.size):
+            alice.incoming[:end] = bytes(sent[1][:end])
+            await alice.send(messages.TakeIn(0, end))
+        await alice.send(messages.Screen(first.size))
+        assert (await report_of(alice, messages.Screened)).reason == ""
+        await alice.send(messages.TakeOuterStep(0, b"b" * 32, first.size, 70))
+        await report_of(alice, messages.OuterStepTaken)
+        await alice.send(messages.Train(1, 1))
+        await report_of(alice, messages.Contributed)
+        while (encoded := await report_of(alice, messages.Encoded)).digest is None:
+            pass
+
+    twins[0].outer_step(sent[1], first.tokens_this_round, 70, own_first=True)
+    twins[0].learn()
+    assert twins[0].contribution(sent[0]) == (first.size, encoded.digest), "bit for bit"
 
 
 def _twin(command: messages.Prepare, manifest: Manifest) -> Learner:

@@ -37,6 +37,7 @@ from farandole.protocol.exchange import (
     Resolution,
     Resolve,
     Route,
+    Sealed,
     Step,
     decode_resolution,
     decode_resolve,
@@ -63,13 +64,14 @@ class Side:
             size=size,
             round=4 + is_initiator,
             tokens=5,
-            digest=blake3(self.contribution).digest(),
             seconds_left=30.0,
         )
+        self.sealed = Sealed(blake3(self.contribution).digest())
         self.exchange = Exchange(is_initiator, self.offer, memoryview(self.incoming))
 
     def chunks(self) -> Iterator[Chunk]:
-        for offset in range(0, len(self.contribution), CHUNK_BYTES):
+        """Those that have not moved yet."""
+        for offset in range(self.exchange.num_sent, len(self.contribution), CHUNK_BYTES):
             yield Chunk(offset, memoryview(self.contribution)[offset : offset + CHUNK_BYTES])
 
     def receive(self, data: bytes, piece: int = 2**20) -> list[Event]:
@@ -104,7 +106,11 @@ def share(alice: Side, bob: Side, piece: int = 2**20) -> None:
     """Up to both verdicts."""
     share_offers(alice, bob, piece)
     for sender, receiver in ((alice, bob), (bob, alice)):
-        assert tell(sender, receiver, *sender.chunks(), piece=piece) == [ContributionReceived(len(sender.contribution))]
+        *chunks, last = sender.chunks()
+        assert tell(sender, receiver, *chunks, sender.sealed, last, piece=piece) == [
+            sender.sealed,
+            ContributionReceived(len(sender.contribution)),
+        ]
         assert receiver.incoming == sender.contribution
 
 
@@ -163,13 +169,10 @@ def move_over(sender: Side, receiver: Side, end: int = BULK_FROM) -> None:
 
 
 def take_whole(receiver: Side, sender: Side) -> list[Event]:
+    if sender.exchange.digest is None:
+        tell(sender, receiver, sender.sealed)
     receiver.exchange.check_whole()
     return tell(receiver, sender, Received())
-
-
-def rest_of(side: Side) -> Iterator[Chunk]:
-    for offset in range(side.exchange.num_sent, len(side.contribution), CHUNK_BYTES):
-        yield Chunk(offset, memoryview(side.contribution)[offset : offset + CHUNK_BYTES])
 
 
 def assert_can_commit(alice: Side, bob: Side) -> None:
@@ -196,7 +199,7 @@ def test_without_a_channel_at_both_ends_chunks_move(large: tuple[Side, Side], na
     tell(alice, bob, Route(named, 0))
     tell(bob, alice, Route(None, 0))
     for sender, receiver in (large, large[::-1]):
-        assert tell(sender, receiver, *sender.chunks()) == [ContributionReceived(BULK_FROM)]
+        assert tell(sender, receiver, sender.sealed, *sender.chunks())[1:] == [ContributionReceived(BULK_FROM)]
         assert receiver.incoming == sender.contribution
         with pytest.raises(LocalProtocolError):
             receiver.exchange.send(Received())
@@ -230,7 +233,8 @@ def test_a_broken_channel_is_replaced_and_nothing_moves_twice(
         if sender.exchange.num_sent == BULK_FROM:
             continue
         if channel is None:
-            assert tell(sender, receiver, *rest_of(sender)) == [ContributionReceived(BULK_FROM)]
+            tell(sender, receiver, sender.sealed)
+            assert tell(sender, receiver, *sender.chunks()) == [ContributionReceived(BULK_FROM)]
         else:
             move_over(sender, receiver)
             take_whole(receiver, sender)
@@ -242,6 +246,8 @@ def test_a_word_of_the_responder_may_cross_the_initiators_route(large: tuple[Sid
         alice, bob = Side(True, BULK_FROM), Side(False, BULK_FROM)
         share_offers(alice, bob)
         open_way(alice, bob)
+        for sender, receiver in ((alice, bob), (bob, alice)):
+            tell(sender, receiver, sender.sealed)
         move_over(alice, bob, BULK_FROM if crossing == Received() else 7)
         if crossing == Received():
             bob.exchange.check_whole()
@@ -251,7 +257,7 @@ def test_a_word_of_the_responder_may_cross_the_initiators_route(large: tuple[Sid
         bob.receive(route)
         tell(bob, alice, Route(None, bob.exchange.num_received))
         for sender, receiver in ((alice, bob), (bob, alice)):
-            tell(sender, receiver, *rest_of(sender))
+            tell(sender, receiver, *sender.chunks())
         assert_can_commit(alice, bob)
 
 
@@ -287,6 +293,7 @@ def test_what_contradicts_itself_is_refused(large: tuple[Side, Side], messages: 
     alice, bob = large
     open_way(alice, bob)
     move_over(alice, bob)
+    tell(alice, bob, alice.sealed)
     bob.exchange.check_whole()
     first, second = messages
     tell(bob, alice, first)
@@ -337,7 +344,7 @@ def test_nothing_moves_before_both_have_named_the_way(large: tuple[Side, Side]) 
     with pytest.raises(LocalProtocolError):
         bob.exchange.send(Route(None, 0))  # the initiator is first
     tell(alice, bob, Route(CHANNEL, 0))
-    for message in (next(alice.chunks()), Route(None, 0), Commit()):
+    for message in (next(alice.chunks()), Route(None, 0), Received(), Commit()):
         with pytest.raises(LocalProtocolError):
             alice.exchange.send(message)
     for side in large:
@@ -350,12 +357,16 @@ def test_small_contributions_need_no_way(alice: Side, bob: Side) -> None:
         alice.exchange.send(Route(None, 0))
 
 
-def test_a_channel_brings_what_was_offered_or_nothing(large: tuple[Side, Side]) -> None:
+def test_a_channel_brings_what_was_encoded_or_nothing(large: tuple[Side, Side]) -> None:
     alice, bob = large
     open_way(alice, bob)
     with pytest.raises(LocalProtocolError, match="not here yet"):
         alice.exchange.check_whole()
     move_over(alice, bob)
+    with pytest.raises(RemoteProtocolError, match="no hash"):
+        bob.exchange.check_whole()
+    for sender, receiver in ((alice, bob), (bob, alice)):
+        tell(sender, receiver, sender.sealed)
     bob.exchange.check_whole()
     for message in (Received(), Commit()):
         with pytest.raises(LocalProtocolError, match="before the contribution"):
@@ -416,10 +427,74 @@ def test_an_offer_that_does_not_fit_is_refused(alice: Side, bob: Side, field: st
 
 
 def test_a_wrong_hash_is_found_at_the_last_byte(alice: Side, bob: Side) -> None:
-    tell(alice, bob, msgspec.structs.replace(alice.offer, digest=bytes(DIGEST_BYTES)))
-    tell(bob, alice, bob.offer)
+    share_offers(alice, bob)
+    tell(alice, bob, Sealed(bytes(DIGEST_BYTES)))
+    *chunks, last = alice.chunks()
+    assert not tell(alice, bob, *chunks)
     with pytest.raises(RemoteProtocolError, match="hash"):
-        tell(alice, bob, *alice.chunks())
+        tell(alice, bob, last)
+    assert not bob.exchange.is_whole
+
+
+def test_the_hash_comes_once_and_before_the_last_byte(alice: Side, bob: Side) -> None:
+    with pytest.raises(LocalProtocolError):
+        alice.exchange.send(alice.sealed)  # of what?
+    share_offers(alice, bob)
+    *chunks, last = alice.chunks()
+    tell(alice, bob, *chunks)
+    with pytest.raises(LocalProtocolError, match="before the hash"):
+        alice.exchange.send(last)
+    forged = bytes(alice.exchange.send(alice.sealed))
+    with pytest.raises(LocalProtocolError, match="second"):
+        alice.exchange.send(alice.sealed)
+    hasty = alice.exchange.send(last)
+    with pytest.raises(RemoteProtocolError, match="no hash"):
+        bob.receive(hasty)
+    twice = Side(is_initiator=False)
+    tell(Side(is_initiator=True), twice, alice.offer)
+    twice.receive(forged)
+    with pytest.raises(RemoteProtocolError, match="second"):
+        twice.receive(forged)
+
+
+@pytest.mark.parametrize("channel", [None, CHANNEL])
+@pytest.mark.parametrize("at", ["the offers", "Alice's route", "both routes", "half of it", "another route"])
+def test_the_hash_may_be_said_at_any_time_after_the_offers(
+    large: tuple[Side, Side], at: str, channel: bytes | None
+) -> None:
+    alice, bob = large
+    for step in ("the offers", "Alice's route", "both routes", "half of it", "another route"):
+        match step:
+            case "Alice's route":
+                tell(alice, bob, Route(CHANNEL, 0))
+            case "both routes":
+                tell(bob, alice, Route(CHANNEL, 0))
+            case "half of it":
+                move_over(alice, bob, BULK_FROM // 2)
+                move_over(bob, alice, BULK_FROM // 2)
+            case "another route":
+                open_way(alice, bob, channel)
+        if step == at:
+            for sender, receiver in (large, large[::-1]):
+                assert tell(sender, receiver, sender.sealed) == [sender.sealed]
+    for sender, receiver in (large, large[::-1]):
+        if channel is None:
+            tell(sender, receiver, *sender.chunks())
+        else:
+            move_over(sender, receiver)
+            take_whole(receiver, sender)
+    assert_can_commit(alice, bob)
+
+
+def test_nobody_has_received_what_is_not_encoded(large: tuple[Side, Side]) -> None:
+    alice, bob = large
+    open_way(alice, bob)
+    move_over(alice, bob)
+    bob.exchange.partner_digest = alice.sealed.digest  # as if it had been said
+    bob.exchange.check_whole()
+    lie = bob.exchange.send(Received())
+    with pytest.raises(RemoteProtocolError, match="before"):
+        alice.receive(lie)
 
 
 def _chunk(offset: int, size: int) -> bytes:
@@ -524,15 +599,14 @@ def test_questions_and_answers_survive_the_wire() -> None:
 def _transcript() -> bytes:
     """All that an initiator sends in one good session, small."""
     alice, bob = Side(True, 200), Side(False, 200)
-    sent = alice.exchange.send(alice.offer)
-    bob.receive(sent)
+    offer = alice.exchange.send(alice.offer)
+    bob.receive(offer)
     alice.receive(bob.exchange.send(bob.offer))
-    for chunk in alice.chunks():
-        sent += alice.exchange.send(chunk)
-    alice.receive(b"".join(bob.exchange.send(chunk) for chunk in bob.chunks()))
-    bob.receive(sent[len(sent) - 213 :])
+    contribution = alice.exchange.send(alice.sealed) + b"".join(map(alice.exchange.send, alice.chunks()))
+    alice.receive(bob.exchange.send(bob.sealed) + b"".join(map(bob.exchange.send, bob.chunks())))
+    bob.receive(contribution)
     alice.receive(bob.exchange.send(Accepted()))
-    return sent + alice.exchange.send(Commit())
+    return offer + contribution + alice.exchange.send(Commit())
 
 
 TRANSCRIPT = _transcript()
@@ -558,19 +632,29 @@ def test_mutated_sessions_raise_remote_protocol_errors_and_never_commit_rubbish(
             for event in bob.receive(bytes(data[start : start + piece])):
                 if isinstance(event, Offer):
                     bob.exchange.send(bob.offer)
+                    bob.exchange.send(bob.sealed)
                     for chunk in bob.chunks():
                         bob.exchange.send(chunk)
                 if isinstance(event, ContributionReceived):
-                    offer = bob.exchange.partner_offer
-                    assert offer is not None
-                    assert blake3(bob.incoming).digest() == offer.digest
+                    assert blake3(bob.incoming).digest() == bob.exchange.partner_digest
                     bob.exchange.send(Accepted())
     except RemoteProtocolError:
         pass
     assert len(bob.exchange._head) <= MAX_CONTROL_BYTES + 5
 
 
-MOVES = ["alice moves", "bob moves", "route", "route to the stream", "answer", "decline", "reroute", "chunks"]
+MOVES = [
+    "alice moves",
+    "bob moves",
+    "alice seals",
+    "bob seals",
+    "route",
+    "route to the stream",
+    "answer",
+    "decline",
+    "reroute",
+    "chunks",
+]
 
 
 @settings(max_examples=200, deadline=None)
@@ -587,9 +671,13 @@ def test_however_ways_break_both_agree_and_nothing_counts_but_the_whole(moves: l
                     sender, receiver = (alice, bob) if move == "alice moves" else (bob, alice)
                     exchange = receiver.exchange
                     if exchange.channel is not None and exchange.theirs is Step.MOVING and not exchange.is_whole:
-                        move_over(sender, receiver, number)
+                        # Nobody sends the last byte before the hash.
+                        move_over(sender, receiver, number if sender.exchange.digest else min(number, BULK_FROM - 1))
                         exchange.check_whole()
                         tell(receiver, sender, Received())
+                case "alice seals" | "bob seals":
+                    sender, receiver = (alice, bob) if move == "alice seals" else (bob, alice)
+                    tell(sender, receiver, sender.sealed)
                 case "route":
                     tell(alice, bob, Route(CHANNEL, asker.num_received))
                 case "route to the stream":
@@ -602,11 +690,13 @@ def test_however_ways_break_both_agree_and_nothing_counts_but_the_whole(moves: l
                     tell(bob, alice, Reroute())
                 case "chunks":
                     for sender, receiver in ((alice, bob), (bob, alice)):
-                        tell(sender, receiver, *rest_of(sender))
+                        for chunk in sender.chunks():
+                            tell(sender, receiver, chunk)
         assert (asker.channel, asker.num_routes) == (answerer.channel, answerer.num_routes)
         assert asker.num_routes <= MAX_ROUTES
         assert (asker.ours, asker.theirs) == (answerer.theirs, answerer.ours)
         for ours, theirs in ((alice, bob), (bob, alice)):
+            assert ours.exchange.digest == theirs.exchange.partner_digest
             assert 0 <= ours.exchange.num_sent <= BULK_FROM
             if ours.exchange.is_whole:
                 assert ours.incoming == theirs.contribution
