@@ -28,7 +28,7 @@ from farandole.protocol.exchange import (
     peek_offer,
     resolve_parser,
 )
-from farandole.protocol.pairing import StartExchange
+from farandole.protocol.pairing_events import StartExchange
 
 from .contributions import Judge, Outgoing
 from .conversation import Conversation

@@ -24,7 +24,7 @@ import trio
 from farandole.protocol.exchange import Offer
 from farandole.protocol.identity import short_name
 from farandole.protocol.manifest import Manifest
-from farandole.protocol.pairing import (
+from farandole.protocol.pairing_events import (
     ContributionReady,
     Event,
     ExchangeEnded,

@@ -17,13 +17,13 @@ from typing import Final
 import trio
 
 from farandole.protocol.manifest import Manifest
-from farandole.protocol.pairing import (
+from farandole.protocol.pairing import Pairing
+from farandole.protocol.pairing_events import (
     Event,
     FinishRound,
     GoAlone,
     MessageReceived,
     Output,
-    Pairing,
     PeerLost,
     PeersChanged,
     SendMessage,

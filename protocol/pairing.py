@@ -31,6 +31,27 @@ from dataclasses import dataclass
 
 from .errors import LocalProtocolError, RemoteProtocolError
 from .manifest import RoundConfig
+from .pairing_events import (
+    TRANSITIONS,
+    ContributionReady,
+    Event,
+    ExchangeEnded,
+    FinishRound,
+    GoAlone,
+    MessageReceived,
+    Output,
+    PeerLost,
+    PeersChanged,
+    RoundStarted,
+    SendMessage,
+    SetTimer,
+    StartExchange,
+    State,
+    Stopped,
+    TimerFired,
+    Trigger,
+    UseFragment,
+)
 from .pairing_messages import (
     SESSION_BYTES,
     Accept,
@@ -68,176 +89,6 @@ MAX_PROPOSALS = 64
 MAX_MESSAGES, METER_SECONDS = 64, 1.0
 # Peers counted in one such period; messages of further ones are dropped.
 MAX_METERED_PEERS = 4_096
-
-
-@dataclass(frozen=True, slots=True)
-class RoundStarted:
-    """The trainer begins the inner steps of this round. Ends whatever was agreed for an earlier round.
-
-    An exchange that runs goes on without this machine: where it overlaps with this round, the caller follows it.
-    """
-
-    round: int
-    at: float | None = None
-    """When it began, if that was earlier than now."""
-
-
-@dataclass(frozen=True, slots=True)
-class ContributionReady:
-    """The trainer has ended the round's inner steps, and its contribution, of this fragment, can be read."""
-
-    round: int
-    fragment: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PeersChanged:
-    """The live peers of this node's stage, by public key, without itself: the whole set, not a change to it."""
-
-    peers: frozenset[bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class MessageReceived:
-    """A pairing message came in, from the peer that the connection authenticated."""
-
-    peer: bytes
-    payload: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class PeerLost:
-    """The connection to a peer is gone, or a message to it was not delivered."""
-
-    peer: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class TimerFired:
-    """The time of the newest `SetTimer` has come. Early or superfluous ones do no harm."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExchangeEnded:
-    """The exchange that `StartExchange` asked for is over, committed or not."""
-
-    session: bytes
-    committed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Stopped:
-    """The node pauses or leaves: it meets nobody until its next `RoundStarted`."""
-
-
-Event = (
-    RoundStarted | ContributionReady | PeersChanged | MessageReceived | PeerLost | TimerFired | ExchangeEnded | Stopped
-)
-
-
-@dataclass(frozen=True, slots=True)
-class SendMessage:
-    """Send the payload to the peer, after all earlier ones to it; if that fails, come back with `PeerLost`."""
-
-    peer: bytes
-    payload: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class SetTimer:
-    """Come back with `TimerFired` at this time (monotonic seconds). Replaces the timer that was set before."""
-
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class UseFragment:
-    """This round's contribution shall be of this fragment, unless it is made already. Replaces the last word on it."""
-
-    round: int
-    fragment: int
-
-
-@dataclass(frozen=True, slots=True)
-class FinishRound:
-    """The round's box in time is over: the trainer ends its inner steps after the one that runs."""
-
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class StartExchange:
-    """Both contributions are ready: exchange them, and come back with `ExchangeEnded` by the deadline."""
-
-    session: bytes
-    peer: bytes
-    round: int
-    is_initiator: bool
-    """Whether this node opens the stream; the other one awaits it."""
-    deadline: float
-    """Monotonic seconds at which this node goes on, with or without its partner."""
-
-
-@dataclass(frozen=True, slots=True)
-class GoAlone:
-    """Take this round's outer step alone; the reason is for people."""
-
-    round: int
-    reason: str
-
-
-Output = SendMessage | SetTimer | UseFragment | FinishRound | StartExchange | GoAlone
-
-
-class State(enum.Enum):
-    """Where a node stands in its round."""
-
-    IDLE = "idle"  # no round runs, or its outcome is known
-    SEEKING = "seeking"  # no partner, no proposal outstanding
-    PROPOSED = "proposed"  # a proposal awaits its answer
-    MATCHED = "matched"  # a partner is agreed on; one of both is not ready yet
-    EXCHANGING = "exchanging"
-    AWAY = "away"  # paused or leaving
-
-
-class Trigger(enum.Enum):
-    """What moves a node from one state to another."""
-
-    ROUND_STARTED = "round started"
-    PROPOSAL_SENT = "proposal sent"
-    PROPOSAL_FAILED = "proposal failed"
-    AGREED = "agreed"
-    PARTNER_LOST = "partner lost"
-    BOTH_READY = "both ready"
-    EXCHANGE_ENDED = "exchange ended"
-    WENT_ALONE = "went alone"
-    STOPPED = "stopped"
-
-
-# The whole life of a round. A pair of state and trigger that is missing cannot happen; if it does, it is our defect.
-TRANSITIONS: dict[State, dict[Trigger, State]] = {
-    State.IDLE: {},
-    State.SEEKING: {
-        Trigger.PROPOSAL_SENT: State.PROPOSED,
-        Trigger.AGREED: State.MATCHED,
-        Trigger.WENT_ALONE: State.IDLE,
-    },
-    State.PROPOSED: {
-        Trigger.PROPOSAL_FAILED: State.SEEKING,
-        Trigger.AGREED: State.MATCHED,
-    },
-    State.MATCHED: {
-        Trigger.PARTNER_LOST: State.SEEKING,
-        Trigger.BOTH_READY: State.EXCHANGING,
-    },
-    State.EXCHANGING: {
-        Trigger.EXCHANGE_ENDED: State.IDLE,
-    },
-    State.AWAY: {},
-}
-for _row in TRANSITIONS.values():
-    _row[Trigger.ROUND_STARTED] = State.SEEKING
-    _row[Trigger.STOPPED] = State.AWAY
 
 
 class _Timer(enum.Enum):

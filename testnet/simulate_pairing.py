@@ -22,7 +22,8 @@ from functools import partial
 
 from farandole.protocol.exchange import ASK_FROM, DATA_UNTIL, DECIDE_UNTIL, Outcomes
 from farandole.protocol.manifest import RoundConfig
-from farandole.protocol.pairing import (
+from farandole.protocol.pairing import Pairing
+from farandole.protocol.pairing_events import (
     ContributionReady,
     Event,
     ExchangeEnded,
@@ -30,7 +31,6 @@ from farandole.protocol.pairing import (
     GoAlone,
     MessageReceived,
     Output,
-    Pairing,
     PeerLost,
     PeersChanged,
     RoundStarted,

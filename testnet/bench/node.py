@@ -18,7 +18,7 @@ from farandole.node.exchange import ExchangeService
 from farandole.node.host import Host
 from farandole.protocol.exchange import Offer
 from farandole.protocol.manifest import Codec
-from farandole.protocol.pairing import StartExchange
+from farandole.protocol.pairing_events import StartExchange
 
 from .meter import Meter, watched_loop
 from .paths import Announce, open_node

@@ -27,7 +27,7 @@ from farandole.protocol.exchange import (
     Incoming,
     Offer,
 )
-from farandole.protocol.pairing import StartExchange
+from farandole.protocol.pairing_events import StartExchange
 
 ALICE, BOB, CAROL = b"a" * 32, b"b" * 32, b"c" * 32  # the one whose key is less initiates
 SESSION = b"s" * 16

@@ -17,7 +17,7 @@ from farandole.node.exchange import ExchangeResult, ExchangeService
 from farandole.node.host import Host, open_host
 from farandole.protocol.exchange import BULK_FROM, Offer
 from farandole.protocol.manifest import Codec
-from farandole.protocol.pairing import StartExchange
+from farandole.protocol.pairing_events import StartExchange
 
 PATIENCE = 60.0
 # Tokens behind the two contributions: the shares are 0.25 and 0.75.

@@ -22,7 +22,8 @@ from farandole.node.rounds import RESTART_DELAYS, Rounds
 from farandole.node.trainer import TrainerError
 from farandole.protocol.exchange import Offer
 from farandole.protocol.manifest import Manifest, ModelConfig, RoundConfig
-from farandole.protocol.pairing import Pairing, PeersChanged, StartExchange, State
+from farandole.protocol.pairing import Pairing
+from farandole.protocol.pairing_events import PeersChanged, StartExchange, State
 
 SIZE = 3 * messages.STEP_BYTES
 MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)

@@ -17,8 +17,11 @@ from farandole.protocol.pairing import (
     MEETING_SHARE,
     PROPOSE_FROM,
     PROPOSE_UNTIL,
-    TRANSITIONS,
     WAIT_SHARE,
+    Pairing,
+)
+from farandole.protocol.pairing_events import (
+    TRANSITIONS,
     ContributionReady,
     Event,
     ExchangeEnded,
@@ -26,7 +29,6 @@ from farandole.protocol.pairing import (
     GoAlone,
     MessageReceived,
     Output,
-    Pairing,
     PeerLost,
     PeersChanged,
     RoundStarted,
