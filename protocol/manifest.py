@@ -22,7 +22,7 @@ MAX_MANIFEST_BYTES = 16 * 1024
 RUN_ID_BYTES = 32
 _DOMAIN = b"farandole/manifest/1"
 
-Codec = Literal["fp32", "bf16", "fp16", "int8", "int4"]
+Codec = Literal["fp32", "bf16", "fp16", "int8", "int4", "topk"]
 Momentum = Literal["heavy_ball", "nesterov"]
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
@@ -91,7 +91,9 @@ class OuterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gamma: _Positive = 0.7
     momentum: Momentum = "heavy_ball"
     codec: Codec = "fp32"
-    """How a contribution travels."""
+    """How a contribution travels. With ``topk`` the means of two partners differ where only one has sent."""
+    topk: Annotated[int, msgspec.Meta(ge=1, le=128)] = 32
+    """Of each 256 elements, how many the codec ``topk`` sends, as int8: 4 + 2 topk bytes for these 256."""
     error_feedback: bool | None = None
     """Whether what the codec rounds away is added to the next contribution; null: where it helps, with int4."""
     fragments: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
@@ -188,6 +190,8 @@ def _problems(manifest: Manifest) -> list[str]:
         )
     if outer.error_feedback and outer.codec == "fp32":
         problems.append("outer.error_feedback is set, but the codec fp32 is exact: it makes no error to feed back")
+    if outer.error_feedback is not None and outer.codec == "topk":
+        problems.append("outer.error_feedback is set, but the codec topk feeds back in its own way, and always")
     if model.width % model.num_heads or model.width // model.num_heads % 2:
         problems.append(
             f"model.width ({model.width}) must be an even multiple of model.num_heads ({model.num_heads}): "

@@ -26,6 +26,7 @@ from .data import Sampler, draw
 from .inner import adamw_, learning_rate
 from .model import build_model, language_loss
 from .parameters import bind_, layout_of
+from .topk import TopK
 
 Group = Literal["gradients", "all", "pairs", "none"]
 
@@ -50,6 +51,7 @@ def methods(interval: int = 10) -> tuple[Method, ...]:
     nesterov_int8 = OuterConfig(momentum="nesterov", codec="int8")
     halves = OuterConfig(momentum="nesterov", codec="int8", fragments=2)
     half = -(-interval // 2)
+    # 70 of 256 elements take 144 bytes, as they do in int4.
     return (
         Method("synchronous data parallel", "gradients"),
         Method("DiLoCo", "all", interval),
@@ -60,6 +62,8 @@ def methods(interval: int = 10) -> tuple[Method, ...]:
         Method("NoLoCo, Nesterov, bf16", "pairs", interval, OuterConfig(momentum="nesterov", codec="bf16")),
         Method("NoLoCo, Nesterov, fp16", "pairs", interval, OuterConfig(momentum="nesterov", codec="fp16")),
         Method("NoLoCo, Nesterov, int4", "pairs", interval, OuterConfig(momentum="nesterov", codec="int4")),
+        Method("NoLoCo, Nesterov, topk 70", "pairs", interval, OuterConfig(momentum="nesterov", codec="topk", topk=70)),
+        Method("NoLoCo, Nesterov, topk 32", "pairs", interval, OuterConfig(momentum="nesterov", codec="topk", topk=32)),
         Method("NoLoCo, Nesterov, fp32, half a round late", "pairs", interval, nesterov, half),
         Method("NoLoCo, Nesterov, int8, half a round late", "pairs", interval, nesterov_int8, half),
         Method("NoLoCo, Nesterov, int8, a round late", "pairs", interval, nesterov_int8, interval),
@@ -84,6 +88,8 @@ class Ensemble:
         self.phi = self.theta.clone()
         self.momentum = torch.zeros_like(self.theta)
         self.error = torch.zeros_like(self.theta)
+        self.last: Tensor | None = None
+        """What was last sent, by topk."""
         self.layout = layout_of(self.modules[0], "fp32")
         for row, module in enumerate(self.modules):
             bind_(module, self.layout, self.theta[row], self.gradient[row])
@@ -115,7 +121,14 @@ class Ensemble:
         frozen = theta if snapshot is None else snapshot[:, part]
         means = noloco.contribution(frozen, phi, outer).clone()
         meant = means + error if outer.feeds_errors_back else means.clone()
+        if outer.codec == "topk" and self.last is None:
+            self.last = noloco.contribution(self.phi, self.phi, outer).clone()  # as if all had sent it
         for rows in (list(group) for group in groups if len(group) > 1):
+            if self.last is not None:
+                last = self.last[:, part][rows]
+                means[rows] = _means_of_topk(meant[rows], last, TopK(outer.topk))
+                self.last[rows, part] = last
+                continue
             sent = torch.stack([_as_sent(row, outer.codec) for row in meant[rows]])
             means[rows] = sent.mean(0)
             if outer.feeds_errors_back:
@@ -193,6 +206,27 @@ def _groups(group: Group, num_replicas: int, seed: int, step: int) -> list[list[
     places = draw(2**62, num_replicas, b"pairs", seed.to_bytes(8, "little"), step.to_bytes(8, "little"))
     order = [int(row) for row in np.argsort(places)]
     return [order[i : i + 2] for i in range(0, num_replicas, 2)]
+
+
+def _means_of_topk(values: Tensor, last: Tensor, form: TopK) -> Tensor:
+    """The mean over a group as each of its members has it: (g, n) from what they mean and last sent, (g, n) each.
+
+    Brings ``last`` up to date.
+    """
+    every = []
+    for row, value in enumerate(values):
+        data = torch.empty(form.size(len(value)), dtype=torch.uint8)
+        form.encode(value, data, last[row])
+        form.decode(data, last[row])
+        every.append(data)
+    means = []
+    for row, value in enumerate(values):
+        form.decode(every[row], sent := value.clone())
+        received = [sent.clone() for _ in values]
+        for data, theirs in zip(every, received, strict=True):
+            form.decode(data, theirs)
+        means.append(torch.stack(received).mean(0))
+    return torch.stack(means)
 
 
 def _as_sent(values: Tensor, codec: str) -> Tensor:

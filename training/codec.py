@@ -36,15 +36,12 @@ import torch
 from torch import Tensor
 
 from .errors import CodecError
+from .magnitudes import MAX_FP16, MAX_MAGNITUDE, MIN_SCALE, SCALE_BYTES
+from .topk import TopK
 
-# Rounding upwards can at most double a value, so what is encoded below this decodes finite.
-MAX_MAGNITUDE = 2.0**126
-MAX_FP16 = 65_504.0
-MIN_SCALE = 2.0**-126  # the least normal number: blocks of zeros and denormals need no case of their own
 # Elements encoded or decoded at a time, a multiple of every block: 2 MiB of fp32 stay in a processor's cache from one
 # operation to the next, and the operations' fixed costs do not show. Bounds the temporaries for a model of any size.
 _SLICE = 1 << 19
-_SCALE_BYTES = 4
 
 Buffer = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
 
@@ -55,14 +52,17 @@ class Form(Protocol):
     def size(self, num_elements: int) -> int:
         """Bytes that so many elements take; those of a multiple of a block do not depend on what follows."""
 
-    def encode(self, values: Tensor, out: Tensor) -> None:
-        """Write ``values`` (n,) fp32 into ``out`` (size(n),) uint8.
+    def encode(self, values: Tensor, out: Tensor, last: Tensor | None = None) -> None:
+        """Write ``values`` (n,) fp32 into ``out`` (size(n),) uint8; topk needs to know what was ``last`` sent (n,).
 
         Raises `CodecError` if a value is not finite, or too large.
         """
 
     def decode(self, data: Tensor, values: Tensor) -> None:
-        """Read ``data`` (size(n),) uint8 into ``values`` (n,) fp32; raises `CodecError` if one is not finite."""
+        """Read ``data`` (size(n),) uint8 into ``values`` (n,) fp32, which keep what topk did not send.
+
+        Raises `CodecError` if a value is not finite.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class _Plain:
     def size(self, num_elements: int) -> int:
         return self.dtype.itemsize * num_elements
 
-    def encode(self, values: Tensor, out: Tensor) -> None:
+    def encode(self, values: Tensor, out: Tensor, last: Tensor | None = None) -> None:
         if not _is_within(values, self.limit):
             raise CodecError(f"a value to be sent is not finite, or too large for {self.name}")
         out.view(self.dtype).copy_(values)
@@ -108,9 +108,9 @@ class _Blocks:
         return self.size(self.length)
 
     def size(self, num_elements: int) -> int:
-        return _SCALE_BYTES * -(-num_elements // self.length) + -(-num_elements * self.bits // 8)
+        return SCALE_BYTES * -(-num_elements // self.length) + -(-num_elements * self.bits // 8)
 
-    def encode(self, values: Tensor, out: Tensor) -> None:
+    def encode(self, values: Tensor, out: Tensor, last: Tensor | None = None) -> None:
         whole = len(values) - len(values) % self.length
         if whole:
             self._encode_blocks(values[:whole].view(-1, self.length), out[: self.size(whole)].view(-1, self._num_bytes))
@@ -126,13 +126,13 @@ class _Blocks:
         if not bool((largest <= MAX_MAGNITUDE).all()):  # false for NaN as well
             raise CodecError("a value to be sent is not finite, or too large for blocks")
         scales = (largest / self.levels).clamp_(min=MIN_SCALE)
-        rows[:, :_SCALE_BYTES].copy_(scales.view(torch.uint8))
+        rows[:, :SCALE_BYTES].copy_(scales.view(torch.uint8))
         levels = (blocks / scales).round_()  # rounding makes no quotient more than ``levels``
         if self.bits == 4:  # two to a byte, the first in the low half
             pairs = levels.add_(8).to(torch.int8).view(torch.int16)  # (b, length / 2), the first in the low byte
-            rows[:, _SCALE_BYTES:].copy_(pairs | (pairs >> 4))
+            rows[:, SCALE_BYTES:].copy_(pairs | (pairs >> 4))
         else:
-            rows.view(torch.int8)[:, _SCALE_BYTES:].copy_(levels)
+            rows.view(torch.int8)[:, SCALE_BYTES:].copy_(levels)
 
     def decode(self, data: Tensor, values: Tensor) -> None:
         whole = len(values) - len(values) % self.length
@@ -149,10 +149,10 @@ class _Blocks:
 
     def _decode_blocks(self, rows: Tensor, blocks: Tensor) -> None:
         """``rows`` (b, bytes of a block) into ``blocks`` (b, length)."""
-        scales = rows[:, :_SCALE_BYTES].contiguous().view(torch.float32)  # (b, 1)
+        scales = rows[:, :SCALE_BYTES].contiguous().view(torch.float32)  # (b, 1)
         if not bool(((scales >= MIN_SCALE) & (scales <= MAX_MAGNITUDE / self.levels * 2)).all()):
             raise CodecError("a scale received is not a finite positive number")
-        packed = rows[:, _SCALE_BYTES:]
+        packed = rows[:, SCALE_BYTES:]
         if self.bits == 4:
             pairs = packed.to(torch.int16)
             blocks.copy_(((pairs | (pairs << 4)) & 0x0F0F).view(torch.int8)).sub_(8)
@@ -168,15 +168,18 @@ _FORMS: dict[str, Form] = {
     "int8": _Blocks(256, 127, 8),
     "int4": _Blocks(64, 7, 4),
 }
-CODECS = tuple(_FORMS)
+CODECS = tuple(_FORMS)  # those that send every element; and there is topk
+DEFAULT_TOPK = 32
 
 
-def form_of(codec: str) -> Form:
+def form_of(codec: str, topk: int = DEFAULT_TOPK) -> Form:
     """Raises `CodecError` if there is no codec of this name."""
+    if codec == "topk":
+        return TopK(topk)
     try:
         return _FORMS[codec]
     except KeyError:
-        raise CodecError(f"no codec is called {codec!r}; there are {', '.join(CODECS)}") from None
+        raise CodecError(f"no codec is called {codec!r}; there are {', '.join(CODECS)}, topk") from None
 
 
 def encoded_size(codec: str, num_elements: int) -> int:
@@ -239,7 +242,7 @@ def decode(codec: str, data: Buffer, num_elements: int, device: torch.device | s
     form = form_of(codec)
     source = np.frombuffer(data, dtype=np.uint8)
     check_length(form, num_elements, len(source))
-    values = torch.empty(num_elements)
+    values = torch.zeros(num_elements) if codec == "topk" else torch.empty(num_elements)
     for part in slices(num_elements):
         form.decode(bytes_to_read(source[bytes_of(form, part)]), values[part])
     return values.to(device)

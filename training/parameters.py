@@ -40,6 +40,10 @@ class Layout:
         """Where fragment ``index`` of ``count`` lies in the flat vector: parts of one length, up to one element."""
         return slice(self.num_elements * index // count, self.num_elements * (index + 1) // count)
 
+    def largest_fragment(self, count: int) -> int:
+        """Elements of the largest of ``count`` fragments."""
+        return -(-self.num_elements // count)
+
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """The parameters, by name, as views into ``flat`` (n,)."""
         sizes = [math.prod(shape) for shape in self.shapes]

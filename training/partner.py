@@ -13,6 +13,7 @@ from torch import Tensor
 from .codec import Buffer, Form, bytes_of, bytes_to_read, check_length, slices
 from .errors import CodecError, ScreeningError
 from .screening import screen, sums
+from .topk import TopK
 
 
 class PartnerContribution:
@@ -45,6 +46,8 @@ class PartnerContribution:
             if where.stop > available or self._problem is not None:
                 return
             if part.start >= self._num_taken:
+                if isinstance(self._form, TopK):
+                    self._values[part] = self._own[part]
                 try:
                     self._form.decode(bytes_to_read(source[where]), self._values[part])
                 except CodecError as error:

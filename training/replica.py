@@ -9,12 +9,8 @@ With fragments (the same paper) a round exchanges a part of the parameters, and 
 the others' inner steps go on until their turn, each with another partner. A part that is F times as small can be
 exchanged F times as often over the same link.
 
-With error feedback, what the codec rounds away of a contribution is added to the next one (Karimireddy et al., arXiv
-1901.09847), so over the rounds a replica passes on all of its weights' movement, and the mean over the
-replicas is not biased. What no partner used was not passed on: only an outer step with a partner carries the error on.
-
-All state is flat fp32 vectors: fast weights, gradient, AdamW's two means, slow weights, outer momentum, and the error
-that is fed back.
+All state is flat fp32 vectors: fast weights, gradient, AdamW's two means, slow weights, outer momentum, and what
+`farandole.training.contribution` remembers of what was sent.
 """
 
 from __future__ import annotations
@@ -24,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from blake3 import blake3
 from torch import Tensor, nn
 
 from . import noloco
 from .checkpoint import Counters, load_checkpoint, save_checkpoint
-from .codec import Buffer, bytes_of, bytes_to_fill, form_of, slices
+from .codec import Buffer, slices
 from .config import InnerConfig, OuterConfig
+from .contribution import Contribution, Contributor
 from .device import Device
 from .errors import CodecError, DivergedError, ScreeningError
 from .inner import adamw_, decay_, learning_rate
@@ -40,16 +36,9 @@ from .partner import PartnerContribution
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """This replica at the end of a round's inner steps: the n elements of the fragment that is exchanged."""
+    """This replica at the end of a round's inner steps."""
 
-    part: slice
-    """Where the fragment lies in the flat vectors."""
-    theta: Tensor
-    """The fast weights as they were (n,)."""
-    sent: Tensor
-    """The contribution as the partner decodes it (n,)."""
-    error: Tensor | None
-    """What the codec rounded away of it (n,), where errors are fed back."""
+    contribution: Contribution
     steps: int
     """Inner steps that the replica had taken."""
     tokens: int
@@ -82,21 +71,15 @@ class Replica:
         self._square = torch.zeros_like(self._theta)
         self._phi = self._theta.clone()
         self._momentum = torch.zeros_like(self._theta)
-        self._error = torch.zeros_like(self._theta) if outer.feeds_errors_back else None
-        self._form = form_of(outer.codec)
+        self._contributor = Contributor(outer, self._theta)
+        self._received = self._theta.new_empty(self.layout.largest_fragment(outer.fragments))  # a partner's, decoded
         self._snapshot: _Snapshot | None = None
         self._partner: PartnerContribution | None = None
-        # Memory for a round's exchange, kept: to get it from the system every time takes longer than to use it.
-        largest = -(-self.layout.num_elements // outer.fragments)
-        self._frozen, self._received = self._theta.new_empty(largest), self._theta.new_empty(largest)
-        is_exact = outer.codec == "fp32" and outer.gamma == outer.beta
-        self._sent = self._frozen if is_exact else self._theta.new_empty(largest)
-        self._kept = None if self._error is None else self._theta.new_empty(largest)
 
     @property
     def contribution_bytes(self) -> int:
         """Size of the largest contribution in this run, and of every one if there are no fragments."""
-        return self._form.size(len(self._frozen))
+        return self._contributor.largest_bytes
 
     def contribution_size(self, fragment: int = 0) -> int:
         """Bytes of a contribution of this fragment."""
@@ -157,37 +140,13 @@ class Replica:
         """
         self._forget_snapshot()
         part = self.layout.fragment(fragment, self._outer.fragments)
-        num_elements = part.stop - part.start
-        frozen, sent = self._frozen[:num_elements], self._sent[:num_elements]
-        error = None if self._kept is None else self._kept[:num_elements]
-        form, target, digest = self._form, bytes_to_fill(self._form, num_elements, out), blake3()
-        for piece in slices(num_elements):
-            encoded = target[bytes_of(form, piece)]
-            self._freeze(part.start, piece)
-            try:
-                form.encode(sent[piece], encoded)
-            except CodecError as problem:
-                raise DivergedError(f"this replica's weights diverged in round {self.round}: {problem}") from problem
-            if error is not None:
-                error[piece] = sent[piece]
-            if self._outer.codec != "fp32":
-                form.decode(encoded, sent[piece])
-            if error is not None:
-                error[piece].sub_(sent[piece])
-            digest.update(encoded.numpy().data)
-            progress(bytes_of(form, piece).stop)
-        self._snapshot = _Snapshot(part, frozen, sent, error, self.steps, self.tokens_this_round)
-        self._partner = PartnerContribution(form, sent, self._received[:num_elements])
-        return len(target), digest.digest()
-
-    def _freeze(self, start: int, piece: slice) -> None:
-        """Copy a slice of the fragment that starts at ``start``, and make what is meant to be sent of it."""
-        place = slice(start + piece.start, start + piece.stop)
-        frozen = self._frozen[piece]
-        frozen.copy_(self._theta[place])
-        if self._sent is not self._frozen:
-            meant = noloco.contribution(frozen, self._phi[place], self._outer)
-            self._sent[piece] = meant if self._error is None else meant + self._error[place]
+        try:
+            made = self._contributor.contribute(self._theta, self._phi, part, out, progress)
+        except CodecError as error:
+            raise DivergedError(f"this replica's weights diverged in round {self.round}: {error}") from error
+        self._snapshot = _Snapshot(made, self.steps, self.tokens_this_round)
+        self._partner = PartnerContribution(self._contributor.form, made.sent, self._received[: len(made.sent)])
+        return made.num_bytes, made.digest
 
     def take_in(self, data: Buffer, available: int) -> None:
         """Decode what is whole of the first ``available`` bytes of a partner's contribution, while the rest arrives.
@@ -230,33 +189,32 @@ class Replica:
             self.contribution(bytearray(self.contribution_bytes))
         snapshot = self._snapshot
         assert snapshot is not None
-        late = self.steps - snapshot.steps
+        made, late = snapshot.contribution, self.steps - snapshot.steps
         if partner is None:
-            phi = self._phi[snapshot.part]
-            self._apply(snapshot, lambda piece: noloco.contribution(snapshot.theta[piece], phi[piece], self._outer))
+            phi = self._phi[made.part]
+            self._apply(made, lambda piece: noloco.contribution(made.theta[piece], phi[piece], self._outer), late)
         else:
             assert self._partner is not None
             shares = noloco.partner_shares(own_tokens, partner_tokens)
-            pairs = [(snapshot.sent, shares[0]), (self._partner.values(partner), shares[1])]
+            pairs = [(made.sent, shares[0]), (self._partner.values(partner), shares[1])]
             (first, first_share), (second, second_share) = pairs if own_first else reversed(pairs)
             ordered = (first_share, second_share)
-            self._apply(snapshot, lambda piece: noloco.weighted_mean(first[piece], second[piece], ordered))
-            if self._error is not None and snapshot.error is not None:
-                self._error[snapshot.part] = snapshot.error
+            self._apply(made, lambda piece: noloco.weighted_mean(first[piece], second[piece], ordered), late)
+            self._contributor.passed_on(made)
         self.round += 1
         self.tokens_this_round -= snapshot.tokens
         self._forget_snapshot()
         return late
 
-    def _apply(self, snapshot: _Snapshot, mean: Callable[[slice], Tensor]) -> None:
+    def _apply(self, made: Contribution, mean: Callable[[slice], Tensor], late: int) -> None:
         """Move the weights by the outer step with ``mean``, slice by slice: elementwise work does not see the cuts."""
-        theta, phi, momentum = (flat[snapshot.part] for flat in (self._theta, self._phi, self._momentum))
+        theta, phi, momentum = (flat[made.part] for flat in (self._theta, self._phi, self._momentum))
         for piece in slices(len(phi)):
             phi[piece], momentum[piece] = noloco.outer_step(phi[piece], momentum[piece], mean(piece), self._outer)
-            if self.steps == snapshot.steps:
-                theta[piece] = phi[piece]
+            if late:
+                theta[piece] += phi[piece] - made.theta[piece]
             else:
-                theta[piece] += phi[piece] - snapshot.theta[piece]
+                theta[piece] = phi[piece]
 
     def _forget_snapshot(self) -> None:
         self._snapshot = self._partner = None
@@ -267,8 +225,7 @@ class Replica:
         self._theta.copy_(self._phi)
         self._mean.zero_()
         self._square.zero_()
-        if self._error is not None:
-            self._error.zero_()
+        self._contributor.forget_errors()
         self.tokens_this_round = 0
         self._forget_snapshot()
 
@@ -297,9 +254,7 @@ class Replica:
         vectors = {"slow": self._phi, "momentum": self._momentum, "mean": self._mean, "square": self._square}
         if self._outer.fragments > 1:
             vectors["fast"] = self._theta
-        if self._error is not None:
-            vectors["error"] = self._error
-        return vectors
+        return vectors | self._contributor.saved()
 
     def _counters(self) -> Counters:
         return Counters(self.round, self.steps, self.tokens)

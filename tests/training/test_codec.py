@@ -11,14 +11,12 @@ from torch import Tensor
 from farandole.training import codec
 from farandole.training.codec import (
     CODECS,
-    MAX_FP16,
-    MAX_MAGNITUDE,
-    MIN_SCALE,
     decode,
     encode,
     encoded_size,
 )
 from farandole.training.errors import CodecError
+from farandole.training.magnitudes import MAX_FP16, MAX_MAGNITUDE, MIN_SCALE
 
 BLOCKS = {"int8": (256, 127), "int4": (64, 7)}
 codecs = pytest.mark.parametrize("name", CODECS)

@@ -15,7 +15,7 @@ from farandole.training.learner import Learner
 
 from .conftest import ALICE, BOB, MakeReplica
 
-EVERY_CODEC = pytest.mark.parametrize("name", codec.CODECS)
+EVERY_CODEC = pytest.mark.parametrize("name", [*codec.CODECS, "topk"])
 
 
 @pytest.fixture(autouse=True)

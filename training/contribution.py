@@ -1,0 +1,116 @@
+"""A replica's own contribution: frozen, encoded slice by slice, and as the partner decodes it.
+
+With error feedback, what the codec rounds away of a contribution is added to the next one (Karimireddy et al., arXiv
+1901.09847), so over the rounds a replica passes on all of its weights' movement, and the mean over the
+replicas is not biased. What no partner used was not passed on: only an outer step with a partner carries the error on.
+topk remembers, in the same way, what it has last sent of every element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from blake3 import blake3
+from torch import Tensor
+
+from . import noloco
+from .codec import Buffer, bytes_of, bytes_to_fill, form_of, slices
+from .config import OuterConfig
+from .topk import TopK
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What was sent of the n elements of one fragment."""
+
+    part: slice
+    """Where the fragment lies in the flat vectors."""
+    theta: Tensor
+    """The fast weights as they were (n,)."""
+    sent: Tensor
+    """The contribution as the partner decodes it (n,); what topk left out, as it is."""
+    memory: Tensor | None
+    """What is to be remembered of it once a partner has used it (n,)."""
+    num_bytes: int
+    digest: bytes
+    """BLAKE3 of the bytes."""
+
+
+class Contributor:
+    """Makes contributions of flat vectors like ``weights`` (n,) fp32, those of the first round.
+
+    Each is good until the next one is made: the memory for it is kept, as getting it from the system every time takes
+    longer than filling it.
+    """
+
+    def __init__(self, outer: OuterConfig, weights: Tensor) -> None:
+        self.form = form_of(outer.codec, outer.topk)
+        self._outer = outer
+        largest = -(-len(weights) // outer.fragments)
+        self.largest_bytes = self.form.size(largest)
+        """Of the largest fragment's contribution."""
+        self._frozen = weights.new_empty(largest)
+        is_exact = outer.codec == "fp32" and outer.gamma == outer.beta
+        self._sent = self._frozen if is_exact else weights.new_empty(largest)
+        self._last = noloco.contribution(weights, weights, outer).clone() if isinstance(self.form, TopK) else None
+        self._error = weights.new_zeros(len(weights)) if outer.feeds_errors_back else None
+        self._memory = self._error if self._last is None else self._last
+        self._next_memory = None if self._memory is None else weights.new_empty(largest)
+
+    def contribute(
+        self, theta: Tensor, phi: Tensor, part: slice, out: Buffer, progress: Callable[[int], None]
+    ) -> Contribution:
+        """Freeze and encode one fragment of the fast and slow weights (n,) into ``out``.
+
+        ``progress`` is called with how many of the first bytes of ``out`` are final, every slice. Raises `CodecError`
+        if ``out`` is too small or a weight is not finite.
+        """
+        num_elements = part.stop - part.start
+        target, digest = bytes_to_fill(self.form, num_elements, out), blake3()
+        for piece in slices(num_elements):
+            place = slice(part.start + piece.start, part.start + piece.stop)
+            encoded = target[bytes_of(self.form, piece)]
+            self._frozen[piece].copy_(theta[place])
+            if self._sent is not self._frozen:
+                self._encode(piece, place, phi, encoded)
+            else:
+                self.form.encode(self._sent[piece], encoded)
+            digest.update(encoded.numpy().data)
+            progress(bytes_of(self.form, piece).stop)
+        memory = None if self._next_memory is None else self._next_memory[:num_elements]
+        frozen, sent = self._frozen[:num_elements], self._sent[:num_elements]
+        return Contribution(part, frozen, sent, memory, len(target), digest.digest())
+
+    def _encode(self, piece: slice, place: slice, phi: Tensor, encoded: Tensor) -> None:
+        """A slice, lossily: what is meant, then what the partner decodes, and what is to be remembered."""
+        sent = self._sent[piece]
+        sent.copy_(noloco.contribution(self._frozen[piece], phi[place], self._outer))
+        if self._last is not None and self._next_memory is not None:
+            self.form.encode(sent, encoded, self._last[place])
+            self.form.decode(encoded, self._next_memory[piece].copy_(self._last[place]))
+            self.form.decode(encoded, sent)
+        elif self._error is not None and self._next_memory is not None:
+            meant = sent.add_(self._error[place]).clone()
+            self.form.encode(meant, encoded)
+            self.form.decode(encoded, sent)
+            self._next_memory[piece] = meant.sub_(sent)
+        else:
+            self.form.encode(sent, encoded)
+            self.form.decode(encoded, sent)
+
+    def passed_on(self, contribution: Contribution) -> None:
+        """A partner has used it: what it left out or rounded away is remembered."""
+        if self._memory is not None and contribution.memory is not None:
+            self._memory[contribution.part] = contribution.memory
+
+    def forget_errors(self) -> None:
+        """After the weights diverged: what they meant is not worth sending."""
+        if self._error is not None:
+            self._error.zero_()
+
+    def saved(self) -> dict[str, Tensor]:
+        """What a checkpoint has of it: flat vectors (n,), by name."""
+        if self._last is not None:
+            return {"sent": self._last}
+        return {} if self._error is None else {"error": self._error}
