@@ -84,7 +84,7 @@ class Replica:
     def contribution_size(self, fragment: int = 0) -> int:
         """Bytes of a contribution of this fragment."""
         part = self.layout.fragment(fragment, self._outer.fragments)
-        return self._form.size(part.stop - part.start)
+        return self._contributor.form.size(part.stop - part.start)
 
     @property
     def awaits_outer_step(self) -> bool:
