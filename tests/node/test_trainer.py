@@ -74,6 +74,13 @@ async def report_of(trainer: Trainer, kind: type[ReportType]) -> ReportType:
             assert isinstance(report, messages.Progress | messages.Encoded)
 
 
+async def digest_of(trainer: Trainer) -> bytes:
+    """Of the contribution, when all of it is encoded."""
+    while (encoded := await report_of(trainer, messages.Encoded)).digest is None:
+        pass
+    return encoded.digest
+
+
 async def test_two_trainers_average_to_the_very_mean(
     prepare: Callable[..., messages.Prepare], manifest: Manifest
 ) -> None:
@@ -92,10 +99,8 @@ async def test_two_trainers_average_to_the_very_mean(
             await trainer.send(messages.Train(0, 3))
             contributed[trainer] = report = await report_of(trainer, messages.Contributed)
             assert report.inner_steps == 3
-            digest = blake3(trainer.outgoing[: report.size]).digest()
-            while (encoded := await report_of(trainer, messages.Encoded)).digest is None:
-                assert 0 < encoded.num_ready <= report.size
-            assert encoded == messages.Encoded(0, report.size, digest)
+            digest = await digest_of(trainer)
+            assert digest == blake3(trainer.outgoing[: report.size]).digest()
         assert alice.outgoing[: contributed[alice].size] != bob.outgoing[: contributed[bob].size]
         for own, partner, author in ((alice, bob, b"b" * 32), (bob, alice, b"a" * 32)):
             theirs = contributed[partner]
@@ -176,6 +181,7 @@ async def test_an_outer_step_may_come_during_the_next_round(
         await alice.send(messages.Train(0, 3))
         first = await report_of(alice, messages.Contributed)
         size = first.size
+        await digest_of(alice)
         await alice.send(messages.Train(1, 4))  # four steps, which end before the exchange does
         await alice.send(messages.FinishRound(0))  # crossed the contribution: not of this round
         await alice.send(messages.Validate(1))  # waits for the round's end
@@ -207,6 +213,7 @@ async def test_an_outer_step_may_come_during_the_next_round(
         second = await report_of(alice, messages.Contributed)
         assert (second.round, second.inner_steps_this_round, second.inner_steps) == (1, 4, 7)
         assert second.tokens_this_round == 4 * 2 * 16
+        await digest_of(alice)
         assert alice.outgoing[:size] == bytes(sent["a"])
         await report_of(alice, messages.Validated)
         await alice.send(messages.TakeOuterStep(1))
@@ -252,12 +259,11 @@ async def test_a_contribution_is_sent_while_it_is_encoded_and_taken_in_while_it_
         await report_of(alice, messages.OuterStepTaken)
         await alice.send(messages.Train(1, 1))
         await report_of(alice, messages.Contributed)
-        while (encoded := await report_of(alice, messages.Encoded)).digest is None:
-            pass
+        digest = await digest_of(alice)
 
     twins[0].outer_step(sent[1], first.tokens_this_round, 70, own_first=True)
     twins[0].learn()
-    assert twins[0].contribution(sent[0]) == (first.size, encoded.digest), "bit for bit"
+    assert twins[0].contribution(sent[0]) == (first.size, digest), "bit for bit"
 
 
 def _twin(command: messages.Prepare, manifest: Manifest) -> Learner:

@@ -1,0 +1,65 @@
+"""What a mesh process of the benchmark says to its trainer in a round, as `farandole.node.round_session` does."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from typing import Final
+
+import trio
+
+from farandole.node import trainer_messages as messages
+from farandole.node.contributions import Outgoing
+from farandole.node.trainer import TrainerStream
+
+# Of one round: what has come, the screening, the outer step.
+MAX_COMMANDS: Final = messages.MAX_STEPS + 8
+
+
+class TrainerLink:
+    """Over a socket, round after round; judges what the partner sends by the trainer's word."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._stream = TrainerStream(connection)
+
+    @contextlib.asynccontextmanager
+    async def round(self, memory: memoryview) -> AsyncIterator[Outgoing]:
+        """The contribution that the trainer encodes into the memory; the round is over when the mean is taken."""
+        contributed = await self._stream.receive()
+        if not isinstance(contributed, messages.Contributed):
+            raise ConnectionError(f"the trainer said {type(contributed).__name__} before it had contributed")
+        outgoing = Outgoing(memory[: contributed.size])
+        self._steps = messages.Steps(contributed.size)
+        self._commands, queued = trio.open_memory_channel[messages.Command](MAX_COMMANDS)
+        self._verdict, self._judged = trio.open_memory_channel[str](1)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._send, queued)
+            nursery.start_soon(self._follow, outgoing, nursery.cancel_scope)
+            yield outgoing
+            self._commands.send_nowait(messages.TakeOuterStep(0, partner_size=contributed.size))
+            await trio.sleep_forever()
+
+    def take_in(self, num_received: int) -> None:
+        """Tell the trainer, if it is worth a message."""
+        if self._steps.is_due(num_received):
+            self._commands.send_nowait(messages.TakeIn(0, num_received))
+
+    async def refusal(self, size: int) -> str | None:
+        """The trainer's word."""
+        self._commands.send_nowait(messages.Screen(size))
+        return await self._judged.receive() or None
+
+    async def _send(self, queued: trio.MemoryReceiveChannel[messages.Command]) -> None:
+        async for command in queued:
+            await self._stream.send(command)
+
+    async def _follow(self, outgoing: Outgoing, until_taken: trio.CancelScope) -> None:
+        while True:
+            match await self._stream.receive():
+                case messages.Encoded(_, num_ready, digest):
+                    outgoing.advance(num_ready, digest)
+                case messages.Screened(reason):
+                    self._verdict.send_nowait(reason)
+                case messages.OuterStepTaken():
+                    until_taken.cancel()
