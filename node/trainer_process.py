@@ -131,6 +131,8 @@ class TrainerProcess:
         size = replica.contribution_bytes
         self._outgoing: mmap.mmap = map_shared_memory(prepare.outgoing, size)
         self._incoming: mmap.mmap = map_shared_memory(prepare.incoming, size)
+        for memory in (self._outgoing, self._incoming):
+            replica.pin(memoryview(memory))
         channel.send(
             Prepared(
                 device=replica.device.description,

@@ -8,6 +8,7 @@ topk remembers, in the same way, what it has last sent of every element.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from . import noloco
 from .codec import Buffer, bytes_of, bytes_to_fill, form_of, slices
 from .config import OuterConfig
+from .copying import Copier, Wait
 from .topk import TopK
 
 
@@ -44,7 +46,8 @@ class Contributor:
     longer than filling it.
     """
 
-    def __init__(self, outer: OuterConfig, weights: Tensor) -> None:
+    def __init__(self, outer: OuterConfig, weights: Tensor, copier: Copier) -> None:
+        self._copier = copier
         self.form = form_of(outer.codec, outer.topk)
         self._outer = outer
         largest = -(-len(weights) // outer.fragments)
@@ -68,24 +71,39 @@ class Contributor:
         """
         num_elements = part.stop - part.start
         target, digest = bytes_to_fill(self.form, num_elements, out), blake3()
-        for piece in slices(num_elements):
-            place = slice(part.start + piece.start, part.start + piece.stop)
-            encoded = target[bytes_of(self.form, piece)]
-            self._frozen[piece].copy_(theta[place])
-            if self._sent is not self._frozen:
-                self._encode(piece, place, phi, encoded)
-            else:
-                self.form.encode(self._sent[piece], encoded)
-            digest.update(encoded.numpy().data)
-            progress(bytes_of(self.form, piece).stop)
+        on_their_way: deque[tuple[Wait, slice]] = deque()
+
+        def finish() -> None:
+            wait, place = on_their_way.popleft()
+            wait()
+            digest.update(target[place].numpy().data)
+            progress(place.stop)
+
+        if self._copier.is_aside:
+            self._frozen[:num_elements].copy_(theta[part])
+        with self._copier.aside():
+            for piece in slices(num_elements):
+                place = bytes_of(self.form, piece)
+                filled = self._copier.to_fill(target[place])
+                self._encode(piece, slice(part.start + piece.start, part.start + piece.stop), theta, phi, filled)
+                on_their_way.append((self._copier.send(filled, target[place]), place))
+                while len(on_their_way) > self._copier.depth:
+                    finish()
+            while on_their_way:
+                finish()
         memory = None if self._next_memory is None else self._next_memory[:num_elements]
         frozen, sent = self._frozen[:num_elements], self._sent[:num_elements]
         return Contribution(part, frozen, sent, memory, len(target), digest.digest())
 
-    def _encode(self, piece: slice, place: slice, phi: Tensor, encoded: Tensor) -> None:
-        """A slice, lossily: what is meant, then what the partner decodes, and what is to be remembered."""
-        sent = self._sent[piece]
-        sent.copy_(noloco.contribution(self._frozen[piece], phi[place], self._outer))
+    def _encode(self, piece: slice, place: slice, theta: Tensor, phi: Tensor, encoded: Tensor) -> None:
+        """A slice of the fragment, at ``place`` in the flat vectors: freeze, mean, encode, decode, remember."""
+        frozen, sent = self._frozen[piece], self._sent[piece]
+        if not self._copier.is_aside:  # while it is in the processor's cache
+            frozen.copy_(theta[place])
+        if self._sent is self._frozen:
+            self.form.encode(sent, encoded)
+            return
+        sent.copy_(noloco.contribution(frozen, phi[place], self._outer))
         if self._last is not None and self._next_memory is not None:
             self.form.encode(sent, encoded, self._last[place])
             self.form.decode(encoded, self._next_memory[piece].copy_(self._last[place]))

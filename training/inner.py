@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 from .config import InnerConfig
@@ -37,6 +38,27 @@ def adamw_(
     bias2 = 1 - inner.beta2 ** (step + 1)
     denominator = (square.sqrt() / bias2**0.5).add_(inner.epsilon)
     weights.addcdiv_(mean, denominator, value=-rate / bias1)
+
+
+def fused_adamw_(
+    weights: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step: int, rate: float, inner: InnerConfig
+) -> None:
+    """`adamw_` in one pass over memory, PyTorch's fused kernel: the same to rounding, and faster on a GPU."""
+    torch._fused_adamw_(
+        [weights],
+        [gradient],
+        [mean],
+        [square],
+        [],
+        [torch.tensor(float(step + 1), device=weights.device)],
+        lr=rate,
+        beta1=inner.beta1,
+        beta2=inner.beta2,
+        weight_decay=0.0,
+        eps=inner.epsilon,
+        amsgrad=False,
+        maximize=False,
+    )
 
 
 def decay_(weights: Tensor, rate: float, inner: InnerConfig) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .codec import Buffer, Form, bytes_of, bytes_to_read, check_length, slices
+from .copying import Copier
 from .errors import CodecError, ScreeningError
 from .screening import screen, sums
 from .topk import TopK
@@ -19,15 +20,16 @@ from .topk import TopK
 class PartnerContribution:
     """Beside one's own contribution as it was sent, ``own`` (n,); ``values`` (n,) is the memory to decode into."""
 
-    def __init__(self, form: Form, own: Tensor, values: Tensor) -> None:
+    def __init__(self, form: Form, own: Tensor, values: Tensor, copier: Copier) -> None:
         self._form = form
+        self._copier = copier
         self._own = own
         self._values = values
         self.forget()
 
     def forget(self) -> None:
         """Begin anew: what comes next is another contribution."""
-        self._sums = torch.zeros(3, dtype=torch.float64, device=self._own.device)
+        self._sums = torch.zeros(3, dtype=torch.float64)
         self._num_taken = 0
         self._address = 0
         self._available = 0
@@ -41,20 +43,25 @@ class PartnerContribution:
         if address != self._address or available < self._available or self._screened_size is not None:
             self.forget()
         self._address, self._available = address, available
-        for part in slices(len(self._own)):
-            where = bytes_of(self._form, part)
-            if where.stop > available or self._problem is not None:
-                return
-            if part.start >= self._num_taken:
-                if isinstance(self._form, TopK):
-                    self._values[part] = self._own[part]
-                try:
-                    self._form.decode(bytes_to_read(source[where]), self._values[part])
-                except CodecError as error:
-                    self._problem = error
+        with self._copier.aside():
+            for part in slices(len(self._own)):
+                where = bytes_of(self._form, part)
+                if where.stop > available or self._problem is not None:
                     return
-                self._sums += sums(self._own[part], self._values[part])
-                self._num_taken = part.stop
+                if part.start >= self._num_taken:
+                    self._decode(part, bytes_to_read(source[where]))
+                    self._num_taken = part.stop
+
+    def _decode(self, part: slice, data: Tensor) -> None:
+        own, values = self._own[part], self._values[part]
+        if isinstance(self._form, TopK):
+            values.copy_(own)
+        try:
+            self._form.decode(self._copier.fetch(data), values)
+        except CodecError as error:
+            self._problem = error
+            return
+        self._sums += sums(own, values).cpu()
 
     def screen(self, data: Buffer) -> None:
         """Take in the rest and judge the whole; raises `ScreeningError` if it is unfit."""
@@ -79,4 +86,5 @@ class PartnerContribution:
         source = np.frombuffer(data, dtype=np.uint8)
         if (self._address, self._screened_size) != (source.ctypes.data, source.size):
             self.screen(data)
+        self._copier.join()
         return self._values

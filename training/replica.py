@@ -27,9 +27,10 @@ from .checkpoint import Counters, load_checkpoint, save_checkpoint
 from .codec import Buffer, slices
 from .config import InnerConfig, OuterConfig
 from .contribution import Contribution, Contributor
+from .copying import copier_for
 from .device import Device
 from .errors import CodecError, DivergedError, ScreeningError
-from .inner import adamw_, decay_, learning_rate
+from .inner import adamw_, decay_, fused_adamw_, learning_rate
 from .parameters import flatten_, layout_of
 from .partner import PartnerContribution
 
@@ -71,7 +72,8 @@ class Replica:
         self._square = torch.zeros_like(self._theta)
         self._phi = self._theta.clone()
         self._momentum = torch.zeros_like(self._theta)
-        self._contributor = Contributor(outer, self._theta)
+        self._copier = copier_for(device.torch_device)
+        self._contributor = Contributor(outer, self._theta, self._copier)
         self._received = self._theta.new_empty(self.layout.largest_fragment(outer.fragments))  # a partner's, decoded
         self._snapshot: _Snapshot | None = None
         self._partner: PartnerContribution | None = None
@@ -124,7 +126,8 @@ class Replica:
         for parameter in self._parameters:
             if parameter.ndim > 1:
                 decay_(parameter, rate, self._inner)
-        adamw_(self._theta, self._gradient, self._mean, self._square, self.steps, rate, self._inner)
+        step_ = fused_adamw_ if self.device.torch_device.type == "cuda" else adamw_
+        step_(self._theta, self._gradient, self._mean, self._square, self.steps, rate, self._inner)
         self.steps += 1
         self.tokens += num_tokens
         self.tokens_this_round += num_tokens
@@ -144,9 +147,15 @@ class Replica:
             made = self._contributor.contribute(self._theta, self._phi, part, out, progress)
         except CodecError as error:
             raise DivergedError(f"this replica's weights diverged in round {self.round}: {error}") from error
+        self._copier.join()
         self._snapshot = _Snapshot(made, self.steps, self.tokens_this_round)
-        self._partner = PartnerContribution(self._contributor.form, made.sent, self._received[: len(made.sent)])
+        received = self._received[: len(made.sent)]
+        self._partner = PartnerContribution(self._contributor.form, made.sent, received, self._copier)
         return made.num_bytes, made.digest
+
+    def pin(self, memory: Buffer) -> None:
+        """Make ready for copies the memory in which contributions will be made, or will arrive; it must stay mapped."""
+        self._copier.pin(memory)
 
     def take_in(self, data: Buffer, available: int) -> None:
         """Decode what is whole of the first ``available`` bytes of a partner's contribution, while the rest arrives.

@@ -21,11 +21,11 @@ MIN_COSINE = 0.25
 
 
 def sums(own: Tensor, partner: Tensor) -> Tensor:
-    """What `screen` needs to know of two contributions, or of parts of them (n,), whose sums add up: (3,) fp64.
+    """What `screen` needs to know of two contributions, or of parts of them (n,), whose sums add up: (3,) fp32.
 
     Own squares, the partner's squares, products.
     """
-    return torch.stack((own @ own, partner @ partner, own @ partner)).double()
+    return torch.stack((own @ own, partner @ partner, own @ partner))
 
 
 def screen(sums: Tensor) -> None:

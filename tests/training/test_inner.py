@@ -4,9 +4,13 @@ import pytest
 import torch
 
 from farandole.training.config import InnerConfig
-from farandole.training.inner import adamw_, decay_, learning_rate
+from farandole.training.inner import adamw_, decay_, fused_adamw_, learning_rate
 
 INNER = InnerConfig(learning_rate=1e-2, warmup_steps=10, total_steps=110, min_learning_rate_ratio=0.1)
+
+NEEDS_CUDA = pytest.param(
+    "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch finds no CUDA device here")
+)
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
@@ -29,6 +33,21 @@ def test_adamw_is_torchs_bit_for_bit(weight_decay: float) -> None:
         oracle.step()
 
         assert torch.equal(ours, theirs.detach())
+
+
+@pytest.mark.parametrize("device", ["cpu", NEEDS_CUDA])
+def test_the_fused_step_is_the_same_to_rounding(device: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    plain = [torch.randn(1_001, generator=generator), torch.zeros(1_001), torch.zeros(1_001)]
+    fused = [vector.to(device, copy=True) for vector in plain]
+
+    for step in range(20):
+        gradient = torch.randn(1_001, generator=generator)
+        adamw_(plain[0], gradient, plain[1], plain[2], step, 1e-2, INNER)
+        fused_adamw_(fused[0], gradient.to(device), fused[1], fused[2], step, 1e-2, INNER)
+
+    for one, other in zip(plain, fused, strict=True):
+        torch.testing.assert_close(one, other.cpu(), rtol=1e-5, atol=1e-6)
 
 
 def test_the_rate_warms_up_decays_and_stays() -> None:

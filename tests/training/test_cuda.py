@@ -1,0 +1,85 @@
+"""What needs a CUDA device: skipped without one."""
+
+import logging
+import mmap
+
+import pytest
+import torch
+
+from farandole.training import codec
+from farandole.training.config import InnerConfig, ModelConfig, OuterConfig
+from farandole.training.copying import CudaCopier, copier_for
+from farandole.training.data import Sampler, Text
+from farandole.training.device import choose_device
+from farandole.training.learner import Learner
+from farandole.training.model import build_model
+
+from .conftest import ALICE, BOB, RUN_ID
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch finds no CUDA device here")
+
+
+def make(
+    device: str, author: bytes, name: str, model: ModelConfig, inner: InnerConfig, text: Text, is_compiled: bool = False
+) -> Learner:
+    sampler = Sampler(text, run_id=RUN_ID, author=author, batch_size=inner.batch_size, context=model.context)
+    return Learner(
+        build_model(model, 7),
+        inner,
+        OuterConfig(codec=name, alpha=0.0, beta=1.0, gamma=1.0),
+        sampler,
+        run_id=RUN_ID,
+        device=choose_device(device),
+        is_compiled=is_compiled,
+    )
+
+
+@pytest.mark.parametrize("name", [*codec.CODECS, "topk"])
+def test_a_gpu_and_a_cpu_come_to_the_same_mean(
+    model: ModelConfig, inner: InnerConfig, text: Text, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codec, "_SLICE", 512)
+    gpu, cpu = make("cuda", ALICE, name, model, inner, text), make("cpu", BOB, name, model, inner, text)
+    memory = {each: mmap.mmap(-1, each.contribution_bytes) for each in (gpu, cpu)}
+    for each in (gpu, cpu):
+        each.pin(memoryview(memory[each]))
+        each.learn()
+    sizes = [each.contribution(memoryview(memory[each]))[0] for each in (gpu, cpu)]
+    gpu.learn()  # queued behind the exchange, or beside it
+    gpu.take_in(memoryview(memory[cpu])[: sizes[1]], 1_000)
+    assert gpu.refusal(memoryview(memory[cpu])[: sizes[1]]) == ""
+    assert gpu.outer_step(memoryview(memory[cpu])[: sizes[1]], 1, 1, own_first=True) == 1
+    cpu.outer_step(memoryview(memory[gpu])[: sizes[0]], 1, 1, own_first=False)
+
+    both = gpu.slow_weights().cpu() == cpu.slow_weights()
+    assert bool(both.all()) or name == "topk"
+
+
+def test_shared_memory_is_page_locked(caplog: pytest.LogCaptureFixture) -> None:
+    copier, memory = copier_for(torch.device("cuda")), mmap.mmap(-1, 1 << 20)
+    assert isinstance(copier, CudaCopier)
+
+    with caplog.at_level(logging.DEBUG):
+        copier.pin(memoryview(memory))
+
+    assert not caplog.records
+    assert torch.frombuffer(memory, dtype=torch.uint8).is_pinned()
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_copies_arrive_by_either_way(is_pinned: bool) -> None:
+    copier, memory = copier_for(torch.device("cuda")), mmap.mmap(-1, 1 << 20)
+    if is_pinned:
+        copier.pin(memoryview(memory))
+    host = torch.frombuffer(memory, dtype=torch.uint8)
+    with copier.aside():
+        filled = copier.to_fill(host).fill_(7)
+        copier.send(filled, host)()
+        assert bool((host == 7).all())
+        assert bool((copier.fetch(host) == 7).all())
+
+
+def test_compiled_inner_steps_learn_the_same(model: ModelConfig, inner: InnerConfig, text: Text) -> None:
+    plain, compiled = (make("cuda", ALICE, "fp32", model, inner, text, flag) for flag in (False, True))
+    for _ in range(3):
+        torch.testing.assert_close(plain.learn(), compiled.learn(), rtol=2e-2, atol=2e-2)
