@@ -1,0 +1,363 @@
+"""Activations: one stream between two nodes of neighbouring stages, microbatches there and their gradients back.
+
+    upstream     Hello           Forward data  Forward data ...                 Settled
+    downstream          Welcome                                 Gradient data            Credits
+
+The upstream node opens the stream. It may have as many microbatches under way as the downstream node has given it
+credits, which are slots of memory: so nothing queues that has no place. The n-th `Forward` is microbatch n of the link,
+and its data follow it in `Data` frames, with room for other frames between them; so do a gradient's. All data have one
+size, which both know from the run's settings: what a peer says is never allocated.
+
+A microbatch ends by the downstream node's `Dropped`, or by the upstream node's `Settled`, which says whether its
+gradient counts at all stages or at none. The two may cross, and so may `Settled` and a gradient: who has ended a
+microbatch ignores what else comes of it.
+
+Microbatches return to where they were drawn over a link of the same kind: there ``stage`` 0 is downstream of the last.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+
+from .entries import Key
+from .errors import LocalProtocolError, RemoteProtocolError
+from .exchange import CHUNK_FRAME_BYTES
+from .framing import LENGTH_BYTES, FrameParser
+from .manifest import Manifest
+
+ACTIVATIONS_VERSION = 1
+TICKET_BYTES = 16
+# The longest control frame, a Hello, has some 80 bytes; a Dropped's reason at most 128 characters of up to 4.
+MAX_CONTROL_BYTES = 640
+DATA_BYTES = CHUNK_FRAME_BYTES - LENGTH_BYTES - 1
+# A link's credits are a share of its downstream node's slots, of which a run has 256 at most.
+MAX_CREDITS = 256
+
+Ticket = Annotated[bytes, msgspec.Meta(min_length=TICKET_BYTES, max_length=TICKET_BYTES)]
+"""Names a microbatch, drawn at random by its origin: only nodes on its route can know it."""
+_Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+_Index = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+_Round = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+_Reason = Annotated[str, msgspec.Meta(max_length=128)]
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=1):
+    """The upstream node's first word. The downstream node has the same, or closes the stream."""
+
+    run_id: _Digest
+    stage: Annotated[int, msgspec.Meta(ge=0, le=511)]
+    """The downstream node's; 0 where microbatches return to who drew them."""
+    shape: _Digest
+    """`shape_hash`."""
+    version: Annotated[int, msgspec.Meta(ge=1, le=255)] = ACTIVATIONS_VERSION
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=2):
+    """The downstream node's first word."""
+
+    credits: Annotated[int, msgspec.Meta(ge=0, le=MAX_CREDITS)]
+    """Microbatches that may be forwarded in all, until `Credits` says more."""
+
+
+class Credits(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=3):
+    """Microbatches that may be forwarded in all; never less than before."""
+
+    total: _Index
+
+
+class Forward(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=4):
+    """The next microbatch; its activations follow."""
+
+    ticket: Ticket
+    origin: Key
+    """Who drew it."""
+    round: _Round
+    """Of the sender."""
+    seconds_left: Annotated[float, msgspec.Meta(ge=0, le=3_600)]
+    """Until its origin gives it up."""
+
+
+class Gradient(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=5):
+    """Of the activations of this microbatch; it follows."""
+
+    index: _Index
+
+
+class Dropped(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=6):
+    """There will be no gradient of this microbatch, and the sender counts it no more."""
+
+    index: _Index
+    reason: _Reason
+    is_untouched: bool
+    """Whether it got no further than the sender: another node of its stage may do better."""
+
+
+class Settled(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=7):
+    """The microbatch is at its end."""
+
+    index: _Index
+    is_kept: bool
+    """Whether its gradient counts: it has arrived at all stages."""
+
+
+Control = Hello | Welcome | Credits | Forward | Gradient | Dropped | Settled
+
+
+@dataclass(frozen=True, slots=True)
+class DataReceived:
+    """All data of the last `Forward`, or of the last `Gradient`, are in the memory that was given for them."""
+
+    index: int
+
+
+Event = Control | DataReceived
+
+
+def shape_hash(manifest: Manifest) -> bytes:
+    """32 bytes: what activations look like, (B, T, C) and their codec."""
+    model, pipeline = manifest.model, manifest.pipeline
+    shape = f"{pipeline.microbatch_size}x{model.context}x{model.width} {pipeline.codec}"
+    return hashlib.sha256(f"farandole/activations/1\n{shape}".encode()).digest()
+
+
+class Step(enum.Enum):
+    """How far a microbatch of a link is."""
+
+    FORWARD = "going forward"  # its data move downstream
+    THERE = "there"
+    BACK = "going back"  # its gradient's data move upstream
+    RETURNED = "returned"
+
+
+# Who sends what, in which step of a microbatch, and where that takes it; None: it is at its end.
+UPSTREAM, DOWNSTREAM = True, False
+TRANSITIONS: dict[tuple[bool, type[Control]], Mapping[Step, Step | None]] = {
+    (DOWNSTREAM, Gradient): {Step.THERE: Step.BACK},
+    (DOWNSTREAM, Dropped): {Step.FORWARD: None, Step.THERE: None},
+    (UPSTREAM, Settled): dict.fromkeys(Step),
+}
+
+_CONTROL, _DATA = 0, 1
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Control)
+
+
+class _Moving:
+    """The data that move in one direction: of one microbatch at a time."""
+
+    def __init__(self) -> None:
+        self.index: int | None = None
+        self.left = 0
+        self.memory: memoryview | None = None
+        """Where they go; None: nowhere, or not known yet."""
+        self.is_placed = False
+
+
+class Link:
+    """One node's side of one stream. Sans-IO: bytes in by `receive_data`, events out by `next_event`, bytes by `send`.
+
+    After a `Forward` or a `Gradient` event, `place` says where its data go. `RemoteProtocolError`: close the stream.
+    `LocalProtocolError`: what was to be sent may not be sent now.
+    """
+
+    def __init__(self, is_upstream: bool, hello: Hello, size: int) -> None:
+        """``size``: bytes of one microbatch's activations, and of their gradient."""
+        self.is_upstream = is_upstream
+        self.is_open = False
+        """Whether both have greeted."""
+        self.num_forwarded = 0
+        self.credits = 0
+        """Microbatches that may be forwarded in all."""
+        self.open: dict[int, Step] = {}
+        """Microbatches that are under way; at most as many as there are credits."""
+        self._hello = hello
+        self._size = size
+        self._has_greeted = False
+        self._was_greeted = False
+        self._parser = FrameParser(CHUNK_FRAME_BYTES)
+        self._incoming = _Moving()
+        self._outgoing = _Moving()
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether data of this side's last `Forward` or `Gradient` are still to be sent."""
+        return self._outgoing.left > 0
+
+    @property
+    def awaits_place(self) -> bool:
+        """Whether `place` is due."""
+        return self._incoming.left > 0 and not self._incoming.is_placed
+
+    def send(self, message: Control) -> bytes:
+        """The bytes to write to the stream, in the order of the calls."""
+        self._apply(message, by_us=True)
+        return _frame(_CONTROL, _encoder.encode(message))
+
+    def send_data(self, data: memoryview) -> bytes:
+        """The next `DATA_BYTES` at most of what was announced."""
+        moving = self._outgoing
+        if not 0 < data.nbytes <= min(DATA_BYTES, moving.left):
+            raise LocalProtocolError(f"{data.nbytes} bytes of data, {moving.left} are left to be sent")
+        moving.left -= data.nbytes
+        if not moving.left:
+            self._end_data(moving)
+        return _frame(_DATA, data)
+
+    def place(self, memory: memoryview | None) -> None:
+        """Where the data of the last `Forward` or `Gradient` received go; None: nowhere."""
+        moving = self._incoming
+        if not self.awaits_place:
+            raise LocalProtocolError("no data are awaited")
+        if memory is not None and memory.nbytes < self._size:
+            raise LocalProtocolError(f"{self._size} bytes of data need that much memory")
+        moving.memory, moving.is_placed = memory, True
+
+    def receive_data(self, data: bytes | bytearray) -> None:
+        """Add bytes from the stream, and take all events that they complete before adding more."""
+        self._parser.receive_data(data)
+
+    def next_event(self) -> Event | None:
+        """The next thing that the peer has sent, or None until more comes."""
+        while True:
+            if self.awaits_place:
+                raise LocalProtocolError("where the data go must be known before they are read")
+            frame = self._parser.next_frame()
+            if frame is None:
+                return None
+            event = self._take_data(frame) if frame[:1] == bytes((_DATA,)) else self._take_control(frame)
+            if event is not None:
+                return event
+
+    def _take_data(self, frame: bytes) -> DataReceived | None:
+        moving, size = self._incoming, len(frame) - 1
+        if not 0 < size <= moving.left:
+            raise RemoteProtocolError(f"{size} bytes of data, {moving.left} are awaited")
+        if moving.memory is not None:
+            done = self._size - moving.left
+            moving.memory[done : done + size] = memoryview(frame)[1:]
+        moving.left -= size
+        if moving.left:
+            return None
+        index, is_wanted = moving.index, moving.memory is not None
+        self._end_data(moving)
+        return DataReceived(index) if is_wanted and index in self.open else None
+
+    def _take_control(self, frame: bytes) -> Control | None:
+        if frame[:1] != bytes((_CONTROL,)) or not 1 < len(frame) <= MAX_CONTROL_BYTES:
+            raise RemoteProtocolError(f"a frame of kind {frame[:1].hex()} and {len(frame)} bytes")
+        message = _decode(frame[1:])
+        return message if self._apply(message, by_us=False) else None
+
+    def _apply(self, message: Control, by_us: bool) -> bool:
+        """What a message changes; whether it means anything to its receiver, or came too late."""
+        from_upstream = self.is_upstream is by_us
+        if not (isinstance(message, Hello | Welcome) or self.is_open):
+            raise _error(by_us)("not greeted yet")
+        match message:
+            case Hello() | Welcome():
+                self._greet(message, by_us)
+            case Credits(total) if not from_upstream:
+                if total < self.credits or total > self.num_forwarded + MAX_CREDITS:
+                    raise _error(by_us)(f"credits for {total} microbatches after {self.credits}")
+                self.credits = total
+            case Forward() if from_upstream:
+                self._forward(by_us)
+            case Gradient(index) | Dropped(index) | Settled(index):
+                return self._move(index, message, by_us)
+            case _:
+                raise _error(by_us)(f"{type(message).__name__} from the wrong side")
+        return True
+
+    def _greet(self, message: Hello | Welcome, by_us: bool) -> None:
+        from_upstream = self.is_upstream is by_us
+        if isinstance(message, Hello) is not from_upstream or (self._has_greeted if by_us else self._was_greeted):
+            raise _error(by_us)(f"{type(message).__name__} twice, or from the wrong side")
+        if isinstance(message, Hello):
+            for field in ("version", "run_id", "stage", "shape"):
+                if getattr(message, field) != getattr(self._hello, field):
+                    raise _error(by_us)(f"the link is of another {field.replace('_', ' ')}")
+        else:
+            self.credits = message.credits
+        if by_us:
+            self._has_greeted = True
+        else:
+            self._was_greeted = True
+        self.is_open = self._has_greeted and self._was_greeted
+
+    def _forward(self, by_us: bool) -> None:
+        if self.num_forwarded >= self.credits:
+            raise _error(by_us)(f"microbatch {self.num_forwarded}, there are credits for {self.credits}")
+        self._begin_data(self.num_forwarded, by_us)
+        self.open[self.num_forwarded] = Step.FORWARD
+        self.num_forwarded += 1
+
+    def _move(self, index: int, message: Gradient | Dropped | Settled, by_us: bool) -> bool:
+        """A microbatch goes on, or ends; False if the receiver has ended it."""
+        if index >= self.num_forwarded:
+            raise _error(by_us)(f"{type(message).__name__} of microbatch {index}: {self.num_forwarded} were forwarded")
+        transitions = TRANSITIONS.get((self.is_upstream is by_us, type(message)))
+        if transitions is None:
+            raise _error(by_us)(f"{type(message).__name__} from the wrong side")
+        step = self.open.get(index)
+        if step is None and by_us:
+            raise LocalProtocolError(f"{type(message).__name__} of microbatch {index}, which has ended")
+        if step is not None and step not in transitions:
+            raise _error(by_us)(f"{type(message).__name__} of microbatch {index}, which is {step.value}")
+        if isinstance(message, Settled) and message.is_kept and step not in (None, Step.RETURNED):
+            raise _error(by_us)(f"microbatch {index} is kept, but its gradient has not returned")
+        if isinstance(message, Gradient):
+            self._begin_data(index, by_us)
+            if step is None:
+                self.place(None)
+        if step is None:
+            return False
+        following = transitions[step]
+        if following is None:
+            del self.open[index]
+            self._forget(index)
+        else:
+            self.open[index] = following
+        return True
+
+    def _forget(self, index: int) -> None:
+        """What still comes of an ended microbatch goes nowhere."""
+        if self._incoming.index == index and self._incoming.left:
+            self._incoming.memory, self._incoming.is_placed = None, True
+
+    def _begin_data(self, index: int, by_us: bool) -> None:
+        moving = self._outgoing if by_us else self._incoming
+        if moving.left:
+            raise _error(by_us)("data of two microbatches at a time")
+        moving.index, moving.left, moving.memory, moving.is_placed = index, self._size, None, False
+
+    def _end_data(self, moving: _Moving) -> None:
+        index, moving.memory = moving.index, None
+        assert index is not None, "data move of one microbatch"
+        following = {Step.FORWARD: Step.THERE, Step.BACK: Step.RETURNED}
+        if index in self.open:
+            self.open[index] = following[self.open[index]]
+
+
+def _frame(kind: int, payload: Any) -> bytes:
+    return b"".join(((1 + len(payload)).to_bytes(LENGTH_BYTES, "big"), bytes((kind,)), payload))
+
+
+def _error(by_us: bool) -> type[LocalProtocolError | RemoteProtocolError]:
+    return LocalProtocolError if by_us else RemoteProtocolError
+
+
+def _decode(payload: bytes) -> Control:
+    try:
+        message: Control = _decoder.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a message of a link: {error}") from error
+    if isinstance(message, Forward) and not math.isfinite(message.seconds_left):  # NaN passes every bound
+        raise RemoteProtocolError(f"not a duration: {message.seconds_left}")
+    return message

@@ -1,0 +1,1039 @@
+"""A node's part in the pipeline: which microbatch is computed next, where it goes, and when an inner step is taken.
+
+A microbatch is drawn at a node of stage 0, its *origin*, goes through one node of each other stage, and returns to its
+origin, where the loss is; its gradient goes back over the same nodes (NoLoCo, arXiv 2506.10911, random pipeline
+routing). The next hop is drawn at random among the live nodes of the next stage, in proportion to the credits that
+they have given (`farandole.protocol.activations`): who is slow gives them back slowly, so it is drawn less (SWARM,
+ICML 2023, wires by throughput).
+
+**Steps.** Each node takes inner steps on its own: when it has begun its quota of microbatches, it begins no more until
+all of those have come to their end, and steps. So a microbatch meets the same weights there and back. Nobody waits for
+another's step: what is under way needs only nodes of later stages to go forward, and nobody's leave to go back. A stage
+with fewer nodes has a larger quota, so that all stages take as many steps.
+
+**Losses.** A hop that refuses, or dies before the gradient is back, is replaced by another; where the microbatch had
+gone on already, its origin finds that it comes twice, and drops it. A microbatch counts at all stages or at none: its
+origin decides, when the gradient is back, and tells it along the route; a node whose upstream hop dies between asks the
+origin. Who has no answer by the deadline takes the gradient out again. What cannot hold (as with any commit): if the
+origin dies while it tells, some stages count one microbatch more.
+
+Sans-IO: `handle(event, now)`. The memory of a microbatch is a *slot* (`farandole.node.pipeline`).
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import random
+from collections import Counter, OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .activations import TICKET_BYTES
+
+# Links to nodes of the next stage that are kept open: enough choice to be random, few enough that each has credits.
+MAX_NEXT_HOPS = 8
+# A microbatch that three hops have refused or lost is dropped: the fault may be its own.
+MAX_ATTEMPTS = 3
+# Work given to the trainer at once: one it does, one that waits, so that it never waits for us.
+MAX_JOBS = 2
+# A round's last microbatches have this long to come to their end; half of it, to come here.
+DRAIN_SECONDS = 5.0
+# Microbatches that wait for their forward pass: one that arrives while the one before is computed, and one to spare.
+MIN_AHEAD = 2
+# How many of the last arrivals tell how old microbatches are when they come.
+NUM_AGES = 32
+# Outcomes that an origin remembers for those who ask.
+MAX_OUTCOMES = 4_096
+# How long a node waits for an answer before it asks the origin again, and before it tries a lost link again.
+ASK_INTERVAL = 1.0
+RETRY_INTERVAL = 2.0
+# A node whose round is further from ours is of another time: its activations would be of other weights.
+MAX_ROUNDS_APART = 10
+
+# From an origin's deadline to that of the others, who wait for its word.
+GRACE_SECONDS = 3.0
+# Links of a node: to the next stage, from the one before, and between origins and the last stage; for a run of 1,000
+# nodes with two stages, one of which has all but a few.
+MAX_LINKS = 1_024
+
+Work = Literal["draw", "forward", "tail", "backward", "keep", "drop"]
+# What frees memory comes first. Forward passes, and draws after them, as the inner step allows.
+_PRIORITIES: tuple[Work, ...] = ("backward", "tail", "keep", "drop", "forward")
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineSettings:
+    """What the machine needs to know of the run and of its node."""
+
+    author: bytes
+    stage: int
+    num_stages: int
+    quota: int
+    """Microbatches that a node of stage 0 draws for an inner step."""
+    in_flight: int
+    """Slots: microbatches begun and not ended."""
+    microbatch_seconds: float
+
+
+# Events
+
+
+@dataclass(frozen=True, slots=True)
+class NodesChanged:
+    """The live nodes of the next stage, and how many our own stage (with us), the one before and stage 0 have."""
+
+    next_hops: frozenset[bytes]
+    num_own: int
+    num_previous: int
+    num_origins: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOpened:
+    """A link is greeted. ``peer`` is downstream of us, or upstream (``is_upstream`` False)."""
+
+    link: int
+    peer: bytes
+    is_upstream: bool
+    """Whether we are the upstream node."""
+    is_return: bool = False
+    """Whether microbatches return to their origin over it."""
+    credits: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFailed:
+    """No link could be opened to this peer, which was asked for."""
+
+    peer: bytes
+    is_return: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LinkClosed:
+    """A link that was open is no more."""
+
+    link: int
+
+
+@dataclass(frozen=True, slots=True)
+class CreditsGiven:
+    """By the downstream node of a link."""
+
+    link: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """A `Forward`: a microbatch begins to come. Answered at once by `Place` or `SendDropped`."""
+
+    link: int
+    index: int
+    ticket: bytes
+    origin: bytes
+    round: int
+    seconds_left: float
+
+
+@dataclass(frozen=True, slots=True)
+class GradientArriving:
+    """A `Gradient` begins to come. Answered at once by `Place`."""
+
+    link: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """All data of one of the two have come."""
+
+    link: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class HopDropped:
+    """The downstream node has dropped a microbatch."""
+
+    link: int
+    index: int
+    reason: str
+    is_untouched: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HopSettled:
+    """The upstream node says how a microbatch ended."""
+
+    link: int
+    index: int
+    is_kept: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A node on its route asks how a microbatch of ours ended."""
+
+    peer: bytes
+    ticket: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """An origin's answer; ``is_kept`` None: not decided yet."""
+
+    peer: bytes
+    ticket: bytes
+    is_kept: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Worked:
+    """The trainer has done its oldest job."""
+
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """The trainer has taken the inner step."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundBegan:
+    """Microbatches may be begun."""
+
+    round: int
+    max_steps: int = 0
+    """Inner steps of the round; 0: until `RoundEnds`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundEnds:
+    """What is under way comes to its end, then `RoundDrained`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimerFired:
+    """The time of the last `SetTimer` has come."""
+
+
+Event = (
+    NodesChanged
+    | LinkOpened
+    | LinkFailed
+    | LinkClosed
+    | CreditsGiven
+    | Arriving
+    | GradientArriving
+    | Arrived
+    | HopDropped
+    | HopSettled
+    | Asked
+    | Told
+    | Worked
+    | Stepped
+    | RoundBegan
+    | RoundEnds
+    | TimerFired
+)
+
+
+# Outputs
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLink:
+    """To a node of the next stage, or to the origin of a microbatch (``is_return``)."""
+
+    peer: bytes
+    is_return: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CloseLink:
+    """Its peer is gone from the run, or does not answer."""
+
+    link: int
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The data that begin to come go into this slot."""
+
+    link: int
+    index: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendForward:
+    """The slot's outgoing data go over the link, as its next microbatch."""
+
+    link: int
+    slot: int
+    ticket: bytes
+    origin: bytes
+    round: int
+    seconds_left: float
+
+
+@dataclass(frozen=True, slots=True)
+class SendGradient:
+    """The slot's outgoing data go back."""
+
+    link: int
+    index: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendDropped:
+    """To the upstream node."""
+
+    link: int
+    index: int
+    reason: str
+    is_untouched: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SendSettled:
+    """To the downstream node."""
+
+    link: int
+    index: int
+    is_kept: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SendCredits:
+    """To the upstream node."""
+
+    link: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """The origin, how a microbatch ended."""
+
+    origin: bytes
+    ticket: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Who asked."""
+
+    peer: bytes
+    ticket: bytes
+    is_kept: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """A job for the trainer, which does them in order."""
+
+    work: Work
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class TakeStep:
+    """The inner step, with what the trainer has summed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundDrained:
+    """Nothing is under way: the contribution can be made."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetTimer:
+    """Replaces the one before."""
+
+    at: float
+
+
+Output = (
+    OpenLink
+    | CloseLink
+    | Place
+    | SendForward
+    | SendGradient
+    | SendDropped
+    | SendSettled
+    | SendCredits
+    | Ask
+    | Tell
+    | Compute
+    | TakeStep
+    | RoundDrained
+    | SetTimer
+)
+
+
+class Step(enum.Enum):
+    """How far a microbatch is at this node."""
+
+    COMING = "coming"  # its activations arrive
+    QUEUED = "queued"  # for the forward pass
+    STARTING = "starting"  # the forward pass, or drawing it
+    ROUTING = "routing"  # a next hop is sought
+    OUT = "out"  # at later stages
+    HOME_COMING = "home coming"  # at its origin again, for the loss: its activations arrive
+    HOME = "home"
+    HOME_OUT = "home out"  # the loss's gradient is on its way
+    RETURNING = "returning"  # the gradient of what this node has sent on arrives
+    RETURNED = "returned"  # and goes through the backward pass
+    DONE = "done"  # its gradient is in the sum and sent back: it waits for the origin's word
+    ENDED = "ended"  # the trainer keeps its gradient, or takes it out
+
+
+_UNTOUCHED = frozenset({Step.COMING, Step.QUEUED, Step.STARTING, Step.ROUTING})
+"""No later stage has seen it."""
+_SUMMED = frozenset({Step.HOME_OUT, Step.DONE})
+"""Some of its gradient is in the sum."""
+
+Hop = tuple[int, int]
+"""A link, and the index of a microbatch on it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Microbatch:
+    ticket: bytes
+    origin: bytes
+    slot: int
+    deadline: float
+    step: Step
+    inward: Hop | None = None
+    """Where it came from; None where it was drawn."""
+    onward: Hop | None = None
+    """The next hop."""
+    homeward: Hop | None = None
+    """Where it came back to its origin."""
+    tried: set[bytes] = field(default_factory=set)
+    """Hops that refused or lost it."""
+    num_lost: int = 0
+    """How often that was."""
+    sent_at: float = math.inf
+    ask_at: float = math.inf
+    has_begun: bool = False
+    """Whether the trainer holds something of it."""
+    is_working: bool = False
+    """Whether the trainer has a job for it."""
+    is_kept: bool | None = None
+    """How it ended."""
+
+
+@dataclass(slots=True)
+class _Link:
+    peer: bytes
+    is_upstream: bool
+    """Whether we are its upstream node."""
+    is_return: bool
+    credits: int = 0
+    """Given by its downstream node, in all."""
+    num_forwarded: int = 0
+    heard_at: float = 0.0
+    wait_until: float = -math.inf
+    """Its downstream node has refused something: nothing is sent to it until then."""
+    open: dict[int, _Microbatch] = field(default_factory=dict)
+
+    @property
+    def free(self) -> int:
+        return self.credits - self.num_forwarded
+
+
+@dataclass(slots=True)
+class Counts:
+    """What has become of this node's microbatches since it began."""
+
+    begun: int = 0
+    kept: int = 0
+    dropped: int = 0
+    rerouted: int = 0
+    taken_out: int = 0
+    """Dropped when their gradient, or a part, was in the sum."""
+    refused: int = 0
+    """That came and were not taken."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Of what was dropped."""
+
+
+class Pipeline:
+    """See above. One for each life of the trainer."""
+
+    def __init__(self, settings: PipelineSettings, rng: random.Random) -> None:
+        self.counts = Counts()
+        self._settings = settings
+        self._rng = rng
+        self._nodes = NodesChanged(frozenset(), 1, 1, 1)
+        self._links: dict[int, _Link] = {}
+        self._dialling: set[tuple[bytes, bool]] = set()
+        self._dial_after: dict[bytes, float] = {}
+        self._free_slots = set(range(settings.in_flight))
+        self._microbatches: dict[bytes, _Microbatch] = {}
+        self._outcomes: OrderedDict[bytes, bool] = OrderedDict()
+        self._jobs: deque[tuple[Work, _Microbatch]] = deque()
+        self._waiting: dict[Work, deque[_Microbatch]] = {work: deque() for work in _PRIORITIES}
+        self._round = 0
+        self._is_open = False  # between RoundBegan and RoundDrained
+        self._is_ending = False
+        self._steps_left: float = 0
+        self._num_begun = 0  # in this inner step
+        self._num_kept = 0
+        self._step_until = math.inf
+        self._is_stepping = False
+        self._begin_until = math.inf
+        self._drain_until = math.inf
+        self._arrived_at = -math.inf
+        self._ages: deque[float] = deque(maxlen=NUM_AGES)
+        self._ahead = MIN_AHEAD
+        self._outputs: list[Output] = []
+        self._now = 0.0
+
+    @property
+    def num_in_flight(self) -> int:
+        """Microbatches that the trainer holds something of."""
+        return sum(1 for microbatch in self._microbatches.values() if microbatch.has_begun)
+
+    @property
+    def quota(self) -> int:
+        """Microbatches of an inner step: as many as each node of this stage gets while the origins draw theirs."""
+        nodes, settings = self._nodes, self._settings
+        if settings.stage == 0:
+            return settings.quota
+        return max(1, round(settings.quota * nodes.num_origins / max(1, nodes.num_own)))
+
+    @property
+    def _is_last(self) -> bool:
+        return self._settings.stage == self._settings.num_stages - 1
+
+    def handle(self, event: Event, now: float) -> list[Output]:
+        """What to do now."""
+        self._now, self._outputs = now, []
+        self._apply(event)
+        self._expire()
+        self._forget_hops()
+        self._dial()
+        self._route()
+        self._give_work()
+        self._end_step()
+        self._grant()
+        self._outputs.append(SetTimer(self._next_deadline()))
+        return self._outputs
+
+    def _apply(self, event: Event) -> None:
+        match event:
+            case NodesChanged():
+                self._nodes = event
+            case LinkOpened():
+                self._open_link(event)
+            case LinkFailed():
+                self._fail_link(event)
+            case LinkClosed(link):
+                self._close_link(link)
+            case CreditsGiven(link, total):
+                if link in self._links:
+                    self._links[link].credits = total
+            case Arriving() | GradientArriving() | Arrived() | HopDropped() | HopSettled():
+                if event.link in self._links:
+                    self._links[event.link].heard_at = self._now
+                    self._hear(event)
+            case Asked(peer, ticket):
+                is_kept = None if ticket in self._microbatches else self._outcomes.get(ticket, False)
+                self._outputs.append(Tell(peer, ticket, is_kept))
+            case Told(peer, ticket, is_kept):
+                self._be_told(peer, ticket, is_kept)
+            case Worked(problem):
+                self._worked(problem)
+            case Stepped():
+                self._stepped()
+            case RoundBegan(round_index, max_steps):
+                self._round, self._is_open, self._is_ending = round_index, True, False
+                self._steps_left = max_steps or math.inf
+                self._begin_until = math.inf
+            case RoundEnds():
+                self._end_round()
+            case TimerFired():
+                pass  # what is due is looked at after every event
+
+    # Links
+
+    def _open_link(self, event: LinkOpened) -> None:
+        link = _Link(event.peer, event.is_upstream, event.is_return, event.credits, heard_at=self._now)
+        self._links[event.link] = link
+        if event.is_upstream:
+            self._dialling.discard((event.peer, event.is_return))
+        elif len(self._links) > MAX_LINKS:
+            self._outputs.append(CloseLink(event.link))
+            self._close_link(event.link)
+
+    def _fail_link(self, event: LinkFailed) -> None:
+        self._dialling.discard((event.peer, event.is_return))
+        if not event.is_return:
+            self._dial_after[event.peer] = self._now + RETRY_INTERVAL
+            return
+        for microbatch in list(self._microbatches.values()):
+            if microbatch.step is Step.ROUTING and microbatch.origin == event.peer:
+                self._drop(microbatch, "its origin cannot be reached")
+
+    def _close_link(self, number: int) -> None:
+        link = self._links.pop(number, None)
+        if link is None:
+            return
+        if link.is_upstream and not link.is_return:
+            self._dial_after[link.peer] = self._now + RETRY_INTERVAL
+        for microbatch in link.open.values():
+            if link.is_upstream:
+                microbatch.onward = None
+                self._lose_hop(microbatch, link.peer, "a later stage's node was lost")
+            elif link.is_return:
+                microbatch.homeward = None
+                self._drop(microbatch, "the last stage's node was lost")
+            else:
+                microbatch.inward = None
+                if microbatch.step is Step.DONE:  # its origin may have its gradient
+                    microbatch.ask_at = self._now
+                else:
+                    self._drop(microbatch, "an earlier stage's node was lost")
+
+    def _grant(self) -> None:
+        """Promise the free slots, each to the link from the stage before that has least.
+
+        What returns has its slot already.
+        """
+        previous = {number: link for number, link in self._links.items() if not link.is_upstream}
+        granted = set()
+        for number, link in previous.items():
+            if link.is_return and link.free < self._settings.in_flight:
+                link.credits = link.num_forwarded + self._settings.in_flight
+                granted.add(number)
+        previous = {number: link for number, link in previous.items() if not link.is_return}
+        num_promised, share = sum(link.free for link in previous.values()), self._share(len(previous))
+        may_promise = min(len(self._free_slots), self._tune_ahead(num_promised))
+        while previous and num_promised < may_promise:
+            number = min(previous, key=lambda number: previous[number].free + len(previous[number].open))
+            if previous[number].free + len(previous[number].open) >= share:
+                break
+            previous[number].credits += 1
+            num_promised += 1
+            granted.add(number)
+        self._outputs += [SendCredits(number, self._links[number].credits) for number in sorted(granted)]
+
+    def _tune_ahead(self, num_promised: int) -> int:
+        """How many may be promised now, such that a few wait here for their forward pass, and the trainer for none.
+
+        More at a slow node would only be late, and hold up the steps of those before.
+        """
+        num_waiting = self._num_coming()
+        if num_waiting > MIN_AHEAD:
+            self._ahead = max(MIN_AHEAD, self._ahead - 1)
+        elif not num_waiting and num_promised and not self._jobs and self._may_begin():
+            self._ahead = min(self._settings.in_flight, self._ahead + 1)
+        return self._ahead - num_waiting
+
+    def _num_coming(self) -> int:
+        return sum(1 for microbatch in self._microbatches.values() if microbatch.step in (Step.COMING, Step.QUEUED))
+
+    def _share(self, num_links: int) -> int:
+        """Of the slots, a link's: what is promised cannot be taken back, so links that are to come are counted too."""
+        nodes = self._nodes
+        num_expected = math.ceil(nodes.num_previous * min(1.0, MAX_NEXT_HOPS / max(1, nodes.num_own)))
+        return max(1, self._settings.in_flight // max(1, num_links, num_expected))
+
+    def _leave(self, hop: Hop | None) -> None:
+        """A microbatch is no more on this link."""
+        if hop is not None and hop[0] in self._links:
+            self._links[hop[0]].open.pop(hop[1], None)
+
+    def _forget_hops(self) -> None:
+        """Close links to nodes that are no more of the next stage, or no more alive."""
+        for number, link in list(self._links.items()):
+            if link.is_upstream and not link.is_return and link.peer not in self._nodes.next_hops:
+                self._outputs.append(CloseLink(number))
+                self._close_link(number)
+
+    def _dial(self) -> None:
+        wanted: set[tuple[bytes, bool]] = set()
+        linked = {(link.peer, link.is_return) for link in self._links.values() if link.is_upstream}
+        if self._is_last:
+            wanted = {(m.origin, True) for m in self._microbatches.values() if m.step is Step.ROUTING}
+            wanted -= linked | self._dialling
+        else:
+            known = linked | self._dialling
+            candidates = sorted(
+                peer
+                for peer in self._nodes.next_hops
+                if (peer, False) not in known and self._dial_after.get(peer, -math.inf) <= self._now
+            )
+            num_wanted = min(MAX_NEXT_HOPS - len(known), len(candidates))
+            wanted = {(peer, False) for peer in self._rng.sample(candidates, max(0, num_wanted))}
+        for peer, is_return in sorted(wanted):
+            self._dialling.add((peer, is_return))
+            self._outputs.append(OpenLink(peer, is_return))
+
+    # What links say
+
+    def _hear(self, event: Arriving | GradientArriving | Arrived | HopDropped | HopSettled) -> None:
+        link = self._links[event.link]
+        if isinstance(event, Arriving):
+            self._arrive(event, link)
+            return
+        microbatch = link.open.get(event.index)
+        if microbatch is None:
+            return
+        match event:
+            case GradientArriving():
+                self._gradient_arrives(event, microbatch)
+            case Arrived():
+                self._arrived(microbatch)
+            case HopDropped(_, _, reason, is_untouched):
+                self._leave(microbatch.onward)
+                microbatch.onward = None
+                link.wait_until = self._now + RETRY_INTERVAL
+                if is_untouched and not link.is_return:
+                    self._lose_hop(microbatch, link.peer, reason)
+                else:
+                    self._drop(microbatch, reason)
+            case HopSettled(_, _, is_kept):
+                self._hop_settled(microbatch, link, is_kept)
+
+    def _arrive(self, event: Arriving, link: _Link) -> None:
+        link.num_forwarded = event.index + 1
+        problem = self._problem(event, link)
+        if problem:
+            self.counts.refused += 1
+            self._outputs.append(SendDropped(event.link, event.index, problem, is_untouched=True))
+            return
+        if link.is_return:
+            microbatch = self._microbatches[event.ticket]
+            microbatch.homeward, microbatch.step = (event.link, event.index), Step.HOME_COMING
+        else:
+            seconds = min(event.seconds_left, self._settings.microbatch_seconds)
+            self._ages.append(self._settings.microbatch_seconds - seconds)
+            self._arrived_at = self._now
+            deadline = self._now + seconds + GRACE_SECONDS
+            microbatch = self._add(event.ticket, event.origin, deadline, Step.COMING)
+            microbatch.inward = (event.link, event.index)
+        link.open[event.index] = microbatch
+        self._outputs.append(Place(event.link, event.index, microbatch.slot))
+
+    def _problem(self, event: Arriving, link: _Link) -> str:
+        """Why a microbatch cannot be taken; empty if it can."""
+        known = self._microbatches.get(event.ticket)
+        if link.is_return:
+            if known is None or known.origin != self._settings.author:
+                return "it is not mine"
+            return "" if known.step is Step.OUT else "it has come already"
+        if abs(event.round - self._round) > MAX_ROUNDS_APART:
+            return f"of round {event.round}, this is round {self._round}"
+        if known is not None:
+            return "it is here already"
+        return "" if self._free_slots else "no slot is free"
+
+    def _gradient_arrives(self, event: GradientArriving, microbatch: _Microbatch) -> None:
+        is_due = microbatch.step is (Step.OUT if self._settings.stage else Step.HOME_OUT)
+        if not is_due:
+            self._leave(microbatch.onward)
+            microbatch.onward = None
+            self._outputs.append(CloseLink(event.link))  # a gradient of nothing
+            self._close_link(event.link)
+            self._drop(microbatch, "a gradient that cannot be")
+            return
+        microbatch.step = Step.RETURNING
+        self._outputs.append(Place(event.link, event.index, microbatch.slot))
+
+    def _arrived(self, microbatch: _Microbatch) -> None:
+        following: dict[Step, tuple[Step, Work]] = {
+            Step.COMING: (Step.QUEUED, "forward"),
+            Step.HOME_COMING: (Step.HOME, "tail"),
+            Step.RETURNING: (Step.RETURNED, "backward"),
+        }
+        if microbatch.step in following:
+            microbatch.step, work = following[microbatch.step]
+            self._waiting[work].append(microbatch)
+
+    def _hop_settled(self, microbatch: _Microbatch, link: _Link, is_kept: bool) -> None:
+        if link.is_return:
+            self._leave(microbatch.homeward)
+            microbatch.homeward = None
+            if not is_kept:
+                self._drop(microbatch, "dropped on its way")
+            return
+        self._leave(microbatch.inward)
+        microbatch.inward = None
+        if is_kept and microbatch.step is Step.DONE:
+            self._end(microbatch, is_kept=True)
+        else:
+            self._drop(microbatch, "dropped on its way")
+
+    def _be_told(self, peer: bytes, ticket: bytes, is_kept: bool | None) -> None:
+        microbatch = self._microbatches.get(ticket)
+        if microbatch is None or microbatch.step is not Step.DONE or microbatch.origin != peer:
+            return
+        if is_kept is None:
+            microbatch.ask_at = self._now + ASK_INTERVAL
+        elif is_kept:
+            self._end(microbatch, is_kept=True)
+        else:
+            self._drop(microbatch, "dropped by its origin")
+
+    # Routes
+
+    def _route(self) -> None:
+        for microbatch in [m for m in self._microbatches.values() if m.step is Step.ROUTING]:
+            hops = {
+                number: link.free
+                for number, link in self._links.items()
+                if link.is_upstream
+                and link.free > 0
+                and link.wait_until <= self._now
+                and (not self._is_last or link.peer == microbatch.origin)
+            }
+            untried = {
+                number: free for number, free in hops.items() if self._links[number].peer not in microbatch.tried
+            }
+            hops = untried or hops
+            if hops:
+                (number,) = self._rng.choices(list(hops), list(hops.values()))
+                self._send_on(microbatch, number)
+
+    def _send_on(self, microbatch: _Microbatch, number: int) -> None:
+        link = self._links[number]
+        microbatch.onward, microbatch.step = (number, link.num_forwarded), Step.OUT
+        microbatch.sent_at = self._now
+        link.open[link.num_forwarded] = microbatch
+        link.num_forwarded += 1
+        self._outputs.append(
+            SendForward(
+                number,
+                microbatch.slot,
+                microbatch.ticket,
+                microbatch.origin,
+                self._round,
+                max(0.0, microbatch.deadline - self._now),
+            )
+        )
+
+    def _lose_hop(self, microbatch: _Microbatch, peer: bytes, reason: str) -> None:
+        """Seek another next hop, if no gradient has come back yet."""
+        microbatch.tried.add(peer)
+        microbatch.num_lost += 1
+        is_ahead = microbatch.step is Step.OUT or (microbatch.step is Step.RETURNING and self._settings.stage > 0)
+        if is_ahead and not self._is_last and microbatch.num_lost < MAX_ATTEMPTS:
+            microbatch.step = Step.ROUTING
+            self.counts.rerouted += 1
+        else:
+            self._drop(microbatch, reason)
+
+    # The trainer
+
+    def _give_work(self) -> None:
+        while len(self._jobs) < MAX_JOBS and not self._is_stepping:
+            work = next((work for work in _PRIORITIES if self._waiting[work] and self._may_do(work)), None)
+            if work is not None:
+                self._work(work, self._waiting[work].popleft())
+            elif self._may_draw():
+                ticket = self._rng.randbytes(TICKET_BYTES)
+                deadline = self._now + self._settings.microbatch_seconds
+                self._work("draw", self._add(ticket, self._settings.author, deadline, Step.QUEUED))
+            else:
+                return
+
+    def _may_do(self, work: Work) -> bool:
+        return work != "forward" or self._may_begin()
+
+    def _may_begin(self) -> bool:
+        is_due = self._num_begun < self.quota and self._now < self._step_until
+        return is_due and self._is_open and not self._is_over
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether no more are begun in this round: at origins at once, later when what they have begun has come."""
+        if not self._is_ending or self._now >= self._begin_until:
+            return self._is_ending
+        return self._now >= self._quiet_at and not self._num_coming()
+
+    @property
+    def _quiet_at(self) -> float:
+        """When all that is on its way should have come: twice as long as any of late has taken, after the last one."""
+        return self._arrived_at + 2 * max(self._ages, default=0.0)
+
+    def _may_draw(self) -> bool:
+        if self._settings.stage or not self._free_slots or not self._may_begin():
+            return False
+        links = self._links.values()
+        num_credits = sum(link.free for link in links if link.is_upstream and link.wait_until <= self._now)
+        return num_credits > sum(1 for m in self._microbatches.values() if m.step in (Step.STARTING, Step.ROUTING))
+
+    def _work(self, work: Work, microbatch: _Microbatch) -> None:
+        microbatch.is_working = True
+        if work in ("draw", "forward"):
+            microbatch.step, microbatch.has_begun = Step.STARTING, True
+            self._num_begun += 1
+            self.counts.begun += 1
+            self._step_until = min(self._step_until, self._now + self._settings.microbatch_seconds)
+        self._jobs.append((work, microbatch))
+        self._outputs.append(Compute(work, microbatch.slot))
+
+    def _worked(self, problem: str) -> None:
+        work, microbatch = self._jobs.popleft()
+        microbatch.is_working = False
+        if work in ("keep", "drop"):
+            self._num_kept += work == "keep"
+            self._release(microbatch)
+            return
+        if problem and work in ("draw", "forward"):
+            microbatch.has_begun = False  # the trainer has kept nothing
+        if microbatch.is_kept is not None:  # dropped meanwhile
+            self._tell_trainer(microbatch)
+        elif problem:
+            self._drop(microbatch, problem)
+        else:
+            self._go_on(work, microbatch)
+
+    def _go_on(self, work: Work, microbatch: _Microbatch) -> None:
+        if work in ("draw", "forward"):
+            microbatch.step = Step.ROUTING
+        elif work == "tail":
+            microbatch.step = Step.HOME_OUT
+            self._send_back(microbatch.homeward, microbatch)
+        elif microbatch.origin == self._settings.author:
+            self._end(microbatch, is_kept=True)
+        else:
+            microbatch.step = Step.DONE
+            self._send_back(microbatch.inward, microbatch)
+
+    def _send_back(self, hop: Hop | None, microbatch: _Microbatch) -> None:
+        assert hop is not None, "who has lost the way back is dropped"
+        self._outputs.append(SendGradient(*hop, microbatch.slot))
+
+    # The end of a microbatch
+
+    def _drop(self, microbatch: _Microbatch, reason: str) -> None:
+        """It counts nowhere: tell those who do not know it, and take out what is in the sum."""
+        if microbatch.is_kept is not None:
+            return
+        self.counts.dropped += 1
+        self.counts.reasons[reason] += 1
+        self.counts.taken_out += microbatch.step in _SUMMED
+        is_untouched = microbatch.step in _UNTOUCHED
+        if microbatch.inward is not None and microbatch.step is not Step.DONE:
+            self._outputs.append(SendDropped(*microbatch.inward, reason[:128], is_untouched))
+        if microbatch.homeward is not None and microbatch.step in (Step.HOME_COMING, Step.HOME):
+            self._outputs.append(SendDropped(*microbatch.homeward, reason[:128], is_untouched=False))
+        self._end(microbatch, is_kept=False)
+
+    def _end(self, microbatch: _Microbatch, *, is_kept: bool) -> None:
+        microbatch.is_kept, microbatch.step = is_kept, Step.ENDED
+        microbatch.deadline = microbatch.ask_at = math.inf
+        self.counts.kept += is_kept
+        if microbatch.onward is not None and microbatch.onward[0] in self._links:
+            self._outputs.append(SendSettled(*microbatch.onward, is_kept))
+        for hop in (microbatch.onward, microbatch.inward, microbatch.homeward):
+            self._leave(hop)
+        microbatch.onward = microbatch.inward = microbatch.homeward = None
+        if microbatch.origin == self._settings.author:
+            self._outcomes[microbatch.ticket] = is_kept
+            if len(self._outcomes) > MAX_OUTCOMES:
+                self._outcomes.popitem(last=False)
+        for waiting in self._waiting.values():
+            if microbatch in waiting:
+                waiting.remove(microbatch)
+        if not microbatch.is_working:
+            self._tell_trainer(microbatch)
+
+    def _tell_trainer(self, microbatch: _Microbatch) -> None:
+        if microbatch.has_begun:
+            self._waiting["keep" if microbatch.is_kept else "drop"].append(microbatch)
+        else:
+            self._release(microbatch)
+
+    def _add(self, ticket: bytes, origin: bytes, deadline: float, step: Step) -> _Microbatch:
+        microbatch = _Microbatch(ticket, origin, min(self._free_slots), deadline, step)
+        self._free_slots.remove(microbatch.slot)
+        self._microbatches[ticket] = microbatch
+        return microbatch
+
+    def _release(self, microbatch: _Microbatch) -> None:
+        del self._microbatches[microbatch.ticket]
+        self._free_slots.add(microbatch.slot)
+
+    # Steps and rounds
+
+    def _end_step(self) -> None:
+        """Step, or end the round, when nothing is under way any more."""
+        if not self._is_open or self._is_stepping or self._jobs or self._may_begin():
+            return
+        if any(microbatch.has_begun for microbatch in self._microbatches.values()):
+            return
+        if self._num_kept:
+            self._is_stepping = True
+            self._outputs.append(TakeStep())
+            return
+        self._begin_step()
+        if self._is_over:
+            self._is_open = False
+            self._drain_until = math.inf
+            self._outputs.append(RoundDrained(self._round))
+        else:
+            self._give_work()
+
+    def _begin_step(self) -> None:
+        self._num_begun = self._num_kept = 0
+        self._step_until = math.inf
+
+    def _stepped(self) -> None:
+        self._is_stepping = False
+        self._begin_step()
+        self._steps_left -= 1
+        if self._steps_left <= 0:
+            self._end_round()
+            self._begin_until = self._now
+
+    def _end_round(self) -> None:
+        if self._is_open and not self._is_ending:
+            self._is_ending = True
+            drain = min(DRAIN_SECONDS, self._settings.microbatch_seconds)
+            self._begin_until = self._now + (drain / 2 if self._settings.stage else 0.0)
+            self._drain_until = self._now + drain
+
+    def _expire(self) -> None:
+        is_drained = self._now >= self._drain_until
+        for microbatch in list(self._microbatches.values()):
+            if self._now >= microbatch.deadline:
+                self._leave_if_silent(microbatch)
+                self._drop(microbatch, "out of time")
+            elif is_drained and microbatch.has_begun:
+                self._drop(microbatch, "the round is over")
+            elif self._now >= microbatch.ask_at:
+                microbatch.ask_at = self._now + ASK_INTERVAL
+                self._outputs.append(Ask(microbatch.origin, microbatch.ticket))
+        if is_drained:
+            self._drain_until = math.inf
+
+    def _leave_if_silent(self, microbatch: _Microbatch) -> None:
+        """A next hop that has not said anything since it got a microbatch is frozen: its others go elsewhere."""
+        if microbatch.onward is None or microbatch.step is not Step.OUT:
+            return
+        number = microbatch.onward[0]
+        if self._links[number].heard_at < microbatch.sent_at:
+            self._leave(microbatch.onward)
+            microbatch.onward = None
+            self._outputs.append(CloseLink(number))
+            self._close_link(number)
+
+    def _next_deadline(self) -> float:
+        """When something is due, or can be tried again; what was due by now has been done."""
+        times = [self._begin_until, self._quiet_at, self._drain_until, self._step_until, *self._dial_after.values()]
+        times += [link.wait_until for link in self._links.values()]
+        for microbatch in self._microbatches.values():
+            times += (microbatch.deadline, microbatch.ask_at)
+        return min((at for at in times if at > self._now), default=math.inf)

@@ -1,0 +1,316 @@
+"""Many pipelines under a virtual clock, joined by real links; each trainer is a set of the tickets in its sum."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from farandole.protocol import activations as wire
+from farandole.protocol import pipeline as machine
+from farandole.protocol.pipeline import Pipeline, PipelineSettings, Work
+
+SIZE = 3 * wire.DATA_BYTES // 2  # two frames
+HELLO = wire.Hello(run_id=bytes(32), stage=0, shape=bytes(32))
+
+
+@dataclass
+class Wire:
+    """One link: both ends, and what is on its way."""
+
+    number: int
+    upstream: Node
+    downstream: Node
+    is_return: bool
+    ends: dict[bytes, wire.Link]
+    is_closed: bool = False
+    arrives_at: dict[bytes, float] = field(default_factory=dict)
+
+
+class Node:
+    def __init__(self, world: World, author: bytes, stage: int, seconds: float, rng: random.Random) -> None:
+        self.world, self.author, self.stage, self.seconds = world, author, stage, seconds
+        self.pipeline = Pipeline(
+            PipelineSettings(author, stage, world.num_stages, world.quota, world.in_flight, world.microbatch_seconds),
+            rng,
+        )
+        self.is_alive = True
+        self.is_frozen = False
+        self.frozen: list[machine.Event] = []
+        self.memory: dict[int, bytes] = {}  # by slot, what came in
+        self.out: dict[int, bytes] = {}  # by slot, what goes out: the ticket and what it is
+        self.tickets: dict[int, bytes] = {}
+        self.sum: set[bytes] = set()  # gradients in this inner step's sum
+        self.began: set[int] = set()  # slots of which the trainer holds something
+        self.kept: list[bytes] = []
+        self.steps: list[int] = []
+        self.drained: list[int] = []
+        self.busy_until = 0.0
+        self.busy_seconds = 0.0
+        self.timer = 0
+
+    def handle(self, event: machine.Event) -> None:
+        if not self.is_alive:
+            return
+        if self.is_frozen:
+            self.frozen.append(event)
+            return
+        for output in self.pipeline.handle(event, self.world.now):
+            self.carry_out(output)
+
+    def carry_out(self, output: machine.Output) -> None:
+        world = self.world
+        match output:
+            case machine.SetTimer(at):
+                self.timer += 1
+                number = self.timer
+                if at < float("inf"):
+                    world.at(at, lambda: self.handle(machine.TimerFired()) if number == self.timer else None)
+            case machine.OpenLink(peer, is_return):
+                world.open_link(self, peer, is_return)
+            case machine.CloseLink(link):
+                world.close(world.wires[link])
+            case machine.Place(link, index, slot):
+                self.world.placed = slot
+            case machine.SendForward(link, slot, ticket, origin, round_index, seconds_left):
+                self.tickets[slot] = ticket
+                message = wire.Forward(ticket, origin, round_index, seconds_left)
+                world.send(self, link, message, self.out[slot])
+            case machine.SendGradient(link, index, slot):
+                if index in world.wires[link].ends[self.author].open:
+                    world.send(self, link, wire.Gradient(index), self.out[slot])
+            case machine.SendDropped(link, index, reason, is_untouched):
+                if index in world.wires[link].ends[self.author].open:
+                    world.send(self, link, wire.Dropped(index, reason, is_untouched))
+            case machine.SendSettled(link, index, is_kept):
+                if index in world.wires[link].ends[self.author].open:
+                    world.send(self, link, wire.Settled(index, is_kept))
+            case machine.SendCredits(link, total):
+                world.send(self, link, wire.Credits(total))
+            case machine.Ask(origin, ticket):
+                world.tell(self, origin, machine.Asked(self.author, ticket))
+            case machine.Tell(peer, ticket, is_kept):
+                world.tell(self, peer, machine.Told(self.author, ticket, is_kept))
+            case machine.Compute(work, slot):
+                self.compute(work, slot)
+            case machine.TakeStep():
+                assert not self.began, "a step while something is under way"
+                self.kept += self.sum
+                self.steps.append(len(self.sum))
+                self.sum = set()
+                self.work(self.seconds, lambda: self.handle(machine.Stepped()))
+            case machine.RoundDrained(round_index):
+                assert not self.began
+                assert not self.sum
+                self.drained.append(round_index)
+
+    def work(self, seconds: float, then: Callable[[], None]) -> None:
+        self.busy_until = max(self.busy_until, self.world.now) + seconds
+        self.busy_seconds += seconds
+        self.world.at(self.busy_until, then)
+
+    def compute(self, work: Work, slot: int) -> None:
+        problem = ""
+        if work in ("draw", "forward"):
+            assert slot not in self.began
+            self.began.add(slot)
+        else:
+            assert slot in self.began
+
+        def done() -> None:
+            if not self.is_alive:
+                return
+            if work == "draw":
+                self.tickets[slot] = self.pipeline._jobs[0][1].ticket
+                self.out[slot] = self.tickets[slot] + b"a0"
+            elif work == "forward":
+                self.tickets[slot] = self.pipeline._jobs[0][1].ticket
+                assert self.memory[slot] == self.tickets[slot] + b"a%d" % (self.stage - 1)
+                self.out[slot] = self.tickets[slot] + b"a%d" % self.stage
+            elif work == "tail":
+                assert self.memory[slot] == self.tickets[slot] + b"a%d" % (self.world.num_stages - 1)
+                self.out[slot] = self.tickets[slot] + b"g%d" % self.world.num_stages
+            elif work == "backward":
+                assert self.memory[slot] == self.tickets[slot] + b"g%d" % (self.stage + 1)
+                self.sum.add(self.tickets[slot])
+                self.out[slot] = self.tickets[slot] + b"g%d" % self.stage
+            else:
+                self.began.remove(slot)
+                if work == "keep":
+                    assert self.tickets[slot] in self.sum
+                else:
+                    self.sum.discard(self.tickets.get(slot, b""))
+            self.handle(machine.Worked(problem))
+
+        self.work(0.0 if work in ("keep", "drop") else self.seconds, done)
+
+
+class World:
+    def __init__(
+        self,
+        stages: list[int],
+        *,
+        seed: int = 0,
+        quota: int = 4,
+        in_flight: int = 6,
+        latency: float = 0.01,
+        microbatch_seconds: float = 5.0,
+        seconds: float = 0.01,
+    ) -> None:
+        """``stages``: how many nodes each stage has."""
+        self.rng = random.Random(seed)
+        self.num_stages, self.quota, self.in_flight = len(stages), quota, in_flight
+        self.latency, self.microbatch_seconds = latency, microbatch_seconds
+        self.now = 0.0
+        self.placed: int | None = None
+        self.wires: dict[int, Wire] = {}
+        self._numbers = itertools.count()
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self.nodes: dict[bytes, Node] = {}
+        self.slots: dict[tuple[int, bytes], int] = {}
+        self.buffers: dict[tuple[int, bytes], bytearray] = {}
+        for stage, count in enumerate(stages):
+            for _ in range(count):
+                self.add(stage, seconds)
+        self.announce()
+        for node in self.nodes.values():
+            node.handle(machine.RoundBegan(0))
+
+    def add(self, stage: int, seconds: float) -> Node:
+        author = len(self.nodes).to_bytes(32, "big")
+        node = self.nodes[author] = Node(self, author, stage, seconds, random.Random(self.rng.random()))
+        return node
+
+    def of_stage(self, stage: int) -> list[Node]:
+        return [node for node in self.nodes.values() if node.stage == stage and node.is_alive]
+
+    def announce(self) -> None:
+        """All learn who is alive."""
+        for node in self.nodes.values():
+            following = self.of_stage(node.stage + 1)
+            node.handle(
+                machine.NodesChanged(
+                    frozenset(other.author for other in following),
+                    len(self.of_stage(node.stage)),
+                    len(self.of_stage(node.stage - 1)),
+                    len(self.of_stage(0)),
+                )
+            )
+
+    def at(self, when: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (when, next(self._numbers), what))
+
+    def run(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self._queue and self._queue[0][0] <= end:
+            self.now, _, what = heapq.heappop(self._queue)
+            what()
+        self.now = end
+
+    def delay(self) -> float:
+        return self.latency * self.rng.uniform(0.5, 1.5)
+
+    def open_link(self, node: Node, peer: bytes, is_return: bool) -> None:
+        other = self.nodes[peer]
+
+        def arrive() -> None:
+            if not (other.is_alive and node.is_alive):
+                node.handle(machine.LinkFailed(peer, is_return))
+                return
+            number = next(self._numbers)
+            ends = {
+                author: wire.Link(is_upstream, HELLO, SIZE)
+                for author, is_upstream in ((node.author, True), (peer, False))
+            }
+            self.wires[number] = Wire(number, node, other, is_return, ends)
+            for sender, receiver, message in ((node, other, HELLO), (other, node, wire.Welcome(0))):
+                ends[receiver.author].receive_data(ends[sender.author].send(message))
+                assert ends[receiver.author].next_event() == message
+            node.handle(machine.LinkOpened(number, peer, is_upstream=True, is_return=is_return))
+            other.handle(machine.LinkOpened(number, node.author, is_upstream=False, is_return=is_return))
+
+        self.at(self.now + self.delay(), arrive)
+
+    def close(self, wire_: Wire) -> None:
+        if wire_.is_closed:
+            return
+        wire_.is_closed = True
+        for node in (wire_.upstream, wire_.downstream):
+            self.at(self.now + self.delay(), lambda node=node: node.handle(machine.LinkClosed(wire_.number)))  # type: ignore[misc]
+
+    def send(self, node: Node, number: int, message: wire.Control, content: bytes = b"") -> None:
+        wire_ = self.wires[number]
+        if wire_.is_closed:
+            return
+        end = wire_.ends[node.author]
+        frames = [end.send(message)]
+        if content:
+            data = memoryview(content.ljust(SIZE, b"."))
+            frames += [end.send_data(data[at : at + wire.DATA_BYTES]) for at in range(0, SIZE, wire.DATA_BYTES)]
+        other = wire_.downstream if node is wire_.upstream else wire_.upstream
+        for frame in frames:
+            when = max(self.now + self.delay(), wire_.arrives_at.get(node.author, 0.0))
+            wire_.arrives_at[node.author] = when
+            self.at(when, lambda frame=frame: self.receive(wire_, other, frame))  # type: ignore[misc]
+
+    def receive(self, wire_: Wire, node: Node, frame: bytes) -> None:
+        if wire_.is_closed or not node.is_alive:
+            return
+        if node.is_frozen:
+            self.at(self.now + 0.1, lambda: self.receive(wire_, node, frame))
+            return
+        end = wire_.ends[node.author]
+        end.receive_data(frame)
+        while (event := end.next_event()) is not None:
+            self.placed = None
+            match event:
+                case wire.Forward(ticket, origin, round_index, seconds_left):
+                    index = end.num_forwarded - 1
+                    node.handle(machine.Arriving(wire_.number, index, ticket, origin, round_index, seconds_left))
+                    self.place(wire_, node, end)
+                case wire.Gradient(index):
+                    node.handle(machine.GradientArriving(wire_.number, index))
+                    self.place(wire_, node, end)
+                case wire.DataReceived(index):
+                    node.memory[self.slots[wire_.number, node.author]] = bytes(
+                        self.buffers[wire_.number, node.author]
+                    ).rstrip(b".")
+                    node.handle(machine.Arrived(wire_.number, index))
+                case wire.Dropped(index, reason, is_untouched):
+                    node.handle(machine.HopDropped(wire_.number, index, reason, is_untouched))
+                case wire.Settled(index, is_kept):
+                    node.handle(machine.HopSettled(wire_.number, index, is_kept))
+                case wire.Credits(total):
+                    node.handle(machine.CreditsGiven(wire_.number, total))
+
+    def place(self, wire_: Wire, node: Node, end: wire.Link) -> None:
+        if wire_.is_closed or not end.awaits_place:
+            return
+        if self.placed is None:
+            end.place(None)
+            return
+        key = (wire_.number, node.author)
+        self.slots[key], self.buffers[key] = self.placed, bytearray(SIZE)
+        end.place(memoryview(self.buffers[key]))
+
+    def tell(self, node: Node, peer: bytes, event: machine.Event) -> None:
+        self.at(self.now + self.delay(), lambda: self.nodes[peer].handle(event))
+
+    def kill(self, node: Node) -> None:
+        node.is_alive = False
+        for wire_ in list(self.wires.values()):
+            if node in (wire_.upstream, wire_.downstream):
+                self.close(wire_)
+
+    def end(self) -> None:
+        """Everybody's round ends, and what is under way comes to its end."""
+        for node in self.nodes.values():
+            node.handle(machine.RoundEnds())
+        self.run(4 * self.microbatch_seconds)
+
+    def kept(self) -> Counter[bytes]:
+        """How many stages kept each microbatch, by ticket; of nodes that live."""
+        return Counter(ticket for node in self.nodes.values() if node.is_alive for ticket in node.kept)

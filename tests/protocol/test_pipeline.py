@@ -1,0 +1,224 @@
+"""What holds of many pipelines together: every microbatch counts at all stages or at none, whatever is lost."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from farandole.protocol import pipeline as machine
+from farandole.protocol.pipeline import Pipeline, PipelineSettings
+
+from .pipeline_world import World
+
+
+def settled_alike(world: World, num_stages: int) -> bool:
+    """Whether each microbatch that any living node has kept was kept by one of every stage."""
+    return set(world.kept().values()) <= {num_stages}
+
+
+@pytest.mark.parametrize("stages", [[1, 1], [2, 2, 2, 2], [3, 3, 3], [1, 4], [4, 1, 2]])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_microbatch_counts_once_at_every_stage(stages: list[int], seed: int) -> None:
+    world = World(stages, seed=seed)
+    world.run(10)
+    world.end()
+
+    kept = world.kept()
+    assert len(kept) > 50
+    assert set(kept.values()) == {len(stages)}
+    assert [node.drained for node in world.nodes.values()] == [[0]] * sum(stages)
+    drawn = sum(node.pipeline.counts.begun for node in world.of_stage(0))
+    assert drawn - len(kept) <= 2 * world.in_flight  # the last ones of the round, at most
+
+
+def test_stages_take_as_many_steps_whatever_their_size() -> None:
+    world = World([2, 4, 1], in_flight=12)
+    world.run(30)
+    steps = [[len(node.steps) for node in world.of_stage(stage)] for stage in range(3)]
+    means = [sum(counts) / len(counts) for counts in steps]
+    assert max(means) <= 1.3 * min(means), steps
+
+
+def test_an_inner_step_has_the_quota() -> None:
+    world = World([1, 1, 1], quota=5)
+    world.run(5)
+    for node in world.nodes.values():
+        assert len(node.steps) > 3
+        assert set(node.steps) == {5}
+
+
+def test_a_slow_node_is_given_less() -> None:
+    world = World([2, 0, 2], in_flight=8, quota=16)
+    world.add(1, 0.01)
+    slow = world.add(1, 0.08)
+    world.num_stages = 3
+    world.announce()
+    for node in world.of_stage(1):
+        node.handle(machine.RoundBegan(0))
+    world.run(30)
+    fast = world.of_stage(1)[0]
+    assert fast is not slow
+    assert len(fast.kept) > 2 * len(slow.kept) > 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_losses_of_nodes_lose_no_more_than_was_under_way(seed: int) -> None:
+    world = World([2, 3, 3, 2], seed=seed, microbatch_seconds=3.0)
+    rng = random.Random(seed)
+    for _ in range(3):
+        world.run(rng.uniform(0.5, 2))
+        stage = rng.choice([stage for stage in range(1, 4) if len(world.of_stage(stage)) > 1])
+        world.kill(rng.choice(world.of_stage(stage)))
+        world.run(rng.uniform(0, 0.3))
+        world.announce()
+    before = len(world.kept())
+    world.run(3)
+    assert len(world.kept()) > before + 20, "training goes on"
+    world.end()
+
+    dead = [node for node in world.nodes.values() if not node.is_alive]
+    for ticket, count in world.kept().items():
+        # The dead took their sums with them; of the others, all have it.
+        assert count + sum(ticket in node.kept or ticket in node.sum for node in dead) == 4
+
+
+def test_a_frozen_node_costs_what_it_has_and_no_more() -> None:
+    world = World([1, 2, 1], microbatch_seconds=2.0)
+    world.run(2)
+    frozen = world.of_stage(1)[0]
+    frozen.is_frozen = True
+    world.run(5)
+    before = len(world.kept())
+    world.run(5)
+    assert len(world.kept()) > before + 30, "the other takes all"
+    counts = world.of_stage(0)[0].pipeline.counts
+    assert counts.dropped <= 2 * world.in_flight, counts
+    assert settled_alike(world, 3)
+
+
+def test_a_node_that_dies_while_it_sends_back_leaves_no_half() -> None:
+    """The case that needs the origin's word: later stages have the gradient, earlier ones have lost the way back."""
+    asked = 0
+    for seed in range(20):
+        world = World([1, 1, 1], seed=seed, microbatch_seconds=2.0, latency=0.05)
+        world.run(1.0 + seed * 0.05)
+        victim = world.of_stage(1)[0]
+        world.kill(victim)
+        world.announce()
+        world.end()
+        last = world.of_stage(2)[0]
+        origin = world.of_stage(0)[0]
+        assert set(last.kept) == set(origin.kept)
+        asked += last.pipeline.counts.taken_out
+    assert asked > 0, "it happened"
+
+
+def test_a_round_ends_with_nothing_under_way_and_another_begins() -> None:
+    world = World([2, 2])
+    for round_index in range(1, 4):
+        world.run(2)
+        for node in world.nodes.values():
+            node.handle(machine.RoundEnds())
+        world.run(3)
+        for node in world.nodes.values():
+            assert node.drained[-1] == round_index - 1
+            node.handle(machine.RoundBegan(round_index))
+    assert settled_alike(world, 2)
+
+
+def test_a_round_may_end_by_its_steps() -> None:
+    world = World([1, 1])
+    world.run(0)
+    node = world.of_stage(0)[0]
+    node.handle(machine.RoundBegan(0, max_steps=3))
+    world.run(5)
+    assert len(node.steps) == 3
+    assert node.drained == [0]
+
+
+def settings(stage: int, num_stages: int = 3, in_flight: int = 2) -> PipelineSettings:
+    return PipelineSettings(b"me" * 16, stage, num_stages, 4, in_flight, 10.0)
+
+
+def open_pipeline(stage: int, in_flight: int = 2) -> Pipeline:
+    pipeline = Pipeline(settings(stage, in_flight=in_flight), random.Random(0))
+    pipeline.handle(machine.NodesChanged(frozenset({b"next"}), 1, 1, 1), 0.0)
+    pipeline.handle(machine.RoundBegan(20), 0.0)
+    pipeline.handle(machine.LinkOpened(1, b"previous", is_upstream=False), 0.0)
+    return pipeline
+
+
+def arriving(ticket: bytes, index: int = 0, **changes: object) -> machine.Arriving:
+    return machine.Arriving(
+        **{  # type: ignore[arg-type]
+            "link": 1,
+            "index": index,
+            "ticket": ticket,
+            "origin": b"origin",
+            "round": 20,
+            "seconds_left": 5.0,
+            **changes,
+        }
+    )
+
+
+@pytest.mark.parametrize("round_index", [0, 9, 31])
+def test_activations_of_another_time_are_refused(round_index: int) -> None:
+    outputs = open_pipeline(1).handle(arriving(b"a", round=round_index), 0.0)
+    refusals = [output for output in outputs if isinstance(output, machine.SendDropped)]
+    assert [(refusal.index, refusal.is_untouched) for refusal in refusals] == [(0, True)]
+    assert not [output for output in outputs if isinstance(output, machine.Place)]
+
+
+def test_what_is_here_already_is_refused() -> None:
+    pipeline = open_pipeline(1)
+    assert machine.Place(1, 0, 0) in pipeline.handle(arriving(b"a"), 0.0)
+    outputs = pipeline.handle(arriving(b"a", index=1), 0.0)
+    assert machine.SendDropped(1, 1, "it is here already", is_untouched=True) in outputs
+
+
+def test_what_nobody_drew_does_not_come_home() -> None:
+    pipeline = open_pipeline(0)
+    pipeline.handle(machine.LinkOpened(2, b"last", is_upstream=False, is_return=True), 0.0)
+    outputs = pipeline.handle(arriving(b"forged", link=2), 0.0)
+    assert machine.SendDropped(2, 0, "it is not mine", is_untouched=True) in outputs
+
+
+def test_no_more_is_promised_than_there_are_slots() -> None:
+    pipeline = open_pipeline(1, in_flight=5)
+    promised: Counter[int] = Counter()
+    for number in range(2, 9):
+        for output in pipeline.handle(machine.LinkOpened(number, bytes([number]), is_upstream=False), 0.0):
+            if isinstance(output, machine.SendCredits):
+                promised[output.link] = output.total
+    assert sum(promised.values()) <= 5
+
+
+def test_unfit_activations_are_dropped_and_the_next_are_taken() -> None:
+    pipeline = open_pipeline(1)
+    pipeline.handle(arriving(b"a"), 0.0)
+    outputs = pipeline.handle(machine.Arrived(1, 0), 0.0)
+    assert machine.Compute("forward", 0) in outputs
+    outputs = pipeline.handle(machine.Worked("not finite"), 0.1)
+    assert machine.SendDropped(1, 0, "not finite", is_untouched=True) in outputs
+    assert machine.Place(1, 1, 0) in pipeline.handle(arriving(b"b", index=1), 0.2)
+
+
+def test_only_the_origin_is_believed_about_how_a_microbatch_ended() -> None:
+    pipeline = open_pipeline(2)  # the last stage: the next hop is the origin
+    pipeline.handle(arriving(b"a"), 0.0)
+    pipeline.handle(machine.Arrived(1, 0), 0.0)
+    assert machine.OpenLink(b"origin", is_return=True) in pipeline.handle(machine.Worked(), 0.0)
+    pipeline.handle(machine.LinkOpened(2, b"origin", is_upstream=True, is_return=True), 0.0)
+    pipeline.handle(machine.CreditsGiven(2, 4), 0.0)
+    pipeline.handle(machine.GradientArriving(2, 0), 0.0)
+    assert machine.Compute("backward", 0) in pipeline.handle(machine.Arrived(2, 0), 0.0)
+    assert machine.SendGradient(1, 0, 0) in pipeline.handle(machine.Worked(), 0.0)
+    assert machine.Ask(b"origin", b"a") in pipeline.handle(machine.LinkClosed(1), 0.0)
+
+    assert not [o for o in pipeline.handle(machine.Told(b"liar", b"a", True), 0.1) if isinstance(o, machine.Compute)]
+    pipeline.handle(machine.Told(b"origin", b"a", None), 0.1)
+    assert machine.Ask(b"origin", b"a") in pipeline.handle(machine.TimerFired(), 2.0)
+    assert machine.Compute("keep", 0) in pipeline.handle(machine.Told(b"origin", b"a", True), 2.1)
