@@ -45,10 +45,42 @@ class TrainerError(FarandoleError):
         self.is_setup = is_setup
 
 
+class TrainerStream:
+    """The mesh process's end of the socket pair. Both raise `trio.BrokenResourceError` when the trainer is gone."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._stream = trio.SocketStream(trio.socket.from_stdlib_socket(connection))
+        self._send_lock = trio.Lock()
+        self._buffer = bytearray()
+        self.aclose = self._stream.aclose
+
+    async def send(self, command: Command) -> None:
+        """Any number of tasks may."""
+        async with self._send_lock:
+            await self._stream.send_all(encode(command))
+
+    async def receive(self) -> Report:
+        """The next report; for one task."""
+        (length,) = LENGTH.unpack(await self._receive_exactly(LENGTH.size))
+        if length > MAX_MESSAGE_BYTES:
+            raise TrainerError("the trainer sent a message that is too long")
+        return decode_report(await self._receive_exactly(length))
+
+    async def _receive_exactly(self, size: int) -> bytes:
+        while len(self._buffer) < size:
+            part = await self._stream.receive_some()
+            if not part:
+                raise trio.BrokenResourceError("the trainer closed its end")
+            self._buffer += part
+        taken = bytes(self._buffer[:size])
+        del self._buffer[:size]
+        return taken
+
+
 class Trainer:
     """One trainer process that has reported `Prepared`."""
 
-    def __init__(self, process: trio.Process, stream: trio.SocketStream, outgoing: int, incoming: int) -> None:
+    def __init__(self, process: trio.Process, stream: TrainerStream, outgoing: int, incoming: int) -> None:
         self.pid = process.pid
         self.outgoing: mmap.mmap
         """The contribution that this node sends."""
@@ -58,8 +90,6 @@ class Trainer:
         self._process = process
         self._stream = stream
         self._descriptors = (outgoing, incoming)
-        self._send_lock = trio.Lock()
-        self._buffer = bytearray()
 
     async def prepare(self, command: Prepare) -> None:
         """Raises `TrainerError` with the trainer's own words if it cannot be made ready."""
@@ -77,34 +107,20 @@ class Trainer:
 
     async def send(self, command: Command) -> None:
         """Raises `TrainerError` when the process is gone."""
-        async with self._send_lock:
-            try:
-                await self._stream.send_all(encode(command))
-            except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
-                raise TrainerError(await self._epitaph()) from error
+        try:
+            await self._stream.send(command)
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            raise TrainerError(await self._epitaph()) from error
 
     async def receive(self) -> Report:
         """The next report; raises `TrainerError` when the process is gone or says that it failed."""
-        (length,) = LENGTH.unpack(await self._receive_exactly(LENGTH.size))
-        if length > MAX_MESSAGE_BYTES:
-            raise TrainerError("the trainer sent a message that is too long")
-        report = decode_report(await self._receive_exactly(length))
+        try:
+            report = await self._stream.receive()
+        except trio.BrokenResourceError as error:
+            raise TrainerError(await self._epitaph()) from error
         if isinstance(report, Failed):
             raise TrainerError(report.message, is_setup=report.is_setup)
         return report
-
-    async def _receive_exactly(self, size: int) -> bytes:
-        while len(self._buffer) < size:
-            try:
-                part = await self._stream.receive_some()
-            except trio.BrokenResourceError:
-                part = b""
-            if not part:
-                raise TrainerError(await self._epitaph())
-            self._buffer += part
-        taken = bytes(self._buffer[:size])
-        del self._buffer[:size]
-        return taken
 
     async def _epitaph(self) -> str:
         """How the process ended, in words."""
@@ -149,7 +165,7 @@ async def open_trainer(command: Prepare, log: Path | None) -> AsyncIterator[Trai
             except OSError as error:  # no memory, or no process more, just now
                 ours.close()
                 raise TrainerError(f"no trainer process can be started: {error}") from error
-        trainer = Trainer(process, trio.SocketStream(trio.socket.from_stdlib_socket(ours)), outgoing, incoming)
+        trainer = Trainer(process, TrainerStream(ours), outgoing, incoming)
         try:
             await trainer.prepare(command)
             yield trainer

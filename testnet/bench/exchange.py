@@ -20,7 +20,7 @@ from .environments import REQUIREMENTS
 from .grid import Grid
 from .loop import LoopLag, measure_loop_lag
 from .one_way import OneWay, measure_one_way
-from .pair import WAYS, Averaging, measure_pairs
+from .pair import ROUNDS, WAYS, Averaging, measure_pairs
 from .paths import PATHS
 from .process import greatest_of
 from .section import LINE_WIDTH, Section, compose
@@ -48,12 +48,13 @@ class Report:
     def headlines(self) -> dict[str, float | None]:
         """The few figures that there are targets for."""
         ours = self._averaging("farandole", "fp32, new channel")
+        as_a_round = self._averaging("farandole", "fp32, new channel, as a round")
         hivemind = self._averaging("hivemind", "fp32")
         lattica = self._averaging("Lattica", "fp32")
         return {
             "bulk_over_raw": self._bulk_over_raw(),
             "pair_100mb_s": ours.exchange_s if ours else None,
-            "pair_100mb_in_all_s": ours.total_s if ours else None,
+            "pair_100mb_in_all_s": as_a_round.total_s if as_a_round else None,
             "pair_100mb_s_hivemind": hivemind.exchange_s if hivemind else None,
             "pair_100mb_s_lattica": lattica.exchange_s if lattica else None,
             "peak_mb_over_payload": self._peak_mb(),
@@ -94,11 +95,12 @@ class Report:
             least_mb = min(LARGE_MB, max(result.size_mb for result in self.one_way))
             sentences.append(f"From {least_mb} MB on the bulk channel has at least {share:.2f} of a raw socket's rate.")
         ours = self._averaging("farandole", "fp32, new channel")
+        as_a_round = self._averaging("farandole", "fp32, new channel, as a round")
         sentences.extend(
             f"The exchange of fp32 is {theirs.exchange_s / ours.exchange_s:.1f} times as fast as {who}'s, "
-            f"and {theirs.total_s / ours.total_s:.1f} times from vector to mean."
+            f"and a round, from vector to mean, {theirs.total_s / as_a_round.total_s:.1f} times."
             for who in ("hivemind", "Lattica")
-            if ours and (theirs := self._averaging(who, "fp32"))
+            if ours and as_a_round and (theirs := self._averaging(who, "fp32"))
         )
         if (peak := self._peak_mb()) is not None:
             sentences.append(f"Over its idle self and the payload a mesh process needs at most {peak:.0f} MB.")
@@ -129,6 +131,7 @@ def run_bench(
     loop_mb: int = LOOP_MB,
     paths: Sequence[str] = tuple(PATHS),
     ways: Sequence[tuple[str, str]] = WAYS,
+    rounds: Sequence[tuple[str, str]] = ROUNDS,
     section: Section | None = None,
 ) -> Report:
     """Measure, with progress and tables on the terminal; ``out`` gets exchange.json and exchange.md as it goes.
@@ -161,7 +164,7 @@ def run_bench(
             if not console.is_terminal:
                 console.print(f"one way: {result.path}, {result.size_mb} MB: {result.mb_s:,.0f} MB/s")
         note(one_way_grid(report.one_way), cost_grid(report.one_way))
-        pairs = measure_pairs(vector_mb, repeats, log, cache, say, ways)
+        pairs = measure_pairs(vector_mb, repeats, log, cache, say, ways, rounds)
         report.averagings, report.problems = pairs.results, pairs.problems
         note(pair_grid(report.averagings, vector_mb))
         report.loop = measure_loop_lag(loop_mb, repeats, log, say)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import trio
 
 from farandole.node.bulk import BulkService
 from farandole.node.bulk_channel import BulkChannel
-from farandole.node.contributions import Outgoing
+from farandole.node.contributions import Judge, Outgoing
 from farandole.node.control import serve_control
 from farandole.node.exchange import ExchangeService
 from farandole.node.host import Host
@@ -20,6 +21,7 @@ from farandole.protocol.exchange import Offer
 from farandole.protocol.manifest import Codec
 from farandole.protocol.pairing_events import StartExchange
 
+from .link import TrainerLink
 from .meter import Meter, watched_loop
 from .paths import Announce, open_node
 
@@ -41,7 +43,9 @@ class Node:
         is_initiator: bool,
         outgoing: memoryview,
         incoming: memoryview,
+        link: TrainerLink | None,
     ) -> None:
+        self._link = link
         self._channels = channels
         self._channel = channel
         self._peer = peer
@@ -53,7 +57,22 @@ class Node:
         self._meter = Meter([outgoing, incoming])
 
     async def exchange(self, round: int, codec: Codec, size: int, digest: str, way: Way) -> dict[str, Any]:
-        """One session of `ExchangeService.run`, with a screening that accepts."""
+        """One session of `ExchangeService.run`, with a contribution that is encoded, and a screening that accepts."""
+        outgoing = Outgoing.whole(self._outgoing[:size], bytes.fromhex(digest))
+        with self._meter.running() as figures:
+            await self._run(round, codec, way, outgoing, _Lenient())
+        return figures
+
+    async def take_round(self, round: int, codec: Codec, way: Way) -> dict[str, Any]:
+        """One round with the trainer, which encodes and takes in while the contributions move."""
+        assert self._link is not None, "a node has a trainer"
+        with self._meter.running() as figures:
+            async with self._link.round(self._outgoing) as outgoing:
+                await self._run(round, codec, way, outgoing, self._link)
+        return figures
+
+    async def _run(self, round: int, codec: Codec, way: Way, outgoing: Outgoing, judge: Judge) -> None:
+        size = outgoing.memory.nbytes
         self._exchanges.channels = None if way == "stream" else self._channels
         if way == "new channel":
             self._channels.close()
@@ -69,12 +88,9 @@ class Node:
             round=round,
             tokens=1,
         )
-        outgoing = Outgoing.whole(self._outgoing[:size], bytes.fromhex(digest))
-        with self._meter.running() as figures:
-            result = await self._exchanges.run(start, offer, outgoing, self._incoming[:size], _Lenient())
+        result = await self._exchanges.run(start, offer, outgoing, self._incoming[:size], judge)
         if not result.committed:
             raise ConnectionError(f"an exchange was not committed: {result.reason}")
-        return {**figures, "path": result.path}
 
     async def swap(self, size: int, times: int) -> dict[str, Any]:
         """Move so many bytes both ways at once over the bulk channel, again and again, with an eye on the loop."""
@@ -118,11 +134,16 @@ class _Lenient:
 
 @contextlib.asynccontextmanager
 async def open_node_end(
-    outgoing: memoryview, incoming: memoryview, address: str | None, announce: Announce
+    outgoing: memoryview,
+    incoming: memoryview,
+    address: str | None,
+    announce: Announce,
+    connection: socket.socket | None,
 ) -> AsyncIterator[Node]:
-    """A node that is connected with the other one, and has a bulk channel to it."""
+    """A node that is connected with the other one, has a bulk channel to it, and perhaps a connection to a trainer."""
+    link = None if connection is None else TrainerLink(connection)
     async with open_node(address, announce) as (host, channels, channel, peer), trio.open_nursery() as nursery:
-        node = Node(host, channels, channel, peer, address is not None, outgoing, incoming)
+        node = Node(host, channels, channel, peer, address is not None, outgoing, incoming, link)
         node.nursery = nursery
         yield node
         nursery.cancel_scope.cancel()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +42,7 @@ MAX_RMS_ERROR: Final = 0.1
 CONNECT_TIMEOUT: Final = 20.0
 CONNECT_INTERVAL: Final = 0.1
 
-# (codec, way): see `node.Way`.
+# (codec, way): see `node.Way`. The exchange by itself: the trainer encodes before it, decodes and averages after it.
 WAYS: Final = (
     ("fp32", "new channel"),
     ("fp32", "kept channel"),
@@ -49,6 +50,8 @@ WAYS: Final = (
     ("bf16", "new channel"),
     ("int8", "new channel"),
 )
+# The same, as a daemon's round has it: the trainer encodes, takes in and screens meanwhile, and takes an outer step.
+ROUNDS: Final = (("fp32", "new channel"), ("bf16", "new channel"), ("int8", "new channel"))
 HIVEMIND_CODECS: Final = ("fp32", "fp16", "8-bit")
 
 
@@ -61,7 +64,7 @@ class Averaging:
     payload_mb: float | None
     """What one peer sends the other; None where it is not known."""
     prepare_s: float | None
-    """Encoding and hashing; None where it is part of the exchange."""
+    """Freezing, encoding and hashing; None where it is part of the exchange."""
     exchange_s: float
     finish_s: float | None
     """Decoding and averaging; None where it is part of the exchange."""
@@ -94,14 +97,20 @@ class Pairs:
 
 
 def measure_pairs(
-    vector_mb: int, repeats: int, log: Path, cache: Path | None, say: Say, ways: Sequence[tuple[str, str]] = WAYS
+    vector_mb: int,
+    repeats: int,
+    log: Path,
+    cache: Path | None,
+    say: Say,
+    ways: Sequence[tuple[str, str]] = WAYS,
+    rounds: Sequence[tuple[str, str]] = ROUNDS,
 ) -> Pairs:
     """All of them in turn, again and again; without a cache folder farandole alone."""
     num_elements = vector_mb * MB // 4
     problems: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
         say("averaging: starting farandole")
-        contenders = dict(stack.enter_context(open_farandole(num_elements, log, ways)))
+        contenders = dict(stack.enter_context(open_farandole(num_elements, log, ways, rounds)))
         for name, open_peer in (("hivemind", open_hivemind), ("Lattica", open_lattica)):
             if cache is not None:
                 try:
@@ -143,19 +152,23 @@ def _median(averagings: list[Averaging]) -> Averaging:
 
 
 @contextlib.contextmanager
-def open_farandole(num_elements: int, log: Path, ways: Sequence[tuple[str, str]]) -> Iterator[dict[str, Average]]:
+def open_farandole(
+    num_elements: int, log: Path, ways: Sequence[tuple[str, str]], rounds: Sequence[tuple[str, str]]
+) -> Iterator[dict[str, Average]]:
     """Two nodes of two processes each, as a daemon has them: the trainer encodes, the mesh process exchanges."""
     size = encoded_size("fp32", num_elements)
-    rounds = itertools.count(1)
+    indices = itertools.count(1)
     with contextlib.ExitStack() as stack:
         nodes: list[Worker] = []
         trainers: list[Worker] = []
         for index in range(2):
             memories = [stack.enter_context(open_payload(name, size)) for name in ("outgoing", "incoming")]
-            descriptors = [memory.descriptor for memory in memories]
-            for kind, workers in (("node", nodes), ("trainer", trainers)):
+            ends = [stack.enter_context(end) for end in socket.socketpair()]
+            for kind, workers, end in (("node", nodes, ends[0]), ("trainer", trainers, ends[1])):
+                descriptors = [*(memory.descriptor for memory in memories), end.fileno()]
                 worker = open_worker(f"{kind} {index}", worker_command(kind), log, descriptors)
                 workers.append(stack.enter_context(worker))
+                end.close()
         address = nodes[0].ask("open", address=None)["address"]
         nodes[1].ask("open", address=address)
         for index, trainer in enumerate(trainers):
@@ -165,7 +178,7 @@ def open_farandole(num_elements: int, log: Path, ways: Sequence[tuple[str, str]]
         def average(codec: str, way: str) -> Averaging:
             prepared = ask_both(trainers, "contribute", codec=codec)
             size = prepared[0]["size"]
-            round_index = next(rounds)
+            round_index = next(indices)
             for node, contribution in zip(nodes, prepared, strict=True):
                 digest = contribution["digest"]
                 node.put("exchange", round=round_index, codec=codec, size=size, digest=digest, way=way)
@@ -182,11 +195,45 @@ def open_farandole(num_elements: int, log: Path, ways: Sequence[tuple[str, str]]
                 rms_error=max(answer["rms_error"] for answer in finished),
                 peak_mb=greatest_of([answer["peak_mb"] for answer in exchanged]),
             )
-            if not averaging.has_averaged:
-                raise BenchError(f"farandole, {codec}: not the mean, but off by {averaging.rms_error:g}")
-            return averaging
+            return _checked(averaging)
 
-        yield {f"farandole, {codec}, {way}": partial(average, codec, way) for codec, way in ways}
+        def take_round(codec: str, way: str) -> Averaging:
+            ask_both(trainers, "learn", codec=codec)
+            round_index = next(indices)
+            for node in nodes:
+                node.put("take_round", round=round_index, codec=codec, way=way)
+            for index, trainer in enumerate(trainers):
+                trainer.put("take_round", is_first=index == 0)
+            exchanged = [node.get() for node in nodes]
+            taken = [trainer.get() for trainer in trainers]
+            in_all = elapsed(taken)
+            finish_s = max(answer["ended_at"] - answer["averaging_at"] for answer in taken)
+            return _checked(
+                Averaging(
+                    who="farandole",
+                    how=f"{codec}, {way}, as a round",
+                    payload_mb=taken[0]["size"] / MB,
+                    prepare_s=None,
+                    exchange_s=in_all - finish_s,
+                    finish_s=finish_s,
+                    matchmaking_s=None,
+                    rms_error=max(answer["rms_error"] for answer in taken),
+                    peak_mb=greatest_of([answer["peak_mb"] for answer in exchanged]),
+                )
+            )
+
+        contenders: dict[str, Average] = {}
+        for codec, way in ways:
+            contenders[f"farandole, {codec}, {way}"] = partial(average, codec, way)
+        for codec, way in rounds:
+            contenders[f"farandole, {codec}, {way}, as a round"] = partial(take_round, codec, way)
+        yield contenders
+
+
+def _checked(averaging: Averaging) -> Averaging:
+    if not averaging.has_averaged:
+        raise BenchError(f"{averaging.who}, {averaging.how}: not the mean, but off by {averaging.rms_error:g}")
+    return averaging
 
 
 @contextlib.contextmanager

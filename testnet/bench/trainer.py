@@ -1,31 +1,46 @@
-"""A trainer process of the benchmark: encodes its vector for the mesh process, decodes the partner's, averages."""
+"""A trainer process of the benchmark: encodes its vector for the mesh process, decodes the partner's, averages.
+
+Either before and after the exchange, as requests ask for, or meanwhile, as a daemon's trainer does: with a replica of
+one parameter whose new slow weights are the mean.
+"""
 
 from __future__ import annotations
 
+import socket
 import time
 from typing import Any
 
 import numpy as np
 import torch
 from blake3 import blake3
-from torch import Tensor
+from torch import Tensor, nn
 
+from farandole.node import trainer_messages as messages
+from farandole.node.trainer_process import Channel
+from farandole.protocol.manifest import Codec
 from farandole.training.codec import decode, encode, encoded_size
+from farandole.training.config import InnerConfig, OuterConfig
+from farandole.training.device import choose_device
+from farandole.training.replica import Replica
 
 
 class Trainer:
     """Holds the ``index``-th of two vectors."""
 
-    def __init__(self, outgoing: memoryview, incoming: memoryview) -> None:
+    def __init__(self, outgoing: memoryview, incoming: memoryview, link: socket.socket) -> None:
+        self._channel = Channel(link)
         self._outgoing = outgoing
         self._incoming = incoming
         self._vector = torch.empty(0)
         self._mean = torch.empty(0)
+        self._common = torch.empty(0)
+        self._replica: Replica | None = None
 
     async def begin(self, index: int, num_elements: int) -> dict[str, Any]:
         """With fresh vectors; both trainers share the machine, so each has one thread."""
         torch.set_num_threads(1)
         self._vector = random_vector(index, num_elements)
+        self._common = random_vector(2, num_elements)
         self._mean = (random_vector(0, num_elements) + random_vector(1, num_elements)) / 2
         return {}
 
@@ -44,6 +59,51 @@ class Trainer:
         ended_at = time.monotonic()
         error = float((mean - self._mean).square().mean().sqrt())
         return {"started_at": started_at, "ended_at": ended_at, "rms_error": error}
+
+    async def learn(self, codec: Codec) -> dict[str, Any]:
+        """Be at the end of a round's inner steps: with weights that have something in common, or they are refused."""
+        self._replica = None  # there is memory for one
+        module = nn.Module()
+        module.register_parameter("vector", nn.Parameter(self._vector + self._common))
+        outer = OuterConfig(alpha=0.0, beta=1.0, gamma=1.0, codec=codec)
+        device = choose_device("cpu")
+        self._replica = Replica(module, InnerConfig(), outer, run_id=bytes(32), device=device)
+        return {}
+
+    async def take_round(self, is_first: bool) -> dict[str, Any]:
+        """Contribute, take in, screen and average, as the mesh process says."""
+        replica, channel = self._replica, self._channel
+        assert replica is not None, "it has learned"
+        started_at = time.monotonic()
+        steps = messages.Steps(replica.contribution_bytes)
+        channel.send(messages.Contributed(0, replica.contribution_bytes, 1, 1, 1, 1, 0.0, 0.0, 0, 1.0))
+
+        def tell(num_ready: int) -> None:
+            if steps.is_due(num_ready):
+                channel.send(messages.Encoded(0, num_ready))
+
+        size, digest = replica.contribution(self._outgoing, progress=tell)
+        channel.send(messages.Encoded(0, size, digest))
+        while True:
+            match channel.receive():
+                case messages.TakeIn(_, num_received):
+                    replica.take_in(self._incoming[:size], num_received)
+                case messages.Screen():
+                    channel.send(messages.Screened(replica.refusal(self._incoming[:size])))
+                case messages.TakeOuterStep():
+                    averaging_at = time.monotonic()
+                    replica.outer_step(self._incoming[:size], 1, 1, is_first)
+                    break
+        ended_at = time.monotonic()
+        channel.send(messages.OuterStepTaken(0))
+        error = float((replica.slow_weights() - self._common - self._mean).square().mean().sqrt())
+        return {
+            "started_at": started_at,
+            "averaging_at": averaging_at,
+            "ended_at": ended_at,
+            "size": size,
+            "rms_error": error,
+        }
 
 
 def random_vector(index: int, num_elements: int) -> Tensor:

@@ -1,7 +1,8 @@
 """A process of the benchmark of exchanges: ``python -m farandole.testnet.bench.worker KIND SOCKET OUTGOING INCOMING``.
 
 The last three are descriptors: requests come over the socket (`farandole.testnet.bench.process`), the payloads lie in
-shared memory. A kind is one of `PATHS`, or ``node`` (the mesh process), or ``trainer`` (which imports torch).
+shared memory. A mesh process and its trainer have a fourth, a socket between the two. A kind is one of `PATHS`, or
+``node`` (the mesh process), or ``trainer`` (which imports torch).
 """
 
 from __future__ import annotations
@@ -51,25 +52,37 @@ class Mover:
 
 @contextlib.asynccontextmanager
 async def open_kind(
-    kind: str, outgoing: memoryview, incoming: memoryview, address: str | None, announce: Announce
+    kind: str,
+    outgoing: memoryview,
+    incoming: memoryview,
+    address: str | None,
+    announce: Announce,
+    link: socket.socket | None,
 ) -> AsyncIterator[object]:
     """What answers the requests."""
     if kind == "trainer":
         from .trainer import Trainer
 
         await announce("")
-        yield Trainer(outgoing, incoming)
+        assert link is not None, "a trainer has a mesh process"
+        yield Trainer(outgoing, incoming, link)
     elif kind == "node":
         from .node import open_node_end
 
-        async with open_node_end(outgoing, incoming, address, announce) as node:
+        async with open_node_end(outgoing, incoming, address, announce, link) as node:
             yield node
     else:
         async with PATHS[kind](address, announce) as end:
             yield Mover(end, outgoing, incoming)
 
 
-async def serve(kind: str, control: trio.SocketStream, outgoing: memoryview, incoming: memoryview) -> None:
+async def serve(
+    kind: str,
+    control: trio.SocketStream,
+    outgoing: memoryview,
+    incoming: memoryview,
+    link: socket.socket | None,
+) -> None:
     """Answer requests until the other end closes; the first gives the address to connect to, or gets one."""
     requests = _requests(control)
 
@@ -81,7 +94,7 @@ async def serve(kind: str, control: trio.SocketStream, outgoing: memoryview, inc
 
     first = await anext(requests)
     address = first["address"]
-    async with open_kind(kind, outgoing, incoming, address, announce) as served:
+    async with open_kind(kind, outgoing, incoming, address, announce, link) as served:
         if address is not None:
             await announce(address)
         async for request in requests:
@@ -108,12 +121,13 @@ async def _requests(control: trio.SocketStream) -> AsyncIterator[dict[str, Any]]
 def main() -> None:
     """Run one worker."""
     kind, *descriptors = sys.argv[1:]
-    control, outgoing, incoming = map(int, descriptors)
-    mapped = [memoryview(map_shared_memory(fd, os.fstat(fd).st_size)) for fd in (outgoing, incoming)]
+    control, outgoing, incoming, *links = map(int, descriptors)
+    out, into = (memoryview(map_shared_memory(fd, os.fstat(fd).st_size)) for fd in (outgoing, incoming))
 
     async def run() -> None:
         plain = socket.socket(fileno=control)
-        await serve(kind, trio.SocketStream(trio.socket.from_stdlib_socket(plain)), *mapped)
+        link = socket.socket(fileno=links[0]) if links else None
+        await serve(kind, trio.SocketStream(trio.socket.from_stdlib_socket(plain)), out, into, link)
 
     # The workers serve until they are told no more; how their connections then break is nobody's business.
     with contextlib.suppress(BrokenPipeError):

@@ -37,6 +37,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
         loop_mb=4,
         paths=["raw", "bulk"],
         ways=[("fp32", "new channel"), ("int8", "stream")],
+        rounds=[("fp32", "new channel"), ("bf16", "kept channel")],
         section=Section(folder / "FIGURES.md", "exchange"),
     )
     return folder
@@ -53,7 +54,7 @@ def test_the_headlines_are_there_and_those_of_others_unknown(document: dict[str,
     assert document["pair_100mb_s_hivemind"] is document["pair_100mb_s_lattica"] is None
     assert document["bulk_over_raw"] > 0
     assert document["pair_100mb_s"] > 0
-    assert document["pair_100mb_in_all_s"] > document["pair_100mb_s"]
+    assert document["pair_100mb_in_all_s"] > 0
     assert document["loop_lag_p99_ms"] >= document["loop"]["p50_ms"]
 
 
@@ -69,8 +70,13 @@ def test_each_path_is_measured_with_each_size(document: dict[str, Any]) -> None:
 
 
 def test_both_partners_hold_the_mean(document: dict[str, Any]) -> None:
-    full, small = document["pair"]
+    full, small, full_round, half_round = document["pair"]
     assert (full["how"], small["how"]) == ("fp32, new channel", "int8, stream")
+    for taken, codec, bound in ((full_round, "fp32, new", 1e-6), (half_round, "bf16, kept", 0.01)):
+        assert taken["how"] == f"{codec} channel, as a round"
+        assert taken["has_averaged"]
+        assert taken["rms_error"] < bound
+        assert taken["total_s"] == taken["exchange_s"] + taken["finish_s"]
     assert full["payload_mb"] == 2
     assert small["payload_mb"] == pytest.approx(2 * 8.125 / 32, rel=1e-3)
     assert full["rms_error"] < 1e-6 < small["rms_error"] < 0.01
@@ -100,10 +106,11 @@ def test_how_others_do_is_said_in_words() -> None:
         return Averaging(who, how, 100.0, 0.1, exchange_s, 0.2, None, 0.0, 1.0)
 
     ours = averaging("farandole", "fp32, new channel", 0.2)
-    report = Report({}, 100, averagings=[ours, averaging("hivemind", "fp32", 0.9)])
+    as_a_round = averaging("farandole", "fp32, new channel, as a round", 0.3)
+    report = Report({}, 100, averagings=[ours, as_a_round, averaging("hivemind", "fp32", 0.9)])
 
     assert report.summary().replace("\n", " ") == (
-        "The exchange of fp32 is 4.5 times as fast as hivemind's, and 2.4 times from vector to mean. "
+        "The exchange of fp32 is 4.5 times as fast as hivemind's, and a round, from vector to mean, 2.0 times. "
         "Over its idle self and the payload a mesh process needs at most 1 MB."
     )
 
