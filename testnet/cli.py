@@ -147,3 +147,35 @@ def bench_exchange(
 
     section = Section(write, "exchange") if write else None
     run_bench(out, sizes or SIZES_MB, repeats, cache if peers else None, section=section)
+
+
+@testnet_app.command("bench-trainer")
+def bench_trainer(
+    out: Annotated[Path, typer.Option(help="Folder for trainer.json and the nodes' folders.")] = Path("out/bench"),
+    model: Annotated[str, typer.Option(help="A preset.")] = "125M",
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences an inner step.")] = 16,
+    device: Annotated[str, typer.Option(help="As for farandole join.")] = "auto",
+    codec: Annotated[str, typer.Option(help="How contributions travel.")] = "int8",
+    rounds: Annotated[int, typer.Option(min=3, help="Of each node.")] = 8,
+    round_seconds: Annotated[float, typer.Option(min=1, help="Length of a round.")] = 20.0,
+    peak_tflops: Annotated[
+        float | None, typer.Option(min=0.001, help="Of the device, dense bf16; known for some GPUs.")
+    ] = None,
+) -> None:
+    """Measure what exchanging costs training: two nodes on one device, beside two plain PyTorch loops.
+
+    Examples: [cyan]farandole testnet bench-trainer --device cuda[/cyan];
+    [cyan]farandole testnet bench-trainer --device cpu --model 0.5M --rounds 4 --round-seconds 5[/cyan]
+    """
+    from .bench.training import run_training_bench
+
+    run_training_bench(
+        out,
+        model=model,
+        batch_size=batch_size,
+        device=device,
+        codec=codec,
+        rounds=rounds,
+        round_seconds=round_seconds,
+        peak_tflops=peak_tflops,
+    )

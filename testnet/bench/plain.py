@@ -1,0 +1,93 @@
+"""A loop that anybody would write, in a process of its own: what a node's training is measured beside.
+
+The same model, batches, precision and loss as a node's, `torch.optim.AdamW` (fused on CUDA), clipping, and nothing
+else. Run as ``python -m farandole.testnet.bench.plain SETTINGS``, in JSON; it prints tokens a second, in JSON too.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import torch
+
+from farandole.node.conversion import training_configs
+from farandole.node.run_file import manifest_of
+from farandole.training.data import Sampler, load_text
+from farandole.training.device import choose_device
+from farandole.training.model import build_model, language_loss
+from farandole.training.tokenizer import load_tokenizer
+
+
+class PlainLoop(msgspec.Struct, frozen=True):
+    """What to run."""
+
+    run: dict[str, object]
+    """As in a run file."""
+    device: str
+    warmup_seconds: float
+    """Not counted: kernels are chosen, caches filled, and the other loops started meanwhile."""
+    seconds: float
+    author: int
+    """Which of several: each has batches of its own."""
+
+
+class PlainRate(msgspec.Struct, frozen=True):
+    """What came of it."""
+
+    tokens_per_second: float
+    device: str
+    """In words."""
+
+
+def run(settings: PlainLoop) -> PlainRate:
+    """Train for a while."""
+    model, inner, _, data, tokenizer = training_configs(manifest_of(settings.run, Path(), 0.0))[:5]
+    device = choose_device(settings.device)
+    sampler = Sampler(
+        load_text(data, load_tokenizer(tokenizer, None), ()),
+        run_id=bytes(32),
+        author=settings.author.to_bytes(32, "little"),
+        batch_size=inner.batch_size,
+        context=model.context,
+        vocabulary=model.vocabulary,
+    )
+    module = build_model(model, 0).to(device.torch_device)
+    is_cuda = device.torch_device.type == "cuda"
+    optimizer = torch.optim.AdamW(
+        module.parameters(), inner.learning_rate, (inner.beta1, inner.beta2), weight_decay=0.0, fused=is_cuda or None
+    )
+
+    def finish() -> float:
+        if is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    step, counted_from, started_at = 0, 0, finish()
+    counted_at = started_at
+    while (now := time.perf_counter()) < started_at + settings.warmup_seconds + settings.seconds:
+        if not counted_from and now >= started_at + settings.warmup_seconds:
+            counted_at, counted_from = finish(), step
+        tokens = torch.as_tensor(sampler.batch(step)).to(device.torch_device, non_blocking=True)
+        optimizer.zero_grad()
+        with device.autocast():
+            loss = language_loss(module, tokens)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if inner.clip:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), inner.clip)
+        optimizer.step()
+        step += 1
+    seconds = finish() - counted_at
+    return PlainRate((step - counted_from) * inner.batch_size * model.context / seconds, device.description)
+
+
+def main() -> None:
+    """Entry point."""
+    torch.set_num_threads(1)  # as a testnet's nodes have
+    print(msgspec.json.encode(run(msgspec.json.decode(sys.argv[1], type=PlainLoop))).decode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+import pytest
+
+from farandole.testnet.bench.plain import PlainLoop, run
+from farandole.testnet.bench.training import TrainingBenchError, flops_per_token, peak_of, slope
+from farandole.training.presets import num_parameters, preset
+
+
+def test_a_rate_is_the_slope_of_what_was_seen() -> None:
+    """Samples come up to a second late; what they say over a minute is right nevertheless."""
+    samples = [(10.0 + at + late, 1_000 * at) for at, late in zip(range(60), [0.0, 0.9, 0.4] * 20, strict=True)]
+
+    assert slope(samples) == pytest.approx(1_000, rel=0.01)
+    with pytest.raises(TrainingBenchError, match="only 2 samples"):
+        slope(samples[:2])
+
+
+def test_a_token_costs_six_flops_a_parameter_and_the_attention() -> None:
+    model = preset("125M")
+
+    assert flops_per_token(model) == 6 * num_parameters(model) + 12 * 18 * 1_024 * 768
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA H200 (140 GiB)", 989.0),
+        ("NVIDIA H100 PCIe (80 GiB)", 756.0),
+        ("NVIDIA H100 80GB HBM3 (79 GiB)", 989.0),
+        ("NVIDIA L40S (44 GiB)", 362.0),
+        ("NVIDIA L4 (22 GiB)", 121.0),
+        ("CPU (x86_64)", None),
+    ],
+)
+def test_peaks_go_by_the_devices_name(device: str, peak: float | None) -> None:
+    assert peak_of(device) == peak
+
+
+def test_a_plain_loop_trains_and_tells_its_rate() -> None:
+    settings = {"name": "plain", "model": "tiny", "inner": {"batch_size": 2}}
+
+    rate = run(PlainLoop(settings, "cpu", warmup_seconds=0.1, seconds=0.3, author=1))
+
+    assert rate.tokens_per_second > 0
+    assert rate.device.startswith("CPU")
