@@ -1,7 +1,10 @@
+import json
+from pathlib import Path
+
 import pytest
 
 from farandole.testnet.bench.plain import PlainLoop, run
-from farandole.testnet.bench.training import TrainingBenchError, flops_per_token, peak_of, slope
+from farandole.testnet.bench.training import TrainingBenchError, flops_per_token, peak_of, run_training_bench, slope
 from farandole.training.presets import num_parameters, preset
 
 
@@ -36,9 +39,28 @@ def test_peaks_go_by_the_devices_name(device: str, peak: float | None) -> None:
 
 
 def test_a_plain_loop_trains_and_tells_its_rate() -> None:
-    settings = {"name": "plain", "model": "tiny", "inner": {"batch_size": 2}}
+    settings: dict[str, object] = {"name": "plain", "model": "tiny", "inner": {"batch_size": 2}}
 
     rate = run(PlainLoop(settings, "cpu", warmup_seconds=0.1, seconds=0.3, author=1))
 
     assert rate.tokens_per_second > 0
     assert rate.device.startswith("CPU")
+
+
+@pytest.mark.soak
+def test_two_nodes_exchange_beside_two_plain_loops(tmp_path: Path) -> None:
+    rates = run_training_bench(
+        tmp_path,
+        model="tiny",
+        batch_size=4,
+        device="cpu",
+        codec="topk",
+        rounds=5,
+        round_seconds=3.0,
+        peak_tflops=0.1,
+    )
+
+    assert rates.exchanges > 0
+    assert rates.ratio > 0
+    assert rates.node_mfu == pytest.approx(rates.node_tokens_per_second * rates.flops_per_token / 1e11)
+    assert json.loads((tmp_path / "trainer.json").read_text())["ratio"] == rates.ratio
