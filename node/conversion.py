@@ -7,7 +7,14 @@ from typing import NamedTuple
 from msgspec.structs import asdict
 
 from farandole.protocol.manifest import Manifest
-from farandole.training.config import DataConfig, InnerConfig, ModelConfig, OuterConfig, TokenizerConfig
+from farandole.training.config import (
+    DataConfig,
+    InnerConfig,
+    ModelConfig,
+    OuterConfig,
+    PipelineConfig,
+    TokenizerConfig,
+)
 
 
 class TrainingConfigs(NamedTuple):
@@ -29,3 +36,9 @@ def training_configs(manifest: Manifest) -> TrainingConfigs:
         DataConfig(**asdict(manifest.data)),
         TokenizerConfig(**asdict(manifest.tokenizer)),
     )
+
+
+def pipeline_config(manifest: Manifest) -> PipelineConfig:
+    """What the trainer needs of the section ``pipeline``."""
+    pipeline = manifest.pipeline
+    return PipelineConfig(microbatch_size=pipeline.microbatch_size, codec=pipeline.codec, recompute=pipeline.recompute)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import trio
@@ -77,10 +78,18 @@ class TrainerStream:
         return taken
 
 
+class Descriptors(NamedTuple):
+    """Of the memory that is shared with a trainer."""
+
+    outgoing: int
+    incoming: int
+    activations: int
+
+
 class Trainer:
     """One trainer process that has reported `Prepared`."""
 
-    def __init__(self, process: trio.Process, stream: TrainerStream, outgoing: int, incoming: int) -> None:
+    def __init__(self, process: trio.Process, stream: TrainerStream, descriptors: Descriptors) -> None:
         self.pid = process.pid
         self.outgoing: mmap.mmap
         """The contribution that this node sends."""
@@ -89,21 +98,27 @@ class Trainer:
         self.prepared: Prepared
         self._process = process
         self._stream = stream
-        self._descriptors = (outgoing, incoming)
+        self._descriptors = descriptors
 
     async def prepare(self, command: Prepare) -> None:
         """Raises `TrainerError` with the trainer's own words if it cannot be made ready."""
-        outgoing, incoming = self._descriptors
         with trio.move_on_after(PREPARE_TIMEOUT):
-            await self.send(msgspec.structs.replace(command, outgoing=outgoing, incoming=incoming))
+            await self.send(
+                msgspec.structs.replace(command, outgoing=outgoing, incoming=incoming, activations=activations)
+            )
             report = await self.receive()
             if not isinstance(report, Prepared):
                 raise TrainerError(f"the trainer said {type(report).__name__} before it was ready")
             self.prepared = report
-            self.outgoing = map_shared_memory(outgoing, report.contribution_bytes)
-            self.incoming = map_shared_memory(incoming, report.contribution_bytes)
+            self.outgoing = map_shared_memory(self._descriptors.outgoing, report.contribution_bytes)
+            self.incoming = map_shared_memory(self._descriptors.incoming, report.contribution_bytes)
             return
         raise TrainerError(f"the trainer was not ready after {PREPARE_TIMEOUT:.0f} s")
+
+    def map_activations(self, num_slots: int) -> memoryview:
+        """Where microbatches' activations lie: of each slot what came in, and what goes out."""
+        size = 2 * num_slots * self.prepared.activation_bytes
+        return memoryview(map_shared_memory(self._descriptors.activations, size))[:size]
 
     async def send(self, command: Command) -> None:
         """Raises `TrainerError` when the process is gone."""
@@ -151,21 +166,22 @@ async def open_trainer(command: Prepare, log: Path | None) -> AsyncIterator[Trai
     ``log`` is where its output goes (the terminal if None). Raises `TrainerError`.
     """
     ours, theirs = socket.socketpair()
-    with open_shared_memory("outgoing") as outgoing, open_shared_memory("incoming") as incoming:
+    with contextlib.ExitStack() as memories:
+        shared = Descriptors(*(memories.enter_context(open_shared_memory(name)) for name in Descriptors._fields))
         with theirs, open(log or os.devnull, "ab") as log_file:  # noqa: ASYNC230 - opening a local log does not block
             try:
                 process = await trio.lowlevel.open_process(
-                    [sys.executable, "-m", "farandole.node.trainer_process", str(theirs.fileno())],
+                    [sys.executable, "-m", "farandole.node.trainer_main", str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
                     stdout=log_file if log else None,
                     stderr=log_file if log else None,
-                    pass_fds=(theirs.fileno(), outgoing, incoming),
+                    pass_fds=(theirs.fileno(), *shared),
                     env={**os.environ, "OMP_NUM_THREADS": str(command.threads)},
                 )
             except OSError as error:  # no memory, or no process more, just now
                 ours.close()
                 raise TrainerError(f"no trainer process can be started: {error}") from error
-        trainer = Trainer(process, TrainerStream(ours), outgoing, incoming)
+        trainer = Trainer(process, TrainerStream(ours), shared)
         try:
             await trainer.prepare(command)
             yield trainer

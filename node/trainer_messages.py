@@ -7,7 +7,7 @@ files (`farandole.node.shared_memory`), one for what this node sends and one for
 from __future__ import annotations
 
 import struct
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -55,6 +55,10 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     incoming: int
     fetched: str = ""
     """Where a peer's checkpoint may lie: if it is fit it replaces ``checkpoint``, else it is removed."""
+    stage: int = 0
+    """Which stage of the model this is, where it is cut into several."""
+    activations: int = 0
+    """As ``outgoing``; slot i has its incoming activations at 2 i times their size, its outgoing ones after them."""
 
 
 class Train(msgspec.Struct, frozen=True, tag=True):
@@ -72,6 +76,18 @@ class UseFragment(msgspec.Struct, frozen=True, tag=True):
 
     round: int
     fragment: int
+
+
+class Work(msgspec.Struct, frozen=True, tag=True):
+    """Compute something for the microbatch in a slot; of a stage, between `Train` and `FinishRound`."""
+
+    work: Literal["draw", "forward", "tail", "backward", "keep", "drop"]
+    """As `farandole.protocol.pipeline` says."""
+    slot: int
+
+
+class TakeInnerStep(msgspec.Struct, frozen=True, tag=True):
+    """The gradients of a stage's inner step are summed."""
 
 
 class FinishRound(msgspec.Struct, frozen=True, tag=True):
@@ -120,7 +136,20 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """End the process."""
 
 
-Command = Prepare | Train | UseFragment | FinishRound | TakeIn | Screen | TakeOuterStep | Save | Validate | Stop
+Command = (
+    Prepare
+    | Train
+    | UseFragment
+    | Work
+    | TakeInnerStep
+    | FinishRound
+    | TakeIn
+    | Screen
+    | TakeOuterStep
+    | Save
+    | Validate
+    | Stop
+)
 
 
 class Prepared(msgspec.Struct, frozen=True, tag=True):
@@ -135,6 +164,8 @@ class Prepared(msgspec.Struct, frozen=True, tag=True):
     inner_steps: int
     tokens: int
     resumed: bool
+    activation_bytes: int = 0
+    """Of one microbatch, as it travels; 0 where the model is not cut."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
@@ -146,6 +177,18 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
     tokens: int
     loss: float
     tokens_per_second: float
+
+
+class Worked(msgspec.Struct, frozen=True, tag=True):
+    """The oldest `Work` is done, or why it came to nothing (``problem``)."""
+
+    problem: str = ""
+
+
+class InnerStepTaken(msgspec.Struct, frozen=True, tag=True):
+    """By a stage; or not, since its gradients were not finite."""
+
+    is_taken: bool
 
 
 class Contributed(msgspec.Struct, frozen=True, tag=True):
@@ -215,7 +258,19 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     """While preparing: trying again would fail again (no data, no such device)."""
 
 
-Report = Prepared | Progress | Contributed | Encoded | Screened | OuterStepTaken | Saved | Validated | Failed
+Report = (
+    Prepared
+    | Progress
+    | Worked
+    | InnerStepTaken
+    | Contributed
+    | Encoded
+    | Screened
+    | OuterStepTaken
+    | Saved
+    | Validated
+    | Failed
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)

@@ -14,37 +14,26 @@ it, so an outer step is at most one round late.
 
 from __future__ import annotations
 
+import abc
 import mmap
-import os
-import select
-import signal
-import socket
-import sys
 import time
-from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
+from farandole.training.errors import CheckpointError
 
-from farandole.protocol.manifest import Manifest
-from farandole.training.errors import CheckpointError, DataError
-
-from .conversion import training_configs
 from .shared_memory import map_shared_memory
+from .trainer_channel import Channel
 from .trainer_messages import (
-    LENGTH,
-    MAX_MESSAGE_BYTES,
     Command,
     Contributed,
     Encoded,
-    Failed,
     FinishRound,
     OuterStepTaken,
     Prepare,
     Prepared,
     Progress,
-    Report,
     Save,
     Saved,
     Screen,
@@ -52,81 +41,41 @@ from .trainer_messages import (
     Steps,
     Stop,
     TakeIn,
+    TakeInnerStep,
     TakeOuterStep,
     Train,
     UseFragment,
     Validate,
     Validated,
-    decode_command,
-    encode,
+    Work,
 )
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from farandole.training.learner import Learner
+    from farandole.training.replica import Replica
 
 PROGRESS_INTERVAL = 0.5
-# Below everybody's interactive programs, and below the mesh process, whose answers others wait for.
-NICENESS = 5
 
 
 class UnfitWeightsError(Exception):
     """A peer gave a checkpoint that cannot be used; another's may do."""
 
 
-class Channel:
-    """The trainer's end of the socket pair: blocking, with a look ahead between inner steps."""
+class TrainerProcess(abc.ABC):
+    """Carries out commands on one replica. What inner steps are, its subclasses say."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._pending: deque[Command] = deque()
-
-    def send(self, report: Report) -> None:
-        """Raises `BrokenPipeError` when the mesh process is gone."""
-        self._connection.sendall(encode(report))
-
-    def receive(self) -> Command:
-        """The next command; `EOFError` when the mesh process is gone."""
-        return self._pending.popleft() if self._pending else self._read()
-
-    def poll(self, wait_seconds: float | None) -> Command | None:
-        """A command that comes within ``wait_seconds`` (None: whenever it comes), past those that were put off."""
-        return self._read() if select.select([self._connection], [], [], wait_seconds)[0] else None
-
-    def put_off(self, command: Command) -> None:
-        """Receive it again, after those put off before."""
-        self._pending.append(command)
-
-    def _read(self) -> Command:
-        (length,) = LENGTH.unpack(self._read_exactly(LENGTH.size))
-        if length > MAX_MESSAGE_BYTES:
-            raise EOFError("the mesh process sent a message that is too long")
-        return decode_command(self._read_exactly(length))
-
-    def _read_exactly(self, size: int) -> bytes:
-        parts = bytearray()
-        while len(parts) < size:
-            part = self._connection.recv(size - len(parts))
-            if not part:
-                raise EOFError("the mesh process is gone")
-            parts += part
-        return bytes(parts)
-
-
-class TrainerProcess:
-    """Carries out commands on one replica."""
-
-    def __init__(self, channel: Channel, prepare: Prepare) -> None:
+    def __init__(self, channel: Channel, prepare: Prepare, replica: Replica, activation_bytes: int = 0) -> None:
         self._channel = channel
         self._author = prepare.author
         self._slow = prepare.slow
         self._checkpoint = Path(prepare.checkpoint)
         self._fragment = 0
         self._size = 0  # of the newest contribution, and of the partner's for it
+        self._round = 0
+        self._tokens_before = 0  # this round
+        self._round_began_at = self._reported_at = 0.0
         self._began_at: float | None = None
-        self._inner_seconds = 0.0  # spent in inner steps
-        self._replica = replica = _build_learner(prepare)
+        self._busy_seconds = 0.0  # spent in inner steps
+        self._replica = replica
         resumed = self._resume(Path(prepare.fetched) if prepare.fetched else None)
         size = replica.contribution_bytes
         self._outgoing: mmap.mmap = map_shared_memory(prepare.outgoing, size)
@@ -143,6 +92,7 @@ class TrainerProcess:
                 inner_steps=replica.steps,
                 tokens=replica.tokens,
                 resumed=resumed,
+                activation_bytes=activation_bytes,
             )
         )
 
@@ -177,7 +127,7 @@ class TrainerProcess:
                 self._channel.send(self._save())
             case Validate(num_batches):
                 self._channel.send(self._validate(num_batches))
-            case FinishRound() | UseFragment():
+            case FinishRound() | UseFragment() | Work() | TakeInnerStep():
                 pass  # it crossed our contribution: the round was over by its steps already
             case Prepare() | Stop():
                 raise EOFError("asked to stop")
@@ -186,34 +136,12 @@ class TrainerProcess:
         replica = self._replica
         if not replica.awaits_outer_step:
             replica.round = command.round
-        tokens_before = replica.tokens
-        started_at = reported_at = time.monotonic()
+        self._begin_round(command)
+        started_at = time.monotonic()
         if self._began_at is None:
             self._began_at = started_at
-        steps = 0
-        losses: Tensor | float = 0.0  # their sum stays on the device: reading it would wait for the step
-        is_over = False
-        while not is_over and (command.max_steps == 0 or steps < command.max_steps):
-            step_started_at = time.monotonic()
-            losses = replica.learn() + losses
-            steps += 1
-            now = time.monotonic()
-            if now - reported_at >= PROGRESS_INTERVAL:
-                reported_at = now
-                self._channel.send(
-                    Progress(
-                        round=command.round,
-                        inner_steps=replica.steps,
-                        inner_steps_this_round=steps,
-                        tokens=replica.tokens,
-                        loss=float(losses) / steps,
-                        tokens_per_second=(replica.tokens - tokens_before) / (now - started_at),
-                    )
-                )
-            pause = (self._slow - 1.0) * (now - step_started_at)
-            self._inner_seconds += now - step_started_at + pause
-            is_over = self._is_round_over(command.round, now + pause)
-        loss, seconds = float(losses) / steps, time.monotonic() - started_at
+        steps, loss = self._take_inner_steps(command)
+        seconds = time.monotonic() - started_at
         while replica.awaits_outer_step and (late := self._channel.poll(None)) is not None:
             self._obey(late, command.round)
         replica.round = command.round
@@ -229,10 +157,36 @@ class TrainerProcess:
                 loss=loss,
                 seconds=seconds,
                 fragment=self._fragment,
-                utilisation=self._inner_seconds / (time.monotonic() - self._began_at),
+                utilisation=self._busy_seconds / (time.monotonic() - self._began_at),
             )
         )
         self._encode(command.round)
+
+    def _begin_round(self, command: Train) -> None:
+        self._round, self._tokens_before = command.round, self._replica.tokens
+        self._round_began_at = self._reported_at = time.monotonic()
+
+    @abc.abstractmethod
+    def _take_inner_steps(self, command: Train) -> tuple[int, float]:
+        """Train until the round is over; how many steps were taken, and their mean loss (NaN where none is known)."""
+
+    def _report_progress(self, steps: int, loss: Callable[[], float]) -> None:
+        """Between two inner steps, not too often."""
+        now = time.monotonic()
+        if now - self._reported_at < PROGRESS_INTERVAL:
+            return
+        self._reported_at = now
+        replica = self._replica
+        self._channel.send(
+            Progress(
+                round=self._round,
+                inner_steps=replica.steps,
+                inner_steps_this_round=steps,
+                tokens=replica.tokens,
+                loss=loss(),
+                tokens_per_second=(replica.tokens - self._tokens_before) / (now - self._round_began_at),
+            )
+        )
 
     def _encode(self, round_index: int) -> None:
         """The mesh process sends what is encoded while the rest is."""
@@ -244,13 +198,6 @@ class TrainerProcess:
 
         size, digest = self._replica.contribution(memoryview(self._outgoing), self._fragment, tell)
         self._channel.send(Encoded(round_index, size, digest))
-
-    def _is_round_over(self, round_index: int, pause_until: float) -> bool:
-        """Between two inner steps: obey what has come and what comes during the pause; whether the round ends."""
-        while (command := self._channel.poll(max(0.0, pause_until - time.monotonic()))) is not None:
-            if self._obey(command, round_index):
-                return True
-        return False
 
     def _obey(self, command: Command, round_index: int) -> bool:
         """Do what cannot wait for the round's end, and put off the rest; whether the round ends."""
@@ -279,12 +226,9 @@ class TrainerProcess:
         late = replica.outer_step(partner, replica.tokens_contributed, command.partner_tokens, is_first)
         self._channel.send(OuterStepTaken(command.round, late))
 
+    @abc.abstractmethod
     def _validate(self, num_batches: int) -> Validated:
-        """Too little text held out costs a warning, never the training."""
-        try:
-            return Validated(self._replica.round, self._replica.validation_loss(num_batches))
-        except DataError as error:
-            return Validated(self._replica.round, 0.0, f"no validation: {error}")
+        """The loss on held-out text."""
 
     def _save(self) -> Saved:
         """A full disk or a failed fsync costs a warning, never the training."""
@@ -296,61 +240,3 @@ class TrainerProcess:
         except OSError as error:
             problem = f"checkpoint not written: {error}; the last good one is kept"
         return Saved(replica.round, replica.steps, replica.tokens, sha256, size, problem)
-
-
-def _build_learner(prepare: Prepare) -> Learner:
-    """Torch is imported here, where Prepare has said with how many threads."""
-    import torch
-
-    from farandole.training.learner import build_learner
-
-    torch.set_num_threads(prepare.threads)
-    manifest = msgspec.msgpack.decode(prepare.manifest, type=Manifest)
-    return build_learner(
-        *training_configs(manifest),
-        seed=manifest.seed,
-        run_id=prepare.run_id,
-        author=prepare.author,
-        device=prepare.device,
-        text_paths=[Path(path) for path in prepare.data],
-        tokenizer_path=Path(prepare.tokenizer) if prepare.tokenizer else None,
-    )
-
-
-def main() -> None:
-    """Entry point: ``python -m farandole.node.trainer_process DESCRIPTOR``."""
-    # Ctrl-C, and a service manager's SIGTERM to the whole group, are for the daemon, which stops us in its own time.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    os.nice(NICENESS)
-    with socket.socket(fileno=int(sys.argv[1])) as connection:
-        channel = Channel(connection)
-        try:
-            _serve(channel)
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            return
-
-
-def _serve(channel: Channel) -> None:
-    prepare = channel.receive()
-    if not isinstance(prepare, Prepare):
-        raise EOFError("the first command must be Prepare")
-    try:
-        trainer = TrainerProcess(channel, prepare)
-    except (ValueError, OSError, ImportError, RuntimeError) as error:
-        channel.send(Failed(f"{error}", is_setup=True))
-        return
-    except UnfitWeightsError as error:
-        channel.send(Failed(f"{error}", is_setup=False))
-        return
-    while True:
-        command = channel.receive()
-        try:
-            trainer.handle(command)
-        except (RuntimeError, ValueError, OSError) as error:  # torch raises RuntimeError for CUDA faults and memory
-            channel.send(Failed(f"{type(error).__name__}: {error}", is_setup=False))
-            raise
-
-
-if __name__ == "__main__":
-    main()

@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from .config import DataConfig
+from .config import DataConfig, InnerConfig, ModelConfig, TokenizerConfig
 from .errors import DataError
-from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, load_tokenizer
 
 # Text is held in memory whole; what lies beyond this is not read. Volunteers' machines have some gigabytes to spare.
 MAX_TEXT_BYTES = 2 * 1024**3
@@ -183,3 +183,28 @@ class Sampler:
         starts = draw(len(tokens) - self.context, self.batch_size, *key)  # (B)
         windows: npt.NDArray[np.int64] = tokens[starts[:, None] + np.arange(self.context + 1)].astype(np.int64)
         return windows  # (B, T + 1)
+
+
+def build_sampler(
+    model: ModelConfig,
+    inner: InnerConfig,
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+    run_id: bytes,
+    author: bytes,
+    text_paths: Sequence[Path] = (),
+    tokenizer_path: Path | None = None,
+) -> Sampler:
+    """The batches of an author from a run's settings and where this node's text lies.
+
+    Raises `DataError` if the text or the tokenizer will not do.
+    """
+    text = load_text(data, load_tokenizer(tokenizer, tokenizer_path), text_paths)
+    return Sampler(
+        text,
+        run_id=run_id,
+        author=author,
+        batch_size=inner.batch_size,
+        context=model.context,
+        vocabulary=model.vocabulary,
+    )

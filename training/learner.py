@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from .config import DataConfig, InnerConfig, ModelConfig, OuterConfig, TokenizerConfig
-from .data import Sampler, load_text
+from .data import Sampler, build_sampler
 from .device import Device, choose_device
 from .model import build_model, language_loss
 from .replica import Replica
-from .tokenizer import load_tokenizer
 
 
 class Learner(Replica):
@@ -84,14 +83,6 @@ def build_learner(
     Raises `DataError` if the text or the tokenizer will not do, `TrainingError` if the device is not there.
     """
     chosen = choose_device(device)
-    text = load_text(data, load_tokenizer(tokenizer, tokenizer_path), text_paths)
-    sampler = Sampler(
-        text,
-        run_id=run_id,
-        author=author,
-        batch_size=inner.batch_size,
-        context=model.context,
-        vocabulary=model.vocabulary,
-    )
+    sampler = build_sampler(model, inner, data, tokenizer, run_id, author, text_paths, tokenizer_path)
     module = build_model(model, seed)
     return Learner(module, inner, outer, sampler, run_id=run_id, device=chosen, is_compiled=is_compiled)

@@ -17,20 +17,22 @@ the number of microbatches, which are known by slots 0, 1, ...
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.linalg import vector_norm
 
 from .codec import Buffer, decode, encode, encoded_size
-from .config import InnerConfig, ModelConfig, OuterConfig, PipelineConfig
-from .data import Sampler
-from .device import Device
+from .config import DataConfig, InnerConfig, ModelConfig, OuterConfig, PipelineConfig, TokenizerConfig
+from .data import Sampler, build_sampler
+from .device import Device, choose_device
 from .errors import ActivationError, CodecError, TrainingError
 from .model import cross_entropy
 from .replica import Replica
-from .stages import as_stage
+from .stages import as_stage, build_stage
 
 
 @dataclass(slots=True)
@@ -216,3 +218,38 @@ class StageWorker(Replica):
             encode(self._pipeline.codec, values.float().flatten(), out)
         except CodecError as error:
             raise ActivationError(f"what this stage computed cannot be sent: {error}") from error
+
+
+def build_stage_worker(
+    model: ModelConfig,
+    inner: InnerConfig,
+    outer: OuterConfig,
+    data: DataConfig,
+    tokenizer: TokenizerConfig,
+    pipeline: PipelineConfig,
+    *,
+    stage: int,
+    seed: int,
+    run_id: bytes,
+    author: bytes,
+    device: str = "auto",
+    text_paths: Sequence[Path] = (),
+    tokenizer_path: Path | None = None,
+) -> StageWorker:
+    """A stage's replica from a run's settings and this node's own; text is read by stage 0 alone.
+
+    Raises `DataError` if the text or the tokenizer will not do, `TrainingError` if the device or stage is not there.
+    """
+    sampler = None
+    if stage == 0:
+        sampler = build_sampler(model, inner, data, tokenizer, run_id, author, text_paths, tokenizer_path)
+    return StageWorker(
+        build_stage(model, seed, stage),
+        model,
+        inner,
+        outer,
+        pipeline,
+        sampler,
+        run_id=run_id,
+        device=choose_device(device),
+    )

@@ -1,0 +1,69 @@
+"""The trainer of a run whose model is not cut: inner steps one after the other, on batches of its own."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from farandole.protocol.manifest import Manifest
+from farandole.training.errors import DataError
+from farandole.training.learner import build_learner
+
+from .conversion import training_configs
+from .trainer_channel import Channel
+from .trainer_messages import Prepare, Train, Validated
+from .trainer_process import TrainerProcess
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class LearnerProcess(TrainerProcess):
+    """Owns a `Learner`."""
+
+    def __init__(self, channel: Channel, prepare: Prepare, manifest: Manifest) -> None:
+        self._learner = build_learner(
+            *training_configs(manifest),
+            seed=manifest.seed,
+            run_id=prepare.run_id,
+            author=prepare.author,
+            device=prepare.device,
+            text_paths=[Path(path) for path in prepare.data],
+            tokenizer_path=Path(prepare.tokenizer) if prepare.tokenizer else None,
+        )
+        super().__init__(channel, prepare, self._learner)
+
+    def _take_inner_steps(self, command: Train) -> tuple[int, float]:
+        steps = 0
+        losses: Tensor | float = 0.0  # their sum stays on the device: reading it would wait for the step
+        is_over = False
+        while not is_over and (command.max_steps == 0 or steps < command.max_steps):
+            step_started_at = time.monotonic()
+            losses = self._learner.learn() + losses
+            steps += 1
+            self._report_progress(steps, partial(_mean, losses, steps))
+            seconds = time.monotonic() - step_started_at
+            pause = (self._slow - 1.0) * seconds
+            self._busy_seconds += seconds + pause
+            is_over = self._is_round_over(command.round, step_started_at + seconds + pause)
+        return steps, _mean(losses, steps)
+
+    def _is_round_over(self, round_index: int, pause_until: float) -> bool:
+        """Between two inner steps: obey what has come and what comes during the pause; whether the round ends."""
+        while (command := self._channel.poll(max(0.0, pause_until - time.monotonic()))) is not None:
+            if self._obey(command, round_index):
+                return True
+        return False
+
+    def _validate(self, num_batches: int) -> Validated:
+        """Too little text held out costs a warning, never the training."""
+        try:
+            return Validated(self._learner.round, self._learner.validation_loss(num_batches))
+        except DataError as error:
+            return Validated(self._learner.round, 0.0, f"no validation: {error}")
+
+
+def _mean(losses: Tensor | float, steps: int) -> float:
+    return float(losses) / steps
