@@ -103,9 +103,7 @@ class Trainer:
     async def prepare(self, command: Prepare) -> None:
         """Raises `TrainerError` with the trainer's own words if it cannot be made ready."""
         with trio.move_on_after(PREPARE_TIMEOUT):
-            await self.send(
-                msgspec.structs.replace(command, outgoing=outgoing, incoming=incoming, activations=activations)
-            )
+            await self.send(msgspec.structs.replace(command, **self._descriptors._asdict()))
             report = await self.receive()
             if not isinstance(report, Prepared):
                 raise TrainerError(f"the trainer said {type(report).__name__} before it was ready")
