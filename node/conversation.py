@@ -112,7 +112,7 @@ class Conversation:
         self._events, self._coming = trio.open_memory_channel[Event | _Here | _Stuck | _Written](MAX_EVENTS)
         self._failure = ""
         self._is_sealed = trio.Event()  # our hash is said, or nobody listens any more
-        self._has_arrived = False  # the partner's contribution, over a channel
+        self._lacks_hash = False  # all of the partner's contribution came over the channel, before its hash
         self._is_here, self._is_delivered = False, False  # the partner's contribution, with its hash, and ours
         self._proposed: Route | None = None  # by the initiator, unanswered
         self._screened = trio.Event()
@@ -260,10 +260,12 @@ class Conversation:
         while not (self._is_here and self._is_delivered):
             event = await self._next()
             match event:
-                case _Here() | Sealed():
-                    self._has_arrived |= isinstance(event, _Here)
-                    if self._has_arrived and self._exchange.partner_digest is not None:
-                        await self._take_whole()
+                case _Here() if self._exchange.partner_digest is None:
+                    self._lacks_hash = True
+                case _Here():
+                    await self._take_whole()
+                case Sealed() if self._lacks_hash:
+                    await self._take_whole()
                 case _Stuck(route) if route == self._exchange.num_routes:
                     if self._exchange.is_initiator:
                         return False

@@ -62,7 +62,9 @@ class MemoryStream:
         await self._stream.send_all(data)
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
-        return await self._stream.receive_some(self._faults.piece or max_bytes)
+        data = await self._stream.receive_some(self._faults.piece or max_bytes)
+        await trio.sleep(self._faults.delay)
+        return data
 
     async def aclose(self) -> None:
         await self._stream.aclose()
@@ -78,6 +80,8 @@ class Faults:
     """Bytes after which it sends nothing more."""
     piece: int | None = None
     """Most bytes received at once."""
+    delay: float = 0.0
+    """Seconds that what it receives takes longer."""
     num_channels: int = 1
     """Of bulk channels, so many are befallen, the first ones."""
 
@@ -192,9 +196,8 @@ class MemoryChannels:
         if self.kept:
             return self.kept.popitem()[1]
         remote = self._network[peer]
-        if self.num_acquired >= self.num_allowed:
+        if self.num_acquired >= self.num_allowed or self.author not in remote.expected:
             return None
-        assert self.author in remote.expected
         self.num_acquired += 1
         session = bytes([self.num_acquired]) * 16
         near, far = trio.testing.memory_stream_pair()

@@ -92,6 +92,17 @@ async def test_the_partners_may_be_here_before_the_own_is_encoded(
     assert_committed(pair.alice, pair.bob)
 
 
+async def test_a_hash_that_comes_after_all_it_belongs_to_is_waited_for(
+    pair: Pair, autojump_clock: trio.testing.MockClock
+) -> None:
+    """The stream is slower than the channel."""
+    for party in (pair.alice, pair.bob):
+        party.host.faults.delay = 0.1
+        party.encode_slowly(pair.size, seconds=2)
+    await meet(pair.alice, pair.bob)
+    assert_committed(pair.alice, pair.bob)
+
+
 @pytest.mark.parametrize("slow", [ALICE, BOB])
 async def test_who_goes_while_it_encodes_ends_it_for_both(
     pair: Pair, slow: bytes, autojump_clock: trio.testing.MockClock

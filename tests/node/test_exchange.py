@@ -645,6 +645,26 @@ async def test_an_abort_ends_what_moves_over_the_channel(
     assert trio.current_time() <= FAREWELL_TIMEOUT
 
 
+async def test_all_of_a_contribution_and_no_hash_is_worth_nothing(
+    pair: BulkPair, autojump_clock: trio.testing.MockClock
+) -> None:
+    async def script(liar: Liar) -> None:
+        await liar.send(liar.exchange.offer)
+        await liar.expect(Offer)
+        channel = await pair.way(ALICE).acquire(BOB)
+        assert channel is not None
+        await liar.send(Route(channel.session, 0))
+        await liar.expect(Route)
+        await channel.send(liar.contribution)
+        await trio.testing.wait_all_tasks_blocked()
+        await liar.send(Route(None, 0))
+
+    await _lie(pair.bob, script, msgspec.structs.replace(pair.alice.offer, seconds_left=30.0), pair.alice.contribution)
+    assert pair.bob.incoming == pair.alice.contribution
+    assert pair.bob.result.reason == "the partner broke the protocol: all of the contribution, and no hash"
+    assert trio.current_time() <= FAREWELL_TIMEOUT
+
+
 async def test_a_channel_that_is_not_there_is_not_used(pair: BulkPair, autojump_clock: trio.testing.MockClock) -> None:
     async def script(liar: Liar) -> None:
         await liar.send(liar.exchange.offer)
