@@ -110,6 +110,23 @@ class Settled(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 Control = Hello | Welcome | Credits | Forward | Gradient | Dropped | Settled
 
 
+class Question(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=1):
+    """How did this microbatch of yours end? Asked, beside the links, by one who has lost its way back."""
+
+    ticket: Ticket
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=2):
+    """By its origin."""
+
+    ticket: Ticket
+    is_kept: bool | None
+    """None: it has not ended yet."""
+
+
+MAX_QUESTION_BYTES = 32
+
+
 @dataclass(frozen=True, slots=True)
 class DataReceived:
     """All data of the last `Forward`, or of the last `Gradient`, are in the memory that was given for them."""
@@ -147,6 +164,7 @@ TRANSITIONS: dict[tuple[bool, type[Control]], Mapping[Step, Step | None]] = {
 _CONTROL, _DATA = 0, 1
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Control)
+_question_decoder: msgspec.msgpack.Decoder[Question | Answer] = msgspec.msgpack.Decoder(Question | Answer)
 
 
 class _Moving:
@@ -343,6 +361,19 @@ class Link:
         following = {Step.FORWARD: Step.THERE, Step.BACK: Step.RETURNED}
         if index in self.open:
             self.open[index] = following[self.open[index]]
+
+
+def encode_question(message: Question | Answer) -> bytes:
+    """The bytes of a message; at most `MAX_QUESTION_BYTES`."""
+    return _encoder.encode(message)
+
+
+def decode_question(payload: bytes) -> Question | Answer:
+    """The message in these bytes; `RemoteProtocolError` if they hold none."""
+    try:
+        return _question_decoder.decode(payload)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a question about a microbatch: {error}") from error
 
 
 def _frame(kind: int, payload: Any) -> bytes:

@@ -469,8 +469,9 @@ class Counts:
 class Pipeline:
     """See above. One for each life of the trainer."""
 
-    def __init__(self, settings: PipelineSettings, rng: random.Random) -> None:
-        self.counts = Counts()
+    def __init__(self, settings: PipelineSettings, rng: random.Random, counts: Counts | None = None) -> None:
+        """``counts`` go on from earlier lives."""
+        self.counts = counts or Counts()
         self._settings = settings
         self._rng = rng
         self._nodes = NodesChanged(frozenset(), 1, 1, 1)
