@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import socket
+import threading
 from collections import deque
 
 from .trainer_messages import LENGTH, MAX_MESSAGE_BYTES, Command, Report, decode_command, encode
@@ -14,11 +15,13 @@ class Channel:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
+        self._sending = threading.Lock()  # on a GPU, a thread encodes and tells of it
         self._pending: deque[Command] = deque()
 
     def send(self, report: Report) -> None:
         """Raises `BrokenPipeError` when the mesh process is gone."""
-        self._connection.sendall(encode(report))
+        with self._sending:
+            self._connection.sendall(encode(report))
 
     def receive(self) -> Command:
         """The next command; `EOFError` when the mesh process is gone."""

@@ -10,6 +10,9 @@ The next round may begin while the exchange of the last one runs: `Train` may co
 round before. The contribution stays as it is in the shared memory, what comes of the partner's is decoded between two
 inner steps, where the outer step is taken too, and their progress is kept. A round that is over before then waits for
 it, so an outer step is at most one round late.
+
+Where the replica is on a GPU, a thread encodes the contribution, on a stream of its own, while this one goes on with
+the next round's inner steps. Whatever needs the contribution waits for that thread.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import abc
 import mmap
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,6 +73,8 @@ class TrainerProcess(abc.ABC):
         self._slow = prepare.slow
         self._checkpoint = Path(prepare.checkpoint)
         self._fragment = 0
+        self._aside = ThreadPoolExecutor(1)
+        self._encoding: Future[None] | None = None  # where the replica encodes aside
         self._size = 0  # of the newest contribution, and of the partner's for it
         self._round = 0
         self._tokens_before = 0  # this round
@@ -117,9 +123,11 @@ class TrainerProcess(abc.ABC):
             case Train():
                 self._train(command)
             case TakeIn(round_index, num_received):
+                self._finish_encoding()
                 if round_index == self._replica.round:
                     self._replica.take_in(memoryview(self._incoming)[: self._size], num_received)
             case Screen(size):
+                self._finish_encoding()
                 self._channel.send(Screened(self._replica.refusal(memoryview(self._incoming)[:size])))
             case TakeOuterStep():
                 self._take_outer_step(command)
@@ -160,7 +168,7 @@ class TrainerProcess(abc.ABC):
                 utilisation=self._busy_seconds / (time.monotonic() - self._began_at),
             )
         )
-        self._encode(command.round)
+        self._begin_encoding(command.round)
 
     def _begin_round(self, command: Train) -> None:
         self._round, self._tokens_before = command.round, self._replica.tokens
@@ -188,6 +196,21 @@ class TrainerProcess(abc.ABC):
             )
         )
 
+    def _begin_encoding(self, round_index: int) -> None:
+        """On a GPU, the next round's inner steps need not wait for it."""
+        self._finish_encoding()
+        self._replica.freeze(self._fragment)
+        if self._replica.encodes_aside:
+            self._encoding = self._aside.submit(self._encode, round_index)
+        else:
+            self._encode(round_index)
+
+    def _finish_encoding(self) -> None:
+        """Raises what went wrong with it."""
+        if self._encoding is not None:
+            encoding, self._encoding = self._encoding, None
+            encoding.result()
+
     def _encode(self, round_index: int) -> None:
         """The mesh process sends what is encoded while the rest is."""
         steps = Steps(self._size)
@@ -196,7 +219,7 @@ class TrainerProcess(abc.ABC):
             if steps.is_due(num_ready):
                 self._channel.send(Encoded(round_index, num_ready))
 
-        size, digest = self._replica.contribution(memoryview(self._outgoing), self._fragment, tell)
+        size, digest = self._replica.encode(memoryview(self._outgoing), tell)
         self._channel.send(Encoded(round_index, size, digest))
 
     def _obey(self, command: Command, round_index: int) -> bool:
@@ -220,6 +243,7 @@ class TrainerProcess(abc.ABC):
         return False
 
     def _take_outer_step(self, command: TakeOuterStep) -> None:
+        self._finish_encoding()
         partner = memoryview(self._incoming)[: command.partner_size] if command.partner_size else None
         # Both partners must add in one order, so that they round alike: the lesser key comes first.
         replica, is_first = self._replica, self._author < command.partner

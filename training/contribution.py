@@ -34,9 +34,6 @@ class Contribution:
     """The contribution as the partner decodes it (n,); what topk left out, as it is."""
     memory: Tensor | None
     """What is to be remembered of it once a partner has used it (n,)."""
-    num_bytes: int
-    digest: bytes
-    """BLAKE3 of the bytes."""
 
 
 class Contributor:
@@ -61,15 +58,28 @@ class Contributor:
         self._memory = self._error if self._last is None else self._last
         self._next_memory = None if self._memory is None else weights.new_empty(largest)
 
-    def contribute(
-        self, theta: Tensor, phi: Tensor, part: slice, out: Buffer, progress: Callable[[int], None]
-    ) -> Contribution:
-        """Freeze and encode one fragment of the fast and slow weights (n,) into ``out``.
+    def freeze(self, theta: Tensor, part: slice) -> Contribution:
+        """A contribution of one fragment of the fast weights ``theta`` (n,), as they are now, to be encoded.
+
+        Where nothing goes on aside, they are copied while they are encoded, and must stay as they are until then.
+        """
+        num_elements = part.stop - part.start
+        frozen, sent = self._frozen[:num_elements], self._sent[:num_elements]
+        if self._copier.is_aside:
+            frozen.copy_(theta[part])
+        self._copier.fork()
+        memory = None if self._next_memory is None else self._next_memory[:num_elements]
+        return Contribution(part, frozen, sent, memory)
+
+    def encode(
+        self, frozen: Contribution, theta: Tensor, phi: Tensor, out: Buffer, progress: Callable[[int], None]
+    ) -> tuple[int, bytes]:
+        """Encode what `freeze` gave, with the slow weights ``phi`` (n,), into ``out``; (bytes, their BLAKE3).
 
         ``progress`` is called with how many of the first bytes of ``out`` are final, every slice. Raises `CodecError`
         if ``out`` is too small or a weight is not finite.
         """
-        num_elements = part.stop - part.start
+        part, num_elements = frozen.part, len(frozen.theta)
         target, digest = bytes_to_fill(self.form, num_elements, out), blake3()
         on_their_way: deque[tuple[Wait, slice]] = deque()
 
@@ -79,8 +89,6 @@ class Contributor:
             digest.update(target[place].numpy().data)
             progress(place.stop)
 
-        if self._copier.is_aside:
-            self._frozen[:num_elements].copy_(theta[part])
         with self._copier.aside():
             for piece in slices(num_elements):
                 place = bytes_of(self.form, piece)
@@ -91,14 +99,12 @@ class Contributor:
                     finish()
             while on_their_way:
                 finish()
-        memory = None if self._next_memory is None else self._next_memory[:num_elements]
-        frozen, sent = self._frozen[:num_elements], self._sent[:num_elements]
-        return Contribution(part, frozen, sent, memory, len(target), digest.digest())
+        return len(target), digest.digest()
 
     def _encode(self, piece: slice, place: slice, theta: Tensor, phi: Tensor, encoded: Tensor) -> None:
         """A slice of the fragment, at ``place`` in the flat vectors: freeze, mean, encode, decode, remember."""
         frozen, sent = self._frozen[piece], self._sent[piece]
-        if not self._copier.is_aside:  # while it is in the processor's cache
+        if not self._copier.is_aside:  # now that it is in the processor's cache
             frozen.copy_(theta[place])
         if self._sent is self._frozen:
             self.form.encode(sent, encoded)

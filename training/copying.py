@@ -30,13 +30,16 @@ class Copier:
     depth = 0
     """How many slices may be on their way to the host while the next is encoded."""
     is_aside = False
-    """Whether weights may change while what `aside` queued has not been done."""
+    """Whether inner steps may be taken, by another thread, while a contribution is encoded."""
 
     def pin(self, memory: Buffer) -> None:
         """Make ready for copies what is used again and again."""
 
+    def fork(self) -> None:
+        """What is queued aside from now on follows what was queued before."""
+
     def aside(self) -> AbstractContextManager[object]:
-        """What is queued in this context follows what was queued before it, and holds up nothing that comes after."""
+        """What is queued in this context waits for what was queued before `fork`, and holds up nothing."""
         return contextlib.nullcontext()
 
     def join(self) -> None:
@@ -92,9 +95,12 @@ class CudaCopier(DeviceCopier):
         if int(result) != 0:
             _log.debug("cudaHostRegister of %d bytes failed with %s: copies take a detour", array.nbytes, result)
 
-    def aside(self) -> AbstractContextManager[object]:
-        """The side stream, which waits for the one that is current."""
+    def fork(self) -> None:
+        """The side stream waits for what the current one has now, and for nothing that it gets later."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def aside(self) -> AbstractContextManager[object]:
+        """The side stream."""
         return torch.cuda.stream(self._stream)
 
     def join(self) -> None:

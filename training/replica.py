@@ -141,17 +141,37 @@ class Replica:
         Returns (bytes written, their BLAKE3). ``progress`` is called with how many of the first bytes of ``out`` are
         final, every few megabytes. Raises `DivergedError` if the weights are no longer finite.
         """
-        self._forget_snapshot()
+        self.freeze(fragment)
+        return self.encode(out, progress)
+
+    @property
+    def encodes_aside(self) -> bool:
+        """Whether `encode` may run in a thread of its own while this one takes inner steps: on CUDA."""
+        return self._copier.is_aside
+
+    @torch.no_grad()
+    def freeze(self, fragment: int = 0) -> None:
+        """The first half of `contribution`: the second, `encode`, comes before the next inner step, or aside."""
         part = self.layout.fragment(fragment, self._outer.fragments)
+        self._snapshot = _Snapshot(self._contributor.freeze(self._theta, part), self.steps, self.tokens_this_round)
+        self._partner = None
+
+    @torch.no_grad()
+    def encode(self, out: Buffer, progress: Callable[[int], None] = lambda bytes_ready: None) -> tuple[int, bytes]:
+        """The second half of `contribution`, which may be called where `encodes_aside` says.
+
+        Of the other methods only those of inner steps may be called before it returns, and `save`.
+        """
+        assert self._snapshot is not None
+        frozen = self._snapshot.contribution
         try:
-            made = self._contributor.contribute(self._theta, self._phi, part, out, progress)
+            size, digest = self._contributor.encode(frozen, self._theta, self._phi, out, progress)
         except CodecError as error:
+            self._forget_snapshot()
             raise DivergedError(f"this replica's weights diverged in round {self.round}: {error}") from error
-        self._copier.join()
-        self._snapshot = _Snapshot(made, self.steps, self.tokens_this_round)
-        received = self._received[: len(made.sent)]
-        self._partner = PartnerContribution(self._contributor.form, made.sent, received, self._copier)
-        return made.num_bytes, made.digest
+        received = self._received[: len(frozen.sent)]
+        self._partner = PartnerContribution(self._contributor.form, frozen.sent, received, self._copier)
+        return size, digest
 
     def pin(self, memory: Buffer) -> None:
         """Make ready for copies the memory in which contributions will be made, or will arrive; it must stay mapped."""

@@ -1,0 +1,120 @@
+"""The trainer in this process, with a device's copies that are late: what a GPU does with its streams."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from farandole.node.learner_process import LearnerProcess
+from farandole.node.run_file import manifest_of
+from farandole.node.shared_memory import map_shared_memory, open_shared_memory
+from farandole.node.trainer_channel import Channel
+from farandole.node.trainer_messages import (
+    LENGTH,
+    Contributed,
+    Encoded,
+    OuterStepTaken,
+    Prepare,
+    Report,
+    TakeOuterStep,
+    Train,
+    decode_report,
+    encode,
+)
+from farandole.training import replica
+from farandole.training.copying import DeviceCopier, Wait
+from farandole.training.learner import Learner
+
+DEADLINE = 60.0  # a hang, not a duration
+MANIFEST = manifest_of({"name": "tiny", "model": "tiny", "inner": {"batch_size": 2}}, Path(), 0.0)
+
+
+class LateCopier(DeviceCopier):
+    """Copies when it is waited for, and no sooner than ``may_copy`` says."""
+
+    depth = 2
+    is_aside = True
+
+    def __init__(self, may_copy: threading.Event) -> None:
+        super().__init__(torch.device("cpu"))
+        self._may_copy = may_copy
+
+    def send(self, filled: Tensor, host: Tensor) -> Wait:
+        def wait() -> None:
+            assert self._may_copy.wait(DEADLINE)
+            host.copy_(filled)
+
+        return wait
+
+
+@pytest.fixture
+def prepare(tmp_path: Path) -> Iterator[Prepare]:
+    with open_shared_memory("outgoing") as outgoing, open_shared_memory("incoming") as incoming:
+        yield Prepare(
+            run_id=b"r" * 32,
+            author=b"a" * 32,
+            manifest=msgspec.msgpack.encode(MANIFEST),
+            data=[],
+            tokenizer=None,
+            device="cpu",
+            threads=1,
+            slow=1.0,
+            checkpoint=str(tmp_path / "checkpoint.safetensors"),
+            outgoing=outgoing,
+            incoming=incoming,
+        )
+
+
+def reports_of(mesh: socket.socket) -> Iterator[Report]:
+    """What the trainer has said so far, and what it says then."""
+    mesh.settimeout(DEADLINE)
+    with mesh.makefile("rb") as stream:
+        while True:
+            (length,) = LENGTH.unpack(stream.read(LENGTH.size))
+            yield decode_report(stream.read(length))
+
+
+def test_inner_steps_go_on_while_a_contribution_is_encoded(prepare: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be copied before the next round's first inner step is taken; what is sent is from before it."""
+    may_copy, step = threading.Event(), Learner.inner_step
+
+    def inner_step(learner: Learner, num_tokens: int, divisor: int = 1) -> None:
+        step(learner, num_tokens, divisor)
+        if learner.steps == 3:
+            may_copy.set()
+
+    monkeypatch.setattr(Learner, "inner_step", inner_step)
+    monkeypatch.setattr(replica, "copier_for", lambda device: LateCopier(may_copy))
+    mesh, trainers = socket.socketpair()
+    with mesh, trainers:
+        trainer = LearnerProcess(Channel(trainers), prepare, MANIFEST)
+        trainer.handle(Train(0, 2))
+        expected = trainer._replica.fast_weights()
+        mesh.sendall(encode(TakeOuterStep(0, b"b" * 32, 0, 0)))
+        trainer.handle(Train(1, 2))
+
+        kinds: list[type[Report]] = []
+        for report in reports_of(mesh):
+            kinds.append(type(report))
+            match report:
+                case Encoded(digest=bytes(digest)) if report.round == 0:
+                    assert digest == blake3(expected.numpy().tobytes()).digest()
+                case OuterStepTaken(round_index, late):
+                    assert (round_index, late) == (0, 1)
+                case Encoded(digest=bytes(digest)):
+                    break
+        size = trainer._replica.contribution_bytes
+        assert digest == blake3(memoryview(map_shared_memory(prepare.outgoing, size))[:size]).digest()
+    assert [kind for kind in kinds if kind in (Contributed, OuterStepTaken)] == [
+        Contributed,
+        OuterStepTaken,
+        Contributed,
+    ]
