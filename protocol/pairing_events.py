@@ -23,7 +23,7 @@ class RoundStarted:
 
 @dataclass(frozen=True, slots=True)
 class ContributionReady:
-    """The trainer has ended the round's inner steps, and its contribution, of this fragment, can be read."""
+    """The round's inner steps have ended; its contribution, of this fragment, is encoded while it is sent."""
 
     round: int
     fragment: int = 0
