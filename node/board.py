@@ -69,8 +69,10 @@ class Board:
             self.warnings.append(text)
             self.say(f"warning: {text}")
 
-    def record_loss(self, round_index: int, loss: float) -> None:
-        """Mean training loss of a finished round."""
+    def record_loss(self, round_index: int, loss: float | None) -> None:
+        """Mean training loss of a finished round, where it is known."""
+        if loss is None:
+            return
         self.loss = loss
         if self.loss_first is None:
             self.loss_first = loss
@@ -101,9 +103,11 @@ class Board:
         self.bytes_received += received
         self.last_exchange = ExchangeStatus(round_index, name, verdict, sent, received, seconds, self.clock(), path)
 
-    def round_line(self, round_index: int, inner_steps: int, loss: float, late_steps: int) -> str:
+    def round_line(self, round_index: int, inner_steps: int, loss: float | None, late_steps: int) -> str:
         """The round that is over, in one line."""
-        line = f"round {round_index}: {inner_steps} inner steps, loss {loss:.3f}"
+        line = f"round {round_index}: {inner_steps} inner steps"
+        if loss is not None:
+            line += f", loss {loss:.3f}"
         if late_steps:
             line += f", outer step {late_steps} inner steps late"
         last = self.last_exchange

@@ -35,11 +35,13 @@ from farandole.protocol.pairing_events import (
     Stopped,
     UseFragment,
 )
+from farandole.protocol.pipeline import RoundBegan, RoundEnds, Stepped, Worked
 
 from . import trainer_messages as messages
 from .board import Board
 from .contributions import Outgoing
 from .exchange import ExchangeService
+from .pipeline import PipelineService, Worker
 from .status import Phase
 from .trainer import Trainer, TrainerError
 
@@ -69,7 +71,8 @@ class RoundSession:
     """One life of the trainer: turns its reports into events, and the machine's wishes into commands.
 
     ``tell_pairing`` takes the events, ``on_saved`` and ``on_refused`` are as in `farandole.node.rounds.Rounds`, and so
-    is ``current_round``. Exchanges run in the nursery: they end with the session.
+    is ``current_round``. Exchanges run in the nursery: they end with the session. With a ``pipeline`` the trainer has a
+    stage, and its inner steps are what the pipeline gives it to compute.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class RoundSession:
         on_saved: Callable[[messages.Saved], None],
         on_refused: Callable[[bytes, str, bytes], None],
         current_round: Callable[[], int],
+        pipeline: PipelineService | None = None,
     ) -> None:
         self._config = config
         self._manifest = manifest
@@ -96,6 +100,8 @@ class RoundSession:
         self._on_saved = on_saved
         self._on_refused = on_refused
         self._current_round = current_round
+        self._pipeline = pipeline
+        self._life = trio.CancelScope()
         self._commands, self._queued = trio.open_memory_channel[messages.Command](MAX_QUEUED_COMMANDS)
         self._contributed: messages.Contributed | None = None
         self._outgoing: Outgoing | None = None
@@ -110,15 +116,27 @@ class RoundSession:
         self._tokens_before = self._board.tokens - trainer.prepared.tokens
 
     async def run(self, first_round: int) -> bool:
-        """Train from ``first_round``; True when every round is done, False when the others are far ahead."""
+        """Train from ``first_round``; True when every round is done, False when a new trainer is due.
+
+        That is when the others are far ahead, or on `restart`.
+        """
         self._nursery.start_soon(self._send_commands)
+        if self._pipeline is not None:
+            memory = self._trainer.map_activations(self._manifest.pipeline.in_flight)
+            self._pipeline.begin(Worker(self._stage, memory, self._send, self._drained))
         self._start_round(first_round)
-        while True:
-            if self._handle(await self._trainer.receive()):
-                return True
-            if self._is_behind():
-                self._tell_pairing(Stopped())
-                return False
+        with self._life:
+            while True:
+                if self._handle(await self._trainer.receive()):
+                    return True
+                if self._is_behind():
+                    break
+        self._tell_pairing(Stopped())
+        return False
+
+    def restart(self) -> None:
+        """End this life: what was not saved is lost."""
+        self._life.cancel()
 
     def _is_behind(self) -> bool:
         """Between two rounds: whether this node slept through so many that its weights would pull its partners back."""
@@ -142,6 +160,9 @@ class RoundSession:
         match output:
             case UseFragment(round_index, fragment):
                 self._send(messages.UseFragment(round_index, fragment))
+            case FinishRound(round_index) if self._pipeline is not None:
+                if round_index == self._board.round:
+                    self._pipeline.handle(RoundEnds())
             case FinishRound(round_index):
                 self._send(messages.FinishRound(round_index))
             case GoAlone(round_index, reason):
@@ -213,16 +234,42 @@ class RoundSession:
         self._board.round = round_index
         self._board.inner_steps_this_round = 0
         self._board.enter("training", f"inner steps of round {round_index}")
-        self._send(messages.Train(round_index, self._manifest.rounds.inner_steps))
+        max_steps = self._manifest.rounds.inner_steps
+        self._send(messages.Train(round_index, max_steps))
+        if self._pipeline is not None:
+            self._pipeline.handle(RoundBegan(round_index, max_steps))
+
+    def _drained(self, round_index: int) -> None:
+        """Nothing is under way in the pipeline: the contribution can be made."""
+        self._send(messages.FinishRound(round_index))
+
+    @property
+    def _stage(self) -> int:
+        return self._config.prepare.stage
+
+    @property
+    def _counts_tokens(self) -> bool:
+        """Every stage sees all tokens: the first one counts them for the run."""
+        return self._stage == 0
 
     def _handle(self, report: messages.Report) -> bool:
         """Whether this was the last report of the last round."""
         board = self._board
         match report:
             case messages.Progress():
-                board.inner_steps, board.tokens = report.inner_steps, self._tokens_before + report.tokens
+                board.inner_steps = report.inner_steps
+                if self._counts_tokens:
+                    board.tokens = self._tokens_before + report.tokens
                 board.inner_steps_this_round, board.loss = report.inner_steps_this_round, report.loss
                 board.tokens_per_second = report.tokens_per_second
+            case messages.Worked(problem):
+                if self._pipeline is not None:
+                    self._pipeline.handle(Worked(problem))
+            case messages.InnerStepTaken(is_taken):
+                if not is_taken:
+                    board.warn("an inner step was left out: its gradients were not finite")
+                if self._pipeline is not None:
+                    self._pipeline.handle(Stepped())
             case messages.Contributed():
                 self._contribute(report)
             case messages.Encoded(_, num_ready, digest):
@@ -253,7 +300,9 @@ class RoundSession:
         board = self._board
         self._contributed = report
         self._outgoing = Outgoing(memoryview(self._trainer.outgoing)[: report.size])
-        board.inner_steps, board.tokens = report.inner_steps, self._tokens_before + report.tokens
+        board.inner_steps = report.inner_steps
+        if self._counts_tokens:
+            board.tokens = self._tokens_before + report.tokens
         board.inner_steps_this_round = report.inner_steps_this_round
         board.tokens_per_second = report.tokens_this_round / max(report.seconds, 1e-9)
         board.record_loss(report.round, report.loss)
@@ -276,7 +325,7 @@ class RoundSession:
         )
         following = report.round + 1
         every, maximum = self._config.validate_every, self._config.max_rounds
-        if every and (following % every == 0 or following == maximum):
+        if every and self._pipeline is None and (following % every == 0 or following == maximum):
             self._send(messages.Validate(VALIDATION_BATCHES))
         if following != maximum and trio.current_time() - self._saved_at >= self._config.checkpoint_seconds:
             self.save()
@@ -295,7 +344,7 @@ class RoundSession:
             run_id=self._config.run_id,
             session=start.session,
             round=start.round,
-            stage=0,
+            stage=self._stage,
             layout=self._trainer.prepared.layout,
             codec=self._manifest.outer.codec,
             tokens=contributed.tokens_this_round,

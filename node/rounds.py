@@ -38,6 +38,7 @@ from . import trainer_messages as messages
 from .board import Board
 from .exchange import ExchangeService
 from .messenger import Messenger
+from .pipeline import PipelineService
 from .round_session import RoundsConfig, RoundSession
 from .trainer import TrainerError, open_trainer
 
@@ -55,7 +56,7 @@ class Rounds:
 
     ``before_trainer`` is waited for before each start of the trainer (it puts weights in place), ``on_saved`` is told
     of every checkpoint, ``on_refused`` of every contribution that the screening refused (peer, reason, SHA-256),
-    ``current_round`` says which round the others are in (0 when alone).
+    ``current_round`` says which round the others are in (0 when alone). ``pipeline`` gives a stage's trainer its work.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Rounds:
         on_saved: Callable[[messages.Saved], None],
         on_refused: Callable[[bytes, str, bytes], None],
         current_round: Callable[[], int],
+        pipeline: PipelineService | None = None,
     ) -> None:
         self._config = config
         self._manifest = manifest
@@ -82,6 +84,7 @@ class Rounds:
         self._on_saved = on_saved
         self._on_refused = on_refused
         self._current_round = current_round
+        self._pipeline = pipeline
         self._outputs: deque[Output] = deque()
         self._is_carrying_out = False
         self._timer_at = math.inf
@@ -115,6 +118,11 @@ class Rounds:
         """Write a checkpoint now, for somebody who asks for weights."""
         if self._session is not None:
             self._session.save()
+
+    def restart_trainer(self) -> None:
+        """Start it anew, with whatever is prepared then; what was not saved is lost."""
+        if self._session is not None:
+            self._session.restart()
 
     def set_peers(self, peers: frozenset[bytes]) -> None:
         """The live peers of this node's stage changed."""
@@ -209,6 +217,7 @@ class Rounds:
                     on_saved=self._on_saved,
                     on_refused=self._on_refused,
                     current_round=self._current_round,
+                    pipeline=self._pipeline,
                 )
                 self._session = session
                 try:
@@ -218,6 +227,8 @@ class Rounds:
                 finally:
                     self._session = None
                     board.trainer_pid = None
+                    if self._pipeline is not None:
+                        self._pipeline.end()
                 nursery.cancel_scope.cancel()
             if failure is not None:
                 raise failure

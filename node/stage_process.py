@@ -6,7 +6,6 @@ two places for each slot: what came in, and what goes out.
 
 from __future__ import annotations
 
-import math
 import time
 from pathlib import Path
 
@@ -41,7 +40,7 @@ class StageProcess(TrainerProcess):
         self._losses: list[float] = []
         super().__init__(channel, prepare, self._worker, size)
 
-    def _take_inner_steps(self, command: Train) -> tuple[int, float]:
+    def _take_inner_steps(self, command: Train) -> tuple[int, float | None]:
         steps = 0
         self._losses = []
         while (told := self._channel.poll(None)) is not None:
@@ -66,9 +65,9 @@ class StageProcess(TrainerProcess):
         time.sleep((self._slow - 1.0) * (time.monotonic() - started_at))
         self._busy_seconds += time.monotonic() - started_at
 
-    def _mean_loss(self) -> float:
+    def _mean_loss(self) -> float | None:
         """Of the round so far; stage 0 alone knows losses."""
-        return sum(self._losses) / len(self._losses) if self._losses else math.nan
+        return sum(self._losses) / len(self._losses) if self._losses else None
 
     def _work(self, told: Work) -> str:
         """Why it came to nothing, or nothing."""

@@ -175,7 +175,8 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
     inner_steps: int
     inner_steps_this_round: int
     tokens: int
-    loss: float
+    loss: float | None
+    """Mean of the round; None where none is known: at all stages but the first."""
     tokens_per_second: float
 
 
@@ -200,7 +201,7 @@ class Contributed(msgspec.Struct, frozen=True, tag=True):
     inner_steps_this_round: int
     inner_steps: int
     tokens: int
-    loss: float
+    loss: float | None
     seconds: float
     """Spent in inner steps and with commands between them."""
     fragment: int

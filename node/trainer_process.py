@@ -175,10 +175,10 @@ class TrainerProcess(abc.ABC):
         self._round_began_at = self._reported_at = time.monotonic()
 
     @abc.abstractmethod
-    def _take_inner_steps(self, command: Train) -> tuple[int, float]:
-        """Train until the round is over; how many steps were taken, and their mean loss (NaN where none is known)."""
+    def _take_inner_steps(self, command: Train) -> tuple[int, float | None]:
+        """Train until the round is over; how many steps were taken, and their mean loss, if it is known."""
 
-    def _report_progress(self, steps: int, loss: Callable[[], float]) -> None:
+    def _report_progress(self, steps: int, loss: Callable[[], float | None]) -> None:
         """Between two inner steps, not too often."""
         now = time.monotonic()
         if now - self._reported_at < PROGRESS_INTERVAL:

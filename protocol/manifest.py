@@ -220,6 +220,10 @@ def _problems(manifest: Manifest) -> list[str]:
         problems.append(f"model.vocabulary is {model.vocabulary}: the byte-level tokenizer has 256 tokens")
     if (manifest.tokenizer.kind == "tokenizers") != bool(manifest.tokenizer.sha256):
         problems.append("tokenizer.sha256 names the file of kind 'tokenizers', and is empty for kind 'bytes'")
+    if model.num_stages > 1 and not rounds.round_seconds:
+        problems.append(
+            "rounds.round_seconds is 0: with stages, a round that waits for others' microbatches needs an end"
+        )
     if not rounds.inner_steps and not rounds.round_seconds:
         problems.append("rounds.inner_steps and rounds.round_seconds are both 0: a round would never end")
     return problems
