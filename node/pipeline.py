@@ -12,7 +12,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import trio
 
@@ -45,6 +45,9 @@ from .errors import PeerUnreachableError
 from .messenger import Messenger
 from .shaping import Shaping
 from .streams import Stream, StreamHost, close_stream
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
 
 ACTIVATIONS_PROTOCOL: Final = "/farandole/activations/1"
 MICROBATCH_PROTOCOL: Final = "/farandole/microbatch/1"
@@ -111,11 +114,12 @@ class PipelineService:
         host.set_handler(ACTIVATIONS_PROTOCOL, self._serve)
         messenger.set_receiver(MICROBATCH_PROTOCOL, MAX_QUESTION_BYTES, self._be_asked, lambda peer, protocol: None)
 
-    async def run(self) -> None:
-        """Until cancelled."""
+    async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Until cancelled; `begin` comes after it has started."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(self._run_timer)
+            task_status.started()
 
     @property
     def num_in_flight(self) -> int:
