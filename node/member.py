@@ -99,7 +99,7 @@ class RunMember:
         self._rounds = Rounds(
             RoundsConfig(
                 run_id=self.run_id,
-                prepare=self._prepare_command(author),
+                prepare=lambda: self._prepare_command(author),
                 max_rounds=settings.max_rounds,
                 checkpoint_seconds=settings.checkpoint_seconds,
                 validate_every=settings.validate_every,

@@ -61,7 +61,8 @@ class RoundsConfig:
     """What the loop needs to know beside the manifest."""
 
     run_id: bytes
-    prepare: messages.Prepare
+    prepare: Callable[[], messages.Prepare]
+    """What the next trainer is to be told first: its stage may be another than the last one's."""
     max_rounds: int | None
     checkpoint_seconds: float
     validate_every: int
@@ -89,6 +90,7 @@ class RoundSession:
         on_refused: Callable[[bytes, str, bytes], None],
         current_round: Callable[[], int],
         pipeline: PipelineService | None = None,
+        stage: int = 0,
     ) -> None:
         self._config = config
         self._manifest = manifest
@@ -101,6 +103,7 @@ class RoundSession:
         self._on_refused = on_refused
         self._current_round = current_round
         self._pipeline = pipeline
+        self._stage = stage
         self._life = trio.CancelScope()
         self._commands, self._queued = trio.open_memory_channel[messages.Command](MAX_QUEUED_COMMANDS)
         self._contributed: messages.Contributed | None = None
@@ -242,10 +245,6 @@ class RoundSession:
     def _drained(self, round_index: int) -> None:
         """Nothing is under way in the pipeline: the contribution can be made."""
         self._send(messages.FinishRound(round_index))
-
-    @property
-    def _stage(self) -> int:
-        return self._config.prepare.stage
 
     @property
     def _counts_tokens(self) -> bool:

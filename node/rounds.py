@@ -197,7 +197,8 @@ class Rounds:
         board = self._board
         await self._before_trainer()
         board.announce("preparing", "starting the trainer: loading torch, the text and the model", "the trainer")
-        async with open_trainer(self._config.prepare, log=None) as trainer:
+        prepare = self._config.prepare()
+        async with open_trainer(prepare, log=None) as trainer:
             prepared = trainer.prepared
             board.device, board.trainer_pid = prepared.device, trainer.pid
             board.inner_steps = prepared.inner_steps
@@ -218,6 +219,7 @@ class Rounds:
                     on_refused=self._on_refused,
                     current_round=self._current_round,
                     pipeline=self._pipeline,
+                    stage=prepare.stage,
                 )
                 self._session = session
                 try:

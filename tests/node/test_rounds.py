@@ -72,7 +72,7 @@ class Story:
         self.trainers: list[FakeTrainer] = []
         self.others_round = 0
         self.board = Board(say=lambda text: None)
-        prepare: Any = None
+        prepare: Any = SimpleNamespace(stage=0)
         fake: Any = SimpleNamespace(set_receiver=lambda *args: None, send_nowait=self.refuse, run=self.exchange)
         self.exchanges: list[StartExchange] = []
         self.outgoing: Outgoing
@@ -81,7 +81,7 @@ class Story:
         manifest = Manifest("tiny", MODEL, rounds=rounds)
         self.pairing = Pairing(b"a" * 32, manifest.rounds, random.Random(1))
         self.rounds = Rounds(
-            RoundsConfig(b"r" * 32, prepare, max_rounds, 1e9, 0),
+            RoundsConfig(b"r" * 32, lambda: prepare, max_rounds, 1e9, 0),
             manifest,
             self.pairing,
             fake,
