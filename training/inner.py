@@ -50,7 +50,8 @@ def fused_adamw_(
         [mean],
         [square],
         [],
-        [torch.tensor(float(step + 1), device=weights.device)],
+        # Filled on the device: copied from here, it would wait for all that the device has yet to do.
+        [torch.full((), step + 1, dtype=torch.float32, device=weights.device)],
         lr=rate,
         beta1=inner.beta1,
         beta2=inner.beta2,

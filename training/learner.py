@@ -60,7 +60,10 @@ class Learner(Replica):
         return float(torch.stack(losses).mean())
 
     def _batch(self, tokens: object) -> Tensor:
-        return torch.as_tensor(tokens).to(self.device.torch_device, non_blocking=True)
+        batch = torch.as_tensor(tokens)
+        if self.device.torch_device.type == "cuda":
+            batch = batch.pin_memory()  # from other memory, the copy might wait for what is queued
+        return batch.to(self.device.torch_device, non_blocking=True)
 
 
 def build_learner(
