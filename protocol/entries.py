@@ -48,6 +48,7 @@ class Kind(enum.IntEnum):
     AUDIT = 7
     METRIC = 8
     NOTICE = 9
+    STAGE_LEASE = 10
 
 
 class Payload(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -147,6 +148,16 @@ class Notice(Payload, frozen=True):
     text: Annotated[str, msgspec.Meta(max_length=256, pattern=_Text)] = ""
 
 
+class StageLease(Payload, frozen=True):
+    """I am moving from one stage to another: meanwhile nobody else shall leave the one or go to the other."""
+
+    source: Annotated[int, msgspec.Meta(ge=0, le=511)]
+    target: Annotated[int, msgspec.Meta(ge=0, le=511)]
+    """The same as ``source``: I have given the lease back."""
+    is_settled: bool = False
+    """I have waited for others' leases, none was before mine, and I go."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """What a kind allows."""
@@ -177,6 +188,8 @@ RULES: dict[Kind, Rule] = {
     Kind.AUDIT: Rule(Audit, slots=32, quantum=5, ttl=_HOUR, max_bytes=512, is_metered=False),
     Kind.METRIC: Rule(Metric, slots=8, quantum=60, ttl=6 * _HOUR, max_bytes=256, is_metered=True),
     Kind.NOTICE: Rule(Notice, slots=4, quantum=60, ttl=7 * _DAY, max_bytes=512, is_metered=True),
+    # Renewed while a move goes on; who dies on the way is in nobody's way for long.
+    Kind.STAGE_LEASE: Rule(StageLease, slots=1, quantum=1, ttl=3 * _MINUTE, max_bytes=16, is_metered=False),
 }
 MAX_SLOTS = sum(rule.slots for rule in RULES.values())
 PROOF_TTL = 30 * _DAY

@@ -26,6 +26,7 @@ from farandole.protocol.entries import (
     Proof,
     Report,
     Signed,
+    StageLease,
     decode_delta,
     deltas_of,
     encode_body,
@@ -49,6 +50,7 @@ LARGEST: dict[Kind, Payload] = {
     Kind.AUDIT: Audit(b"s" * 16, 2**31 - 1, b"p" * 32, b"s" * 32, b"r" * 32, b"c" * 64),
     Kind.METRIC: Metric(2**31 - 1, 2**20, (2**31 - 1,) * 32),
     Kind.NOTICE: Notice("resume", "t" * 256),
+    Kind.STAGE_LEASE: StageLease(511, 511, True),
 }
 
 

@@ -1,0 +1,279 @@
+"""Which stage a node holds: where it begins, and when it moves.
+
+A run with a model in S stages computes no faster than its weakest stage, and not at all while one is empty. Nobody
+assigns stages: each node judges by the run state what it should do, and all judge alike, as far as they know the same.
+(SWARM, arXiv 2301.11913, section 3.2, moves peers from the least to the most loaded stage in the same way.)
+
+- A newcomer takes the stage with the least throughput, `first_stage`. Nodes that begin at once do not see each other,
+  so ties are broken by hash; while nobody has trained yet, and moving costs nothing, `even_stages` corrects the rest.
+- Later a node moves to an empty stage at once, and to the weakest one when that is worth its download. It asks first,
+  by a lease in the run state: of two that would leave one stage, or go to one, the later by hash gives way.
+- Who is the best to move goes first, the next one a little later: somebody frozen, or bound to its stage by its owner,
+  does not keep a stage empty.
+
+Nobody moves who is the last of its stage. A move that makes the weakest stage stronger leaves its source stronger than
+that was, so the way back is no gain: without news there are no further moves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .entries import StageLease
+from .identity import framed
+
+# Until everybody's lease has come to everybody: some pushes of the run state, a second apart at most.
+LEASE_SECONDS = 5.0
+# A stage is taken for empty when it has been so for this long: news of the living comes in parts.
+EMPTY_SECONDS = 2.0
+# While nobody has trained: for how long the same correction must be due.
+EVEN_SECONDS = 2.0
+# From one candidate's turn to the next one's, who has mostly heard of the first one's lease by then.
+TURN_SECONDS = 4.0
+# A move is worth it if the run becomes faster by this share: speeds are measured, and waver.
+MIN_GAIN = 0.15
+# The run is taken to go on for so long; what a move gains in that time must exceed what its download costs.
+HORIZON_SECONDS = 3_600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Provider:
+    """A live member that holds a stage."""
+
+    stage: int
+    speed: float = 0.0
+    """Tokens a second that it could take through a stage; 0: not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a node knows of the run."""
+
+    providers: Mapping[bytes, Provider]
+    """The live members, this node included once it has a stage."""
+    num_stages: int
+    leases: Mapping[bytes, StageLease] = field(default_factory=dict)
+    """Of live members; without those given back."""
+    is_young: bool = False
+    """Nobody has taken an inner step yet."""
+    download_seconds: float = 0.0
+    """What it would take this node to fetch a stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """Nothing is to be done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Announce a lease to move to this stage."""
+
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Go to this stage. Where a lease was claimed, it is settled now, and to be given back on arrival."""
+
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class GiveBack:
+    """Another one's lease is before ours, or there is no reason any more: give ours back."""
+
+
+Decision = Stay | Claim | Move | GiveBack
+
+
+class StageChoice:
+    """What one node does about its stage. Ask it once a second or so; it remembers since when things have been so.
+
+    ``patience``: seconds for which a move must have been worth it before it is claimed: several heartbeats, so that
+    speeds are measured anew after each move.
+    """
+
+    def __init__(self, author: bytes, patience: float) -> None:
+        self._author = author
+        self._patience = patience
+        self._empty_since: dict[int, float] = {}
+        self._worth_since: dict[tuple[int, int], float] = {}
+        self._uneven_since: dict[int, float] = {}
+        self._claimed_at: float | None = None
+
+    def decide(self, view: View, now: float) -> Decision:
+        """What to do now, seconds on any steady clock."""
+        own = view.providers[self._author].stage
+        self._note(view, own, now)
+        lease = view.leases.get(self._author)
+        if lease is not None and self._claimed_at is not None:
+            return self._hold(lease, view, now)
+        if lease is not None and lease.is_settled:
+            return Stay()  # on the way
+        if lease is not None:
+            return GiveBack()  # of an earlier life
+        target = self._wish(view, own, now)
+        if target is None or _is_contested(StageLease(own, target), self._author, view):
+            return Stay()
+        if view.is_young and target in self._uneven_since:
+            return Move(target)
+        self._claimed_at = now
+        return Claim(target)
+
+    def _note(self, view: View, own: int, now: float) -> None:
+        """Remember since when a stage has been empty, and a move of ours worth it, or due to a correction."""
+        empty = [stage for stage, strength in enumerate(throughputs(view)) if strength == 0.0]
+        self._empty_since = {stage: self._empty_since.get(stage, now) for stage in empty}
+        weakest = _weakest(view)
+        pair = (own, weakest)
+        is_worth = not empty and is_worth_moving(view, self._author, weakest)
+        self._worth_since = {pair: self._worth_since.get(pair, now)} if is_worth else {}
+        due = even_stages(view).get(self._author, own) if view.is_young else own
+        self._uneven_since = {due: self._uneven_since.get(due, now)} if due != own else {}
+
+    def _wish(self, view: View, own: int, now: float) -> int | None:
+        """Where this node should go now, if anywhere."""
+        for stage, since in self._uneven_since.items():
+            if now - since >= EVEN_SECONDS:
+                return stage
+        for stage, since in self._empty_since.items():
+            turn = _turn(candidates(view, stage), self._author)
+            if turn is not None and now - since >= EMPTY_SECONDS + turn * TURN_SECONDS:
+                return stage
+        for (_, stage), since in self._worth_since.items():
+            turn = _turn(candidates(view, stage), self._author)
+            if turn is not None and now - since >= self._patience + turn * TURN_SECONDS:
+                return stage
+        return None
+
+    def _hold(self, lease: StageLease, view: View, now: float) -> Decision:
+        """After `Claim`: whether to go, to wait a little more, or to give way."""
+        assert self._claimed_at is not None
+        is_needed = throughputs(view, without=self._author)[lease.target] == 0.0 or is_worth_moving(
+            view, self._author, lease.target
+        )
+        if not is_needed or not _can_spare(view, lease.source) or _is_contested(lease, self._author, view):
+            self._claimed_at = None
+            return GiveBack()
+        if now - self._claimed_at < LEASE_SECONDS:
+            return Stay()
+        self._claimed_at = None
+        return Move(lease.target)
+
+
+def first_stage(view: View, author: bytes) -> int:
+    """Where a newcomer begins: the stage with the least throughput, of several that which its hash says."""
+    strengths = throughputs(view)
+    return min(range(view.num_stages), key=lambda stage: (strengths[stage], rank(author, stage)))
+
+
+def even_stages(view: View) -> dict[bytes, int]:
+    """Stages for all, as many nodes to each as can be, with as few moves as can be: who is to go where."""
+    base, extra = divmod(len(view.providers), view.num_stages)
+    members = _members(view)
+    most_first = sorted(range(view.num_stages), key=lambda stage: (-len(members[stage]), stage))
+    quotas = {stage: base + (position < extra) for position, stage in enumerate(most_first)}
+    wanting = [stage for stage in range(view.num_stages) for _ in range(quotas[stage] - len(members[stage]))]
+    spare = [
+        author
+        for stage in range(view.num_stages)
+        for author in sorted(members[stage], key=lambda author: rank(author, stage))[quotas[stage] :]
+    ]
+    return dict(zip(spare, wanting, strict=True))
+
+
+def throughputs(view: View, *, without: bytes | None = None) -> list[float]:
+    """Of each stage: the sum of its providers' speeds, those who move counted where they go.
+
+    A speed that is not known counts as the median of the known ones; where none is known, each counts as 1.
+    """
+    strengths = [0.0] * view.num_stages
+    speeds = _speeds(view)
+    for author, provider in view.providers.items():
+        if author != without:
+            lease = view.leases.get(author)
+            strengths[lease.target if lease is not None and lease.is_settled else provider.stage] += speeds[author]
+    return strengths
+
+
+def candidates(view: View, target: int) -> list[bytes]:
+    """Who could go to a stage, the best first: after whose move the weaker of the two stages is the strongest."""
+    strengths, speeds = throughputs(view), _speeds(view)
+    members = _members(view)
+    scores = {
+        author: min(strengths[stage] - speeds[author], strengths[target] + speeds[author])
+        for stage in range(view.num_stages)
+        if stage != target and len(members[stage]) > 1
+        for author in members[stage]
+        if author not in view.leases
+    }
+    return sorted(scores, key=lambda author: (-scores[author], rank(author, target)))
+
+
+def is_worth_moving(view: View, author: bytes, target: int) -> bool:
+    """Whether the run gains more by this node's move than the node's own work during the download.
+
+    Its source is the stronger one even without it, so the run loses nothing meanwhile; the node's time is lost.
+    """
+    source, speed = view.providers[author].stage, _speeds(view)[author]
+    if source == target or not _can_spare(view, source):
+        return False
+    before = throughputs(view, without=author)
+    after = list(before)
+    before[source] += speed
+    after[target] += speed
+    gain = min(after) - min(before)
+    if gain < MIN_GAIN * min(before) or gain <= 0.0:
+        return False
+    return gain * (HORIZON_SECONDS - view.download_seconds) > speed * view.download_seconds
+
+
+def rank(author: bytes, stage: int) -> bytes:
+    """32 bytes that nobody chooses: how near a node is to a stage, all else being equal (rendezvous hashing)."""
+    return hashlib.sha256(framed(b"farandole/stage/1", author, stage.to_bytes(2, "big"))).digest()
+
+
+def _speeds(view: View) -> dict[bytes, float]:
+    known = [provider.speed for provider in view.providers.values() if provider.speed > 0]
+    usual = statistics.median(known) if known else 1.0
+    return {author: provider.speed or usual for author, provider in view.providers.items()}
+
+
+def _members(view: View) -> list[list[bytes]]:
+    members: list[list[bytes]] = [[] for _ in range(view.num_stages)]
+    for author, provider in view.providers.items():
+        members[provider.stage].append(author)
+    return members
+
+
+def _weakest(view: View) -> int:
+    strengths = throughputs(view)
+    return min(range(view.num_stages), key=lambda stage: (strengths[stage], stage))
+
+
+def _can_spare(view: View, stage: int) -> bool:
+    """Whether somebody stays when one goes."""
+    return sum(provider.stage == stage for provider in view.providers.values()) > 1
+
+
+def _turn(order: list[bytes], author: bytes) -> int | None:
+    return order.index(author) if author in order else None
+
+
+def _is_contested(lease: StageLease, author: bytes, view: View) -> bool:
+    """Whether a lease that leaves the same stage, or goes to the same one, is before ours."""
+
+    def place(author: bytes, lease: StageLease) -> tuple[bool, bytes]:
+        return not lease.is_settled, rank(author, lease.target)
+
+    is_ours_announced = author in view.leases
+    return any(
+        (other.source == lease.source or other.target == lease.target)
+        and (not is_ours_announced or place(peer, other) < place(author, lease))
+        for peer, other in view.leases.items()
+        if peer != author
+    )
