@@ -35,6 +35,7 @@ class Board:
     """Share of the trainer's time that went into inner steps."""
     late_steps: int = 0
     """Inner steps between the newest contribution and its outer step."""
+    num_parameters: int = 0
     loss: float | None = None
     loss_first: float | None = None
     device: str = ""

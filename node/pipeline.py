@@ -44,6 +44,7 @@ from .activation_link import ActivationLink
 from .errors import PeerUnreachableError
 from .messenger import Messenger
 from .shaping import Shaping
+from .status import PipelineStatus
 from .streams import Stream, StreamHost, close_stream
 
 if TYPE_CHECKING:
@@ -87,8 +88,8 @@ class PipelineService:
     ) -> None:
         self.counts = machine.Counts()
         """Since the node began."""
-        self.bytes_sent = 0
-        self.bytes_received = 0
+        self._bytes_sent = 0
+        self._bytes_received = 0
         self._host = host
         self._messenger = messenger
         self._manifest = manifest
@@ -120,6 +121,25 @@ class PipelineService:
             self._nursery = nursery
             nursery.start_soon(self._run_timer)
             task_status.started()
+
+    def status(self) -> PipelineStatus | None:
+        """For people; None without a trainer."""
+        if self._worker is None:
+            return None
+        counts, links = self.counts, self._links.values()
+        return PipelineStatus(
+            stage=self._worker.stage,
+            in_flight=self.num_in_flight,
+            begun=counts.begun,
+            kept=counts.kept,
+            dropped=counts.dropped,
+            rerouted=counts.rerouted,
+            taken_out=counts.taken_out,
+            refused=counts.refused,
+            reasons=dict(counts.reasons),
+            bytes_sent=self._bytes_sent + sum(link.bytes_sent for link in links),
+            bytes_received=self._bytes_received + sum(link.bytes_received for link in links),
+        )
 
     @property
     def num_in_flight(self) -> int:
@@ -307,8 +327,8 @@ class PipelineService:
             await link.run(self._hear)
         finally:
             self._links.pop(link.number, None)
-            self.bytes_sent += link.bytes_sent
-            self.bytes_received += link.bytes_received
+            self._bytes_sent += link.bytes_sent
+            self._bytes_received += link.bytes_received
             self._places = {place: memory for place, memory in self._places.items() if place[0] != link.number}
             self.handle(machine.LinkClosed(link.number))
 

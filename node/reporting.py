@@ -17,6 +17,7 @@ from .board import Board
 from .figures import BYTES_PER_MBIT
 from .host import Host
 from .membership import LOSS_SCALE
+from .pipeline import PipelineService
 from .shaping import Shaping
 from .status import MemberStatus, NodeStatus, RunStatus
 
@@ -36,6 +37,7 @@ class Reporter:
     shaping: Shaping
     state: RunState | None = None
     liveness: Liveness | None = None
+    pipeline: PipelineService | None = None
 
     def status(self) -> NodeStatus:
         """Everything that ``farandole status`` shows, as of now."""
@@ -78,6 +80,8 @@ class Reporter:
             download_mbit=self.shaping.down.rate / BYTES_PER_MBIT,
             bytes_sent_per_second=self.shaping.up.per_second(),
             bytes_received_per_second=self.shaping.down.per_second(),
+            num_parameters=board.num_parameters,
+            pipeline=None if self.pipeline is None else self.pipeline.status(),
             connected_peers=len(self.host.connected),
             run=self._run(members),
             members=members,

@@ -201,7 +201,7 @@ class Rounds:
         async with open_trainer(prepare, log=None) as trainer:
             prepared = trainer.prepared
             board.device, board.trainer_pid = prepared.device, trainer.pid
-            board.inner_steps = prepared.inner_steps
+            board.inner_steps, board.num_parameters = prepared.inner_steps, prepared.num_parameters
             how = f"resumed at round {prepared.round}" if prepared.resumed else "from the run's seed"
             board.say(f"trainer ready on {prepared.device}: {prepared.num_parameters:,} parameters, {how}")
             failure: TrainerError | None = None

@@ -78,6 +78,29 @@ class RunStatus(msgspec.Struct, frozen=True):
     """Hex of the run state's root: equal on two nodes exactly when their entries are (heartbeats excluded)."""
 
 
+class PipelineStatus(msgspec.Struct, frozen=True):
+    """What a node that holds a stage does with microbatches; counts are since it began."""
+
+    stage: int
+    in_flight: int
+    """Microbatches that the trainer holds something of."""
+    begun: int
+    kept: int
+    """Whose gradient counts, at all stages."""
+    dropped: int
+    rerouted: int
+    """Sent to another node of the next stage than at first."""
+    taken_out: int
+    """Dropped when their gradient was in the sum already."""
+    refused: int
+    """That came and were not taken."""
+    reasons: dict[str, int]
+    """Why they were dropped."""
+    bytes_sent: int
+    """Of activations and their gradients."""
+    bytes_received: int
+
+
 class NodeStatus(msgspec.Struct, frozen=True):
     """Everything that ``farandole status`` shows."""
 
@@ -134,3 +157,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
     bytes_sent_per_second: float = 0.0
     """Of everything, control traffic too; mean of the last 10 s."""
     bytes_received_per_second: float = 0.0
+    num_parameters: int = 0
+    """Of the model, or of the stage, that the trainer holds."""
+    pipeline: PipelineStatus | None = None
+    """Where the model is cut into stages."""

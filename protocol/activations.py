@@ -45,7 +45,9 @@ Ticket = Annotated[bytes, msgspec.Meta(min_length=TICKET_BYTES, max_length=TICKE
 _Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 _Index = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _Round = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-_Reason = Annotated[str, msgspec.Meta(max_length=128)]
+MAX_REASON_CHARS = 128
+_Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS, pattern=r"\A[\x20-\x7e]*\Z")]
+"""People's terminals show it: no control characters."""
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=1):

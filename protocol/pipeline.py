@@ -29,7 +29,7 @@ from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .activations import TICKET_BYTES
+from .activations import MAX_REASON_CHARS, TICKET_BYTES
 
 # Links to nodes of the next stage that are kept open: enough choice to be random, few enough that each has credits.
 MAX_NEXT_HOPS = 8
@@ -45,6 +45,7 @@ MIN_AHEAD = 2
 NUM_AGES = 32
 # Outcomes that an origin remembers for those who ask.
 MAX_OUTCOMES = 4_096
+MAX_REASONS = 32
 # How long a node waits for an answer before it asks the origin again, and before it tries a lost link again.
 ASK_INTERVAL = 1.0
 RETRY_INTERVAL = 2.0
@@ -463,7 +464,12 @@ class Counts:
     refused: int = 0
     """That came and were not taken."""
     reasons: Counter[str] = field(default_factory=Counter)
-    """Of what was dropped."""
+    """Of what was dropped; at most `MAX_REASONS`, since some are peers' words."""
+
+    def note(self, reason: str) -> None:
+        """Count a reason."""
+        is_new = reason not in self.reasons and len(self.reasons) >= MAX_REASONS
+        self.reasons["other reasons" if is_new else reason] += 1
 
 
 class Pipeline:
@@ -922,14 +928,15 @@ class Pipeline:
         """It counts nowhere: tell those who do not know it, and take out what is in the sum."""
         if microbatch.is_kept is not None:
             return
+        reason = reason.encode("ascii", "replace").decode()[:MAX_REASON_CHARS]
         self.counts.dropped += 1
-        self.counts.reasons[reason] += 1
+        self.counts.note(reason)
         self.counts.taken_out += microbatch.step in _SUMMED
         is_untouched = microbatch.step in _UNTOUCHED
         if microbatch.inward is not None and microbatch.step is not Step.DONE:
-            self._outputs.append(SendDropped(*microbatch.inward, reason[:128], is_untouched))
+            self._outputs.append(SendDropped(*microbatch.inward, reason, is_untouched))
         if microbatch.homeward is not None and microbatch.step in (Step.HOME_COMING, Step.HOME):
-            self._outputs.append(SendDropped(*microbatch.homeward, reason[:128], is_untouched=False))
+            self._outputs.append(SendDropped(*microbatch.homeward, reason, is_untouched=False))
         self._end(microbatch, is_kept=False)
 
     def _end(self, microbatch: _Microbatch, *, is_kept: bool) -> None:

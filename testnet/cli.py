@@ -34,10 +34,16 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 @testnet_app.command("run")
 def run_testnet(
     scenario: Annotated[
-        str, typer.Argument(metavar="SCENARIO", help="A TOML file, or demo, churn, unequal, overlap, slow-link.")
-    ] = "demo",
+        str | None,
+        typer.Argument(
+            metavar="SCENARIO",
+            help="A TOML file, or demo, churn, unequal, overlap, slow-link, stages.",
+            show_default="demo, or stages with --stages",
+        ),
+    ] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="How many, instead of the scenario's.")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="How many, instead of the scenario's.")] = None,
+    stages: Annotated[int | None, typer.Option(min=1, help="Cut the model into so many, held by other nodes.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for report.json, loss.png, logs.", show_default="out/SCENARIO")
     ] = None,
@@ -46,7 +52,8 @@ def run_testnet(
 ) -> None:
     """Start real nodes as processes, play the scenario's faults, and judge: exit code 0 only on a pass.
 
-    Examples: [cyan]farandole testnet run demo[/cyan]; [cyan]farandole testnet run churn --out /tmp/churn[/cyan]
+    Examples: [cyan]farandole testnet run demo[/cyan]; [cyan]farandole testnet run churn --out /tmp/churn[/cyan];
+    [cyan]farandole testnet run --nodes 9 --stages 3[/cyan]
     """
     import trio
     from rich.console import Console
@@ -55,7 +62,8 @@ def run_testnet(
     from .live import open_view
     from .scenario import load_scenario
 
-    played = load_scenario(scenario, nodes=nodes, rounds=rounds, seed=seed)
+    scenario = scenario or ("stages" if stages else "demo")
+    played = load_scenario(scenario, nodes=nodes, rounds=rounds, seed=seed, stages=stages)
     folder = out or Path("out") / Path(scenario).stem
     console = Console(stderr=as_json)
     with open_view(console) as view:

@@ -1,63 +1,78 @@
-"""The mean of all replicas: how good it is, and how far apart the replicas are."""
+"""The mean of all replicas: how good it is, and how far apart the replicas are. Of a model in stages, stage by stage."""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from farandole.node.conversion import training_configs
 from farandole.protocol.manifest import Manifest
+from farandole.training.checkpoint import Counters, save_checkpoint
+from farandole.training.errors import CheckpointError
 from farandole.training.learner import build_learner
+from farandole.training.parameters import Layout
 
 from .report import Merged
 
 # 32 batches of the demo's 16 x 128 tokens measure the loss to about 0.01.
 VALIDATION_BATCHES: Final = 32
-_SLOW: Final = "slow/"
+_SLOW: Final = "slow"
 
 
 def measure_merged(manifest: Manifest, run_id: bytes, checkpoints: Sequence[Path], out: Path) -> Merged:
     """Average the replicas' slow weights into a checkpoint at ``out`` and measure it on held-out text.
 
-    Raises `TrainingError` if a checkpoint or the text will not do.
+    Raises `TrainingError` if a checkpoint or the text will not do, or if nobody has saved some stage.
     """
     torch.set_num_threads(1)
-    spread = merge_checkpoints(checkpoints, out)
-    replica = build_learner(
-        *training_configs(manifest), seed=manifest.seed, run_id=run_id, author=bytes(32), device="cpu"
-    )
+    configs = training_configs(manifest)
+    whole = configs._replace(model=replace(configs.model, num_stages=1, stage_layers=()))
+    replica = build_learner(*whole, seed=manifest.seed, run_id=run_id, author=bytes(32), device="cpu")
+    spread = merge_checkpoints(checkpoints, replica.layout, run_id, out)
     loss_start = replica.validation_loss(VALIDATION_BATCHES)
     replica.load(out)
     return Merged(loss_start, replica.validation_loss(VALIDATION_BATCHES), spread)
 
 
-def merge_checkpoints(checkpoints: Sequence[Path], out: Path) -> float:
-    """Write the first checkpoint with the mean of all slow weights; returns the spread.
+def merge_checkpoints(checkpoints: Sequence[Path], layout: Layout, run_id: bytes, out: Path) -> float:
+    """Write a checkpoint of the whole model with the mean of all slow weights; returns the spread.
 
-    The spread is the mean over the weights of their standard deviation across replicas, over the mean weights' root
-    mean square (`farandole.training.baselines.Ensemble.spread`).
+    The rest of each parameter's state is the first checkpoint's that has it, and so are the counters. The spread is
+    the mean over the weights of their standard deviation across replicas, over the mean weights' root mean square
+    (`farandole.training.baselines.Ensemble.spread`). Raises `CheckpointError` if none has some parameter.
     """
+    holders: dict[str, list[Path]] = defaultdict(list)  # of each tensor
+    for path in checkpoints:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                holders[name].append(path)
+    vectors = {vector: torch.empty(layout.num_elements) for vector in sorted({n.partition("/")[0] for n in holders})}
+    deviation = squares = 0.0
+    for vector, flat in vectors.items():
+        for name, view in layout.views(flat).items():
+            tensor = f"{vector}/{name}"
+            if tensor not in holders:
+                raise CheckpointError(f"no replica has saved {name}: nobody held its stage at the end")
+            if vector != _SLOW:
+                view.copy_(_tensor(holders[tensor][0], tensor))
+                continue
+            replicas = torch.stack([_tensor(path, tensor) for path in holders[tensor]])  # (replicas, ...)
+            view.copy_(replicas.mean(0))
+            deviation += float(replicas.std(0, correction=0).sum())
+            squares += float(view.square().sum())
     with safe_open(checkpoints[0], framework="pt") as file:
         metadata = file.metadata()
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-    deviation = squares = 0.0
-    num_weights = 0
-    for name in [name for name in tensors if name.startswith(_SLOW)]:
-        replicas = torch.stack([_tensor(path, name) for path in checkpoints])  # (replicas, ...)
-        mean = replicas.mean(0)
-        deviation += float(replicas.std(0, correction=0).sum())
-        squares += float(mean.square().sum())
-        num_weights += mean.numel()
-        tensors[name] = mean
-    save_file(tensors, out, metadata=metadata)
-    return deviation / num_weights / math.sqrt(squares / num_weights)
+    counters = Counters(*(int(metadata[name]) for name in ("round", "steps", "tokens")))
+    save_checkpoint(out, vectors, layout, run_id, counters)
+    return deviation / layout.num_elements / math.sqrt(squares / layout.num_elements)
 
 
 def _tensor(path: Path, name: str) -> Tensor:

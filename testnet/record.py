@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from farandole.node.status import NodeStatus
+from farandole.node.status import NodeStatus, PipelineStatus
 
 
 @dataclass
@@ -27,6 +27,10 @@ class NodeRecord:
     """Of past lives; `all_partners` has the present one too."""
     paths: Counter[str] = field(default_factory=Counter)
     """Of past lives; `all_paths` has the present one too."""
+    pipeline: PipelineStatus | None = None
+    """The newest that it told: none while its trainer is not there."""
+    num_parameters: int = 0
+    """Most that its trainer held."""
     _past: Counter[str] = field(default_factory=Counter)
     _loss_first: float | None = None
     _advanced_at: float | None = None
@@ -41,6 +45,8 @@ class NodeRecord:
             self.restarts += 1
         self.status, self.seen_at = status, now
         self.losses.update(status.losses)
+        self.pipeline = status.pipeline or self.pipeline
+        self.num_parameters = max(self.num_parameters, status.num_parameters)
         if self._loss_first is None:
             self._loss_first = status.loss_first
         position = (status.round, status.inner_steps)

@@ -11,6 +11,10 @@ from typing import Literal
 
 import msgspec
 
+from farandole.node.conversion import training_configs
+from farandole.node.status import PipelineStatus
+from farandole.training.presets import num_parameters
+
 from .record import NodeRecord
 from .scenario import Scenario
 
@@ -47,6 +51,28 @@ class NodeReport(msgspec.Struct, frozen=True):
     """Share of its trainer's time that went into inner steps, by the trainer's own clock, in its present life."""
     paths: dict[str, int] = {}
     """How contributions moved ("bulk" or "stream") -> committed exchanges."""
+    num_parameters: int = 0
+    """Most that its trainer ever held."""
+    pipeline: PipelineStatus | None = None
+    """Where the model is cut into stages."""
+
+
+class StageReport(msgspec.Struct, frozen=True):
+    """The nodes of one stage at the end of the training."""
+
+    stage: int
+    providers: int
+    """Live ones."""
+    inner_steps: int
+    """Mean of the live ones."""
+    kept: int
+    """Microbatches, in all."""
+    dropped: int
+    rerouted: int
+    taken_out: int
+    refused: int
+    utilisation: float | None
+    """Mean of the live ones."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -75,6 +101,8 @@ class Report(msgspec.Struct, frozen=True):
     """Whether the run state's root is the same on every live node."""
     events: list[str]
     """What was done to the nodes, and what befell them."""
+    stages: list[StageReport] = []
+    """Where the model is cut into several."""
 
 
 class Merged(msgspec.Struct, frozen=True):
@@ -111,6 +139,30 @@ def node_report(record: NodeRecord, *, is_alive: bool) -> NodeReport:
         state_root=status.run.state_root if status and is_alive else "",
         utilisation=status.utilisation if status else None,
         paths=dict(record.all_paths),
+        num_parameters=record.num_parameters,
+        pipeline=record.pipeline,
+    )
+
+
+def stage_reports(scenario: Scenario, nodes: Sequence[NodeReport]) -> list[StageReport]:
+    """Each stage's part; none where the model is not cut."""
+    num_stages = scenario.manifest(0).model.num_stages
+    return [_stage_report(stage, nodes) for stage in range(num_stages)] if num_stages > 1 else []
+
+
+def _stage_report(stage: int, nodes: Sequence[NodeReport]) -> StageReport:
+    parts = [(node, node.pipeline) for node in nodes if node.pipeline is not None and node.pipeline.stage == stage]
+    live = [node for node, _ in parts if node.is_alive]
+    return StageReport(
+        stage=stage,
+        providers=len(live),
+        inner_steps=round(_mean(float(node.inner_steps) for node in live) or 0),
+        kept=sum(pipeline.kept for _, pipeline in parts),
+        dropped=sum(pipeline.dropped for _, pipeline in parts),
+        rerouted=sum(pipeline.rerouted for _, pipeline in parts),
+        taken_out=sum(pipeline.taken_out for _, pipeline in parts),
+        refused=sum(pipeline.refused for _, pipeline in parts),
+        utilisation=_mean(node.utilisation for node in live),
     )
 
 
@@ -143,6 +195,7 @@ def make_report(
         seconds=seconds,
         state_equal=is_state_equal(nodes),
         events=list(events),
+        stages=stage_reports(scenario, nodes),
     )
 
 
@@ -164,6 +217,7 @@ def _reasons(scenario: Scenario, nodes: Sequence[NodeReport], merged: Merged | N
         reasons.append(f"the merged model's loss is {merged.loss:.3f}, not below {scenario.max_loss_merged:g}")
     if scenario.every_round:
         reasons += _speed_problems(scenario, nodes)
+    reasons += _stage_problems(scenario, nodes)
     return reasons
 
 
@@ -177,7 +231,7 @@ def _node_problems(scenario: Scenario, node: NodeReport) -> list[str]:
         if not node.died and node.index not in scenario.doomed:
             problems.append("was not there at the end")
         return problems
-    if not node.losses:
+    if not (node.losses or (node.pipeline and node.inner_steps)):
         problems.append("never trained")
     if node.rounds < scenario.rounds:
         problems.append(f"reached round {node.rounds} of {scenario.rounds}")
@@ -191,6 +245,18 @@ def _node_problems(scenario: Scenario, node: NodeReport) -> list[str]:
         problems.append("joined late and began in round 0: it got no weights from a peer")
     if scenario.every_round and (missed := _rounds_missed(node, scenario.rounds)):
         problems.append(f"took no part in rounds {missed}")
+    return problems
+
+
+def _stage_problems(scenario: Scenario, nodes: Sequence[NodeReport]) -> list[str]:
+    """Every stage has somebody at the end, and nobody ever held the whole model."""
+    stages = stage_reports(scenario, nodes)
+    problems = [f"nobody holds stage {stage.stage}" for stage in stages if not stage.providers]
+    if stages:
+        whole = num_parameters(training_configs(scenario.manifest(0)).model)
+        problems += [
+            f"node {node.index} held all {whole:,} parameters" for node in nodes if node.num_parameters >= whole
+        ]
     return problems
 
 

@@ -18,6 +18,7 @@ from farandole.protocol.manifest import Manifest
 # Each node is two Python processes of about 300 MB together; one machine holds no more.
 MAX_NODES: Final = 128
 MAX_FAULTS: Final = 1_000
+DEFAULT_NODES: Final = 8
 DEFAULT_MIN_PARTNERS: Final = 3
 
 FaultKind = Literal["kill", "freeze", "restart", "slow", "join", "leave"]
@@ -69,7 +70,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     run: dict[str, Any]
     """As in a run file."""
-    nodes: Annotated[int, msgspec.Meta(ge=1, le=MAX_NODES)] = 8
+    nodes: Annotated[int, msgspec.Meta(ge=1, le=MAX_NODES)] = DEFAULT_NODES
     rounds: Annotated[int, msgspec.Meta(ge=1, le=256)] = 20
     """At most as many as a status keeps losses of."""
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
@@ -81,6 +82,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     download_mbit: _Caps = ()
     start_interval: Annotated[float, msgspec.Meta(ge=0, le=600)] = 0.3
     """Seconds between the starts of two nodes: many at once only fight for the cores."""
+    stages: Annotated[int, msgspec.Meta(ge=0, le=512)] = 0
+    """Into which the model is cut; replaces ``run.model.num_stages``, 0: as that says."""
     device: str = "cpu"
     """Where the trainers compute."""
     heartbeat_seconds: _Positive = 2.0
@@ -151,7 +154,11 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def manifest(self, now: float) -> Manifest:
         """The run's manifest; `ManifestError` if its settings are not valid."""
-        return manifest_of({**self.run, "seed": self.seed}, Path(), now)
+        run = {**self.run, "seed": self.seed}
+        if self.stages:
+            model = run.get("model", {})
+            run["model"] = {**({"preset": model} if isinstance(model, str) else model), "num_stages": self.stages}
+        return manifest_of(run, Path(), now)
 
 
 def _folder() -> Traversable:
@@ -164,9 +171,14 @@ def scenario_names() -> list[str]:
 
 
 def load_scenario(
-    name_or_path: str, *, nodes: int | None = None, rounds: int | None = None, seed: int | None = None
+    name_or_path: str,
+    *,
+    nodes: int | None = None,
+    rounds: int | None = None,
+    seed: int | None = None,
+    stages: int | None = None,
 ) -> Scenario:
-    """A delivered scenario by its name, or a file; ``nodes``, ``rounds`` and ``seed`` replace what it says.
+    """A delivered scenario by its name, or a file; the other arguments replace what it says.
 
     Raises `ScenarioError`, or `ManifestError` for its run settings.
     """
@@ -176,11 +188,12 @@ def load_scenario(
         settings = read_toml(Path(name_or_path))
     else:
         raise ScenarioError(f"no scenario {name_or_path!r}: name a TOML file, or one of {', '.join(scenario_names())}")
-    replaced = {"nodes": nodes, "rounds": rounds, "seed": seed}
+    replaced = {"nodes": nodes, "rounds": rounds, "seed": seed, "stages": stages}
     settings |= {name: value for name, value in replaced.items() if value is not None}
     min_partners = settings.get("min_partners", DEFAULT_MIN_PARTNERS)
-    if nodes is not None and isinstance(min_partners, int):
-        settings["min_partners"] = min(min_partners, nodes - 1)
+    if (nodes or stages) and isinstance(min_partners, int):
+        least = settings.get("nodes", DEFAULT_NODES) // max(1, settings.get("stages", 0))  # of a stage
+        settings["min_partners"] = max(0, min(min_partners, least - 1))
     return parse_scenario(settings)
 
 

@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from farandole.node.conversion import training_configs
 from farandole.node.run_file import manifest_of
 from farandole.testnet.merge import measure_merged, merge_checkpoints
+from farandole.training.errors import CheckpointError
 from farandole.training.learner import Learner, build_learner
 
 RUN_ID = bytes(range(32))
@@ -41,7 +43,8 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Learner]:
 
 
 def test_the_merged_weights_are_the_very_mean(replicas: dict[Path, Learner], tmp_path: Path) -> None:
-    spread = merge_checkpoints(list(replicas), tmp_path / "merged")
+    layout = next(iter(replicas.values())).layout
+    spread = merge_checkpoints(list(replicas), layout, RUN_ID, tmp_path / "merged")
     weights = torch.stack([each.slow_weights() for each in replicas.values()])
     merged = build_learner(*training_configs(MANIFEST), seed=0, run_id=RUN_ID, author=bytes(32), device="cpu")
     merged.load(tmp_path / "merged")
@@ -51,8 +54,8 @@ def test_the_merged_weights_are_the_very_mean(replicas: dict[Path, Learner], tmp
 
 
 def test_equal_replicas_have_no_spread(replicas: dict[Path, Learner], tmp_path: Path) -> None:
-    path = next(iter(replicas))
-    assert merge_checkpoints([path, path], tmp_path / "merged") == 0.0
+    path, each = next(iter(replicas.items()))
+    assert merge_checkpoints([path, path], each.layout, RUN_ID, tmp_path / "merged") == 0.0
     with safe_open(path, framework="pt") as before, safe_open(tmp_path / "merged", framework="pt") as after:
         assert before.metadata() == after.metadata()
 
@@ -61,3 +64,22 @@ def test_the_mean_is_better_than_the_start(replicas: dict[Path, Learner], tmp_pa
     merged = measure_merged(MANIFEST, RUN_ID, list(replicas), tmp_path / "merged")
     assert 5.0 < merged.loss_start < 6.5
     assert merged.loss < merged.loss_start - 0.3
+
+
+def test_a_model_in_stages_is_put_together_again(replicas: dict[Path, Learner], tmp_path: Path) -> None:
+    """Each replica's checkpoint in two parts, as if two nodes held them."""
+    parts = []
+    for path in replicas:
+        tensors = load_file(path)
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+        for stage in range(2):
+            part = {name: tensor for name, tensor in tensors.items() if ("layers.1." in name) is (stage == 1)}
+            parts.append(tmp_path / f"{path.name}-{stage}")
+            save_file(part, parts[-1], metadata)
+    each = next(iter(replicas.values()))
+    spread = merge_checkpoints(parts, each.layout, RUN_ID, tmp_path / "together")
+    assert spread == merge_checkpoints(list(replicas), each.layout, RUN_ID, tmp_path / "merged")
+    assert (tmp_path / "together").read_bytes() == (tmp_path / "merged").read_bytes()
+    with pytest.raises(CheckpointError, match="nobody held its stage"):
+        merge_checkpoints(parts[1::2], each.layout, RUN_ID, tmp_path / "half")
