@@ -39,6 +39,11 @@ MAX_CONTROL_BYTES = 640
 DATA_BYTES = CHUNK_FRAME_BYTES - LENGTH_BYTES - 1
 # A link's credits are a share of its downstream node's slots, of which a run has 256 at most.
 MAX_CREDITS = 256
+# Who forwards has a slot for each microbatch until it has ended it, and may yet have to say so: twice the slots. Who
+# never says so may not forward for ever.
+MAX_OPEN = 512
+# A run gives a microbatch an hour at most; nodes after its origin add seconds of grace.
+MAX_SECONDS_LEFT = 3_660
 
 Ticket = Annotated[bytes, msgspec.Meta(min_length=TICKET_BYTES, max_length=TICKET_BYTES)]
 """Names a microbatch, drawn at random by its origin: only nodes on its route can know it."""
@@ -82,7 +87,7 @@ class Forward(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     """Who drew it."""
     round: _Round
     """Of the sender."""
-    seconds_left: Annotated[float, msgspec.Meta(ge=0, le=3_600)]
+    seconds_left: Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS_LEFT)]
     """Until its origin gives it up."""
 
 
@@ -196,12 +201,11 @@ class Link:
         self.credits = 0
         """Microbatches that may be forwarded in all."""
         self.open: dict[int, Step] = {}
-        """Microbatches that are under way; at most as many as there are credits."""
+        """Microbatches that are under way; at most `MAX_OPEN`, and no more than there were credits."""
         self._hello = hello
         self._size = size
-        self._has_greeted = False
-        self._was_greeted = False
-        self._parser = FrameParser(CHUNK_FRAME_BYTES)
+        self._has_hello = False
+        self._parser = FrameParser(1 + DATA_BYTES)
         self._incoming = _Moving()
         self._outgoing = _Moving()
 
@@ -221,23 +225,27 @@ class Link:
         return _frame(_CONTROL, _encoder.encode(message))
 
     def send_data(self, data: memoryview) -> bytes:
-        """The next `DATA_BYTES` at most of what was announced."""
+        """The next `DATA_BYTES` at most of what was announced; ``data`` are contiguous, of any format."""
         moving = self._outgoing
         if not 0 < data.nbytes <= min(DATA_BYTES, moving.left):
             raise LocalProtocolError(f"{data.nbytes} bytes of data, {moving.left} are left to be sent")
         moving.left -= data.nbytes
         if not moving.left:
             self._end_data(moving)
-        return _frame(_DATA, data)
+        return _frame(_DATA, data.cast("B"))
 
     def place(self, memory: memoryview | None) -> None:
-        """Where the data of the last `Forward` or `Gradient` received go; None: nowhere."""
+        """Where the data of the last `Forward` or `Gradient` received go; None: nowhere.
+
+        ``memory``: writable, contiguous, at least ``size`` bytes; kept until the data are there or the microbatch ends.
+        """
         moving = self._incoming
         if not self.awaits_place:
             raise LocalProtocolError("no data are awaited")
-        if memory is not None and memory.nbytes < self._size:
-            raise LocalProtocolError(f"{self._size} bytes of data need that much memory")
-        moving.memory, moving.is_placed = memory, True
+        if memory is not None and (memory.readonly or memory.nbytes < self._size):
+            raise LocalProtocolError(f"{self._size} bytes of data need that much writable memory")
+        moving.memory = None if memory is None else memory.cast("B")[: self._size]
+        moving.is_placed = True
 
     def receive_data(self, data: bytes | bytearray) -> None:
         """Add bytes from the stream, and take all events that they complete before adding more."""
@@ -265,9 +273,9 @@ class Link:
         moving.left -= size
         if moving.left:
             return None
-        index, is_wanted = moving.index, moving.memory is not None
-        self._end_data(moving)
-        return DataReceived(index) if is_wanted and index in self.open else None
+        is_wanted = moving.memory is not None
+        index = self._end_data(moving)
+        return DataReceived(index) if is_wanted else None
 
     def _take_control(self, frame: bytes) -> Control | None:
         if frame[:1] != bytes((_CONTROL,)) or not 1 < len(frame) <= MAX_CONTROL_BYTES:
@@ -284,9 +292,7 @@ class Link:
             case Hello() | Welcome():
                 self._greet(message, by_us)
             case Credits(total) if not from_upstream:
-                if total < self.credits or total > self.num_forwarded + MAX_CREDITS:
-                    raise _error(by_us)(f"credits for {total} microbatches after {self.credits}")
-                self.credits = total
+                self._give_credits(total, by_us)
             case Forward() if from_upstream:
                 self._forward(by_us)
             case Gradient(index) | Dropped(index) | Settled(index):
@@ -296,24 +302,30 @@ class Link:
         return True
 
     def _greet(self, message: Hello | Welcome, by_us: bool) -> None:
-        from_upstream = self.is_upstream is by_us
-        if isinstance(message, Hello) is not from_upstream or (self._has_greeted if by_us else self._was_greeted):
-            raise _error(by_us)(f"{type(message).__name__} twice, or from the wrong side")
+        is_hello = isinstance(message, Hello)
+        if is_hello is not (self.is_upstream is by_us):
+            raise _error(by_us)(f"{type(message).__name__} from the wrong side")
+        if self.is_open or is_hello is self._has_hello:
+            raise _error(by_us)(f"{type(message).__name__} twice, or before its turn")
         if isinstance(message, Hello):
             for field in ("version", "run_id", "stage", "shape"):
                 if getattr(message, field) != getattr(self._hello, field):
                     raise _error(by_us)(f"the link is of another {field.replace('_', ' ')}")
+            self._has_hello = True
         else:
-            self.credits = message.credits
-        if by_us:
-            self._has_greeted = True
-        else:
-            self._was_greeted = True
-        self.is_open = self._has_greeted and self._was_greeted
+            self._give_credits(message.credits, by_us)
+            self.is_open = True
+
+    def _give_credits(self, total: int, by_us: bool) -> None:
+        if not self.credits <= total <= self.num_forwarded + MAX_CREDITS:
+            raise _error(by_us)(f"credits for {total} microbatches after {self.credits}")
+        self.credits = total
 
     def _forward(self, by_us: bool) -> None:
         if self.num_forwarded >= self.credits:
             raise _error(by_us)(f"microbatch {self.num_forwarded}, there are credits for {self.credits}")
+        if len(self.open) >= MAX_OPEN:
+            raise _error(by_us)(f"microbatch {self.num_forwarded}, {MAX_OPEN} have not ended")
         self._begin_data(self.num_forwarded, by_us)
         self.open[self.num_forwarded] = Step.FORWARD
         self.num_forwarded += 1
@@ -357,12 +369,14 @@ class Link:
             raise _error(by_us)("data of two microbatches at a time")
         moving.index, moving.left, moving.memory, moving.is_placed = index, self._size, None, False
 
-    def _end_data(self, moving: _Moving) -> None:
+    def _end_data(self, moving: _Moving) -> int:
+        """The microbatch whose data they were goes on."""
         index, moving.memory = moving.index, None
         assert index is not None, "data move of one microbatch"
         following = {Step.FORWARD: Step.THERE, Step.BACK: Step.RETURNED}
         if index in self.open:
             self.open[index] = following[self.open[index]]
+        return index
 
 
 def encode_question(message: Question | Answer) -> bytes:
