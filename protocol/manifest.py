@@ -92,8 +92,9 @@ class OuterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     momentum: Momentum = "heavy_ball"
     codec: Codec = "fp32"
     """How a contribution travels. With ``topk`` the means of two partners differ where only one has sent."""
-    topk: Annotated[int, msgspec.Meta(ge=1, le=128)] = 32
-    """Of each 256 elements, how many the codec ``topk`` sends, as int8: 4 + 2 topk bytes for these 256."""
+    topk: Annotated[int, msgspec.Meta(ge=1, le=128)] = 64
+    """Of each 256 elements, how many the codec ``topk`` sends, in 4 + 2 topk bytes. 70 take what int4 takes and learn
+    more; 32 take half of that and learn clearly less (BENCHMARKS.md)."""
     error_feedback: bool | None = None
     """Whether what the codec rounds away is added to the next contribution; null: where it helps, with int4."""
     fragments: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1

@@ -23,10 +23,10 @@ weights (2.283) or a quarter (2.248), since replicas drift apart; the largest si
 same way (2.487), or of all weights those that moved most since they were last sent (2.429). Every second time half of
 the weights, without rounding, is better than any of these: 2.212.
 
-topk, measured in the same way with 20 steps of warm-up (fp32 2.221, int8 2.228, int8 of half of the weights 2.247):
-with k = 70, in int4's bytes, 2.233, where int4 has 2.271, though the replicas lie further apart (spread 3.4 % of the
-weights, fp32 0.6 %); with k = 32, a fifteenth of fp32's bytes, 2.367. So it is for the slowest links: where int8, or
-half of it (`fragments`), fits the line, these are better.
+topk, measured in the same way with 20 steps of warm-up, two seeds (fp32 2.221 and 2.172, nobody averages 2.501): with
+k = 70, in int4's bytes, 2.233 and 2.210, where int4 has 2.271 and 2.237, though the replicas lie further apart (spread
+3.4 % of the weights, fp32 0.6 %); with k = 32, a fifteenth of fp32's bytes, 2.367 and 2.331, which is bad. So it is for
+the slowest links: where int8 (2.228), or half of it twice as often (2.202), fits the line, these are better.
 
 Rejected as well: int4 modulo the partner's own weights (Moniqua, arXiv 2002.11787) came to 2.207 with a range of four
 times the movement of a round, and to 2.302 with two: what once differs by more than the range is not pulled together
@@ -178,7 +178,7 @@ _FORMS: dict[str, Form] = {
     "int4": _Blocks(64, 7, 4),
 }
 CODECS = tuple(_FORMS)  # those that send every element; and there is topk
-DEFAULT_TOPK = 32
+DEFAULT_TOPK = 64
 
 
 def form_of(codec: str, topk: int = DEFAULT_TOPK) -> Form:

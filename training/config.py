@@ -75,7 +75,7 @@ class OuterConfig:
     """``heavy_ball`` or ``nesterov``."""
     codec: str = "fp32"
     """How a contribution travels: one of `codec.CODECS`, or ``topk``."""
-    topk: int = 32
+    topk: int = 64
     """Of each 256 elements, how many the codec ``topk`` sends."""
     error_feedback: bool | None = None
     """Whether what the codec rounds away is added to the next contribution; None: where it helps, with int4."""

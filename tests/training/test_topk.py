@@ -84,7 +84,7 @@ def test_slices_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert parts == whole
     decoded = codec.decode("topk", whole, len(values))
-    assert int((decoded != 0).sum()) == pytest.approx(5 * 32 + 7, abs=2)
+    assert int((decoded != 0).sum()) == pytest.approx(5 * codec.DEFAULT_TOPK + 7, abs=2)
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 3e38])
