@@ -1,4 +1,4 @@
-"""The mean of all replicas: how good it is, and how far apart the replicas are. Of a model in stages, stage by stage."""
+"""The mean of all replicas: how good it is, and how far apart they are. Of a model in stages, stage by stage."""
 
 from __future__ import annotations
 
