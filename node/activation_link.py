@@ -125,19 +125,22 @@ class ActivationLink:
             assert data is not None, "it has a length"
             chunk = data[offset : offset + DATA_BYTES]
             await self._shaping.up.wait(len(chunk))
+            while self._controls:  # who has dropped it may use its memory again: the peer hears that first
+                await self._write_controls()
             await self._send(self.link.send_data(chunk))
-            await self._write_controls()
 
     async def _write_controls(self) -> None:
         waiting, self._controls = self._controls, deque()
-        frames = b"".join(
-            self.link.send(message)
-            for message in waiting
-            if not isinstance(message, Dropped | Settled) or message.index in self.link.open
-        )
+        frames = b"".join(self.link.send(message) for message in waiting if self._is_due(message))
         if frames:
             self._shaping.up.charge(len(frames))
             await self._send(frames)
+
+    def _is_due(self, message: Control) -> bool:
+        """Whether it still says something: its microbatch may have ended meanwhile."""
+        if isinstance(message, Dropped):
+            return self.link.may_drop(message.index)
+        return not isinstance(message, Settled) or message.index in self.link.open
 
     async def _send(self, data: bytes) -> None:
         with trio.fail_after(WRITE_TIMEOUT):

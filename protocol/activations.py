@@ -98,7 +98,7 @@ class Gradient(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class Dropped(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=6):
-    """There will be no gradient of this microbatch, and the sender counts it no more."""
+    """There will be no gradient of this microbatch, or no more of it, and the sender counts it no more."""
 
     index: _Index
     reason: _Reason
@@ -164,7 +164,7 @@ class Step(enum.Enum):
 UPSTREAM, DOWNSTREAM = True, False
 TRANSITIONS: dict[tuple[bool, type[Control]], Mapping[Step, Step | None]] = {
     (DOWNSTREAM, Gradient): {Step.THERE: Step.BACK},
-    (DOWNSTREAM, Dropped): {Step.FORWARD: None, Step.THERE: None},
+    (DOWNSTREAM, Dropped): {Step.FORWARD: None, Step.THERE: None, Step.BACK: None},
     (UPSTREAM, Settled): dict.fromkeys(Step),
 }
 
@@ -218,6 +218,10 @@ class Link:
     def awaits_place(self) -> bool:
         """Whether `place` is due."""
         return self._incoming.left > 0 and not self._incoming.is_placed
+
+    def may_drop(self, index: int) -> bool:
+        """Whether the downstream node may send `Dropped`: it has not ended, and its gradient is not all sent."""
+        return self.open.get(index) in TRANSITIONS[DOWNSTREAM, Dropped]
 
     def send(self, message: Control) -> bytes:
         """The bytes to write to the stream, in the order of the calls."""

@@ -292,7 +292,7 @@ class SendGradient:
 
 @dataclass(frozen=True, slots=True)
 class SendDropped:
-    """To the upstream node."""
+    """To the upstream node, unless its gradient has been sent to the last byte."""
 
     link: int
     index: int
@@ -933,9 +933,9 @@ class Pipeline:
         self.counts.note(reason)
         self.counts.taken_out += microbatch.step in _SUMMED
         is_untouched = microbatch.step in _UNTOUCHED
-        if microbatch.inward is not None and microbatch.step is not Step.DONE:
+        if microbatch.inward is not None:
             self._outputs.append(SendDropped(*microbatch.inward, reason, is_untouched))
-        if microbatch.homeward is not None and microbatch.step in (Step.HOME_COMING, Step.HOME):
+        if microbatch.homeward is not None:
             self._outputs.append(SendDropped(*microbatch.homeward, reason, is_untouched=False))
         self._end(microbatch, is_kept=False)
 

@@ -83,7 +83,7 @@ class Node:
                 if index in world.wires[link].ends[self.author].open:
                     world.send(self, link, wire.Gradient(index), self.out[slot])
             case machine.SendDropped(link, index, reason, is_untouched):
-                if index in world.wires[link].ends[self.author].open:
+                if world.wires[link].ends[self.author].may_drop(index):
                     world.send(self, link, wire.Dropped(index, reason, is_untouched))
             case machine.SendSettled(link, index, is_kept):
                 if index in world.wires[link].ends[self.author].open:

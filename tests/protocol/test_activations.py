@@ -316,6 +316,23 @@ def test_settled_on_its_way_back_ends_it_at_both() -> None:
     assert alice.link.open == bob.link.open == {}
 
 
+def test_a_gradient_that_is_dropped_on_its_way_is_none() -> None:
+    """Bob's round is over before his line has taken the gradient: its memory is another's from then on."""
+    alice, bob = pair()
+    bring_to(alice, bob, Step.BACK)
+    dropped = Dropped(0, "the round is over", is_untouched=False)
+    assert bob.link.may_drop(0)
+    assert alice.hear(bob.say(dropped)) == [dropped]
+    before = bytes(alice.memory)
+    assert alice.hear(bob.rest()) == []
+    assert alice.memory == before
+    assert alice.link.open == bob.link.open == {}
+    assert not bob.link.may_drop(0)
+    forward(alice, bob)
+    give_back(alice, bob, 1)
+    assert not bob.link.may_drop(1)
+
+
 def test_the_memory_of_data_that_never_come_is_given_up() -> None:
     """Mallory announces data and sends them no more: the rest of the link goes on, and no memory waits for her."""
     mallory, bob = pair()
@@ -394,7 +411,6 @@ def test_no_gradient_before_the_activations_nor_twice_and_no_drop_after_it() -> 
         (Step.FORWARD, Gradient(0)),
         (Step.BACK, Gradient(0)),
         (Step.RETURNED, Gradient(0)),
-        (Step.BACK, dropped),
         (Step.RETURNED, dropped),
     ):
         alice, bob = pair()
@@ -932,6 +948,7 @@ class End:
 _PIECES = st.one_of(st.none(), st.none(), st.integers(1, 120))
 _DATA_SIZES = st.one_of(st.just(LINK_SIZE), st.integers(1, LINK_SIZE))
 _CHOICES = st.sampled_from(["take"] * 8 + ["leave", "drop"])
+_DROPPABLE = (Step.FORWARD, Step.THERE, Step.BACK)
 _PATIENCE = st.integers(0, 5)
 
 
@@ -1022,11 +1039,11 @@ class TwoNodes(RuleBasedStateMachine):
         index = data.draw(st.sampled_from(sorted(set(self.bob.in_step(Step.THERE)) & self.bob.received)))
         self.bob.say(Gradient(index), gradient(index))
 
-    @precondition(lambda self: self.bob.in_step(Step.FORWARD, Step.THERE))
+    @precondition(lambda self: self.bob.in_step(*_DROPPABLE))
     @rule(data=st.data(), patience=_PATIENCE)
     def bob_drops(self, data: st.DataObject, patience: int) -> None:
         if not patience:
-            self.give_up(self.bob, data.draw(st.sampled_from(self.bob.in_step(Step.FORWARD, Step.THERE))))
+            self.give_up(self.bob, data.draw(st.sampled_from(self.bob.in_step(*_DROPPABLE))))
 
     @precondition(lambda self: self.alice.link.open)
     @rule(data=st.data(), patience=_PATIENCE)
