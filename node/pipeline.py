@@ -30,6 +30,7 @@ from farandole.protocol.activations import (
     Link,
     Question,
     Settled,
+    Way,
     Welcome,
     decode_question,
     encode_question,
@@ -41,11 +42,13 @@ from farandole.protocol.pipeline import Pipeline, PipelineSettings
 
 from . import trainer_messages as messages
 from .activation_link import ActivationLink
+from .bulk_channel import BulkChannel
 from .errors import PeerUnreachableError
 from .messenger import Messenger
 from .shaping import Shaping
 from .status import PipelineStatus
 from .streams import Stream, StreamHost, close_stream
+from .way import Channels
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -86,6 +89,8 @@ class PipelineService:
         *,
         is_neighbour: Callable[[bytes, int], bool],
     ) -> None:
+        self.channels: Channels[BulkChannel] | None = None
+        """Ways beside the streams; without them everything goes over the streams."""
         self.counts = machine.Counts()
         """Since the node began."""
         self._bytes_sent = 0
@@ -312,7 +317,7 @@ class PipelineService:
 
     def _link(self, stream: Stream, *, is_upstream: bool, stage: int) -> ActivationLink:
         link = Link(is_upstream, self._hello(stage), self._size)
-        return ActivationLink(next(self._numbers), link, stream, self._shaping)
+        return ActivationLink(next(self._numbers), link, stream, self._shaping, self.channels)
 
     def _hello(self, stage: int) -> Hello:
         return Hello(self._run_id, stage, self._shape)
@@ -350,7 +355,7 @@ class PipelineService:
                 self.handle(machine.HopSettled(number, index, is_kept))
             case Credits(total):
                 self.handle(machine.CreditsGiven(number, total))
-            case Hello() | Welcome():
+            case Hello() | Welcome() | Way():
                 raise RemoteProtocolError("greeted twice")
 
     def _place(self, link: ActivationLink, index: int) -> None:

@@ -8,6 +8,10 @@ credits, which are slots of memory: so nothing queues that has no place. The n-t
 and its data follow it in `Data` frames, with room for other frames between them; so do a gradient's. All data have one
 size, which both know from the run's settings: what a peer says is never allocated.
 
+Large data go beside the stream, over a bulk channel (`farandole.protocol.bulk`) that the two have opened and named to
+each other by `Way`: a `Forward` or `Gradient` that says `is_bulk` announces them there, where they follow each other in
+the order of their announcements.
+
 A microbatch ends by the downstream node's `Dropped`, or by the upstream node's `Settled`, which says whether its
 gradient counts at all stages or at none. The two may cross, and so may `Settled` and a gradient: who has ended a
 microbatch ignores what else comes of it.
@@ -31,6 +35,7 @@ from .errors import LocalProtocolError, RemoteProtocolError
 from .exchange import CHUNK_FRAME_BYTES
 from .framing import LENGTH_BYTES, FrameParser
 from .manifest import Manifest
+from .pairing_messages import Session
 
 ACTIVATIONS_VERSION = 1
 TICKET_BYTES = 16
@@ -89,12 +94,14 @@ class Forward(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     """Of the sender."""
     seconds_left: Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS_LEFT)]
     """Until its origin gives it up."""
+    is_bulk: bool = False
 
 
 class Gradient(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=5):
     """Of the activations of this microbatch; it follows."""
 
     index: _Index
+    is_bulk: bool = False
 
 
 class Dropped(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=6):
@@ -114,7 +121,13 @@ class Settled(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     """Whether its gradient counts: it has arrived at all stages."""
 
 
-Control = Hello | Welcome | Credits | Forward | Gradient | Dropped | Settled
+class Way(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=8):
+    """There is a bulk channel of this name. The upstream node opens it, the downstream one says that it has it too."""
+
+    channel: Session
+
+
+Control = Hello | Welcome | Credits | Forward | Gradient | Dropped | Settled | Way
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=1):
@@ -183,6 +196,7 @@ class _Moving:
         self.memory: memoryview | None = None
         """Where they go; None: nowhere, or not known yet."""
         self.is_placed = False
+        self.is_bulk = False
 
 
 class Link:
@@ -203,8 +217,11 @@ class Link:
         self.open: dict[int, Step] = {}
         """Microbatches that are under way; at most `MAX_OPEN`, and no more than there were credits."""
         self._hello = hello
-        self._size = size
+        self.size = size
         self._has_hello = False
+        self._named: bytes | None = None
+        self.channel: bytes | None = None
+        """The bulk channel that both have named."""
         self._parser = FrameParser(1 + DATA_BYTES)
         self._incoming = _Moving()
         self._outgoing = _Moving()
@@ -219,9 +236,37 @@ class Link:
         """Whether `place` is due."""
         return self._incoming.left > 0 and not self._incoming.is_placed
 
+    @property
+    def awaits_bulk(self) -> bool:
+        """Whether the last data announced are to be received over the channel, and have their place."""
+        moving = self._incoming
+        return moving.left > 0 and moving.is_placed and moving.is_bulk
+
+    @property
+    def bulk_memory(self) -> memoryview | None:
+        """Where those go; None: nowhere."""
+        return self._incoming.memory
+
+    def bulk_sent(self) -> None:
+        """The data that were announced have gone into the channel."""
+        self._end_bulk(self._outgoing)
+
+    def bulk_received(self) -> DataReceived | None:
+        """The data that were announced have come out of the channel; None if they went nowhere."""
+        is_wanted = self._incoming.memory is not None
+        index = self._end_bulk(self._incoming)
+        return DataReceived(index) if is_wanted else None
+
+    def _end_bulk(self, moving: _Moving) -> int:
+        if not (moving.is_bulk and moving.left):
+            raise LocalProtocolError("no data move over the channel")
+        moving.left = 0
+        return self._end_data(moving)
+
     def may_drop(self, index: int) -> bool:
         """Whether the downstream node may send `Dropped`: it has not ended, and its gradient is not all sent."""
-        return self.open.get(index) in TRANSITIONS[DOWNSTREAM, Dropped]
+        is_leaving = self._outgoing.is_bulk and self._outgoing.left > 0 and self._outgoing.index == index
+        return self.open.get(index) in TRANSITIONS[DOWNSTREAM, Dropped] and not is_leaving
 
     def send(self, message: Control) -> bytes:
         """The bytes to write to the stream, in the order of the calls."""
@@ -231,6 +276,8 @@ class Link:
     def send_data(self, data: memoryview) -> bytes:
         """The next `DATA_BYTES` at most of what was announced; ``data`` are contiguous, of any format."""
         moving = self._outgoing
+        if moving.is_bulk:
+            raise LocalProtocolError("these data go over the channel")
         if not 0 < data.nbytes <= min(DATA_BYTES, moving.left):
             raise LocalProtocolError(f"{data.nbytes} bytes of data, {moving.left} are left to be sent")
         moving.left -= data.nbytes
@@ -246,9 +293,9 @@ class Link:
         moving = self._incoming
         if not self.awaits_place:
             raise LocalProtocolError("no data are awaited")
-        if memory is not None and (memory.readonly or memory.nbytes < self._size):
-            raise LocalProtocolError(f"{self._size} bytes of data need that much writable memory")
-        moving.memory = None if memory is None else memory.cast("B")[: self._size]
+        if memory is not None and (memory.readonly or memory.nbytes < self.size):
+            raise LocalProtocolError(f"{self.size} bytes of data need that much writable memory")
+        moving.memory = None if memory is None else memory.cast("B")[: self.size]
         moving.is_placed = True
 
     def receive_data(self, data: bytes | bytearray) -> None:
@@ -269,10 +316,10 @@ class Link:
 
     def _take_data(self, frame: bytes) -> DataReceived | None:
         moving, size = self._incoming, len(frame) - 1
-        if not 0 < size <= moving.left:
+        if moving.is_bulk or not 0 < size <= moving.left:
             raise RemoteProtocolError(f"{size} bytes of data, {moving.left} are awaited")
         if moving.memory is not None:
-            done = self._size - moving.left
+            done = self.size - moving.left
             moving.memory[done : done + size] = memoryview(frame)[1:]
         moving.left -= size
         if moving.left:
@@ -297,8 +344,10 @@ class Link:
                 self._greet(message, by_us)
             case Credits(total) if not from_upstream:
                 self._give_credits(total, by_us)
-            case Forward() if from_upstream:
-                self._forward(by_us)
+            case Forward(is_bulk=is_bulk) if from_upstream:
+                self._forward(is_bulk, by_us)
+            case Way(channel):
+                self._name(channel, by_us)
             case Gradient(index) | Dropped(index) | Settled(index):
                 return self._move(index, message, by_us)
             case _:
@@ -325,12 +374,23 @@ class Link:
             raise _error(by_us)(f"credits for {total} microbatches after {self.credits}")
         self.credits = total
 
-    def _forward(self, by_us: bool) -> None:
+    def _name(self, channel: bytes, by_us: bool) -> None:
+        """The upstream node names a channel once, and the downstream one the same or none."""
+        if self.is_upstream is by_us:
+            if self._named is not None:
+                raise _error(by_us)("another channel than the one named before")
+            self._named = channel
+        elif channel != self._named or self.channel is not None:
+            raise _error(by_us)("a channel that was not named, or twice")
+        else:
+            self.channel = channel
+
+    def _forward(self, is_bulk: bool, by_us: bool) -> None:
         if self.num_forwarded >= self.credits:
             raise _error(by_us)(f"microbatch {self.num_forwarded}, there are credits for {self.credits}")
         if len(self.open) >= MAX_OPEN:
             raise _error(by_us)(f"microbatch {self.num_forwarded}, {MAX_OPEN} have not ended")
-        self._begin_data(self.num_forwarded, by_us)
+        self._begin_data(self.num_forwarded, is_bulk, by_us)
         self.open[self.num_forwarded] = Step.FORWARD
         self.num_forwarded += 1
 
@@ -349,7 +409,7 @@ class Link:
         if isinstance(message, Settled) and message.is_kept and step not in (None, Step.RETURNED):
             raise _error(by_us)(f"microbatch {index} is kept, but its gradient has not returned")
         if isinstance(message, Gradient):
-            self._begin_data(index, by_us)
+            self._begin_data(index, message.is_bulk, by_us)
             if step is None:
                 self.place(None)
         if step is None:
@@ -367,11 +427,14 @@ class Link:
         if self._incoming.index == index and self._incoming.left:
             self._incoming.memory, self._incoming.is_placed = None, True
 
-    def _begin_data(self, index: int, by_us: bool) -> None:
+    def _begin_data(self, index: int, is_bulk: bool, by_us: bool) -> None:
         moving = self._outgoing if by_us else self._incoming
         if moving.left:
             raise _error(by_us)("data of two microbatches at a time")
-        moving.index, moving.left, moving.memory, moving.is_placed = index, self._size, None, False
+        if is_bulk and self.channel is None:
+            raise _error(by_us)("data over a channel that is not there")
+        moving.is_bulk = is_bulk
+        moving.index, moving.left, moving.memory, moving.is_placed = index, self.size, None, False
 
     def _end_data(self, moving: _Moving) -> int:
         """The microbatch whose data they were goes on."""

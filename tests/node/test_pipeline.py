@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.torch import load_file
 
 from farandole.node import trainer_messages as messages
+from farandole.node.bulk import open_bulk
 from farandole.node.conversion import training_configs
 from farandole.node.host import Host, open_host
 from farandole.node.messenger import open_messenger
@@ -33,21 +34,21 @@ STEPS = 20
 RUN_ID = b"r" * 32
 
 
-def manifest_of(num_stages: int, microbatch_size: int = 4) -> Manifest:
+def manifest_of(num_stages: int, context: int = 16, width: int = 16) -> Manifest:
     return manifest_from_dict(
         {
             "name": "staged",
             "model": {
                 "num_layers": 4,
-                "width": 16,
+                "width": width,
                 "num_heads": 2,
                 "hidden": 32,
-                "context": 16,
+                "context": context,
                 "vocabulary": 256,
                 "num_stages": num_stages,
             },
             "inner": {"learning_rate": 3e-3, "warmup_steps": 2, "batch_size": 4, "clip": 0.0},
-            "pipeline": {"codec": "fp32", "microbatch_size": microbatch_size, "in_flight": 4},
+            "pipeline": {"codec": "fp32", "microbatch_size": 4, "in_flight": 4},
             "data": {"source": "text"},
         }
     )
@@ -61,8 +62,9 @@ class Node:
     reports: list[messages.Report] = field(default_factory=list)
     contributed: trio.Event = field(default_factory=trio.Event)
     saved: trio.Event = field(default_factory=trio.Event)
+    has_used_channels: bool = False
 
-    async def run(self, manifest: Manifest, stage: int) -> None:
+    async def run(self, manifest: Manifest, stage: int, steps: int = STEPS) -> None:
         sender, receiver = trio.open_memory_channel[messages.Command](100)
 
         async def obey() -> None:
@@ -76,7 +78,7 @@ class Node:
             finish = messages.FinishRound(0)
             self.service.begin(Worker(stage, memory, sender.send_nowait, lambda _: sender.send_nowait(finish)))
             sender.send_nowait(messages.Train(0, 0))
-            self.service.handle(machine.RoundBegan(0, STEPS))
+            self.service.handle(machine.RoundBegan(0, steps))
             while not self.saved.is_set():
                 report = await self.trainer.receive()
                 self.reports.append(report)
@@ -86,6 +88,8 @@ class Node:
                         self.service.handle(machine.Worked())
                     case messages.InnerStepTaken(is_taken):
                         assert is_taken
+                        links = self.service._links.values()
+                        self.has_used_channels |= any(link.link.channel is not None for link in links)
                         self.service.handle(machine.Stepped())
                     case messages.Encoded() if report.digest:
                         sender.send_nowait(messages.TakeOuterStep(0))
@@ -119,7 +123,7 @@ def prepare(manifest: Manifest, author: bytes, stage: int, folder: Path) -> mess
 
 
 @contextlib.asynccontextmanager
-async def open_nodes(manifest: Manifest, folder: Path) -> AsyncIterator[list[Node]]:
+async def open_nodes(manifest: Manifest, folder: Path, *, with_channels: bool = False) -> AsyncIterator[list[Node]]:
     """One node a stage, connected with each other; the trainers are ready."""
     folder.joinpath("text.txt").write_text("one text, which goes on and on; " * 2_000)
     async with contextlib.AsyncExitStack() as stack:
@@ -142,6 +146,8 @@ async def open_nodes(manifest: Manifest, folder: Path) -> AsyncIterator[list[Nod
                 random.Random(stage),
                 is_neighbour=lambda peer, stage: peer in authors and authors.index(peer) == stage,
             )
+            if with_channels:
+                service.channels = await stack.enter_async_context(open_bulk(host))
             trainer = await stack.enter_async_context(
                 open_trainer(prepare(manifest, authors[stage], stage, folder), None)
             )
@@ -151,18 +157,23 @@ async def open_nodes(manifest: Manifest, folder: Path) -> AsyncIterator[list[Nod
         yield nodes
 
 
-async def run_all(nodes: Sequence[Node], manifest: Manifest) -> None:
+async def run_all(nodes: Sequence[Node], manifest: Manifest, steps: int) -> None:
     async with trio.open_nursery() as nursery:
         for stage, node in enumerate(nodes):
-            nursery.start_soon(node.run, manifest, stage)
+            nursery.start_soon(node.run, manifest, stage, steps)
 
 
-@pytest.mark.parametrize("num_stages", [2, 4])
-async def test_nodes_of_one_stage_each_learn_what_one_node_learns_alone(tmp_path: Path, num_stages: int) -> None:
-    manifest = manifest_of(num_stages)
+@pytest.mark.parametrize(("num_stages", "path"), [(2, "stream"), (4, "stream"), (2, "bulk")])
+async def test_nodes_of_one_stage_each_learn_what_one_node_learns_alone(
+    tmp_path: Path, num_stages: int, path: str
+) -> None:
+    is_bulk = path == "bulk"
+    manifest = manifest_of(num_stages, 1_024, 64) if is_bulk else manifest_of(num_stages)
+    steps = 4 if is_bulk else STEPS
     with trio.fail_after(PATIENCE):
-        async with open_nodes(manifest, tmp_path) as nodes:
-            await run_all(nodes, manifest)
+        async with open_nodes(manifest, tmp_path, with_channels=is_bulk) as nodes:
+            await run_all(nodes, manifest, steps)
+            assert [node.has_used_channels for node in nodes] == [is_bulk] * num_stages
             author = nodes[0].host.author
             loss = nodes[0].loss
             parameters = [node.trainer.prepared.num_parameters for node in nodes]
@@ -175,8 +186,8 @@ async def test_nodes_of_one_stage_each_learn_what_one_node_learns_alone(tmp_path
         device="cpu",
         text_paths=[tmp_path / "text.txt"],
     )
-    losses = [float(alone.learn()) for _ in range(STEPS)]
-    assert loss == pytest.approx(sum(losses) / STEPS, rel=1e-6)
+    losses = [float(alone.learn()) for _ in range(steps)]
+    assert loss == pytest.approx(sum(losses) / steps, rel=1e-6)
     assert sum(parameters) == alone.layout.num_elements
     assert max(parameters) < alone.layout.num_elements
     alone.outer_step(None)
