@@ -26,6 +26,11 @@ class Board:
     detail: str = ""
     waits_for: str = ""
     phase_since: float = 0.0
+    stage: int = 0
+    providers: list[int] = field(default_factory=list)
+    """Live members of each stage, this node included."""
+    speed: float = 0.0
+    """Tokens a second that this node could take through its stage if it never waited; 0: not measured yet."""
     round: int = 0
     inner_steps: int = 0
     inner_steps_this_round: int = 0

@@ -380,10 +380,30 @@ def join(
             metavar="MBIT",
         ),
     ] = 0.0,
+    stage: Annotated[
+        int | None,
+        typer.Option(
+            help="Hold this stage of a model that is cut into several, for good: --stage 0 draws the data.",
+            envvar="FARANDOLE_STAGE",
+            min=0,
+            metavar="N",
+            show_default="the one that the run needs most",
+        ),
+    ] = None,
     checkpoint_seconds: Annotated[
         float,
         typer.Option(help="Between checkpoints.", envvar="FARANDOLE_CHECKPOINT_SECONDS", min=0.1, metavar="SECS"),
     ] = 60.0,
+    backup_seconds: Annotated[
+        float | None,
+        typer.Option(
+            help="Between copies of the next stage's weights, kept for others; of cut models.",
+            envvar="FARANDOLE_BACKUP_SECONDS",
+            min=0.1,
+            metavar="SECS",
+            show_default="twice --checkpoint-seconds",
+        ),
+    ] = None,
     heartbeat_seconds: Annotated[
         float,
         typer.Option(help="Between heartbeats.", envvar="FARANDOLE_HEARTBEAT_SECONDS", min=0.1, metavar="SECS"),
@@ -417,7 +437,9 @@ def join(
         tokenizer=tokenizer,
         max_rounds=max_rounds,
         slow=slow,
+        stage=stage,
         checkpoint_seconds=checkpoint_seconds,
+        backup_seconds=backup_seconds,
         heartbeat_seconds=heartbeat_seconds,
         threads=threads,
         validate_every=validate_every,
@@ -486,7 +508,8 @@ def peers(home: Home, as_json: AsJson = False) -> None:
     if as_json:
         print_json(call(home, "peers"))
     else:
-        Console().print(members_table(_status(home).members))
+        status = _status(home)
+        Console().print(members_table(status.members, status.run.providers))
 
 
 @app.command()

@@ -136,13 +136,19 @@ class Dht:
         if self._announced_at[key] < 0:
             await self._announce(key)
 
+    def withdraw(self, key: bytes) -> None:
+        """Announce a key no more, and say so to those who ask this node; what others keep of it expires."""
+        self._announced_at.pop(key, None)
+        self._dht.provider_store.providing_keys.discard(multihash_of(key))
+        self._dht.provider_store.providers.get(multihash_of(key), {}).pop(str(self._host.get_id()), None)
+
     async def _announce(self, key: bytes) -> None:
         async with self._pace:
             await trio.sleep_until(self._announce_after)
             self._announce_after = trio.current_time() + ANNOUNCEMENT_INTERVAL
             try:
                 with trio.move_on_after(ANNOUNCEMENT_TIMEOUT):
-                    if await self._dht.provider_store.provide(multihash_of(key)):
+                    if await self._dht.provider_store.provide(multihash_of(key)) and key in self._announced_at:
                         self._announced_at[key] = trio.current_time()
             except Exception:
                 logger.warning("an announcement in the DHT failed", exc_info=True)

@@ -334,6 +334,10 @@ class Host:
         """
         await self._dht.provide(key)
 
+    def withdraw(self, key: bytes) -> None:
+        """Provide a key no more: it is not announced again."""
+        self._dht.withdraw(key)
+
     async def find_providers(self, key: bytes, timeout: float) -> list[tuple[bytes, list[str]]]:
         """Other peers that say they provide a key, with addresses, as found within `timeout` seconds.
 

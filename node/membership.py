@@ -15,12 +15,13 @@ from collections.abc import Callable
 
 import trio
 
-from farandole.protocol.entries import RULES, Beat, CheckpointNotice, Kind, Member, Progress, Report
+from farandole.protocol.entries import RULES, Beat, CheckpointNotice, Kind, Member, Progress, Report, StageLease
 from farandole.protocol.errors import FarandoleError
 from farandole.protocol.identity import short_name
+from farandole.protocol.stage_choice import Provider
 from farandole.protocol.state import RunState
+from farandole.protocol.transfers import CheckpointHeader
 
-from . import trainer_messages as messages
 from .board import Board
 from .errors import PeerUnreachableError
 from .gossip import GossipService
@@ -39,7 +40,11 @@ SUSPICION_DIAL_TIMEOUT = 3.0
 LOSS_SCALE = 1e6
 # What an entry can say of a round or of a loss (`farandole.protocol.entries.Small`); a peer's word may be beyond it.
 MAX_SMALL = 2**31 - 1
-STAGE = 0
+# Slots of a node's notices: its own stage's checkpoint, and the one that it keeps of another stage.
+OWN_SLOT = 0
+BACKUP_SLOT = 1
+# A speed that has changed by this share is told anew.
+SPEED_CHANGE = 0.25
 # Reports wait for the next minute; more refusals in one are the same story.
 MAX_ACCUSATIONS = 8
 MAX_REASON_CHARS = 64
@@ -51,10 +56,15 @@ class KeyMisusedError(FarandoleError):
     """This node's key has signed two stories; nobody listens to it any more."""
 
 
+Nodes = tuple[frozenset[bytes], ...]
+"""The live members of each stage."""
+
+
 class Membership:
     """Publishes this node's entries, keeps connections with members, and knows who is live.
 
-    ``on_peers`` is told of every change of the live set, ``on_lost`` of every peer that could not be reached again.
+    ``on_peers`` is told of every change among the live members of this node's stage, ``on_nodes`` of every change of
+    `nodes_of_stages`, ``on_lost`` of every peer that could not be reached again.
     """
 
     def __init__(
@@ -68,6 +78,8 @@ class Membership:
         incarnation: int,
         on_peers: Callable[[frozenset[bytes]], None],
         on_lost: Callable[[bytes], None],
+        num_stages: int = 1,
+        on_nodes: Callable[[Nodes], None] = lambda nodes: None,
     ) -> None:
         self._host = host
         self._state = state
@@ -78,37 +90,117 @@ class Membership:
         self._incarnation = incarnation
         self._on_peers = on_peers
         self._on_lost = on_lost
-        self._live: frozenset[bytes] = frozenset()
+        self._on_nodes = on_nodes
+        self._stage = 0
+        self._others: Nodes = (frozenset(),) * num_stages
+        self._told_live: frozenset[bytes] = frozenset()
+        self._told_nodes: Nodes | None = None
         self._announced: tuple[list[str], str] = ([], "")
-        self._unannounced: messages.Saved | None = None
+        self._announced_speed = 0.0
+        self._unannounced: dict[int, CheckpointNotice] = {}
         self._accusations: deque[Report] = deque(maxlen=MAX_ACCUSATIONS)
         self._next_report = 0
         self._has_warned_of_clock = False
 
     @property
+    def stage(self) -> int:
+        """The one that this node holds."""
+        return self._stage
+
+    @property
+    def num_stages(self) -> int:
+        """Of the run's model; 1: every node holds it whole."""
+        return len(self._others)
+
+    @property
     def live(self) -> frozenset[bytes]:
         """Live members of this node's stage, itself excluded."""
-        return self._live
+        return self._others[self._stage]
+
+    @property
+    def everyone(self) -> frozenset[bytes]:
+        """Live members of all stages, this node excluded."""
+        return frozenset().union(*self._others)
+
+    def nodes_of_stages(self) -> Nodes:
+        """Live members of each stage, this node among those of its own."""
+        own = frozenset((self._host.author,))
+        return tuple(peers | own if stage == self._stage else peers for stage, peers in enumerate(self._others))
+
+    def providers(self) -> dict[bytes, Provider]:
+        """Live members with their stages and speeds, as far as they are known; this node excluded."""
+        members = self._state.members()
+        return {
+            peer: Provider(stage, float(members[peer].speed))
+            for stage, peers in enumerate(self._others)
+            for peer in peers
+            if peer in members
+        }
+
+    def leases(self) -> dict[bytes, StageLease]:
+        """Of live members, and of this node, who are moving between stages or about to."""
+        found = ((peer, self._state.payload(peer, StageLease)) for peer in (*self.everyone, self._host.author))
+        return {peer: lease for peer, lease in found if lease is not None and lease.source != lease.target}
+
+    @property
+    def is_young(self) -> bool:
+        """Whether no live member has trained yet, as far as this node has heard; nor has it."""
+        beats = (self._state.payload(peer, Beat) for peer in self.everyone)
+        has_begun = any(beat is not None and (beat.round or beat.inner_steps) for beat in beats)
+        return not has_begun and not self._board.round and not self._board.inner_steps
 
     def current_round(self) -> int:
         """The round that the others are in: the median of the live members' heartbeats, 0 if there are none.
 
         Newcomers that are still preparing say nothing about it: a crowd of them must not look like a run that begins.
         """
-        beats = [beat for peer in self._live if (beat := self._state.payload(peer, Beat)) is not None]
+        beats = [beat for peer in self.everyone if (beat := self._state.payload(peer, Beat)) is not None]
         rounds = [beat.round for beat in beats if beat.round or beat.inner_steps]
         return int(statistics.median_low(rounds)) if rounds else 0
 
-    def donors(self, after_round: int) -> list[bytes]:
-        """Live members further than ``after_round``: those who have announced a checkpoint first, else at random."""
+    def donors(self, after_round: int, stage: int | None = None) -> list[bytes]:
+        """Live members of a stage (None: this node's) further than ``after_round``.
+
+        Those who have announced a checkpoint of it come first, else the order is random.
+        """
+        stage = self._stage if stage is None else stage
         ahead = [
             peer
-            for peer in self._live
+            for peer in self._others[stage]
             if (beat := self._state.payload(peer, Beat)) is not None and beat.round > after_round
         ]
         self._rng.shuffle(ahead)
-        ahead.sort(key=lambda peer: self._state.get(peer, Kind.CHECKPOINT) is None)
+        ahead.sort(key=lambda peer: self._notice(peer, OWN_SLOT, stage) is None)
         return ahead
+
+    def savers(self, stage: int, after_round: int = -1) -> list[bytes]:
+        """Live members of a stage that have announced a checkpoint of it, in random order.
+
+        Without those who are known to be no further than ``after_round`` since then.
+        """
+        savers = [
+            peer
+            for peer in self._others[stage]
+            if self._notice(peer, OWN_SLOT, stage) is not None
+            and (beat := self._state.payload(peer, Beat)) is not None
+            and beat.round > after_round
+        ]
+        self._rng.shuffle(savers)
+        return savers
+
+    def backup_holders(self, stage: int, after_round: int) -> list[bytes]:
+        """Live members that keep another stage's checkpoint, further than ``after_round``; the newest first."""
+        notices = {
+            peer: notice
+            for peer in self.everyone
+            if (notice := self._notice(peer, BACKUP_SLOT, stage)) is not None and notice.round > after_round
+        }
+        return sorted(notices, key=lambda peer: (-notices[peer].round, peer))
+
+    def _notice(self, peer: bytes, slot: int, stage: int) -> CheckpointNotice | None:
+        """What a peer says of its checkpoint of a stage."""
+        notice = self._state.payload(peer, CheckpointNotice, slot)
+        return notice if notice is not None and notice.stage == stage else None
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -119,18 +211,34 @@ class Membership:
             nursery.start_soon(self._watch_connections)
             nursery.start_soon(self._watch_state)
 
+    async def hold(self, stage: int) -> None:
+        """This node has that stage from now on; told to the run."""
+        self._stage = self._board.stage = stage
+        self.refresh()
+        await self.announce()
+
     async def announce(self, *, left: bool = False) -> None:
         """Tell the run that this node belongs to it, or has left."""
         addresses, device = self._announced = (self._host.addresses, self._board.device)
+        self._announced_speed = self.speed
         member = Member(
-            stage=STAGE,
+            stage=self._stage,
             device=device[:48],
-            speed=int(self._board.tokens_per_second),
+            speed=int(self._announced_speed),
             addresses=tuple(address.rpartition("/p2p/")[0] for address in addresses[:8]),
             left=left,
             incarnation=self._incarnation,
         )
         await self._gossip.publish(Kind.MEMBER, 0, member)
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second that this node could take through its stage; 0: not measured yet."""
+        return self._board.tokens_per_second if self.num_stages == 1 else self._board.speed
+
+    async def lease(self, target: int, *, is_settled: bool) -> None:
+        """Tell the run that this node would move to a stage, or does; to its own: that it does not, or is there."""
+        await self._gossip.publish(Kind.STAGE_LEASE, 0, StageLease(self._stage, target, is_settled))
 
     async def beat(self) -> None:
         """One heartbeat."""
@@ -152,18 +260,21 @@ class Membership:
                 board.inner_steps, min(board.round, MAX_SMALL), board.tokens, board.bytes_sent, board.bytes_received
             ),
         )
-        saved, self._unannounced = self._unannounced, None
-        if saved is not None:
-            round_index = min(saved.round, MAX_SMALL)
-            notice = CheckpointNotice(round_index, STAGE, saved.sha256, saved.size, saved.tokens, saved.inner_steps)
-            await self._gossip.publish(Kind.CHECKPOINT, 0, notice)
+        while self._unannounced:
+            slot, notice = self._unannounced.popitem()
+            await self._gossip.publish(Kind.CHECKPOINT, slot, notice)
         while self._accusations:
             await self._gossip.publish(Kind.REPORT, self._next_report, self._accusations.popleft())
             self._next_report = (self._next_report + 1) % RULES[Kind.REPORT].slots
 
-    def checkpoint_saved(self, saved: messages.Saved) -> None:
-        """That this node can give its weights to newcomers; announced with the next progress."""
-        self._unannounced = saved
+    def checkpoint_saved(self, stage: int, header: CheckpointHeader, *, is_backup: bool = False) -> None:
+        """That this node can give the weights of a stage; announced with the next progress.
+
+        ``is_backup``: the stage is not its own.
+        """
+        self._unannounced[BACKUP_SLOT if is_backup else OWN_SLOT] = CheckpointNotice(
+            min(header.round, MAX_SMALL), stage, header.sha256, header.size, header.tokens, header.inner_steps
+        )
 
     def accuse(self, peer: bytes, reason: str, evidence: bytes) -> None:
         """That a peer's contribution was refused; told to the run with the next progress, a few at a time."""
@@ -172,19 +283,27 @@ class Membership:
     def refresh(self) -> None:
         """Work out anew who is live, and tell if that changed."""
         members = self._state.members()
-        now_live = frozenset(
-            peer
-            for peer in self._liveness.live(trio.current_time())
-            if peer in members and members[peer].stage == STAGE and not self._liveness.is_suspect(peer)
-        )
-        if now_live == self._live:
-            return
-        for peer in now_live - self._live:
-            self._board.say(f"{short_name(peer)} is here ({len(now_live) + 1} live)")
-        for peer in self._live - now_live:
-            self._board.say(f"{short_name(peer)} is gone ({len(now_live) + 1} live)")
-        self._live = now_live
-        self._on_peers(now_live)
+        others: list[set[bytes]] = [set() for _ in range(self.num_stages)]
+        for peer in self._liveness.live(trio.current_time()):
+            member = members.get(peer)
+            if member is not None and member.stage < self.num_stages and not self._liveness.is_suspect(peer):
+                others[member.stage].add(peer)
+        before, self._others = self.everyone, tuple(frozenset(peers) for peers in others)
+        self._say_who_came(before, self.everyone)
+        if self.live != self._told_live:
+            self._told_live = self.live
+            self._on_peers(self.live)
+        nodes = self.nodes_of_stages()
+        if nodes != self._told_nodes:
+            self._told_nodes = nodes
+            self._board.providers = [len(peers) for peers in nodes]
+            self._on_nodes(nodes)
+
+    def _say_who_came(self, before: frozenset[bytes], now: frozenset[bytes]) -> None:
+        for peer in now - before:
+            self._board.say(f"{short_name(peer)} is here ({len(now) + 1} live)")
+        for peer in before - now:
+            self._board.say(f"{short_name(peer)} is gone ({len(now) + 1} live)")
 
     def _check_standing(self) -> None:
         """What would keep this node out of the run without its noticing."""
@@ -217,15 +336,17 @@ class Membership:
                 await self.announce()
 
     def _has_changed(self) -> bool:
-        """Whether others know another address or device of this node than it has."""
-        return self._announced != (self._host.addresses, self._board.device)
+        """Whether others know another address or device of this node than it has, or where it matters another speed."""
+        if self._announced != (self._host.addresses, self._board.device):
+            return True
+        return self.num_stages > 1 and abs(self.speed - self._announced_speed) > SPEED_CHANGE * self._announced_speed
 
     async def _keep_connected(self) -> None:
         while True:
             await trio.sleep(KEEP_INTERVAL * self._rng.uniform(0.5, 1.5))
-            connected = self._host.connected
-            missing = [peer for peer in self._live if peer not in connected]
-            wanted = min(TARGET_CONNECTIONS, len(self._live)) - len(connected & self._live)
+            connected, everyone = self._host.connected, self.everyone
+            missing = [peer for peer in everyone if peer not in connected]
+            wanted = min(TARGET_CONNECTIONS, len(everyone)) - len(connected & everyone)
             if wanted <= 0:
                 continue
             async with trio.open_nursery() as nursery:
@@ -245,7 +366,7 @@ class Membership:
                 async for peer, is_connected in events:
                     if is_connected:
                         self._liveness.trust(peer)
-                    elif peer in self._live:
+                    elif peer in self.everyone:
                         nursery.start_soon(self._probe, peer)
 
     async def _probe(self, peer: bytes) -> None:

@@ -53,6 +53,7 @@ class Reporter:
             phase_detail=board.detail,
             phase_since=board.phase_since,
             is_member=any(member.is_self and not member.has_left for member in members),
+            stage=board.stage,
             round=board.round,
             inner_steps=board.inner_steps,
             inner_steps_this_round=board.inner_steps_this_round,
@@ -114,6 +115,7 @@ class Reporter:
             is_live=(is_live or is_self) and not member.left,
             is_self=is_self,
             has_left=member.left,
+            stage=self.board.stage if is_self else member.stage,
             round=self.board.round if is_self else beat.round,
             inner_steps=self.board.inner_steps if is_self else beat.inner_steps,
             tokens=self.board.tokens if is_self else progress.tokens if progress else 0,
@@ -141,4 +143,5 @@ class Reporter:
             loss_min=min(losses, default=None),
             loss_max=max(losses, default=None),
             state_root=self.state.root.hex() if self.state is not None else "",
+            providers=list(self.board.providers),
         )

@@ -47,7 +47,12 @@ class NodeSettings:
     """Train no further than this round, then stay online as ``finished``; None: as long as the daemon runs."""
     slow: float = 1.0
     """Each inner step is followed by a pause of (slow - 1) times its length: politeness, and tests."""
+    stage: int | None = None
+    """Which stage of a model that is cut into several this node holds, for good; None: the one that the run needs."""
     checkpoint_seconds: float = 60.0
+    backup_seconds: float | None = None
+    """Between two downloads of the next stage's weights, kept for whoever must begin that stage anew; None: twice
+    ``checkpoint_seconds``. A run whose model is not cut has none."""
     heartbeat_seconds: float = 10.0
     """Base period of the run state's heartbeats (run-state T); the testnet, with few nodes, takes 2."""
     threads: int = 1
@@ -81,15 +86,20 @@ class NodeSettings:
         """The control API's socket."""
         return self.home / "control.sock"
 
-    @property
-    def checkpoint(self) -> Path:
-        """The replica: slow weights, momentum, optimizer, position in the data."""
-        return self.home / "checkpoint.safetensors"
+    def checkpoint(self, stage: int | None) -> Path:
+        """The replica: slow weights, momentum, optimizer, position in the data; of a stage, or of the whole model."""
+        return self._weights("checkpoint", stage)
 
-    @property
-    def fetched(self) -> Path:
+    def fetched(self, stage: int | None) -> Path:
         """A peer's checkpoint, until the trainer has judged it: then it takes the place of the node's own, or goes."""
-        return self.home / "fetched.safetensors"
+        return self._weights("fetched", stage)
+
+    def backup(self, stage: int) -> Path:
+        """A checkpoint of a stage that this node does not hold, for others."""
+        return self._weights("backup", stage)
+
+    def _weights(self, name: str, stage: int | None) -> Path:
+        return self.home / (f"{name}.safetensors" if stage is None else f"{name}-{stage}.safetensors")
 
     @property
     def log(self) -> Path:

@@ -60,6 +60,8 @@ class MemberStatus(msgspec.Struct, frozen=True):
     """How we reach it: ``direct``, ``relayed`` or empty when not connected."""
     last_seen_seconds: float | None
     """Since its heartbeat last advanced on our clock; None: never seen alive."""
+    stage: int = 0
+    """Of the model, where it is cut into several."""
 
 
 class RunStatus(msgspec.Struct, frozen=True):
@@ -76,6 +78,8 @@ class RunStatus(msgspec.Struct, frozen=True):
     loss_max: float | None
     state_root: str
     """Hex of the run state's root: equal on two nodes exactly when their entries are (heartbeats excluded)."""
+    providers: list[int] = []
+    """Live members of each stage, this node included."""
 
 
 class PipelineStatus(msgspec.Struct, frozen=True):
@@ -161,3 +165,5 @@ class NodeStatus(msgspec.Struct, frozen=True):
     """Of the model, or of the stage, that the trainer holds."""
     pipeline: PipelineStatus | None = None
     """Where the model is cut into stages."""
+    stage: int = 0
+    """Which this node holds, where the model is cut into several."""

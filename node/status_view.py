@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Final
 
 from rich.console import Group, RenderableType
@@ -49,6 +50,7 @@ def _lines(status: NodeStatus, now: float) -> list[tuple[str, RenderableType]]:
         ("waits for", Text(status.waits_for or "nothing", style="yellow" if status.waits_for else "")),
         ("progress", _progress(status)),
         ("loss", _loss(status)),
+        *([("stage", _stage(status))] if len(status.run.providers) > 1 else []),
         ("exchanges", _exchanges(status)),
         ("last exchange", _last_exchange(status.last_exchange, now)),
         ("the run", _run(status)),
@@ -72,6 +74,16 @@ def _progress(status: NodeStatus) -> str:
         f"round {status.round}, {status.inner_steps:,} inner steps ({status.inner_steps_this_round} in this round), "
         f"{count(status.tokens)} tokens at {count(status.tokens_per_second)}/s{_busy(status)}"
     )
+
+
+def _stage(status: NodeStatus) -> Text:
+    providers = status.run.providers
+    text = Text(f"{status.stage} of {len(providers)} (0 to {len(providers) - 1}); live in each: ")
+    text.append(", ".join(str(number) for number in providers))
+    empty = [str(stage) for stage, number in enumerate(providers) if number == 0]
+    if empty:
+        text.append(f"; nobody holds {', '.join(empty)}", style="yellow")
+    return text
 
 
 def _busy(status: NodeStatus) -> str:
@@ -148,16 +160,19 @@ def _flow(bytes_per_second: float, cap_mbit: float) -> str:
     return f"{bytes_per_second / BYTES_PER_MBIT:.2f} Mbit/s ({cap})"
 
 
-def members_table(members: list[MemberStatus]) -> Table:
-    """``farandole peers``: one line a member of the run."""
+def members_table(members: list[MemberStatus], providers: Sequence[int] = ()) -> Table:
+    """``farandole peers``: one line a member of the run, and one with the ``providers`` of each stage if several."""
+    has_stages = len(providers) > 1
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
-    numbers = ("round", "steps", "tokens", "tokens/s", "loss", "seen")
-    for column in ("peer", "state", "round", "steps", "tokens", "tokens/s", "loss", "link", "seen", "device"):
+    numbers = ("stage", "round", "steps", "tokens", "tokens/s", "loss", "seen")
+    columns = ("peer", "state", "round", "steps", "tokens", "tokens/s", "loss", "link", "seen", "device")
+    for column in (*columns[:2], *(("stage",) if has_stages else ()), *columns[2:]):
         table.add_column(column, justify="right" if column in numbers else "left", no_wrap=True)
     for member in members:
         table.add_row(
             member.peer_id[-8:],
             _member_state(member),
+            *((str(member.stage),) if has_stages else ()),
             str(member.round),
             f"{member.inner_steps:,}",
             count(member.tokens),
@@ -167,6 +182,11 @@ def members_table(members: list[MemberStatus]) -> Table:
             "-" if member.last_seen_seconds is None else duration(member.last_seen_seconds),
             escape(member.device),
         )
+    if has_stages:
+        table.caption = "live in each stage: " + ", ".join(
+            f"{number} in {stage}" for stage, number in enumerate(providers)
+        )
+        table.caption_justify = "left"
     return table
 
 

@@ -20,13 +20,16 @@ from farandole.protocol.framing import FrameParser, frame
 from farandole.protocol.manifest import MAX_MANIFEST_BYTES, RUN_ID_BYTES
 from farandole.protocol.transfers import (
     CHECKPOINT_PROTOCOL,
+    CHECKPOINT_QUESTION_BYTES,
     MANIFEST_PROTOCOL,
     MAX_HEADER_BYTES,
     MIN_CAPPED_RATE,
     MIN_RATE,
     CheckpointHeader,
     decode_header,
+    decode_question,
     encode_header,
+    encode_question,
 )
 
 from .errors import PeerUnreachableError
@@ -57,13 +60,13 @@ class SavedCheckpoint:
 
 
 class TransferService:
-    """Answers newcomers. ``checkpoint`` gives the newest file, or None while there is none."""
+    """Answers newcomers. ``checkpoint`` gives the newest file of a stage (0 if the model is not cut), None if none."""
 
     def __init__(
         self,
         run_id: bytes,
         manifest: bytes,
-        checkpoint: Callable[[], Awaitable[SavedCheckpoint | None]],
+        checkpoint: Callable[[int], Awaitable[SavedCheckpoint | None]],
         upload: Shaper | None = None,
     ) -> None:
         self._run_id = run_id
@@ -91,19 +94,20 @@ class TransferService:
     async def serve_checkpoint(self, stream: Stream) -> None:
         """Send the newest checkpoint; a file that is replaced meanwhile stays readable to its end."""
         with trio.fail_after(ANSWER_TIMEOUT):
-            question = await receive_frame(stream, FrameParser(RUN_ID_BYTES))
+            question = await receive_frame(stream, FrameParser(CHECKPOINT_QUESTION_BYTES))
+        run_id, stage = decode_question(question)
         is_free = stream.peer not in self._served and len(self._served) < self._max_served
-        if question != self._run_id or not is_free:
+        if run_id != self._run_id or not is_free:
             await _send_header(stream, b"")
             return
         self._served.add(stream.peer)
         try:
-            await self._send_checkpoint(stream)
+            await self._send_checkpoint(stream, stage)
         finally:
             self._served.discard(stream.peer)
 
-    async def _send_checkpoint(self, stream: Stream) -> None:
-        saved = await self._checkpoint()
+    async def _send_checkpoint(self, stream: Stream, stage: int) -> None:
+        saved = await self._checkpoint(stage)
         if saved is None:
             await _send_header(stream, b"")
             return
@@ -150,8 +154,9 @@ async def fetch_checkpoint(
     max_size: int,
     on_progress: Callable[[int, int], None],
     download: Shaper | None = None,
+    stage: int = 0,
 ) -> CheckpointHeader:
-    """Download a peer's newest checkpoint to ``path``, verified by its hash; nothing is left there on failure.
+    """Download a peer's newest checkpoint of a stage to ``path``, verified by its hash; a failure leaves nothing there.
 
     ``on_progress`` is told the bytes received and their total; ``download`` is this node's cap.
 
@@ -164,7 +169,7 @@ async def fetch_checkpoint(
         stream.is_bulk = True
         try:
             with trio.fail_after(ANSWER_TIMEOUT):
-                await stream.send_all(frame(run_id, RUN_ID_BYTES))
+                await stream.send_all(frame(encode_question(run_id, stage), CHECKPOINT_QUESTION_BYTES))
                 parser = FrameParser(MAX_HEADER_BYTES)
                 raw = await receive_frame(stream, parser)
             if not raw:

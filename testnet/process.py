@@ -16,6 +16,7 @@ import msgspec
 import trio
 
 from farandole.node.control import ControlError, NoNodeError, call
+from farandole.node.settings import NodeSettings
 from farandole.node.status import NodeStatus
 
 from .leash import Leash, kill_group
@@ -58,8 +59,10 @@ class NodeProcess:
 
     @property
     def checkpoint(self) -> Path:
-        """The replica, once it has been saved."""
-        return self.home / "checkpoint.safetensors"
+        """The replica, once it has been saved; of the stage that the node last said it holds."""
+        status = self.record.status
+        stage = status.stage if status is not None and len(status.run.providers) > 1 else None
+        return NodeSettings(home=self.home).checkpoint(stage)
 
     async def run(self, source: str | None, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Start the daemon and watch over it until it ends.

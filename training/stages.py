@@ -4,21 +4,18 @@ Stage 0 embeds the tokens, and it is to stage 0 that the last stage's output ret
 (`farandole.training.stage_worker`). So the targets stay with whoever drew them, and weights that the embedding and the
 head share have one owner, at whom both ends' gradients arrive.
 
-Where the model is cut follows from the run's settings alone, so that every node cuts alike. Initial weights follow from
-the seed and a parameter's name (`model.initialise_`), so all stages together are the whole model, bit for bit.
+Where the model is cut, `farandole.training.cut` says. Initial weights follow from the seed and a parameter's name
+(`model.initialise_`), so all stages together are the whole model, bit for bit.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Protocol, cast
 
 from torch import Tensor, nn
 
 from .config import ModelConfig
+from .cut import layers_of
 from .errors import TrainingError
 from .model import build_model
 
@@ -34,73 +31,6 @@ class StageModule(Protocol):
 
     def logits(self, x: Tensor) -> Tensor:
         """(B, T, V) for the last stage's (B, T, C); stage 0 alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """What a model's parts cost, in any one unit: a layer each, and both ends together."""
-
-    layers: tuple[float, ...]
-    ends: float
-
-
-def transformer_costs(model: ModelConfig) -> Costs:
-    """Multiplications a token, which parameters are proportional to but for attention's scores.
-
-    The embedding is looked up; the head, which is the same matrix, multiplies.
-    """
-    layer = 4 * model.width**2 + 3 * model.width * model.hidden + model.context * model.width
-    return Costs((float(layer),) * model.num_layers, float(model.vocabulary * model.width))
-
-
-def cut(costs: Costs, num_stages: int) -> tuple[range, ...]:
-    """The layers of each stage, such that the dearest stage is as cheap as can be; where that leaves a choice, earlier
-    stages get less. Every stage but the first has a layer.
-
-    Raises `TrainingError` if there are too few of them.
-    """
-    num_layers = len(costs.layers)
-    if not 1 <= num_stages <= num_layers + 1:
-        raise TrainingError(f"{num_layers} layers and both ends cannot be cut into {num_stages} stages")
-    sums = [0.0, *accumulate(costs.layers)]
-    bounds = sorted(
-        {sums[end] - sums[first] for end in range(1, num_layers + 1) for first in range(end)}
-        | {costs.ends + so_far for so_far in sums}
-    )
-    least = bisect_left(bounds, True, key=lambda bound: _begins(costs, sums, num_stages, bound) is not None)
-    begins = _begins(costs, sums, num_stages, bounds[least])
-    assert begins is not None, "all layers in one stage cost no more than the last bound"
-    return tuple(range(first, end) for first, end in pairwise((*begins, num_layers)))
-
-
-def _begins(costs: Costs, sums: Sequence[float], num_stages: int, bound: float) -> list[int] | None:
-    """Where each stage begins if none costs more than ``bound``, filled from the last one; None if that cannot be."""
-    begins = [len(costs.layers)]
-    for stage in range(num_stages - 1, 0, -1):
-        end = begins[-1]
-        first = max(bisect_left(sums, sums[end] - bound * (1 + 1e-9)), stage - 1)
-        if first >= end:
-            return None
-        begins.append(first)
-    begins.append(0)
-    return begins[:0:-1] if costs.ends + sums[begins[-2]] <= bound else None
-
-
-def layers_of(model: ModelConfig) -> tuple[range, ...]:
-    """The layers of each stage of a run's model: as its settings say, else cut by cost.
-
-    Raises `TrainingError` if what they say does not add up.
-    """
-    if not model.stage_layers:
-        return cut(transformer_costs(model), model.num_stages)
-    return explicit_cut(model.stage_layers, model.num_layers, model.num_stages)
-
-
-def explicit_cut(stage_layers: Sequence[int], num_layers: int, num_stages: int) -> tuple[range, ...]:
-    """As many layers a stage as ``stage_layers`` says; raises `TrainingError` if they are not all the layers."""
-    if len(stage_layers) != num_stages or sum(stage_layers) != num_layers:
-        raise TrainingError(f"layers {list(stage_layers)} do not make {num_layers} in {num_stages} stages")
-    return tuple(range(first, end) for first, end in pairwise(accumulate(stage_layers, initial=0)))
 
 
 def build_stage(model: ModelConfig, seed: int, stage: int) -> nn.Module:

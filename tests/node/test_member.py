@@ -11,14 +11,15 @@ import trio
 import trio.testing
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node import member as member_module
+from farandole.node import weights as weights_module
 from farandole.node.board import Board
 from farandole.node.joining import Target
-from farandole.node.member import WEIGHTS_TIMEOUT, RunMember
+from farandole.node.member import RunMember
 from farandole.node.settings import NodeSettings
 from farandole.node.shaping import Shaping
 from farandole.node.store import StoreError
 from farandole.node.transfers import TransferError
+from farandole.node.weights import WEIGHTS_TIMEOUT
 from farandole.protocol.identity import public_bytes
 from farandole.protocol.manifest import Manifest, ModelConfig, sign_manifest
 from farandole.protocol.transfers import CheckpointHeader
@@ -84,13 +85,13 @@ async def test_a_donor_of_unfit_weights_is_asked_last_and_a_long_download_is_not
             raise TransferError("too slow")
         return CheckpointHeader(7, 1, 1, 1, b"h" * 32)
 
-    monkeypatch.setattr(member_module, "fetch_checkpoint", fetch)
+    monkeypatch.setattr(weights_module, "fetch_checkpoint", fetch)
     monkeypatch.setattr(member._membership, "current_round", lambda: 50)
-    monkeypatch.setattr(member._membership, "donors", lambda after_round: [FROZEN, MALLORY, ALICE])
-    await member._obtain_weights()
+    monkeypatch.setattr(member._membership, "donors", lambda after_round, stage: [FROZEN, MALLORY, ALICE])
+    await member._weights.obtain()
     assert asked == [FROZEN, MALLORY]
     asked.clear()
-    await member._obtain_weights()  # the trainer could not use them
+    await member._weights.obtain()  # the trainer could not use them
     assert asked == [FROZEN, ALICE]
 
 
@@ -101,7 +102,7 @@ async def test_what_a_killed_trainer_left_half_saved_is_removed(
     leftover = tmp_path / ".checkpoint.safetensors.1234.tmp"
     leftover.write_bytes(b"half")
     monkeypatch.setattr(member._membership, "current_round", lambda: 0)
-    await member._obtain_weights()
+    await member._weights.obtain()
     assert not leftover.exists()
 
 
@@ -111,7 +112,7 @@ async def test_a_member_that_comes_back_says_its_round_at_once(
     member = make_member(tmp_path)
     store: Any = SimpleNamespace(get_fact=nothing)
     member._store = store
-    monkeypatch.setattr(member_module, "saved_round", {member._settings.checkpoint: 30}.__getitem__)
+    monkeypatch.setattr(weights_module, "saved_round", {member._settings.checkpoint(None): 30}.__getitem__)
     await member._restore_counters()
     assert member._board.round == 30
 

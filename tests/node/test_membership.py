@@ -77,7 +77,7 @@ class Beats:
 def test_newcomers_do_not_make_a_run_look_young(beats: list[Beat], round_index: int) -> None:
     told = {bytes([index]): beat for index, beat in enumerate(beats)}
     membership = make_membership(Board(say=lambda text: None), Gossip(), Beats(told))
-    membership._live = frozenset(told)
+    membership._others = (frozenset(told),)
     assert membership.current_round() == round_index
 
 

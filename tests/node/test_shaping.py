@@ -299,7 +299,7 @@ async def test_a_checkpoint_between_two_hosts_counts_once(tmp_path: Path) -> Non
     alices, bobs = (Shaping(*(Shaper(clock=lambda: 0.0) for _ in range(2))) for _ in range(2))
     keys = [Ed25519PrivateKey.generate() for _ in range(2)]
 
-    async def checkpoint() -> SavedCheckpoint:
+    async def checkpoint(stage: int) -> SavedCheckpoint:
         return SavedCheckpoint(tmp_path / "theirs", header)
 
     with trio.fail_after(PATIENCE):

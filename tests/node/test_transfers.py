@@ -32,7 +32,9 @@ from farandole.protocol.transfers import (
     MIN_RATE,
     CheckpointHeader,
     decode_header,
+    decode_question,
     encode_header,
+    encode_question,
 )
 
 Handler = Callable[[Any], Awaitable[None]]
@@ -75,7 +77,7 @@ def saved_at(path: Path) -> SavedCheckpoint:
 
 
 def serve(host: Any, saved: SavedCheckpoint | None, upload: Shaper | None = None) -> None:
-    async def checkpoint() -> SavedCheckpoint | None:
+    async def checkpoint(stage: int) -> SavedCheckpoint | None:
         return saved
 
     TransferService(SIGNED.run_id, SIGNED.encode(), checkpoint, upload).register(host)
@@ -108,6 +110,31 @@ async def test_a_checkpoint_arrives_whole(nursery: trio.Nursery, tmp_path: Path)
     header = await fetch(host, tmp_path / "ours")
     assert header.round == 7
     assert (tmp_path / "ours").read_bytes() == CONTENT
+
+
+async def test_who_asks_for_a_stage_gets_that_stage(nursery: trio.Nursery, tmp_path: Path) -> None:
+    host: Any = MemoryHost(nursery)
+    saved = {2: saved_at(tmp_path / "theirs")}
+
+    async def checkpoint(stage: int) -> SavedCheckpoint | None:
+        return saved.get(stage)
+
+    TransferService(SIGNED.run_id, SIGNED.encode(), checkpoint).register(host)
+    ours = tmp_path / "ours"
+    args = (host, b"p" * 32, SIGNED.run_id, ours, len(CONTENT), lambda done, total: None, None)
+    with pytest.raises(TransferError, match="no checkpoint"):
+        await fetch_checkpoint(*args, stage=1)
+    assert (await fetch_checkpoint(*args, stage=2)).round == 7
+    assert ours.read_bytes() == CONTENT
+
+
+@given(st.binary(max_size=64))
+def test_a_question_of_another_length_is_the_peers_fault(raw: bytes) -> None:
+    if len(raw) == 34:
+        assert encode_question(*decode_question(raw)) == raw
+    else:
+        with pytest.raises(RemoteProtocolError):
+            decode_question(raw)
 
 
 async def test_a_donor_without_a_checkpoint_says_so(nursery: trio.Nursery, tmp_path: Path) -> None:
@@ -166,7 +193,7 @@ async def test_more_newcomers_than_are_served_at_once_are_sent_on(nursery: trio.
     serve(host, saved_at(tmp_path / "theirs"))
     stalled = [await host.open_stream(b"p" * 32, CHECKPOINT_PROTOCOL) for _ in range(transfers.MAX_DOWNLOADS_SERVED)]
     for stream in stalled:
-        await stream.send_all(frame(SIGNED.run_id, 32))
+        await stream.send_all(frame(encode_question(SIGNED.run_id, 0), 34))
         await stream.receive_some(1)  # of the header: it is being served
     with pytest.raises(TransferError, match="no checkpoint to give now"):
         await fetch(host, tmp_path / "ours")
@@ -181,7 +208,7 @@ async def test_one_newcomer_takes_one_download_and_no_save_for_more(nursery: tri
     host: Any = MemoryHost(nursery)
     saved, num_asked = saved_at(tmp_path / "theirs"), 0
 
-    async def checkpoint() -> SavedCheckpoint:
+    async def checkpoint(stage: int) -> SavedCheckpoint:
         nonlocal num_asked
         num_asked += 1
         return saved
@@ -189,7 +216,7 @@ async def test_one_newcomer_takes_one_download_and_no_save_for_more(nursery: tri
     TransferService(SIGNED.run_id, SIGNED.encode(), checkpoint).register(host)
     streams = [await host.open_stream(b"p" * 32, CHECKPOINT_PROTOCOL, newcomer=1) for _ in range(10)]
     for stream in streams:
-        await stream.send_all(frame(SIGNED.run_id, 32))
+        await stream.send_all(frame(encode_question(SIGNED.run_id, 0), 34))
         await stream.receive_some(1)
     assert num_asked == 1
     await fetch(host, tmp_path / "ours")  # another newcomer
@@ -305,7 +332,7 @@ async def test_a_slow_line_serves_one_newcomer_at_a_time(nursery: trio.Nursery, 
     host: Any = MemoryHost(nursery)
     serve(host, saved_at(tmp_path / "theirs"), Shaper(MIN_RATE))
     stream = await host.open_stream(b"p" * 32, CHECKPOINT_PROTOCOL)
-    await stream.send_all(frame(SIGNED.run_id, 32))
+    await stream.send_all(frame(encode_question(SIGNED.run_id, 0), 34))
     await stream.receive_some(1)  # of the header: it is being served
     with pytest.raises(TransferError, match="no checkpoint to give now"):
         await fetch(host, tmp_path / "ours")

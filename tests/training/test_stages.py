@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farandole.training.config import ModelConfig
+from farandole.training.cut import Costs, cut, explicit_cut, layers_of, stage_parameters, transformer_costs
 from farandole.training.errors import TrainingError
 from farandole.training.model import build_model
 from farandole.training.presets import PRESETS, preset
-from farandole.training.stages import Costs, as_stage, build_stage, cut, explicit_cut, layers_of, transformer_costs
+from farandole.training.stages import as_stage, build_stage
 
 
 def dearest(costs: Costs, stages: tuple[range, ...]) -> float:
@@ -85,6 +86,14 @@ def test_a_stage_that_is_not_there_cannot_be_built(model: ModelConfig) -> None:
 
 def test_every_node_cuts_alike(model: ModelConfig) -> None:
     assert layers_of(with_stages(model, 3)) == (range(0, 0), range(0, 1), range(1, 2))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_a_stages_numbers_are_counted_without_building_it(model: ModelConfig, num_stages: int) -> None:
+    staged = with_stages(model, num_stages)
+    for stage in range(num_stages):
+        built = build_stage(staged, 7, stage)
+        assert stage_parameters(staged, stage) == sum(parameter.numel() for parameter in built.parameters())
 
 
 def with_stages(model: ModelConfig, num_stages: int) -> ModelConfig:
