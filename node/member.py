@@ -27,6 +27,7 @@ from .host import Host
 from .joining import JOIN_TIMEOUT, JoinError, Target, dial
 from .membership import Membership
 from .messenger import Messenger
+from .pipeline import PipelineService
 from .reporting import Reporter
 from .round_session import RoundsConfig
 from .rounds import Rounds
@@ -88,6 +89,18 @@ class RunMember:
             base_period=settings.heartbeat_seconds,
         )
         self._exchanges = ExchangeService(host, shaping=shaping)
+        self._pipeline: PipelineService | None = None
+        if manifest.model.num_stages > 1:
+            self._pipeline = PipelineService(
+                host,
+                messenger,
+                manifest,
+                self.run_id,
+                author,
+                shaping,
+                rng,
+                is_neighbour=lambda peer, stage: peer in self._membership.nodes_of_stages()[stage],
+            )
         self._rounds = Rounds(
             RoundsConfig(
                 run_id=self.run_id,
@@ -105,6 +118,7 @@ class RunMember:
             on_saved=lambda saved: self._weights.note_saved(saved),
             on_refused=lambda peer, reason, evidence: self._membership.accuse(peer, reason, evidence),
             current_round=lambda: self._membership.current_round(),
+            pipeline=self._pipeline,
         )
         self._membership = Membership(
             host,
@@ -116,6 +130,7 @@ class RunMember:
             on_peers=self._rounds.set_peers,
             on_lost=self._rounds.lose_peer,
             num_stages=manifest.model.num_stages,
+            on_nodes=self._pipeline.set_nodes if self._pipeline else lambda nodes: None,
         )
         self._weights = Weights(
             settings, board, host, self._membership, manifest, self.run_id, shaping, self._rounds.save_soon
@@ -143,11 +158,16 @@ class RunMember:
             self._shaping,
             self._state,
             self._gossip.liveness,
+            self._pipeline,
         )
 
     async def run(self, target: Target, is_leaving: trio.Event) -> None:
         """Take part until told to leave. Raises `JoinError` or `TrainerError`."""
-        async with open_bulk(self._host, self._shaping) as self._exchanges.channels, trio.open_nursery() as nursery:
+        async with open_bulk(self._host, self._shaping) as channels, trio.open_nursery() as nursery:
+            self._exchanges.channels = channels
+            if self._pipeline is not None:
+                self._pipeline.channels = channels
+                await nursery.start(self._pipeline.run)
             await nursery.start(self._gossip.run)
             await self._restore_counters()
             await self._sync_state(may_begin=target.manifest is not None)

@@ -304,6 +304,8 @@ class RoundSession:
             board.tokens = self._tokens_before + report.tokens
         board.inner_steps_this_round = report.inner_steps_this_round
         board.tokens_per_second = report.tokens_this_round / max(report.seconds, 1e-9)
+        if report.busy_seconds:
+            board.speed = report.tokens_this_round / report.busy_seconds
         board.record_loss(report.round, report.loss)
         board.utilisation = report.utilisation
         following = report.round + 1

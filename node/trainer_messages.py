@@ -207,6 +207,8 @@ class Contributed(msgspec.Struct, frozen=True, tag=True):
     fragment: int
     utilisation: float
     """Share of the trainer's time, since its first round began, that went into inner steps."""
+    busy_seconds: float = 0.0
+    """Of the round, spent in inner steps."""
 
 
 class Encoded(msgspec.Struct, frozen=True, tag=True):

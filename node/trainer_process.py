@@ -148,6 +148,7 @@ class TrainerProcess(abc.ABC):
         started_at = time.monotonic()
         if self._began_at is None:
             self._began_at = started_at
+        busy_before = self._busy_seconds
         steps, loss = self._take_inner_steps(command)
         seconds = time.monotonic() - started_at
         while replica.awaits_outer_step and (late := self._channel.poll(None)) is not None:
@@ -165,6 +166,7 @@ class TrainerProcess(abc.ABC):
                 loss=loss,
                 seconds=seconds,
                 fragment=self._fragment,
+                busy_seconds=self._busy_seconds - busy_before,
                 utilisation=self._busy_seconds / (time.monotonic() - self._began_at),
             )
         )
