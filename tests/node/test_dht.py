@@ -110,3 +110,17 @@ async def test_what_is_kept_for_others_is_bounded(monkeypatch: pytest.MonkeyPatc
             while not await second.find_providers(b"\5" * 32, timeout=5):
                 pass
         assert len(second._dht._dht.provider_store.providers) <= 3 + 1
+
+
+async def test_a_key_that_was_withdrawn_is_not_announced_again() -> None:
+    with trio.fail_after(30):
+        async with open_mesh(1) as (alone,), open_mesh(1) as (newcomer,):
+            left, held = os.urandom(32), os.urandom(32)
+            await alone.provide(left)
+            alone.withdraw(left)
+            alone.withdraw(os.urandom(32))  # was never provided
+            await alone.provide(held)
+            await alone.connect(newcomer.author, newcomer.addresses)
+            while await newcomer.find_providers(held, timeout=5) != [(alone.author, alone.addresses)]:
+                pass
+            assert await newcomer.find_providers(left, timeout=5) == []

@@ -8,11 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import trio
 
 from farandole.node.board import Board
 from farandole.node.membership import Membership
-from farandole.protocol.entries import Beat, Kind, Payload
+from farandole.protocol.entries import Beat, CheckpointNotice, Kind, Member, Payload, StageLease
 from farandole.protocol.liveness import Liveness
+from farandole.protocol.stage_choice import Provider
+from farandole.protocol.transfers import CheckpointHeader
 
 
 def make_membership(board: Board, gossip: Any, state: Any = None) -> Membership:
@@ -92,3 +95,127 @@ async def test_a_device_that_was_found_is_announced() -> None:
     await membership.announce()
     assert not membership._has_changed()
     assert [member.device for _, member in gossip.published] == ["", "CPU (x86_64)"]  # type: ignore[attr-defined]
+
+
+ME, ANN, BOB, CYD, EVE = (bytes([number]) * 32 for number in range(1, 6))
+
+
+class Told:
+    """A run state of entries that were never signed."""
+
+    def __init__(self) -> None:
+        self.entries: dict[tuple[bytes, type[Payload], int], Payload] = {}
+
+    def tell(self, author: bytes, *payloads: Payload, index: int = 0) -> None:
+        self.entries |= {(author, type(payload), index): payload for payload in payloads}
+
+    def payload(self, author: bytes, kind: type[Payload], index: int = 0) -> Payload | None:
+        return self.entries.get((author, kind, index))
+
+    def members(self) -> dict[bytes, Member]:
+        return {name: entry for (name, _, _), entry in self.entries.items() if isinstance(entry, Member)}
+
+
+def notice(stage: int, round_index: int) -> CheckpointNotice:
+    return CheckpointNotice(round_index, stage, b"s" * 32, 1, 1, 1)
+
+
+class Staged:
+    """A node of a run in three stages."""
+
+    def __init__(self) -> None:
+        self.gossip, self.state = Gossip(), Told()
+        self.board = Board(say=lambda text: None)
+        self.peers: list[frozenset[bytes]] = []
+        self.nodes: list[tuple[frozenset[bytes], ...]] = []
+        host: Any = SimpleNamespace(author=ME, addresses=[])
+        state: Any = self.state
+        gossip: Any = self.gossip
+        self.membership = Membership(
+            host,
+            state,
+            gossip,
+            self.board,
+            random.Random(1),
+            incarnation=1,
+            on_peers=self.peers.append,
+            on_lost=lambda peer: None,
+            num_stages=3,
+            on_nodes=self.nodes.append,
+        )
+
+    def hear(self, peer: bytes, stage: int, round_index: int = 0, speed: int = 0) -> None:
+        self.state.tell(peer, Member(stage, speed=speed), Beat(round_index, round_index, None, 0))
+        self.gossip.liveness.beat(peer, 1, trio.current_time())
+        self.membership.refresh()
+
+
+async def test_peers_are_those_of_the_own_stage_and_nodes_those_of_all() -> None:
+    node = Staged()
+    node.hear(ANN, 0)
+    node.hear(BOB, 1)
+    node.hear(EVE, 7)  # no such stage
+    assert node.membership.live == {ANN}
+    assert node.membership.everyone == {ANN, BOB}
+    assert node.membership.nodes_of_stages() == (frozenset((ME, ANN)), frozenset((BOB,)), frozenset())
+    await node.membership.hold(1)
+    assert node.peers == [{ANN}, {BOB}]
+    assert node.nodes[-1] == (frozenset((ANN,)), frozenset((BOB, ME)), frozenset())
+    assert node.board.providers == [1, 2, 0]
+    assert node.gossip.published[-1][1] == Member(stage=1, incarnation=1)
+
+
+async def test_the_round_is_that_of_all_stages() -> None:
+    node = Staged()
+    node.hear(BOB, 1, round_index=9)
+    node.hear(CYD, 2, round_index=9)
+    assert node.membership.current_round() == 9
+    assert not node.membership.is_young
+
+
+async def test_weights_come_from_the_stage_or_from_who_keeps_a_copy() -> None:
+    node = Staged()
+    for peer, stage in ((ANN, 0), (BOB, 1), (CYD, 1), (EVE, 2)):
+        node.hear(peer, stage, round_index=9)
+    node.state.tell(BOB, notice(2, 8))  # it has moved since
+    node.state.tell(CYD, notice(1, 8))
+    node.state.tell(ANN, notice(1, 5), index=1)
+    node.state.tell(EVE, notice(1, 7), index=1)
+    membership = node.membership
+    assert membership.donors(0, 1) == [CYD, BOB]
+    assert membership.savers(1) == [CYD]
+    assert membership.backup_holders(1, 0) == [EVE, ANN]
+    assert membership.backup_holders(1, 5) == [EVE]
+    assert membership.savers(2) == membership.backup_holders(2, 0) == []
+
+
+async def test_who_moves_and_how_fast_each_is_comes_from_the_run_state() -> None:
+    node = Staged()
+    node.hear(ANN, 0, speed=500)
+    node.hear(BOB, 1)
+    node.state.tell(ANN, StageLease(0, 2))
+    node.state.tell(BOB, StageLease(1, 1))
+    assert node.membership.providers() == {ANN: Provider(0, 500.0), BOB: Provider(1, 0.0)}
+    assert node.membership.leases() == {ANN: StageLease(0, 2)}
+
+
+async def test_a_checkpoint_and_a_backup_are_announced_side_by_side() -> None:
+    node = Staged()
+    await node.membership.hold(2)
+    header = CheckpointHeader(4, 1, 1, 1, b"s" * 32)
+    node.membership.checkpoint_saved(2, header)
+    node.membership.checkpoint_saved(0, header, is_backup=True)
+    await node.membership.report_progress()
+    await node.membership.report_progress()
+    told = [payload for kind, payload in node.gossip.published if kind is Kind.CHECKPOINT]
+    assert sorted(payload.stage for payload in told if isinstance(payload, CheckpointNotice)) == [0, 2]
+
+
+async def test_a_speed_is_told_anew_when_it_has_changed() -> None:
+    node = Staged()
+    await node.membership.announce()
+    node.board.speed = 100.0
+    assert node.membership._has_changed()
+    await node.membership.announce()
+    node.board.speed = 110.0
+    assert not node.membership._has_changed()

@@ -51,6 +51,17 @@ def test_the_caps_and_what_moves_are_shown() -> None:
     assert "sends 4.00 Mbit/s (at most 5); receives 0.80 Mbit/s (no cap)" in line(capped, "traffic")
 
 
+def test_stages_are_shown_where_there_are_several() -> None:
+    assert "stage" not in shown(members_table(STATUS.members, [3]))
+    run = msgspec.structs.replace(STATUS.run, providers=[2, 0, 1])
+    staged = msgspec.structs.replace(STATUS, stage=2, run=run)
+    assert "2 of 3 (0 to 2); live in each: 2, 0, 1; nobody holds 1" in line(staged, "stage")
+    members = [msgspec.structs.replace(STATUS.members[0], stage=2), *STATUS.members[1:]]
+    table = shown(members_table(members, run.providers))
+    assert table.splitlines()[1].split()[2] == "2"
+    assert "live in each stage: 2 in 0, 0 in 1, 1 in 2" in table
+
+
 def test_a_node_that_still_joins_says_what_it_waits_for() -> None:
     joining = msgspec.structs.replace(
         STATUS,
