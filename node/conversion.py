@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import msgspec
 from msgspec.structs import asdict
 
 from farandole.protocol.manifest import Manifest
@@ -29,8 +30,10 @@ class TrainingConfigs(NamedTuple):
 
 def training_configs(manifest: Manifest) -> TrainingConfigs:
     """Field by field, under the same names; imports no torch."""
+    model = manifest.model
+    hf = "" if model.hf is None else msgspec.json.encode(model.hf).decode()
     return TrainingConfigs(
-        ModelConfig(**asdict(manifest.model)),
+        ModelConfig(**{**asdict(model), "hf": hf}),
         InnerConfig(**asdict(manifest.inner)),
         OuterConfig(**asdict(manifest.outer)),
         DataConfig(**asdict(manifest.data)),

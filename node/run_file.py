@@ -1,6 +1,7 @@
 """``run.toml``: a run as a person writes it, turned into a manifest.
 
-The manifest's own fields, and two conveniences: a model by its preset's name, and a tokenizer by its file.
+The manifest's own fields, and three conveniences: a model by its preset's name or by its Hugging Face configuration
+(`farandole.node.hf_file`), and a tokenizer by its file.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any, Final
 from farandole.protocol.errors import ManifestError
 from farandole.protocol.manifest import Manifest, manifest_from_dict
 from farandole.training.presets import PRESETS
+
+from .hf_file import hf_model
 
 # A run file is a page of settings.
 MAX_RUN_FILE_BYTES: Final = 256 * 1024
@@ -50,17 +53,19 @@ def manifest_of(settings: Mapping[str, Any], folder: Path, now: float) -> Manife
     complete = dict(settings)
     if "model" not in complete:
         raise ManifestError(f"model is missing: name a preset ({', '.join(PRESETS)}) or write a [model] table")
-    complete["model"] = _model(complete["model"])
+    complete["model"] = _model(complete["model"], folder)
     if "tokenizer" in complete:
         complete["tokenizer"] = _tokenizer(complete["tokenizer"], folder)
     complete.setdefault("created_at", int(now))
     return manifest_from_dict(complete)
 
 
-def _model(model: object) -> object:
-    """``"3M"``, or a table, which may start from a preset: ``{preset = "3M", context = 512}``."""
+def _model(model: object, folder: Path) -> object:
+    """``"3M"``, or a table, which may start from a preset, ``{preset = "3M", context = 512}``, or from ``hf``."""
     if isinstance(model, str):
         model = {"preset": model}
+    if isinstance(model, Mapping) and "hf" in model:
+        return hf_model(model, folder)
     if not isinstance(model, Mapping) or "preset" not in model:
         return model
     if model["preset"] not in PRESETS:

@@ -15,6 +15,7 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from .errors import ManifestError
+from .hf_config import Context, HFConfig, Hidden, NumHeads, NumLayers, Vocabulary, Width
 from .identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, is_signed_by, public_bytes, sign
 
 # A manifest holds settings, not data: 64 fields at most a few hundred bytes each. Checked before anything is parsed.
@@ -33,20 +34,22 @@ _UnitInterval = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A decoder-only transformer: RMSNorm, rotary embeddings, SwiGLU, tied embeddings."""
+    """A decoder-only transformer: RMSNorm, rotary embeddings, SwiGLU, tied embeddings; or one of transformers'."""
 
-    num_layers: Annotated[int, msgspec.Meta(ge=1, le=512)]
-    width: Annotated[int, msgspec.Meta(ge=8, le=65_536)]
-    num_heads: Annotated[int, msgspec.Meta(ge=1, le=1_024)]
-    hidden: Annotated[int, msgspec.Meta(ge=8, le=262_144)]
+    num_layers: NumLayers
+    width: Width
+    num_heads: NumHeads
+    hidden: Hidden
     """Width of the SwiGLU layer."""
-    context: Annotated[int, msgspec.Meta(ge=8, le=1_048_576)]
+    context: Context
     """Tokens a sequence."""
-    vocabulary: Annotated[int, msgspec.Meta(ge=2, le=2_000_000)]
+    vocabulary: Vocabulary
     num_stages: Annotated[int, msgspec.Meta(ge=1, le=512)] = 1
     """Contiguous groups of layers, each held by other nodes; 1: every node holds the whole model."""
     stage_layers: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=512)], ...], msgspec.Meta(max_length=512)] = ()
     """Layers of each stage; empty: cut by what they cost. Stage 0, which has both ends of the model, may have none."""
+    hf: HFConfig | None = None
+    """A Hugging Face model's own settings, which the sizes above follow from; null: farandole's own model."""
 
 
 class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -193,7 +196,15 @@ def _problems(manifest: Manifest) -> list[str]:
         problems.append("outer.error_feedback is set, but the codec fp32 is exact: it makes no error to feed back")
     if outer.error_feedback is not None and outer.codec == "topk":
         problems.append("outer.error_feedback is set, but the codec topk feeds back in its own way, and always")
-    if model.width % model.num_heads or model.width // model.num_heads % 2:
+    if model.hf is not None:
+        problems += [
+            f"model.{name} is {getattr(model, name)}, but model.hf makes it {size}"
+            for name, size in model.hf.sizes.items()
+            if getattr(model, name) != size
+        ]
+        if model.context > model.hf.max_context:
+            problems.append(f"model.context is {model.context}, but model.hf goes to {model.hf.max_context}")
+    elif model.width % model.num_heads or model.width // model.num_heads % 2:
         problems.append(
             f"model.width ({model.width}) must be an even multiple of model.num_heads ({model.num_heads}): "
             "rotary embeddings turn pairs"

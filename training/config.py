@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer: RMSNorm, rotary embeddings, SwiGLU, tied embeddings."""
+    """A decoder-only transformer: RMSNorm, rotary embeddings, SwiGLU, tied embeddings; or one of transformers'."""
 
     num_layers: int
     width: int
@@ -23,6 +23,8 @@ class ModelConfig:
     num_stages: int = 1
     stage_layers: tuple[int, ...] = ()
     """Layers of each stage; empty: see `stages.cut`."""
+    hf: str = ""
+    """A Hugging Face model's own settings (`hf`), as JSON that states each; empty: farandole's own model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from .config import ModelConfig
 from .errors import TrainingError
-from .presets import num_parameters
+from .parts import parts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,14 @@ class Costs:
 
 
 def transformer_costs(model: ModelConfig) -> Costs:
-    """Multiplications a token, which parameters are proportional to but for attention's scores.
+    """Parameters, and for attention's scores as many as would multiply as often.
 
-    The embedding is looked up; the head, which is the same matrix, multiplies.
+    A parameter is a multiplication a token; an embedding that is not the head as well is only looked up, but it is
+    memory, stepped, and exchanged like the others.
     """
-    layer = 4 * model.width**2 + 3 * model.width * model.hidden + model.context * model.width
-    return Costs((float(layer),) * model.num_layers, float(model.vocabulary * model.width))
+    parts = parts_of(model)
+    layer = parts.layer + model.context * parts.attention_width
+    return Costs((float(layer),) * model.num_layers, float(parts.ends))
 
 
 def cut(costs: Costs, num_stages: int) -> tuple[range, ...]:
@@ -84,6 +86,5 @@ def explicit_cut(stage_layers: Sequence[int], num_layers: int, num_stages: int) 
 
 def stage_parameters(model: ModelConfig, stage: int) -> int:
     """How many numbers a stage learns: its layers', and the model's ends' if it is the first."""
-    without_layers = num_parameters(replace(model, num_layers=0))
-    layer = num_parameters(replace(model, num_layers=1)) - without_layers
-    return len(layers_of(model)[stage]) * layer + (without_layers if stage == 0 else 0)
+    parts = parts_of(model)
+    return len(layers_of(model)[stage]) * parts.layer + (parts.ends if stage == 0 else 0)

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from .config import DataConfig, InnerConfig, ModelConfig, OuterConfig, TokenizerConfig
 from .data import Sampler, build_sampler
 from .device import Device, choose_device
-from .model import build_model, language_loss
+from .model import language_loss
 from .replica import Replica
+from .stages import build_module
 
 
 class Learner(Replica):
@@ -87,5 +88,5 @@ def build_learner(
     """
     chosen = choose_device(device)
     sampler = build_sampler(model, inner, data, tokenizer, run_id, author, text_paths, tokenizer_path)
-    module = build_model(model, seed)
+    module = build_module(model, seed)
     return Learner(module, inner, outer, sampler, run_id=run_id, device=chosen, is_compiled=is_compiled)

@@ -169,10 +169,11 @@ def initialise_(module: nn.Module, seed: int, num_layers: int) -> None:
             std *= INITIAL_LOGIT_STD
         if name.endswith(("attention.out.weight", "mlp.down.weight")):
             std /= math.sqrt(2 * num_layers)
-        parameter.normal_(0.0, std, generator=_generator(seed, name))
+        parameter.normal_(0.0, std, generator=generator_for(seed, name))
 
 
-def _generator(seed: int, name: str) -> torch.Generator:
+def generator_for(seed: int, name: str) -> torch.Generator:
+    """The one that draws a parameter's initial weights."""
     digest = hashlib.sha256(f"farandole/init/1\n{seed}\n{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 

@@ -13,6 +13,7 @@ from typing import TypedDict
 
 from .config import ModelConfig
 from .errors import TrainingError
+from .parts import parts_of
 
 
 class Preset(TypedDict):
@@ -59,9 +60,6 @@ def preset(name: str) -> ModelConfig:
 
 
 def num_parameters(model: ModelConfig) -> int:
-    """How many numbers the model learns: what `model.Transformer` holds, counted without building it."""
-    width = model.width
-    attention = 4 * width * width  # query, key, value, output
-    mlp = 3 * width * model.hidden  # gate, up, down
-    norms = 2 * width
-    return model.vocabulary * width + model.num_layers * (attention + mlp + norms) + width
+    """How many numbers the model learns, counted without building it."""
+    parts = parts_of(model)
+    return parts.ends + model.num_layers * parts.layer

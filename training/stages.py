@@ -21,7 +21,7 @@ from .model import build_model
 
 
 class StageModule(Protocol):
-    """What a stage computes: `farandole.training.model.Transformer` and what has its methods."""
+    """What a stage computes: `farandole.training.model.Transformer`, or a stage of `farandole.training.hf`."""
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(B, T, C) for tokens (B, T); stage 0 alone."""
@@ -33,14 +33,28 @@ class StageModule(Protocol):
         """(B, T, V) for the last stage's (B, T, C); stage 0 alone."""
 
 
+def build_module(model: ModelConfig, seed: int, layers: range | None = None, *, has_ends: bool = True) -> nn.Module:
+    """The model, or a stage of it, of either kind: with the initial weights of the run's seed, in fp32 on the CPU.
+
+    Raises `TrainingError` if it is one of transformers', and that is not installed.
+    """
+    if not model.hf:
+        return build_model(model, seed, layers, has_ends=has_ends)
+    try:
+        from .hf import build_hf_model
+    except ImportError as error:
+        raise TrainingError("this run's model is one of transformers': pip install 'farandole[hf]'") from error
+    return build_hf_model(model, seed, layers, has_ends=has_ends)
+
+
 def build_stage(model: ModelConfig, seed: int, stage: int) -> nn.Module:
-    """Stage ``stage`` of the model, a `StageModule`, with the initial weights of the run's seed; nothing else is made.
+    """Stage ``stage`` of the model, a `StageModule`, as `build_module` makes it; nothing else is made.
 
     Raises `TrainingError` if there is no such stage.
     """
     if not 0 <= stage < model.num_stages:
         raise TrainingError(f"the model has stages 0 to {model.num_stages - 1}, not {stage}")
-    return build_model(model, seed, layers_of(model)[stage], has_ends=stage == 0)
+    return build_module(model, seed, layers_of(model)[stage], has_ends=stage == 0)
 
 
 def as_stage(module: nn.Module) -> StageModule:

@@ -1,0 +1,109 @@
+"""A Hugging Face ``config.json`` in a run file: ``model = {hf = "config.json", num_stages = 3, context = 128}``.
+
+Instead of the file's path, its folder's will do, or its content as a table. What decides how the model is trained goes
+into the manifest (`farandole.protocol.hf_config`), what has no bearing on it is left out, and whatever else a file says
+is refused by name: it might make it another model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from farandole.protocol.errors import ManifestError
+from farandole.protocol.hf_config import hf_config_from_dict
+
+# A configuration is two pages; those with labels or parameters of tasks are a few more.
+MAX_CONFIG_BYTES: Final = 256 * 1024
+
+# No bearing on training here: names and versions; generation; other tasks; tokens that text does not contain; the dtype
+# of weights that are not there. Dropout is left out on purpose: a stage's work may be done twice, and must come out
+# the same (`farandole.protocol.hf_config`).
+_WITHOUT_BEARING: Final = frozenset(
+    {
+        *("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype"),
+        *("use_cache", "output_attentions", "output_hidden_states", "return_dict", "pretraining_tp", "n_ctx"),
+        *("chunk_size_feed_forward", "gradient_checkpointing", "_attn_implementation_autoset"),
+        *("bos_token_id", "eos_token_id", "pad_token_id"),
+        *("id2label", "label2id", "problem_type", "task_specific_params"),
+        *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
+        *("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop"),
+    }
+)
+# Known, and fit to be trained as transformers' defaults alone.
+_AS_USUAL: Final[Mapping[str, object]] = {
+    "is_encoder_decoder": False,
+    "add_cross_attention": False,
+    "reorder_and_upcast_attn": False,
+    "scale_attn_by_inverse_layer_idx": False,
+    "scale_attn_weights": True,
+}
+_FAMILIES: Final = ("llama", "gpt2")
+
+
+def hf_model(model: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The ``model`` table of a manifest, from one of a run file that has ``hf``; other fields stay as they are.
+
+    Sizes follow from the configuration, and so does ``context`` if it is left out. Raises `ManifestError`, which names
+    the setting that is wrong.
+    """
+    config = hf_config_from_dict(_reduced(_settings(model["hf"], folder)))
+    return {"context": config.max_context, **config.sizes, **model, "hf": msgspec.to_builtins(config)}
+
+
+def _settings(hf: object, folder: Path) -> dict[str, Any]:
+    settings = _read(folder / hf) if isinstance(hf, str) else hf
+    if not isinstance(settings, Mapping):
+        raise ManifestError("model.hf is a config.json's path, or its content as a table")
+    return dict(settings)
+
+
+def _read(path: Path) -> object:
+    """A parsed JSON file, or one in a folder."""
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        if (size := path.stat().st_size) > MAX_CONFIG_BYTES:
+            raise ManifestError(f"model.hf: {path} has {size} bytes, more than {MAX_CONFIG_BYTES}: no configuration")
+        return msgspec.json.decode(path.read_bytes())
+    except OSError as error:
+        raise ManifestError(f"model.hf: cannot read {path}: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ManifestError(f"model.hf: {path} is not JSON: {error}") from error
+
+
+def _reduced(settings: dict[str, Any]) -> dict[str, Any]:
+    """What is left for the manifest, with what transformers would derive from the rest."""
+    family = settings.get("model_type")
+    if family not in _FAMILIES:
+        raise ManifestError(f"model.hf.model_type is {family!r}: the known families are {', '.join(_FAMILIES)}")
+    for name, usual in _AS_USUAL.items():
+        if settings.pop(name, usual) != usual:
+            raise ManifestError(f"model.hf.{name} can be trained as {usual} alone")
+    kept = {name: value for name, value in settings.items() if name not in _WITHOUT_BEARING}
+    return _llama(kept) if family == "llama" else _gpt2(kept)
+
+
+def _llama(settings: dict[str, Any]) -> dict[str, Any]:
+    heads = settings.get("num_attention_heads")
+    if settings.get("num_key_value_heads") is None:
+        settings["num_key_value_heads"] = heads
+    width = settings.get("hidden_size")
+    if settings.get("head_dim") is None and isinstance(width, int) and isinstance(heads, int) and heads > 0:
+        settings["head_dim"] = width // heads
+    theta, scaling = settings.pop("rope_theta", None), settings.pop("rope_scaling", None)  # until transformers 5
+    rope = settings.get("rope_parameters") or scaling or {}
+    if isinstance(rope, Mapping):
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        rest = {name: value for name, value in rope.items() if name != "type"}
+        rope = {**({} if theta is None else {"rope_theta": theta}), **rest, "rope_type": kind}
+    return {**settings, "rope_parameters": rope}
+
+
+def _gpt2(settings: dict[str, Any]) -> dict[str, Any]:
+    width = settings.get("n_embd")
+    if settings.get("n_inner") is None and isinstance(width, int):
+        settings["n_inner"] = 4 * width
+    return settings

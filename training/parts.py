@@ -1,0 +1,58 @@
+"""How many parameters the parts of a model have, counted without building it. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Of one layer, and of both ends together: the embedding, the last norm, and a head that is not the embedding."""
+
+    layer: int
+    ends: int
+    attention_width: int
+    """Of all heads together."""
+
+
+def parts_of(model: ModelConfig) -> Parts:
+    """What the model is made of."""
+    if model.hf:
+        settings = json.loads(model.hf)
+        return _HF[settings["model_type"]](settings)
+    width = model.width
+    attention = 4 * width * width  # query, key, value, output
+    mlp = 3 * width * model.hidden  # gate, up, down
+    norms = 2 * width
+    return Parts(attention + mlp + norms, model.vocabulary * width + width, width)
+
+
+def _llama(settings: Mapping[str, Any]) -> Parts:
+    width, hidden, head = settings["hidden_size"], settings["intermediate_size"], settings["head_dim"]
+    queries, keys = settings["num_attention_heads"] * head, settings["num_key_value_heads"] * head
+    attention = 2 * width * queries + 2 * width * keys  # query, output; key, value
+    if settings["attention_bias"]:
+        attention += queries + 2 * keys + width
+    mlp = 3 * width * hidden  # gate, up, down
+    if settings["mlp_bias"]:
+        mlp += 2 * hidden + width
+    norms = 2 * width
+    embeddings = settings["vocab_size"] * width * (1 if settings["tie_word_embeddings"] else 2)
+    return Parts(attention + mlp + norms, embeddings + width, queries)
+
+
+def _gpt2(settings: Mapping[str, Any]) -> Parts:
+    width, hidden = settings["n_embd"], settings["n_inner"]
+    attention = 4 * (width + 1) * width  # query, key, value, output
+    mlp = (width + 1) * hidden + (hidden + 1) * width
+    norms = 2 * 2 * width
+    embeddings = settings["vocab_size"] * width * (1 if settings["tie_word_embeddings"] else 2)
+    return Parts(attention + mlp + norms, embeddings + settings["n_positions"] * width + 2 * width, width)
+
+
+_HF = {"llama": _llama, "gpt2": _gpt2}
