@@ -94,7 +94,7 @@ class ActivationLink:
             self._wakeup.set()
 
     async def greet(self, on_event: Callable[[Event], None]) -> None:
-        """Read until both have greeted; for before `run`."""
+        """Read until both have greeted; for before `run`, which hears what came with the greeting."""
         while not self.link.is_open:
             await self._write_waiting()
             if self.link.is_open:
@@ -103,7 +103,7 @@ class ActivationLink:
             if not data:
                 raise RemoteProtocolError("the stream ended before its greeting")
             self.link.receive_data(data)
-            while not self.link.awaits_place and (event := self.link.next_event()) is not None:
+            while not self.link.is_open and (event := self.link.next_event()) is not None:
                 on_event(event)
 
     async def run(self, on_event: Callable[[ActivationLink, Event], None]) -> None:

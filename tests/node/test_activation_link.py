@@ -13,6 +13,7 @@ from farandole.node.shaping import Shaping
 from farandole.protocol.activations import (
     DATA_BYTES,
     Control,
+    Credits,
     DataReceived,
     Dropped,
     Event,
@@ -118,3 +119,24 @@ async def test_a_gradient_whose_memory_is_another_s_is_not_taken_for_one(num_chu
         assert alice.memory == b"g" * size
     else:
         assert is_dropped
+
+
+async def test_what_comes_with_the_welcome_is_heard() -> None:
+    """Bob opens a link to Alice, whose first credits leave in one write with her welcome."""
+    near, far = trio.testing.memory_stream_pair()
+    alice, heard = Link(False, HELLO, 1), list[Event]()
+    bob = ActivationLink(0, Link(True, HELLO, 1), Line(far), Shaping())
+
+    def hear(link: ActivationLink, event: Event) -> None:
+        heard.append(event)
+        link.close()
+
+    with trio.fail_after(PATIENCE):
+        async with trio.open_nursery() as nursery:
+            bob.send(HELLO)
+            nursery.start_soon(bob.greet, lambda event: None)
+            alice.receive_data(await near.receive_some())
+            assert alice.next_event() == HELLO
+            await near.send_all(alice.send(Welcome(0)) + alice.send(Credits(3)))
+        await bob.run(hear)
+    assert heard == [Credits(3)]
