@@ -37,7 +37,7 @@ def run_testnet(
         str | None,
         typer.Argument(
             metavar="SCENARIO",
-            help="A TOML file, or demo, churn, unequal, overlap, slow-link, stages.",
+            help="A TOML file, or demo, churn, unequal, overlap, slow-link, stages, ....",
             show_default="demo, or stages with --stages",
         ),
     ] = None,

@@ -35,8 +35,16 @@ async def run_fault(fault: Fault, context: FaultContext) -> None:
     """Wait for the fault's moment, do it to all its nodes at once, and undo what ends."""
     await _moment(fault, context)
     async with trio.open_nursery() as nursery:
-        for index in fault.nodes:
-            nursery.start_soon(_DEEDS[fault.kind], fault, context.nodes[index], context)
+        for node in _targets(fault, context):
+            nursery.start_soon(_DEEDS[fault.kind], fault, node, context)
+
+
+def _targets(fault: Fault, context: FaultContext) -> list[NodeProcess]:
+    if fault.of_stage is None:
+        return [context.nodes[index] for index in fault.nodes]
+    holders = [node for node in context.nodes if node.is_running and not node.is_frozen]
+    holders = [node for node in holders if node.record.stage == fault.of_stage]
+    return holders[::-1][: fault.count]
 
 
 async def _moment(fault: Fault, context: FaultContext) -> None:
@@ -48,7 +56,8 @@ async def _moment(fault: Fault, context: FaultContext) -> None:
 
 
 async def _kill(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
-    context.say(f"kill -9 {node.name} in round {node.record.round}")
+    context.say(f"kill -9 {node.name} in round {node.record.round}{_stage(node)}")
+    node.record.is_doomed = fault.kind == "kill"
     node.kill()
     await node.wait_ended()
 
@@ -63,7 +72,7 @@ async def _restart(fault: Fault, node: NodeProcess, context: FaultContext) -> No
 
 async def _freeze(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
     assert fault.duration is not None
-    context.say(f"freezing {node.name} in round {node.record.round} for {fault.duration:g} s")
+    context.say(f"freezing {node.name} in round {node.record.round}{_stage(node)} for {fault.duration:g} s")
     node.freeze()
     try:
         await trio.sleep(fault.duration)
@@ -100,8 +109,13 @@ async def _join(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
 
 
 async def _leave(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
-    context.say(f"{node.name} leaves in round {node.record.round}")
+    context.say(f"{node.name} leaves in round {node.record.round}{_stage(node)}")
+    node.record.is_doomed = True
     await node.leave()
+
+
+def _stage(node: NodeProcess) -> str:
+    return "" if node.record.pipeline is None else f", stage {node.record.stage}"
 
 
 _DEEDS: Final = {

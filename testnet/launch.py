@@ -35,6 +35,7 @@ from .process import NODE_COMMAND, NodeProcess
 from .record import NodeRecord
 from .report import Merged, NodeReport, Report, is_state_equal, make_report, node_report
 from .scenario import Fault, Scenario
+from .vacancies import Vacancies
 
 WATCH_INTERVAL: Final = 0.5
 # Addresses in an invite: of several nodes, since any may be dead.
@@ -88,6 +89,7 @@ class Testnet:
     _nodes: list[NodeProcess] = field(default_factory=list)
     _started_at: float = 0.0
     _pending_faults: int = 0
+    _vacancies: Vacancies = field(default_factory=Vacancies)
     _rounds_waited_for: dict[int, trio.Event] = field(default_factory=dict)
     _stage: trio.CancelScope = field(default_factory=trio.CancelScope)
     """What Ctrl-C ends: the training, or the measuring after it."""
@@ -203,6 +205,7 @@ class Testnet:
                 self._watch()
                 await trio.sleep(WATCH_INTERVAL)
         self._watch()
+        self._problems += self._vacancies.problems(self.scenario.max_empty_seconds, trio.current_time())
 
     def _is_training(self) -> bool:
         early = [node for node in self._nodes if node.record.index not in self.scenario.late_joiners]
@@ -219,6 +222,9 @@ class Testnet:
             if is_watched and node.record.check_progress(now, self.scenario.wedged_after):
                 phase = node.record.status.phase if node.record.status else "starting"
                 self._say(f"{node.name} is wedged: {phase} for {self.scenario.wedged_after:g} s")
+        trained = [node.record for node in self._nodes if node.is_running and node.record.is_in_pipeline]
+        for news in self._vacancies.observe({record.stage for record in trained if record.stage is not None}, now):
+            self._say(news)
         farthest = max((node.record.round for node in self._nodes if node.is_running), default=0)
         for round_index, event in self._rounds_waited_for.items():
             if farthest >= round_index:

@@ -20,6 +20,8 @@ class NodeRecord:
     died: bool = False
     """It ended without being told to."""
     wedged: bool = False
+    is_doomed: bool = False
+    """Ended on purpose, for good."""
     restarts: int = 0
     losses: dict[int, float] = field(default_factory=dict)
     """Round -> mean training loss."""
@@ -73,6 +75,16 @@ class NodeRecord:
     def round(self) -> int:
         """The round it is in: as many are behind it."""
         return self.status.round if self.status else 0
+
+    @property
+    def stage(self) -> int | None:
+        """The one that it holds; None before it says so."""
+        return self.status.stage if self.status else None
+
+    @property
+    def is_in_pipeline(self) -> bool:
+        """Whether its trainer computes for a stage, or has done all its rounds."""
+        return self.status is not None and (self.status.pipeline is not None or self.is_finished)
 
     @property
     def tokens(self) -> int:

@@ -55,6 +55,8 @@ class NodeReport(msgspec.Struct, frozen=True):
     """Most that its trainer ever held."""
     pipeline: PipelineStatus | None = None
     """Where the model is cut into stages."""
+    is_doomed: bool = False
+    """Ended by a fault, for good."""
 
 
 class StageReport(msgspec.Struct, frozen=True):
@@ -136,6 +138,7 @@ def node_report(record: NodeRecord, *, is_alive: bool) -> NodeReport:
         restarts=record.restarts,
         exchanges_since_restart=status.exchanges_ok if status else 0,
         is_alive=is_alive,
+        is_doomed=record.is_doomed,
         state_root=status.run.state_root if status and is_alive else "",
         utilisation=status.utilisation if status else None,
         paths=dict(record.all_paths),
@@ -228,7 +231,7 @@ def _node_problems(scenario: Scenario, node: NodeReport) -> list[str]:
     if node.wedged:
         problems.append(f"was wedged: its training stood still for {scenario.wedged_after:g} s")
     if not node.is_alive:
-        if not node.died and node.index not in scenario.doomed:
+        if not node.died and not node.is_doomed:
             problems.append("was not there at the end")
         return problems
     if not (node.losses or (node.pipeline and node.inner_steps)):

@@ -38,7 +38,10 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``kill``: SIGKILL for good. ``restart``: SIGKILL, and started again in the same folder after ``duration``.
     ``freeze``: stopped (SIGSTOP) for ``duration``. ``slow``: its trainer gets only one part in ``factor`` of the time,
     for ``duration``, or until the end. ``join``: not started before this moment. ``leave``: told to leave."""
-    nodes: Annotated[tuple[_NodeIndex, ...], msgspec.Meta(min_length=1)]
+    nodes: tuple[_NodeIndex, ...] = ()
+    of_stage: Annotated[int, msgspec.Meta(ge=0, le=511)] | None = None
+    """Instead of ``nodes``: as many as ``count`` of those that hold this stage then, the last ones first."""
+    count: Annotated[int, msgspec.Meta(ge=1, le=MAX_NODES)] = 1
     at_round: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """When the farthest live node is in this round."""
     at_seconds: Annotated[float, msgspec.Meta(ge=0)] | None = None
@@ -47,6 +50,10 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     factor: Annotated[float, msgspec.Meta(gt=1, le=1_000)] = 4.0
 
     def __post_init__(self) -> None:
+        if bool(self.nodes) == (self.of_stage is not None):
+            raise ValueError(f"fault {self.kind!r}: say its nodes, or of_stage")
+        if self.kind == "join" and self.of_stage is not None:
+            raise ValueError("fault 'join': who has not joined holds no stage")
         if (self.at_round is None) == (self.at_seconds is None):
             raise ValueError(f"fault {self.kind!r}: say either at_round or at_seconds")
         if self.kind in ("freeze", "restart") and self.duration is None:
@@ -98,6 +105,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min_partners: Annotated[int, msgspec.Meta(ge=0)] = DEFAULT_MIN_PARTNERS
     max_loss_merged: _Positive | None = None
     """Validation loss of the mean of all replicas, nats a token."""
+    max_empty_seconds: _Positive = 30.0
+    """For so long a stage may be held by nobody, once all have been held."""
     every_round: bool = False
     """Whether each node must take part in each round from its first on, slower ones with fewer inner steps."""
     link: Link | None = None
@@ -108,7 +117,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         for fault in self.fault:
-            if max(fault.nodes) >= self.nodes:
+            if max(fault.nodes, default=0) >= self.nodes:
                 raise ValueError(
                     f"fault {fault.kind!r} names node {max(fault.nodes)}, but the last is {self.nodes - 1}"
                 )
@@ -132,11 +141,6 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def late_joiners(self) -> frozenset[int]:
         """Nodes that a ``join`` fault starts."""
         return frozenset(self._named_by("join"))
-
-    @property
-    def doomed(self) -> frozenset[int]:
-        """Nodes that are gone at the end, on purpose."""
-        return frozenset((*self._named_by("kill"), *self._named_by("leave")))
 
     def _named_by(self, kind: FaultKind) -> Iterator[int]:
         for fault in self.fault:

@@ -86,8 +86,8 @@ def test_one_bad_node_fails_the_run(changes: dict[str, Any], reason: str) -> Non
 
 
 def test_a_node_that_was_killed_on_purpose_owes_nothing() -> None:
-    gone = node(1, is_alive=False, rounds=1, partners={}, state_root="")
-    assert judge([node(0), gone, node(2)], fault=[{"kind": "kill", "nodes": [1], "at_round": 1}]).verdict == "pass"
+    gone = node(1, is_alive=False, is_doomed=True, rounds=1, partners={}, state_root="")
+    assert judge([node(0), gone, node(2)]).verdict == "pass"
 
 
 def test_a_late_joiner_must_begin_with_a_peers_weights() -> None:

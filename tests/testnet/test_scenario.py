@@ -52,6 +52,8 @@ def test_what_the_command_line_says_replaces_what_the_file_says(tmp_path: Path) 
         ({"run": RUN, "fault": [{"kind": "kill", "nodes": [1], "at_round": 1, "at_seconds": 1}]}, "either"),
         ({"run": RUN, "fault": [{"kind": "kill", "nodes": [8], "at_round": 1}]}, "names node 8, but the last is 7"),
         ({"run": RUN, "fault": [{"kind": "kill", "nodes": [], "at_round": 1}]}, "nodes"),
+        ({"run": RUN, "fault": [{"kind": "kill", "nodes": [1], "of_stage": 1, "at_round": 1}]}, "or of_stage"),
+        ({"run": RUN, "fault": [{"kind": "join", "of_stage": 1, "at_round": 1}]}, "holds no stage"),
         ({"run": RUN, "fault": [{"kind": "kill", "nodes": [1], "at_round": 20}]}, "never happens"),
         ({"run": RUN, "fault": [{"kind": "kill", "nodes": [1], "at_round": 1, "duration": 2}]}, "has no duration"),
         ({"run": RUN, "fault": [{"kind": "freeze", "nodes": [1], "at_round": 1}]}, "say its duration"),
@@ -78,7 +80,6 @@ def test_who_joins_late_and_who_is_gone_at_the_end() -> None:
     ]
     scenario = parse_scenario({"run": RUN, "fault": faults, "slow": [2.0]})
     assert scenario.late_joiners == {3}
-    assert scenario.doomed == {1, 2, 4}
     assert (scenario.slowness(0), scenario.slowness(1)) == (2.0, 1.0)
 
 
