@@ -13,7 +13,10 @@ from farandole.node.hf_file import MAX_CONFIG_BYTES
 from farandole.node.run_file import load_run_file, manifest_of
 from farandole.protocol.errors import ManifestError
 from farandole.protocol.hf_config import DefaultRope, GPT2Config, LinearRope, Llama3Rope, LlamaConfig
+from farandole.training.cut import stage_parameters
 from farandole.training.presets import num_parameters
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "llama-3-stages" / "run.toml"
 
 # As they come with models: https://huggingface.co/openai-community/gpt2, and Llama 3.2 1B.
 GPT2: dict[str, Any] = json.loads("""{
@@ -58,6 +61,15 @@ def test_a_run_file_names_a_configuration_or_its_folder(tmp_path: Path) -> None:
     )
     assert (model.num_stages, model.context) == (3, 128)
     assert num_parameters(training_configs(manifests[0]).model) == 1_235_814_400  # what its model card says
+
+
+def test_the_example_cuts_a_llama_in_three() -> None:
+    manifest = load_run_file(EXAMPLE, now=0)
+    assert isinstance(manifest.model.hf, LlamaConfig)
+    model = training_configs(manifest).model
+    sizes = [stage_parameters(model, stage) for stage in range(3)]
+    assert sum(sizes) == num_parameters(model)
+    assert max(sizes) < num_parameters(model) / 2
 
 
 def test_gpt2_as_it_comes() -> None:
