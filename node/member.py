@@ -133,7 +133,7 @@ class RunMember:
             on_nodes=self._pipeline.set_nodes if self._pipeline else lambda nodes: None,
         )
         self._weights = Weights(
-            settings, board, host, self._membership, manifest, self.run_id, shaping, self._rounds.save_soon
+            settings, board, host, self._membership, manifest, self.run_id, shaping, store, self._rounds.save_soon
         )
         self._keeper = StageKeeper(
             self._membership,

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import trio
 
 from farandole.protocol.identity import short_name
@@ -31,6 +32,7 @@ from .membership import Membership
 from .round_session import MAX_ROUNDS_BEHIND
 from .settings import NodeSettings
 from .shaping import Shaping
+from .store import Store, StoreError
 from .transfers import SavedCheckpoint, fetch_checkpoint, saved_round
 
 # How long a newcomer to a run that is under way looks for somebody who gives it weights.
@@ -44,6 +46,8 @@ SEED_AFTER: Final = 20.0
 BACKUP_SHARE: Final = 0.1
 # What a line is taken to carry until a download has been measured, bytes a second: 10 Mbit/s.
 USUAL_RATE: Final = 1.25e6
+
+BACKUP_FACT: Final = "backup"
 
 _Show = Callable[[bytes, int, int], None]
 
@@ -60,6 +64,7 @@ class Weights:
         manifest: Manifest,
         run_id: bytes,
         shaping: Shaping,
+        store: Store,
         save_soon: Callable[[], None],
     ) -> None:
         self.trainer_stage: int | None = None
@@ -71,6 +76,7 @@ class Weights:
         self._model = training_configs(manifest).model
         self._run_id = run_id
         self._shaping = shaping
+        self._store = store
         self._save_soon = save_soon
         self._saved: SavedCheckpoint | None = None
         self._has_saved = trio.Event()
@@ -259,6 +265,7 @@ class Weights:
         settings = self._settings
         usual = 2 * settings.checkpoint_seconds if settings.backup_seconds is None else settings.backup_seconds
         pause = usual
+        await self._recall_backup()
         while True:
             await trio.sleep(pause * random.uniform(0.75, 1.25))
             began_at = trio.current_time()
@@ -271,9 +278,25 @@ class Weights:
         for donor in self._membership.savers(stage, known):
             header = await self._fetch_from(donor, stage, path, lambda donor, received, size: None)
             if header is not None:
-                self._backup = stage, SavedCheckpoint(path, header)
-                self._membership.checkpoint_saved(stage, header, is_backup=True)
+                self._keep(stage, header)
+                try:
+                    await self._store.put_fact(BACKUP_FACT, msgspec.msgpack.encode((stage, header)))
+                except StoreError as error:
+                    self._board.warn(f"{error}; a next life does not know of the backup of stage {stage}")
                 for other in path.parent.glob("backup-*.safetensors"):
                     if other != path:
                         other.unlink(missing_ok=True)
                 return
+
+    def _keep(self, stage: int, header: CheckpointHeader) -> None:
+        self._backup = stage, SavedCheckpoint(self._settings.backup(stage), header)
+        self._membership.checkpoint_saved(stage, header, is_backup=True)
+
+    async def _recall_backup(self) -> None:
+        """What an earlier life kept; whoever fetches it checks its hash."""
+        stored = await self._store.get_fact(BACKUP_FACT)
+        if stored is None:
+            return
+        stage, header = msgspec.msgpack.decode(stored, type=tuple[int, CheckpointHeader])
+        if stage != self._membership.stage and self._settings.backup(stage).exists():
+            self._keep(stage, header)
