@@ -423,7 +423,8 @@ def join(
     """Join a run and train until Ctrl-C (or `farandole leave`), saying what happens.
 
     Examples: [cyan]farandole join farandole1...[/cyan]; [cyan]farandole join run.manifest[/cyan] (a run's first node);
-    [cyan]farandole join[/cyan] (comes back to the run of this folder)
+    [cyan]farandole join[/cyan] (comes back to the run of this folder);
+    [cyan]farandole join farandole1... --stage 2[/cyan] (holds that stage, where the node would else choose one)
     """
     invite, manifest = _split_source(source)
     settings = NodeSettings(
