@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -34,8 +35,17 @@ def figures(report: Report) -> str:
     )
 
 
+needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="the extra 'hf' is not installed")
+
+
 @pytest.mark.soak
-@pytest.mark.parametrize("name", ["churn", "unequal", "overlap", "slow-link", "slow-link-blocking"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("churn", "unequal", "overlap", "slow-link", "slow-link-blocking"),
+        pytest.param("llama-stages", marks=needs_transformers),
+    ],
+)
 async def test_a_delivered_scenario_passes(name: str, tmp_path: Path) -> None:
     report = await Testnet(load_scenario(name), tmp_path / name, Quiet()).play()
     print(f"\n{figures(report)}")
