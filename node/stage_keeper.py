@@ -148,6 +148,5 @@ class StageKeeper:
         membership = self._membership
         self._weights.forget_saved()
         await membership.hold(stage)
-        self._board.speed = 0.0
         self._board.say(f"this node holds stage {stage} (of 0 to {membership.num_stages - 1})")
         await self._on_moved(stage)

@@ -152,6 +152,7 @@ def test_a_manifest_is_not_replaced_by_accident(run: Run, run_file: Path) -> Non
         (["join", "farandole1abcdefgh"], Exit.BAD_INPUT, "damaged"),
         (["join", "missing.manifest"], Exit.BAD_INPUT, "is no invite, and no manifest"),
         (["join", "--slow", "0.5"], Exit.USAGE, "slow"),
+        (["join", "--stage", "-1"], Exit.USAGE, "stage"),
         (["join", "--upload-mbit", "-1"], Exit.USAGE, "upload-mbit"),
         (["join", "--upload-mbit", "nan"], Exit.USAGE, "upload-mbit"),
         (["join", "--download-mbit", "inf"], Exit.USAGE, "finite"),
