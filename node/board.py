@@ -38,6 +38,8 @@ class Board:
     tokens_per_second: float = 0.0
     utilisation: float | None = None
     """Share of the trainer's time that went into inner steps."""
+    recent_utilisation: float | None = None
+    """The same of the last few rounds."""
     late_steps: int = 0
     """Inner steps between the newest contribution and its outer step."""
     num_parameters: int = 0

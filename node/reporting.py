@@ -60,6 +60,7 @@ class Reporter:
             tokens=board.tokens,
             tokens_per_second=board.tokens_per_second,
             utilisation=board.utilisation,
+            recent_utilisation=board.recent_utilisation,
             late_steps=board.late_steps,
             loss=board.loss,
             losses=list(board.losses),

@@ -52,6 +52,8 @@ VALIDATION_BATCHES: Final = 8
 # A node that was away longer takes a peer's weights instead of its own: old weights would pull its partners back. And
 # a newcomer is given weights that are not much older; the donor saves anew if need be.
 MAX_ROUNDS_BEHIND: Final = 10
+# What "the last few rounds" are.
+RECENT_ROUNDS: Final = 5
 # After a sleep, news of how far the others are comes in parts for a moment: first the old, which waited in buffers.
 NEWS_SECONDS: Final = 3.0
 
@@ -114,6 +116,7 @@ class RoundSession:
         self._num_saving = 0  # Save commands without their report
         self._ahead_since: float | None = None  # the round that overlaps with the one whose partner is sought
         self._is_ending = False
+        self._recent = deque[tuple[float, float]](maxlen=RECENT_ROUNDS + 1)  # (end of a round, busy seconds in it)
         self._rounds_behind = deque([(-math.inf, 0)])  # (seen at, rounds), the first more than NEWS_SECONDS ago
         # The replica's count begins with its weights, which may be a peer's; the board's has this node's tokens alone.
         self._tokens_before = self._board.tokens - trainer.prepared.tokens
@@ -308,12 +311,20 @@ class RoundSession:
             board.speed = report.tokens_this_round / report.busy_seconds
         board.record_loss(report.round, report.loss)
         board.utilisation = report.utilisation
+        self._note_busy(report.busy_seconds)
         following = report.round + 1
         if self._manifest.rounds.overlap and following != self._config.max_rounds and not self._is_ending:
             self._train(following)
             self._ahead_since = trio.current_time()
         self._show("pairing", f"contribution of round {report.round} is ready", "the partner")
         self._tell_pairing(ContributionReady(report.round, report.fragment))
+
+    def _note_busy(self, seconds: float) -> None:
+        now, recent = trio.current_time(), self._recent
+        recent.append((now, seconds))
+        if len(recent) > 1:
+            busy = sum(seconds for _, seconds in recent) - recent[0][1]
+            self._board.recent_utilisation = busy / (now - recent[0][0])
 
     def _finish_round(self, report: messages.OuterStepTaken) -> None:
         contributed = self._contributed

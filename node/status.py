@@ -151,6 +151,8 @@ class NodeStatus(msgspec.Struct, frozen=True):
     """What a person should know, newest last."""
     utilisation: float | None = None
     """Share of the trainer's time that went into inner steps."""
+    recent_utilisation: float | None = None
+    """The same of the last few rounds."""
     late_steps: int = 0
     """Inner steps between the newest contribution and its outer step: more than 0 where exchanges overlap."""
     paths: dict[str, int] = {}

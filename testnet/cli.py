@@ -109,6 +109,12 @@ def _print_verdict(report: Report, folder: Path, console: Console) -> None:
         moved = sum((Counter(node.paths) for node in report.nodes), Counter[str]())
         paths = ", ".join(f"{number // 2} by {path}" for path, number in sorted(moved.items()))
         say(f"trainers in inner steps {min(shares):.1%} to {max(shares):.1%} of the time; exchanges: {paths or 'none'}")
+    for stage in report.stages:
+        busy = "not known" if stage.utilisation is None else f"{stage.utilisation:.1%}"
+        say(
+            f"stage {stage.stage}: {stage.providers} nodes, {busy} busy of late; microbatches: {stage.kept} kept, "
+            f"{stage.dropped} dropped, {stage.rerouted} sent another way, {stage.taken_out} taken out again"
+        )
     for reason in report.reasons:
         say(f"  - {reason}", style="red", markup=False)
     say("PASS" if report.verdict == "pass" else "FAIL", style="bold green" if report.verdict == "pass" else "bold red")

@@ -164,6 +164,8 @@ class Testnet:
             "--upload-mbit": upload_mbit,
             "--download-mbit": download_mbit,
         }
+        if index < len(scenario.stage):
+            settings["--stage"] = scenario.stage[index]
         return [str(part) for pair in settings.items() for part in pair]
 
     async def _run_nodes(self, signed: SignedManifest) -> tuple[list[NodeReport], float]:

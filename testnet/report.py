@@ -55,6 +55,8 @@ class NodeReport(msgspec.Struct, frozen=True):
     """Most that its trainer ever held."""
     pipeline: PipelineStatus | None = None
     """Where the model is cut into stages."""
+    recent_utilisation: float | None = None
+    """As `utilisation`, of the last few rounds."""
     is_doomed: bool = False
     """Ended by a fault, for good."""
 
@@ -74,7 +76,7 @@ class StageReport(msgspec.Struct, frozen=True):
     taken_out: int
     refused: int
     utilisation: float | None
-    """Mean of the live ones."""
+    """Mean of the live ones over their last few rounds."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -141,6 +143,7 @@ def node_report(record: NodeRecord, *, is_alive: bool) -> NodeReport:
         is_doomed=record.is_doomed,
         state_root=status.run.state_root if status and is_alive else "",
         utilisation=status.utilisation if status else None,
+        recent_utilisation=status.recent_utilisation if status else None,
         paths=dict(record.all_paths),
         num_parameters=record.num_parameters,
         pipeline=record.pipeline,
@@ -165,7 +168,7 @@ def _stage_report(stage: int, nodes: Sequence[NodeReport]) -> StageReport:
         rerouted=sum(pipeline.rerouted for _, pipeline in parts),
         taken_out=sum(pipeline.taken_out for _, pipeline in parts),
         refused=sum(pipeline.refused for _, pipeline in parts),
-        utilisation=_mean(node.utilisation for node in live),
+        utilisation=_mean(node.recent_utilisation for node in live),
     )
 
 

@@ -84,6 +84,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of the run; replaces ``run.seed``."""
     slow: Annotated[tuple[Annotated[float, msgspec.Meta(ge=1, le=1_000)], ...], msgspec.Meta(max_length=MAX_NODES)] = ()
     """How many times slower each node computes, from node 0 on; the others are as fast as they can."""
+    stage: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=511)], ...], msgspec.Meta(max_length=MAX_NODES)] = ()
+    """The stage that each node holds for good, from node 0 on; the others choose, and move where they are needed."""
     upload_mbit: _Caps = ()
     """The nodes' own caps, from node 0 on, in Mbit/s; 0, and the others: none."""
     download_mbit: _Caps = ()
@@ -127,7 +129,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError("fault 'join': say at_round, from 1 on, so that there are weights to get")
         if 0 in self.late_joiners:
             raise ValueError("node 0 begins the run and cannot join late")
-        for name in ("slow", "upload_mbit", "download_mbit"):
+        for name in ("slow", "stage", "upload_mbit", "download_mbit"):
             if len(entries := getattr(self, name)) > self.nodes:
                 raise ValueError(f"{name} has {len(entries)} entries for {self.nodes} nodes")
         if any(0 < cap < MIN_CAP_MBIT for cap in (*self.upload_mbit, *self.download_mbit)):

@@ -15,6 +15,18 @@ from farandole.testnet.scenario import load_scenario, parse_scenario
 # FARANDOLE_SOAK_STARTS=20 for a shorter evening.
 NUM_STARTS = int(os.environ.get("FARANDOLE_SOAK_STARTS", "100"))
 
+DELIVERED = (
+    "churn",
+    "unequal",
+    "overlap",
+    "slow-link",
+    "slow-link-blocking",
+    "stages",
+    "stages-churn",
+    "stages-unequal",
+    "stages-unequal-pinned",
+)
+
 
 class Quiet:
     """Nobody watches."""
@@ -39,13 +51,7 @@ needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reaso
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("churn", "unequal", "overlap", "slow-link", "slow-link-blocking"),
-        pytest.param("llama-stages", marks=needs_transformers),
-    ],
-)
+@pytest.mark.parametrize("name", [*DELIVERED, pytest.param("llama-stages", marks=needs_transformers)])
 async def test_a_delivered_scenario_passes(name: str, tmp_path: Path) -> None:
     report = await Testnet(load_scenario(name), tmp_path / name, Quiet()).play()
     print(f"\n{figures(report)}")
@@ -74,3 +80,29 @@ async def test_eight_nodes_start_and_none_is_wedged(start: int, tmp_path: Path) 
     print(f"\n{figures(report)}")
     assert not any(node.wedged for node in report.nodes)
     assert report.reasons == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("nodes", "stages"), [(8, 4), (9, 3)])
+async def test_stages_learn_as_well_as_the_whole_model(nodes: int, stages: int, tmp_path: Path) -> None:
+    """The same model whole at as many nodes as have drawn the data, on as many tokens."""
+    staged = load_scenario("stages", nodes=nodes, stages=stages)
+    report = await Testnet(staged, tmp_path / "stages", Quiet()).play()
+    print(f"\n{figures(report)}")
+    assert report.reasons == []
+    origins = [node for node in report.nodes if node.pipeline and node.pipeline.stage == 0]
+    steps = round(sum(node.inner_steps for node in origins) / len(origins) / staged.rounds)
+    rounds = {**staged.run["rounds"], "inner_steps": steps, "round_seconds": 0.0, "overlap": False}
+    settings = {
+        "nodes": len(origins),
+        "rounds": staged.rounds,
+        "min_partners": 1,
+        "timeout": 600.0,
+        "run": {**staged.run, "rounds": rounds},
+    }
+    whole = await Testnet(parse_scenario(settings), tmp_path / "whole", Quiet()).play()
+    print(f"{figures(whole)}; {report.tokens} tokens in stages, {whole.tokens} whole")
+    assert whole.reasons == []
+    assert report.loss_merged is not None
+    assert whole.loss_merged is not None
+    assert report.loss_merged == pytest.approx(whole.loss_merged, rel=0.03)
