@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .figures import BYTES_PER_MBIT, count, duration, loss, size, sparkline
-from .status import ExchangeStatus, MemberStatus, NodeStatus
+from .status import ExchangeStatus, MemberStatus, NodeStatus, PipelineStatus
 
 SPARKLINE_WIDTH: Final = 40
 MAX_WARNINGS_SHOWN: Final = 3
@@ -51,6 +51,7 @@ def _lines(status: NodeStatus, now: float) -> list[tuple[str, RenderableType]]:
         ("progress", _progress(status)),
         ("loss", _loss(status)),
         *([("stage", _stage(status))] if len(status.run.providers) > 1 else []),
+        *([("microbatches", _microbatches(status.pipeline))] if status.pipeline else []),
         ("exchanges", _exchanges(status)),
         ("last exchange", _last_exchange(status.last_exchange, now)),
         ("the run", _run(status)),
@@ -86,6 +87,17 @@ def _stage(status: NodeStatus) -> Text:
     return text
 
 
+def _microbatches(pipeline: PipelineStatus) -> str:
+    lost = f"{pipeline.dropped} dropped"
+    if pipeline.reasons:
+        reason, number = max(pipeline.reasons.items(), key=lambda item: item[1])
+        lost += f" ({number} of them: {reason})"
+    return (
+        f"{pipeline.kept:,} kept, {pipeline.in_flight} in flight, {lost}, {pipeline.rerouted} sent another way; "
+        f"{size(pipeline.bytes_sent)} sent, {size(pipeline.bytes_received)} received"
+    )
+
+
 def _busy(status: NodeStatus) -> str:
     if status.utilisation is None:
         return ""
@@ -95,7 +107,7 @@ def _busy(status: NodeStatus) -> str:
 
 def _loss(status: NodeStatus) -> Text:
     if status.loss is None:
-        return Text("not measured yet", style="dim")
+        return Text("known to stage 0" if status.stage else "not measured yet", style="dim")
     text = Text(loss(status.loss), style="bold")
     text.append(f" from {loss(status.loss_first)}  " if status.loss_first is not None else "  ", style="not bold")
     text.append(sparkline([value for _, value in status.losses], SPARKLINE_WIDTH), style="cyan")

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from farandole.node import figures
-from farandole.node.status import NodeStatus
+from farandole.node.status import NodeStatus, PipelineStatus
 from farandole.node.status_view import members_table, status_screen
 
 from .statuses import BOB, NOW, STATUS
@@ -49,6 +49,26 @@ def test_the_caps_and_what_moves_are_shown() -> None:
         STATUS, upload_mbit=5.0, bytes_sent_per_second=500_000.0, bytes_received_per_second=100_000.0
     )
     assert "sends 4.00 Mbit/s (at most 5); receives 0.80 Mbit/s (no cap)" in line(capped, "traffic")
+
+
+def test_what_becomes_of_microbatches_is_shown_where_there_are_stages() -> None:
+    pipeline = PipelineStatus(
+        stage=1,
+        in_flight=3,
+        begun=1_300,
+        kept=1_234,
+        dropped=6,
+        rerouted=2,
+        taken_out=1,
+        refused=0,
+        reasons={"out of time": 4, "the round is over": 2},
+        bytes_sent=5_000_000,
+        bytes_received=4_000_000,
+    )
+    staged = msgspec.structs.replace(STATUS, stage=1, loss=None, pipeline=pipeline)
+    shown_line = line(staged, "microbatches")
+    assert "1,234 kept, 3 in flight, 6 dropped (4 of them: out of time), 2 sent another way" in shown_line
+    assert "known to stage 0" in line(staged, "loss")
 
 
 def test_stages_are_shown_where_there_are_several() -> None:
