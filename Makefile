@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 
-.PHONY: help setup demo test lint types unit soak bench bench-exchange wheel clean
+.PHONY: help setup demo test lint types unit soak bench bench-exchange bench-stages wheel clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,11 +39,14 @@ unit: $(STAMP)
 soak: $(STAMP) ## The long tests: 100 starts of a testnet, churn, many simulated runs
 	$(BIN)/pytest -m soak -s
 
-bench: $(STAMP) bench-exchange ## NoLoCo beside its baselines on the same tokens, three seeds; and bench-exchange
+bench: $(STAMP) bench-exchange bench-stages ## NoLoCo beside its baselines on the same tokens, three seeds; and the others
 	$(BIN)/farandole testnet compare --out out/bench --write BENCHMARKS.md
 
 bench-exchange: $(STAMP) ## How fast contributions move, beside hivemind and Lattica (10 minutes)
 	$(BIN)/farandole testnet bench-exchange --out out/bench --write BENCHMARKS.md
+
+bench-stages: $(STAMP) ## How fast a model in stages learns, beside torch's pipelining (10 minutes)
+	$(BIN)/farandole testnet bench-stages --out out/bench --write BENCHMARKS.md
 
 clean: ## Remove .venv, out/ and caches
 	rm -rf $(VENV) out .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis

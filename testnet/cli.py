@@ -163,6 +163,28 @@ def bench_exchange(
     run_bench(out, sizes or SIZES_MB, repeats, cache if peers else None, section=section)
 
 
+@testnet_app.command("bench-stages")
+def bench_stages(
+    stages: Annotated[int, typer.Option(min=2, help="Into which the model is cut.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Inner steps that are timed, a turn.")] = 4,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of each variant; the median counts.")] = 3,
+    codec_steps: Annotated[int, typer.Option(min=1, help="Inner steps with each activation codec.")] = 300,
+    seeds: Annotated[int, typer.Option(min=1, help="Repetitions with each activation codec.")] = 3,
+    out: Annotated[Path, typer.Option(help="Folder for stages.json, stages.md, a log.")] = Path("out/bench"),
+    write: Write = None,
+) -> None:
+    """Measure how fast a model in stages learns, beside one process and torch's pipelining, and what codecs cost it.
+
+    Example: [cyan]farandole testnet bench-stages --stages 2 --repeats 1 --codec-steps 100[/cyan]
+    """
+    from .bench.section import Section
+    from .bench.stages import run_stages_bench
+    from .bench.stages_task import Task
+
+    section = Section(write, "stages") if write else None
+    run_stages_bench(out, Task(num_stages=stages, steps=steps), repeats, codec_steps, seeds, section)
+
+
 @testnet_app.command("bench-trainer")
 def bench_trainer(
     out: Annotated[Path, typer.Option(help="Folder for trainer.json and the nodes' folders.")] = Path("out/bench"),

@@ -79,8 +79,12 @@ class Worker:
         try:
             self._process.wait(STOP_TIMEOUT)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.kill()
+
+    def kill(self) -> None:
+        """At once, whatever it is doing."""
+        self._process.kill()
+        self._process.wait()
 
 
 @contextlib.contextmanager
@@ -88,6 +92,8 @@ def open_worker(
     name: str, command: Sequence[str], log: Path, descriptors: Sequence[int] = (), side: int | None = None
 ) -> Iterator[Worker]:
     """Run a command for as long as the block does; the last of its arguments are the socket and the descriptors.
+
+    It is killed if the block fails or is interrupted: it may be waiting for another that is gone.
 
     With a ``side``, 0 or 1, it has but that half of the cores.
     """
@@ -104,6 +110,9 @@ def open_worker(
     worker = Worker(name, process, near, log)
     try:
         yield worker
+    except BaseException:
+        worker.kill()
+        raise
     finally:
         worker.stop()
 

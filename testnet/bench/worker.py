@@ -8,12 +8,11 @@ shared memory. A mesh process and its trainer have a fourth, a socket between th
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Final
+from collections.abc import AsyncIterator
+from typing import Any
 
 import trio
 
@@ -21,11 +20,7 @@ from farandole.node.shared_memory import map_shared_memory
 
 from .meter import Meter
 from .paths import PATHS, Announce, End
-
-# Requests are lines of a few hundred bytes.
-MAX_REQUEST_BYTES: Final = 65_536
-
-Handler = Callable[..., Awaitable[dict[str, Any]]]
+from .requests import handle_request, read_requests, send_answer
 
 
 class Mover:
@@ -84,13 +79,10 @@ async def serve(
     link: socket.socket | None,
 ) -> None:
     """Answer requests until the other end closes; the first gives the address to connect to, or gets one."""
-    requests = _requests(control)
-
-    async def answer(figures: dict[str, Any]) -> None:
-        await control.send_all(json.dumps(figures).encode() + b"\n")
+    requests = read_requests(control)
 
     async def announce(address: str) -> None:
-        await answer({"address": address})
+        await send_answer(control, {"address": address})
 
     first = await anext(requests)
     address = first["address"]
@@ -98,24 +90,7 @@ async def serve(
         if address is not None:
             await announce(address)
         async for request in requests:
-            handler: Handler = getattr(served, request.pop("do"))
-            await answer(await _handle(handler, request))
-
-
-async def _handle(handler: Handler, request: dict[str, Any]) -> dict[str, Any]:
-    try:
-        return await handler(**request)
-    except Exception as error:  # the benchmark shows it
-        return {"error": f"{type(error).__name__}: {error}"}
-
-
-async def _requests(control: trio.SocketStream) -> AsyncIterator[dict[str, Any]]:
-    buffer = bytearray()
-    while data := await control.receive_some(MAX_REQUEST_BYTES):
-        buffer += data
-        while (end := buffer.find(b"\n")) >= 0:
-            yield json.loads(buffer[:end])
-            del buffer[: end + 1]
+            await send_answer(control, await handle_request(served, request))
 
 
 def main() -> None:

@@ -1,0 +1,53 @@
+"""The whole model in one process, which sums the gradients of the same microbatches: what stages are measured beside.
+
+``python -m farandole.testnet.bench.stages_alone SOCKET``; requests as in `farandole.testnet.bench.peer`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+
+from farandole.node.conversion import training_configs
+from farandole.node.trainer_main import NICENESS
+from farandole.protocol.manifest import manifest_from_dict
+from farandole.training.data import build_sampler
+from farandole.training.device import choose_device
+from farandole.training.model import build_model, language_loss
+from farandole.training.replica import Replica
+
+from .peer import serve
+from .stages_task import RUN_ID, author
+
+
+class Alone:
+    """Learns on its own."""
+
+    def learn(self, manifest: dict[str, Any], steps: int, threads: int) -> dict[str, Any]:
+        """So many inner steps: when each was taken, and the mean loss of all."""
+        torch.set_num_threads(threads)
+        checked = manifest_from_dict(manifest)
+        model, inner, outer, data, tokenizer = training_configs(checked)
+        sampler = build_sampler(model, inner, data, tokenizer, RUN_ID, author())
+        module = build_model(model, checked.seed)
+        replica = Replica(module, inner, outer, run_id=RUN_ID, device=choose_device("cpu"))
+        stepped_at, losses = [], []
+        for step in range(steps):
+            microbatches = torch.split(torch.as_tensor(sampler.batch(step)), checked.pipeline.microbatch_size)
+            replica.clear_gradient()
+            for tokens in microbatches:  # (b, T + 1)
+                loss = language_loss(module, tokens)
+                loss.backward()  # type: ignore[no-untyped-call]
+                losses.append(float(loss.detach()))
+            replica.inner_step(inner.batch_size * model.context, len(microbatches))
+            stepped_at.append(time.monotonic())
+        return {"stepped_at": stepped_at, "loss": sum(losses) / len(losses)}
+
+
+if __name__ == "__main__":
+    os.nice(NICENESS)  # as trainers are
+    serve(int(sys.argv[1]), Alone())

@@ -1,0 +1,155 @@
+"""What activation codecs do to the loss: stages in one process learn the same tokens with each of them.
+
+Activations and their gradients are encoded and decoded on every hop, as between nodes; nothing else is rounded.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from farandole.training.codec import encoded_size
+from farandole.training.config import DataConfig, InnerConfig, ModelConfig, OuterConfig, PipelineConfig, TokenizerConfig
+from farandole.training.data import Sampler, Text, load_text
+from farandole.training.device import choose_device
+from farandole.training.model import build_model, language_loss
+from farandole.training.stage_worker import StageWorker
+from farandole.training.stages import build_stage
+from farandole.training.tokenizer import load_tokenizer
+
+from .grid import Grid
+from .stages_task import author
+
+CODECS: Final = ("fp32", "bf16", "fp16", "int8")
+# 0.2 M parameters, a layer a stage.
+MODEL: Final = ModelConfig(num_layers=4, width=64, num_heads=2, hidden=192, context=64, num_stages=4)
+BATCH_SIZE: Final = 16
+MICROBATCH_SIZE: Final = 4
+LEARNING_RATE: Final = 3e-3
+# Of held-out text: 32,768 tokens, which measure a loss to about 0.01; the codecs see the same.
+VALIDATION_BATCHES: Final = 32
+
+Progress = Callable[[str, int, int], None]
+"""Called with (codec, seed, inner steps done)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodecLoss:
+    """One codec with one seed."""
+
+    codec: str
+    seed: int
+    loss: float
+    """Held out, nats a byte."""
+
+
+def codec_losses(
+    steps: int,
+    seeds: int,
+    codecs: Sequence[str] = CODECS,
+    progress: Progress = lambda *_: None,
+    model: ModelConfig = MODEL,
+) -> Iterator[CodecLoss]:
+    """Learn the sources of Python with every codec and seed, on one thread, one after the other."""
+    torch.set_num_threads(1)
+    text = load_text(DataConfig(), load_tokenizer(TokenizerConfig(), None))
+    inner = InnerConfig(learning_rate=LEARNING_RATE, warmup_steps=steps // 20, total_steps=steps, batch_size=BATCH_SIZE)
+    for seed in range(seeds):
+        for codec in codecs:
+            stages = Stages(model, inner, codec, text, seed)
+            for step in range(steps):
+                progress(codec, seed, step)
+                stages.learn()
+            yield CodecLoss(codec, seed, stages.held_out_loss())
+
+
+class Stages:
+    """All stages of a model, and the buffers that activations travel in."""
+
+    def __init__(self, model: ModelConfig, inner: InnerConfig, codec: str, text: Text, seed: int) -> None:
+        self._model = model
+        self._num_microbatches = inner.batch_size // MICROBATCH_SIZE
+        run_id = seed.to_bytes(32, "little")
+        self._sampler = Sampler(
+            text, run_id=run_id, author=author(), batch_size=inner.batch_size, context=model.context
+        )
+        self._workers = [
+            StageWorker(
+                build_stage(model, seed, stage),
+                model,
+                inner,
+                OuterConfig(),
+                PipelineConfig(microbatch_size=MICROBATCH_SIZE, codec=codec),
+                self._sampler if stage == 0 else None,
+                run_id=run_id,
+                device=choose_device("cpu"),
+            )
+            for stage in range(model.num_stages)
+        ]
+        self._here, self._there = (bytearray(self._workers[0].activation_bytes) for _ in range(2))
+
+    def learn(self) -> None:
+        """One inner step of each."""
+        for _ in range(self._num_microbatches):
+            self._send_through()
+        for worker in self._workers:
+            worker.step()
+
+    def _send_through(self) -> None:
+        """One microbatch there and back."""
+        origin, *others = self._workers
+        origin.draw(0, self._here)
+        for worker in others:
+            worker.forward(0, self._here, self._there)
+            self._here, self._there = self._there, self._here
+        origin.tail(0, self._here, self._there)
+        for worker in reversed(self._workers):
+            self._here, self._there = self._there, self._here
+            worker.backward(0, self._here, self._there)
+            worker.settle(0, is_kept=True)
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        """Of the whole model that the stages are, without codecs."""
+        whole = build_model(self._model, 0)
+        weights = {
+            name: view for worker in self._workers for name, view in worker.layout.views(worker.fast_weights()).items()
+        }
+        whole.load_state_dict(weights)
+        batches = (torch.as_tensor(self._sampler.held_out_batch(index)) for index in range(VALIDATION_BATCHES))
+        return statistics.mean(float(language_loss(whole, batch)) for batch in batches)
+
+
+def codec_grid(losses: Sequence[CodecLoss], model: ModelConfig = MODEL) -> Grid:
+    """Means over the seeds with their standard deviation; and of the differences from fp32 with the same seed."""
+    by_codec: dict[str, dict[int, float]] = defaultdict(dict)
+    for each in losses:
+        by_codec[each.codec][each.seed] = each.loss
+    plain = by_codec.get("fp32", {})
+    num_elements = MICROBATCH_SIZE * model.context * model.width
+    rows = []
+    for codec, of_seed in by_codec.items():
+        differences = [loss - plain[seed] for seed, loss in of_seed.items() if seed in plain]
+        hop = encoded_size(codec, num_elements) / (MICROBATCH_SIZE * model.context)
+        rows.append(
+            [
+                codec,
+                f"{2 * model.num_stages * hop:,.0f}",
+                str(len(of_seed)),
+                mean_and_spread(list(of_seed.values()), ".3f"),
+                "" if codec == "fp32" or not differences else mean_and_spread(differences, "+.4f"),
+            ]
+        )
+    header = ["activations as", "bytes a token", "seeds", "held-out loss", "beyond fp32"]
+    return Grid(f"Held-out loss of a model in {model.num_stages} stages, nats a byte", header, rows)
+
+
+def mean_and_spread(values: Sequence[float], form: str) -> str:
+    """Mean ± standard deviation, which is 0 for a single value."""
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return f"{statistics.mean(values):{form}} ± {deviation:{form.lstrip('+')}}"

@@ -1,0 +1,152 @@
+"""A mesh process that holds a stage, with a trainer process: ``python -m farandole.testnet.bench.stages_node SOCKET``.
+
+What a daemon has for its stage, and nothing else: a libp2p host, bulk channels, the pipeline with its links, and the
+trainer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import trio
+
+from farandole.node import trainer_messages as messages
+from farandole.node.bulk import open_bulk
+from farandole.node.host import Host, open_host
+from farandole.node.messenger import open_messenger
+from farandole.node.nurseries import open_service_nursery
+from farandole.node.pipeline import PipelineService, Worker
+from farandole.node.shaping import Shaping
+from farandole.node.trainer import Trainer, open_trainer
+from farandole.protocol import pipeline as machine
+from farandole.protocol.identity import public_bytes
+from farandole.protocol.manifest import Manifest, manifest_from_dict
+
+from .process import ANSWER_TIMEOUT
+from .requests import handle_request, read_requests, send_answer
+from .stages_task import RUN_ID, author, key_of
+
+# The machine gives its trainer two jobs at a time; a step, the round's begin and end come beside them.
+MAX_COMMANDS: Final = 16
+
+
+class StageNode:
+    """One node: `listen`, then `join` the others, then `learn`, once."""
+
+    _manifest: Manifest
+    _stage: int
+    _host: Host
+    _service: PipelineService
+    _trainer: Trainer
+
+    def __init__(self, stack: contextlib.AsyncExitStack) -> None:
+        self._stack = stack
+        self._authors: list[bytes] = []
+
+    async def listen(self, manifest: dict[str, Any], stage: int) -> dict[str, Any]:
+        """Where the others find this node."""
+        self._manifest, self._stage = manifest_from_dict(manifest), stage
+        self._host = await self._stack.enter_async_context(open_host(key_of(stage), ["/ip4/127.0.0.1/tcp/0"]))
+        messenger = await self._stack.enter_async_context(open_messenger(self._host))
+        self._authors = [public_bytes(key_of(other)) for other in range(self._manifest.model.num_stages)]
+        self._service = PipelineService(
+            self._host,
+            messenger,
+            self._manifest,
+            RUN_ID,
+            self._authors[stage],
+            Shaping(),
+            random.Random(stage),
+            is_neighbour=lambda peer, stage: peer == self._authors[stage],
+        )
+        self._service.channels = await self._stack.enter_async_context(open_bulk(self._host))
+        self._service.set_nodes([frozenset({author}) for author in self._authors])
+        nursery = await self._stack.enter_async_context(open_service_nursery())
+        await nursery.start(self._service.run)
+        return {"addresses": self._host.addresses}
+
+    async def join(self, addresses: list[list[str]], folder: str, log: str) -> dict[str, Any]:
+        """Connect with the stages before this one, and make the trainer ready."""
+        for other in range(self._stage):
+            await self._host.connect(self._authors[other], addresses[other])
+        command = messages.Prepare(
+            run_id=RUN_ID,
+            author=author(),
+            manifest=msgspec.msgpack.encode(self._manifest),
+            data=[],
+            tokenizer=None,
+            device="cpu",
+            threads=1,
+            slow=1.0,
+            checkpoint=str(Path(folder, f"{self._stage}.safetensors")),
+            outgoing=0,
+            incoming=0,
+            stage=self._stage,
+        )
+        self._trainer = await self._stack.enter_async_context(open_trainer(command, Path(log)))
+        return {}
+
+    async def learn(self, steps: int) -> dict[str, Any]:
+        """A round of so many inner steps: when each was taken, and the CPU time by then; stage 0 has the mean loss."""
+        sender, receiver = trio.open_memory_channel[messages.Command](MAX_COMMANDS)
+        memory = self._trainer.map_activations(self._manifest.pipeline.in_flight)
+        finish = messages.FinishRound(0)
+        with trio.fail_after(ANSWER_TIMEOUT):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._obey, receiver)
+                worker = Worker(self._stage, memory, sender.send_nowait, lambda _: sender.send_nowait(finish))
+                self._service.begin(worker)
+                sender.send_nowait(messages.Train(0, 0))
+                self._service.handle(machine.RoundBegan(0, steps))
+                figures = await self._follow()
+                nursery.cancel_scope.cancel()
+        status = self._service.status()
+        assert status is not None, "it has begun"
+        if status.dropped:
+            raise ConnectionError(f"{status.dropped} microbatches were dropped: {status.reasons}")
+        return {**figures, "bytes_sent": status.bytes_sent}
+
+    async def _obey(self, commands: trio.MemoryReceiveChannel[messages.Command]) -> None:
+        async for command in commands:
+            await self._trainer.send(command)
+
+    async def _follow(self) -> dict[str, Any]:
+        stepped_at: list[float] = []
+        cpu_seconds: list[float] = []
+        while True:
+            match await self._trainer.receive():
+                case messages.Worked(problem):
+                    self._service.handle(machine.Worked(problem))
+                case messages.InnerStepTaken():
+                    stepped_at.append(time.monotonic())
+                    cpu_seconds.append(time.process_time())
+                    self._service.handle(machine.Stepped())
+                case messages.Contributed(loss=loss):
+                    return {"stepped_at": stepped_at, "cpu_seconds": cpu_seconds, "loss": loss}
+
+
+async def serve_node(control: trio.SocketStream) -> None:
+    """Until the other end closes."""
+    async with contextlib.AsyncExitStack() as stack:
+        node = StageNode(stack)
+        async for request in read_requests(control):
+            await send_answer(control, await handle_request(node, request))
+
+
+async def main() -> None:
+    """Run one node."""
+    plain = socket.socket(fileno=int(sys.argv[1]))
+    await serve_node(trio.SocketStream(trio.socket.from_stdlib_socket(plain)))
+
+
+if __name__ == "__main__":
+    # The benchmark may be interrupted while an answer is due.
+    with contextlib.suppress(BrokenPipeError):
+        trio.run(main)

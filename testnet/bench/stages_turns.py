@@ -1,0 +1,214 @@
+"""One turn of a variant of the benchmark of stages: processes are started, learn, and are gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from .process import BenchError, Worker, open_worker
+from .stages_task import WARMUP_STEPS, Task
+
+ALONE: Final = "one process"
+TORCH: Final = "torch.distributed.pipelining"
+OURS: Final = "farandole"
+SCHEDULES: Final = ("GPipe", "1F1B")
+CODECS: Final = ("fp32", "bf16", "int8")
+# Of the mean loss of all steps, against one process: with fp32 the variants differ by the order of sums alone.
+MAX_LOSS_ERROR: Final = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What came of one turn."""
+
+    microbatches_s: float
+    loss: float
+    """Mean of all microbatches of all steps, nats a token."""
+    bytes_per_token: float
+    mesh_cpu_ms: float | None = None
+    """Of all mesh processes together, a microbatch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A way to compute the task."""
+
+    who: str
+    how: str
+    is_exact: bool
+    """Whether its losses must be those of one process."""
+    play: Callable[[Task, Path, Path], Turn]
+    """With a folder that is empty, and a log."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.who}, {self.how}"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A variant's turns together; rates are medians."""
+
+    who: str
+    how: str
+    microbatches_s: float
+    turns_microbatches_s: list[float]
+    of_one_thread: float
+    """The rate's share of one process's with one thread."""
+    bytes_per_token: float
+    mesh_cpu_ms: float | None
+    loss: float
+    loss_error: float
+    """The greatest of the turns', relative to one process's."""
+    is_exact: bool
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the losses are what they must be."""
+        return not self.is_exact or self.loss_error <= MAX_LOSS_ERROR
+
+
+def num_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def variants() -> list[Variant]:
+    """In the order in which they take turns; the first is what the others are a share of."""
+    threads = dict.fromkeys([1, num_cores()])
+    return [
+        *(Variant(ALONE, _threads(count), True, partial(_play_alone, threads=count)) for count in threads),
+        *(Variant(TORCH, f"{name}, fp32", True, partial(_play_torch, schedule=name)) for name in SCHEDULES),
+        *(Variant(OURS, codec, codec == "fp32", partial(_play_ours, codec=codec)) for codec in CODECS),
+    ]
+
+
+def _threads(count: int) -> str:
+    return "1 thread" if count == 1 else f"{count} threads"
+
+
+def play(variant: Variant, task: Task, log: Path) -> Turn:
+    """Raises `BenchError`."""
+    with tempfile.TemporaryDirectory(prefix="farandole-stages-") as folder:
+        return variant.play(task, Path(folder), log)
+
+
+def rows_of(turns: Sequence[tuple[Variant, Turn]]) -> list[Row]:
+    """A row for each variant, in the order of their first turns; the first variant is what they are measured by."""
+    by_variant: dict[str, list[tuple[Variant, Turn]]] = {}
+    for variant, turn in turns:
+        by_variant.setdefault(variant.name, []).append((variant, turn))
+    base = [turn for _, turn in next(iter(by_variant.values()))]
+    base_rate, base_loss = _median_rate(base), base[0].loss
+    return [_row(group[0][0], [turn for _, turn in group], base_rate, base_loss) for group in by_variant.values()]
+
+
+def _row(variant: Variant, turns: Sequence[Turn], base_rate: float, base_loss: float) -> Row:
+    rate = _median_rate(turns)
+    cpu = [turn.mesh_cpu_ms for turn in turns if turn.mesh_cpu_ms is not None]
+    return Row(
+        variant.who,
+        variant.how,
+        rate,
+        [turn.microbatches_s for turn in turns],
+        rate / base_rate,
+        statistics.median(turn.bytes_per_token for turn in turns),
+        statistics.median(cpu) if cpu else None,
+        turns[0].loss,
+        max(abs(turn.loss - base_loss) / base_loss for turn in turns),
+        variant.is_exact,
+    )
+
+
+def _median_rate(turns: Sequence[Turn]) -> float:
+    return statistics.median(turn.microbatches_s for turn in turns)
+
+
+def rate(stepped_at: Sequence[Sequence[float]], num_microbatches: int) -> float:
+    """Microbatches a second, warm-up aside, from when each process took its steps, the one that draws first.
+
+    Timed from when that one is done with warming up, so that it may draw, to the last one's last step.
+    """
+    seconds = max(times[-1] for times in stepped_at) - stepped_at[0][WARMUP_STEPS - 1]
+    return (len(stepped_at[0]) - WARMUP_STEPS) * num_microbatches / seconds
+
+
+def turn_of(task: Task, answers: Sequence[dict[str, Any]], bytes_per_token: float) -> Turn:
+    """From what a variant's processes have answered."""
+    (loss,) = [answer["loss"] for answer in answers if answer["loss"] is not None]
+    cpu = [answer["cpu_seconds"] for answer in answers if "cpu_seconds" in answer]
+    cpu_seconds = sum(seconds[-1] - seconds[WARMUP_STEPS - 1] for seconds in cpu)
+    return Turn(
+        rate([answer["stepped_at"] for answer in answers], task.num_microbatches),
+        loss,
+        bytes_per_token,
+        1e3 * cpu_seconds / (task.steps * task.num_microbatches) if cpu else None,
+    )
+
+
+def _play_alone(task: Task, folder: Path, log: Path, *, threads: int) -> Turn:
+    with _open_workers("stages_alone", 1, log) as (worker,):
+        answer = worker.ask("learn", manifest=task.manifest(), steps=task.all_steps, threads=threads)
+    return turn_of(task, [answer], 0.0)
+
+
+def _play_torch(task: Task, folder: Path, log: Path, *, schedule: str) -> Turn:
+    from .stages_torch import bytes_per_token
+
+    manifest = task.manifest()
+    with _open_workers("stages_torch", task.num_stages, log) as ranks:
+        answers = ask_all(
+            ranks,
+            "learn",
+            [{"stage": stage} for stage in range(task.num_stages)],
+            manifest=manifest,
+            schedule=schedule,
+            steps=task.all_steps,
+            rendezvous=str(folder / "rendezvous"),
+        )
+    return turn_of(task, answers, bytes_per_token(task.check(), task.tokens_per_step))
+
+
+def _play_ours(task: Task, folder: Path, log: Path, *, codec: str) -> Turn:
+    stages = [{"stage": stage} for stage in range(task.num_stages)]
+    with _open_workers("stages_node", task.num_stages, log) as nodes:
+        heard = ask_all(nodes, "listen", stages, manifest=task.manifest(codec))
+        addresses = [answer["addresses"] for answer in heard]
+        ask_all(nodes, "join", addresses=addresses, folder=str(folder), log=str(log))
+        answers = ask_all(nodes, "learn", steps=task.all_steps)
+    num_bytes = sum(answer["bytes_sent"] for answer in answers)
+    return turn_of(task, answers, num_bytes / (task.all_steps * task.tokens_per_step))
+
+
+@contextlib.contextmanager
+def _open_workers(module: str, count: int, log: Path) -> Iterator[list[Worker]]:
+    """So many processes of a module of this package."""
+    command = [sys.executable, "-m", f"{__package__}.{module}"]
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(open_worker(f"{module} {index}", command, log)) for index in range(count)]
+
+
+def ask_all(
+    workers: Sequence[Worker], do: str, each: Sequence[dict[str, Any]] | None = None, **request: Any
+) -> list[dict[str, Any]]:
+    """All at once; ``each`` has what one of them is asked alone. Raises `BenchError` with what all have to say."""
+    for worker, own in zip(workers, each or [{}] * len(workers), strict=True):
+        worker.put(do, **own, **request)
+    answers, problems = [], []
+    for worker in workers:
+        try:
+            answers.append(worker.get())
+        except BenchError as error:
+            problems.append(str(error))
+    if problems:
+        raise BenchError("; ".join(problems))
+    return answers

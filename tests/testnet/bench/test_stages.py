@@ -1,0 +1,142 @@
+"""The benchmark of stages: what is made of figures; and, as a soak test, a tiny one of real processes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farandole.testnet.bench.process import BenchError
+from farandole.testnet.bench.section import Section
+from farandole.testnet.bench.stages import Report, run_stages_bench, throughput_grid
+from farandole.testnet.bench.stages_codecs import MODEL, CodecLoss, codec_grid, codec_losses
+from farandole.testnet.bench.stages_task import Task
+from farandole.testnet.bench.stages_torch import bytes_per_token
+from farandole.testnet.bench.stages_turns import Turn, Variant, rate, rows_of, turn_of
+
+TINY = {"num_layers": 2, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256}
+TASK = Task(num_stages=2, steps=2, num_microbatches=4, model=TINY)
+
+
+def variant(who: str, how: str, is_exact: bool = True) -> Variant:
+    def play(task: Task, folder: Path, log: Path) -> Turn:
+        raise AssertionError("nobody plays here")
+
+    return Variant(who, how, is_exact, play)
+
+
+ALONE, OURS, LOSSY = (
+    variant("one process", "1 thread"),
+    variant("farandole", "fp32"),
+    variant("farandole", "int8", False),
+)
+
+
+def turn(rate: float, loss: float = 5.0, bytes_per_token: float = 0.0) -> Turn:
+    return Turn(rate, loss, bytes_per_token)
+
+
+def test_what_is_timed_begins_when_the_first_is_warm_and_ends_when_the_last_is_done() -> None:
+    drawing, last = [10.0, 11.0, 12.0], [10.5, 11.5, 14.0]
+
+    assert rate([drawing, last], num_microbatches=8) == 2 * 8 / 4.0
+
+
+def test_a_turn_has_the_loss_of_the_one_process_that_knows_it() -> None:
+    answers: list[dict[str, Any]] = [
+        {"stepped_at": [0.0, 1.0, 2.0], "loss": None, "cpu_seconds": [5.0, 5.1, 5.2]},
+        {"stepped_at": [0.0, 1.0, 2.0], "loss": 5.5, "cpu_seconds": [7.0, 7.3, 7.6]},
+    ]
+
+    made = turn_of(TASK, answers, bytes_per_token=3.0)
+
+    assert (made.microbatches_s, made.loss, made.bytes_per_token) == (4.0, 5.5, 3.0)
+    assert made.mesh_cpu_ms == pytest.approx(1e3 * (0.2 + 0.6) / 8)
+
+
+def test_rows_are_medians_and_shares_of_the_first_variant() -> None:
+    turns = [
+        (ALONE, turn(10)),
+        (OURS, turn(16)),
+        (ALONE, turn(30)),
+        (OURS, turn(19)),
+        (ALONE, turn(12)),
+        (OURS, turn(18)),
+    ]
+
+    alone, ours = rows_of(turns)
+
+    assert (alone.microbatches_s, alone.of_one_thread) == (12, 1)
+    assert (ours.microbatches_s, ours.of_one_thread) == (18, 1.5)
+    assert ours.turns_microbatches_s == [16, 19, 18]
+
+
+@pytest.mark.parametrize(("loss", "is_wrong"), [(5.0, False), (5.00004, False), (5.0001, True)])
+def test_what_travels_in_fp32_must_learn_the_same_in_every_turn(loss: float, is_wrong: bool) -> None:
+    report = Report({}, TASK, [(ALONE, turn(1)), (OURS, turn(1)), (OURS, turn(1, loss)), (LOSSY, turn(1, 5.1))])
+
+    assert [name.partition(":")[0] for name in report.wrong] == (["farandole, fp32"] if is_wrong else [])
+
+
+def test_bytes_of_a_line_of_stages_follow_from_its_shapes() -> None:
+    """Three stages have two hops, each both ways; the ends exchange the gradients of 256 embeddings in every step."""
+    model = replace(TASK.check(), num_stages=3)
+
+    assert bytes_per_token(model, tokens_per_step=64) == 4 * (2 * 2 * 16 + 2 * 256 * 16 / 64)
+
+
+@pytest.mark.parametrize("task", [replace(TASK, num_stages=1), replace(TASK, num_microbatches=1)])
+def test_what_cannot_be_scheduled_is_refused(task: Task) -> None:
+    with pytest.raises(BenchError, match="do not go through"):
+        task.check()
+
+
+def test_the_table_leaves_out_what_means_nothing() -> None:
+    rows = rows_of([(ALONE, turn(10)), (OURS, turn(16, 5.0, 1_234.0))])
+
+    assert throughput_grid(rows, TASK).rows == [
+        ["one process, 1 thread", "10.0", "1.00", "", "", ""],
+        ["farandole, fp32", "16.0", "1.60", "1,234", "", "0e+00"],
+    ]
+
+
+def test_codecs_are_compared_seed_by_seed() -> None:
+    losses = [
+        CodecLoss("fp32", 0, 2.0),
+        CodecLoss("fp32", 1, 3.0),
+        CodecLoss("int8", 0, 2.1),
+        CodecLoss("int8", 1, 3.1),
+    ]
+
+    plain, coarse = codec_grid(losses).rows
+
+    assert plain == ["fp32", "2,048", "2", "2.500 ± 0.707", ""]
+    assert coarse == ["int8", "520", "2", "2.600 ± 0.707", "+0.1000 ± 0.0000"]
+
+
+def test_stages_learn_alike_through_any_codec() -> None:
+    small = replace(MODEL, width=16, hidden=32, context=16)
+
+    exact, coarse = codec_losses(steps=3, seeds=1, codecs=["fp32", "int8"], model=small)
+
+    assert exact.loss != coarse.loss
+    assert exact.loss == pytest.approx(coarse.loss, rel=1e-2)
+
+
+@pytest.mark.soak
+def test_every_variant_learns_the_same(tmp_path: Path) -> None:
+    document = tmp_path / "FIGURES.md"
+    document.write_text("<!-- begin stages -->\n<!-- end stages -->\n")
+
+    run_stages_bench(tmp_path, TASK, 1, codec_steps=2, seeds=1, section=Section(document, "stages"))
+
+    written = json.loads((tmp_path / "stages.json").read_text())
+    assert written["wrong"] == []
+    assert {row["who"] for row in written["rows"]} == {"one process", "torch.distributed.pipelining", "farandole"}
+    sent = {row["how"]: row["bytes_per_token"] for row in written["rows"] if row["who"] == "farandole"}
+    assert sent["fp32"] > sent["bf16"] > sent["int8"] > 0
+    assert [each["codec"] for each in written["codec_losses"]] == ["fp32", "bf16", "fp16", "int8"]
+    assert "| farandole, int8 |" in document.read_text()
