@@ -92,7 +92,7 @@ async def test_stages_learn_as_well_as_the_whole_model(nodes: int, stages: int, 
     assert report.reasons == []
     origins = [node for node in report.nodes if node.pipeline and node.pipeline.stage == 0]
     steps = round(sum(node.inner_steps for node in origins) / len(origins) / staged.rounds)
-    rounds = {**staged.run["rounds"], "inner_steps": steps, "round_seconds": 0.0, "overlap": False}
+    rounds = {**staged.run["rounds"], "inner_steps": steps}
     settings = {
         "nodes": len(origins),
         "rounds": staged.rounds,
