@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
-from farandole.protocol import pipeline as machine
+from farandole.protocol import pipeline_events as machine
 from farandole.protocol.activations import (
     MAX_QUESTION_BYTES,
     Answer,
@@ -38,7 +38,7 @@ from farandole.protocol.activations import (
 )
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.manifest import Manifest
-from farandole.protocol.pipeline import Pipeline, PipelineSettings
+from farandole.protocol.pipeline import Counts, Pipeline, PipelineSettings
 
 from . import trainer_messages as messages
 from .activation_link import ActivationLink
@@ -91,7 +91,7 @@ class PipelineService:
     ) -> None:
         self.channels: Channels[BulkChannel] | None = None
         """Ways beside the streams; without them everything goes over the streams."""
-        self.counts = machine.Counts()
+        self.counts = Counts()
         """Since the node began."""
         self._bytes_sent = 0
         self._bytes_received = 0

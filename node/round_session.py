@@ -35,7 +35,7 @@ from farandole.protocol.pairing_events import (
     Stopped,
     UseFragment,
 )
-from farandole.protocol.pipeline import RoundBegan, RoundEnds, Stepped, Worked
+from farandole.protocol.pipeline_events import RoundBegan, RoundEnds, Stepped, Worked
 
 from . import trainer_messages as messages
 from .board import Board

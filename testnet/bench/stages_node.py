@@ -25,7 +25,7 @@ from farandole.node.nurseries import open_service_nursery
 from farandole.node.pipeline import PipelineService, Worker
 from farandole.node.shaping import Shaping
 from farandole.node.trainer import Trainer, open_trainer
-from farandole.protocol import pipeline as machine
+from farandole.protocol import pipeline_events as machine
 from farandole.protocol.identity import public_bytes
 from farandole.protocol.manifest import Manifest, manifest_from_dict
 

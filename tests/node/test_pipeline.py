@@ -23,7 +23,7 @@ from farandole.node.messenger import open_messenger
 from farandole.node.pipeline import ACTIVATIONS_PROTOCOL, PipelineService, Worker
 from farandole.node.shaping import Shaping
 from farandole.node.trainer import Trainer, open_trainer
-from farandole.protocol import pipeline as machine
+from farandole.protocol import pipeline_events as machine
 from farandole.protocol.activations import Hello, Link
 from farandole.protocol.identity import public_bytes
 from farandole.protocol.manifest import Manifest, manifest_from_dict

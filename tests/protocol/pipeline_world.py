@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from farandole.protocol import activations as wire
-from farandole.protocol import pipeline as machine
-from farandole.protocol.pipeline import Pipeline, PipelineSettings, Work
+from farandole.protocol import pipeline_events as machine
+from farandole.protocol.pipeline import Pipeline, PipelineSettings
+from farandole.protocol.pipeline_events import Work
 
 SIZE = 3 * wire.DATA_BYTES // 2  # two frames
 HELLO = wire.Hello(run_id=bytes(32), stage=0, shape=bytes(32))

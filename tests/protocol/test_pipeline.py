@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from farandole.protocol import pipeline as machine
+from farandole.protocol import pipeline_events as machine
 from farandole.protocol.pipeline import Pipeline, PipelineSettings
 
 from .pipeline_world import World
