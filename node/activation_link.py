@@ -94,17 +94,23 @@ class ActivationLink:
             self._wakeup.set()
 
     async def greet(self, on_event: Callable[[Event], None]) -> None:
-        """Read until both have greeted; for before `run`, which hears what came with the greeting."""
-        while not self.link.is_open:
+        """Read until both have greeted; for before `run`, which hears what came with the greeting.
+
+        Closes the stream if it comes to nothing.
+        """
+        try:
             await self._write_waiting()
-            if self.link.is_open:
-                return
-            data = await self._stream.receive_some(READ_BYTES)
-            if not data:
-                raise RemoteProtocolError("the stream ended before its greeting")
-            self.link.receive_data(data)
-            while not self.link.is_open and (event := self.link.next_event()) is not None:
-                on_event(event)
+            while not self.link.is_open:
+                data = await self._stream.receive_some(READ_BYTES)
+                if not data:
+                    raise RemoteProtocolError("the stream ended before its greeting")
+                self.link.receive_data(data)
+                while not self.link.is_open and (event := self.link.next_event()) is not None:
+                    on_event(event)
+                await self._write_waiting()
+        finally:
+            if not self.link.is_open:
+                await close_stream(self._stream)
 
     async def run(self, on_event: Callable[[ActivationLink, Event], None]) -> None:
         """Until the stream or its channel breaks, the peer breaks the protocol, or `close`; closes both."""

@@ -282,11 +282,7 @@ class PipelineService:
                 stream = await self._host.open_stream(peer, ACTIVATIONS_PROTOCOL, GREETING_TIMEOUT)
                 link = self._link(stream, is_upstream=True, stage=0 if is_return else worker.stage + 1)
                 link.send(self._hello(0 if is_return else worker.stage + 1))
-                try:
-                    await link.greet(lambda event: None)
-                except BaseException:
-                    await close_stream(stream)
-                    raise
+                await link.greet(lambda event: None)
         except (PeerUnreachableError, RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError):
             if self._worker is worker:
                 self.handle(machine.LinkFailed(peer, is_return))
@@ -309,7 +305,6 @@ class PipelineService:
             with trio.fail_after(GREETING_TIMEOUT):
                 await link.greet(welcome)
         except (RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError):
-            await close_stream(stream)
             return
         is_return = worker.stage == 0
         opened = machine.LinkOpened(link.number, stream.peer, is_upstream=False, is_return=is_return)

@@ -52,7 +52,7 @@ def merge_checkpoints(checkpoints: Sequence[Path], layout: Layout, run_id: bytes
     holders: dict[str, list[Path]] = defaultdict(list)  # of each tensor
     for path in checkpoints:
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a mapping
+            for name in sorted(file.keys()):
                 holders[name].append(path)
     vectors = {vector: torch.empty(layout.num_elements) for vector in sorted({n.partition("/")[0] for n in holders})}
     deviation = squares = 0.0

@@ -98,7 +98,7 @@ class Ensemble:
         """One AdamW step of every replica on its batch; ``tokens`` (N, B, T + 1). Without weight decay."""
         self.gradient.zero_()
         for module, batch in zip(self.modules, torch.from_numpy(tokens), strict=True):
-            language_loss(module, batch).backward()  # type: ignore[no-untyped-call]
+            language_loss(module, batch).backward()
             if self.inner.clip:
                 torch.nn.utils.clip_grad_norm_(module.parameters(), self.inner.clip)
         rate = learning_rate(self.steps, self.inner)

@@ -86,12 +86,12 @@ class CudaCopier(DeviceCopier):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device)
 
     def pin(self, memory: Buffer) -> None:
         """Page-lock it, until this process ends, as long as it is mapped; if CUDA will not, copies take a detour."""
         array = np.frombuffer(memory, dtype=np.uint8)
-        result = torch.cuda.cudart().cudaHostRegister(array.ctypes.data, array.nbytes, 0)  # type: ignore[no-untyped-call]
+        result = torch.cuda.cudart().cudaHostRegister(array.ctypes.data, array.nbytes, 0)
         if int(result) != 0:
             _log.debug("cudaHostRegister of %d bytes failed with %s: copies take a detour", array.nbytes, result)
 
@@ -111,7 +111,7 @@ class CudaCopier(DeviceCopier):
         """Queued; the wait is for its event."""
         target = host if host.is_pinned() else torch.empty(len(host), dtype=torch.uint8, pin_memory=True)
         target.copy_(filled, non_blocking=True)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied = torch.cuda.Event()
         copied.record()
 
         def wait() -> None:

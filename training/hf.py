@@ -57,7 +57,8 @@ class LlamaStage(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(B, T, C) for tokens (B, T)."""
-        return self.model["embed_tokens"](tokens)  # type: ignore[no-any-return]
+        x: Tensor = self.model["embed_tokens"](tokens)
+        return x
 
     def advance(self, x: Tensor) -> Tensor:
         """(B, T, C) for (B, T, C), through this module's layers."""
@@ -97,7 +98,8 @@ class GPT2Stage(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         """(B, T, C) for tokens (B, T)."""
         positions = torch.arange(tokens.size(1), device=tokens.device)[None]  # (1, T)
-        return self.transformer["wte"](tokens) + self.transformer["wpe"](positions)  # type: ignore[no-any-return]
+        x: Tensor = self.transformer["wte"](tokens) + self.transformer["wpe"](positions)
+        return x
 
     def advance(self, x: Tensor) -> Tensor:
         """(B, T, C) for (B, T, C), through this module's layers."""

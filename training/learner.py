@@ -44,7 +44,7 @@ class Learner(Replica):
         self.clear_gradient()
         with self.device.autocast():
             loss = language_loss(self._forward, tokens)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.inner_step(self._sampler.batch_size * self._sampler.context)
         return loss.detach()
 

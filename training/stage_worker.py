@@ -203,7 +203,7 @@ class StageWorker(Replica):
         assert microbatch.tokens is not None
         with self.device.autocast():
             loss = cross_entropy(self._stage.logits(last), microbatch.tokens[:, 1:])
-        (sign * loss).backward()  # type: ignore[no-untyped-call]
+        (sign * loss).backward()
         return loss.detach()
 
     def _decode_activations(self, data: Buffer, *, is_input: bool = True) -> Tensor:

@@ -74,7 +74,7 @@ def run(settings: PlainLoop) -> PlainRate:
         optimizer.zero_grad()
         with device.autocast():
             loss = language_loss(module, tokens)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         if inner.clip:
             torch.nn.utils.clip_grad_norm_(module.parameters(), inner.clip)
         optimizer.step()

@@ -110,7 +110,7 @@ def open_worker(
     worker = Worker(name, process, near, log)
     try:
         yield worker
-    except BaseException:
+    except BaseException:  # Ctrl-C too: it may be in the middle of a long request
         worker.kill()
         raise
     finally:

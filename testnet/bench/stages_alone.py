@@ -41,7 +41,7 @@ class Alone:
             replica.clear_gradient()
             for tokens in microbatches:  # (b, T + 1)
                 loss = language_loss(module, tokens)
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 losses.append(float(loss.detach()))
             replica.inner_step(inner.batch_size * model.context, len(microbatches))
             stepped_at.append(time.monotonic())

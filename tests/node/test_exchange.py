@@ -397,12 +397,14 @@ async def test_a_cancelled_exchange_ends_at_once_and_is_aborted(
     assert alice.service._outcomes.answer(SESSION, BOB) == "aborted"
 
 
-async def test_a_slow_screening_is_cut_off(alice: Party, bob: Party, autojump_clock: trio.testing.MockClock) -> None:
+async def test_a_slow_screening_is_cut_off(
+    alice: Party, bob: Party, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def sleepy(size: int) -> str | None:
         await trio.sleep_forever()
         return None
 
-    bob.refusal = sleepy  # type: ignore[method-assign]
+    monkeypatch.setattr(bob, "refusal", sleepy)
     await meet(alice, bob)
     assert not alice.result.committed
     assert not bob.result.committed

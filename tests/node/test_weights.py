@@ -128,12 +128,12 @@ async def test_where_no_member_gives_weights_a_backup_does(
 
 
 async def test_whom_the_run_state_does_not_know_the_dht_may(
-    world: World, autojump_clock: trio.testing.MockClock
+    world: World, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.in_dht, world.by_peer = [ANN], {}
     world.by_peer = {(ANN, 1): 20}
     world.members = {ANN: 1}
-    world.donors = lambda after_round, stage: []  # type: ignore[method-assign]
+    monkeypatch.setattr(world, "donors", lambda after_round, stage: [])
     await world.weights.obtain()
     assert world.settings.fetched(1).read_bytes() == b"20"
 

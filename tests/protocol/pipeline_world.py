@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from farandole.protocol import activations as wire
 from farandole.protocol import pipeline_events as machine
@@ -240,7 +241,7 @@ class World:
             return
         wire_.is_closed = True
         for node in (wire_.upstream, wire_.downstream):
-            self.at(self.now + self.delay(), lambda node=node: node.handle(machine.LinkClosed(wire_.number)))  # type: ignore[misc]
+            self.at(self.now + self.delay(), partial(node.handle, machine.LinkClosed(wire_.number)))
 
     def send(self, node: Node, number: int, message: wire.Control, content: bytes = b"") -> None:
         wire_ = self.wires[number]
@@ -255,7 +256,7 @@ class World:
         for frame in frames:
             when = max(self.now + self.delay(), wire_.arrives_at.get(node.author, 0.0))
             wire_.arrives_at[node.author] = when
-            self.at(when, lambda frame=frame: self.receive(wire_, other, frame))  # type: ignore[misc]
+            self.at(when, partial(self.receive, wire_, other, frame))
 
     def receive(self, wire_: Wire, node: Node, frame: bytes) -> None:
         if wire_.is_closed or not node.is_alive:

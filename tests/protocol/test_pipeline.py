@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -152,18 +154,8 @@ def open_pipeline(stage: int, in_flight: int = 2) -> Pipeline:
     return pipeline
 
 
-def arriving(ticket: bytes, index: int = 0, **changes: object) -> machine.Arriving:
-    return machine.Arriving(
-        **{  # type: ignore[arg-type]
-            "link": 1,
-            "index": index,
-            "ticket": ticket,
-            "origin": b"origin",
-            "round": 20,
-            "seconds_left": 5.0,
-            **changes,
-        }
-    )
+def arriving(ticket: bytes, index: int = 0, **changes: Any) -> machine.Arriving:
+    return replace(machine.Arriving(1, index, ticket, b"origin", 20, 5.0), **changes)
 
 
 @pytest.mark.parametrize("round_index", [0, 9, 31])

@@ -69,7 +69,7 @@ def test_a_run_of_one_is_plain_training_bit_for_bit(
     for step in range(30):
         optimizer.zero_grad()
         loss = language_loss(plain, torch.from_numpy(sampler.batch(step)))
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(plain.parameters(), inner.clip)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, inner)
