@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, cast
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from libp2p.abc import INetConn, INetStream, INetwork, INotifee
+from libp2p.connection_types import ConnectionType
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.x25519 import create_new_key_pair as create_new_x25519_key_pair
 from libp2p.custom_types import TProtocol
@@ -34,11 +35,14 @@ from multiaddr.utils import get_network_addrs
 
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import peer_id_of, public_bytes, public_key_of
+from farandole.protocol.relay import parse_circuit
 
+from .circuit import Circuit
 from .dht import Dht
 from .errors import ListenError, PeerUnreachableError
 from .mends import CLOSE_TIMEOUT, HANDSHAKE_TIMEOUT, MendedHost, MendedSwarm, MendedUpgrader, Socket
 from .nurseries import open_service_nursery
+from .relay_client import RelayClient
 from .shaping import Shaping
 from .yamux import YamuxConn, YamuxStream
 
@@ -50,6 +54,9 @@ logger = logging.getLogger(__name__)
 DIAL_TIMEOUT = 8.0
 # Between two addresses of one peer: RFC 8305 recommends 250 ms and allows 100.
 DIAL_STAGGER = 0.15
+# A relay carries what cannot go directly: its turn comes when all direct attempts have failed, or have had three round
+# trips of the slowest lines.
+DIRECT_HEAD_START = 1.0
 PING_INTERVAL = 10.0
 PING_TIMEOUT = 10.0
 # Address book: peers, and addresses of one peer (a machine has a few interfaces, in two families, and a relay or two).
@@ -89,6 +96,17 @@ def dial_target(address: str, peer: bytes) -> tuple[str, int] | None:
     return host, int(port)
 
 
+def is_circuit_to(address: str, peer: bytes) -> bool:
+    """Whether this is an address through a relay, other than the peer itself, that leads to the peer."""
+    circuit = parse_circuit(address)
+    return circuit is not None and circuit.peer in (None, peer) and circuit.relay != peer
+
+
+def is_relayed(connection: INetConn) -> bool:
+    """Whether a relay carries a connection."""
+    return "/p2p-circuit" in str(connection.get_transport_addresses())
+
+
 class Stream(trio.abc.HalfCloseableStream):
     """One libp2p stream. Its errors are trio's: `BrokenResourceError` when the peer or its connection is gone.
 
@@ -114,6 +132,20 @@ class Stream(trio.abc.HalfCloseableStream):
     @is_bulk.setter
     def is_bulk(self, value: bool) -> None:
         self._stream.is_bulk = value
+
+    @property
+    def is_relayed(self) -> bool:
+        """Whether a relay carries the connection."""
+        return self._stream.muxed_conn.get_connection_type() is ConnectionType.RELAYED
+
+    @property
+    def remote_address(self) -> tuple[str, int] | None:
+        """Host and port at the other end of the connection; None where it is relayed."""
+        return self._stream.get_remote_address()
+
+    def limit_window(self, max_bytes: int) -> None:
+        """Let the peer have no more than this under way to us, if that is more than every stream begins with."""
+        self._stream.max_window = max_bytes
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         """Send all of it, or raise `trio.BrokenResourceError`. Waits for as long as the peer takes nothing."""
@@ -199,19 +231,36 @@ class ConnectionEvents:
 class _Dial:
     """One attempt to reach a peer, shared by all who want that."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_direct: bool) -> None:
+        self.is_direct = is_direct
+        self.began_at = trio.current_time()
         self.done = trio.Event()
         self.news = trio.Event()  # another address, or the end of an attempt
         self.addresses: list[str] = []
         self.winner: tuple[str, YamuxConn] | None = None
         self.failures: list[str] = []
         self.error: PeerUnreachableError | None = None
+        self._num_direct = self._num_relayed = 0  # tried so far, of the addresses of either kind
 
     def offer(self, addresses: Iterable[str]) -> None:
         """Try these too."""
         fresh = [address for address in addresses if address not in self.addresses]
         self.addresses += fresh[: MAX_DIALLED_ADDRESSES - len(self.addresses)]
         self.news.set()
+
+    def next_address(self, peer: bytes, *, is_trying: bool) -> str | None:
+        """The next to try, if any is to be tried now; relays when it is their turn."""
+        direct = [address for address in self.addresses if dial_target(address, peer) is not None]
+        if self._num_direct < len(direct):
+            self._num_direct += 1
+            return direct[self._num_direct - 1]
+        if self.is_direct or (is_trying and trio.current_time() < self.began_at + DIRECT_HEAD_START):
+            return None
+        relayed = [address for address in self.addresses if is_circuit_to(address, peer)]
+        if self._num_relayed < len(relayed):
+            self._num_relayed += 1
+            return relayed[self._num_relayed - 1]
+        return None
 
 
 class Host:
@@ -224,13 +273,14 @@ class Host:
         self._swarm = swarm
         self._nursery = nursery
         self._book: OrderedDict[bytes, dict[str, None]] = OrderedDict()
-        self._dials: dict[bytes, _Dial] = {}
+        self._dials: dict[tuple[bytes, bool], _Dial] = {}
         self._subscribers: set[ConnectionEvents] = set()
         self._told_connected: set[bytes] = set()
         self._dht = Dht(libp2p)
         nursery.start_soon(self._dht.run)
         swarm.dial = self._dial_by_id
         swarm.register_notifee(_ConnectionNotifee(self))
+        self.relays = RelayClient(self)
 
     @property
     def addresses(self) -> list[str]:
@@ -260,6 +310,14 @@ class Host:
 
         self._libp2p.set_stream_handler(TProtocol(protocol), handle)
 
+    def remove_handler(self, protocol: str) -> None:
+        """Serve a protocol no more."""
+        self._libp2p.remove_stream_handler(TProtocol(protocol))
+
+    def set_relayed_addresses(self, addresses: Sequence[str]) -> None:
+        """Advertise these too: addresses through relays, each without this node's peer id at its end."""
+        self._libp2p.relayed_addresses = [Multiaddr(f"{address}/p2p/{self.peer_id}") for address in addresses]
+
     async def open_stream(self, peer: bytes, protocol: str, timeout: float = DIAL_TIMEOUT) -> Stream:
         """A new stream, connecting if need be; `PeerUnreachableError` if there is none in `timeout` seconds."""
         with _deadline(peer, timeout):
@@ -286,8 +344,7 @@ class Host:
         connections = self._live_connections(peer)
         if not connections:
             return ""
-        is_direct = any("/p2p-circuit" not in str(connection.get_transport_addresses()) for connection in connections)
-        return "direct" if is_direct else "relayed"
+        return "direct" if any(not is_relayed(connection) for connection in connections) else "relayed"
 
     def remote_addresses(self, peer: bytes) -> list[str]:
         """The multiaddrs at the other end of the connections to a peer; a relayed one's has /p2p-circuit in it."""
@@ -370,19 +427,28 @@ class Host:
             known += [str(address) for address in self._libp2p.get_peerstore().addrs(id_of(peer))]
         return list(dict.fromkeys(known))[: 2 * MAX_ADDRESSES_PER_PEER]
 
-    async def connect(self, peer: bytes, addresses: Sequence[str] = (), timeout: float = DIAL_TIMEOUT) -> None:
-        """Return once there is a connection; `PeerUnreachableError` if there is none in `timeout` seconds."""
+    async def connect(
+        self, peer: bytes, addresses: Sequence[str] = (), timeout: float = DIAL_TIMEOUT, *, is_direct: bool = False
+    ) -> None:
+        """Return once there is a connection; `PeerUnreachableError` if there is none in `timeout` seconds.
+
+        ``is_direct``: a connection through a relay is none.
+        """
         if addresses:
             self.add_addresses(peer, addresses)
+
+        def is_done() -> bool:
+            return self.path(peer) == "direct" if is_direct else self.is_connected(peer)
+
         with _deadline(peer, timeout):
-            while not self.is_connected(peer):
-                dial = self._dials.get(peer)
+            while not is_done():
+                dial = self._dials.get((peer, is_direct))
                 if dial is None:
-                    dial = self._dials[peer] = _Dial()
+                    dial = self._dials[peer, is_direct] = _Dial(is_direct)
                     self._nursery.start_soon(self._run_dial, peer, dial)
                 dial.offer(addresses)
                 await dial.done.wait()
-                if dial.error is not None and not self.is_connected(peer):
+                if dial.error is not None and not is_done():
                     raise PeerUnreachableError(str(dial.error))
 
     async def _dial_by_id(self, peer_id: ID) -> None:
@@ -406,13 +472,13 @@ class Host:
         except Exception as error:
             dial.error = PeerUnreachableError(f"cannot reach {peer_id_of(peer)}: {error!r}")
         finally:
-            del self._dials[peer]
+            del self._dials[peer, dial.is_direct]
             dial.done.set()
 
     async def _race(self, peer: bytes, dial: _Dial) -> None:
-        async def attempt(address: str, target: tuple[str, int]) -> None:
+        async def attempt(address: str) -> None:
             try:
-                muxed = await self._dial_one(peer, target)
+                muxed = await self._dial_one(peer, address)
             except Exception as error:
                 dial.failures.append(f"{address}: {str(error) or repr(error)}")
                 dial.news.set()
@@ -423,29 +489,42 @@ class Host:
                 else:
                     await muxed.secured_conn.close()
 
-        num_tried = 0
         async with trio.open_nursery() as nursery:
-            while nursery.child_tasks or num_tried < len(dial.addresses):
+            while True:
                 dial.news = trio.Event()
-                if num_tried == len(dial.addresses):
-                    await dial.news.wait()
-                    continue
-                address = dial.addresses[num_tried]
-                num_tried += 1
-                target = dial_target(address, peer)
-                if target is not None:
-                    nursery.start_soon(attempt, address, target)
+                is_trying = bool(nursery.child_tasks)
+                address = dial.next_address(peer, is_trying=is_trying)
+                if address is not None:
+                    nursery.start_soon(attempt, address)
                     with trio.move_on_after(DIAL_STAGGER):
                         await dial.news.wait()
+                elif is_trying:
+                    with trio.move_on_after(DIRECT_HEAD_START):
+                        await dial.news.wait()
+                else:
+                    return
 
-    async def _dial_one(self, peer: bytes, target: tuple[str, int]) -> YamuxConn:
-        stream = await trio.open_tcp_stream(*target)
+    async def _dial_one(self, peer: bytes, address: str) -> YamuxConn:
+        socket: Socket | Circuit
+        target = dial_target(address, peer)
+        if target is None:
+            socket = await self.relays.open_circuit(peer, address)
+        else:
+            socket = Socket(await trio.open_tcp_stream(*target))
+        return await self.upgrade(socket, peer)
+
+    async def upgrade(self, socket: Socket | Circuit, peer: bytes | None) -> YamuxConn:
+        """Authenticate and multiplex; with a peer as the end that dialled it. Closes the socket if this fails."""
         try:
             with trio.fail_after(HANDSHAKE_TIMEOUT):
-                return await self._swarm.upgrade(Socket(stream), id_of(peer))
+                return await self._swarm.upgrade(socket, id_of(peer) if peer is not None else None)
         except BaseException:
-            await trio.aclose_forcefully(stream)
+            socket.abort()
             raise
+
+    async def adopt(self, muxed: YamuxConn, direction: str) -> trio.Event:
+        """Take a connection that came about otherwise than by `connect`; returns the event of its end."""
+        return (await self._swarm.add_conn(muxed, direction)).finished
 
 
 class _ConnectionNotifee(INotifee):

@@ -39,8 +39,9 @@ from libp2p.abc import (
     ISecureConn,
     ISecureTransport,
 )
+from libp2p.connection_types import ConnectionType
 from libp2p.custom_types import TProtocol
-from libp2p.host.basic_host import BasicHost
+from libp2p.host.basic_host import AddrsFactory, BasicHost
 from libp2p.io.abc import ReadWriteCloser
 from libp2p.io.exceptions import ConnectionClosedError
 from libp2p.network.config import ConnectionConfig
@@ -64,6 +65,7 @@ from multiaddr import Multiaddr
 
 from farandole.protocol.identity import SMALL_ORDER_KEYS, public_key_of
 
+from .circuit import Circuit
 from .shaping import Shaping
 from .yamux import YamuxConn, YamuxStream
 
@@ -428,9 +430,12 @@ class MendedSwarm(Swarm):
         except Exception as error:
             logger.debug("inbound connection failed: %r", error)
 
-    async def upgrade(self, socket: Socket, peer_id: ID | None) -> YamuxConn:
+    async def upgrade(self, socket: Socket | Circuit, peer_id: ID | None) -> YamuxConn:
         """Authenticate and multiplex a socket; with a peer id as the one who dialled that peer."""
-        raw = RawConnection(socket, peer_id is not None)
+        if isinstance(socket, Circuit):
+            raw = RawConnection(socket, peer_id is not None, ConnectionType.RELAYED, socket.addresses)
+        else:
+            raw = RawConnection(socket, peer_id is not None)
         secure = await self.upgrader.upgrade_security(raw, peer_id is not None, peer_id)
         muxed = await self.upgrader.upgrade_connection(secure, secure.get_remote_peer())
         assert isinstance(muxed, YamuxConn)
@@ -488,6 +493,15 @@ class MendedHost(BasicHost):
     """The library's host, whose stream handlers may fail and cost only their stream."""
 
     _network: MendedSwarm
+
+    def __init__(self, network: MendedSwarm, addrs_factory: AddrsFactory) -> None:
+        self.relayed_addresses: list[Multiaddr] = []
+        """Where relays pass on to this host; each ends in its peer id."""
+        super().__init__(network, addrs_factory=addrs_factory)
+
+    def get_addrs(self) -> list[Multiaddr]:
+        """What this host advertises: its own addresses, and those through relays."""
+        return [*super().get_addrs(), *self.relayed_addresses]
 
     async def connect(self, peer_info: PeerInfo) -> None:
         """Connect by the host's own rules."""

@@ -41,6 +41,11 @@ MAX_DEBT_SECONDS = 30.0
 # where it is `QUANTUM_SECONDS`, 0.3 s where it is `MIN_QUANTUM` at 0.5 Mbit/s. With one contribution and as many
 # checkpoints as are served at once, that is far less than the 3 s of silence that an exchange of 30 s allows.
 BULK_SHARE = 0.2
+# What others' traffic through this node keeps of a capped rate while the node's own wants all of it: a tenth lets their
+# pings and control messages through in time, and takes little from who pays for the line.
+OTHERS_SHARE = 0.1
+# How often others' traffic looks whether the node's own leaves it something.
+OTHERS_PAUSE = 0.02
 # The rates that people see are means over so many seconds.
 METER_SECONDS = 10
 # Written by us and not yet sent by the kernel, at least: a record, as trio has it for its own sockets.
@@ -95,6 +100,11 @@ class _Account:
         self._tokens -= taken
         self._debt = min(self._debt + count - taken, MAX_DEBT_SECONDS * self._rate)
 
+    def has(self, count: int, now: float) -> bool:
+        """Whether so many tokens are there that nobody has reserved or is owed."""
+        self._refill(now)
+        return self._tokens >= count and not self._debt
+
     def _refill(self, now: float) -> None:
         if now <= self._at:
             return
@@ -141,6 +151,11 @@ class Shaper:
             if self._account is not None:
                 self._account.charge(count, now)
 
+    def has(self, count: int) -> bool:
+        """Whether so many bytes could move at once, and nobody waits for them."""
+        with self._lock:
+            return self._account is None or self._account.has(count, self._clock())
+
     async def wait(self, count: int) -> float:
         """`reserve` and wait; returns the seconds to be waited, which no peer is to blame for."""
         seconds = self.reserve(count)
@@ -152,6 +167,27 @@ class Shaper:
         """Bytes a second of late, bulk and control."""
         with self._lock:
             return self._meter.per_second(self._clock())
+
+
+class Leftover:
+    """What a node leaves of one direction for the traffic of others, and at least `OTHERS_SHARE` of a cap."""
+
+    def __init__(self, shaper: Shaper) -> None:
+        self._shaper = shaper
+        self._share_due_at = -math.inf
+        self._turns = trio.Lock()
+
+    async def wait(self, count: int) -> None:
+        """Until ``count`` bytes (at most the shaper's quantum) may move; who asks first goes first."""
+        async with self._turns:
+            while not self._shaper.has(count):
+                left = self._share_due_at - trio.current_time()
+                if left <= 0:
+                    break
+                await trio.sleep(min(left, OTHERS_PAUSE))
+            if self._shaper.rate:
+                self._share_due_at = trio.current_time() + count / (OTHERS_SHARE * self._shaper.rate)
+            await self._shaper.wait(count)
 
 
 @dataclass(frozen=True)

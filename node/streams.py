@@ -37,6 +37,13 @@ class Stream(Protocol):
         """Close both sides; forcefully if cancelled."""
 
 
+class RelayedStream(Stream, Protocol):
+    """A stream that can be broken off."""
+
+    def reset(self) -> None:
+        """Without waiting: the peer gets an error, not an end."""
+
+
 class StreamHost(Protocol):
     """Opens and serves streams."""
 

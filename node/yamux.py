@@ -71,6 +71,7 @@ class YamuxStream(IMuxedStream):
         self.muxed_conn = conn
         self.is_reset = False
         self.is_bulk = False  # the user shapes what moves; it is sent behind everything else
+        self.max_window = MAX_WINDOW  # the other end may have no more under way, however fast it is read
         self._conn = conn
         self._unread = bytearray()
         self._ended = False  # by the other end, cleanly
@@ -202,7 +203,7 @@ class YamuxStream(IMuxedStream):
             return
         now = trio.current_time()
         increment = self._consumed
-        if now - self._credited_at < GROW_WITHIN_ROUND_TRIPS * self._conn.round_trip and self._window < MAX_WINDOW:
+        if now - self._credited_at < GROW_WITHIN_ROUND_TRIPS * self._conn.round_trip and self._window < self.max_window:
             increment += self._window
             self._window *= 2
         self._credited_at = now

@@ -60,6 +60,18 @@ def public_key_of(peer_id: str) -> bytes:
     return raw[len(_PEER_ID_PREFIX) :]
 
 
+def peer_id_bytes(public_key: bytes) -> bytes:
+    """The peer id as libp2p's messages carry it."""
+    return _PEER_ID_PREFIX + public_key
+
+
+def public_key_of_bytes(peer_id: bytes) -> bytes:
+    """The public key inside a peer id's bytes; `RemoteProtocolError` if it is not the id of an Ed25519 key."""
+    if len(peer_id) != len(_PEER_ID_PREFIX) + PUBLIC_KEY_BYTES or not peer_id.startswith(_PEER_ID_PREFIX):
+        raise RemoteProtocolError("not the peer id of an Ed25519 key")
+    return peer_id[len(_PEER_ID_PREFIX) :]
+
+
 def short_name(public_key: bytes) -> str:
     """The last eight characters of the peer id: what tables and logs show."""
     return peer_id_of(public_key)[-8:]

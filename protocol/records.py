@@ -1,4 +1,4 @@
-"""The keys under which the DHT finds providers: of a run (any member), and of a shard (who holds a stage)."""
+"""The keys under which the DHT finds providers: of a run (any member), of a shard (who holds a stage), its relays."""
 
 from __future__ import annotations
 
@@ -15,3 +15,8 @@ def run_key(run_id: bytes) -> bytes:
 def shard_key(run_id: bytes, stage: int) -> bytes:
     """32 bytes: who provides it holds the parameters of this stage."""
     return hashlib.sha256(framed(b"farandole/shard/1", run_id, stage.to_bytes(4, "big"))).digest()
+
+
+def relay_key(run_id: bytes) -> bytes:
+    """32 bytes: who provides it is publicly reachable, and relays for the run's nodes."""
+    return hashlib.sha256(framed(b"farandole/relay/1", run_id)).digest()

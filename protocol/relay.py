@@ -1,0 +1,166 @@
+"""Relaying: whom a relay serves, and how much; what an address through a relay says.
+
+Circuit Relay v2 (github.com/libp2p/specs, relay/circuit-v2.md): a node behind NAT *reserves* with a relay, over a
+connection that it keeps; others ask the relay to *connect* them to it, and the relay copies bytes between two streams,
+a *circuit*, over which both ends then speak Noise and yamux. The relay sees who talks to whom, and ciphertext.
+
+Every public node is a relay unless told otherwise, so each may ask little of the others and must be asked little of:
+the limits are those of a home line with a public address, and there are many relays.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final
+
+from .errors import RemoteProtocolError
+from .identity import peer_id_of, public_key_of
+
+HOP_PROTOCOL: Final = "/libp2p/circuit/relay/0.2.0/hop"
+STOP_PROTOCOL: Final = "/libp2p/circuit/relay/0.2.0/stop"
+# The specification's bound of a message.
+MAX_MESSAGE_BYTES: Final = 4_096
+# go-libp2p's too. A reservation ends with its connection anyway; its renewal costs one round trip.
+RESERVATION_SECONDS: Final = 3_600
+# Each is a connection of the 512 that a node has.
+MAX_RESERVATIONS: Final = 64
+# Several homes may sit behind one carrier's NAT; who has more addresses than this many times fills the table alone.
+MAX_RESERVATIONS_PER_ADDRESS: Final = 8
+# Each may hold a window of half a mebibyte in either direction: 64 MiB when all stall.
+MAX_CIRCUITS: Final = 64
+# A node keeps connections with twelve members, and exchanges with others beside these; it has two relays.
+MAX_CIRCUITS_PER_PEER: Final = 16
+# In both directions together. A checkpoint of a billion parameters with its optimizer's state has 12 GB, and exchanges
+# of some gigabytes should not meet the end of their circuit often: who has more to move dials again.
+CIRCUIT_BYTES: Final = 16 * 2**30
+# A link that is lost four times a day, and made again in a second, costs a run nothing; a forgotten one ends.
+CIRCUIT_SECONDS: Final = 6 * 3_600
+# What both ends leave unused for so long is over: over one that they use, they ping every ten seconds.
+IDLE_SECONDS: Final = 60
+# Addresses of itself that a relay may tell, and one of them; `farandole.node.host` keeps no more of a peer either.
+MAX_TOLD_ADDRESSES: Final = 16
+MAX_ADDRESS_BYTES: Final = 512
+
+_CIRCUIT = re.compile(
+    r"(/(?:ip4|ip6|dns|dns4|dns6)/[^/]+/tcp/\d{1,5})/p2p/([^/]+)/p2p-circuit(?:/p2p/([^/]+))?", re.ASCII
+)
+
+
+class Status(IntEnum):
+    """A relay's answer, as the specification numbers them."""
+
+    OK = 100
+    RESERVATION_REFUSED = 200
+    RESOURCE_LIMIT_EXCEEDED = 201
+    PERMISSION_DENIED = 202
+    CONNECTION_FAILED = 203
+    NO_RESERVATION = 204
+    MALFORMED_MESSAGE = 400
+    UNEXPECTED_MESSAGE = 401
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one relay gives."""
+
+    max_reservations: int = MAX_RESERVATIONS
+    max_reservations_per_address: int = MAX_RESERVATIONS_PER_ADDRESS
+    max_circuits: int = MAX_CIRCUITS
+    max_circuits_per_peer: int = MAX_CIRCUITS_PER_PEER
+    reservation_seconds: int = RESERVATION_SECONDS
+    circuit_bytes: int = CIRCUIT_BYTES
+    circuit_seconds: int = CIRCUIT_SECONDS
+    idle_seconds: float = IDLE_SECONDS
+
+
+@dataclass(frozen=True, slots=True)
+class _Reservation:
+    address: str
+    expires_at: float
+
+
+class RelayTable:
+    """Reservations and circuits of one relay. ``now`` is any clock that never goes back, in seconds."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._reservations: dict[bytes, _Reservation] = {}
+        self._circuits: Counter[bytes] = Counter()  # by either end
+        self.num_circuits = 0
+
+    @property
+    def num_reservations(self) -> int:
+        """Held now, or expired since the last one was made."""
+        return len(self._reservations)
+
+    def reserve(self, peer: bytes, address: str, now: float) -> Status:
+        """Make or renew a peer's reservation; ``address`` is what counts as one address of the network."""
+        self._expire(now)
+        others = [held for holder, held in self._reservations.items() if holder != peer]
+        if sum(held.address == address for held in others) >= self._limits.max_reservations_per_address:
+            return Status.RESERVATION_REFUSED
+        if len(others) >= self._limits.max_reservations:
+            return Status.RESERVATION_REFUSED
+        self._reservations[peer] = _Reservation(address, now + self._limits.reservation_seconds)
+        return Status.OK
+
+    def forget(self, peer: bytes) -> None:
+        """Its connection is gone, and with it the reservation."""
+        self._reservations.pop(peer, None)
+
+    def open_circuit(self, source: bytes, target: bytes, now: float) -> Status:
+        """Count a circuit, which `close_circuit` ends; any answer but OK counts nothing."""
+        self._expire(now)
+        if source == target:
+            return Status.PERMISSION_DENIED
+        if target not in self._reservations:
+            return Status.NO_RESERVATION
+        busiest = max(self._circuits[source], self._circuits[target])
+        if self.num_circuits >= self._limits.max_circuits or busiest >= self._limits.max_circuits_per_peer:
+            return Status.RESOURCE_LIMIT_EXCEEDED
+        self.num_circuits += 1
+        self._circuits[source] += 1
+        self._circuits[target] += 1
+        return Status.OK
+
+    def close_circuit(self, source: bytes, target: bytes) -> None:
+        """One that was opened is over."""
+        self.num_circuits -= 1
+        for end in (source, target):
+            self._circuits[end] -= 1
+            if not self._circuits[end]:
+                del self._circuits[end]
+
+    def _expire(self, now: float) -> None:
+        for peer in [peer for peer, held in self._reservations.items() if held.expires_at <= now]:
+            del self._reservations[peer]
+
+
+@dataclass(frozen=True, slots=True)
+class CircuitAddress:
+    """An address through a relay."""
+
+    relay: bytes
+    relay_address: str
+    """The relay's own multiaddr, without its peer id."""
+    peer: bytes | None
+    """Whom it leads to, where it says so."""
+
+
+def parse_circuit(address: str) -> CircuitAddress | None:
+    """What a multiaddr through one relay over TCP says; None for any other."""
+    match = _CIRCUIT.fullmatch(address)
+    if match is None:
+        return None
+    try:
+        return CircuitAddress(public_key_of(match[2]), match[1], public_key_of(match[3]) if match[3] else None)
+    except RemoteProtocolError:
+        return None
+
+
+def circuit_address(relay_address: str, relay: bytes) -> str:
+    """The address of whoever is reserved with a relay; its peer id may follow as ``/p2p/...``."""
+    return f"{relay_address}/p2p/{peer_id_of(relay)}/p2p-circuit"

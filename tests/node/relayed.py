@@ -1,0 +1,68 @@
+"""Hosts that know each other through a relay alone, on loopback: nobody is told where the others listen."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import trio.testing
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.node.host import Host, open_host
+from farandole.node.nurseries import open_service_nursery
+from farandole.node.relay_server import RelayServer
+from farandole.node.shaping import Shaping
+from farandole.protocol.relay import Limits
+
+LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
+
+
+@dataclass
+class Relay:
+    """A host that relays."""
+
+    host: Host
+    server: RelayServer
+
+
+@contextlib.asynccontextmanager
+async def open_relay(
+    limits: Limits | None = None, shaping: Shaping | None = None, ping: float = 10.0
+) -> AsyncIterator[Relay]:
+    key = Ed25519PrivateKey.generate()
+    async with (
+        open_host(key, LOOPBACK, shaping=shaping, ping_interval=ping, ping_timeout=ping) as host,
+        open_service_nursery() as nursery,
+    ):
+        server = RelayServer(host, key, shaping, limits)
+        nursery.start_soon(server.run)
+        await trio.testing.wait_all_tasks_blocked()
+        yield Relay(host, server)
+
+
+def open_public() -> contextlib.AbstractAsyncContextManager[Host]:
+    """A node that listens."""
+    return open_host(Ed25519PrivateKey.generate(), LOOPBACK)
+
+
+@contextlib.asynccontextmanager
+async def open_home(ping: float = 10.0) -> AsyncIterator[Host]:
+    """A node whose listener nobody is told of: it has none."""
+    async with open_host(Ed25519PrivateKey.generate(), [], ping_interval=ping, ping_timeout=ping) as host:
+        yield host
+
+
+async def reserve(home: Host, relay: Host) -> str:
+    """The address through the relay, with the peer's id."""
+    await home.connect(relay.author, relay.addresses)
+    held = await home.relays.reserve(relay.author)
+    return f"{held.address}/p2p/{home.peer_id}"
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait, a little at a time, for what has no event."""
+    while True:
+        if condition():
+            return
+        await trio.sleep(0.01)
