@@ -97,7 +97,7 @@ class Testnet:
     async def play(self) -> Report:
         """Ctrl-C ends it early, in good order and with a report; a second one kills the nodes.
 
-        Raises `TestnetError` if the folder cannot be used, `LinksError` if the scenario's links cannot be made here.
+        Raises `TestnetError` if the folder cannot be used, `NamespaceError` if its networks cannot be made here.
         """
         manifest = self.scenario.manifest(time.time())
         signed = sign_manifest(manifest, Ed25519PrivateKey.generate())

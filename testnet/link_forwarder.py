@@ -1,8 +1,9 @@
-"""The wire between the nodes of `farandole.testnet.links`, a process of its own: a packet is late and takes its turn.
+"""The wire between a testnet's nodes, a process of its own: a packet is late and takes its turn.
 
-Each node has a TUN device, whose packets are read and written here. How fast a node sends, the kernel sees to (tbf);
-here a packet waits until the receiver's link is free, and then for the delay. Standard library only, and no other work
-in the process: a packet takes about 20 microseconds.
+Each node has a TUN device, whose packets are read and written here (`farandole.testnet.links`); or there is one device
+through which somebody routes what is to be late, and all goes back where it came from (`farandole.testnet.natlab.lab`).
+How fast a node sends, the kernel sees to (tbf); here a packet waits until the receiver's link is free, and then for the
+delay. Standard library only, and no other work in the process: a packet takes about 20 microseconds.
 """
 
 from __future__ import annotations
@@ -16,24 +17,30 @@ import time
 
 # A packet that would wait longer for the receiver's link is dropped, as a router does whose buffer is full.
 MAX_QUEUE_SECONDS = 0.2
+OTHERS = "*"
 _MAX_PACKET = 65_536
 _DESTINATION = slice(16, 20)  # in the header of IPv4 (RFC 791, section 3.1)
 
 
-def forward(ports: dict[bytes, int], down_bytes_per_second: float, delay: float) -> None:
-    """Forward between the ports (IPv4 address -> descriptor of a TUN device) until the process is ended."""
+def forward(ports: dict[str, int], down_bytes_per_second: float, delay: float) -> None:
+    """Forward between the ports until the process is ended.
+
+    A port is an IPv4 address, or `OTHERS`, and the descriptor of a TUN device.
+    """
     poller = select.poll()
     for descriptor in ports.values():
         os.set_blocking(descriptor, False)
         poller.register(descriptor, select.POLLIN)
     free_at = dict.fromkeys(ports.values(), 0.0)
+    others = ports.get(OTHERS)
+    targets = {bytes(map(int, ip.split("."))): fd for ip, fd in ports.items() if ip != OTHERS}
     due: list[tuple[float, int, int, bytes]] = []  # (at, number, descriptor, packet)
     number = 0
     while True:
         wait = max(0.0, due[0][0] - time.monotonic()) * 1e3 if due else None
         for descriptor, _ in poller.poll(wait):
             packet = os.read(descriptor, _MAX_PACKET)
-            target = ports.get(packet[_DESTINATION])
+            target = targets.get(packet[_DESTINATION], others)
             if target is None:
                 continue
             now = time.monotonic()
@@ -53,7 +60,7 @@ def main() -> None:
     """Entry point: ``python -m farandole.testnet.link_forwarder DOWN_BYTES_PER_SECOND DELAY ADDRESS=DESCRIPTOR...``."""
     down, delay, *ports = sys.argv[1:]
     addresses = (port.split("=") for port in ports)
-    forward({bytes(map(int, ip.split("."))): int(fd) for ip, fd in addresses}, float(down), float(delay))
+    forward({ip: int(fd) for ip, fd in addresses}, float(down), float(delay))
 
 
 if __name__ == "__main__":

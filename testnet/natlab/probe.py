@@ -1,0 +1,257 @@
+"""Plain sockets on one host, told what to do by lines of JSON: what can be reached from here, without libp2p.
+
+    python -m farandole.testnet.natlab.probe
+
+A request is ``{"id": 1, "do": ...}`` with the fields of `Request`, the answer ``{"id": 1, "result": ...}``; several may
+run at once. ``observe`` takes a local port, and asks a third how it appears outside. ``punch`` then tries for a path
+between that port and what was observed of another host's, while that does the same. ``connect`` is a plain connection
+to an address, which whoever observes there answers. ``serve`` is what the third does.
+
+Whatever the way, a TCP path counts once both ends have read from it the token that both were given: an accepted
+connection, one that was called, and one that came of both calling at once (RFC 9293, section 3.5) look alike.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+import msgspec
+import trio
+
+from .kinds import Protocol
+
+# The rendezvous answers in less, unless packets are dropped.
+OBSERVE_TIMEOUT: Final = 1.0
+TOKEN_BYTES: Final = 16
+# Between two calls, or two datagrams: a home's router may have dropped the one before, as the other side's came later.
+_REPEAT_INTERVAL: Final = 0.1
+# After a datagram path is known here, datagrams go on for so long, so that the other side knows too.
+_LINGER: Final = 3 * _REPEAT_INTERVAL
+_MAX_LINE: Final = 4_096
+_BACKLOG: Final = 16
+_HEARD, _CALLING = b"!", b"?"
+
+Address = tuple[str, int]
+
+
+class Request(msgspec.Struct):
+    """One line of the input."""
+
+    id: int
+    do: str
+    port: int = 0
+    """Local."""
+    protocol: Protocol = "tcp"
+    target: Address = ("", 0)
+    """The third, or the other host as observed."""
+    token: str = ""
+    seconds: float = 1.0
+
+
+@dataclass
+class _Port:
+    """A local port that is in use, with what connections to it are asked for."""
+
+    sock: trio.socket.SocketType
+    arrivals: trio.MemoryReceiveChannel[trio.socket.SocketType] | None = None
+
+
+@dataclass
+class Probe:
+    """``nursery`` outlives the requests: what they opened stays open, as an application's sockets do."""
+
+    nursery: trio.Nursery
+    ports: dict[tuple[Protocol, int], _Port] = field(default_factory=dict)
+
+    async def serve(self, request: Request) -> bool:
+        """Tell everybody who asks how he appears."""
+        listener = await _bound("tcp", request.port)
+        listener.listen(_BACKLOG)
+        self.nursery.start_soon(_tell_callers, listener, self.nursery)
+        self.nursery.start_soon(_tell_senders, await _bound("udp", request.port))
+        return True
+
+    async def observe(self, request: Request) -> Address | None:
+        """How the local port appears to the third, or None if that cannot be reached."""
+        sock = await _bound(request.protocol, request.port)
+        port = self.ports[request.protocol, request.port] = _Port(sock)
+        if request.protocol == "tcp":
+            listener = await _bound("tcp", request.port)
+            listener.listen(_BACKLOG)
+            arrive, port.arrivals = trio.open_memory_channel[trio.socket.SocketType](_BACKLOG)
+            self.nursery.start_soon(_accept, listener, arrive)
+        with trio.move_on_after(OBSERVE_TIMEOUT), suppress(OSError):
+            await sock.connect(request.target)
+            await sock.send(b"?")
+            host, number = msgspec.json.decode(await sock.recv(_MAX_LINE), type=Address)
+            if request.protocol == "udp":  # from now on it is for others
+                port.sock = await _replaced(sock, request.port)
+            return host, number
+        return None
+
+    async def connect(self, request: Request) -> bool:
+        """Whether a call from any port is answered."""
+        with trio.move_on_after(request.seconds), suppress(OSError):
+            sock = trio.socket.socket()
+            await sock.connect(request.target)
+            return await _is_peer(sock, request.token.encode())
+        return False
+
+    async def answer(self, request: Request) -> bool:
+        """Wait for a call to the observed port."""
+        arrivals = self.ports["tcp", request.port].arrivals
+        assert arrivals is not None
+        with trio.move_on_after(request.seconds):
+            async for sock in arrivals:
+                if await _is_peer(sock, request.token.encode()):
+                    return True
+        return False
+
+    async def punch(self, request: Request) -> bool:
+        """Whether there is a path between the observed ports."""
+        tries = _punch_tcp if request.protocol == "tcp" else _punch_udp
+        with trio.move_on_after(request.seconds):
+            await tries(self.ports[request.protocol, request.port], request)
+            return True
+        return False
+
+
+async def _bound(protocol: Protocol, port: int) -> trio.socket.SocketType:
+    sock = trio.socket.socket(type=socket.SOCK_STREAM if protocol == "tcp" else socket.SOCK_DGRAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    await sock.bind(("0.0.0.0", port))
+    return sock
+
+
+async def _replaced(sock: trio.socket.SocketType, port: int) -> trio.socket.SocketType:
+    sock.close()
+    return await _bound("udp", port)
+
+
+async def _tell_callers(listener: trio.socket.SocketType, nursery: trio.Nursery) -> None:
+    while True:
+        sock, address = await listener.accept()
+        nursery.start_soon(_tell_caller, sock, address)
+
+
+async def _tell_caller(sock: trio.socket.SocketType, address: Address) -> None:
+    with suppress(OSError), sock:
+        await sock.recv(1)
+        await sock.send(msgspec.json.encode(address))
+        await sock.recv(1)  # until the caller is gone
+
+
+async def _tell_senders(sock: trio.socket.SocketType) -> None:
+    while True:
+        _, address = await sock.recvfrom(1)
+        await sock.sendto(msgspec.json.encode(address), address)
+
+
+async def _accept(listener: trio.socket.SocketType, arrive: trio.MemorySendChannel[trio.socket.SocketType]) -> None:
+    while True:
+        sock, _ = await listener.accept()
+        await arrive.send(sock)
+
+
+async def _is_peer(sock: trio.socket.SocketType, token: bytes) -> bool:
+    """Whether the token comes back over the connection."""
+    received = b""
+    with suppress(OSError):
+        await sock.send(token)
+        while len(received) < TOKEN_BYTES:
+            data = await sock.recv(TOKEN_BYTES - len(received))
+            if not data:
+                return False
+            received += data
+    return received == token
+
+
+async def _punch_tcp(port: _Port, request: Request) -> None:
+    """Returns once there is a connection."""
+    assert port.arrivals is not None
+    done = trio.Event()
+    token = request.token.encode()
+
+    async def check(sock: trio.socket.SocketType) -> None:
+        if await _is_peer(sock, token):
+            done.set()
+
+    async def call() -> None:
+        while True:
+            sock = await _bound("tcp", request.port)
+            with suppress(OSError):
+                await sock.connect(request.target)
+                await check(sock)
+            sock.close()
+            await trio.sleep(_REPEAT_INTERVAL)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(call)
+
+        async def answer(arrivals: trio.MemoryReceiveChannel[trio.socket.SocketType]) -> None:
+            async for sock in arrivals:
+                nursery.start_soon(check, sock)
+
+        nursery.start_soon(answer, port.arrivals)
+        await done.wait()
+        nursery.cancel_scope.cancel()
+
+
+async def _punch_udp(port: _Port, request: Request) -> None:
+    """Returns once datagrams have gone both ways."""
+    token = request.token.encode()
+    targets: dict[Address, bytes] = {request.target: _CALLING}
+    done = trio.Event()
+
+    async def send() -> None:
+        while True:
+            for target, word in list(targets.items()):
+                with suppress(OSError):
+                    await port.sock.sendto(token + word, target)
+            await trio.sleep(_REPEAT_INTERVAL)
+
+    async def receive() -> None:
+        while True:
+            with suppress(OSError):
+                data, address = await port.sock.recvfrom(_MAX_LINE)
+                if data[:TOKEN_BYTES] == token:
+                    targets[address] = _HEARD
+                    if data[TOKEN_BYTES:] == _HEARD:
+                        done.set()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(send)
+        nursery.start_soon(receive)
+        await done.wait()
+        await trio.sleep(_LINGER)
+        nursery.cancel_scope.cancel()
+
+
+async def _reply(request: Request, do: Callable[[Request], Awaitable[object]]) -> None:
+    result = await do(request)
+    sys.stdout.buffer.write(msgspec.json.encode({"id": request.id, "result": result}) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+async def main() -> None:
+    """Serve requests until the input ends."""
+    async with trio.open_nursery() as nursery:
+        probe = Probe(nursery)
+        stream, buffer = trio.lowlevel.FdStream(sys.stdin.fileno()), b""
+        while data := await stream.receive_some():
+            *lines, buffer = (buffer + data).split(b"\n")
+            for line in lines:
+                request = msgspec.json.decode(line, type=Request)
+                nursery.start_soon(partial(_reply, request, getattr(probe, request.do)))
+        nursery.cancel_scope.cancel()
+
+
+if __name__ == "__main__":
+    trio.run(main)

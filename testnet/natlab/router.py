@@ -1,0 +1,114 @@
+"""A router in a namespace of its own, between what is upstream and its inner side.
+
+Where it translates, its outer interface has an address; where it does not, the inner host has it, and the router
+answers for it (proxy ARP). Either way it is one address, which upstream sends to one link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from typing import Final
+
+from ..leash import Leash
+from ..namespace import Namespace, held
+from .kinds import Mapping, Nat
+from .rules import LAN, TABLE, UPNP_CHAINS, WAN, router_rules
+
+# It writes a file of its process id to /run, which is its own here and goes with it.
+_MINIUPNPD: Final = "mount -t tmpfs none /run && exec miniupnpd -d -f /dev/stdin"
+
+
+@dataclass
+class Router:
+    """Off until it is switched on."""
+
+    namespace: Namespace
+    nat: Nat
+    inner_ip: str
+    """Its own, on the inner side."""
+    inner_host: Namespace
+    """Who gets the outer address where the router does not translate."""
+    leash: Leash
+    customer_ip: str | None = None
+    """Of the router behind this one, if it is a carrier's."""
+    is_on: bool = False
+    _services: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    @property
+    def is_translating(self) -> bool:
+        """Whether the outer address is its own."""
+        return self.nat.mapping is not Mapping.NONE
+
+    def switch_on(self, address: str, gateway: str) -> None:
+        """With this outer address, and upstream's."""
+        inner_ip = self.customer_ip if self.is_translating else address
+        if self.is_translating:
+            self.namespace.run(f"ip address add {address}/32 dev {WAN}")
+        else:
+            self.inner_host.run(f"""
+                ip address add {address}/32 dev eth0
+                ip route replace {self.inner_ip} dev eth0
+                ip route replace default via {self.inner_ip} src {address}
+            """)
+        self.namespace.run(
+            f"""
+            echo 1 > /proc/sys/net/ipv4/ip_forward
+            echo 1 > /proc/sys/net/ipv4/conf/{WAN}/proxy_arp
+            nft -f -
+            ip link set dev {LAN} up
+            ip link set dev {WAN} up
+            ip route add {gateway} dev {WAN}
+            ip route add default via {gateway}
+            {f"ip route replace {inner_ip} dev {LAN}" if inner_ip else ""}
+        """,
+            router_rules(self.nat),
+        )
+        if self.nat.has_upnp:
+            self._serve_upnp()
+        self.is_on = True
+
+    def switch_off(self) -> None:
+        """It forgets what it knows of connections and mappings, and nothing goes through."""
+        self._services.close()
+        self.namespace.run(f"""
+            ip link set dev {WAN} down
+            ip link set dev {LAN} down
+            ip address flush dev {WAN}
+            nft delete table inet {TABLE}
+            {sys.executable} -m farandole.testnet.natlab.conntrack
+        """)
+        if not self.is_translating:
+            self.inner_host.run("ip address flush dev eth0")
+        self.is_on = False
+
+    def close(self) -> None:
+        """End what runs in it."""
+        self._services.close()
+
+    def _serve_upnp(self) -> None:
+        forward, prerouting, postrouting = UPNP_CHAINS
+        settings = f"""
+            ext_ifname={WAN}
+            listening_ip={LAN}
+            enable_upnp=yes
+            enable_natpmp=yes
+            secure_mode=yes
+            system_uptime=no
+            uuid=5fa1dab1-0000-4000-8000-000000000001
+            upnp_table_name={TABLE}
+            upnp_nat_table_name={TABLE}
+            upnp_forward_chain={forward}
+            upnp_nat_chain={prerouting}
+            upnp_nat_postrouting_chain={postrouting}
+            allow 1024-65535 0.0.0.0/0 1024-65535
+            deny 0-65535 0.0.0.0/0 0-65535
+        """
+        command = [*self.namespace.enter, "unshare", "--mount", "sh", "-c", _MINIUPNPD]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        daemon = self._services.enter_context(held(command, self.leash, stdin=subprocess.PIPE, **quiet))
+        assert daemon.stdin is not None
+        daemon.stdin.write("\n".join(line.strip() for line in settings.splitlines()).encode())
+        daemon.stdin.close()

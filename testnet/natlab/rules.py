@@ -1,0 +1,111 @@
+"""What a router does, as nftables rules.
+
+The kernel's own NAT keeps a connection's port where it can, and lets in nothing but answers: it is port-restricted.
+Symmetric is the same with a random port for each connection. For the kinds that let more in, the rules remember what
+the inner hosts have sent: `mapped` which host a port belongs to, `contacted` to which addresses it has sent; what comes
+in to those is sent on to the host. Where two hosts of a home use one port, it belongs to the first.
+
+What is not let in is dropped without an answer, and before connection tracking has kept it: so it neither ends the
+attempts of the other side, nor takes the port from an inner host that calls there a moment later.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from .kinds import HTTPS_PORT, Egress, Filtering, Mapping, Nat
+
+WAN: Final = "wan"
+LAN: Final = "lan"
+# Names that miniupnpd is told.
+TABLE: Final = "router"
+UPNP_CHAINS: Final = ("upnp_forward", "upnp_prerouting", "upnp_postrouting")
+
+# RFC 4787 wants a mapping of UDP to last for 2 minutes at least, and recommends 5 (REQ-5).
+_MAPPING_TIMEOUT: Final = "5m"
+# As many as there are ports, of each of two protocols.
+_MAX_MAPPINGS: Final = 131_072
+
+_REMEMBERED: Final = f"""
+  map mapped {{
+    type inet_proto . inet_service : ipv4_addr; flags dynamic, timeout; timeout {_MAPPING_TIMEOUT}; size {_MAX_MAPPINGS}
+  }}
+  set contacted {{
+    type inet_proto . inet_service . ipv4_addr
+    flags dynamic, timeout; timeout {_MAPPING_TIMEOUT}; size {_MAX_MAPPINGS}
+  }}
+  chain remember {{
+    type filter hook forward priority mangle
+    iifname {LAN} meta l4proto {{ tcp, udp }} update @mapped {{ meta l4proto . th sport : ip saddr }}
+    iifname {LAN} meta l4proto {{ tcp, udp }} update @contacted {{ meta l4proto . th sport . ip daddr }}
+  }}"""
+_TO_MAPPED: Final = "dnat ip to meta l4proto . th dport map @mapped"
+_INWARD: Final = {
+    Filtering.ENDPOINT_INDEPENDENT: f"iifname {WAN} meta l4proto {{ tcp, udp }} {_TO_MAPPED}",
+    Filtering.ADDRESS_DEPENDENT: f"iifname {WAN} meta l4proto . th dport . ip saddr @contacted {_TO_MAPPED}",
+}
+_FORBIDDEN: Final = {
+    Egress.NO_UDP: f"iifname {LAN} meta l4proto udp drop",
+    Egress.ONLY_HTTPS: f"iifname {LAN} tcp dport != {HTTPS_PORT} drop\n    iifname {LAN} meta l4proto != tcp drop",
+}
+_MASQUERADE: Final = {
+    Mapping.NONE: "",
+    Mapping.ENDPOINT_INDEPENDENT: f"oifname {WAN} masquerade",
+    Mapping.ADDRESS_AND_PORT_DEPENDENT: f"oifname {WAN} masquerade random,fully-random",
+}
+
+
+def router_rules(nat: Nat) -> str:
+    """For ``nft -f``: a table of that name, instead of one that is there, between the interfaces `WAN` and `LAN`."""
+    forward, prerouting, postrouting = UPNP_CHAINS
+    is_remembering = nat.mapping is Mapping.ENDPOINT_INDEPENDENT and nat.filtering in _INWARD
+    return f"""table inet {TABLE}
+delete table inet {TABLE}
+table inet {TABLE} {{{_REMEMBERED if is_remembering else ""}
+  chain {forward} {{ }}
+  chain {prerouting} {{ }}
+  chain {postrouting} {{ }}
+  chain forward {{
+    type filter hook forward priority filter; policy drop
+    ct state invalid drop
+    {_FORBIDDEN.get(nat.egress, "")}
+    ct state established,related accept
+    iifname {LAN} accept
+    ct status dnat accept
+    {"accept" if nat.filtering is Filtering.NONE else ""}
+    jump {forward}
+  }}
+  chain input {{
+    type filter hook input priority filter
+    iifname {WAN} ct state != established,related drop
+  }}
+  chain inward {{
+    type nat hook prerouting priority dstnat
+    jump {prerouting}
+    {_INWARD[nat.filtering] if is_remembering else ""}
+  }}
+  chain outward {{
+    type nat hook postrouting priority srcnat
+    jump {postrouting}
+    {_MASQUERADE[nat.mapping]}
+  }}
+}}
+"""
+
+
+def line_rules(loss: float, *, is_cut: bool) -> str:
+    """Rules of their own for what happens on the line, either way: ``loss`` is a packet's chance to be lost."""
+    fate = "drop" if is_cut else f"numgen random mod 1000000 < {round(loss * 1e6)} drop"
+    return f"""table inet line
+delete table inet line
+table inet line {{
+  chain incoming {{
+    type filter hook prerouting priority raw - 100
+    iifname {WAN} {fate}
+  }}
+  chain outgoing {{
+    type filter hook postrouting priority srcnat + 100
+    oifname {WAN} {fate}
+  }}
+}}
+"""

@@ -1,0 +1,184 @@
+"""Two homes try to reach each other with plain sockets; what comes of it, beside what theory says."""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, TypeVar
+
+import msgspec
+import trio
+
+from ..leash import Leash
+from ..links import Place
+from . import kinds
+from .kinds import HTTPS_PORT, Kind, Protocol
+from .probe import TOKEN_BYTES, Address
+
+# A path is there within milliseconds, or after one repetition of TCP's first packet, which takes a second.
+TRIAL_SECONDS: Final = 1.5
+# Each trial takes ports that none took before, so that no NAT remembers them.
+_FIRST_PORT: Final = 20_000
+
+Name = TypeVar("Name", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What two homes can do; the first calls the second in ``connect``, and is called in ``connect_back``."""
+
+    connect: bool
+    connect_back: bool
+    punch_tcp: bool
+    punch_udp: bool
+
+
+def expected(near: Kind, far: Kind) -> Reach:
+    """As theory has it."""
+    return Reach(
+        kinds.can_connect(near, far),
+        kinds.can_connect(far, near),
+        kinds.can_punch_tcp(near, far),
+        kinds.can_punch_udp(near, far),
+    )
+
+
+@dataclass
+class ProbeProcess:
+    """A `farandole.testnet.natlab.probe` in a place."""
+
+    process: trio.Process
+    _next_port: int = _FIRST_PORT
+    _next_id: int = 0
+    _sending: trio.Lock = field(default_factory=trio.Lock)
+    _answers: dict[int, tuple[trio.Event, list[Any]]] = field(default_factory=dict)
+
+    def take_port(self) -> int:
+        """A local port of its own."""
+        self._next_port += 1
+        return self._next_port
+
+    async def ask(self, do: str, **fields: object) -> Any:
+        """Send a request and wait for its answer."""
+        self._next_id += 1
+        event, result = self._answers[self._next_id] = trio.Event(), []
+        assert self.process.stdin is not None
+        line = msgspec.json.encode({"id": self._next_id, "do": do, **fields}) + b"\n"
+        async with self._sending:
+            await self.process.stdin.send_all(line)
+        await event.wait()
+        return result[0]
+
+    async def observe(self, protocol: Protocol, third: str, port: int) -> Address | None:
+        """How that local port appears to the third."""
+        answer = await self.ask("observe", protocol=protocol, port=port, target=(third, HTTPS_PORT))
+        return answer and tuple(answer)
+
+    async def end(self) -> None:
+        """Kill it, and let go of its pipes."""
+        self.process.kill()
+        await self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                await pipe.aclose()
+
+    async def receive(self) -> None:
+        """Take in the answers until the process ends."""
+        assert self.process.stdout is not None
+        buffer = b""
+        with suppress(trio.ClosedResourceError):
+            async for data in self.process.stdout:
+                *lines, buffer = (buffer + data).split(b"\n")
+                for line in lines:
+                    self._take_in(msgspec.json.decode(line))
+
+    def _take_in(self, answer: dict[str, Any]) -> None:
+        event, result = self._answers.pop(answer["id"])
+        result.append(answer["result"])
+        event.set()
+
+
+@asynccontextmanager
+async def open_probes(places: Mapping[Name, Place], leash: Leash) -> AsyncIterator[dict[Name, ProbeProcess]]:
+    """One in each place."""
+    async with trio.open_nursery() as nursery:
+        probes = {}
+        try:
+            for name, place in places.items():
+                command = [*place.enter, sys.executable, "-m", "farandole.testnet.natlab.probe"]
+                process = await trio.lowlevel.open_process(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+                )
+                leash.hold(process.pid)
+                probes[name] = ProbeProcess(process)
+                nursery.start_soon(probes[name].receive)
+            yield probes
+        finally:
+            with trio.CancelScope(shield=True):  # killed processes keep nobody waiting
+                for probe in probes.values():
+                    await probe.end()
+                    leash.release(probe.process.pid)
+            nursery.cancel_scope.cancel()
+
+
+async def try_pair(near: ProbeProcess, far: ProbeProcess, third: str) -> Reach:
+    """Try everything at once; the third serves at port 443 of that address."""
+    results: dict[str, bool] = {}
+
+    async def note(name: str, trial: Callable[[], Awaitable[bool]]) -> None:
+        results[name] = await trial()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(note, "connect", partial(_connects, near, far, third))
+        nursery.start_soon(note, "connect_back", partial(_connects, far, near, third))
+        nursery.start_soon(note, "punch_tcp", partial(_punches, near, far, "tcp", third))
+        nursery.start_soon(note, "punch_udp", partial(_punches, near, far, "udp", third))
+    return Reach(**results)
+
+
+async def _connects(near: ProbeProcess, far: ProbeProcess, third: str) -> bool:
+    """Whether near can call what the third has observed of far."""
+    port = far.take_port()
+    target = await far.observe("tcp", third, port)
+    assert target is not None, "the third cannot be reached"
+    given = {"token": _new_token(), "seconds": TRIAL_SECONDS}
+    return await _both(
+        partial(far.ask, "answer", port=port, **given),
+        partial(near.ask, "connect", target=target, **given),
+    )
+
+
+async def _punches(near: ProbeProcess, far: ProbeProcess, protocol: Protocol, third: str) -> bool:
+    """Whether both find a path, each told what the third has observed of the other."""
+    near_port, far_port = near.take_port(), far.take_port()
+    near_seen = await near.observe(protocol, third, near_port)
+    far_seen = await far.observe(protocol, third, far_port)
+    if near_seen is None or far_seen is None:
+        return False
+    given = {"protocol": protocol, "token": _new_token(), "seconds": TRIAL_SECONDS}
+    return await _both(
+        partial(near.ask, "punch", port=near_port, target=far_seen, **given),
+        partial(far.ask, "punch", port=far_port, target=near_seen, **given),
+    )
+
+
+def _new_token() -> str:
+    return secrets.token_hex(TOKEN_BYTES // 2)
+
+
+async def _both(*trials: Callable[[], Awaitable[bool]]) -> bool:
+    """Do them at once."""
+    results = []
+
+    async def note(trial: Callable[[], Awaitable[bool]]) -> None:
+        results.append(await trial())
+
+    async with trio.open_nursery() as nursery:
+        for trial in trials:
+            nursery.start_soon(note, trial)
+    return all(results)

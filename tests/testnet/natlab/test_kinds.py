@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import pytest
+
+from farandole.testnet.natlab.kinds import (
+    CARRIER_KINDS,
+    KINDS,
+    KindError,
+    can_connect,
+    can_punch_tcp,
+    can_punch_udp,
+    kind_named,
+)
+
+# Who is punched through to whom; the four cones beside symmetric as in RFC 5128 and every textbook.
+_CONES = ["open", "firewall", "full-cone", "address-restricted", "port-restricted", "carrier", "udp-blocked", "upnp"]
+PUNCHABLE = {
+    "open": [*_CONES, "symmetric"],
+    "firewall": _CONES,
+    "full-cone": [*_CONES, "symmetric"],
+    "address-restricted": [*_CONES, "symmetric"],
+    "port-restricted": _CONES,
+    "symmetric": ["open", "full-cone", "address-restricted"],
+    "carrier": _CONES,
+    "udp-blocked": _CONES,
+    "https-only": [],
+    "upnp": _CONES,
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_who_punches_through_to_whom(name: str) -> None:
+    near = kind_named(name)
+    assert {far for far in KINDS if can_punch_tcp(near, kind_named(far))} == set(PUNCHABLE[name])
+    over_udp = set() if name == "udp-blocked" else set(PUNCHABLE[name]) - {"udp-blocked"}
+    assert {far for far in KINDS if can_punch_udp(near, kind_named(far))} == over_udp
+
+
+def test_who_can_simply_be_called() -> None:
+    caller = kind_named("symmetric")
+    assert [far for far in KINDS if can_connect(caller, kind_named(far))] == ["open", "full-cone"]
+    caller = kind_named("https-only")
+    assert [far for far in KINDS if can_connect(caller, kind_named(far))] == []
+    assert [far for far in KINDS if can_connect(caller, kind_named(far), port=443)] == ["open", "full-cone"]
+
+
+def test_behind_a_carrier_nobody_is_less_strict_than_the_carrier() -> None:
+    carrier, near = kind_named("carrier"), kind_named("symmetric")
+    for name in CARRIER_KINDS:
+        kind = kind_named(name)
+        assert kind.filtering == carrier.filtering
+        assert not can_punch_tcp(near, kind)
+        assert can_punch_tcp(carrier, kind) == (kind.name not in ("carrier-symmetric", "carrier-https-only"))
+
+
+def test_an_unknown_kind_names_those_there_are() -> None:
+    with pytest.raises(KindError, match=r"no kind of home 'cone': say one of open, .*carrier-upnp"):
+        kind_named("cone")

@@ -1,0 +1,69 @@
+"""The lab proves itself with plain sockets: what gets through between two kinds of homes is what theory says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import combinations_with_replacement
+
+import pytest
+
+from farandole.testnet.leash import open_leash
+from farandole.testnet.namespace import NamespaceError, require
+from farandole.testnet.natlab.kinds import CARRIER_KINDS, KINDS, kind_named
+from farandole.testnet.natlab.lab import Lab, open_lab
+from farandole.testnet.natlab.trial import expected, open_probes, try_pair
+
+# One direction opens; both at once open; none does; two NATs in a row on one side.
+CHARACTERISTIC = (
+    ("full-cone", "symmetric"),
+    ("port-restricted", "port-restricted"),
+    ("port-restricted", "symmetric"),
+    ("carrier", "address-restricted"),
+)
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    yield from made()
+
+
+@pytest.fixture
+def full_lab() -> Iterator[Lab]:
+    yield from made("miniupnpd")
+
+
+def made(*tools: str) -> Iterator[Lab]:
+    with ExitStack() as stack:
+        try:
+            require(*tools)
+            lab = stack.enter_context(open_lab(stack.enter_context(open_leash())))
+        except NamespaceError as error:
+            pytest.skip(str(error))
+        yield lab
+
+
+async def check_pairs(lab: Lab, pairs: list[tuple[str, str]]) -> None:
+    third = lab.add_home("open")
+    sides = [{name: lab.add_home(name) for name in sorted({pair[side] for pair in pairs})} for side in (0, 1)]
+    places = {(side, name): home.host for side in (0, 1) for name, home in sides[side].items()}
+    async with open_probes({"third": third.host, **places}, lab.leash) as probes:
+        await probes["third"].ask("serve", port=443)
+        for near, far in pairs:
+            reach = await try_pair(probes[0, near], probes[1, far], third.address)
+            assert reach == expected(kind_named(near), kind_named(far)), f"{near}, {far}"
+
+
+async def test_characteristic_pairs_reach_each_other_as_theory_says(lab: Lab) -> None:
+    await check_pairs(lab, list(CHARACTERISTIC))
+
+
+@pytest.mark.soak
+async def test_all_pairs_reach_each_other_as_theory_says(full_lab: Lab) -> None:
+    await check_pairs(full_lab, list(combinations_with_replacement(KINDS, 2)))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("far", ["open", "full-cone", "symmetric", "carrier"])
+async def test_homes_behind_a_carrier_reach_others_as_theory_says(full_lab: Lab, far: str) -> None:
+    await check_pairs(full_lab, [(near, far) for near in CARRIER_KINDS])
