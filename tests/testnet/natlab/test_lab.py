@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
 from itertools import combinations_with_replacement
 
 import pytest
 
-from farandole.testnet.leash import open_leash
-from farandole.testnet.namespace import NamespaceError, require
 from farandole.testnet.natlab.kinds import CARRIER_KINDS, KINDS, kind_named
-from farandole.testnet.natlab.lab import Lab, open_lab
+from farandole.testnet.natlab.lab import Lab
 from farandole.testnet.natlab.trial import expected, open_probes, try_pair
 
 # One direction opens; both at once open; none does; two NATs in a row on one side.
@@ -21,26 +17,6 @@ CHARACTERISTIC = (
     ("port-restricted", "symmetric"),
     ("carrier", "address-restricted"),
 )
-
-
-@pytest.fixture
-def lab() -> Iterator[Lab]:
-    yield from made()
-
-
-@pytest.fixture
-def full_lab() -> Iterator[Lab]:
-    yield from made("miniupnpd")
-
-
-def made(*tools: str) -> Iterator[Lab]:
-    with ExitStack() as stack:
-        try:
-            require(*tools)
-            lab = stack.enter_context(open_lab(stack.enter_context(open_leash())))
-        except NamespaceError as error:
-            pytest.skip(str(error))
-        yield lab
 
 
 async def check_pairs(lab: Lab, pairs: list[tuple[str, str]]) -> None:

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from farandole.testnet.leash import open_leash
+from farandole.testnet.namespace import NamespaceError, require
+from farandole.testnet.natlab.lab import Lab, open_lab
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    yield from made()
+
+
+@pytest.fixture
+def full_lab() -> Iterator[Lab]:
+    yield from made("miniupnpd")
+
+
+def made(*tools: str) -> Iterator[Lab]:
+    with ExitStack() as stack:
+        try:
+            require(*tools)
+            lab = stack.enter_context(open_lab(stack.enter_context(open_leash())))
+        except NamespaceError as error:
+            pytest.skip(str(error))
+        yield lab

@@ -1,0 +1,195 @@
+"""What can befall a home: its line, its cable, its router, its address. With plain sockets; nothing leaves the lab."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import secrets
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import trio
+
+from farandole.testnet.natlab.lab import Home, Lab
+from farandole.testnet.natlab.trial import ProbeProcess, open_probes
+
+from ..transfer import SIZE, measure
+
+MAP_PORT = Path(__file__).with_name("map_port.py")
+LAB_FOREVER = """
+import json, time
+from farandole.testnet.leash import open_leash
+from farandole.testnet.natlab.lab import open_lab
+with open_leash() as leash, open_lab(leash) as lab:
+    home = lab.add_home("upnp")
+    home.set_delay(5)
+    namespaces = [lab.internet, *(router.namespace for router in home.routers)]
+    print(json.dumps([namespace.holder for namespace in namespaces]), flush=True)
+    time.sleep(600)
+"""
+
+
+@dataclass
+class World:
+    """A home, a public host that tells it how it appears, and one that calls it."""
+
+    home: Home
+    third: Home
+    probes: dict[str, ProbeProcess]
+
+    async def observe(self) -> tuple[str, int] | None:
+        """How a fresh port of the home appears outside."""
+        return await self.probes["home"].observe("tcp", self.third.address, self.probes["home"].take_port())
+
+    async def calls(self, target: tuple[str, int], port: int) -> bool:
+        """Whether the other one's call to the target is answered from the home's port."""
+        given = {"token": secrets.token_hex(8), "seconds": 0.5}
+        results = []
+
+        async def ask(name: str, do: str, **fields: object) -> None:
+            results.append(await self.probes[name].ask(do, **given, **fields))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lambda: ask("home", "answer", port=port))
+            nursery.start_soon(lambda: ask("caller", "connect", target=target))
+        return all(results)
+
+
+@asynccontextmanager
+async def open_world(lab: Lab, kind: str) -> AsyncIterator[World]:
+    home, third, caller = lab.add_home(kind), lab.add_home("open"), lab.add_home("port-restricted")
+    places = {"home": home.host, "third": third.host, "caller": caller.host}
+    async with open_probes(places, lab.leash) as probes:
+        await probes["third"].ask("serve", port=443)
+        yield World(home, third, probes)
+
+
+async def test_who_is_cut_off_or_unplugged_reaches_nobody_until_that_ends(lab: Lab) -> None:
+    async with open_world(lab, "port-restricted") as world:
+        for stop, go in (
+            (world.home.cut, world.home.heal),
+            (world.home.unplug, world.home.plug),
+            (world.home.switch_off, world.home.switch_on),
+        ):
+            assert await world.observe() is not None
+            stop()
+            assert await world.observe() is None
+            go()
+            assert await world.observe() is not None
+
+
+async def test_a_router_that_was_off_has_forgotten_its_mappings(lab: Lab) -> None:
+    async with open_world(lab, "full-cone") as world:
+        probe, port = world.probes["home"], world.probes["home"].take_port()
+        seen = await probe.observe("tcp", world.third.address, port)
+        assert seen is not None
+        assert await world.calls(seen, port)
+        world.home.switch_off()
+        world.home.switch_on()
+        assert not await world.calls(seen, port)
+
+
+async def test_a_home_gets_another_public_address(lab: Lab) -> None:
+    for kind in ("port-restricted", "open", "carrier"):
+        async with open_world(lab, kind) as world:
+            before = await world.observe()
+            world.home.change_address()
+            after = await world.observe()
+            assert before is not None
+            assert after is not None
+            assert before[0] != after[0] == world.home.address
+            assert (world.home.host.ip == world.home.address) == (kind == "open")
+
+
+async def test_a_lossy_line_loses_some(lab: Lab) -> None:
+    async with open_world(lab, "port-restricted") as world:
+        probe = world.probes["home"]
+        world.home.set_loss(0.5)
+        arrived = []
+
+        async def observe() -> None:
+            arrived.append(await probe.observe("udp", world.third.address, probe.take_port()) is not None)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(50):
+                nursery.start_soon(observe)
+        assert 0 < sum(arrived) < 50
+
+
+def test_lines_take_their_time_until_they_are_changed(lab: Lab) -> None:
+    near, far = lab.add_home("port-restricted"), lab.add_home("open")
+    near.set_rate(16, 40)
+    near.set_delay(20)
+    far.set_delay(10)
+    round_trip, transfer = measure(near.host, far.host)
+    assert round_trip >= 2 * (0.020 + 0.010)
+    assert transfer >= 0.9 * SIZE * 8 / 16e6
+    near.set_rate(None, None)
+    near.set_delay(0)
+    far.set_delay(0)
+    quicker, faster = measure(near.host, far.host)
+    assert quicker < round_trip
+    assert faster < transfer
+
+
+async def test_a_router_with_upnp_opens_a_port_for_who_asks(full_lab: Lab) -> None:
+    async with open_world(full_lab, "upnp") as world:
+        probe, port = world.probes["home"], world.probes["home"].take_port()
+        seen = await probe.observe("tcp", world.third.address, port)
+        assert seen == (world.home.address, port)
+        assert not await world.calls(seen, port)
+        command = [*world.home.host.enter, sys.executable, str(MAP_PORT), str(port)]
+        mapped = await trio.run_process(command, capture_stdout=True)
+        answer = json.loads(mapped.stdout)
+        assert answer == {"location": answer["location"], "external": world.home.address, "port": port}
+        assert answer["location"].startswith("http://192.168.1.1:")
+        assert await world.calls(seen, port)
+
+
+def test_hosts_of_one_home_reach_each_other(lab: Lab) -> None:
+    near, far = lab.add_home("symmetric", hosts=2).hosts
+    assert near.ip != far.ip
+    measure(near, far)
+
+
+def test_addresses_are_global_and_nothing_leaves_the_lab(lab: Lab) -> None:
+    homes = [lab.add_home("open"), lab.add_home("carrier-firewall"), lab.add_home("port-restricted")]
+    assert all(ipaddress.ip_address(home.address).is_global for home in homes)
+    links = {line["ifname"] for line in json.loads(lab.internet.run("ip -json link"))}
+    assert links == {"lo", "to1", "to2", "to3"}
+    assert lab.internet.run("ip route show default").strip() == "blackhole default"
+    outside = {line["ifname"] for line in json.loads(subprocess.check_output(["ip", "-json", "link"]))}
+    for home in homes:
+        for router in home.routers:
+            inside = {line["ifname"] for line in json.loads(router.namespace.run("ip -json link"))}
+            assert inside <= {"lo", "wan", "lan", "port0"}
+    assert not outside & {"to1", "to2", "to3", "wan", "lan", "port0"}
+
+
+async def test_a_lab_that_is_killed_leaves_nothing_behind(full_lab: Lab) -> None:
+    process = await trio.lowlevel.open_process([sys.executable, "-c", LAB_FOREVER], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    with trio.fail_after(20):
+        namespaces = {_namespace_of(pid) for pid in json.loads(await process.stdout.receive_some())}
+        assert namespaces <= _namespaces()
+        process.kill()
+        await process.wait()
+        await process.stdout.aclose()
+        while namespaces & _namespaces():  # noqa: ASYNC110 - other processes tell no event
+            await trio.sleep(0.05)
+
+
+def _namespace_of(pid: int) -> str | None:
+    try:
+        return str(Path(f"/proc/{pid}/ns/net").readlink())
+    except OSError:
+        return None  # it has ended
+
+
+def _namespaces() -> set[str | None]:
+    """In which any process is."""
+    return {_namespace_of(int(path.name)) for path in Path("/proc").glob("[0-9]*")} - {None}
