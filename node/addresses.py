@@ -44,3 +44,8 @@ def _distance_class(address: str) -> int:
     except ValueError:
         return 3
     return 3 if ip.is_loopback or ip.is_unspecified else 0 if ip.is_global else 2
+
+
+def multiaddr_of(ip: str, port: int) -> str:
+    """An IP address and a TCP port as a multiaddr."""
+    return f"/{'ip6' if ':' in ip else 'ip4'}/{ip}/tcp/{port}"

@@ -408,6 +408,14 @@ def join(
         float,
         typer.Option(help="Between heartbeats.", envvar="FARANDOLE_HEARTBEAT_SECONDS", min=0.1, metavar="SECS"),
     ] = 10.0,
+    relay: Annotated[
+        bool,
+        typer.Option(
+            "--relay/--no-relay",
+            help="Pass on to each other peers behind NAT, if this node is publicly reachable, within limits.",
+            envvar="FARANDOLE_RELAY",
+        ),
+    ] = True,
     log_level: Annotated[
         LogLevel,
         typer.Option(
@@ -446,6 +454,7 @@ def join(
         validate_every=validate_every,
         upload_mbit=upload_mbit,
         download_mbit=download_mbit,
+        relay=relay,
         log_level=log_level.value,
         json_log=json_log,
     )

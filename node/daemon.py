@@ -21,8 +21,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.protocol.errors import FarandoleError, ManifestError
 from farandole.protocol.identity import public_bytes
 from farandole.protocol.manifest import Manifest
+from farandole.protocol.relay import Limits
 
 from .board import Board
+from .connectivity import open_connectivity
 from .console import Console
 from .control import Handler, serve_control
 from .exits import Exit
@@ -115,8 +117,11 @@ class Node:
         async with (
             open_host(self._key, settings.listen, shaping=shaping) as host,
             open_messenger(host) as messenger,
+            open_connectivity(
+                host, self._key, target.run_id, shaping, target.peers, Limits() if settings.relay else None
+            ) as connectivity,
         ):
-            self._reporter = Reporter(host, board, target.run_id, "", self._started_at, shaping)
+            self._reporter = Reporter(host, board, target.run_id, "", self._started_at, shaping, connectivity)
             board.say(f"this node is {host.peer_id}")
             for address in host.addresses:
                 board.say(f"listening on {address}")
@@ -128,7 +133,8 @@ class Node:
                     if raw != stored:
                         await store.put_fact(MANIFEST_FACT, raw)
                     member = RunMember(settings, self._key, store, board, host, messenger, manifest, raw, shaping)
-                    self._reporter = member.reporter(self._started_at)
+                    connectivity.members = member.peers
+                    self._reporter = member.reporter(self._started_at, connectivity)
                     await member.run(target, self.is_leaving)
                 nursery.cancel_scope.cancel()
 

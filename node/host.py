@@ -28,6 +28,7 @@ from libp2p.custom_types import TProtocol
 from libp2p.network.stream.net_stream import NetStream
 from libp2p.peer.id import ID
 from libp2p.peer.peerstore import PeerStore
+from libp2p.rcmgr import Direction
 from libp2p.security.noise.transport import Transport as NoiseTransport
 from libp2p.stream_muxer.exceptions import MuxedStreamClosed, MuxedStreamEOF, MuxedStreamError
 from multiaddr import Multiaddr
@@ -40,9 +41,10 @@ from farandole.protocol.relay import parse_circuit
 from .circuit import Circuit
 from .dht import Dht
 from .errors import ListenError, PeerUnreachableError
-from .mends import CLOSE_TIMEOUT, HANDSHAKE_TIMEOUT, MendedHost, MendedSwarm, MendedUpgrader, Socket
+from .mends import CLOSE_TIMEOUT, HANDSHAKE_TIMEOUT, MendedConn, MendedHost, MendedSwarm, MendedUpgrader, Socket
 from .nurseries import open_service_nursery
 from .relay_client import RelayClient
+from .reuse import connect_from
 from .shaping import Shaping
 from .yamux import YamuxConn, YamuxStream
 
@@ -314,9 +316,17 @@ class Host:
         """Serve a protocol no more."""
         self._libp2p.remove_stream_handler(TProtocol(protocol))
 
-    def set_relayed_addresses(self, addresses: Sequence[str]) -> None:
-        """Advertise these too: addresses through relays, each without this node's peer id at its end."""
-        self._libp2p.relayed_addresses = [Multiaddr(f"{address}/p2p/{self.peer_id}") for address in addresses]
+    def set_external_addresses(self, addresses: Sequence[str]) -> None:
+        """Advertise these too: what others reach this node at, without its peer id at the end."""
+        self._libp2p.external_addresses = [Multiaddr(f"{address}/p2p/{self.peer_id}") for address in addresses]
+
+    @property
+    def listening(self) -> list[tuple[str, int]]:
+        """The IP addresses and ports that this node listens on, as they were bound."""
+        bound = (
+            str(address).split("/") for listener in self._swarm.listeners.values() for address in listener.get_addrs()
+        )
+        return [(parts[2], int(parts[4])) for parts in bound]
 
     async def open_stream(self, peer: bytes, protocol: str, timeout: float = DIAL_TIMEOUT) -> Stream:
         """A new stream, connecting if need be; `PeerUnreachableError` if there is none in `timeout` seconds."""
@@ -345,6 +355,10 @@ class Host:
         if not connections:
             return ""
         return "direct" if any(not is_relayed(connection) for connection in connections) else "relayed"
+
+    def is_direct(self, peer: bytes) -> bool:
+        """Whether a connection to a peer goes through no relay."""
+        return self.path(peer) not in ("", "relayed")
 
     def remote_addresses(self, peer: bytes) -> list[str]:
         """The multiaddrs at the other end of the connections to a peer; a relayed one's has /p2p-circuit in it."""
@@ -438,7 +452,7 @@ class Host:
             self.add_addresses(peer, addresses)
 
         def is_done() -> bool:
-            return self.path(peer) == "direct" if is_direct else self.is_connected(peer)
+            return self.is_direct(peer) if is_direct else self.is_connected(peer)
 
         with _deadline(peer, timeout):
             while not is_done():
@@ -521,6 +535,61 @@ class Host:
         except BaseException:
             socket.abort()
             raise
+
+    async def dial_from_listener(self, target: tuple[str, int]) -> Socket:
+        """A TCP connection from the port that listens, not authenticated yet; `OSError` if it comes to none."""
+        for local in self.listening:
+            if (":" in local[0]) == (":" in target[0]):
+                return Socket(await connect_from(local, target))
+        raise OSError(f"nothing listens here that could dial {target[0]}")
+
+    @asynccontextmanager
+    async def open_aside(self, peer: bytes) -> AsyncIterator[Callable[[str], Awaitable[Stream]]]:
+        """One more connection to a peer that was dialled, from the port that listens; gives what opens streams on it.
+
+        Nothing else uses it. Raises `PeerUnreachableError`.
+        """
+        target = next((t for a in self.remote_addresses(peer) if (t := dial_target(a, peer)) is not None), None)
+        if target is None:
+            raise PeerUnreachableError(f"{peer_id_of(peer)} has no direct connection")
+        try:
+            with trio.fail_after(DIAL_TIMEOUT):
+                muxed = await self.upgrade(await self.dial_from_listener(target), peer)
+        except Exception as error:
+            raise PeerUnreachableError(
+                f"cannot dial {peer_id_of(peer)} from the port that listens: {error!r}"
+            ) from error
+        conn = MendedConn(muxed, self._swarm, "outbound")
+
+        async def open_stream(protocol: str) -> Stream:
+            try:
+                stream = await self._libp2p.new_stream_on(conn, TProtocol(protocol))
+            except Exception as error:
+                raise PeerUnreachableError(f"{peer_id_of(peer)} gives no stream of {protocol}: {error}") from error
+            return Stream(stream, peer, protocol)
+
+        async with open_service_nursery() as nursery:
+            nursery.start_soon(conn.run)
+            await conn.event_started.wait()
+            yield open_stream
+
+    def _dialled_target(self, peer: bytes) -> tuple[str, int]:
+        """Where a connection that we dialled leads to."""
+        for connection in self._live_connections(peer):
+            if cast("MendedConn", connection).direction is Direction.OUTBOUND:
+                for address in connection.get_transport_addresses():
+                    if (target := dial_target(str(address), peer)) is not None:
+                        return target
+        raise PeerUnreachableError("we have no connection with it that we dialled directly")
+
+    async def prove(self, peer: bytes, target: tuple[str, int]) -> None:
+        """Dial a peer anew, and hang up as soon as it has proved who it is. Raises whatever stands against it."""
+        socket = Socket(await trio.open_tcp_stream(*target))
+        try:
+            with trio.fail_after(HANDSHAKE_TIMEOUT):
+                await self._swarm.authenticate(socket, id_of(peer))
+        finally:
+            socket.abort()
 
     async def adopt(self, muxed: YamuxConn, direction: str) -> trio.Event:
         """Take a connection that came about otherwise than by `connect`; returns the event of its end."""

@@ -21,6 +21,7 @@ from farandole.protocol.writer import Writer
 from . import trainer_messages as messages
 from .board import Board
 from .bulk import open_bulk
+from .connectivity import Connectivity
 from .exchange import ExchangeService
 from .gossip import GossipService
 from .host import Host
@@ -147,7 +148,11 @@ class RunMember:
         )
         TransferService(self.run_id, raw_manifest, self._weights.give, shaping.up).register(host)
 
-    def reporter(self, started_at: float) -> Reporter:
+    def peers(self) -> frozenset[bytes]:
+        """The live members."""
+        return self._membership.everyone
+
+    def reporter(self, started_at: float, connectivity: Connectivity) -> Reporter:
         """What makes this node's status from now on."""
         return Reporter(
             self._host,
@@ -156,6 +161,7 @@ class RunMember:
             self._manifest.name,
             started_at,
             self._shaping,
+            connectivity,
             self._state,
             self._gossip.liveness,
             self._pipeline,

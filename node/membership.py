@@ -22,6 +22,7 @@ from farandole.protocol.stage_choice import Provider
 from farandole.protocol.state import RunState
 from farandole.protocol.transfers import CheckpointHeader
 
+from .addresses import rank
 from .board import Board
 from .errors import PeerUnreachableError
 from .gossip import GossipService
@@ -220,6 +221,7 @@ class Membership:
     async def announce(self, *, left: bool = False) -> None:
         """Tell the run that this node belongs to it, or has left."""
         addresses, device = self._announced = (self._host.addresses, self._board.device)
+        addresses = rank(addresses)
         self._announced_speed = self.speed
         member = Member(
             stage=self._stage,

@@ -66,6 +66,7 @@ from multiaddr import Multiaddr
 from farandole.protocol.identity import SMALL_ORDER_KEYS, public_key_of
 
 from .circuit import Circuit
+from .reuse import let_dials_share
 from .shaping import Shaping
 from .yamux import YamuxConn, YamuxStream
 
@@ -411,6 +412,7 @@ class MendedSwarm(Swarm):
             if family == trio.socket.AF_INET6:
                 socket.setsockopt(trio.socket.IPPROTO_IPV6, trio.socket.IPV6_V6ONLY, 1)
             await socket.bind((host, port))
+            let_dials_share(socket)
             socket.listen(LISTEN_BACKLOG)
         except BaseException:
             socket.close()
@@ -441,6 +443,10 @@ class MendedSwarm(Swarm):
         assert isinstance(muxed, YamuxConn)
         socket.finish_handshake()
         return muxed
+
+    async def authenticate(self, socket: Socket, peer_id: ID) -> None:
+        """The first half of `upgrade`, for whoever only wants to know who answers."""
+        await self.upgrader.upgrade_security(RawConnection(socket, True), True, peer_id)
 
     async def add_conn(self, muxed_conn: IMuxedConn, direction: str = "unknown") -> MendedConn:
         """Run a multiplexed connection and tell the others of it; `SwarmException` if it is one too many."""
@@ -495,13 +501,15 @@ class MendedHost(BasicHost):
     _network: MendedSwarm
 
     def __init__(self, network: MendedSwarm, addrs_factory: AddrsFactory) -> None:
-        self.relayed_addresses: list[Multiaddr] = []
-        """Where relays pass on to this host; each ends in its peer id."""
-        super().__init__(network, addrs_factory=addrs_factory)
+        self.external_addresses: list[Multiaddr] = []
+        """Of this host as others see it, and through relays; each ends in its peer id."""
+        # What peers observe is asked for in dialback.py, over connections from the port that listens.
+        super().__init__(network, addrs_factory=addrs_factory, disable_identify_address_discovery=True)
 
     def get_addrs(self) -> list[Multiaddr]:
-        """What this host advertises: its own addresses, and those through relays."""
-        return [*super().get_addrs(), *self.relayed_addresses]
+        """What this host advertises: the addresses that it has, and those that others reach it at."""
+        own = super().get_addrs()
+        return [*own, *(address for address in self.external_addresses if address not in own)]
 
     async def connect(self, peer_info: PeerInfo) -> None:
         """Connect by the host's own rules."""
@@ -510,7 +518,15 @@ class MendedHost(BasicHost):
 
     async def new_stream(self, peer_id: ID, protocol_ids: Sequence[TProtocol]) -> INetStream:
         """A stream of the first of the protocols that the peer speaks, connecting if need be."""
-        stream = await self._network.new_stream(peer_id)
+        return await self._negotiate(await self._network.new_stream(peer_id), protocol_ids)
+
+    async def new_stream_on(self, conn: MendedConn, protocol_id: TProtocol) -> NetStream:
+        """A stream of a protocol on this very connection."""
+        stream = await conn.new_stream()
+        await self._negotiate(stream, [protocol_id])
+        return stream
+
+    async def _negotiate(self, stream: INetStream, protocol_ids: Sequence[TProtocol]) -> INetStream:
         try:
             protocol = await self.multiselect_client.select_one_of(
                 protocol_ids, BoundedCommunicator(stream), NEGOTIATION_TIMEOUT

@@ -75,9 +75,7 @@ class RelayClient:
         """Those that hold: not expired, and the relay connected."""
         now = trio.current_time()
         return [
-            held
-            for held in self._reservations.values()
-            if held.expires_at > now and self._host.path(held.relay) == "direct"
+            held for held in self._reservations.values() if held.expires_at > now and self._host.is_direct(held.relay)
         ]
 
     async def reserve(self, relay: bytes) -> Reservation:

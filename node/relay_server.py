@@ -150,7 +150,7 @@ class RelayServer:
 
     async def _call(self, peer: bytes, source: bytes) -> Stream:
         """A stream to a peer with a reservation, which has agreed to be connected."""
-        if self._host.path(peer) != "direct":
+        if not self._host.is_direct(peer):
             raise PeerUnreachableError("it has gone")
         stream = await self._host.open_stream(peer, STOP_PROTOCOL, STOP_TIMEOUT)
         try:

@@ -14,6 +14,7 @@ from farandole.protocol.liveness import Liveness
 from farandole.protocol.state import RunState
 
 from .board import Board
+from .connectivity import Connectivity
 from .figures import BYTES_PER_MBIT
 from .host import Host
 from .membership import LOSS_SCALE
@@ -35,6 +36,7 @@ class Reporter:
     run_name: str
     started_at: float
     shaping: Shaping
+    connectivity: Connectivity
     state: RunState | None = None
     liveness: Liveness | None = None
     pipeline: PipelineService | None = None
@@ -85,6 +87,10 @@ class Reporter:
             num_parameters=board.num_parameters,
             pipeline=None if self.pipeline is None else self.pipeline.status(),
             connected_peers=len(self.host.connected),
+            reachability=self.connectivity.reachability.kind.value,
+            relays=[peer_id_of(held.relay) for held in self.connectivity.keeper.held],
+            relayed_peers=self.connectivity.num_reservations,
+            relayed_circuits=self.connectivity.num_circuits,
             run=self._run(members),
             members=members,
             warnings=list(board.warnings),

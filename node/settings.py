@@ -62,6 +62,8 @@ class NodeSettings:
     upload_mbit: float = 0.0
     """The most that is sent, in Mbit/s, and likewise received; 0: no cap, else `MIN_CAP_MBIT` or more."""
     download_mbit: float = 0.0
+    relay: bool = True
+    """Pass peers on to each other while this node is publicly reachable, within `farandole.protocol.relay.Limits`."""
     log_level: str = "info"
     json_log: bool = False
     """Log lines as JSON objects, for machines."""

@@ -57,7 +57,7 @@ class MemberStatus(msgspec.Struct, frozen=True):
     addresses: list[str]
     is_connected: bool
     path: str
-    """How we reach it: ``direct``, ``relayed`` or empty when not connected."""
+    """How we reach it: ``direct``, ``punched`` (direct, through a hole), ``relayed`` or empty when not connected."""
     last_seen_seconds: float | None
     """Since its heartbeat last advanced on our clock; None: never seen alive."""
     stage: int = 0
@@ -169,3 +169,11 @@ class NodeStatus(msgspec.Struct, frozen=True):
     """Where the model is cut into stages."""
     stage: int = 0
     """Which this node holds, where the model is cut into several."""
+    reachability: str = "unknown"
+    """How others reach this node: ``public``, ``punchable``, ``relay only``, or ``unknown`` until peers have said."""
+    relays: list[str] = []
+    """Peer ids of the relays through which others reach this node."""
+    relayed_peers: int = 0
+    """Peers that others reach through this node."""
+    relayed_circuits: int = 0
+    """Pairs of peers that talk through this node now."""

@@ -56,6 +56,7 @@ def _lines(status: NodeStatus, now: float) -> list[tuple[str, RenderableType]]:
         ("last exchange", _last_exchange(status.last_exchange, now)),
         ("the run", _run(status)),
         ("links", _links(status)),
+        ("reached", _reached(status)),
         ("traffic", _traffic(status)),
     ]
     lines += [("warning", Text(warning, style="yellow")) for warning in status.warnings[-MAX_WARNINGS_SHOWN:]]
@@ -159,6 +160,17 @@ def _links(status: NodeStatus) -> str:
     kinds = Counter(member.path or "unknown" for member in status.members if member.is_connected)
     detail = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
     return f"{status.connected_peers} peers connected" + (f" (members: {detail})" if detail else "")
+
+
+def _reached(status: NodeStatus) -> str:
+    """How others reach this node, and what it does for those that cannot be reached."""
+    how = {"unknown": "not known yet", "public": "directly", "punchable": "by hole punching"}
+    text = how.get(status.reachability, "not directly")
+    if status.relays:
+        text += f"; through {len(status.relays)} relays: {', '.join(relay[-8:] for relay in status.relays)}"
+    if status.relayed_peers:
+        text += f"; is a relay for {status.relayed_peers} peers, {status.relayed_circuits} pairs of which talk now"
+    return text
 
 
 def _traffic(status: NodeStatus) -> str:

@@ -1,0 +1,136 @@
+"""Asking peers whether they can dial us, and as whom they see us; and doing that for others.
+
+As a witness this node dials only the IP address from which the asker comes, a few times a minute, and says nothing
+there but the handshake: it can be made to knock at nobody else's door, nor at one door for long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
+
+import trio
+
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.framing import FrameParser, frame
+from farandole.protocol.reachability import (
+    DIALBACK_PROTOCOL,
+    MAX_MESSAGE_BYTES,
+    MAX_PORTS,
+    Answer,
+    Request,
+    Witness,
+    decode_answer,
+    decode_request,
+    encode,
+)
+
+from .errors import PeerUnreachableError
+from .streams import receive_frame
+
+if TYPE_CHECKING:
+    from .host import Host, Stream
+
+logger = logging.getLogger(__name__)
+
+# A SYN that is lost is sent again after one second and after three.
+DIAL_TIMEOUT = 4.0
+REQUEST_TIMEOUT = 5.0
+ANSWER_TIMEOUT = DIAL_TIMEOUT + REQUEST_TIMEOUT
+# Nobody's reachability changes faster; a node that has just started asks once.
+DIAL_INTERVAL = 20.0
+# Asked by so many at once: the others are told that they were not reached, and ask another.
+MAX_DIALLING = 8
+# Askers remembered for `DIAL_INTERVAL`; as many as a node has connections.
+MAX_ASKERS = 512
+
+
+class Dialback:
+    """Both sides of `farandole.protocol.reachability`, for one host."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._num_dialling = 0
+        self._dialled_at: OrderedDict[bytes, float] = OrderedDict()
+        host.set_handler(DIALBACK_PROTOCOL, self._serve)
+
+    # Asking
+
+    async def ask(self, peer: bytes) -> Witness:
+        """Whether the peer can dial our listeners. `PeerUnreachableError` if it does not say."""
+        stream = await self._host.open_stream(peer, DIALBACK_PROTOCOL)
+        if stream.remote_address is None:
+            stream.reset()
+            raise PeerUnreachableError("a relay cannot tell")
+        ports = tuple(dict.fromkeys(port for _, port in self._host.listening))[:MAX_PORTS]
+        return await _ask_over(stream, Request(ports))
+
+    @contextlib.asynccontextmanager
+    async def observed_by(self, peer: bytes) -> AsyncIterator[Witness]:
+        """As whom the peer sees our listening port; the connection that it sees stays for as long as the block runs.
+
+        Raises `PeerUnreachableError`.
+        """
+        async with self._host.open_aside(peer) as open_stream:
+            yield await _ask_over(await open_stream(DIALBACK_PROTOCOL), Request(()))
+
+    # Answering
+
+    async def _serve(self, stream: Stream) -> None:
+        with trio.fail_after(REQUEST_TIMEOUT):
+            request = decode_request(await receive_frame(stream, FrameParser(MAX_MESSAGE_BYTES)))
+        ip, port = stream.remote_address or ("", 0)
+        reached: Sequence[int] = ()
+        if ip and request.ports and self._may_dial(stream.peer):
+            self._num_dialling += 1
+            try:
+                reached = await self._dial_all(stream.peer, ip, request.ports)
+            finally:
+                self._num_dialling -= 1
+        with trio.fail_after(REQUEST_TIMEOUT):
+            answer = Answer(ip.partition("%")[0], port, tuple(reached))
+            await stream.send_all(frame(encode(answer), MAX_MESSAGE_BYTES))
+
+    def _may_dial(self, peer: bytes) -> bool:
+        now = trio.current_time()
+        last = self._dialled_at.get(peer)
+        if self._num_dialling >= MAX_DIALLING or (last is not None and now - last < DIAL_INTERVAL):
+            return False
+        self._dialled_at[peer] = now
+        self._dialled_at.move_to_end(peer)
+        if len(self._dialled_at) > MAX_ASKERS:
+            self._dialled_at.popitem(last=False)
+        return True
+
+    async def _dial_all(self, peer: bytes, ip: str, ports: Sequence[int]) -> list[int]:
+        reached: list[int] = []
+
+        async def dial(port: int) -> None:
+            try:
+                await self._host.prove(peer, (ip, port))
+            except Exception as error:  # whatever the handshake raises, the port was not reached
+                logger.debug("cannot dial %s port %d back: %r", ip, port, error)
+            else:
+                reached.append(port)
+
+        with trio.move_on_after(DIAL_TIMEOUT):
+            async with trio.open_nursery() as nursery:
+                for port in ports:
+                    nursery.start_soon(dial, port)
+        return reached
+
+
+async def _ask_over(stream: Stream, request: Request) -> Witness:
+    remote = stream.remote_address
+    try:
+        with trio.fail_after(ANSWER_TIMEOUT):
+            await stream.send_all(frame(encode(request), MAX_MESSAGE_BYTES))
+            answer = decode_answer(await receive_frame(stream, FrameParser(MAX_MESSAGE_BYTES)), request)
+    except (RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
+        raise PeerUnreachableError(f"no answer to a dial-back: {error!r}") from error
+    finally:
+        stream.reset()
+    return Witness(remote[0] if remote else "", answer)

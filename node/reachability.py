@@ -1,0 +1,148 @@
+"""Knowing how others reach this node: asks peers, now and then, and whenever something may have changed.
+
+What is needed of it elsewhere is `Reachability`; who only needs a given answer (a test, a relay with a fixed address)
+makes that value itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import trio
+
+from farandole.protocol.reachability import Kind, Verdict, Witness, classify, is_global
+
+from .addresses import multiaddr_of
+from .dialback import Dialback
+from .errors import PeerUnreachableError
+
+if TYPE_CHECKING:
+    from .host import Host
+
+logger = logging.getLogger(__name__)
+
+# Two that agree against one that lies or errs.
+NUM_WITNESSES = 3
+# Routers change their minds, and the address of a home changes every day in some countries. Longer than any NAT keeps
+# a connection that has ended, so that no hole that we made ourselves lets a dial-back in.
+EXAMINE_INTERVAL = 300.0
+# Where nobody has told anything yet.
+RETRY_INTERVAL = 10.0
+# The first peers come within a moment of each other.
+SETTLE_SECONDS = 0.5
+
+
+class Reachability:
+    """What is known. ``kind`` and ``addresses`` change while the node runs."""
+
+    def __init__(self, verdict: Verdict | None = None) -> None:
+        self.verdict = verdict or Verdict(Kind.UNKNOWN)
+        self.is_examined = verdict is not None
+        """Whether peers have been asked, whatever they said."""
+        self._changed = trio.Event()
+
+    @property
+    def kind(self) -> Kind:
+        """How others reach this node."""
+        return self.verdict.kind
+
+    def set(self, verdict: Verdict) -> None:
+        """From now on."""
+        if verdict.kind is not self.kind:
+            logger.info("this node is %s", verdict.kind)
+        self.verdict = verdict
+        self.is_examined = True
+        self._changed.set()
+        self._changed = trio.Event()
+
+    async def changed(self) -> None:
+        """Until it is examined again."""
+        await self._changed.wait()
+
+
+class Examiner:
+    """Examines one host's reachability, again and again."""
+
+    def __init__(self, host: Host, reachability: Reachability, rng: random.Random) -> None:
+        self.dialback = Dialback(host)
+        self._host = host
+        self._reachability = reachability
+        self._rng = rng
+        self._due = trio.Event()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch)
+            while True:
+                await self._due.wait()
+                await trio.sleep(SETTLE_SECONDS)
+                self._due = trio.Event()
+                await self.examine()
+                is_known = self._reachability.kind is not Kind.UNKNOWN
+                with trio.move_on_after(EXAMINE_INTERVAL if is_known else RETRY_INTERVAL):
+                    await self._due.wait()
+                if self._host.connected:
+                    self._due.set()
+
+    async def _watch(self) -> None:
+        """Whoever comes after a time without anybody, and the first from the internet, are worth asking at once."""
+        asked_far = False
+        num_connected = 0
+        with self._host.connection_events() as events:
+            async for peer, is_connected in events:
+                was_alone, num_connected = num_connected == 0, len(self._host.connected)
+                is_far = is_connected and is_global(self._ip_of(peer))
+                if is_connected and (was_alone or (is_far and not asked_far)):
+                    asked_far = is_far
+                    self._due.set()
+
+    async def examine(self) -> None:
+        """Ask a few peers at once."""
+        witnesses = self._choose()
+        dialled = await self._gather(witnesses, is_aside=False)
+        verdict = classify(dialled, ())
+        if verdict.kind is not Kind.PUBLIC and self._host.listening:
+            verdict = classify(dialled, await self._gather(witnesses, is_aside=True))
+        if witnesses:
+            self._reachability.set(verdict)
+
+    def _choose(self) -> list[bytes]:
+        """Peers with direct connections, from far away if there are any, each at an address of its own if may be."""
+        peers = [peer for peer in self._host.connected if self._host.is_direct(peer)]
+        self._rng.shuffle(peers)
+        peers.sort(key=lambda peer: not is_global(self._ip_of(peer)))
+        apart = {self._ip_of(peer): peer for peer in reversed(peers)}
+        return [*reversed(apart.values()), *(peer for peer in peers if apart[self._ip_of(peer)] != peer)][
+            :NUM_WITNESSES
+        ]
+
+    def _ip_of(self, peer: bytes) -> str:
+        addresses = [address.split("/") for address in self._host.remote_addresses(peer)]
+        return next((parts[2] for parts in addresses if parts[1] in ("ip4", "ip6") and "p2p-circuit" not in parts), "")
+
+    async def _gather(self, peers: Sequence[bytes], *, is_aside: bool) -> list[Witness]:
+        found: list[Witness] = []
+
+        async def ask(peer: bytes) -> None:
+            try:
+                if is_aside:
+                    async with self.dialback.observed_by(peer) as witness:
+                        found.append(witness)
+                else:
+                    found.append(await self.dialback.ask(peer))
+            except PeerUnreachableError as error:
+                logger.debug("no witness: %s", error)
+
+        async with trio.open_nursery() as nursery:
+            for peer in peers:
+                nursery.start_soon(ask, peer)
+        return found
+
+
+def announced(verdict: Verdict) -> list[str]:
+    """What others can dial, as multiaddrs without a peer id."""
+    return [multiaddr_of(*address) for address in verdict.addresses] if verdict.kind is Kind.PUBLIC else []

@@ -1,0 +1,162 @@
+"""Nodes on loopback that find out how they are reached, keep relays, and relay."""
+
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from trio_typing import TaskStatus
+
+from farandole.node.connectivity import Connectivity, open_connectivity
+from farandole.node.dialback import Dialback
+from farandole.node.errors import PeerUnreachableError
+from farandole.node.host import Host, Stream, open_host
+from farandole.node.reachability import Reachability
+from farandole.node.relays import NUM_RELAYS
+from farandole.node.shaping import Shaping
+from farandole.protocol.framing import frame
+from farandole.protocol.reachability import DIALBACK_PROTOCOL, Kind, Verdict
+from farandole.protocol.relay import Limits
+
+from .relayed import LOOPBACK, open_home, open_public, until
+
+RUN = bytes(32)
+HIDDEN = Verdict(Kind.RELAY_ONLY)
+PUBLIC = Verdict(Kind.PUBLIC)
+
+
+@contextlib.asynccontextmanager
+async def open_node(
+    listen: list[str] = LOOPBACK, verdict: Verdict | None = None, limits: Limits | None = None
+) -> AsyncIterator[tuple[Host, Connectivity]]:
+    key = Ed25519PrivateKey.generate()
+    reachability = Reachability(verdict) if verdict else None
+    async with (
+        open_host(key, listen) as host,
+        open_connectivity(
+            host, key, RUN, Shaping(), limits=limits or Limits(), reachability=reachability
+        ) as connectivity,
+    ):
+        yield host, connectivity
+
+
+async def test_who_is_reached_by_peers_is_public_and_relays() -> None:
+    with trio.fail_after(20):
+        async with open_node() as (alice, knows_alice), open_node() as (bob, knows_bob):
+            await alice.connect(bob.author, bob.addresses)
+            await until(lambda: {knows_alice.reachability.kind, knows_bob.reachability.kind} == {Kind.PUBLIC})
+            ((ip, port),) = knows_alice.reachability.verdict.addresses
+            assert f"/ip4/{ip}/tcp/{port}" == alice.addresses[0].partition("/p2p/")[0]
+            async with open_home() as carol:
+                await carol.connect(alice.author, alice.addresses)
+                await carol.relays.reserve(alice.author)
+
+
+async def test_who_has_no_listener_keeps_two_relays_and_is_reached_through_them() -> None:
+    with trio.fail_after(30):
+        async with (
+            open_node(verdict=PUBLIC) as (one, _),
+            open_node(verdict=PUBLIC) as (two, _),
+            open_node(verdict=PUBLIC) as (three, _),
+            open_node([]) as (home, connectivity),
+            open_public() as caller,
+        ):
+            for relay in (one, two, three):
+                await home.connect(relay.author, relay.addresses)
+            await until(lambda: len(home.addresses) == NUM_RELAYS)
+            assert connectivity.reachability.kind is Kind.RELAY_ONLY
+            assert len(connectivity.keeper.held) == NUM_RELAYS
+            await caller.connect(home.author, home.addresses)
+            assert caller.path(home.author) == "relayed"
+
+
+async def test_a_relay_that_dies_is_replaced_at_once_by_another() -> None:
+    async def live(task_status: TaskStatus[tuple[Host, trio.CancelScope]]) -> None:
+        with trio.CancelScope() as life:
+            async with open_node(verdict=PUBLIC) as (relay, _):
+                task_status.started((relay, life))
+                await trio.sleep_forever()
+
+    with trio.fail_after(30):
+        async with (
+            trio.open_nursery() as nursery,
+            open_node(verdict=PUBLIC) as (two, _),
+            open_node(verdict=PUBLIC) as (three, _),
+            open_node([], HIDDEN) as (home, connectivity),
+        ):
+            doomed, life = await nursery.start(live)
+            for relay in (doomed, two):
+                await home.connect(relay.author, relay.addresses)
+            await until(lambda: len(home.addresses) == NUM_RELAYS)
+            await home.connect(three.author, three.addresses)
+            life.cancel()
+            await until(lambda: {held.relay for held in connectivity.keeper.held} == {two.author, three.author})
+            await until(lambda: not any(doomed.peer_id in address for address in home.addresses))
+
+
+async def test_relays_that_nobody_is_connected_with_are_found_in_the_dht() -> None:
+    with trio.fail_after(60):
+        async with (
+            open_public() as bootstrap,
+            open_node(verdict=PUBLIC) as (relay, _),
+            open_node([], HIDDEN) as (home, _),
+        ):
+            await relay.connect(bootstrap.author, bootstrap.addresses)
+            await trio.sleep(2)
+            await home.connect(bootstrap.author, bootstrap.addresses)
+            await until(lambda: any(relay.peer_id in address for address in home.addresses))
+
+
+async def test_who_becomes_public_gives_its_relays_up_and_relays_itself() -> None:
+    with trio.fail_after(30):
+        async with open_node(verdict=PUBLIC) as (relay, _), open_node(verdict=HIDDEN) as (home, connectivity):
+            await home.connect(relay.author, relay.addresses)
+            await until(lambda: len(connectivity.keeper.held) == 1)
+            connectivity.reachability.set(PUBLIC)
+            await until(lambda: not connectivity.keeper.held and not any("p2p-circuit" in a for a in home.addresses))
+            await relay.relays.reserve(home.author)
+
+
+async def test_a_witness_sees_the_port_that_listens() -> None:
+    with trio.fail_after(20):
+        async with open_public() as alice, open_public() as bob:
+            Dialback(bob)
+            await alice.connect(bob.author, bob.addresses)
+            async with Dialback(alice).observed_by(bob.author) as witness:
+                assert (witness.answer.ip, witness.answer.port) == alice.listening[0]
+            with pytest.raises(PeerUnreachableError):
+                async with Dialback(bob).observed_by(alice.author):
+                    pass  # it was alice who dialled
+
+
+async def test_who_asks_too_often_is_not_dialled() -> None:
+    with trio.fail_after(20):
+        async with open_public() as alice, open_public() as bob:
+            Dialback(bob)
+            await alice.connect(bob.author, bob.addresses)
+            asker = Dialback(alice)
+            assert (await asker.ask(bob.author)).answer.reached == (alice.listening[0][1],)
+            assert (await asker.ask(bob.author)).answer.reached == ()
+
+
+@pytest.mark.parametrize("raw", [b"\xff\xff\xff\xff", frame(b"nonsense", 256), b""])
+async def test_hostile_witnesses_and_askers_are_refused(raw: bytes) -> None:
+    with trio.fail_after(20):
+        async with open_public() as alice, open_public() as mallory:
+            asker = Dialback(alice)
+            await alice.connect(mallory.author, mallory.addresses)
+            stream = await mallory.open_stream(alice.author, DIALBACK_PROTOCOL)
+            await stream.send_all(raw)
+            await stream.send_eof()
+            with pytest.raises(trio.BrokenResourceError):
+                await stream.receive_some()
+
+            async def lie(stream: Stream) -> None:
+                await stream.receive_some()
+                await stream.send_all(raw)
+
+            mallory.set_handler(DIALBACK_PROTOCOL, lie)
+            with pytest.raises(PeerUnreachableError):
+                await asker.ask(mallory.author)
+            assert alice.is_connected(mallory.author)
