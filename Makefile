@@ -1,4 +1,5 @@
-# Two commands for a newcomer: `make demo` and `make test`. Both set up .venv first; nothing is installed outside it.
+# Two commands for a newcomer: `make demo` and `make test`. Both set up .venv first; nothing is installed outside it but
+# nftables and miniupnpd, for the tests, by root on Debian (.ci/packages).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -34,9 +35,11 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 unit: $(STAMP)
+	@.ci/packages
 	$(BIN)/pytest -m "not soak"
 
 soak: $(STAMP) ## The long tests: 100 starts of a testnet, churn, many simulated runs
+	@.ci/packages
 	$(BIN)/pytest -m soak -s
 
 bench: $(STAMP) bench-exchange bench-stages ## NoLoCo beside its baselines on the same tokens, three seeds; and the others

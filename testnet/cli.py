@@ -48,6 +48,10 @@ def run_testnet(
         Path | None, typer.Option(help="Folder for report.json, loss.png, logs.", show_default="out/SCENARIO")
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Of the run.")] = None,
+    nat: Annotated[
+        bool,
+        typer.Option("--nat", help="In homes behind NAT of all kinds (Linux, root, nftables); try the scenario homes."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON at the end.")] = False,
 ) -> None:
     """Start real nodes as processes, play the scenario's faults, and judge: exit code 0 only on a pass.
@@ -63,7 +67,7 @@ def run_testnet(
     from .scenario import load_scenario
 
     scenario = scenario or ("stages" if stages else "demo")
-    played = load_scenario(scenario, nodes=nodes, rounds=rounds, seed=seed, stages=stages)
+    played = load_scenario(scenario, nodes=nodes, rounds=rounds, seed=seed, stages=stages, nat=nat)
     folder = out or Path("out") / Path(scenario).stem
     console = Console(stderr=as_json)
     with open_view(console) as view:
@@ -109,6 +113,9 @@ def _print_verdict(report: Report, folder: Path, console: Console) -> None:
         moved = sum((Counter(node.paths) for node in report.nodes), Counter[str]())
         paths = ", ".join(f"{number // 2} by {path}" for path, number in sorted(moved.items()))
         say(f"trainers in inner steps {min(shares):.1%} to {max(shares):.1%} of the time; exchanges: {paths or 'none'}")
+    if any(node.home for node in report.nodes):
+        links = Counter(path for node in report.nodes for path in node.links.values())
+        say(f"links between homes: {links['direct'] // 2} direct, {links['relayed'] // 2} relayed")
     for stage in report.stages:
         busy = "not known" if stage.utilisation is None else f"{stage.utilisation:.1%}"
         say(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import trio
 
+from .natlab.lab import Home
 from .process import NodeProcess
 from .scenario import Fault
 
@@ -22,6 +23,8 @@ class FaultContext:
     """What faults act on."""
 
     nodes: Sequence[NodeProcess]
+    homes: Mapping[int, Home]
+    """Of each node, by its index; none outside the NAT lab."""
     started_at: float
     """On trio's clock."""
     start: Callable[[NodeProcess], Awaitable[None]]
@@ -114,6 +117,43 @@ async def _leave(fault: Fault, node: NodeProcess, context: FaultContext) -> None
     await node.leave()
 
 
+async def _cut(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
+    home = context.homes[node.record.index]
+    await _interrupt("the line", home.cut, home.heal, fault, node, context)
+
+
+async def _unplug(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
+    home = context.homes[node.record.index]
+    await _interrupt("the cable", home.unplug, home.plug, fault, node, context)
+
+
+async def _reboot_router(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
+    home = context.homes[node.record.index]
+    await _interrupt("the router", home.switch_off, home.switch_on, fault, node, context)
+
+
+async def _interrupt(
+    what: str,
+    stop: Callable[[], None],
+    go: Callable[[], None],
+    fault: Fault,
+    node: NodeProcess,
+    context: FaultContext,
+) -> None:
+    assert fault.duration is not None
+    context.say(f"{what} of {node.name} is gone for {fault.duration:g} s in round {node.record.round}")
+    await trio.to_thread.run_sync(stop)
+    await trio.sleep(fault.duration)
+    await trio.to_thread.run_sync(go)
+    context.say(f"{what} of {node.name} is back")
+
+
+async def _change_address(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
+    home = context.homes[node.record.index]
+    await trio.to_thread.run_sync(home.change_address)
+    context.say(f"{node.name} has another public address, {home.address}, in round {node.record.round}")
+
+
 def _stage(node: NodeProcess) -> str:
     return "" if node.record.pipeline is None else f", stage {node.record.stage}"
 
@@ -125,4 +165,8 @@ _DEEDS: Final = {
     "slow": _slow,
     "join": _join,
     "leave": _leave,
+    "cut": _cut,
+    "unplug": _unplug,
+    "reboot_router": _reboot_router,
+    "change_address": _change_address,
 }

@@ -22,6 +22,7 @@ import msgspec
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from farandole.node.addresses import rank
 from farandole.node.identity import load_or_create_key
 from farandole.protocol.errors import FarandoleError
 from farandole.protocol.identity import peer_id_of, public_bytes
@@ -30,7 +31,8 @@ from farandole.protocol.manifest import Manifest, SignedManifest, sign_manifest
 
 from .faults import FaultContext, run_fault
 from .leash import Leash, open_leash
-from .links import Place, open_places
+from .natlab.lab import Home
+from .places import Lodging, open_lodgings
 from .process import NODE_COMMAND, NodeProcess
 from .record import NodeRecord
 from .report import Merged, NodeReport, Report, is_state_equal, make_report, node_report
@@ -86,6 +88,7 @@ class Testnet:
     is_interrupted: bool = False
     _events: list[str] = field(default_factory=list)
     _problems: list[str] = field(default_factory=list)
+    _lodgings: list[Lodging] = field(default_factory=list)
     _nodes: list[NodeProcess] = field(default_factory=list)
     _started_at: float = 0.0
     _pending_faults: int = 0
@@ -106,9 +109,9 @@ class Testnet:
         with (
             trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals,
             open_leash() as leash,
-            open_places(self.scenario.link, self.scenario.nodes, leash) as places,
+            open_lodgings(self.scenario, leash) as self._lodgings,
         ):
-            self._nodes = self._make_nodes(leash, places)
+            self._nodes = self._make_nodes(leash)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._watch_signals, signals)
                 nodes, seconds = await self._run_nodes(signed)
@@ -140,20 +143,21 @@ class Testnet:
             self.is_interrupted = True
             self._stage.cancel()
 
-    def _make_nodes(self, leash: Leash, places: Sequence[Place]) -> list[NodeProcess]:
+    def _make_nodes(self, leash: Leash) -> list[NodeProcess]:
         nodes = []
-        for index, (place, port) in enumerate(zip(places, free_ports(self.scenario.nodes), strict=True)):
+        for index, (lodging, port) in enumerate(zip(self._lodgings, free_ports(self.scenario.nodes), strict=True)):
+            place = lodging.place
             home = self.out / "nodes" / f"{index:02d}"
             peer_id = peer_id_of(public_bytes(load_or_create_key(home / "key")))
-            options, command = self._options(index, place, port), [*place.enter, *self.command]
+            options, command = self._options(index, place.ip, place.port or port), [*place.enter, *self.command]
             nodes.append(NodeProcess(NodeRecord(index, peer_id), home, options, leash, self._say, command))
         return nodes
 
-    def _options(self, index: int, place: Place, port: int) -> list[str]:
+    def _options(self, index: int, ip: str, port: int) -> list[str]:
         scenario = self.scenario
         upload_mbit, download_mbit = scenario.caps(index)
         settings = {
-            "--listen": f"/ip4/{place.ip}/tcp/{port}",
+            "--listen": f"/ip4/{ip}/tcp/{port}",
             "--device": scenario.device,
             "--max-rounds": scenario.rounds,
             "--slow": scenario.slowness(index),
@@ -189,7 +193,11 @@ class Testnet:
         return nodes, seconds
 
     def _node_reports(self) -> list[NodeReport]:
-        return [node_report(node.record, is_alive=node.is_running) for node in self._nodes]
+        kinds = [lodging.home.kind.name if lodging.home else "" for lodging in self._lodgings]
+        return [
+            node_report(node.record, is_alive=node.is_running, home=kind)
+            for node, kind in zip(self._nodes, kinds, strict=True)
+        ]
 
     async def _train(self, life: trio.Nursery, signed: SignedManifest) -> None:
         """Returns when every fault is over and every live node has finished its rounds."""
@@ -197,7 +205,7 @@ class Testnet:
         async def start(node: NodeProcess) -> None:
             await life.start(node.run, self._source(node, signed))
 
-        context = FaultContext(self._nodes, self._started_at, start, self._reach_round, self._say)
+        context = FaultContext(self._nodes, self._homes(), self._started_at, start, self._reach_round, self._say)
         async with trio.open_nursery() as nursery:
             self._pending_faults = len(self.scenario.fault)
             for fault in self.scenario.fault:
@@ -208,6 +216,9 @@ class Testnet:
                 await trio.sleep(WATCH_INTERVAL)
         self._watch()
         self._problems += self._vacancies.problems(self.scenario.max_empty_seconds, trio.current_time())
+
+    def _homes(self) -> dict[int, Home]:
+        return {index: lodging.home for index, lodging in enumerate(self._lodgings) if lodging.home is not None}
 
     def _is_training(self) -> bool:
         early = [node for node in self._nodes if node.record.index not in self.scenario.late_joiners]
@@ -258,8 +269,8 @@ class Testnet:
         if node is self._nodes[0]:
             return str(self.out / MANIFEST_NAME)
         live = [other.record.status for other in self._nodes if other.is_running]
-        addresses = [status.addresses[0] for status in live if status and status.addresses]
-        return encode_invite(Invite(signed.run_id, tuple(addresses[:INVITE_ADDRESSES])))
+        addresses = [rank(status.addresses)[0] for status in live if status and status.addresses]
+        return encode_invite(Invite(signed.run_id, tuple(rank(addresses)[:INVITE_ADDRESSES])))
 
     async def _settle(self) -> None:
         """Wait until the run state is equal on all live nodes, as far as they told after the training."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Final
 
 from .leash import Leash
-from .namespace import Namespace, held, open_namespace, open_tun, require
+from .namespace import Namespace, Place, held, open_namespace, open_tun, require
 from .scenario import Link
 
 # What a home router's buffer holds of a full uplink.
@@ -19,20 +18,9 @@ _NETWORK: Final = "10.77.0"
 _DEVICE: Final = "link"
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a node runs: its address, and the command that takes it there."""
-
-    ip: str = "127.0.0.1"
-    enter: Sequence[str] = ()
-
-
 @contextlib.contextmanager
-def open_places(link: Link | None, count: int, leash: Leash) -> Iterator[list[Place]]:
-    """Places for so many nodes: all on loopback if there is no link. Raises `NamespaceError`."""
-    if link is None:
-        yield [Place()] * count
-        return
+def open_links(link: Link, count: int, leash: Leash) -> Iterator[list[Place]]:
+    """Places for so many nodes. Raises `NamespaceError`."""
     require()
     with contextlib.ExitStack() as stack:
         places, ports = [], []
@@ -42,7 +30,7 @@ def open_places(link: Link | None, count: int, leash: Leash) -> Iterator[list[Pl
             ports.append((ip, stack.enter_context(open_tun(namespace, _DEVICE))))
             namespace.run(f"ip address add {ip}/24 dev {_DEVICE}")
             shape(namespace, _DEVICE, link.up_mbit)
-            places.append(Place(ip, namespace.enter))
+            places.append(Place(ip, enter=namespace.enter))
         down, delay = link.down_mbit * 1e6 / 8, link.delay_ms / 1e3
         forwarder = [sys.executable, "-m", "farandole.testnet.link_forwarder", str(down), str(delay)]
         forwarder += [f"{ip}={descriptor}" for ip, descriptor in ports]

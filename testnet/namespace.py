@@ -49,6 +49,18 @@ class CommandError(FarandoleError):
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a node runs."""
+
+    ip: str = "127.0.0.1"
+    """On which it listens."""
+    port: int | None = None
+    """On which it listens; None: any that is free."""
+    enter: Sequence[str] = ()
+    """The command that takes another one there."""
+
+
+@dataclass(frozen=True)
 class Namespace:
     """A network namespace, by the process that holds it."""
 

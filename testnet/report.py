@@ -59,6 +59,10 @@ class NodeReport(msgspec.Struct, frozen=True):
     """As `utilisation`, of the last few rounds."""
     is_doomed: bool = False
     """Ended by a fault, for good."""
+    home: str = ""
+    """Its kind, in the NAT lab."""
+    links: dict[str, str] = {}
+    """Peer id -> ``direct`` or ``relayed``: those that it was connected to at the end of the training."""
 
 
 class StageReport(msgspec.Struct, frozen=True):
@@ -117,7 +121,7 @@ class Merged(msgspec.Struct, frozen=True):
     spread: float
 
 
-def node_report(record: NodeRecord, *, is_alive: bool) -> NodeReport:
+def node_report(record: NodeRecord, *, is_alive: bool, home: str = "") -> NodeReport:
     """One node's part."""
     status = record.status
     return NodeReport(
@@ -147,6 +151,8 @@ def node_report(record: NodeRecord, *, is_alive: bool) -> NodeReport:
         paths=dict(record.all_paths),
         num_parameters=record.num_parameters,
         pipeline=record.pipeline,
+        home=home,
+        links={member.peer_id: member.path for member in status.members if member.path} if status else {},
     )
 
 

@@ -15,13 +15,20 @@ from farandole.node.settings import MIN_CAP_MBIT
 from farandole.protocol.errors import ManifestError
 from farandole.protocol.manifest import Manifest
 
+from .natlab.kinds import KINDS, KindError, kind_named
+
 # Each node is two Python processes of about 300 MB together; one machine holds no more.
 MAX_NODES: Final = 128
 MAX_FAULTS: Final = 1_000
 DEFAULT_NODES: Final = 8
 DEFAULT_MIN_PARTNERS: Final = 3
 
-FaultKind = Literal["kill", "freeze", "restart", "slow", "join", "leave"]
+FaultKind = Literal[
+    "kill", "freeze", "restart", "slow", "join", "leave", "cut", "unplug", "reboot_router", "change_address"
+]
+_HOME_FAULTS: Final = ("cut", "unplug", "reboot_router", "change_address")
+_LASTING: Final = ("freeze", "restart", "cut", "unplug", "reboot_router")
+_SUDDEN: Final = ("kill", "join", "leave", "change_address")
 _NodeIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NODES)]
 _Positive = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 _Caps = Annotated[tuple[Annotated[float, msgspec.Meta(ge=0, le=1e6)], ...], msgspec.Meta(max_length=MAX_NODES)]
@@ -37,7 +44,9 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kind: FaultKind
     """``kill``: SIGKILL for good. ``restart``: SIGKILL, and started again in the same folder after ``duration``.
     ``freeze``: stopped (SIGSTOP) for ``duration``. ``slow``: its trainer gets only one part in ``factor`` of the time,
-    for ``duration``, or until the end. ``join``: not started before this moment. ``leave``: told to leave."""
+    for ``duration``, or until the end. ``join``: not started before this moment. ``leave``: told to leave.
+    To its home, for ``duration``, ``cut``: nothing goes through its line; ``unplug``: its cable is pulled;
+    ``reboot_router``: its router is off, and forgets all. ``change_address``: it gets another public address."""
     nodes: tuple[_NodeIndex, ...] = ()
     of_stage: Annotated[int, msgspec.Meta(ge=0, le=511)] | None = None
     """Instead of ``nodes``: as many as ``count`` of those that hold this stage then, the last ones first."""
@@ -56,9 +65,9 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("fault 'join': who has not joined holds no stage")
         if (self.at_round is None) == (self.at_seconds is None):
             raise ValueError(f"fault {self.kind!r}: say either at_round or at_seconds")
-        if self.kind in ("freeze", "restart") and self.duration is None:
+        if self.kind in _LASTING and self.duration is None:
             raise ValueError(f"fault {self.kind!r}: say its duration in seconds")
-        if self.kind in ("kill", "join", "leave") and self.duration is not None:
+        if self.kind in _SUDDEN and self.duration is not None:
             raise ValueError(f"fault {self.kind!r} has no duration")
 
 
@@ -70,6 +79,30 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     down_mbit: _Positive
     delay_ms: Annotated[float, msgspec.Meta(ge=0, le=10_000)] = 0.0
     """From one node to another; a round trip takes twice as long."""
+
+
+class Home(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where one node is in the NAT lab (`farandole.testnet.natlab`), which needs Linux, root and nftables."""
+
+    kind: str
+    """One of `KINDS` or `CARRIER_KINDS`; ``open`` is a public host."""
+    up_mbit: _Positive | None = None
+    """None: as fast as the machine."""
+    down_mbit: _Positive | None = None
+    delay_ms: Annotated[float, msgspec.Meta(ge=0, le=10_000)] = 0.0
+    """From the home to the internet, and back."""
+    loss: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    """A packet's chance to be lost, either way."""
+
+    def __post_init__(self) -> None:
+        try:
+            kind_named(self.kind)
+        except KindError as error:
+            raise ValueError(str(error)) from error
+
+
+# For scenarios that are played in homes without saying in which: two nodes can be called, the others have one of each.
+DEFAULT_HOMES: Final = ("open", *KINDS)
 
 
 class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -113,6 +146,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether each node must take part in each round from its first on, slower ones with fewer inner steps."""
     link: Link | None = None
     """None: all nodes on the loopback interface."""
+    home: Annotated[tuple[Home, ...], msgspec.Meta(max_length=MAX_NODES)] = ()
+    """Of each node, from node 0 on, and round again if there are more nodes; none: no NAT lab."""
     min_utilisation: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     """Share of its time that each trainer must spend in inner steps."""
     fault: Annotated[tuple[Fault, ...], msgspec.Meta(max_length=MAX_FAULTS)] = ()
@@ -123,6 +158,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(
                     f"fault {fault.kind!r} names node {max(fault.nodes)}, but the last is {self.nodes - 1}"
                 )
+            if fault.kind in _HOME_FAULTS and not self.home:
+                raise ValueError(f"fault {fault.kind!r} befalls a home: say which there are, or --nat")
             if fault.at_round is not None and fault.at_round >= self.rounds:
                 raise ValueError(f"fault {fault.kind!r} in round {fault.at_round} of {self.rounds} never happens")
             if fault.kind == "join" and not fault.at_round:
@@ -134,6 +171,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"{name} has {len(entries)} entries for {self.nodes} nodes")
         if any(0 < cap < MIN_CAP_MBIT for cap in (*self.upload_mbit, *self.download_mbit)):
             raise ValueError(f"upload_mbit, download_mbit: a cap is at least {MIN_CAP_MBIT:g} Mbit/s; 0 is none")
+        if self.link and self.home:
+            raise ValueError("say link, or home, which has a link of its own")
         if self.min_partners >= self.nodes:
             raise ValueError(
                 f"min_partners is {self.min_partners}: each of {self.nodes} nodes has {self.nodes - 1} others"
@@ -183,8 +222,11 @@ def load_scenario(
     rounds: int | None = None,
     seed: int | None = None,
     stages: int | None = None,
+    nat: bool = False,
 ) -> Scenario:
     """A delivered scenario by its name, or a file; the other arguments replace what it says.
+
+    With ``nat`` the nodes are in homes, in the default ones if it names none.
 
     Raises `ScenarioError`, or `ManifestError` for its run settings.
     """
@@ -196,6 +238,8 @@ def load_scenario(
         raise ScenarioError(f"no scenario {name_or_path!r}: name a TOML file, or one of {', '.join(scenario_names())}")
     replaced = {"nodes": nodes, "rounds": rounds, "seed": seed, "stages": stages}
     settings |= {name: value for name, value in replaced.items() if value is not None}
+    if nat and not settings.get("home"):
+        settings["home"] = [{"kind": kind} for kind in DEFAULT_HOMES]
     min_partners = settings.get("min_partners", DEFAULT_MIN_PARTNERS)
     if (nodes or stages) and isinstance(min_partners, int):
         least = settings.get("nodes", DEFAULT_NODES) // max(1, settings.get("stages", 0))  # of a stage

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ..leash import Leash
-from ..links import Place, shape
-from ..namespace import Namespace, held, open_namespace, open_tun, require
+from ..links import shape
+from ..namespace import Namespace, Place, held, open_namespace, open_tun, require
 from .kinds import Kind, kind_named
 from .router import Router
 from .rules import LAN, WAN, line_rules
@@ -151,7 +151,7 @@ class Home:
             router.switch_on(_CUSTOMER_IP, _CARRIER_IP)
         if not self.routers[-1].is_translating:
             outer = self.address if len(self.routers) == 1 else _CUSTOMER_IP
-            self.hosts[0] = Place(outer, self.hosts[0].enter)
+            self.hosts[0] = Place(outer, enter=self.hosts[0].enter)
 
     @property
     def _link(self) -> str:
@@ -241,7 +241,7 @@ class Lab:
             ip = _HOST_IP.format(host=_FIRST_HOST + number)
             if innermost.is_translating:
                 machine.run(f"ip address add {ip}/24 dev eth0; ip route add default via {_ROUTER_IP}")
-            home.hosts.append(Place(ip, machine.enter))
+            home.hosts.append(Place(ip, enter=machine.enter))
         for router in home.routers:
             home._switch_on(router)
 

@@ -15,7 +15,7 @@ import msgspec
 import trio
 
 from ..leash import Leash
-from ..links import Place
+from ..namespace import Place
 from . import kinds
 from .kinds import HTTPS_PORT, Kind, Protocol
 from .probe import TOKEN_BYTES, Address

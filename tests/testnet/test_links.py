@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from farandole.testnet.leash import open_leash
-from farandole.testnet.links import Place, open_places
-from farandole.testnet.namespace import NamespaceError
+from farandole.testnet.links import open_links
+from farandole.testnet.namespace import NamespaceError, Place
 from farandole.testnet.scenario import Link, parse_scenario
 
 from .play import testnet
@@ -18,18 +18,14 @@ from .transfer import SIZE, measure
 LINK = Link(up_mbit=16, down_mbit=40, delay_ms=30)
 
 
-def made(link: Link | None) -> Iterator[list[Place]]:
+@pytest.fixture
+def places() -> Iterator[list[Place]]:
     with open_leash() as leash:
         try:
-            with open_places(link, 2, leash) as places:
+            with open_links(LINK, 2, leash) as places:
                 yield places
         except NamespaceError as error:
             pytest.skip(str(error))
-
-
-@pytest.fixture
-def places() -> Iterator[list[Place]]:
-    yield from made(LINK)
 
 
 def test_packets_take_their_time(places: list[Place]) -> None:
@@ -46,7 +42,3 @@ async def test_who_lacks_a_tool_is_told(monkeypatch: pytest.MonkeyPatch, tmp_pat
     scenario = parse_scenario({"nodes": 2, "min_partners": 1, "link": link, "run": run})
     with pytest.raises(NamespaceError, match=r"root|ip, tc, nsenter, unshare not found|Linux"):
         await testnet(scenario, tmp_path / "out").play()
-
-
-def test_without_a_link_all_are_at_home() -> None:
-    assert [place for places in made(None) for place in places] == [Place(), Place()]

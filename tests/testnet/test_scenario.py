@@ -57,6 +57,11 @@ def test_what_the_command_line_says_replaces_what_the_file_says(tmp_path: Path) 
         ({"run": RUN, "fault": [{"kind": "kill", "nodes": [1], "at_round": 20}]}, "never happens"),
         ({"run": RUN, "fault": [{"kind": "kill", "nodes": [1], "at_round": 1, "duration": 2}]}, "has no duration"),
         ({"run": RUN, "fault": [{"kind": "freeze", "nodes": [1], "at_round": 1}]}, "say its duration"),
+        ({"run": RUN, "fault": [{"kind": "cut", "nodes": [0], "at_round": 1, "duration": 2}]}, "which there are"),
+        ({"run": RUN, "fault": [{"kind": "cut", "nodes": [0], "at_round": 1}]}, "say its duration"),
+        ({"run": RUN, "home": [{"kind": "cone"}]}, "no kind of home 'cone'"),
+        ({"run": RUN, "home": [{"kind": "open", "loss": 2}]}, r"home.*loss"),
+        ({"run": RUN, "home": [{"kind": "open"}], "link": {"up_mbit": 9, "down_mbit": 9}}, "say link, or home"),
         ({"run": RUN, "fault": [{"kind": "join", "nodes": [0], "at_round": 1}]}, "cannot join late"),
         ({"run": RUN, "fault": [{"kind": "join", "nodes": [1], "at_seconds": 1}]}, "say at_round"),
     ],
@@ -81,6 +86,15 @@ def test_who_joins_late_and_who_is_gone_at_the_end() -> None:
     scenario = parse_scenario({"run": RUN, "fault": faults, "slow": [2.0]})
     assert scenario.late_joiners == {3}
     assert (scenario.slowness(0), scenario.slowness(1)) == (2.0, 1.0)
+
+
+def test_any_scenario_is_played_in_homes(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text("nodes = 2\nmin_partners = 1\nrun = {name = 'a', model = 'tiny'}\n")
+    assert load_scenario(str(path)).home == ()
+    assert [home.kind for home in load_scenario(str(path), nat=True).home[:3]] == ["open", "open", "firewall"]
+    path.write_text(path.read_text() + "[[home]]\nkind = 'symmetric'\ndelay_ms = 5\n")
+    assert [home.delay_ms for home in load_scenario(str(path), nat=True).home] == [5.0]
 
 
 def test_caps_are_those_of_the_first_nodes() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from farandole.testnet.links import Place
+from farandole.testnet.namespace import Place
 
 SIZE = 1_000_000
 _SERVER = f"""

@@ -1,0 +1,50 @@
+"""Where a scenario's nodes run: on the loopback interface, behind slow links, or in homes of the NAT lab."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from . import scenario
+from .leash import Leash
+from .links import open_links
+from .namespace import Place
+from .natlab.kinds import HTTPS_PORT, Filtering
+from .natlab.lab import Home, Lab, open_lab
+from .scenario import Scenario
+
+# An address in a home may change, and so its nodes listen on whichever they have.
+_ANY_IP: Final = "0.0.0.0"
+
+
+@dataclass(frozen=True)
+class Lodging:
+    """One node's place, and the home that it is in, if it is in one."""
+
+    place: Place
+    home: Home | None = None
+
+
+@contextlib.contextmanager
+def open_lodgings(played: Scenario, leash: Leash) -> Iterator[list[Lodging]]:
+    """One for each node. Raises `NamespaceError`."""
+    if played.link is not None:
+        with open_links(played.link, played.nodes, leash) as places:
+            yield [Lodging(place) for place in places]
+    elif played.home:
+        with open_lab(leash) as lab:
+            yield [_lodge(lab, played.home[index % len(played.home)]) for index in range(played.nodes)]
+    else:
+        yield [Lodging(Place())] * played.nodes
+
+
+def _lodge(lab: Lab, settings: scenario.Home) -> Lodging:
+    home = lab.add_home(settings.kind)
+    home.set_rate(settings.up_mbit, settings.down_mbit)
+    home.set_delay(settings.delay_ms)
+    home.set_loss(settings.loss)
+    # Who may call nothing but HTTPS must be able to call those who can be called.
+    port = HTTPS_PORT if home.kind.filtering is Filtering.NONE else None
+    return Lodging(Place(_ANY_IP, port, home.host.enter), home)
