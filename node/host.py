@@ -12,6 +12,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import math
+import random
 import re
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from libp2p.connection_types import ConnectionType
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.x25519 import create_new_key_pair as create_new_x25519_key_pair
 from libp2p.custom_types import TProtocol
+from libp2p.network.exceptions import SwarmException
 from libp2p.network.stream.net_stream import NetStream
 from libp2p.peer.id import ID
 from libp2p.peer.peerstore import PeerStore
@@ -56,6 +58,9 @@ logger = logging.getLogger(__name__)
 DIAL_TIMEOUT = 8.0
 # Between two addresses of one peer: RFC 8305 recommends 250 ms and allows 100.
 DIAL_STAGGER = 0.15
+# Before further attempts at an address whose node hangs up before it has authenticated itself, in seconds, each half to
+# one and a half of it.
+REDIAL_PAUSES = (0.1, 0.2, 0.4, 0.4)
 # A relay carries what cannot go directly: its turn comes when all direct attempts have failed, or have had three round
 # trips of the slowest lines.
 DIRECT_HEAD_START = 1.0
@@ -278,6 +283,8 @@ class Host:
         self._dials: dict[tuple[bytes, bool], _Dial] = {}
         self._subscribers: set[ConnectionEvents] = set()
         self._told_connected: set[bytes] = set()
+        self._needs: list[Callable[[bytes], bool]] = []
+        swarm.commons.is_needed = self._is_needed
         self._dht = Dht(libp2p)
         nursery.start_soon(self._dht.run)
         swarm.dial = self._dial_by_id
@@ -372,6 +379,17 @@ class Host:
         """End every connection to a peer."""
         for connection in self._live_connections(peer):
             await connection.close()
+
+    def protect(self, is_needed: Callable[[bytes], bool]) -> None:
+        """Keep connections to peers for whom this says yes when there are too many.
+
+        All others are strangers: these share what memory there is for data that nobody has read. Each call adds peers.
+        """
+        self._needs.append(is_needed)
+
+    def _is_needed(self, peer_id: ID) -> bool:
+        peer = peer_of(peer_id)
+        return any(is_needed(peer) for is_needed in self._needs)
 
     @contextmanager
     def connection_events(self) -> Iterator[ConnectionEvents]:
@@ -492,7 +510,7 @@ class Host:
     async def _race(self, peer: bytes, dial: _Dial) -> None:
         async def attempt(address: str) -> None:
             try:
-                muxed = await self._dial_one(peer, address)
+                muxed = await self._dial_patiently(peer, address)
             except Exception as error:
                 dial.failures.append(f"{address}: {str(error) or repr(error)}")
                 dial.news.set()
@@ -517,6 +535,18 @@ class Host:
                         await dial.news.wait()
                 else:
                     return
+
+    async def _dial_patiently(self, peer: bytes, address: str) -> YamuxConn:
+        """Dial again where the other end hangs up at once: it refuses some while too many dial it."""
+        for pause in REDIAL_PAUSES:
+            try:
+                return await self._dial_one(peer, address)
+            except (OSError, SwarmException, PeerUnreachableError, trio.TooSlowError):
+                raise
+            except Exception as error:
+                logger.debug("%s hung up: %r", address, error)
+                await trio.sleep(pause * random.uniform(0.5, 1.5))
+        return await self._dial_one(peer, address)
 
     async def _dial_one(self, peer: bytes, address: str) -> YamuxConn:
         socket: Socket | Circuit
@@ -661,6 +691,13 @@ class _Announced:
         return self._interfaces[family]
 
 
+def make_upgrader(key: Ed25519PrivateKey, shaping: Shaping | None = None) -> MendedUpgrader:
+    """What authenticates connections by this key, and multiplexes them."""
+    key_pair = create_new_key_pair(key.private_bytes_raw())
+    noise = NoiseTransport(key_pair, noise_privkey=create_new_x25519_key_pair().private_key)
+    return MendedUpgrader(noise, shaping)
+
+
 @asynccontextmanager
 async def open_host(
     key: Ed25519PrivateKey,
@@ -676,13 +713,12 @@ async def open_host(
     Raises `ListenError` when an address is not of TCP or is taken. Leaving closes the listeners and all connections.
     """
     author = public_bytes(key)
-    key_pair = create_new_key_pair(key.private_bytes_raw())
     peer_id = id_of(author)
     peerstore = PeerStore()
-    peerstore.add_key_pair(peer_id, key_pair)
-    noise = NoiseTransport(key_pair, noise_privkey=create_new_x25519_key_pair().private_key)
+    peerstore.add_key_pair(peer_id, create_new_key_pair(key.private_bytes_raw()))
+    upgrader = make_upgrader(key, shaping)
     async with open_service_nursery() as nursery:
-        swarm = MendedSwarm(peer_id, peerstore, MendedUpgrader(noise, shaping), nursery, ping_interval, ping_timeout)
+        swarm = MendedSwarm(peer_id, peerstore, upgrader, nursery, ping_interval, ping_timeout)
         libp2p = MendedHost(swarm, addrs_factory=_Announced())
         host = Host(author, libp2p, swarm, nursery)
         try:

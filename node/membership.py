@@ -205,6 +205,7 @@ class Membership:
 
     async def run(self) -> None:
         """Until cancelled."""
+        self._host.protect(lambda peer: any(peer in peers for peers in self._others))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._beat)
             nursery.start_soon(self._report_progress)

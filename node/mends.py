@@ -4,9 +4,13 @@ They are subclasses of the library's own classes, so the library stays as it is 
 a test can put the two side by side. What is mended, and where:
 
 - an inbound connection kept a task and one of 250 slots for ever: `MendedConn` owns its tasks and ends with them;
-- 256 silent sockets shut everybody else out: `Handshakes` (the oldest unfinished one makes room);
+- 256 silent sockets shut everybody else out: admission.py (the one that keeps us waiting for longest makes room);
 - a length of 2^31 before authentication was allocated: `Socket` (reads are bounded, and few until the handshake is
-  done), `BoundedCommunicator` (negotiation messages are short);
+  done), `BoundedCommunicator` (negotiation messages are short, and few);
+- the end of a connection was read a hundred times, and a message in more pieces than that was an error: `Socket.read`
+  gives the whole or an error;
+- streams waited for their protocol in any number, and connections closed for newcomers by chance: `MendedConn` begins
+  few at a time, `MendedSwarm` closes the one of least use;
 - plaintext was accepted: `MendedUpgrader` knows Noise and yamux, nothing else;
 - an exception in a stream handler or a connection's task ended the host: `MendedHost`, `MendedConn` guard them;
 - a frozen peer's connection was never closed: `MendedConn._watch` (ping, and do without a polite end);
@@ -20,18 +24,20 @@ Its yamux is replaced altogether: see yamux.py.
 from __future__ import annotations
 
 import importlib.metadata
-import ipaddress
 import logging
+import math
 import os
+import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, cast
+from contextlib import suppress
+from typing import Any, cast
 
 import trio
 from libp2p.abc import (
     IListener,
     IMuxedConn,
+    IMuxedStream,
     INetConn,
     INetStream,
     IPeerStore,
@@ -64,14 +70,13 @@ from libp2p.utils.varint import read_varint_prefixed_bytes_limited
 from multiaddr import Multiaddr
 
 from farandole.protocol.identity import SMALL_ORDER_KEYS, public_key_of
+from farandole.protocol.token_bucket import TokenBucket
 
+from .admission import Handshakes, Turns, site_of
 from .circuit import Circuit
 from .reuse import let_dials_share
 from .shaping import Shaping
-from .yamux import YamuxConn, YamuxStream
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from .yamux import Commons, YamuxConn, YamuxStream
 
 logger = logging.getLogger(__name__)
 
@@ -91,68 +96,100 @@ HANDSHAKE_TIMEOUT = 5.0
 # Everything read from a socket until then. Noise XX and the negotiation take about 600 bytes; one Noise message is at
 # most 65,537.
 MAX_HANDSHAKE_BYTES = 64 * 1024
-# Unfinished inbound handshakes by address (several honest peers may sit behind one NAT) and in all.
-MAX_HANDSHAKES_PER_ADDRESS = 64
-MAX_HANDSHAKES = 256
 # One read from a socket: four Noise messages.
 READ_BYTES = 256 * 1024
 # A multistream message is a protocol id; go-libp2p allows 1,024 bytes too.
 MAX_NEGOTIATION_BYTES = 1024
+# Messages of one negotiation: the greeting, and proposals; who knows us proposes one.
+MAX_NEGOTIATION_MESSAGES = 16
 NEGOTIATION_TIMEOUT = 8
 IDENTIFY_TIMEOUT = 10.0
+# Connections in all: a node keeps a dozen and dials partners beside them. With unfinished handshakes and bulk channels
+# they fit into the 1,024 descriptors that a process has by default.
 MAX_CONNECTIONS = 512
 # Both ends may dial at once, and a peer that restarted dials before its old connections are found dead.
 MAX_CONNECTIONS_PER_PEER = 4
 # For the last words of a connection; whoever does not take them is cut off.
 CLOSE_TIMEOUT = 1.0
+# Streams of one connection whose protocol is not agreed yet, and how fast they begin: so many at once, then so many a
+# second. More than any protocol here opens; what comes beyond waits its turn.
+MAX_NEGOTIATIONS_PER_CONNECTION = 32
+STREAM_BURST, STREAMS_PER_SECOND = 128.0, 32.0
 # Handlers at work for one connection; a stream's handler may outlive the stream for a moment.
 MAX_HANDLERS_PER_CONNECTION = 256
 # Handlers may read what came before a connection ended; then they are cancelled.
 HANDLER_GRACE = 5.0
 # Connections that the kernel keeps ready between two accepts; it caps this by net.core.somaxconn itself.
 LISTEN_BACKLOG = 1024
+# Taken from it in one pass of the event loop; refusing one costs 0.1 ms.
+MAX_ACCEPTS_PER_PASS = 16
+# After an accept that failed for want of descriptors.
+ACCEPT_PAUSE = 0.5
 # How long the library's peer store believes an address that somebody told it, in seconds.
 PEER_ADDRESS_TTL = 3600
 
 
 class Socket(ReadWriteCloser):
-    """A TCP socket as the library reads it, with a bound on every read and on all reads of a handshake."""
+    """A TCP socket as the library reads it, with a bound on every read and on all reads of a handshake.
 
-    def __init__(self, stream: trio.SocketStream) -> None:
+    With ``turns``, what comes before the handshake is done is taken up when it is this site's turn.
+    """
+
+    def __init__(self, stream: trio.SocketStream, turns: Turns | None = None) -> None:
         self._stream = stream
+        self._turns = turns
         self._buffer = b""
         self._handshake_bytes_left: int | None = MAX_HANDSHAKE_BYTES
         self.num_received = 0
+        self.waiting_since = math.inf
         try:
             host, port = stream.socket.getpeername()[:2]
             self._remote: tuple[str, int] | None = (str(host), int(port))
         except OSError:
             self._remote = None
+        self.site = site_of(self._remote[0] if self._remote else "")
 
     def finish_handshake(self) -> None:
         """The peer is authenticated: reads are no longer counted."""
         self._handshake_bytes_left = None
 
     async def read(self, n: int | None = None) -> bytes:
-        """At most n bytes; b"" at the end; `ConnectionClosedError` when reset."""
-        if not self._buffer:
-            left = self._handshake_bytes_left
-            if left is not None and left <= 0:
-                raise ConnectionClosedError("handshake too long", transport="tcp")
-            try:
-                self._buffer = await self._stream.receive_some(READ_BYTES if left is None else min(left, READ_BYTES))
-            except trio.BrokenResourceError as error:
-                raise ConnectionClosedError("connection reset", transport="tcp") from error
-            except trio.ClosedResourceError:
-                return b""
-            self.num_received += len(self._buffer)
-            if left is not None:
-                self._handshake_bytes_left = left - len(self._buffer)
-        if n is None or n >= len(self._buffer):
-            data, self._buffer = self._buffer, b""
-        else:
-            data, self._buffer = self._buffer[:n], self._buffer[n:]
+        """Exactly n bytes, or what comes next; `ConnectionClosedError` if the connection ends before.
+
+        The library asks for what is missing a hundred times, also at the end, and gives up where a message comes in
+        more pieces than that: so it gets the whole, or an error.
+        """
+        if n is None:
+            self._buffer = self._buffer or await self._receive()
+        elif len(self._buffer) < n:
+            pieces, size = [self._buffer], len(self._buffer)
+            while size < n:
+                pieces.append(await self._receive())
+                size += len(pieces[-1])
+            self._buffer = b"".join(pieces)
+        data = self._buffer if n is None else self._buffer[:n]
+        self._buffer = self._buffer[len(data) :]
         return data
+
+    async def _receive(self) -> bytes:
+        left = self._handshake_bytes_left
+        if left is not None and left <= 0:
+            raise ConnectionClosedError("handshake too long", transport="tcp")
+        self.waiting_since = trio.current_time()
+        try:
+            data = await self._stream.receive_some(READ_BYTES if left is None else min(left, READ_BYTES))
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            raise ConnectionClosedError("connection reset", transport="tcp") from error
+        finally:
+            self.waiting_since = math.inf
+        if not data:
+            raise ConnectionClosedError("connection closed", transport="tcp")
+        self.num_received += len(data)
+        if left is not None:
+            self._handshake_bytes_left = left - len(data)
+            if self._turns is not None:
+                await self._turns.take(self.site)
+        return bytes(data)
 
     async def write(self, data: bytes) -> None:
         """All of it; `ConnectionClosedError` when the connection is gone, at whichever end."""
@@ -175,10 +212,15 @@ class Socket(ReadWriteCloser):
 
 
 class BoundedCommunicator(MultiselectCommunicator):
-    """Multistream messages of at most `MAX_NEGOTIATION_BYTES`."""
+    """Multistream messages of at most `MAX_NEGOTIATION_BYTES`, and at most `MAX_NEGOTIATION_MESSAGES` of them."""
+
+    _num_read = 0
 
     async def read(self) -> str:
-        """One message; `MultiselectCommunicatorError` for anything that is not one."""
+        """One message; `MultiselectCommunicatorError` for anything that is not one, or one too many."""
+        self._num_read += 1
+        if self._num_read > MAX_NEGOTIATION_MESSAGES:
+            raise MultiselectCommunicatorError("too many negotiation messages")
         try:
             message = await read_varint_prefixed_bytes_limited(self.read_writer, MAX_NEGOTIATION_BYTES)
             if not message.endswith(b"\n"):
@@ -195,6 +237,7 @@ class MendedUpgrader(TransportUpgrader):
 
     def __init__(self, noise: ISecureTransport, shaping: Shaping | None = None) -> None:
         super().__init__({NOISE_PROTOCOL_ID: noise}, {TProtocol(YAMUX_PROTOCOL_ID): YamuxConn})
+        self.commons = Commons()
         self._noise = noise
         self._shaping = shaping
 
@@ -229,47 +272,7 @@ class MendedUpgrader(TransportUpgrader):
     async def upgrade_connection(self, conn: ISecureConn, peer_id: ID) -> IMuxedConn:
         """Multiplex a secure connection."""
         await self._negotiate(conn, TProtocol(YAMUX_PROTOCOL_ID), conn.is_initiator)
-        return YamuxConn(conn, peer_id, self._shaping)
-
-
-def _site(host: str) -> str:
-    """What counts as one address: an IPv4 address, or an IPv6 /64 (one customer has 2^64 of them)."""
-    address = ipaddress.ip_address(host.partition("%")[0])
-    if address.version == 4:
-        return str(address)
-    return str(ipaddress.ip_network((address, 64), strict=False))
-
-
-class Handshakes:
-    """Unfinished inbound handshakes. When there are too many, the oldest of the busiest address makes room.
-
-    Refusing the newcomer instead would let anybody with enough silent sockets keep everybody else out; so a flood must
-    be faster than an honest handshake, and it costs its own address first.
-    """
-
-    def __init__(self) -> None:
-        self._pending: dict[Socket, str] = {}  # oldest first
-
-    @contextmanager
-    def admitted(self, socket: Socket) -> Iterator[None]:
-        """Count a handshake for as long as the block runs, closing others if there are too many."""
-        remote = socket.get_remote_address()
-        site = _site(remote[0]) if remote else ""
-        counts = Counter(self._pending.values())
-        if counts[site] >= MAX_HANDSHAKES_PER_ADDRESS:
-            self._drop_oldest_of(site)
-        elif len(self._pending) >= MAX_HANDSHAKES:
-            self._drop_oldest_of(counts.most_common(1)[0][0])
-        self._pending[socket] = site
-        try:
-            yield
-        finally:
-            self._pending.pop(socket, None)
-
-    def _drop_oldest_of(self, site: str) -> None:
-        oldest = next(socket for socket, at in self._pending.items() if at == site)
-        del self._pending[oldest]
-        oldest.abort()
+        return YamuxConn(conn, peer_id, self._shaping, self.commons)
 
 
 class MendedConn(SwarmConn):
@@ -282,6 +285,10 @@ class MendedConn(SwarmConn):
         self.set_transport_info(muxed_conn.get_transport_addresses(), muxed_conn.get_connection_type())
         self.finished = trio.Event()
         self.opened_at = trio.current_time()
+        remote = muxed_conn.get_remote_address()
+        self.site = site_of(remote[0] if remote else "")
+        self._negotiating: set[IMuxedStream] = set()
+        self._negotiations = trio.Semaphore(MAX_NEGOTIATIONS_PER_CONNECTION)
         self._mended_swarm = swarm
 
     async def run(self) -> None:
@@ -319,15 +326,36 @@ class MendedConn(SwarmConn):
         self.muxed_conn.abort()
 
     async def _serve_streams(self) -> None:
+        """Begin what the other end opens, no faster than the bounds say; the rest waits at the connection."""
         self.event_started.set()
+        pace = TokenBucket(STREAM_BURST, STREAMS_PER_SECOND, trio.current_time())
         async with trio.open_nursery() as nursery:
             with suppress(MuxedConnUnavailable):
                 while True:
                     stream = await self.muxed_conn.accept_stream()
+                    await self._negotiations.acquire()
+                    await trio.sleep(max(0.0, 1 - pace.available(trio.current_time())) / STREAMS_PER_SECOND)
+                    pace.take(trio.current_time())
+                    if not self._mended_swarm.is_needed(self.muxed_conn.peer_id):
+                        await self._mended_swarm.turns.take(self.site)
+                    self._negotiating.add(stream)
                     if len(nursery.child_tasks) < MAX_HANDLERS_PER_CONNECTION:
-                        nursery.start_soon(self._handle_muxed_stream, stream)
+                        nursery.start_soon(self._handle_stream, stream)
                     else:
                         await stream.reset()
+                        self.note_negotiated(stream)
+
+    async def _handle_stream(self, stream: IMuxedStream) -> None:
+        try:
+            await self._handle_muxed_stream(stream)
+        finally:
+            self.note_negotiated(stream)
+
+    def note_negotiated(self, stream: IMuxedStream) -> None:
+        """A stream that the other end opened has its protocol, or has none: another may begin."""
+        if stream in self._negotiating:
+            self._negotiating.remove(stream)
+            self._negotiations.release()
 
     async def close(self) -> None:
         """Ask the connection to end, and wait until it has."""
@@ -352,27 +380,41 @@ class MendedConn(SwarmConn):
 class Listener(IListener):
     """One listening socket of `MendedSwarm`."""
 
-    def __init__(self, listener: trio.SocketListener) -> None:
+    def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
+        self._listener.setblocking(False)
         self._serving = trio.CancelScope()
 
-    async def serve(self, handler: Callable[[trio.SocketStream], Awaitable[None]], nursery: trio.Nursery) -> None:
-        """Hand every connection to the handler, in the nursery, until `close`."""
+    async def serve(self, admit: Callable[[socket.socket, str], None]) -> None:
+        """Hand over every connection, with the IP address that it comes from, until `close`."""
         with self._serving:
-            await trio.serve_listeners(handler, [self._listener], handler_nursery=nursery)
+            while True:
+                await trio.lowlevel.checkpoint()  # where `close` has come first, there is nothing to wait for
+                await trio.lowlevel.wait_readable(self._listener.fileno())
+                try:
+                    for _ in range(MAX_ACCEPTS_PER_PASS):
+                        connection, (host, *_) = self._listener.accept()
+                        admit(connection, host)
+                except BlockingIOError:
+                    pass
+                except OSError as error:  # out of descriptors, or the peer is gone again
+                    logger.debug("cannot accept a connection: %s", error)
+                    await trio.sleep(ACCEPT_PAUSE)
 
     async def listen(self, maddr: Multiaddr) -> None:
         """It listens already."""
 
     def get_addrs(self) -> tuple[Multiaddr, ...]:
         """Where the socket is bound, with its real port."""
-        host, port = self._listener.socket.getsockname()[:2]
+        host, port = self._listener.getsockname()[:2]
         return (Multiaddr(f"/{'ip6' if ':' in host else 'ip4'}/{host}/tcp/{port}"),)
 
     async def close(self) -> None:
         """Stop listening."""
         self._serving.cancel()
-        await self._listener.aclose()
+        trio.lowlevel.notify_closing(self._listener.fileno())
+        self._listener.close()
+        await trio.lowlevel.checkpoint()
 
 
 class MendedSwarm(Swarm):
@@ -401,36 +443,53 @@ class MendedSwarm(Swarm):
         self.ping_interval = ping_interval
         self.ping_timeout = ping_timeout
         self.max_connections = MAX_CONNECTIONS
+        self.commons = upgrader.commons
         self._handshakes = Handshakes()
+        self.turns = Turns()
+        nursery.start_soon(self.turns.run)
 
     async def listen_at(self, host: str, port: int) -> None:
         """Accept connections at an address of this machine; `OSError` if it cannot be had."""
-        family = trio.socket.AF_INET6 if ":" in host else trio.socket.AF_INET
-        socket = trio.socket.socket(family)
+        listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         try:
-            socket.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_REUSEADDR, 1)
-            if family == trio.socket.AF_INET6:
-                socket.setsockopt(trio.socket.IPPROTO_IPV6, trio.socket.IPV6_V6ONLY, 1)
-            await socket.bind((host, port))
-            let_dials_share(socket)
-            socket.listen(LISTEN_BACKLOG)
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if listening.family is socket.AF_INET6:
+                listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listening.bind((host, port))
+            let_dials_share(listening)
+            listening.listen(LISTEN_BACKLOG)
         except BaseException:
-            socket.close()
+            listening.close()
             raise
-        listener = Listener(trio.SocketListener(socket))
+        listener = Listener(listening)
         self.listeners[str(listener.get_addrs()[0])] = listener
         assert self.background_nursery is not None
-        self.background_nursery.start_soon(listener.serve, self._accept, self.background_nursery)
+        self.background_nursery.start_soon(listener.serve, self._admit)
+        await trio.lowlevel.checkpoint()
 
-    async def _accept(self, stream: trio.SocketStream) -> None:
+    def _admit(self, connection: socket.socket, host: str) -> None:
+        """A connection has come: begin its handshake, or refuse it."""
+        if not self._handshakes.make_room(site_of(host)):
+            connection.close()
+            return
+        pending = Socket(trio.SocketStream(trio.socket.from_stdlib_socket(connection)), self.turns)
+        self._handshakes.add(pending)
+        assert self.background_nursery is not None
+        self.background_nursery.start_soon(self._accept, pending)
+
+    async def _accept(self, pending: Socket) -> None:
         try:
-            socket = Socket(stream)
-            with self._handshakes.admitted(socket), trio.fail_after(HANDSHAKE_TIMEOUT):
-                muxed = await self.upgrade(socket, None)
+            try:
+                with trio.fail_after(HANDSHAKE_TIMEOUT):
+                    muxed = await self.upgrade(pending, None)
+            finally:
+                self._handshakes.remove(pending)
             conn = await self.add_conn(muxed, "inbound")
             await conn.finished.wait()
         except Exception as error:
             logger.debug("inbound connection failed: %r", error)
+        finally:
+            pending.abort()
 
     async def upgrade(self, socket: Socket | Circuit, peer_id: ID | None) -> YamuxConn:
         """Authenticate and multiplex a socket; with a peer id as the one who dialled that peer."""
@@ -452,9 +511,9 @@ class MendedSwarm(Swarm):
         """Run a multiplexed connection and tell the others of it; `SwarmException` if it is one too many."""
         assert isinstance(muxed_conn, YamuxConn)
         assert self.background_nursery is not None
-        if len(self._live_connections()) >= self.max_connections and not self._make_room():
+        if len(self._live_connections()) >= self.max_connections and not self._make_room(muxed_conn.peer_id):
             await muxed_conn.secured_conn.close()
-            raise SwarmException("too many connections, and all in use")
+            raise SwarmException("too many connections, and all of use")
         conn = MendedConn(muxed_conn, self, direction)
         siblings = self.connections.setdefault(muxed_conn.peer_id, [])
         siblings.append(conn)
@@ -469,12 +528,32 @@ class MendedSwarm(Swarm):
     def _live_connections(self) -> list[MendedConn]:
         return [cast("MendedConn", conn) for conn in self.get_connections() if not conn.is_closed]
 
-    def _make_room(self) -> bool:
-        """End the oldest connection that has no streams, such as one that a lookup in the DHT left; or say no."""
+    def is_needed(self, peer_id: ID) -> bool:
+        """Whether the node needs the connection to a peer (`Host.protect`)."""
+        return self.commons.is_needed(peer_id)
+
+    def _make_room(self, newcomer: ID) -> bool:
+        """End the connection that is of least use; or say no: all the others are of more use than the newcomer's.
+
+        Peers whom the node needs stay. Of strangers, who comes from where most come from goes first, as a stranger with
+        many keys has not as many networks; then who has no streams, such as one that a lookup in the DHT left; then
+        who has been here for longest.
+        """
+        strangers = [conn for conn in self._live_connections() if not self.is_needed(conn.muxed_conn.peer_id)]
         idle = [conn for conn in self._live_connections() if not conn.streams]
-        if idle:
+        if strangers:
+            networks = Counter(conn.site.network for conn in strangers)
+            addresses = Counter(conn.site.address for conn in strangers)
+
+            def use(conn: MendedConn) -> tuple[int, int, bool, float]:
+                return -networks[conn.site.network], -addresses[conn.site.address], bool(conn.streams), conn.opened_at
+
+            min(strangers, key=use).event_closed.set()
+        elif idle and self.is_needed(newcomer):
             min(idle, key=lambda conn: conn.opened_at).event_closed.set()
-        return bool(idle)
+        else:
+            return False
+        return True
 
     async def dial_peer(self, peer_id: ID) -> list[INetConn]:
         """Connect to a peer by the host's own rules."""
@@ -555,7 +634,12 @@ class MendedHost(BasicHost):
 
     async def _swarm_stream_handler(self, net_stream: INetStream) -> None:
         try:
-            protocol, handler = await self.multiselect.negotiate(BoundedCommunicator(net_stream), NEGOTIATION_TIMEOUT)
+            try:
+                communicator = BoundedCommunicator(net_stream)
+                protocol, handler = await self.multiselect.negotiate(communicator, NEGOTIATION_TIMEOUT)
+            finally:
+                stream = cast("NetStream", net_stream)
+                cast("MendedConn", stream.swarm_conn).note_negotiated(stream.muxed_stream)
             if protocol is None or handler is None:
                 raise SwarmException("no protocol")
             net_stream.set_protocol(protocol)

@@ -10,7 +10,7 @@ import trio
 CAN_REUSE = hasattr(socket, "SO_REUSEPORT")
 
 
-def let_dials_share(listener: trio.socket.SocketType) -> None:
+def let_dials_share(listener: socket.socket) -> None:
     """Let dials of this user's leave from a listening socket's port.
 
     Said after it is bound, so that no second listener can take the same port.

@@ -26,6 +26,8 @@ from libp2p.connection_types import ConnectionType
 from libp2p.peer.id import ID
 from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamClosed, MuxedStreamEOF, MuxedStreamReset
 
+from farandole.protocol.token_bucket import TokenBucket
+
 from .shaping import Shaping
 
 if TYPE_CHECKING:
@@ -51,8 +53,18 @@ GROW_WITHIN_ROUND_TRIPS = 4
 ASSUMED_ROUND_TRIP = 0.1
 # Streams that the other end may have open here at once: the backlog that the specification recommends.
 MAX_INBOUND_STREAMS = 256
-# Received and not yet read, over all streams of a connection; the stream with the most gives way.
+# Received and not yet read, over all streams of a connection; the stream with the most gives way. And of all strangers
+# together: one stream's whole window.
 MAX_UNREAD_BYTES = 16 * 1024 * 1024
+MAX_STRANGERS_UNREAD_BYTES = MAX_WINDOW
+# What brings nothing costs the other end: a frame 1, and 1 more for every 8 KiB of it; a ping 8; a stream that is
+# refused 16. It may owe so much at once, which is 20 ms of work, and pays off so much a second; then it is cut off.
+# Honest peers cause some: what is under way to a stream that ends here is 8 MiB at most, in full frames 1,152.
+USELESS_BURST, USELESS_PER_SECOND = 4_096.0, 64.0
+USELESS_BYTES, PING_COST, REFUSAL_COST = 8 * 1024, 8, 16
+# A window update says that half a window was read; less says nothing, and so does what goes beyond any window.
+MIN_CREDIT = 4 * 1024
+MAX_CREDIT = 256 * 1024 * 1024
 # Data waits for room at the writer, so that control frames never queue behind much; control frames do not wait, and
 # a peer that makes us owe it this much of them without reading is cut off.
 MAX_QUEUED_DATA = 128 * 1024
@@ -61,6 +73,26 @@ MAX_QUEUED_BYTES = 1024 * 1024
 
 class YamuxError(Exception):
     """The other end broke the protocol, or takes nothing from us."""
+
+
+class Commons:
+    """What the connections of one node share: the memory for what strangers send and nobody has read.
+
+    A stranger is a peer for whom ``is_needed`` says no. Keys are free, so a bound for each of them is none for all.
+    """
+
+    def __init__(self) -> None:
+        self.is_needed: Callable[[ID], bool] = lambda peer_id: False
+        self.conns: set[YamuxConn] = set()
+        self.num_unread = 0
+
+    def limit(self) -> None:
+        """If strangers have sent too much, the one with the most loses the stream with the most."""
+        if self.num_unread <= MAX_STRANGERS_UNREAD_BYTES:
+            return
+        strangers = [conn for conn in self.conns if not self.is_needed(conn.peer_id)]
+        if sum(conn.num_unread for conn in strangers) > MAX_STRANGERS_UNREAD_BYTES:
+            max(strangers, key=lambda conn: conn.num_unread).drop_fullest()
 
 
 class YamuxStream(IMuxedStream):
@@ -100,7 +132,7 @@ class YamuxStream(IMuxedStream):
         else:
             data = bytes(self._unread[:n])
             del self._unread[:n]
-        self._conn.num_unread -= len(data)
+        self._conn.count_unread(-len(data))
         self._give_credit(len(data))
         return data
 
@@ -166,12 +198,15 @@ class YamuxStream(IMuxedStream):
         if self._receive_window < 0:
             raise YamuxError("more than the window")
         self._unread += data
-        self._conn.num_unread += len(data)
+        self._conn.count_unread(len(data))
         self._wake()
 
     def add_credit(self, amount: int) -> None:
         """The other end has read something."""
-        self._send_window = min(self._send_window + amount, 2**32)
+        self._send_window += amount
+        if amount < MIN_CREDIT or self._send_window > MAX_CREDIT:
+            self._send_window = min(self._send_window, MAX_CREDIT)
+            self._conn.bear(1)
         self._wake()
 
     def mark_ended(self) -> None:
@@ -212,7 +247,7 @@ class YamuxStream(IMuxedStream):
         self._conn.put(_WINDOW_UPDATE, 0, self.stream_id, increment)
 
     def _drop_unread(self) -> None:
-        self._conn.num_unread -= len(self._unread)
+        self._conn.count_unread(-len(self._unread))
         self._unread.clear()
 
     def _forget_if_over(self) -> None:
@@ -245,7 +280,13 @@ class YamuxStream(IMuxedStream):
 class YamuxConn(IMuxedConn):
     """One connection and its streams."""
 
-    def __init__(self, secured_conn: ISecureConn, peer_id: ID, shaping: Shaping | None = None) -> None:
+    def __init__(
+        self,
+        secured_conn: ISecureConn,
+        peer_id: ID,
+        shaping: Shaping | None = None,
+        commons: Commons | None = None,
+    ) -> None:
         self.secured_conn = secured_conn
         self.peer_id = peer_id
         self.event_started = trio.Event()
@@ -255,6 +296,9 @@ class YamuxConn(IMuxedConn):
         self.num_unread = 0
         self.round_trip = ASSUMED_ROUND_TRIP
         self._shaping = shaping or Shaping()
+        self._commons = commons or Commons()
+        self._useless = TokenBucket(USELESS_BURST, USELESS_PER_SECOND, trio.current_time())
+        self._num_inbound = 0
         self._streams: dict[int, YamuxStream] = {}
         self._next_stream_id = 1 if secured_conn.is_initiator else 2
         self._scope = trio.CancelScope()
@@ -272,6 +316,7 @@ class YamuxConn(IMuxedConn):
 
     async def start(self) -> None:
         """Run until either end closes or the connection fails. Raises nothing."""
+        self._commons.conns.add(self)
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
@@ -286,6 +331,8 @@ class YamuxConn(IMuxedConn):
             self._streams.clear()
             self.event_closed.set()
             self._room.set()
+            self._commons.num_unread -= self.num_unread
+            self._commons.conns.discard(self)
 
     async def _run(self, work: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -339,7 +386,30 @@ class YamuxConn(IMuxedConn):
 
     def forget(self, stream_id: int) -> None:
         """Nothing more will happen on a stream."""
-        self._streams.pop(stream_id, None)
+        if self._streams.pop(stream_id, None) is not None:
+            self._num_inbound -= self._is_theirs(stream_id)
+
+    def count_unread(self, change: int) -> None:
+        """So many bytes more, or less, are received and not read."""
+        self.num_unread += change
+        if self in self._commons.conns:
+            self._commons.num_unread += change
+
+    def bear(self, cost: float) -> None:
+        """The other end has made work and brought nothing; `YamuxError` when it has done so too often."""
+        if not self._useless.take(trio.current_time(), cost):
+            raise YamuxError("much that is of no use")
+
+    def drop_fullest(self) -> None:
+        """Break off the stream with the most that is not read; or end it all, if that is of streams that are over."""
+        fullest = max(self._streams.values(), key=lambda stream: stream.num_unread, default=None)
+        if fullest is not None and fullest.num_unread:
+            fullest.break_off()
+        else:
+            self.abort()
+
+    def _is_theirs(self, stream_id: int) -> bool:
+        return stream_id % 2 != self._next_stream_id % 2
 
     # Writing
 
@@ -402,6 +472,7 @@ class YamuxConn(IMuxedConn):
             self._shaping.down.charge(len(message) - num_bulk)
             if self._num_queued > MAX_QUEUED_BYTES:
                 raise YamuxError("the other end takes nothing")
+            await trio.lowlevel.checkpoint()  # several messages come with one read of the socket, and others wait
 
     def _feed(self, data: memoryview) -> int:
         """Take in what was received; returns how much of it is payload of bulk streams."""
@@ -435,6 +506,7 @@ class YamuxConn(IMuxedConn):
         if kind == _GO_AWAY:
             raise YamuxError(f"the other end goes away ({length})")
         if kind == _PING:
+            self.bear(PING_COST)
             if flags & _SYN:
                 self.put(_PING, _ACK, 0, length)
             elif length in self._pongs:
@@ -444,12 +516,18 @@ class YamuxConn(IMuxedConn):
             self._accept(stream_id)
         stream = self._streams.get(stream_id)
         if kind == _WINDOW_UPDATE:
-            if stream is not None:
+            if stream is None:
+                self.bear(1)
+            elif not flags:
                 stream.add_credit(length)
+            elif length:
+                stream.add_credit(max(length, MIN_CREDIT))
             self._handle_ending(stream_id, flags)
             return
         if length > MAX_WINDOW:
             raise YamuxError("more than any window")
+        if stream is None or not length:
+            self.bear(1 + length / USELESS_BYTES)
         if stream is None and not flags & (_FIN | _RST):
             self.put(_WINDOW_UPDATE, _RST, stream_id, 0)
         if length:
@@ -458,19 +536,19 @@ class YamuxConn(IMuxedConn):
             self._handle_ending(stream_id, flags)
 
     def _accept(self, stream_id: int) -> None:
-        is_theirs = stream_id % 2 != self._next_stream_id % 2
-        if not is_theirs or stream_id in self._streams:
+        if not self._is_theirs(stream_id) or stream_id in self._streams:
             raise YamuxError("a stream opened twice")
         stream = YamuxStream(stream_id, self)
-        num_inbound = sum(1 for known in self._streams if known % 2 != self._next_stream_id % 2)
         try:
-            if num_inbound >= MAX_INBOUND_STREAMS:
+            if self._num_inbound >= MAX_INBOUND_STREAMS:
                 raise trio.WouldBlock
             self._accepting.send_nowait(stream)
         except trio.WouldBlock:
+            self.bear(REFUSAL_COST)
             self.put(_WINDOW_UPDATE, _RST, stream_id, 0)
             return
         self._streams[stream_id] = stream
+        self._num_inbound += 1
         self.put(_WINDOW_UPDATE, _ACK, stream_id, 0)
 
     def _handle_ending(self, stream_id: int, flags: int) -> None:
@@ -482,10 +560,8 @@ class YamuxConn(IMuxedConn):
 
     def _limit_unread(self) -> None:
         if self.num_unread > MAX_UNREAD_BYTES:
-            fullest = max(self._streams.values(), key=lambda stream: stream.num_unread, default=None)
-            if fullest is None:
-                raise YamuxError("too much that nobody reads")
-            fullest.break_off()
+            self.drop_fullest()
+        self._commons.limit()
 
     # The rest of the library's interface
 

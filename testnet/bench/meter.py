@@ -65,6 +65,11 @@ def _memory(name: str) -> float | None:
     return int(line.split()[1]) * 1_024 / 1e6
 
 
+def resident_mb() -> float | None:
+    """What this process has in memory now, in MB; None without /proc."""
+    return _memory("VmRSS")
+
+
 @contextlib.asynccontextmanager
 async def watched_loop(figures: dict[str, Any]) -> AsyncIterator[None]:
     """Sees how much later than due a task wakes that sleeps 1 ms, again and again: ``lag_ms`` with p50, p99, max."""

@@ -11,10 +11,8 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
-    ExitStack,
     asynccontextmanager,
     contextmanager,
-    suppress,
 )
 from typing import Any
 
@@ -33,6 +31,7 @@ from multiaddr import Multiaddr
 from trio.testing import wait_all_tasks_blocked
 
 from farandole.node import mends
+from farandole.node.admission import MAX_HANDSHAKES_PER_ADDRESS
 from farandole.node.errors import PeerUnreachableError
 from farandole.node.host import Host, Stream, open_host
 from farandole.protocol.identity import public_bytes, public_key_of
@@ -153,27 +152,7 @@ async def test_an_honest_dial_succeeds_while_a_thousand_sockets_are_silent() -> 
             bob.set_handler(ECHO, echo)
             async with silent_sockets(port_of(bob), number):
                 await assert_answers(bob)
-                assert len(bob._swarm._handshakes._pending) <= mends.MAX_HANDSHAKES_PER_ADDRESS
-
-
-async def test_the_busiest_address_makes_room_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mends, "MAX_HANDSHAKES", 3)
-    handshakes = mends.Handshakes()
-    sockets = [_SocketFrom(at) for at in ("1.1.1.1", "1.1.1.1", "2001:db8::1", "2.2.2.2", "2001:db8::2", "3.3.3.3")]
-    with ExitStack() as stack:
-        for socket in sockets:
-            stack.enter_context(handshakes.admitted(socket))
-        assert [socket.is_aborted for socket in sockets] == [True, True, True, False, False, False]
-    assert not handshakes._pending
-
-
-class _SocketFrom(mends.Socket):
-    def __init__(self, host: str) -> None:
-        self.is_aborted = False
-        self._remote = (host, 1)
-
-    def abort(self) -> None:
-        self.is_aborted = True
+                assert len(bob._swarm._handshakes) <= MAX_HANDSHAKES_PER_ADDRESS
 
 
 async def test_an_unfinished_handshake_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,24 +388,27 @@ async def test_a_living_peer_is_not_given_up() -> None:
 # Who may open what
 
 
-async def test_an_idle_connection_makes_room_and_one_in_use_does_not() -> None:
+async def test_strangers_make_room_the_idle_first_and_who_is_needed_stays() -> None:
     with trio.fail_after(20):
         async with host_at_loopback() as bob, AsyncExitStack() as stack:
-            bob._swarm.max_connections = 2
+            bob._swarm.max_connections = 3
             bob.set_handler(ECHO, echo)
-            busy, idle, third, fourth = [await stack.enter_async_context(host_at_loopback()) for _ in range(4)]
+            needed, busy, idle, third, fourth = [await stack.enter_async_context(host_at_loopback()) for _ in range(5)]
+            bob.protect(lambda peer: peer == needed.author)
             for other in (busy, third, fourth):
                 other.add_addresses(bob.author, bob.addresses)
+            await needed.connect(bob.author, bob.addresses)
             await _keep_busy(busy, bob)
             await idle.connect(bob.author, bob.addresses)
-            while third.author not in bob.connected:
-                # until the library has done with identifying the idle one
-                with suppress(PeerUnreachableError, trio.BrokenResourceError):
-                    await _keep_busy(third, bob)
-            assert bob.connected == {busy.author, third.author}
+            await wait_all_tasks_blocked(0.1)  # until the library has done with identifying them
+            await _keep_busy(third, bob)
+            assert bob.connected == {needed.author, busy.author, third.author}
+            await _keep_busy(fourth, bob)
+            assert bob.connected == {needed.author, third.author, fourth.author}
+            bob.protect(lambda peer: peer != busy.author)
             with pytest.raises((PeerUnreachableError, trio.BrokenResourceError)):
-                await _keep_busy(fourth, bob)
-            assert bob.connected == {busy.author, third.author}
+                await _keep_busy(busy, bob)
+            assert bob.connected == {needed.author, third.author, fourth.author}
 
 
 async def _keep_busy(host: Host, peer: Host) -> None:

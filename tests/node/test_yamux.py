@@ -19,6 +19,7 @@ from farandole.node.yamux import (
     INITIAL_WINDOW,
     MAX_INBOUND_STREAMS,
     PIECE_BYTES,
+    Commons,
     YamuxConn,
     YamuxError,
     YamuxStream,
@@ -49,10 +50,12 @@ class Pipe:
 
 
 @asynccontextmanager
-async def open_conn(shaping: Shaping | None = None) -> AsyncIterator[tuple[YamuxConn, trio.StapledStream]]:
+async def open_conn(
+    shaping: Shaping | None = None, commons: Commons | None = None
+) -> AsyncIterator[tuple[YamuxConn, trio.StapledStream]]:
     """A connection that was dialled from elsewhere, and the dialler's bare end of it."""
     near, far = memory_stream_pair()
-    conn = YamuxConn(cast("Any", Pipe(near, is_initiator=False)), PEER, shaping)
+    conn = YamuxConn(cast("Any", Pipe(near, is_initiator=False)), PEER, shaping, commons)
     with trio.fail_after(5):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(conn.start)
@@ -315,3 +318,77 @@ def test_no_bytes_whatever_raise_anything_but_a_yamux_error(pieces: list[bytes])
         assert conn.num_unread == sum(stream.num_unread for stream in accepted)
 
     trio.run(feed)
+
+
+# Strangers who are many, or of no use
+
+
+async def test_strangers_share_what_may_be_unread_and_who_is_needed_has_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(yamux, "MAX_STRANGERS_UNREAD_BYTES", 1000)
+    commons = Commons()
+    async with (
+        open_conn(commons=commons) as (needed, from_needed),
+        open_conn(commons=commons) as (small, from_small),
+        open_conn(commons=commons) as (large, from_large),
+    ):
+        needed.peer_id = ID(b"needed")
+        commons.is_needed = lambda peer_id: peer_id == needed.peer_id
+        streams = [
+            await accept(conn, far) for conn, far in ((needed, from_needed), (small, from_small), (large, from_large))
+        ]
+        await from_needed.send_all(encode(DATA, 0, 1, 5000, bytes(5000)))
+        await from_large.send_all(encode(DATA, 0, 1, 700, bytes(700)))
+        await from_small.send_all(encode(DATA, 0, 1, 301, bytes(301)))
+        assert await receive_frame(from_large) == (WINDOW_UPDATE, RST, 1, 0)
+        assert [stream.is_reset for stream in streams] == [False, False, True]
+        assert [len(await stream.read()) for stream in streams[:2]] == [5000, 301]
+        assert commons.num_unread == 0
+    assert not commons.conns
+
+
+async def test_what_a_lost_connection_leaves_unread_counts_no_more() -> None:
+    commons = Commons()
+    async with open_conn(commons=commons) as (conn, far):
+        stream = await accept(conn, far)
+        await far.send_all(encode(DATA, 0, 1, 300, bytes(300)))
+        await far.aclose()
+        await conn.event_closed.wait()
+        assert commons.num_unread == 0
+        assert len(await stream.read()) == 300
+        assert commons.num_unread == 0
+
+
+@pytest.mark.parametrize(
+    "useless",
+    [
+        encode(PING, SYN, 0, 1),
+        encode(PING, ACK, 0, 1),
+        encode(DATA, 0, 1, 0),
+        encode(WINDOW_UPDATE, 0, 1, 1),
+        encode(WINDOW_UPDATE, 0, 99, 1),
+        encode(DATA, 0, 99, 1000, bytes(1000)),
+    ],
+)
+async def test_who_makes_work_and_brings_nothing_is_cut_off(useless: bytes) -> None:
+    async with open_conn() as (conn, far):
+        await accept(conn, far)
+        num_sent = 0
+        while not conn.event_closed.is_set():
+            with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+                await far.send_all(useless * 64)
+            await wait_all_tasks_blocked()
+            num_sent += 64
+        assert num_sent <= yamux.USELESS_BURST + 64
+
+
+async def test_what_is_under_way_to_a_stream_that_ends_is_no_offence() -> None:
+    async with open_conn() as (conn, far):
+        stream = await accept(conn, far)
+        stream.break_off()
+        full = encode(DATA, 0, 1, yamux.PIECE_BYTES, bytes(yamux.PIECE_BYTES))
+        for _ in range(yamux.MAX_WINDOW // yamux.PIECE_BYTES):
+            await far.send_all(full)
+        await wait_all_tasks_blocked()
+        assert not conn.event_closed.is_set()
