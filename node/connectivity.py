@@ -17,6 +17,7 @@ from farandole.protocol.records import relay_key
 from farandole.protocol.relay import Limits
 
 from .nurseries import open_service_nursery
+from .punching import Puncher
 from .reachability import Examiner, Reachability
 from .relay_server import RelayServer
 from .relays import RelayKeeper
@@ -60,6 +61,7 @@ class Connectivity:
         self._found_at = -math.inf
         self.keeper = RelayKeeper(host, self.reachability, self._find_relays, rng)
         self._examiner = Examiner(host, self.reachability, rng)
+        self._puncher = Puncher(host, self._examiner.dialback, self.reachability)
 
     @property
     def num_reservations(self) -> int:
@@ -77,6 +79,7 @@ class Connectivity:
             if not self._is_given:
                 nursery.start_soon(self._examiner.run)
             nursery.start_soon(self.keeper.run)
+            nursery.start_soon(self._puncher.run)
             if self.server is not None:
                 nursery.start_soon(self._relay_while_public, self.server)
 

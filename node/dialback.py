@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import trio
@@ -69,13 +69,15 @@ class Dialback:
         return await _ask_over(stream, Request(ports))
 
     @contextlib.asynccontextmanager
-    async def observed_by(self, peer: bytes) -> AsyncIterator[Witness]:
+    async def observed_by(self, peer: bytes, timeout: float = ANSWER_TIMEOUT) -> AsyncIterator[Witness]:
         """As whom the peer sees our listening port; the connection that it sees stays for as long as the block runs.
 
-        Raises `PeerUnreachableError`.
+        Raises `PeerUnreachableError` where the connection, or the answer, takes longer than ``timeout`` seconds.
         """
-        async with self._host.open_aside(peer) as open_stream:
-            yield await _ask_over(await open_stream(DIALBACK_PROTOCOL), Request(()))
+        async with self._host.open_aside(peer, timeout) as open_stream:
+            with _deadline(timeout):
+                witness = await _ask_over(await open_stream(DIALBACK_PROTOCOL), Request(()))
+            yield witness
 
     # Answering
 
@@ -121,6 +123,15 @@ class Dialback:
                 for port in ports:
                     nursery.start_soon(dial, port)
         return reached
+
+
+@contextlib.contextmanager
+def _deadline(timeout: float) -> Iterator[None]:
+    try:
+        with trio.fail_after(timeout):
+            yield
+    except trio.TooSlowError as error:
+        raise PeerUnreachableError("no answer to a dial-back") from error
 
 
 async def _ask_over(stream: Stream, request: Request) -> Witness:

@@ -283,11 +283,14 @@ class Host:
         self._dials: dict[tuple[bytes, bool], _Dial] = {}
         self._subscribers: set[ConnectionEvents] = set()
         self._told_connected: set[bytes] = set()
+        self._news = trio.Event()  # a connection has come or gone
         self._needs: list[Callable[[bytes], bool]] = []
         swarm.commons.is_needed = self._is_needed
         self._dht = Dht(libp2p)
         nursery.start_soon(self._dht.run)
         swarm.dial = self._dial_by_id
+        swarm.expected = self._expected_at
+        self._expected: dict[bytes, frozenset[str]] = {}
         swarm.register_notifee(_ConnectionNotifee(self))
         self.relays = RelayClient(self)
 
@@ -328,6 +331,11 @@ class Host:
         self._libp2p.external_addresses = [Multiaddr(f"{address}/p2p/{self.peer_id}") for address in addresses]
 
     @property
+    def own_ips(self) -> list[str]:
+        """The IP addresses of this machine that this node listens at."""
+        return list(dict.fromkeys(str(address).split("/")[2] for address in self._libp2p.own_addrs()))
+
+    @property
     def listening(self) -> list[tuple[str, int]]:
         """The IP addresses and ports that this node listens on, as they were bound."""
         bound = (
@@ -357,11 +365,14 @@ class Host:
         return bool(self._live_connections(peer))
 
     def path(self, peer: bytes) -> str:
-        """How a peer's streams travel: "direct", "relayed", or "" when there is no connection."""
+        """How a peer's streams travel: "direct", "punched" (directly, through a hole), "relayed"; or "": not at all."""
         connections = self._live_connections(peer)
         if not connections:
             return ""
-        return "direct" if any(not is_relayed(connection) for connection in connections) else "relayed"
+        direct = [connection for connection in connections if not is_relayed(connection)]
+        if direct and all(cast("MendedConn", connection).is_punched for connection in direct):
+            return "punched"
+        return "direct" if direct else "relayed"
 
     def is_direct(self, peer: bytes) -> bool:
         """Whether a connection to a peer goes through no relay."""
@@ -402,7 +413,9 @@ class Host:
             self._subscribers.discard(events)
 
     def note_connection(self, peer: bytes) -> None:
-        """A connection came or went: tell the subscribers if it was the first or the last."""
+        """A connection came or went: tell who waits, and the subscribers if it was the first or the last."""
+        self._news.set()
+        self._news = trio.Event()
         is_connected = self.is_connected(peer)
         if is_connected == (peer in self._told_connected):
             return
@@ -574,7 +587,9 @@ class Host:
         raise OSError(f"nothing listens here that could dial {target[0]}")
 
     @asynccontextmanager
-    async def open_aside(self, peer: bytes) -> AsyncIterator[Callable[[str], Awaitable[Stream]]]:
+    async def open_aside(
+        self, peer: bytes, timeout: float = DIAL_TIMEOUT
+    ) -> AsyncIterator[Callable[[str], Awaitable[Stream]]]:
         """One more connection to a peer that was dialled, from the port that listens; gives what opens streams on it.
 
         Nothing else uses it. Raises `PeerUnreachableError`.
@@ -583,7 +598,7 @@ class Host:
         if target is None:
             raise PeerUnreachableError(f"{peer_id_of(peer)} has no direct connection")
         try:
-            with trio.fail_after(DIAL_TIMEOUT):
+            with trio.fail_after(timeout):
                 muxed = await self.upgrade(await self.dial_from_listener(target), peer)
         except Exception as error:
             raise PeerUnreachableError(
@@ -603,6 +618,12 @@ class Host:
             await conn.event_started.wait()
             yield open_stream
 
+    def is_dialled(self, peer: bytes) -> bool:
+        """Whether it was we who made a direct connection to a peer."""
+        with suppress(PeerUnreachableError):
+            return bool(self._dialled_target(peer))
+        return False
+
     def _dialled_target(self, peer: bytes) -> tuple[str, int]:
         """Where a connection that we dialled leads to."""
         for connection in self._live_connections(peer):
@@ -621,9 +642,61 @@ class Host:
         finally:
             socket.abort()
 
-    async def adopt(self, muxed: YamuxConn, direction: str) -> trio.Event:
+    async def adopt(self, muxed: YamuxConn, direction: str, *, is_punched: bool = False) -> trio.Event:
         """Take a connection that came about otherwise than by `connect`; returns the event of its end."""
-        return (await self._swarm.add_conn(muxed, direction)).finished
+        conn = await self._swarm.add_conn(muxed, direction)
+        conn.is_punched = is_punched
+        return conn.finished
+
+    # Punching
+
+    async def meet(self, peer: bytes, target: tuple[str, int], *, is_initiator: bool) -> None:
+        """Dial from the port that listens while the peer does the same; the initiator of the handshake is agreed on.
+
+        Raises whatever stands against it.
+        """
+        muxed = await self.upgrade(await self.dial_from_listener(target), peer if is_initiator else None)
+        if muxed.peer_id != id_of(peer):
+            await muxed.secured_conn.close()
+            raise PeerUnreachableError(f"{muxed.peer_id} is there, where {peer_id_of(peer)} should be")
+        await self.adopt(muxed, "outbound" if is_initiator else "inbound", is_punched=True)
+
+    @contextmanager
+    def expecting(self, peer: bytes, ips: Iterable[str]) -> Iterator[None]:
+        """Be the initiator for whoever comes from these IP addresses: the peer, whose dial came before ours left."""
+        self._expected[peer] = frozenset(ips)
+        try:
+            yield
+        finally:
+            del self._expected[peer]
+
+    def _expected_at(self, remote: tuple[str, int] | None) -> ID | None:
+        if remote is None:
+            return None
+        return next((id_of(peer) for peer, ips in self._expected.items() if remote[0] in ips), None)
+
+    def is_called_by(self, peer: bytes) -> bool:
+        """Whether it was the peer who made the relayed connection that there is to it."""
+        connections = [connection for connection in self._live_connections(peer) if is_relayed(connection)]
+        return any(cast("MendedConn", connection).direction is Direction.INBOUND for connection in connections)
+
+    async def wait_direct(self, peer: bytes) -> None:
+        """Until there is a direct connection to a peer."""
+        while not self.is_direct(peer):
+            await self._news.wait()
+
+    def retire_relayed(self, peer: bytes, after: float) -> None:
+        """End the relayed connections to a peer that is connected directly.
+
+        Those on which bulk is under way last until there has been a direct one for ``after`` seconds.
+        """
+        direct = [conn for conn in self._live_connections(peer) if not is_relayed(conn)]
+        since = min((cast("MendedConn", conn).opened_at for conn in direct), default=math.inf)
+        for connection in self._live_connections(peer):
+            streams = [cast("YamuxStream", cast("NetStream", each).muxed_stream) for each in connection.get_streams()]
+            is_over = trio.current_time() >= since + after or not any(stream.is_bulk for stream in streams)
+            if is_relayed(connection) and is_over:
+                cast("MendedConn", connection).event_closed.set()
 
 
 class _ConnectionNotifee(INotifee):

@@ -289,6 +289,7 @@ class MendedConn(SwarmConn):
         self.site = site_of(remote[0] if remote else "")
         self._negotiating: set[IMuxedStream] = set()
         self._negotiations = trio.Semaphore(MAX_NEGOTIATIONS_PER_CONNECTION)
+        self.is_punched = False
         self._mended_swarm = swarm
 
     async def run(self) -> None:
@@ -424,6 +425,8 @@ class MendedSwarm(Swarm):
     """
 
     dial: Callable[[ID], Awaitable[None]]
+    expected: Callable[[tuple[str, int] | None], ID | None]
+    """Who meets us from an address, for whom we are then the one who dialled (farandole.node.punching)."""
 
     def __init__(
         self,
@@ -481,10 +484,12 @@ class MendedSwarm(Swarm):
         try:
             try:
                 with trio.fail_after(HANDSHAKE_TIMEOUT):
-                    muxed = await self.upgrade(pending, None)
+                    expected = self.expected(pending.get_remote_address())
+                    muxed = await self.upgrade(pending, expected)
             finally:
                 self._handshakes.remove(pending)
             conn = await self.add_conn(muxed, "inbound")
+            conn.is_punched = expected is not None
             await conn.finished.wait()
         except Exception as error:
             logger.debug("inbound connection failed: %r", error)
@@ -587,8 +592,12 @@ class MendedHost(BasicHost):
 
     def get_addrs(self) -> list[Multiaddr]:
         """What this host advertises: the addresses that it has, and those that others reach it at."""
-        own = super().get_addrs()
+        own = self.own_addrs()
         return [*own, *(address for address in self.external_addresses if address not in own)]
+
+    def own_addrs(self) -> list[Multiaddr]:
+        """The addresses of this machine's interfaces at which this host listens."""
+        return super().get_addrs()
 
     async def connect(self, peer_info: PeerInfo) -> None:
         """Connect by the host's own rules."""

@@ -134,11 +134,15 @@ def sign_voucher(key: Ed25519PrivateKey, peer: bytes, expires_at: int) -> bytes:
     return Envelope(pair.public_key, VOUCHER_PAYLOAD_TYPE, raw, signature).marshal_envelope()
 
 
-async def receive_delimited(stream: Stream, max_bytes: int) -> bytes:
-    """A message behind its length; `RemoteProtocolError` if it is longer, or the stream ends before."""
+async def receive_delimited(stream: Stream, max_bytes: int, begun: bytes = b"") -> bytes:
+    """A message behind its length; `RemoteProtocolError` if it is longer, or the stream ends before.
+
+    ``begun``: its first byte, where that has been read already.
+    """
     size = shift = 0
     while True:
-        (byte,) = await _receive_exactly(stream, 1)
+        (byte,) = begun or await _receive_exactly(stream, 1)
+        begun = b""
         size |= (byte & 0x7F) << shift
         shift += 7
         if size > max_bytes or shift > 21:

@@ -1,0 +1,77 @@
+"""A node's host and connectivity, without a trainer, told whom to dial by lines of JSON; it prints what has changed."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import msgspec
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.node.connectivity import Connectivity, open_connectivity
+from farandole.node.errors import PeerUnreachableError
+from farandole.node.host import Host, open_host
+from farandole.node.shaping import Shaping
+from farandole.protocol.relay import Limits
+
+PORT = 4001
+
+
+class Dial(msgspec.Struct):
+    """One line of the input."""
+
+    peer: str
+    """Public key in hex."""
+    addresses: list[str]
+
+
+async def tell(host: Host, connectivity: Connectivity) -> None:
+    told = ""
+    while True:
+        news = {
+            "peer": host.author.hex(),
+            "kind": connectivity.reachability.kind,
+            "addresses": host.addresses,
+            "relays": [held.relay.hex() for held in connectivity.keeper.held],
+            "paths": {peer.hex(): host.path(peer) for peer in host.connected},
+        }
+        line = json.dumps(news)
+        if line != told:
+            print(line, flush=True)
+        told = line
+        await trio.sleep(0.05)
+
+
+async def obey(host: Host, nursery: trio.Nursery) -> None:
+    async def dial(order: Dial) -> None:
+        while True:
+            try:
+                await host.connect(bytes.fromhex(order.peer), order.addresses)
+                return
+            except PeerUnreachableError as error:
+                print(error, file=sys.stderr, flush=True)
+                await trio.sleep(1)
+
+    async for line in trio.wrap_file(sys.stdin):
+        nursery.start_soon(dial, msgspec.json.decode(line, type=Dial))
+
+
+async def run() -> None:
+    key = Ed25519PrivateKey.generate()
+    async with (
+        open_host(key, [f"/ip4/0.0.0.0/tcp/{PORT}"]) as host,
+        open_connectivity(host, key, bytes(32), Shaping(), limits=Limits()) as connectivity,
+        trio.open_nursery() as nursery,
+    ):
+        nursery.start_soon(tell, host, connectivity)
+        nursery.start_soon(obey, host, nursery)
+
+
+if __name__ == "__main__":
+    if "-v" in sys.argv:
+        import logging
+
+        logging.basicConfig(stream=sys.stderr, level=logging.DEBUG, format="%(relativeCreated)d %(name)s %(message)s")
+        logging.getLogger("farandole").setLevel(logging.DEBUG)
+    trio.run(run)
