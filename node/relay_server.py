@@ -6,7 +6,6 @@ else that goes over the same connections. A circuit holds at most a window of `W
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import time
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import short_name
 from farandole.protocol.relay import HOP_PROTOCOL, MAX_TOLD_ADDRESSES, STOP_PROTOCOL, Limits, RelayTable, Status
 
+from .admission import site_of
 from .errors import PeerUnreachableError
 from .relay_messages import (
     Answer,
@@ -60,6 +60,7 @@ class RelayServer:
         shaping = shaping or Shaping()
         self._shapers = (shaping.down, shaping.up)
         self._leftovers = (Leftover(shaping.down), Leftover(shaping.up))
+        host.protect(self._table.has_reservation)
 
     @property
     def num_reservations(self) -> int:
@@ -105,7 +106,8 @@ class RelayServer:
     # Reservations
 
     def _reserve(self, stream: Stream) -> Answer:
-        status = self._table.reserve(stream.peer, _site(stream.remote_address), trio.current_time())
+        ip, _ = stream.remote_address or ("", 0)
+        status = self._table.reserve(stream.peer, site_of(ip).address, trio.current_time())
         if status is not Status.OK:
             return Answer(status)
         expires_at = int(time.time()) + self._limits.reservation_seconds
@@ -209,11 +211,3 @@ class _Pipe:
         except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError) as error:
             logger.debug("a circuit ends: %r", error)
             self._scope.cancel()
-
-
-def _site(remote: tuple[str, int] | None) -> str:
-    """What counts as one address: an IPv4 address, or an IPv6 /64 (one customer has 2^64 of them)."""
-    if remote is None:
-        return ""
-    ip = ipaddress.ip_address(remote[0].partition("%")[0])
-    return str(ip) if ip.version == 4 else str(ipaddress.ip_network((ip, 64), strict=False))

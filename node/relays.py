@@ -55,6 +55,7 @@ class RelayKeeper:
         self._rng = rng
         self._backoff = Backoff(FIRST_RETRY_AFTER, MAX_RETRY_AFTER)
         self._held: set[bytes] = set()
+        host.protect(self._held.__contains__)
 
     @property
     def held(self) -> list[Reservation]:
@@ -97,7 +98,7 @@ class RelayKeeper:
 
     async def _keep(self) -> None:
         soon = trio.current_time() + RENEW_BEFORE
-        self._held &= {held.relay for held in self._host.relays.reservations}
+        self._held.intersection_update(held.relay for held in self._host.relays.reservations)
         async with trio.open_nursery() as nursery:
             for held in self.held:
                 if held.expires_at < soon:

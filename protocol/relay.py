@@ -96,6 +96,10 @@ class RelayTable:
         """Held now, or expired since the last one was made."""
         return len(self._reservations)
 
+    def has_reservation(self, peer: bytes) -> bool:
+        """Whether one was made that may still hold."""
+        return peer in self._reservations
+
     def reserve(self, peer: bytes, address: str, now: float) -> Status:
         """Make or renew a peer's reservation; ``address`` is what counts as one address of the network."""
         self._expire(now)
