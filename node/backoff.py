@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Final
 
 # More than any node meets in the time of the longest pause; who is forgotten is tried again.
@@ -19,6 +20,17 @@ class _Failures:
     count: int
     pause: float
     due_at: float
+
+
+def pauses(first: float, longest: float, rng: Random) -> Iterator[float]:
+    """Seconds between attempts, without end: doubling up to the longest, each half to one and a half of that.
+
+    Many who have lost the same peer at the same moment thus come back at different ones.
+    """
+    pause = first
+    while True:
+        yield pause * rng.uniform(0.5, 1.5)
+        pause = min(2 * pause, longest)
 
 
 class Backoff:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
@@ -41,8 +42,10 @@ REFRESH_INTERVAL = 600.0
 LAGGARDS_TIMEOUT = 1.0
 MAX_PROVIDERS = 20
 MAX_ADDRESSES = 16
-# One inbound stream of the DHT; the library serves twelve at once and would let idle ones keep their places for ever.
+# One inbound stream of the DHT; the library serves twelve at once and would let idle ones keep their places for ever,
+# and one peer keep them all.
 STREAM_TIMEOUT = 10.0
+MAX_STREAMS_PER_PEER = 3
 # Kept for others: keys with providers, and peers with addresses. The oldest make room.
 MAX_STORED_KEYS = 8192
 MAX_STORED_PEERS = 4096
@@ -58,9 +61,23 @@ def multihash_of(key: bytes) -> bytes:
 class _BoundedDHT(KadDHT):
     """The library's DHT, with a deadline on what it serves and a bound on what it keeps for others."""
 
+    def __init__(self, host: MendedHost) -> None:
+        self._served: Counter[ID] = Counter()
+        super().__init__(host, DHTMode.SERVER)
+
     async def handle_stream(self, stream: INetStream) -> None:
-        with trio.fail_after(STREAM_TIMEOUT):
-            await super().handle_stream(stream)
+        peer_id = stream.muxed_conn.peer_id
+        if self._served[peer_id] >= MAX_STREAMS_PER_PEER:
+            await stream.reset()
+            return
+        self._served[peer_id] += 1
+        try:
+            with trio.fail_after(STREAM_TIMEOUT):
+                await super().handle_stream(stream)
+        finally:
+            self._served[peer_id] -= 1
+            if not self._served[peer_id]:
+                del self._served[peer_id]
         stored = self.provider_store.providers
         while len(stored) > MAX_STORED_KEYS:
             del stored[next(iter(stored))]
@@ -80,7 +97,7 @@ class Dht:
 
     def __init__(self, host: MendedHost) -> None:
         self._host = host
-        self._dht = _BoundedDHT(host, DHTMode.SERVER)
+        self._dht = _BoundedDHT(host)
         self._announced_at: dict[bytes, float] = {}  # when each key that we provide was last told to somebody
         self._pace = trio.Lock()
         self._announce_after = -math.inf

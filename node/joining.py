@@ -6,6 +6,7 @@ invite's addresses, ``--bootstrap``, peers remembered from before, the DHT), eac
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +18,7 @@ from farandole.protocol.invite import decode_invite, split_address
 from farandole.protocol.manifest import Manifest, decode_manifest
 from farandole.protocol.records import run_key
 
+from .backoff import pauses
 from .board import Board
 from .errors import PeerUnreachableError
 from .host import Host
@@ -25,8 +27,9 @@ from .transfers import fetch_manifest
 
 # How long a newcomer tries before it gives up with advice; a member that knows the run goes on by itself.
 JOIN_TIMEOUT = 120.0
-# Between two rounds of dialling everybody.
-REDIAL_INTERVAL = 5.0
+# Between two rounds of dialling everybody: seconds at first and at most (`pauses`). A thousand who come back after the
+# first are 250 a second, which one node can take.
+FIRST_REDIAL_PAUSE, MAX_REDIAL_PAUSE = 4.0, 20.0
 DIAL_TIMEOUT = 8.0
 # Peers dialled at once; an address book holds hundreds.
 MAX_PARALLEL_DIALS = 16
@@ -108,7 +111,7 @@ async def connect_to_run(host: Host, target: Target, board: Board) -> None:
         return
     failures: dict[bytes, str] = {}
     with trio.move_on_after(JOIN_TIMEOUT):
-        while True:
+        for pause in pauses(FIRST_REDIAL_PAUSE, MAX_REDIAL_PAUSE, random.Random()):
             names = ", ".join(short_name(peer) for peer in list(target.peers)[:4])
             peers = "1 known peer" if len(target.peers) == 1 else f"{len(target.peers)} known peers"
             board.announce("joining", f"dialling {peers} ({names})", "a bootstrap peer")
@@ -119,8 +122,8 @@ async def connect_to_run(host: Host, target: Target, board: Board) -> None:
             if target.is_first:
                 board.warn("none of the peers known from before answers; going on alone until one does")
                 return
-            board.say(f"none answered; trying again in {REDIAL_INTERVAL:g} s")
-            await trio.sleep(REDIAL_INTERVAL)
+            board.say(f"none answered; trying again in {pause:.0f} s")
+            await trio.sleep(pause)
     reasons = "\n".join(f"  {peer_id_of(peer)}: {reason}" for peer, reason in failures.items())
     raise JoinError(
         f"step 1, dialling: no bootstrap peer could be reached within {JOIN_TIMEOUT:g} s:\n{reasons}\n"
@@ -138,14 +141,14 @@ async def obtain_manifest(host: Host, target: Target, board: Board) -> tuple[Man
         return decode_manifest(target.manifest, target.run_id)[0], target.manifest
     board.announce("joining", "fetching the run's manifest", "a member of the run")
     with trio.move_on_after(JOIN_TIMEOUT):
-        while True:
+        for pause in pauses(FIRST_REDIAL_PAUSE, MAX_REDIAL_PAUSE, random.Random()):
             found = await _ask_all(host, host.connected, target.run_id)
             if found is None:
                 found = await _ask_all(host, await find_members(host, target.run_id, board), target.run_id)
             if found is not None:
                 board.say(f"manifest of run {target.run_id.hex()[:16]} verified: {found[0].name!r}")
                 return found
-            await trio.sleep(REDIAL_INTERVAL)
+            await trio.sleep(pause)
     raise JoinError(
         f"step 2, the manifest: the bootstrap peers answer, but no member of run {target.run_id.hex()[:16]} was found "
         "through them or the DHT. Has the run ended? Ask for a newer invite."

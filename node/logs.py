@@ -9,7 +9,8 @@ import contextlib
 import logging
 import logging.handlers
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Final
 
@@ -20,6 +21,10 @@ from .settings import NodeSettings
 
 # Two files of 8 MB: some weeks of an ordinary node's lines, and never a full disk.
 MAX_LOG_BYTES: Final = 8 * 1024 * 1024
+# Lines a minute that differ in their arguments only, and how many kinds of line are told apart: more than there are.
+MAX_ALIKE_PER_MINUTE: Final = 10
+MAX_KINDS: Final = 1_024
+CONSOLE: Final = "farandole.node.console"
 LEVELS: Final = ("debug", "info", "warning", "error")
 
 
@@ -37,6 +42,40 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return msgspec.json.encode(fields).decode()
+
+
+class Throttle(logging.Filter):
+    """Lets the same message through a few times a minute, whatever its arguments; then says how many it kept back.
+
+    Strangers cause messages of a few kinds, as many as they like. What `farandole.node.console` tells people is never
+    kept back, nor what somebody has asked for by the level debug.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._minutes: dict[tuple[str, str], tuple[float, int]] = {}  # when each began, and how many since
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether to let it through; then perhaps with the number kept back before it."""
+        if record.name == CONSOLE or record.levelno < logging.INFO:
+            return True
+        key = record.name, str(record.msg)
+        now = self._clock()
+        began_at, count = self._minutes.get(key, (now, 0))
+        num_kept_back = 0
+        if now - began_at >= 60:
+            num_kept_back = max(0, count - MAX_ALIKE_PER_MINUTE)
+            began_at, count = now, 0
+        self._minutes.pop(key, None)
+        self._minutes[key] = began_at, count + 1
+        if len(self._minutes) > MAX_KINDS:
+            del self._minutes[next(iter(self._minutes))]
+        if count >= MAX_ALIKE_PER_MINUTE:
+            return False
+        if num_kept_back:
+            record.msg = f"{record.msg} (and {num_kept_back} more like this)"
+        return True
 
 
 class _LogFile(logging.handlers.RotatingFileHandler):
@@ -71,6 +110,7 @@ def logging_to_file(settings: NodeSettings) -> Iterator[None]:
     previous = root.level, ours.level
     root.setLevel(logging.WARNING)
     ours.setLevel(settings.log_level.upper())
+    handler.addFilter(Throttle())
     root.addHandler(handler)
     try:
         yield

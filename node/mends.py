@@ -12,6 +12,7 @@ a test can put the two side by side. What is mended, and where:
 - streams waited for their protocol in any number, and connections closed for newcomers by chance: `MendedConn` begins
   few at a time, `MendedSwarm` closes the one of least use;
 - plaintext was accepted: `MendedUpgrader` knows Noise and yamux, nothing else;
+- identify and Kademlia read a megabyte or four from anybody: `MendedHost` says how much a peer may send;
 - an exception in a stream handler or a connection's task ended the host: `MendedHost`, `MendedConn` guard them;
 - a frozen peer's connection was never closed: `MendedConn._watch` (ping, and do without a polite end);
 - dialling took one address, waited after success, and blocked a peer for 60 s after a failure: `MendedSwarm.dial_peer`
@@ -19,6 +20,10 @@ a test can put the two side by side. What is mended, and where:
 - peers with keys other than Ed25519, which have no name here: `MendedUpgrader` refuses them.
 
 Its yamux is replaced altogether: see yamux.py.
+
+In the library's tracker, libp2p/py-libp2p: pull request 1426 (after 0.8.1) takes the slot of an inbound connection
+otherwise, but of its being kept nothing was found there; 1485 is sockets that the end of a swarm leaves open; 1438 (in
+0.8.1) bounds lengths in the DHT and not in multistream; 417 is an exception that takes the listener down.
 """
 
 from __future__ import annotations
@@ -102,6 +107,10 @@ READ_BYTES = 256 * 1024
 MAX_NEGOTIATION_BYTES = 1024
 # Messages of one negotiation: the greeting, and proposals; who knows us proposes one.
 MAX_NEGOTIATION_MESSAGES = 16
+# What a peer may send on one stream of the library's protocols, which read up to 4 MiB at a time. Of identify as much
+# as go-libp2p takes (the library keeps it); of Kademlia twenty peers with all their addresses fit; of ping 4,096.
+MAX_IDENTIFY_BYTES = 8 * 1024
+MAX_LIBRARY_BYTES = 128 * 1024
 NEGOTIATION_TIMEOUT = 8
 IDENTIFY_TIMEOUT = 10.0
 # Connections in all: a node keeps a dozen and dials partners beside them. With unfinished handshakes and bulk channels
@@ -622,6 +631,7 @@ class MendedHost(BasicHost):
         except BaseException:
             cast("YamuxStream", cast("NetStream", stream).muxed_stream).break_off()
             raise
+        _limit(stream, protocol)
         stream.set_protocol(protocol)
         return stream
 
@@ -651,9 +661,18 @@ class MendedHost(BasicHost):
                 cast("MendedConn", stream.swarm_conn).note_negotiated(stream.muxed_stream)
             if protocol is None or handler is None:
                 raise SwarmException("no protocol")
+            _limit(net_stream, protocol)
             net_stream.set_protocol(protocol)
             await handler(net_stream)
             cast("YamuxStream", cast("NetStream", net_stream).muxed_stream).abandon()
         except Exception as error:
             logger.debug("a stream of %s failed: %r", net_stream.muxed_conn.peer_id, error)
             await net_stream.reset()
+
+
+def _limit(stream: INetStream, protocol: str) -> None:
+    """Bound what a peer sends on a stream that the library reads."""
+    if protocol.startswith("/ipfs/"):
+        is_identify = protocol.startswith("/ipfs/id/")
+        muxed_stream = cast("YamuxStream", cast("NetStream", stream).muxed_stream)
+        muxed_stream.limit(MAX_IDENTIFY_BYTES if is_identify else MAX_LIBRARY_BYTES)

@@ -103,6 +103,7 @@ class YamuxStream(IMuxedStream):
         self.muxed_conn = conn
         self.is_reset = False
         self.is_bulk = False  # the user shapes what moves; it is sent behind everything else
+        self.num_left = math.inf  # bytes that the other end may send in all
         self.max_window = MAX_WINDOW  # the other end may have no more under way, however fast it is read
         self._conn = conn
         self._unread = bytearray()
@@ -197,6 +198,9 @@ class YamuxStream(IMuxedStream):
         self._receive_window -= len(data)
         if self._receive_window < 0:
             raise YamuxError("more than the window")
+        self.num_left -= len(data)
+        if self.num_left < 0:
+            return self.break_off()
         self._unread += data
         self._conn.count_unread(len(data))
         self._wake()
@@ -226,6 +230,12 @@ class YamuxStream(IMuxedStream):
             self._drop_unread()
         self.mark_lost()
         self._conn.forget(self.stream_id)
+
+    def limit(self, max_bytes: int) -> None:
+        """Break the stream off when the other end has sent more than this; what it has sent so far counts."""
+        self.num_left = max_bytes - len(self._unread)
+        if self.num_left < 0:
+            self.break_off()
 
     @property
     def num_unread(self) -> int:

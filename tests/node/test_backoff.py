@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from farandole.node.backoff import MAX_PEERS, Backoff
+import itertools
+import random
+from collections import Counter
+
+from farandole.node.backoff import MAX_PEERS, Backoff, pauses
+from farandole.node.joining import FIRST_REDIAL_PAUSE, MAX_REDIAL_PAUSE
 
 ALICE, BOB = b"a" * 32, b"b" * 32
 PATH = ["/ip4/192.0.2.1/tcp/4001"]
@@ -52,3 +57,13 @@ def test_only_so_many_peers_are_remembered() -> None:
         backoff.note_failure(number.to_bytes(32), PATH, 0.0)
     assert backoff.is_due(ALICE, PATH, 0.0)
     assert not backoff.is_due(bytes(32), PATH, 0.0)
+
+
+def test_a_thousand_who_lose_one_peer_come_back_at_different_times() -> None:
+    first, longest = FIRST_REDIAL_PAUSE, MAX_REDIAL_PAUSE
+    times = [
+        list(itertools.accumulate(itertools.islice(pauses(first, longest, random.Random(node)), 6)))
+        for node in range(1_000)
+    ]
+    assert max(Counter(int(at) for each in times for at in each).values()) <= 300
+    assert all(0.5 * longest <= later - before <= 1.5 * longest for *_, before, later in times)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from farandole.node.identity import IdentityError
-from farandole.node.logs import logging_to_file
+from farandole.node.logs import CONSOLE, MAX_ALIKE_PER_MINUTE, MAX_KINDS, Throttle, logging_to_file
 from farandole.node.settings import NodeSettings
 
 FULL_DISK = Path("/dev/full")
@@ -41,3 +41,34 @@ def test_a_folder_that_cannot_be_used_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(IdentityError, match="--home"), logging_to_file(NodeSettings(home=tmp_path / "file" / "home")):
         pass
+
+
+def record(
+    message: str, *arguments: object, name: str = "farandole.node.mends", level: int = logging.INFO
+) -> logging.LogRecord:
+    return logging.LogRecord(name, level, "", 0, message, arguments, None)
+
+
+def test_lines_that_differ_in_their_arguments_only_are_few_a_minute() -> None:
+    now = 0.0
+    throttle = Throttle(lambda: now)
+    passed = [throttle.filter(record("%s broke it", number)) for number in range(1_000)]
+    assert passed == [True] * MAX_ALIKE_PER_MINUTE + [False] * (1_000 - MAX_ALIKE_PER_MINUTE)
+    assert throttle.filter(record("another thing"))
+    now = 60.0
+    again = record("%s broke it", 7)
+    assert throttle.filter(again)
+    assert again.getMessage() == f"7 broke it (and {1_000 - MAX_ALIKE_PER_MINUTE} more like this)"
+
+
+def test_what_people_are_told_or_have_asked_for_is_not_kept_back() -> None:
+    throttle = Throttle(lambda: 0.0)
+    assert all(throttle.filter(record("%s", number, name=CONSOLE)) for number in range(100))
+    assert all(throttle.filter(record("%s", number, level=logging.DEBUG)) for number in range(100))
+
+
+def test_the_kinds_of_line_that_are_told_apart_are_bounded() -> None:
+    throttle = Throttle(lambda: 0.0)
+    for number in range(2 * MAX_KINDS):
+        throttle.filter(record(f"kind {number}"))
+    assert len(throttle._minutes) == MAX_KINDS

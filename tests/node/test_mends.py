@@ -451,3 +451,20 @@ def test_another_release_of_libp2p_is_refused() -> None:
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert "9.9.9" in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("protocol", SERVED_BY_LIBRARY[1:])
+async def test_nobody_sends_the_library_megabytes(protocol: str) -> None:
+    announced = b"\x80\x80\x80\x02"  # 4 MiB
+    with trio.fail_after(20):
+        async with host_at_loopback() as alice, host_at_loopback() as bob:
+            await alice.connect(bob.author, bob.addresses)
+            stream = await alice.open_stream(bob.author, protocol)
+            num_sent = 0
+            with pytest.raises(trio.BrokenResourceError):
+                await stream.send_all(announced)
+                while True:
+                    await stream.send_all(bytes(16 * 1024))
+                    num_sent += 16 * 1024
+                    await wait_all_tasks_blocked()
+            assert num_sent <= 2 * mends.MAX_LIBRARY_BYTES

@@ -392,3 +392,15 @@ async def test_what_is_under_way_to_a_stream_that_ends_is_no_offence() -> None:
             await far.send_all(full)
         await wait_all_tasks_blocked()
         assert not conn.event_closed.is_set()
+
+
+async def test_a_stream_breaks_off_when_its_limit_is_passed() -> None:
+    async with open_conn() as (conn, far):
+        stream = await accept(conn, far)
+        stream.limit(1000)
+        await far.send_all(encode(DATA, 0, 1, 1000, bytes(1000)))
+        assert len(await stream.read()) == 1000
+        await far.send_all(encode(DATA, 0, 1, 1, b"x"))
+        assert await receive_frame(far) == (WINDOW_UPDATE, RST, 1, 0)
+        assert stream.is_reset
+        assert not conn.event_closed.is_set()
