@@ -44,4 +44,9 @@ def training_configs(manifest: Manifest) -> TrainingConfigs:
 def pipeline_config(manifest: Manifest) -> PipelineConfig:
     """What the trainer needs of the section ``pipeline``."""
     pipeline = manifest.pipeline
-    return PipelineConfig(microbatch_size=pipeline.microbatch_size, codec=pipeline.codec, recompute=pipeline.recompute)
+    return PipelineConfig(
+        microbatch_size=pipeline.microbatch_size,
+        codec=pipeline.codec,
+        recompute=pipeline.recompute,
+        overlap=pipeline.overlap,
+    )

@@ -164,6 +164,7 @@ class PipelineService:
                 quota=self._manifest.inner.batch_size // settings.microbatch_size,
                 in_flight=settings.in_flight,
                 microbatch_seconds=settings.microbatch_seconds,
+                overlap=settings.overlap,
             ),
             self._rng,
             self.counts,
@@ -210,8 +211,8 @@ class PipelineService:
                 if at != self._timer_at:
                     self._timer_at = at
                     self._timer_changed.set()
-            case machine.Compute(work, slot):
-                worker.send(messages.Work(work, slot))
+            case machine.Compute(work, slot, is_following):
+                worker.send(messages.Work(work, slot, is_following))
             case machine.TakeStep():
                 worker.send(messages.TakeInnerStep())
             case machine.RoundDrained(round_index):

@@ -243,7 +243,11 @@ class RoundSession:
         max_steps = self._manifest.rounds.inner_steps
         self._send(messages.Train(round_index, max_steps))
         if self._pipeline is not None:
-            self._pipeline.handle(RoundBegan(round_index, max_steps))
+            self._pipeline.handle(RoundBegan(round_index, max_steps, self._is_followed(round_index)))
+
+    def _is_followed(self, round_index: int) -> bool:
+        """Whether the next round begins beside this one's exchange."""
+        return self._manifest.rounds.overlap and round_index + 1 != self._config.max_rounds
 
     def _drained(self, round_index: int) -> None:
         """Nothing is under way in the pipeline: the contribution can be made."""
@@ -312,9 +316,8 @@ class RoundSession:
         board.record_loss(report.round, report.loss)
         board.utilisation = report.utilisation
         self._note_busy(report.busy_seconds)
-        following = report.round + 1
-        if self._manifest.rounds.overlap and following != self._config.max_rounds and not self._is_ending:
-            self._train(following)
+        if self._is_followed(report.round) and not self._is_ending:
+            self._train(report.round + 1)
             self._ahead_since = trio.current_time()
         self._show("pairing", f"contribution of round {report.round} is ready", "the partner")
         self._tell_pairing(ContributionReady(report.round, report.fragment))

@@ -77,9 +77,9 @@ class StageProcess(TrainerProcess):
         try:
             match told.work:
                 case "draw":
-                    worker.draw(told.slot, outgoing)
+                    worker.draw(told.slot, outgoing, is_following=told.is_following)
                 case "forward":
-                    worker.forward(told.slot, incoming, outgoing)
+                    worker.forward(told.slot, incoming, outgoing, is_following=told.is_following)
                 case "tail":
                     self._losses.append(float(worker.tail(told.slot, incoming, outgoing)))
                 case "backward":

@@ -84,6 +84,8 @@ class Work(msgspec.Struct, frozen=True, tag=True):
     work: Literal["draw", "forward", "tail", "backward", "keep", "drop"]
     """As `farandole.protocol.pipeline` says."""
     slot: int
+    is_following: bool = False
+    """Whether what begins is for the inner step after the next `TakeInnerStep`."""
 
 
 class TakeInnerStep(msgspec.Struct, frozen=True, tag=True):

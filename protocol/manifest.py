@@ -134,6 +134,12 @@ class PipelineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether nodes keep a microbatch's input alone and compute twice: less memory, a third more work."""
     microbatch_seconds: Annotated[float, msgspec.Meta(ge=0.1, le=3_600)] = 30.0
     """A microbatch that has not come back after these is dropped."""
+    overlap: bool = False
+    """Whether nodes begin the next inner step's microbatches while the last of this one's are under way.
+
+    Without, every step waits for as long as a microbatch takes through all stages and back; with it, the gradients of
+    what was begun early are one inner step late, and nodes keep two more copies of their stage's weights, and a sum.
+    """
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

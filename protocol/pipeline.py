@@ -11,6 +11,12 @@ all of those have come to their end, and steps. So a microbatch meets the same w
 another's step: what is under way needs only nodes of later stages to go forward, and nobody's leave to go back. A stage
 with fewer nodes has a larger quota, so that all stages take as many steps.
 
+**Overlap.** Waiting for the last ones leaves a node idle for as long as a microbatch is under way, in every step. With
+``overlap`` the *following* step's microbatches are begun meanwhile, with the weights of before, which the trainer keeps
+for their way back: their gradients are one step late (as all are in PipeDream-2BW, arXiv 2006.09503, section 3.1). A
+round that is followed by the next at once ends with the step that is under way, and what has been begun for the
+following one stays.
+
 **Losses.** A hop that refuses, or dies before the gradient is back, is replaced by another; where the microbatch had
 gone on already, its origin finds that it comes twice, and drops it. A microbatch counts at all stages or at none: its
 origin decides, when the gradient is back, and tells it along the route; a node whose upstream hop dies between asks the
@@ -109,6 +115,7 @@ class PipelineSettings:
     in_flight: int
     """Slots: microbatches begun and not ended."""
     microbatch_seconds: float
+    overlap: bool = False
 
 
 class Step(enum.Enum):
@@ -133,8 +140,21 @@ _UNTOUCHED = frozenset({Step.COMING, Step.QUEUED, Step.STARTING, Step.ROUTING})
 _SUMMED = frozenset({Step.HOME_OUT, Step.DONE})
 """Some of its gradient is in the sum."""
 
+_GIVEN_BACK = frozenset({Step.RETURNED, Step.DONE})
+"""The gradient is here: later stages have no more to give."""
+
 Hop = tuple[int, int]
 """A link, and the index of a microbatch on it."""
+
+
+@dataclass(slots=True, eq=False)
+class _InnerStep:
+    """What has been done for one inner step."""
+
+    num_begun: int = 0
+    num_kept: int = 0
+    until: float = math.inf
+    """From when on no more are begun for it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -162,6 +182,8 @@ class _Microbatch:
     """Whether the trainer has a job for it."""
     is_kept: bool | None = None
     """How it ended."""
+    inner_step: _InnerStep | None = None
+    """For which it has begun."""
 
 
 @dataclass(slots=True)
@@ -224,10 +246,9 @@ class Pipeline:
         self._round = 0
         self._is_open = False  # between RoundBegan and RoundDrained
         self._is_ending = False
+        self._is_followed = False
         self._steps_left: float = 0
-        self._num_begun = 0  # in this inner step
-        self._num_kept = 0
-        self._step_until = math.inf
+        self._current, self._following = _InnerStep(), _InnerStep()
         self._is_stepping = False
         self._begin_until = math.inf
         self._drain_until = math.inf
@@ -286,17 +307,16 @@ class Pipeline:
                     self._links[event.link].heard_at = self._now
                     self._hear(event)
             case Asked(peer, ticket):
-                is_kept = None if ticket in self._microbatches else self._outcomes.get(ticket, False)
-                self._outputs.append(Tell(peer, ticket, is_kept))
+                self._be_asked(peer, ticket)
             case Told(peer, ticket, is_kept):
                 self._be_told(peer, ticket, is_kept)
             case Worked(problem):
                 self._worked(problem)
             case Stepped():
                 self._stepped()
-            case RoundBegan(round_index, max_steps):
+            case RoundBegan(round_index, max_steps, is_followed):
                 self._round, self._is_open, self._is_ending = round_index, True, False
-                self._steps_left = max_steps or math.inf
+                self._steps_left, self._is_followed = max_steps or math.inf, is_followed and self._settings.overlap
                 self._begin_until = math.inf
             case RoundEnds():
                 self._end_round()
@@ -332,7 +352,8 @@ class Pipeline:
         for microbatch in link.open.values():
             if link.is_upstream:
                 microbatch.onward = None
-                self._lose_hop(microbatch, link.peer, "a later stage's node was lost")
+                if microbatch.step not in _GIVEN_BACK:
+                    self._lose_hop(microbatch, link.peer, "a later stage's node was lost")
             elif link.is_return:
                 microbatch.homeward = None
                 self._drop(microbatch, "the last stage's node was lost")
@@ -374,7 +395,7 @@ class Pipeline:
         num_waiting = self._num_coming()
         if num_waiting > MIN_AHEAD:
             self._ahead = max(MIN_AHEAD, self._ahead - 1)
-        elif not num_waiting and num_promised and not self._jobs and self._may_begin():
+        elif not num_waiting and num_promised and not self._jobs and self._begins_for() is not None:
             self._ahead = min(self._settings.in_flight, self._ahead + 1)
         return self._ahead - num_waiting
 
@@ -513,6 +534,19 @@ class Pipeline:
         else:
             self._drop(microbatch, "dropped on its way")
 
+    def _be_asked(self, peer: bytes, ticket: bytes) -> None:
+        """Who asks has lost the hop before it, so the way back is broken, unless the gradient is here already.
+
+        The hop may have passed the gradient on before it died; but where it has not, another hop is being sought in
+        vain, and whole steps wait. So it is dropped.
+        """
+        microbatch = self._microbatches.get(ticket)
+        if microbatch is not None and microbatch.step is Step.HOME_OUT:
+            self._drop(microbatch, "its way back was lost")
+        is_undecided = microbatch is not None and microbatch.is_kept is None
+        is_kept = None if is_undecided else self._outcomes.get(ticket, False)
+        self._outputs.append(Tell(peer, ticket, is_kept))
+
     def _be_told(self, peer: bytes, ticket: bytes, is_kept: bool | None) -> None:
         microbatch = self._microbatches.get(ticket)
         if microbatch is None or microbatch.step is not Step.DONE or microbatch.origin != peer:
@@ -575,7 +609,7 @@ class Pipeline:
     # The trainer
 
     def _give_work(self) -> None:
-        while len(self._jobs) < MAX_JOBS and not self._is_stepping:
+        while self._is_open and len(self._jobs) < MAX_JOBS:
             work = next((work for work in _PRIORITIES if self._waiting[work] and self._may_do(work)), None)
             if work is not None:
                 self._work(work, self._waiting[work].popleft())
@@ -587,16 +621,27 @@ class Pipeline:
                 return
 
     def _may_do(self, work: Work) -> bool:
-        return work != "forward" or self._may_begin()
+        return work != "forward" or self._begins_for() is not None
 
-    def _may_begin(self) -> bool:
-        is_due = self._num_begun < self.quota and self._now < self._step_until
-        return is_due and self._is_open and not self._is_over
+    def _begins_for(self) -> _InnerStep | None:
+        """The inner step for which a microbatch may be begun now."""
+        if not self._is_open:
+            return None
+        if not self._is_over and not self._following.num_begun and self._is_wanting(self._current):
+            return self._current
+        has_following = self._settings.overlap and (self._is_followed or (not self._is_over and self._steps_left > 1))
+        return self._following if has_following and self._is_wanting(self._following) else None
+
+    def _is_wanting(self, inner_step: _InnerStep) -> bool:
+        return inner_step.num_begun < self.quota and self._now < inner_step.until
 
     @property
     def _is_over(self) -> bool:
-        """Whether no more are begun in this round: at origins at once, later when what they have begun has come."""
-        if not self._is_ending or self._now >= self._begin_until:
+        """Whether no more are begun for this round's steps.
+
+        At origins at once, later when what they have begun has come; at all if it may as well be of the next round.
+        """
+        if not self._is_ending or self._is_followed or self._now >= self._begin_until:
             return self._is_ending
         return self._now >= self._quiet_at and not self._num_coming()
 
@@ -606,7 +651,7 @@ class Pipeline:
         return self._arrived_at + 2 * max(self._ages, default=0.0)
 
     def _may_draw(self) -> bool:
-        if self._settings.stage or not self._free_slots or not self._may_begin():
+        if self._settings.stage or not self._free_slots or self._begins_for() is None:
             return False
         links = self._links.values()
         num_credits = sum(link.free for link in links if link.is_upstream and link.wait_until <= self._now)
@@ -615,18 +660,22 @@ class Pipeline:
     def _work(self, work: Work, microbatch: _Microbatch) -> None:
         microbatch.is_working = True
         if work in ("draw", "forward"):
-            microbatch.step, microbatch.has_begun = Step.STARTING, True
-            self._num_begun += 1
+            inner_step = self._begins_for()
+            assert inner_step is not None, "it was asked before"
+            microbatch.step, microbatch.has_begun, microbatch.inner_step = Step.STARTING, True, inner_step
+            inner_step.num_begun += 1
+            inner_step.until = min(inner_step.until, self._now + self._settings.microbatch_seconds)
             self.counts.begun += 1
-            self._step_until = min(self._step_until, self._now + self._settings.microbatch_seconds)
         self._jobs.append((work, microbatch))
-        self._outputs.append(Compute(work, microbatch.slot))
+        is_following = microbatch.inner_step is self._following
+        self._outputs.append(Compute(work, microbatch.slot, is_following))
 
     def _worked(self, problem: str) -> None:
         work, microbatch = self._jobs.popleft()
         microbatch.is_working = False
         if work in ("keep", "drop"):
-            self._num_kept += work == "keep"
+            assert microbatch.inner_step is not None, "it has begun"
+            microbatch.inner_step.num_kept += work == "keep"
             self._release(microbatch)
             return
         if problem and work in ("draw", "forward"):
@@ -709,34 +758,42 @@ class Pipeline:
     # Steps and rounds
 
     def _end_step(self) -> None:
-        """Step, or end the round, when nothing is under way any more."""
-        if not self._is_open or self._is_stepping or self._jobs or self._may_begin():
-            return
-        if any(microbatch.has_begun for microbatch in self._microbatches.values()):
-            return
-        if self._num_kept:
-            self._is_stepping = True
-            self._outputs.append(TakeStep())
-            return
-        self._begin_step()
-        if self._is_over:
-            self._is_open = False
-            self._drain_until = math.inf
-            self._outputs.append(RoundDrained(self._round))
-        else:
+        """Step, or end the round, when nothing for this step is under way any more."""
+        while self._is_open and not self._is_stepping and self._is_current_done():
+            if self._current.num_kept:
+                self._is_stepping = True
+                self._steps_left -= 1
+                self._outputs.append(TakeStep())
+                self._shift()
+                if self._steps_left <= 0:
+                    self._end_round()
+                    self._begin_until = self._now
+            elif self._is_over and (self._is_followed or not self._following.num_begun):
+                self._shift()
+                self._drained()
+            elif self._current.num_begun:
+                self._shift()
+            else:
+                return
             self._give_work()
 
-    def _begin_step(self) -> None:
-        self._num_begun = self._num_kept = 0
-        self._step_until = math.inf
+    def _is_current_done(self) -> bool:
+        if self._begins_for() is self._current:
+            return False
+        return not any(m.has_begun and m.inner_step is self._current for m in self._microbatches.values())
+
+    def _shift(self) -> None:
+        self._current, self._following = self._following, _InnerStep()
 
     def _stepped(self) -> None:
         self._is_stepping = False
-        self._begin_step()
-        self._steps_left -= 1
-        if self._steps_left <= 0:
-            self._end_round()
-            self._begin_until = self._now
+        if self._is_over and self._is_followed:
+            self._drained()
+
+    def _drained(self) -> None:
+        self._is_open = False
+        self._drain_until = math.inf
+        self._outputs.append(RoundDrained(self._round))
 
     def _end_round(self) -> None:
         if self._is_open and not self._is_ending:
@@ -746,18 +803,22 @@ class Pipeline:
             self._drain_until = self._now + drain
 
     def _expire(self) -> None:
-        is_drained = self._now >= self._drain_until
+        is_drained = self._now >= self._drain_until and not self._is_stepping
         for microbatch in list(self._microbatches.values()):
             if self._now >= microbatch.deadline:
                 self._leave_if_silent(microbatch)
                 self._drop(microbatch, "out of time")
-            elif is_drained and microbatch.has_begun:
+            elif is_drained and self._must_drain(microbatch):
                 self._drop(microbatch, "the round is over")
             elif self._now >= microbatch.ask_at:
                 microbatch.ask_at = self._now + ASK_INTERVAL
                 self._outputs.append(Ask(microbatch.origin, microbatch.ticket))
-        if is_drained:
-            self._drain_until = math.inf
+
+    def _must_drain(self, microbatch: _Microbatch) -> bool:
+        if not microbatch.has_begun or (self._is_followed and microbatch.inner_step is not self._current):
+            return False
+        # Of what has gone back, the origin decides; its own round ends as well.
+        return microbatch.step is not Step.DONE or self._now >= self._drain_until + GRACE_SECONDS
 
     def _leave_if_silent(self, microbatch: _Microbatch) -> None:
         """A next hop that has not said anything since it got a microbatch is frozen: its others go elsewhere."""
@@ -772,7 +833,9 @@ class Pipeline:
 
     def _next_deadline(self) -> float:
         """When something is due, or can be tried again; what was due by now has been done."""
-        times = [self._begin_until, self._quiet_at, self._drain_until, self._step_until, *self._dial_after.values()]
+        times = [self._begin_until, self._quiet_at, self._drain_until, *self._dial_after.values()]
+        times.append(self._drain_until + GRACE_SECONDS)
+        times += [self._current.until, self._following.until]
         times += [link.wait_until for link in self._links.values()]
         for microbatch in self._microbatches.values():
             times += (microbatch.deadline, microbatch.ask_at)

@@ -140,11 +140,13 @@ class RoundBegan:
     round: int
     max_steps: int = 0
     """Inner steps of the round; 0: until `RoundEnds`."""
+    is_followed: bool = False
+    """Whether the next round begins as soon as this one's contribution is made."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundEnds:
-    """What is under way comes to its end, then `RoundDrained`."""
+    """What is under way for the round comes to its end, then `RoundDrained`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,16 +273,18 @@ class Compute:
 
     work: Work
     slot: int
+    is_following: bool = False
+    """Whether what is begun is for the inner step after the next one that is taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class TakeStep:
-    """The inner step, with what the trainer has summed."""
+    """The inner step, with what the trainer has summed for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundDrained:
-    """Nothing is under way: the contribution can be made."""
+    """Nothing is under way for the round: the contribution can be made. No jobs come until the next one begins."""
 
     round: int
 

@@ -101,3 +101,5 @@ class PipelineConfig:
     """How activations and their gradients travel: one of `codec.CODECS`."""
     recompute: bool = False
     """Whether a stage keeps its input alone, and takes the forward pass again when it is time for the backward."""
+    overlap: bool = False
+    """Whether an inner step's microbatches may begin while the last of the one before are under way."""

@@ -10,13 +10,19 @@ earlier ones will never have it. So a stage keeps what it needs to take a microb
 the gradient of its output, until it hears by `settle` whether all stages have it. Taken out is the same number that was
 added, so what remains is a rounding of the sum (2^-24 of it), as with any other order of adding.
 
+With ``overlap`` microbatches of the *following* inner step are begun while some of this one's are under way, and still
+are when it is taken. A microbatch meets the same weights there and back: a *version*, a copy of the fast weights, which
+stays until its last microbatch is settled. The following step has a sum of its own.
+
 Memory: what is kept of each microbatch from its first call to `settle`, besides its tokens, is the graph of its forward
 pass (with ``recompute`` only its input), and from `backward` on its input and the gradient of its output. Callers bound
-the number of microbatches, which are known by slots 0, 1, ...
+the number of microbatches, which are known by slots 0, 1, ... With ``overlap`` also a second sum, and two versions of
+the weights, one more for as long as an outer step falls between: 4 bytes a parameter each.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,14 +37,31 @@ from .data import Sampler, build_sampler
 from .device import Device, choose_device
 from .errors import ActivationError, CodecError, TrainingError
 from .model import cross_entropy
+from .parameters import bind_
 from .replica import Replica
 from .stages import as_stage, build_stage
+
+
+@dataclass(slots=True, eq=False)
+class _Version:
+    """The stage with the weights of one time."""
+
+    module: nn.Module
+    weights: Tensor
+    """Those of the module, (n,) fp32."""
+    mark: int = -1
+    """What the fast weights' count of changes was when they were copied."""
+    num_users: int = 0
+    """Microbatches that have begun with it and are not settled."""
 
 
 @dataclass(slots=True)
 class _Microbatch:
     """What a stage keeps of a microbatch until it is settled."""
 
+    version: _Version
+    number: int
+    """Of the inner step to which it belongs, from the first one of this life."""
     tokens: Tensor | None = None
     """(B, T + 1), where it was drawn."""
     x: Tensor | None = None
@@ -72,20 +95,28 @@ class StageWorker(Replica):
         device: Device,
     ) -> None:
         super().__init__(module, inner, outer, run_id=run_id, device=device)
-        self._stage = as_stage(module)
         self._pipeline = pipeline
         self._sampler = sampler
         self._shape = (pipeline.microbatch_size, model.context, model.width)
         self._microbatches: dict[int, _Microbatch] = {}
         self._num_drawn = 0
-        self.num_summed = 0
-        """Microbatches in the gradient."""
+        self._number = 0  # of the inner step that is taken next
+        self._num_summed = [0, 0]  # microbatches in the sum for it, and in that for the following one
+        self._versions = [] if pipeline.overlap else [_Version(self._module, self._theta)]
+        sums = [self._gradient, torch.zeros_like(self._gradient)] if pipeline.overlap else [self._gradient]
+        self._sums = [list(self.layout.views(flat).values()) for flat in sums]
+        self._following = sums[-1]
         self.clear_gradient()
 
     @property
     def activation_bytes(self) -> int:
         """Of one microbatch's activations, or their gradient, as they travel."""
         return encoded_size(self._pipeline.codec, self._num_activations)
+
+    @property
+    def num_summed(self) -> int:
+        """Microbatches that are settled, and in the sum for the next inner step."""
+        return self._num_summed[0]
 
     @property
     def num_in_flight(self) -> int:
@@ -97,9 +128,10 @@ class StageWorker(Replica):
         size, context, width = self._shape
         return size * context * width
 
-    def draw(self, slot: int, out: Buffer) -> None:
+    def draw(self, slot: int, out: Buffer, *, is_following: bool = False) -> None:
         """Begin the next microbatch of this replica's data, and write its activations to ``out``.
 
+        ``is_following``: for the inner step after the next one that is taken; only where steps overlap.
         Microbatches are consecutive parts of the batches that a learner of the whole model would have.
         """
         if self._sampler is None:
@@ -109,15 +141,20 @@ class StageWorker(Replica):
         number = max(self._num_drawn, self.steps * num_parts)  # after a restart: past those of earlier steps
         batch, part = divmod(number, num_parts)
         tokens = self._sampler.batch(batch)[part * size : (part + 1) * size]  # (B, T + 1)
-        self._start(slot, _Microbatch(tokens=torch.as_tensor(tokens).to(self.device.torch_device)), out)
+        microbatch = self._new_microbatch(is_following)
+        microbatch.tokens = torch.as_tensor(tokens).to(self.device.torch_device)
+        self._start(slot, microbatch, out)
         self._num_drawn = number + 1
 
-    def forward(self, slot: int, data: Buffer, out: Buffer) -> None:
+    def forward(self, slot: int, data: Buffer, out: Buffer, *, is_following: bool = False) -> None:
         """Take the activations ``data`` through this stage, and write those that come out to ``out``.
 
-        Raises `ActivationError` if they are unfit, and keeps nothing of them.
+        ``is_following`` as in `draw`. Raises `ActivationError` if they are unfit, and keeps nothing of them.
         """
-        self._start(slot, _Microbatch(x=self._decode_activations(data)), out)
+        x = self._decode_activations(data)
+        microbatch = self._new_microbatch(is_following)
+        microbatch.x = x
+        self._start(slot, microbatch, out)
 
     def tail(self, slot: int, data: Buffer, out: Buffer) -> Tensor:
         """The loss of a drawn microbatch whose last activations are ``data``; writes their gradient to ``out``.
@@ -148,28 +185,60 @@ class StageWorker(Replica):
         """A microbatch is at its end: its gradient stays in the sum, or what is there of it is taken out again."""
         microbatch = self._microbatches.pop(slot)
         if is_kept and microbatch.is_whole:
-            self.num_summed += 1
-            return
-        if microbatch.last is not None:
-            self._add_tail(microbatch, microbatch.last.requires_grad_(), -1.0)
-        if microbatch.y_gradient is not None:
-            self._add(microbatch, -microbatch.y_gradient)
+            self._num_summed[self._index(microbatch)] += 1
+        else:
+            if microbatch.last is not None:
+                self._add_tail(microbatch, microbatch.last.requires_grad_(), -1.0)
+            if microbatch.y_gradient is not None:
+                self._add(microbatch, -microbatch.y_gradient)
+        microbatch.version.num_users -= 1
 
     def step(self) -> bool:
         """The inner step with the mean of the gradients in the sum. Not if there are none, or if they are not finite.
 
-        Returns whether it was taken. Raises `TrainingError` while a microbatch is not settled: half of its gradient
-        might be in the sum.
+        Returns whether it was taken; either way the following step is the next. Raises `TrainingError` while a
+        microbatch of it is not settled: half of its gradient might be in the sum.
         """
-        if self._microbatches:
-            raise TrainingError(f"{len(self._microbatches)} microbatches are in flight: no step can be taken")
-        is_fit = self.num_summed > 0 and bool(torch.isfinite(vector_norm(self._gradient)))
+        if num_open := sum(microbatch.number == self._number for microbatch in self._microbatches.values()):
+            raise TrainingError(f"{num_open} microbatches are in flight: no step can be taken")
+        num_summed = self._num_summed[0]
+        is_fit = num_summed > 0 and bool(torch.isfinite(vector_norm(self._gradient)))
         if is_fit:
             size, context, _ = self._shape
-            self.inner_step(self.num_summed * size * context, self.num_summed)
-        self.num_summed = 0
-        self.clear_gradient()
+            self.inner_step(num_summed * size * context, num_summed)
+        self._number += 1
+        self._num_summed = [self._num_summed[1], 0]
+        if self._pipeline.overlap:
+            self._gradient.copy_(self._following)
+        self._following.zero_()
         return is_fit
+
+    def _new_microbatch(self, is_following: bool) -> _Microbatch:
+        if is_following and not self._pipeline.overlap:
+            raise TrainingError("inner steps do not overlap in this run")
+        return _Microbatch(self._newest_version(), self._number + is_following)
+
+    def _index(self, microbatch: _Microbatch) -> int:
+        """Which sum its gradient belongs to."""
+        return microbatch.number - self._number
+
+    def _newest_version(self) -> _Version:
+        """The stage with the fast weights of now."""
+        if not self._pipeline.overlap:
+            return self._versions[0]
+        mark = self._theta._version  # counts writes to the vector, whoever makes them
+        free = None
+        for version in self._versions:
+            if version.mark == mark:
+                return version
+            free = version if version.num_users == 0 else free
+        if free is None:
+            free = _Version(copy.deepcopy(self._module), torch.empty_like(self._theta))
+            bind_(free.module, self.layout, free.weights, self._following)
+            self._versions.append(free)
+        free.weights.copy_(self._theta)
+        free.mark = mark
+        return free
 
     def _start(self, slot: int, microbatch: _Microbatch, out: Buffer) -> None:
         if slot in self._microbatches:
@@ -178,21 +247,30 @@ class StageWorker(Replica):
             y = self._advance(microbatch)
         self._encode_activations(y.detach(), out)
         microbatch.y = None if self._pipeline.recompute else y
+        microbatch.version.num_users += 1
         self._microbatches[slot] = microbatch
 
     def _advance(self, microbatch: _Microbatch) -> Tensor:
         """The stage's output (B, T, C) in fp32."""
+        stage = as_stage(microbatch.version.module)
         with self.device.autocast():
             if microbatch.x is None:
                 assert microbatch.tokens is not None
-                return self._stage.advance(self._stage.embed(microbatch.tokens[:, :-1])).float()
-            return self._stage.advance(microbatch.x).float()
+                return stage.advance(stage.embed(microbatch.tokens[:, :-1])).float()
+            return stage.advance(microbatch.x).float()
+
+    def _sum_up(self, microbatch: _Microbatch) -> None:
+        """From now on gradients go to the sum of its inner step."""
+        sum_ = self._sums[self._index(microbatch)]
+        for parameter, gradient in zip(microbatch.version.module.parameters(), sum_, strict=True):
+            parameter.grad = gradient
 
     def _add(self, microbatch: _Microbatch, y_gradient: Tensor) -> Tensor | None:
         """Add to the gradients of the parameters; that of the input, if it is not tokens."""
         y = self._advance(microbatch) if microbatch.y is None else microbatch.y
         if microbatch.x is not None:
             microbatch.x.grad = None
+        self._sum_up(microbatch)
         torch.autograd.backward([y], [y_gradient])
         if microbatch.x is None:
             return None
@@ -201,8 +279,10 @@ class StageWorker(Replica):
 
     def _add_tail(self, microbatch: _Microbatch, last: Tensor, sign: float) -> Tensor:
         assert microbatch.tokens is not None
+        stage = as_stage(microbatch.version.module)
         with self.device.autocast():
-            loss = cross_entropy(self._stage.logits(last), microbatch.tokens[:, 1:])
+            loss = cross_entropy(stage.logits(last), microbatch.tokens[:, 1:])
+        self._sum_up(microbatch)
         (sign * loss).backward()
         return loss.detach()
 

@@ -36,23 +36,30 @@ class Node:
     def __init__(self, world: World, author: bytes, stage: int, seconds: float, rng: random.Random) -> None:
         self.world, self.author, self.stage, self.seconds = world, author, stage, seconds
         self.pipeline = Pipeline(
-            PipelineSettings(author, stage, world.num_stages, world.quota, world.in_flight, world.microbatch_seconds),
+            PipelineSettings(
+                author, stage, world.num_stages, world.quota, world.in_flight, world.microbatch_seconds, world.overlap
+            ),
             rng,
         )
         self.is_alive = True
         self.is_frozen = False
+        self.is_followed = False
         self.frozen: list[machine.Event] = []
         self.memory: dict[int, bytes] = {}  # by slot, what came in
         self.out: dict[int, bytes] = {}  # by slot, what goes out: the ticket and what it is
         self.tickets: dict[int, bytes] = {}
-        self.sum: set[bytes] = set()  # gradients in this inner step's sum
-        self.began: set[int] = set()  # slots of which the trainer holds something
+        self.sums: list[set[bytes]] = [set(), set()]  # gradients of this inner step, and of the following one
+        self.began: dict[int, int] = {}  # slots of which the trainer holds something, and to which sum it belongs
         self.kept: list[bytes] = []
         self.steps: list[int] = []
         self.drained: list[int] = []
         self.busy_until = 0.0
         self.busy_seconds = 0.0
         self.timer = 0
+
+    @property
+    def summed(self) -> set[bytes]:
+        return self.sums[0] | self.sums[1]
 
     def handle(self, event: machine.Event) -> None:
         if not self.is_alive:
@@ -96,35 +103,47 @@ class Node:
                 world.tell(self, origin, machine.Asked(self.author, ticket))
             case machine.Tell(peer, ticket, is_kept):
                 world.tell(self, peer, machine.Told(self.author, ticket, is_kept))
-            case machine.Compute(work, slot):
-                self.compute(work, slot)
+            case machine.Compute(work, slot, is_following):
+                self.compute(work, slot, is_following)
             case machine.TakeStep():
-                assert not self.began, "a step while something is under way"
-                self.kept += self.sum
-                self.steps.append(len(self.sum))
-                self.sum = set()
-                self.work(self.seconds, lambda: self.handle(machine.Stepped()))
+                self.work(self.seconds, self.step)
             case machine.RoundDrained(round_index):
-                assert not self.began
-                assert not self.sum
+                assert self.is_followed or (not self.summed and not self.began)
                 self.drained.append(round_index)
+                if self.is_followed:
+                    world.at(
+                        world.now + world.pause,
+                        lambda: self.begin_round(round_index + 1),
+                    )
 
     def work(self, seconds: float, then: Callable[[], None]) -> None:
         self.busy_until = max(self.busy_until, self.world.now) + seconds
         self.busy_seconds += seconds
         self.world.at(self.busy_until, then)
 
-    def compute(self, work: Work, slot: int) -> None:
+    def begin_round(self, round_index: int) -> None:
+        self.is_followed = self.world.is_followed
+        self.handle(machine.RoundBegan(round_index, is_followed=self.is_followed))
+
+    def step(self) -> None:
+        if not self.is_alive:
+            return
+        assert 0 not in self.began.values(), "a step while something of it is under way"
+        self.kept += self.sums[0]
+        self.steps.append(len(self.sums[0]))
+        self.sums = [self.sums[1], set()]
+        self.began = dict.fromkeys(self.began, 0)
+        self.handle(machine.Stepped())
+
+    def compute(self, work: Work, slot: int, is_following: bool) -> None:
         problem = ""
-        if work in ("draw", "forward"):
-            assert slot not in self.began
-            self.began.add(slot)
-        else:
-            assert slot in self.began
 
         def done() -> None:
             if not self.is_alive:
                 return
+            if work in ("draw", "forward"):
+                assert slot not in self.began
+                self.began[slot] = int(is_following)
             if work == "draw":
                 self.tickets[slot] = self.pipeline._jobs[0][1].ticket
                 self.out[slot] = self.tickets[slot] + b"a0"
@@ -137,14 +156,14 @@ class Node:
                 self.out[slot] = self.tickets[slot] + b"g%d" % self.world.num_stages
             elif work == "backward":
                 assert self.memory[slot] == self.tickets[slot] + b"g%d" % (self.stage + 1)
-                self.sum.add(self.tickets[slot])
+                self.sums[self.began[slot]].add(self.tickets[slot])
                 self.out[slot] = self.tickets[slot] + b"g%d" % self.stage
             else:
-                self.began.remove(slot)
+                sum_ = self.sums[self.began.pop(slot)]
                 if work == "keep":
-                    assert self.tickets[slot] in self.sum
+                    assert self.tickets[slot] in sum_
                 else:
-                    self.sum.discard(self.tickets.get(slot, b""))
+                    sum_.discard(self.tickets.get(slot, b""))
             self.handle(machine.Worked(problem))
 
         self.work(0.0 if work in ("keep", "drop") else self.seconds, done)
@@ -161,11 +180,14 @@ class World:
         latency: float = 0.01,
         microbatch_seconds: float = 5.0,
         seconds: float = 0.01,
+        overlap: bool = False,
+        is_followed: bool = False,
     ) -> None:
         """``stages``: how many nodes each stage has."""
         self.rng = random.Random(seed)
         self.num_stages, self.quota, self.in_flight = len(stages), quota, in_flight
         self.latency, self.microbatch_seconds = latency, microbatch_seconds
+        self.overlap, self.is_followed, self.pause = overlap, is_followed, 0.05
         self.now = 0.0
         self.placed: int | None = None
         self.wires: dict[int, Wire] = {}
@@ -179,7 +201,7 @@ class World:
                 self.add(stage, seconds)
         self.announce()
         for node in self.nodes.values():
-            node.handle(machine.RoundBegan(0))
+            node.begin_round(0)
 
     def add(self, stage: int, seconds: float) -> Node:
         author = len(self.nodes).to_bytes(32, "big")
@@ -308,7 +330,12 @@ class World:
                 self.close(wire_)
 
     def end(self) -> None:
-        """Everybody's round ends, and what is under way comes to its end."""
+        """Everybody's round ends, the last one, and what is under way comes to its end."""
+        if self.is_followed:
+            self.is_followed = False
+            for node in self.nodes.values():
+                node.handle(machine.RoundEnds())
+            self.run(4 * self.microbatch_seconds)
         for node in self.nodes.values():
             node.handle(machine.RoundEnds())
         self.run(4 * self.microbatch_seconds)

@@ -21,9 +21,10 @@ def settled_alike(world: World, num_stages: int) -> bool:
 
 
 @pytest.mark.parametrize("stages", [[1, 1], [2, 2, 2, 2], [3, 3, 3], [1, 4], [4, 1, 2]])
-@pytest.mark.parametrize("seed", range(3))
-def test_every_microbatch_counts_once_at_every_stage(stages: list[int], seed: int) -> None:
-    world = World(stages, seed=seed)
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("seed", range(2))
+def test_every_microbatch_counts_once_at_every_stage(stages: list[int], overlap: bool, seed: int) -> None:
+    world = World(stages, seed=seed, overlap=overlap)
     world.run(10)
     world.end()
 
@@ -65,9 +66,77 @@ def test_a_slow_node_is_given_less() -> None:
     assert len(fast.kept) > 2 * len(slow.kept) > 0
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_losses_of_nodes_lose_no_more_than_was_under_way(seed: int) -> None:
-    world = World([2, 3, 3, 2], seed=seed, microbatch_seconds=3.0)
+def busy(world: World, seconds: float) -> list[float]:
+    """The share of this time that the nodes of each stage compute."""
+    before = {node: node.busy_seconds for node in world.nodes.values()}
+    world.run(seconds)
+    shares: list[list[float]] = [[] for _ in range(world.num_stages)]
+    for node in world.nodes.values():
+        shares[node.stage].append((node.busy_seconds - before[node]) / seconds)
+    return [sum(stage) / len(stage) for stage in shares]
+
+
+@pytest.mark.parametrize("is_followed", [False, True])
+def test_overlapping_steps_leave_nobody_waiting_for_the_last_microbatches(is_followed: bool) -> None:
+    """Far apart: a microbatch is under way for longer than a node computes for a step. All is virtual time."""
+
+    def world_of(overlap: bool) -> World:
+        stages = [2, 2, 2, 2]
+        return World(
+            stages, quota=16, in_flight=24, latency=0.1, seconds=0.05, overlap=overlap, is_followed=is_followed
+        )
+
+    waiting, overlapping = world_of(overlap=False), world_of(overlap=True)
+    for world in (waiting, overlapping):
+        world.run(10)
+    assert busy(waiting, 20)[0] < 0.6
+    assert busy(overlapping, 20)[0] > 0.95
+    overlapping.end()
+    assert settled_alike(overlapping, 4)
+
+
+def test_a_step_that_overlaps_has_the_quota() -> None:
+    world = World([1, 2, 1], quota=6, in_flight=12, latency=0.05, overlap=True)
+    world.run(20)
+    for node in world.nodes.values():
+        assert len(node.steps) > 3
+        assert set(node.steps) == {3 if node.stage == 1 else 6}
+
+
+def test_what_is_under_way_goes_on_in_a_round_that_follows_at_once() -> None:
+    world = World([2, 2, 2], latency=0.05, overlap=True, is_followed=True)
+    num_across = 0
+    for _ in range(4):
+        world.run(2)
+        for node in world.nodes.values():
+            node.handle(machine.RoundEnds())
+            num_across += len(node.began)
+        world.run(1)
+    assert num_across > 0
+    assert [node.drained for node in world.nodes.values()] == [[0, 1, 2, 3]] * 6
+    world.end()
+    assert settled_alike(world, 3)
+    assert sum(node.pipeline.counts.dropped for node in world.nodes.values()) <= 2 * world.in_flight
+
+
+def test_the_last_step_of_a_last_round_is_followed_by_none() -> None:
+    world = World([1, 1], overlap=True)
+    world.run(0)
+    node = world.of_stage(0)[0]
+    node.handle(machine.RoundBegan(0, max_steps=3))
+    world.run(5)
+    assert node.steps == [4, 4, 4]
+    assert not node.began
+    assert node.drained == [0]
+
+
+SETTINGS: list[dict[str, bool]] = [{}, {"overlap": True}, {"overlap": True, "is_followed": True}]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("seed", range(5))
+def test_losses_of_nodes_lose_no_more_than_was_under_way(seed: int, setting: dict[str, bool]) -> None:
+    world = World([2, 3, 3, 2], seed=seed, microbatch_seconds=3.0, **setting)
     rng = random.Random(seed)
     for _ in range(3):
         world.run(rng.uniform(0.5, 2))
@@ -76,14 +145,14 @@ def test_losses_of_nodes_lose_no_more_than_was_under_way(seed: int) -> None:
         world.run(rng.uniform(0, 0.3))
         world.announce()
     before = len(world.kept())
-    world.run(3)
-    assert len(world.kept()) > before + 20, "training goes on"
+    world.run(3)  # less than a microbatch's time
+    assert len(world.kept()) > before + 10, "nobody waits for what the dead had"
     world.end()
 
     dead = [node for node in world.nodes.values() if not node.is_alive]
     for ticket, count in world.kept().items():
         # The dead took their sums with them; of the others, all have it.
-        assert count + sum(ticket in node.kept or ticket in node.sum for node in dead) == 4
+        assert count + sum(ticket in node.kept or ticket in node.summed for node in dead) == 4
 
 
 def test_a_frozen_node_costs_what_it_has_and_no_more() -> None:
@@ -99,7 +168,35 @@ def test_a_frozen_node_costs_what_it_has_and_no_more() -> None:
     assert counts.dropped <= 2 * world.in_flight, counts
     world.end()
     for ticket, count in world.kept().items():
-        assert count + (ticket in frozen.sum) == 3, "what it has of it waits for the origin's word"
+        assert count + (ticket in frozen.summed) == 3, "what it has of it waits for the origin's word"
+
+
+def test_who_has_given_back_a_gradient_does_not_need_the_one_it_came_from() -> None:
+    pipeline = open_pipeline(1)
+    pipeline.handle(machine.LinkOpened(2, b"next", is_upstream=True), 0.0)
+    pipeline.handle(machine.CreditsGiven(2, 4), 0.0)
+    pipeline.handle(arriving(b"a"), 0.0)
+    pipeline.handle(machine.Arrived(1, 0), 0.0)
+    pipeline.handle(machine.Worked(), 0.0)
+    pipeline.handle(machine.GradientArriving(2, 0), 0.0)
+    pipeline.handle(machine.Arrived(2, 0), 0.0)
+    assert machine.SendGradient(1, 0, 0) in pipeline.handle(machine.Worked(), 0.0)
+    assert not [o for o in pipeline.handle(machine.LinkClosed(2), 0.1) if isinstance(o, machine.SendDropped)]
+    assert machine.Compute("keep", 0) in pipeline.handle(machine.HopSettled(1, 0, True), 0.2)
+
+
+def test_an_origin_that_is_asked_drops_what_cannot_come_back() -> None:
+    """The one that asks has lost the hop before it; what is sent another way would come in vain."""
+    pipeline = open_pipeline(0)
+    pipeline.handle(machine.LinkOpened(2, b"next", is_upstream=True), 0.0)
+    pipeline.handle(machine.LinkOpened(3, b"last", is_upstream=False, is_return=True), 0.0)
+    pipeline.handle(machine.CreditsGiven(2, 1), 0.0)
+    (sent,) = [o for o in pipeline.handle(machine.Worked(), 0.0) if isinstance(o, machine.SendForward)]
+    pipeline.handle(machine.Arriving(3, 0, sent.ticket, b"me" * 16, 20, 5.0), 0.1)
+    assert machine.Tell(b"last", sent.ticket, None) in pipeline.handle(machine.Asked(b"last", sent.ticket), 0.1)
+    pipeline.handle(machine.Arrived(3, 0), 0.1)
+    pipeline.handle(machine.Worked(), 0.1)
+    assert machine.Tell(b"last", sent.ticket, False) in pipeline.handle(machine.Asked(b"last", sent.ticket), 0.2)
 
 
 def test_a_node_that_dies_while_it_sends_back_leaves_no_half() -> None:

@@ -11,7 +11,7 @@ from farandole.training.data import Sampler, Text
 from farandole.training.device import choose_device
 from farandole.training.errors import ActivationError, TrainingError
 from farandole.training.learner import Learner
-from farandole.training.model import build_model
+from farandole.training.model import build_model, cross_entropy
 from farandole.training.stage_worker import StageWorker
 from farandole.training.stages import build_stage
 
@@ -88,12 +88,14 @@ def whole(model: ModelConfig, inner: InnerConfig, text: Text) -> Learner:
     return Learner(build_model(model, 7), inner, OuterConfig(), sampler, run_id=RUN_ID, device=choose_device("cpu"))
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 def test_stages_learn_what_the_whole_model_learns_bit_for_bit(
-    deep: ModelConfig, no_clip: InnerConfig, text: Text, num_stages: int, recompute: bool
+    deep: ModelConfig, no_clip: InnerConfig, text: Text, num_stages: int, recompute: bool, overlap: bool
 ) -> None:
-    workers = workers_of(deep, no_clip, text, num_stages, recompute=recompute)
+    """Where steps may overlap, but do not, too."""
+    workers = workers_of(deep, no_clip, text, num_stages, recompute=recompute, overlap=overlap)
     learner = whole(deep, no_clip, text)
 
     for _ in range(STEPS):
@@ -166,6 +168,73 @@ def test_a_step_waits_until_all_is_settled(deep: ModelConfig, no_clip: InnerConf
         first.draw(3, bytearray(first.activation_bytes))
     first.settle(3, is_kept=False)
     assert not first.step()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_microbatch_meets_the_same_weights_there_and_back(
+    deep: ModelConfig, no_clip: InnerConfig, text: Text, recompute: bool
+) -> None:
+    """Of three, the second is begun before the first step and ends after it; the third is of the next batch."""
+    workers = workers_of(deep, no_clip, text, 2, microbatch_size=1, recompute=recompute, overlap=True)
+    first, last = workers
+    before = by_name(workers)
+    send_through(workers, slot=0)
+    early, there = bytearray(first.activation_bytes), bytearray(first.activation_bytes)
+    first.draw(1, early, is_following=True)
+    last.forward(1, early, there, is_following=True)
+    for worker in workers:
+        worker.settle(0, is_kept=True)
+        assert worker.step()
+    after = by_name(workers)
+    first.tail(1, there, early)
+    last.backward(1, early, there)
+    first.backward(1, there, None)
+    send_through(workers, slot=2)
+    for worker in workers:
+        for slot in (1, 2):
+            worker.settle(slot, is_kept=True)
+
+    summed = {name: g for worker in workers for name, g in worker.layout.views(worker._gradient).items()}
+    learner = whole(deep, replace(no_clip, batch_size=1), text)
+    sampler = sampler_of(text, no_clip, deep)
+    rows = [torch.as_tensor(sampler.batch(step)[part : part + 1]) for step, part in ((0, 1), (1, 0))]
+    expected = dict.fromkeys(summed, torch.zeros(()))
+    for weights, row in zip((before, after), rows, strict=True):
+        module = learner._module
+        module.load_state_dict(weights, strict=False)
+        learner.clear_gradient()
+        cross_entropy(module(row[:, :-1]), row[:, 1:]).backward()
+        for name, gradient in learner.layout.views(learner._gradient).items():
+            expected[name] = expected[name] + gradient
+    for name, gradient in summed.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+    assert len(first._versions) == 2, "as many copies as are in use"
+
+
+def test_what_was_begun_early_is_taken_out_of_its_own_sum(deep: ModelConfig, no_clip: InnerConfig, text: Text) -> None:
+    first, last = workers = workers_of(deep, no_clip, text, 2, microbatch_size=1, overlap=True)
+    send_through(workers, slot=0)
+    here, there = bytearray(first.activation_bytes), bytearray(first.activation_bytes)
+    first.draw(1, here, is_following=True)
+    last.forward(1, here, there, is_following=True)
+    first.tail(1, there, here)
+    last.backward(1, here, there)
+    for worker in workers:
+        worker.settle(0, is_kept=True)
+        assert worker.step()
+    for worker in workers:
+        scale = float(worker._gradient.abs().max())
+        assert scale > 0
+        worker.settle(1, is_kept=False)
+        assert worker.num_summed == 0
+        assert float(worker._gradient.abs().max()) < 1e-6 * scale
+        assert not worker.step()
+
+
+def test_only_where_steps_overlap_is_anything_begun_early(deep: ModelConfig, no_clip: InnerConfig, text: Text) -> None:
+    (first, _) = workers_of(deep, no_clip, text, 2)
+    with pytest.raises(TrainingError, match="overlap"):
+        first.draw(0, bytearray(first.activation_bytes), is_following=True)
 
 
 def test_unfit_activations_are_refused_and_add_nothing(deep: ModelConfig, no_clip: InnerConfig, text: Text) -> None:
