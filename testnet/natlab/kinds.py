@@ -24,7 +24,7 @@ class Mapping(IntEnum):
     NONE = 0
     """No translation: the inner address is public."""
     ENDPOINT_INDEPENDENT = 1
-    """At one outer port, wherever the packets go. Ours is the inner port: the NAT preserves ports."""
+    """At one outer port, wherever the packets go."""
     ADDRESS_AND_PORT_DEPENDENT = 2
     """At another outer port for each destination."""
 
@@ -57,6 +57,8 @@ class Nat:
     mapping: Mapping = Mapping.NONE
     filtering: Filtering = Filtering.NONE
     egress: Egress = Egress.ANY
+    is_renumbering: bool = False
+    """The outer port is another than the inner one, also where the mapping is endpoint-independent."""
     has_upnp: bool = False
     """It opens ports for hosts that ask (miniupnpd: UPnP and NAT-PMP)."""
 
@@ -108,9 +110,10 @@ _SINGLE: Final = {
     "symmetric": Nat(Mapping.ADDRESS_AND_PORT_DEPENDENT, Filtering.ADDRESS_AND_PORT_DEPENDENT),
     "udp-blocked": Nat(_PORT_RESTRICTED.mapping, _PORT_RESTRICTED.filtering, Egress.NO_UDP),
     "https-only": Nat(_PORT_RESTRICTED.mapping, _PORT_RESTRICTED.filtering, Egress.ONLY_HTTPS),
+    "renumbering": Nat(_PORT_RESTRICTED.mapping, _PORT_RESTRICTED.filtering, is_renumbering=True),
     "upnp": Nat(_PORT_RESTRICTED.mapping, _PORT_RESTRICTED.filtering, has_upnp=True),
 }
-# In the order in which tables show them; "carrier" is a home of the commonest kind behind a carrier's NAT.
+# The ten of tables, in their order; "carrier" is a home of the commonest kind behind a carrier's NAT.
 KINDS: Final = (
     "open",
     "firewall",
@@ -123,6 +126,8 @@ KINDS: Final = (
     "https-only",
     "upnp",
 )
+"""Most NATs preserve ports. ``renumbering`` is port-restricted and does not, as carriers' NATs and some routers: theory
+says the same of both, and who takes its own port for the outer one is found out."""
 CARRIER_KINDS: Final = tuple(f"{_CARRIER_PREFIX}{name}" for name in _SINGLE)
 """The same, each with a carrier's NAT in front."""
 

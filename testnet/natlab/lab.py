@@ -5,7 +5,7 @@
 
 The internet knows the way to the address of each home, and nothing else: what goes elsewhere disappears (blackhole), so
 nothing leaves the machine. Its addresses count as global, for Python and for libp2p; homes use the same private ones,
-as homes do. IPv4 only.
+as homes do. IPv4 only, and no router leads from the inside to its own outer address (hairpinning).
 
 A home's line is that of its outermost router: rates are the kernel's (tbf), either side of the link; loss is nftables';
 the delay, for which the kernels that we meet lack netem, a process (`farandole.testnet.link_forwarder`): the internet
@@ -15,7 +15,6 @@ sends the home's packets, both ways, through a TUN device that gives them back l
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,14 +23,15 @@ from typing import Final
 from ..leash import Leash
 from ..links import shape
 from ..namespace import Namespace, Place, held, open_namespace, open_tun, require
-from .kinds import Kind, kind_named
+from .kinds import Kind, Mapping, kind_named
 from .router import Router
 from .rules import LAN, WAN, line_rules
 
-# A home's address is 5.<home>.<lease>.1: each in another network, as homes are.
+# A home's address is 5.<home>.<lease>.1: each in another network, as homes are. The bounds keep numbers within a byte.
 _PUBLIC: Final = "5.{home}.{lease}.1"
 _MAX_HOMES: Final = 250
 _MAX_LEASES: Final = 250
+_MAX_HOSTS: Final = 200
 _INTERNET_IP: Final = "5.255.255.254"
 # Between a carrier and its customers (RFC 6598).
 _CARRIER_IP, _CUSTOMER_IP = "100.64.0.1", "100.64.0.2"
@@ -79,6 +79,11 @@ class Home:
     def host(self) -> Place:
         """The first one."""
         return self.hosts[0]
+
+    def start(self) -> None:
+        """Switch on all its routers."""
+        for router in self.routers:
+            self._switch_on(router)
 
     # The line
 
@@ -200,15 +205,15 @@ class Lab:
         home_kind, index = kind_named(kind), len(self.homes) + 1
         if any(nat.has_upnp for nat in home_kind.nats):
             require("miniupnpd")
-        if index > _MAX_HOMES or not 1 <= hosts <= 200:
-            raise ValueError(f"a lab has up to {_MAX_HOMES} homes, a home 1 to 200 hosts")
+        if index > _MAX_HOMES or hosts not in range(1, _MAX_HOSTS + 1):
+            raise ValueError(f"a lab has up to {_MAX_HOMES} homes, a home 1 to {_MAX_HOSTS} hosts")
+        if hosts > 1 and home_kind.nats[0].mapping is Mapping.NONE:
+            raise ValueError(f"a home of kind {kind!r} has one address, and so one host")
         machines = [self._stack.enter_context(open_namespace(self.leash)) for _ in range(hosts)]
         boxes = [self._stack.enter_context(open_namespace(self.leash)) for _ in home_kind.nats]
         routers = [Router(boxes[0], home_kind.nats[0], _ROUTER_IP, machines[0], self.leash)]
         for box, nat in zip(boxes[1:], home_kind.nats[1:], strict=True):
             routers.insert(0, Router(box, nat, _CARRIER_IP, boxes[0], self.leash, customer_ip=_CUSTOMER_IP))
-        if hosts > 1 and not routers[-1].is_translating:
-            raise ValueError(f"a home of kind {kind!r} has one address, and so one host")
         home = Home(home_kind, index, [], self.internet, routers, self.leash)
         self._stack.callback(home.close)
         self._wire(home, machines)
@@ -242,8 +247,7 @@ class Lab:
             if innermost.is_translating:
                 machine.run(f"ip address add {ip}/24 dev eth0; ip route add default via {_ROUTER_IP}")
             home.hosts.append(Place(ip, enter=machine.enter))
-        for router in home.routers:
-            home._switch_on(router)
+        home.start()
 
 
 @contextlib.contextmanager
@@ -261,6 +265,3 @@ def _set_rate(namespace: Namespace, device: str, mbit: float | None) -> None:
         namespace.run(f"tc qdisc del dev {device} root 2>&- || true")
     else:
         shape(namespace, device, mbit)
-
-
-assert ipaddress.ip_address(_PUBLIC.format(home=1, lease=1)).is_global

@@ -26,8 +26,6 @@ import trio
 
 from .kinds import Protocol
 
-# The rendezvous answers in less, unless packets are dropped.
-OBSERVE_TIMEOUT: Final = 1.0
 TOKEN_BYTES: Final = 16
 # Between two calls, or two datagrams: a home's router may have dropped the one before, as the other side's came later.
 _REPEAT_INTERVAL: Final = 0.1
@@ -86,14 +84,19 @@ class Probe:
             listener.listen(_BACKLOG)
             arrive, port.arrivals = trio.open_memory_channel[trio.socket.SocketType](_BACKLOG)
             self.nursery.start_soon(_accept, listener, arrive)
-        with trio.move_on_after(OBSERVE_TIMEOUT), suppress(OSError):
+        answer = None
+        with trio.move_on_after(request.seconds), suppress(OSError):
             await sock.connect(request.target)
-            await sock.send(b"?")
-            host, number = msgspec.json.decode(await sock.recv(_MAX_LINE), type=Address)
-            if request.protocol == "udp":  # from now on it is for others
-                port.sock = await _replaced(sock, request.port)
-            return host, number
-        return None
+            while answer is None:
+                await sock.send(b"?")
+                with trio.move_on_after(_REPEAT_INTERVAL):
+                    answer = await sock.recv(_MAX_LINE)
+        if answer is None:
+            return None
+        if request.protocol == "udp":  # from now on it is for others
+            port.sock = await _replaced(sock, request.port)
+        seen: Address = msgspec.json.decode(answer.partition(b"\n")[0], type=Address)
+        return seen
 
     async def connect(self, request: Request) -> bool:
         """Whether a call from any port is answered."""
@@ -143,15 +146,14 @@ async def _tell_callers(listener: trio.socket.SocketType, nursery: trio.Nursery)
 
 async def _tell_caller(sock: trio.socket.SocketType, address: Address) -> None:
     with suppress(OSError), sock:
-        await sock.recv(1)
-        await sock.send(msgspec.json.encode(address))
-        await sock.recv(1)  # until the caller is gone
+        while await sock.recv(1):
+            await sock.send(msgspec.json.encode(address) + b"\n")
 
 
 async def _tell_senders(sock: trio.socket.SocketType) -> None:
     while True:
         _, address = await sock.recvfrom(1)
-        await sock.sendto(msgspec.json.encode(address), address)
+        await sock.sendto(msgspec.json.encode(address) + b"\n", address)
 
 
 async def _accept(listener: trio.socket.SocketType, arrive: trio.MemorySendChannel[trio.socket.SocketType]) -> None:

@@ -1,7 +1,8 @@
 """A router in a namespace of its own, between what is upstream and its inner side.
 
 Where it translates, its outer interface has an address; where it does not, the inner host has it, and the router
-answers for it (proxy ARP). Either way it is one address, which upstream sends to one link.
+answers for it (proxy ARP, at once: the kernel would wait for up to 0.8 s). Either way it is one address, which upstream
+sends to one link.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class Router:
             f"""
             echo 1 > /proc/sys/net/ipv4/ip_forward
             echo 1 > /proc/sys/net/ipv4/conf/{WAN}/proxy_arp
+            echo 0 > /proc/sys/net/ipv4/neigh/{WAN}/proxy_delay
             nft -f -
             ip link set dev {LAN} up
             ip link set dev {WAN} up

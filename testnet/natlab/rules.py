@@ -48,11 +48,16 @@ _FORBIDDEN: Final = {
     Egress.NO_UDP: f"iifname {LAN} meta l4proto udp drop",
     Egress.ONLY_HTTPS: f"iifname {LAN} tcp dport != {HTTPS_PORT} drop\n    iifname {LAN} meta l4proto != tcp drop",
 }
-_MASQUERADE: Final = {
+_OUTWARD: Final = {
     Mapping.NONE: "",
     Mapping.ENDPOINT_INDEPENDENT: f"oifname {WAN} masquerade",
     Mapping.ADDRESS_AND_PORT_DEPENDENT: f"oifname {WAN} masquerade random,fully-random",
 }
+# One outer port for each inner one, that nobody would guess. One pair of inner ports in 40,000 shares an outer one, and
+# cannot go to the same place at once.
+_RENUMBER: Final = (
+    f"oifname {WAN} meta l4proto {{ tcp, udp }} masquerade to :jhash th sport mod 40000 seed 0x5 offset 20000"
+)
 
 
 def router_rules(nat: Nat) -> str:
@@ -87,7 +92,8 @@ table inet {TABLE} {{{_REMEMBERED if is_remembering else ""}
   chain outward {{
     type nat hook postrouting priority srcnat
     jump {postrouting}
-    {_MASQUERADE[nat.mapping]}
+    {_RENUMBER if nat.is_renumbering else ""}
+    {_OUTWARD[nat.mapping]}
   }}
 }}
 """

@@ -20,8 +20,10 @@ from . import kinds
 from .kinds import HTTPS_PORT, Kind, Protocol
 from .probe import TOKEN_BYTES, Address
 
-# A path is there within milliseconds, or after one repetition of TCP's first packet, which takes a second.
-TRIAL_SECONDS: Final = 1.5
+# A path is there within milliseconds, or after one repetition of TCP's first packet, which takes a second. Where theory
+# knows none we wait no longer than that; where it knows one, for as long as a busy machine may take.
+PATHLESS_SECONDS: Final = 1.5
+PATIENCE: Final = 20.0
 # Each trial takes ports that none took before, so that no NAT remembers them.
 _FIRST_PORT: Final = 20_000
 
@@ -74,9 +76,10 @@ class ProbeProcess:
         await event.wait()
         return result[0]
 
-    async def observe(self, protocol: Protocol, third: str, port: int) -> Address | None:
-        """How that local port appears to the third."""
-        answer = await self.ask("observe", protocol=protocol, port=port, target=(third, HTTPS_PORT))
+    async def observe(self, protocol: Protocol, third: str, port: int, seconds: float = PATIENCE) -> Address | None:
+        """How that local port appears to the third; None if it cannot be reached."""
+        target = third, HTTPS_PORT
+        answer = await self.ask("observe", protocol=protocol, port=port, target=target, seconds=seconds)
         return answer and tuple(answer)
 
     async def end(self) -> None:
@@ -126,41 +129,45 @@ async def open_probes(places: Mapping[Name, Place], leash: Leash) -> AsyncIterat
             nursery.cancel_scope.cancel()
 
 
-async def try_pair(near: ProbeProcess, far: ProbeProcess, third: str) -> Reach:
+async def try_pair(near: ProbeProcess, far: ProbeProcess, third: str, theory: Reach) -> Reach:
     """Try everything at once; the third serves at port 443 of that address."""
+    connect, connect_back, punch_tcp, punch_udp = (
+        PATIENCE if is_path else PATHLESS_SECONDS
+        for is_path in (theory.connect, theory.connect_back, theory.punch_tcp, theory.punch_udp)
+    )
     results: dict[str, bool] = {}
 
     async def note(name: str, trial: Callable[[], Awaitable[bool]]) -> None:
         results[name] = await trial()
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(note, "connect", partial(_connects, near, far, third))
-        nursery.start_soon(note, "connect_back", partial(_connects, far, near, third))
-        nursery.start_soon(note, "punch_tcp", partial(_punches, near, far, "tcp", third))
-        nursery.start_soon(note, "punch_udp", partial(_punches, near, far, "udp", third))
+        nursery.start_soon(note, "connect", partial(_connects, near, far, third, connect))
+        nursery.start_soon(note, "connect_back", partial(_connects, far, near, third, connect_back))
+        nursery.start_soon(note, "punch_tcp", partial(_punches, near, far, "tcp", third, punch_tcp))
+        nursery.start_soon(note, "punch_udp", partial(_punches, near, far, "udp", third, punch_udp))
     return Reach(**results)
 
 
-async def _connects(near: ProbeProcess, far: ProbeProcess, third: str) -> bool:
+async def _connects(near: ProbeProcess, far: ProbeProcess, third: str, seconds: float) -> bool:
     """Whether near can call what the third has observed of far."""
     port = far.take_port()
     target = await far.observe("tcp", third, port)
     assert target is not None, "the third cannot be reached"
-    given = {"token": _new_token(), "seconds": TRIAL_SECONDS}
+    given = {"token": _new_token(), "seconds": seconds}
     return await _both(
         partial(far.ask, "answer", port=port, **given),
         partial(near.ask, "connect", target=target, **given),
     )
 
 
-async def _punches(near: ProbeProcess, far: ProbeProcess, protocol: Protocol, third: str) -> bool:
+async def _punches(near: ProbeProcess, far: ProbeProcess, protocol: Protocol, third: str, seconds: float) -> bool:
     """Whether both find a path, each told what the third has observed of the other."""
     near_port, far_port = near.take_port(), far.take_port()
-    near_seen = await near.observe(protocol, third, near_port)
-    far_seen = await far.observe(protocol, third, far_port)
+    near_seen = await near.observe(protocol, third, near_port, seconds)
+    far_seen = await far.observe(protocol, third, far_port, seconds)
     if near_seen is None or far_seen is None:
         return False
-    given = {"protocol": protocol, "token": _new_token(), "seconds": TRIAL_SECONDS}
+    given = {"protocol": protocol, "token": _new_token(), "seconds": seconds}
     return await _both(
         partial(near.ask, "punch", port=near_port, target=far_seen, **given),
         partial(far.ask, "punch", port=far_port, target=near_seen, **given),

@@ -15,7 +15,7 @@ from pathlib import Path
 import trio
 
 from farandole.testnet.natlab.lab import Home, Lab
-from farandole.testnet.natlab.trial import ProbeProcess, open_probes
+from farandole.testnet.natlab.trial import PATHLESS_SECONDS, PATIENCE, ProbeProcess, open_probes
 
 from ..transfer import SIZE, measure
 
@@ -41,13 +41,13 @@ class World:
     third: Home
     probes: dict[str, ProbeProcess]
 
-    async def observe(self) -> tuple[str, int] | None:
+    async def observe(self, seconds: float = PATIENCE) -> tuple[str, int] | None:
         """How a fresh port of the home appears outside."""
-        return await self.probes["home"].observe("tcp", self.third.address, self.probes["home"].take_port())
+        return await self.probes["home"].observe("tcp", self.third.address, self.probes["home"].take_port(), seconds)
 
-    async def calls(self, target: tuple[str, int], port: int) -> bool:
+    async def calls(self, target: tuple[str, int], port: int, seconds: float = PATIENCE) -> bool:
         """Whether the other one's call to the target is answered from the home's port."""
-        given = {"token": secrets.token_hex(8), "seconds": 0.5}
+        given = {"token": secrets.token_hex(8), "seconds": seconds}
         results = []
 
         async def ask(name: str, do: str, **fields: object) -> None:
@@ -77,7 +77,7 @@ async def test_who_is_cut_off_or_unplugged_reaches_nobody_until_that_ends(lab: L
         ):
             assert await world.observe() is not None
             stop()
-            assert await world.observe() is None
+            assert await world.observe(PATHLESS_SECONDS) is None
             go()
             assert await world.observe() is not None
 
@@ -90,7 +90,7 @@ async def test_a_router_that_was_off_has_forgotten_its_mappings(lab: Lab) -> Non
         assert await world.calls(seen, port)
         world.home.switch_off()
         world.home.switch_on()
-        assert not await world.calls(seen, port)
+        assert not await world.calls(seen, port, PATHLESS_SECONDS)
 
 
 async def test_a_home_gets_another_public_address(lab: Lab) -> None:
@@ -112,7 +112,7 @@ async def test_a_lossy_line_loses_some(lab: Lab) -> None:
         arrived = []
 
         async def observe() -> None:
-            arrived.append(await probe.observe("udp", world.third.address, probe.take_port()) is not None)
+            arrived.append(await probe.observe("udp", world.third.address, probe.take_port(), 0.3) is not None)
 
         async with trio.open_nursery() as nursery:
             for _ in range(50):
@@ -141,7 +141,7 @@ async def test_a_router_with_upnp_opens_a_port_for_who_asks(full_lab: Lab) -> No
         probe, port = world.probes["home"], world.probes["home"].take_port()
         seen = await probe.observe("tcp", world.third.address, port)
         assert seen == (world.home.address, port)
-        assert not await world.calls(seen, port)
+        assert not await world.calls(seen, port, PATHLESS_SECONDS)
         command = [*world.home.host.enter, sys.executable, str(MAP_PORT), str(port)]
         mapped = await trio.run_process(command, capture_stdout=True)
         answer = json.loads(mapped.stdout)
