@@ -10,7 +10,7 @@ from typing import Final
 
 import trio
 
-from .natlab.lab import Home
+from .natlab.home import Home
 from .process import NodeProcess
 from .scenario import Fault
 

@@ -31,7 +31,7 @@ from farandole.protocol.manifest import Manifest, SignedManifest, sign_manifest
 
 from .faults import FaultContext, run_fault
 from .leash import Leash, open_leash
-from .natlab.lab import Home
+from .natlab.home import Home
 from .places import Lodging, open_lodgings
 from .process import NODE_COMMAND, NodeProcess
 from .record import NodeRecord

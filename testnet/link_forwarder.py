@@ -1,7 +1,7 @@
 """The wire between a testnet's nodes, a process of its own: a packet is late and takes its turn.
 
 Each node has a TUN device, whose packets are read and written here (`farandole.testnet.links`); or there is one device
-through which somebody routes what is to be late, and all goes back where it came from (`farandole.testnet.natlab.lab`).
+through which somebody routes what is to be late, and all goes back to where it came from (`testnet/natlab/home.py`).
 How fast a node sends, the kernel sees to (tbf); here a packet waits until the receiver's link is free, and then for the
 delay. Standard library only, and no other work in the process: a packet takes about 20 microseconds.
 """

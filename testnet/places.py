@@ -11,8 +11,9 @@ from . import scenario
 from .leash import Leash
 from .links import open_links
 from .namespace import Place
+from .natlab.home import Home
 from .natlab.kinds import HTTPS_PORT, Filtering
-from .natlab.lab import Home, Lab, open_lab
+from .natlab.lab import Lab, open_lab
 from .scenario import Scenario
 
 # An address in a home may change, and so its nodes listen on whichever they have.

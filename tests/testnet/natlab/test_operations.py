@@ -14,7 +14,8 @@ from pathlib import Path
 
 import trio
 
-from farandole.testnet.natlab.lab import Home, Lab
+from farandole.testnet.natlab.home import Home
+from farandole.testnet.natlab.lab import Lab
 from farandole.testnet.natlab.trial import PATHLESS_SECONDS, PATIENCE, ProbeProcess, open_probes
 
 from ..transfer import SIZE, measure
@@ -69,7 +70,7 @@ async def open_world(lab: Lab, kind: str) -> AsyncIterator[World]:
 
 
 async def test_who_is_cut_off_or_unplugged_reaches_nobody_until_that_ends(lab: Lab) -> None:
-    async with open_world(lab, "port-restricted") as world:
+    async with open_world(lab, "carrier") as world:
         for stop, go in (
             (world.home.cut, world.home.heal),
             (world.home.unplug, world.home.plug),
@@ -97,6 +98,7 @@ async def test_a_home_gets_another_public_address(lab: Lab) -> None:
     for kind in ("port-restricted", "open", "carrier"):
         async with open_world(lab, kind) as world:
             before = await world.observe()
+            world.home.set_delay(1)
             world.home.change_address()
             after = await world.observe()
             assert before is not None

@@ -1,0 +1,183 @@
+"""A home of the NAT lab while it runs: its line, its cables, its router, its address, and what may befall them.
+
+Its line is that of its outermost router: rates are the kernel's (tbf), either side of the link; loss is nftables'; the
+delay, for which the kernels that we meet lack netem, a process (`farandole.testnet.link_forwarder`): the internet sends
+the home's packets, both ways, through a TUN device that gives them back later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from dataclasses import dataclass, field
+from typing import Final
+
+from ..leash import Leash
+from ..links import shape
+from ..namespace import Namespace, Place, held, open_tun
+from .kinds import Kind
+from .router import Router
+from .rules import WAN, line_rules
+
+# Each home and each of its addresses is in another network, as homes are; the bounds keep numbers within a byte.
+_PUBLIC: Final = "5.{home}.{lease}.1"
+MAX_HOMES: Final = 250
+_MAX_LEASES: Final = 250
+INTERNET_IP: Final = "5.255.255.254"
+# Between a carrier and its customers (RFC 6598).
+CARRIER_IP, CUSTOMER_IP = "100.64.0.1", "100.64.0.2"
+# Routing tables of a home with a delay: for what it sends, and for what has been delayed.
+_UP_TABLE, _DOWN_TABLE = 1_000, 2_000
+
+
+@dataclass
+class Line:
+    """What a home's link to the internet is like; None: as fast as the machine."""
+
+    up_mbit: float | None = None
+    down_mbit: float | None = None
+    delay_ms: float = 0.0
+    """One way."""
+    loss: float = 0.0
+    """A packet's chance to be lost, either way."""
+    is_cut: bool = False
+
+
+@dataclass
+class Home:
+    """Hosts behind a router, or two; made by `Lab.add_home`."""
+
+    kind: Kind
+    index: int
+    hosts: list[Place]
+    internet: Namespace
+    routers: list[Router]
+    """The outermost first."""
+    leash: Leash
+    line: Line = field(default_factory=Line)
+    _lease: int = 1
+    _late: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    @property
+    def address(self) -> str:
+        """By which the internet knows it."""
+        return _PUBLIC.format(home=self.index, lease=self._lease)
+
+    @property
+    def host(self) -> Place:
+        """The first one."""
+        return self.hosts[0]
+
+    def start(self) -> None:
+        """Switch on all its routers."""
+        for router in self.routers:
+            self._switch_on(router)
+
+    # The line
+
+    def set_rate(self, up_mbit: float | None, down_mbit: float | None) -> None:
+        """Mbit/s, out and in."""
+        self.line.up_mbit, self.line.down_mbit = up_mbit, down_mbit
+        _set_rate(self.routers[0].namespace, WAN, up_mbit)
+        _set_rate(self.internet, self._link, down_mbit)
+
+    def set_delay(self, delay_ms: float) -> None:
+        """Of each packet, one way. Those that are on their way are lost."""
+        self.line.delay_ms = delay_ms
+        self._late.close()
+        if delay_ms:
+            tun = self._late.enter_context(open_tun(self.internet, self._late_link))
+            forwarder = [sys.executable, "-m", "farandole.testnet.link_forwarder", "inf", str(delay_ms / 1e3)]
+            self._late.enter_context(held([*forwarder, f"*={tun}"], self.leash, pass_fds=[tun]))
+        self._route()
+
+    def set_loss(self, loss: float) -> None:
+        """Lose each packet with this chance, in and out."""
+        self.line.loss = loss
+        self._set_fate()
+
+    def cut(self) -> None:
+        """The internet is gone, and nobody says so."""
+        self.line.is_cut = True
+        self._set_fate()
+
+    def heal(self) -> None:
+        """Undo `cut`."""
+        self.line.is_cut = False
+        self._set_fate()
+
+    def _set_fate(self) -> None:
+        self.routers[0].namespace.run("nft -f -", line_rules(self.line.loss, is_cut=self.line.is_cut))
+
+    # Hosts and routers
+
+    def unplug(self, host: int = 0) -> None:
+        """Pull the cable of a host, which sees it."""
+        self.routers[-1].namespace.run(f"ip link set dev port{host} down")
+
+    def plug(self, host: int = 0) -> None:
+        """Undo `unplug`."""
+        self.routers[-1].namespace.run(f"ip link set dev port{host} up")
+
+    def switch_off(self) -> None:
+        """Take the power from the home's router: it forgets all mappings and connections."""
+        self.routers[-1].switch_off()
+
+    def switch_on(self) -> None:
+        """Undo `switch_off`."""
+        self._switch_on(self.routers[-1])
+
+    def change_address(self) -> None:
+        """Get another public address, by a restart of the router that has it (with a carrier, that's the carrier's)."""
+        if self._lease == _MAX_LEASES:
+            raise ValueError(f"a home has at most {_MAX_LEASES} addresses, one after the other")
+        self.routers[0].switch_off()
+        self.internet.run(f"ip route del {self.address}")
+        self._lease += 1
+        self._route()
+        self._switch_on(self.routers[0])
+
+    def _switch_on(self, router: Router) -> None:
+        if router is self.routers[0]:
+            router.switch_on(self.address, INTERNET_IP)
+        else:
+            router.switch_on(CUSTOMER_IP, CARRIER_IP)
+        if not self.routers[-1].is_translating:
+            outer = self.address if len(self.routers) == 1 else CUSTOMER_IP
+            self.hosts[0] = Place(outer, enter=self.hosts[0].enter)
+
+    @property
+    def _link(self) -> str:
+        return f"to{self.index}"
+
+    @property
+    def _late_link(self) -> str:
+        return f"late{self.index}"
+
+    def _route(self) -> None:
+        """Tell the internet the way to the home, and from it, by the detour that delays."""
+        up, down = _UP_TABLE + self.index, _DOWN_TABLE + self.index
+        self.internet.run(f"ip rule del lookup {up} 2>&- || true; ip rule del lookup {down} 2>&- || true")
+        if not self.line.delay_ms:
+            self.internet.run(f"ip route replace {self.address} dev {self._link}")
+            return
+        self.internet.run(f"""
+            ip route replace {self.address} dev {self._late_link}
+            ip route replace default dev {self._late_link} table {up}
+            ip route replace {self.address} dev {self._link} table {down}
+            ip rule add iif {self._link} lookup {up}
+            ip rule add iif {self._late_link} lookup {down}
+        """)
+
+    def close(self) -> None:
+        """End what runs for it."""
+        self._late.close()
+        for router in self.routers:
+            router.close()
+
+
+def _set_rate(namespace: Namespace, device: str, mbit: float | None) -> None:
+    if mbit is None:
+        namespace.run(f"tc qdisc del dev {device} root 2>&- || true")
+    else:
+        shape(namespace, device, mbit)
