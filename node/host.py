@@ -238,8 +238,10 @@ class ConnectionEvents:
 class _Dial:
     """One attempt to reach a peer, shared by all who want that."""
 
-    def __init__(self, is_direct: bool) -> None:
+    def __init__(self, is_direct: bool, own: Iterable[tuple[str, int]]) -> None:
+        """``own``: where this node itself listens; the homes behind most routers have the same private addresses."""
         self.is_direct = is_direct
+        self._own = frozenset(own)
         self.began_at = trio.current_time()
         self.done = trio.Event()
         self.news = trio.Event()  # another address, or the end of an attempt
@@ -257,7 +259,7 @@ class _Dial:
 
     def next_address(self, peer: bytes, *, is_trying: bool) -> str | None:
         """The next to try, if any is to be tried now; relays when it is their turn."""
-        direct = [address for address in self.addresses if dial_target(address, peer) is not None]
+        direct = [a for a in self.addresses if (t := dial_target(a, peer)) is not None and t not in self._own]
         if self._num_direct < len(direct):
             self._num_direct += 1
             return direct[self._num_direct - 1]
@@ -489,12 +491,16 @@ class Host:
             while not is_done():
                 dial = self._dials.get((peer, is_direct))
                 if dial is None:
-                    dial = self._dials[peer, is_direct] = _Dial(is_direct)
+                    dial = self._dials[peer, is_direct] = _Dial(is_direct, self._own_targets())
                     self._nursery.start_soon(self._run_dial, peer, dial)
                 dial.offer(addresses)
                 await dial.done.wait()
                 if dial.error is not None and not is_done():
                     raise PeerUnreachableError(str(dial.error))
+
+    def _own_targets(self) -> list[tuple[str, int]]:
+        ports = {":" in ip: port for ip, port in self.listening}
+        return [(ip, ports[":" in ip]) for ip in self.own_ips if (":" in ip) in ports]
 
     async def _dial_by_id(self, peer_id: ID) -> None:
         await self.connect(peer_of(peer_id))

@@ -127,9 +127,12 @@ class Puncher:
                         theirs = await receive_connect(stream)
                         if theirs is None:
                             raise RemoteProtocolError("it says nothing")
-                        await stream.send_all(encode_sync())
-                    await trio.sleep((trio.current_time() - asked_at) / 2)
-                    await self._meet(peer, theirs, observed, is_initiator=True)
+                    chosen = targets(theirs, observed, self._host.own_ips)
+                    with self._host.expecting(peer, [ip for ip, _ in chosen]):  # its dial may come before ours leaves
+                        with trio.fail_after(MESSAGE_TIMEOUT):
+                            await stream.send_all(encode_sync())
+                        await trio.sleep((trio.current_time() - asked_at) / 2)
+                        await self._meet(peer, chosen, is_initiator=True)
                     if self._host.is_direct(peer):
                         return
             finally:
@@ -151,7 +154,8 @@ class Puncher:
                             return
                         await stream.send_all(encode_connect(self._offered(observed)))
                         await receive_sync(stream)
-                    await self._meet(peer, theirs, observed, is_initiator=False)
+                    chosen = targets(theirs, observed, self._host.own_ips)
+                    await self._meet(peer, chosen, is_initiator=False)
         finally:
             self._under_way.discard(peer)
 
@@ -177,13 +181,9 @@ class Puncher:
                     break
             yield list(dict.fromkeys((*seen, *self._reachability.verdict.addresses)))
 
-    async def _meet(
-        self, peer: bytes, offered: Sequence[Address], observed: Sequence[Address], *, is_initiator: bool
-    ) -> None:
-        """Dial all that may be dialled until there is a direct connection, or the time of the attempt is over."""
-        chosen = targets(offered, observed, self._host.own_ips)
-        expecting = self._host.expecting(peer, [ip for ip, _ in chosen]) if is_initiator else contextlib.nullcontext()
-        with trio.move_on_after(ATTEMPT_TIMEOUT), expecting:
+    async def _meet(self, peer: bytes, chosen: Sequence[Address], *, is_initiator: bool) -> None:
+        """Dial all of them until there is a direct connection, or the time of the attempt is over."""
+        with trio.move_on_after(ATTEMPT_TIMEOUT):
             async with trio.open_nursery() as nursery:
                 for target in chosen:
                     nursery.start_soon(self._dial_on, peer, target, is_initiator)

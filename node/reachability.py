@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 # Two that agree against one that lies or errs.
 NUM_WITNESSES = 3
+# It takes two to tell whether a NAT shows them the same.
+NUM_COMPARED = 2
 # Routers change their minds, and the address of a home changes every day in some countries. Longer than any NAT keeps
 # a connection that has ended, so that no hole that we made ourselves lets a dial-back in.
 EXAMINE_INTERVAL = 300.0
@@ -90,14 +92,14 @@ class Examiner:
 
     async def _watch(self) -> None:
         """Whoever comes after a time without anybody, and the first from the internet, are worth asking at once."""
-        asked_far = False
-        num_connected = 0
+        num_asked_far = num_connected = 0
         with self._host.connection_events() as events:
             async for peer, is_connected in events:
                 was_alone, num_connected = num_connected == 0, len(self._host.connected)
                 is_far = is_connected and is_global(self._ip_of(peer))
-                if is_connected and (was_alone or (is_far and not asked_far)):
-                    asked_far = is_far
+                if is_connected and (was_alone or (is_far and num_asked_far < NUM_COMPARED)):
+                    num_asked_far = 0 if was_alone else num_asked_far
+                    num_asked_far += is_far
                     self._due.set()
 
     async def examine(self) -> None:

@@ -1,0 +1,135 @@
+"""Nodes' hosts in homes behind NAT, with libp2p: who becomes direct, who stays relayed, and relays that go away."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from farandole.testnet.leash import Leash
+from farandole.testnet.natlab.lab import Home, Lab
+
+from ...node.relayed import until
+
+NODE = Path(__file__).with_name("mesh_node.py")
+PATIENCE = 60
+
+
+@dataclass
+class Node:
+    """A `mesh_node.py` in a home, and what it told last."""
+
+    process: trio.Process
+    told: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return str(self.told.get("peer", ""))
+
+    def path(self, peer: Node) -> str:
+        """How it reaches a peer."""
+        return str(self.told["paths"].get(peer.name, ""))
+
+    async def dial(self, peer: Node) -> None:
+        assert self.process.stdin is not None
+        order = {"peer": peer.name, "addresses": peer.told["addresses"]}
+        await self.process.stdin.send_all(json.dumps(order).encode() + b"\n")
+
+    async def listen(self) -> None:
+        assert self.process.stdout is not None
+        buffer = b""
+        with contextlib.suppress(trio.ClosedResourceError):
+            async for data in self.process.stdout:
+                *lines, buffer = (buffer + data).split(b"\n")
+                for line in lines:
+                    self.told = json.loads(line)
+
+
+@contextlib.asynccontextmanager
+async def open_nodes(homes: list[Home], leash: Leash) -> AsyncIterator[list[Node]]:
+    """One in each home."""
+    async with trio.open_nursery() as nursery:
+        nodes: list[Node] = []
+        try:
+            for home in homes:
+                process = await trio.lowlevel.open_process(
+                    [*home.host.enter, sys.executable, str(NODE)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    start_new_session=True,
+                )
+                leash.hold(process.pid)
+                nodes.append(Node(process))
+                nursery.start_soon(nodes[-1].listen)
+            await until(lambda: all(node.told for node in nodes))
+            yield nodes
+        finally:
+            with trio.CancelScope(shield=True):  # killed processes keep nobody waiting
+                for node in nodes:
+                    node.process.kill()
+                    await node.process.wait()
+                    leash.release(node.process.pid)
+                    for pipe in (node.process.stdin, node.process.stdout):
+                        assert pipe is not None
+                        await pipe.aclose()
+            nursery.cancel_scope.cancel()
+
+
+def has_relays(node: Node) -> Callable[[], bool]:
+    return lambda: len(node.told["relays"]) == 2
+
+
+def has_let_go(node: Node, relay: Node) -> Callable[[], bool]:
+    return lambda: relay.name not in node.told["relays"]
+
+
+async def test_who_can_punch_becomes_direct_and_who_cannot_stays_relayed(lab: Lab) -> None:
+    kinds = ("open", "open", "port-restricted", "carrier", "symmetric", "symmetric")
+    with trio.fail_after(2 * PATIENCE):
+        async with open_nodes([lab.add_home(kind) for kind in kinds], lab.leash) as nodes:
+            one, two, near, far, hard, harder = nodes
+            for node in (two, near, far, hard, harder):
+                await node.dial(one)
+            for node in (near, far, hard, harder):
+                await node.dial(two)
+            for node in (near, far, hard, harder):
+                await until(has_relays(node))
+            assert {node.told["kind"] for node in (one, two)} == {"public"}
+            assert {node.told["kind"] for node in (near, far)} == {"punchable"}
+            assert {node.told["kind"] for node in (hard, harder)} == {"relay only"}
+            await near.dial(far)
+            await until(lambda: near.path(far) == far.path(near) == "punched")
+            await hard.dial(harder)
+            await until(lambda: hard.path(harder) == harder.path(hard) == "relayed")
+
+
+async def test_relays_that_die_or_freeze_are_replaced_and_peers_found_again(lab: Lab) -> None:
+    kinds = ("open", "open", "open", "open", "symmetric", "symmetric")
+    with trio.fail_after(3 * PATIENCE):
+        async with open_nodes([lab.add_home(kind) for kind in kinds], lab.leash) as nodes:
+            *relays, hard, harder = nodes
+            for relay in relays[1:]:
+                await relay.dial(relays[0])
+            for relay in relays:
+                await hard.dial(relay)
+                await harder.dial(relay)
+            by_name = {relay.name: relay for relay in relays}
+            for how in (signal.SIGKILL, signal.SIGSTOP):
+                await until(has_relays(harder))
+                await hard.dial(harder)
+                await until(lambda: hard.path(harder) == "relayed")
+                victim = by_name[harder.told["relays"][0]]
+                os.kill(victim.process.pid, how)
+                await until(has_let_go(harder, victim))
+            await until(has_relays(harder))
+            await hard.dial(harder)
+            await until(lambda: hard.path(harder) == "relayed")
