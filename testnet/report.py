@@ -62,7 +62,7 @@ class NodeReport(msgspec.Struct, frozen=True):
     home: str = ""
     """Its kind, in the NAT lab."""
     links: dict[str, str] = {}
-    """Peer id -> ``direct`` or ``relayed``: those that it was connected to at the end of the training."""
+    """Peer id -> ``direct``, ``punched`` or ``relayed``: those that it was connected to at the end of the training."""
 
 
 class StageReport(msgspec.Struct, frozen=True):

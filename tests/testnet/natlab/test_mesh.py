@@ -16,7 +16,8 @@ from typing import Any
 import trio
 
 from farandole.testnet.leash import Leash
-from farandole.testnet.natlab.lab import Home, Lab
+from farandole.testnet.natlab.home import Home
+from farandole.testnet.natlab.lab import Lab
 
 from ...node.relayed import until
 
