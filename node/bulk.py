@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Protocol
 
 import trio
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from farandole.protocol.bulk import (
     GREETING_BYTES,
@@ -29,6 +30,8 @@ from farandole.protocol.bulk import (
     TOKEN_BYTES,
     Address,
     Proposal,
+    Side,
+    agree,
     decode_proposal,
     dialable,
     encode_proposal,
@@ -40,7 +43,7 @@ from farandole.protocol.framing import FrameParser, frame
 from farandole.protocol.identity import short_name
 
 from .backoff import Backoff
-from .bulk_channel import BulkChannel, ChannelError, Credentials, open_channel
+from .bulk_channel import BulkChannel, ChannelError, open_channel
 from .errors import PeerUnreachableError
 from .nurseries import open_service_nursery
 from .shaping import Shaping
@@ -48,8 +51,9 @@ from .streams import READ_BYTES, Stream, StreamHost, close_stream, receive_frame
 
 logger = logging.getLogger(__name__)
 
-BULK_PROTOCOL = "/farandole/bulk/1"
-# From the proposal to the channel: two round trips on the stream, a TCP handshake and one of TLS, over a bad line.
+BULK_PROTOCOL = "/farandole/bulk/2"
+# From the proposal to the channel: two round trips on the stream, a TCP handshake, greetings and ready records, over a
+# bad line.
 OPEN_TIMEOUT = 5.0
 # A peer that could not be reached so is left alone for a while: its exchanges start without the wait. A failure may be
 # chance (a lost packet, a busy peer), so the first pause lasts a few of these waits; one NAT that lets nothing through
@@ -73,7 +77,11 @@ _CHOSEN = b"\x01"
 
 
 class BulkHost(StreamHost, Protocol):
-    """A host whose addresses, and those of its peers, are known."""
+    """A host whose name and addresses, and those of its peers, are known."""
+
+    @property
+    def author(self) -> bytes:
+        """This node's public key."""
 
     @property
     def addresses(self) -> list[str]:
@@ -92,7 +100,6 @@ class BulkService:
         self._host = host
         self._listeners = listeners
         self._shaping = shaping
-        self._credentials = Credentials()
         self._idle: OrderedDict[bytes, BulkChannel] = OrderedDict()
         self._backoff = Backoff(FIRST_RETRY_AFTER, MAX_RETRY_AFTER)
         self._expected: Counter[bytes] = Counter()
@@ -174,7 +181,8 @@ class BulkService:
     # Negotiations
 
     async def _ask(self, peer: bytes) -> BulkChannel:
-        proposal = self._propose(secrets.token_bytes(SESSION_BYTES))
+        key = X25519PrivateKey.generate()
+        proposal = self._propose(secrets.token_bytes(SESSION_BYTES), key)
         stream = await self._host.open_stream(peer, BULK_PROTOCOL, OPEN_TIMEOUT)
         try:
             with self._race(proposal, peer) as race:
@@ -182,7 +190,7 @@ class BulkService:
                 theirs = await _receive_proposal(stream)
                 if theirs.session != proposal.session:
                     raise RemoteProtocolError("an answer to another proposal")
-                return await self._run_race(race, stream, theirs, is_server=False)
+                return await self._run_race(race, stream, theirs, key, is_asker=True)
         finally:
             await close_stream(stream)
 
@@ -193,10 +201,11 @@ class BulkService:
                 with trio.move_on_after(OPEN_TIMEOUT):
                     theirs = await _receive_proposal(stream)
                     if not self._is_busy(stream.peer, theirs.session):
-                        proposal = self._propose(theirs.session)
+                        key = X25519PrivateKey.generate()
+                        proposal = self._propose(theirs.session, key)
                         with self._race(proposal, stream.peer) as race:
                             await stream.send_all(frame(encode_proposal(proposal), MAX_PROPOSAL_BYTES))
-                            channel = await self._run_race(race, stream, theirs, is_server=True)
+                            channel = await self._run_race(race, stream, theirs, key, is_asker=False)
                             self.release(channel)
                             channel.announce()
         except (ChannelError, RemoteProtocolError, trio.BrokenResourceError) as error:
@@ -208,14 +217,14 @@ class BulkService:
         """One negotiation with a peer at a time; and no name for two channels."""
         return session in self._races or session in self._idle or any(r.peer == peer for r in self._races.values())
 
-    def _propose(self, session: bytes) -> Proposal:
-        """What this node offers: its interfaces, with the port that listens there."""
+    def _propose(self, session: bytes, key: X25519PrivateKey) -> Proposal:
+        """What this node offers: its interfaces, with the port that listens there, and its half of the keys."""
         ports = {family: listener.getsockname()[1] for family, listener in self._listeners.items()}
         addresses: list[Address] = [(ip, ports[f]) for ip in interfaces(self._host) if (f := _family(ip)) in ports]
         return Proposal(
             session=session,
             token=secrets.token_bytes(TOKEN_BYTES),
-            certificate=self._credentials.certificate,
+            key=key.public_key().public_bytes_raw(),
             addresses=addresses[:MAX_OFFERED],
         )
 
@@ -229,8 +238,12 @@ class BulkService:
             del self._races[proposal.session]
             race.end()
 
-    async def _run_race(self, race: _Race, stream: Stream, theirs: Proposal, is_server: bool) -> BulkChannel:
-        """Dial, let the answerer choose, shake hands; give up if the peer does, and closes the stream."""
+    async def _run_race(
+        self, race: _Race, stream: Stream, theirs: Proposal, key: X25519PrivateKey, is_asker: bool
+    ) -> BulkChannel:
+        """Dial, let the answerer choose, confirm the keys; give up if the peer does, and closes the stream."""
+        us, them = Side(self._host.author, race.proposal), Side(race.peer, theirs)
+        channel_secrets = agree(key, us, them, is_asker)
         race.begin(theirs)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_cancel_at_end, stream, nursery.cancel_scope)
@@ -238,14 +251,12 @@ class BulkService:
                 nursery.start_soon(self._dial, race, address, False)
                 if hasattr(socket, "SO_REUSEPORT"):
                     nursery.start_soon(self._dial, race, address, True)
-            await (race.choose() if is_server else race.await_choice())
+            await (race.await_choice() if is_asker else race.choose())
             nursery.cancel_scope.cancel()
         plain = race.claim()
         if plain is None:
             raise ChannelError("the peer gave up")
-        channel = await open_channel(
-            race.peer, race.session, plain, self._credentials, theirs.certificate, is_server, self._shaping
-        )
+        channel = await open_channel(race.peer, race.session, plain, channel_secrets, is_asker, self._shaping)
         self._backoff.note_success(race.peer)
         return channel
 
@@ -326,10 +337,10 @@ class _Race:
 
     def __init__(self, peer: bytes, proposal: Proposal) -> None:
         self.peer = peer
+        self.proposal = proposal
         self.session = proposal.session
         self.their_token = b""
         self.is_on = trio.Event()
-        self._token = proposal.token
         self._connections: set[trio.socket.SocketType] = set()
         self._chosen: socket.socket | None = None
         self._offers, self._offered = trio.open_memory_channel[trio.socket.SocketType](MAX_CANDIDATES)
@@ -341,7 +352,7 @@ class _Race:
 
     def is_greeted_by(self, received: bytes) -> bool:
         """Whether it is the other end that has sent these bytes."""
-        return is_greeting(received, self.session, self._token)
+        return is_greeting(received, self.session, self.proposal.token)
 
     def adopt(self, connection: trio.socket.SocketType) -> None:
         """Close this one at the end, unless it is the one."""

@@ -1,13 +1,18 @@
-"""A bulk channel: one TLS 1.3 connection, on which worker threads move memory both ways at once.
+"""A bulk channel: one TCP connection with sealed records, on which worker threads move memory both ways at once.
 
-OpenSSL lets go of the interpreter's lock while it encrypts, and so does BLAKE3 while it hashes, so the event loop goes
-on meanwhile; nothing is copied in Python. A TLS connection must not be read and written at the same moment, so both
-threads take turns at it, a few records at a time; they wait for the socket, and hash, outside of the lock. (Two
-connections, one for each direction, would need no lock, but have to find their way through a NAT twice, and a machine
-with many cores gains little: one direction alone is as fast. OpenSSL on memory, with the socket outside of the lock,
-took a fifth less of the receiver's processor time, as much more of the sender's, and was no faster.)
+Why not TLS: its records have 16 KiB, Python's ssl brings the OpenSSL that the system has, and lets nobody read and
+write at the same moment. The OpenSSL of `cryptography` encrypts with the widest vectors there are, and records of
+256 KiB (`farandole.protocol.record_layer`) cost little beside that. WHY_FIGURES
+What TLS would add is authentication and a key agreement, and both have happened by then on the libp2p stream: see
+`farandole.protocol.bulk`, and what an attacker can do there.
 
-Where the node has caps, the threads move as much at a time as `farandole.node.shaping` lets them.
+The directions share nothing but the socket. A thread copies what it sends once, as it encrypts, into memory that stays
+in the core's cache; what it receives, into such memory, and from there, as it decrypts, to the caller's, where it is
+hashed while it is in the cache. All this lets go of the interpreter's lock, so the event loop goes on meanwhile
+(before its release 50 `cryptography` holds it, for 30 microseconds a record). Nothing is copied in Python.
+
+Where the node has caps, the threads move as much at a time as `farandole.node.shaping` lets them, and records are as
+short as that.
 
 Cancellation shuts the socket down, which ends the threads, and waits for them: when a call returns or raises, nobody
 touches the caller's memory any more.
@@ -16,111 +21,69 @@ touches the caller's memory any more.
 from __future__ import annotations
 
 import contextlib
-import datetime
-import hmac
-import selectors
 import socket
-import ssl
-import tempfile
 import threading
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
-from typing import TypeVar
 
 import trio
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
-from farandole.protocol.errors import FarandoleError
+from farandole.protocol.bulk import Secrets
+from farandole.protocol.errors import FarandoleError, RemoteProtocolError
 from farandole.protocol.exchange import Incoming
+from farandole.protocol.record_layer import OVERHEAD_BYTES, Opener, Sealer
 
 from .shaping import Shaping
 
-# Hashed at once: enough for BLAKE3 to use its widest vectors, little enough to be still in the cache.
-HASH_BYTES = 1 << 18
-# The server says that it has verified the client and is ready: the first byte that TLS carries.
-_READY = b"\x01"
-# Clocks of volunteers' machines are wrong at times; a certificate is for one life of a node, and names it to one peer.
-_VALID_FROM, _VALID_UNTIL = (datetime.datetime(year, 1, 1, tzinfo=datetime.UTC) for year in (2000, 2200))
-
-T = TypeVar("T")
+# The first record of each end: it has the keys. That of the answerer says too that the channel can be called for.
+_READY = b"ready"
 
 
 class ChannelError(FarandoleError):
     """A channel broke, or did not come about; the message says why."""
 
 
-class Credentials:
-    """A key and a self-signed certificate for one life of a node."""
-
-    def __init__(self) -> None:
-        key = ec.generate_private_key(ec.SECP256R1())
-        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "farandole bulk")])
-        certificate = (
-            x509.CertificateBuilder()
-            .subject_name(name)
-            .issuer_name(name)
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(_VALID_FROM)
-            .not_valid_after(_VALID_UNTIL)
-            .sign(key, hashes.SHA256())
-        )
-        self.certificate = certificate.public_bytes(serialization.Encoding.DER)
-        self._pem = certificate.public_bytes(serialization.Encoding.PEM) + key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
-
-    def context(self, is_server: bool, peer_certificate: bytes) -> ssl.SSLContext:
-        """TLS 1.3 with a peer that shows this certificate (DER); raises `ssl.SSLError` if it is none."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_REQUIRED
-        if is_server:
-            context.num_tickets = 0  # nobody resumes
-        with tempfile.TemporaryDirectory() as folder:  # the module takes keys from files alone
-            path = Path(folder, "pem")
-            path.touch(0o600)
-            path.write_bytes(self._pem)
-            context.load_cert_chain(path)
-        context.load_verify_locations(cadata=peer_certificate)
-        return context
-
-
 class BulkChannel:
     """An authenticated connection with ``peer``, named by both ends by the session in which it was negotiated."""
 
-    def __init__(self, peer: bytes, session: bytes, connection: ssl.SSLSocket, shaping: Shaping) -> None:
+    def __init__(
+        self, peer: bytes, session: bytes, connection: socket.socket, secrets: Secrets, shaping: Shaping
+    ) -> None:
         self.peer = peer
         self.session = session
         self.idle_since = 0.0
         self.num_sent = 0
         """Bytes given to it so far, whether they have arrived or not."""
+        self.num_received = 0
+        """Bytes of the wire that have come so far, whether they turn out to be the peer's or not."""
         self._connection = connection
         self._shaping = shaping
+        self._sealer, self._opener = Sealer(secrets.sealing), Opener(secrets.opening)
+        self._num_reserved = 0  # bytes that may be received
         self._is_broken_off = threading.Event()
-        self._lock = threading.Lock()
         self._threads = trio.CapacityLimiter(2)
 
     @property
     def is_fit(self) -> bool:
         """Whether an idle channel may be used again: it is open, and nothing has come that nobody asked for."""
-        if self._connection.fileno() < 0 or self._connection.pending():
+        if self._is_broken_off.is_set() or not self._opener.is_clean:
             return False
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._connection, selectors.EVENT_READ)
-            return not selector.select(0)
+        try:
+            self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
 
     async def send(self, data: memoryview) -> None:
-        """Send all of it. Raises `ChannelError`. A cancelled channel is no longer fit."""
+        """Send all of it. Raises `ChannelError`. A channel that broke or was cancelled is no longer fit."""
         await self._run(lambda: self._send(data))
 
     async def receive(self, incoming: Incoming) -> None:
-        """Fill it to its end, hashing what comes, and noting how far that is. Otherwise as `send`."""
+        """Fill it to its end, hashing what comes, and noting how far that is. Otherwise as `send`.
+
+        After an error the memory beyond its position is undefined.
+        """
         await self._run(lambda: self._receive(incoming))
 
     async def receive_into(self, memory: memoryview) -> bytes:
@@ -130,154 +93,120 @@ class BulkChannel:
         return incoming.digest()
 
     def announce(self) -> None:
-        """The server's last word of the handshake: the channel can be called for."""
+        """Tell the other end that this one is ready: a few bytes, which a fresh connection takes at once."""
         with contextlib.suppress(OSError):
-            self._connection.send(_READY)
+            self._connection.send(self._sealer.seal(memoryview(_READY)), socket.MSG_DONTWAIT)
+
+    async def confirm(self) -> None:
+        """Wait until the other end has announced itself. Otherwise as `send`."""
+        await self._run(self._confirm)
 
     def close(self) -> None:
         """Close at once. Nothing may be moving."""
+        self._is_broken_off.set()
         self._connection.close()
 
-    async def _run(self, move: Callable[[], None]) -> None:
-        if self._connection.fileno() < 0:
-            raise ChannelError("the channel is closed")
-        await run_with_socket(self._connection, move, self._threads, self._is_broken_off)
+    # In threads
+
+    def _send(self, data: memoryview) -> None:
+        shaper = self._shaping.up
+        size = shaper.quantum - OVERHEAD_BYTES
+        for start in range(0, data.nbytes, size):
+            record = self._sealer.seal(data[start : start + size])
+            self._pause(shaper.reserve(record.nbytes))
+            self._connection.sendall(record)
+            self.num_sent += record.nbytes - OVERHEAD_BYTES
+
+    def _receive(self, incoming: Incoming) -> None:
+        while rest := incoming.rest:
+            if taken := self._opener.take(rest):
+                incoming.position += taken
+                incoming.hash_up()
+            else:
+                self._read_when_due()
+
+    def _read_when_due(self) -> None:
+        """Read from the wire; what was reserved and did not come is for the next time."""
+        shaper = self._shaping.down
+        if not self._num_reserved:
+            self._num_reserved = min(self._opener.wanted.nbytes, shaper.quantum)
+            self._pause(shaper.reserve(self._num_reserved))
+        self._num_reserved -= self._read(self._num_reserved)
+
+    def _read(self, most: int) -> int:
+        got = self._connection.recv_into(self._opener.wanted[:most])
+        if not got:
+            raise ChannelError("the peer closed the channel")
+        self._opener.received(got)
+        self.num_received += got
+        return got
+
+    def _confirm(self) -> None:
+        memory = memoryview(bytearray(len(_READY)))
+        while not self._opener.take(memory):
+            self._read(self._opener.wanted.nbytes)
+        if memory != _READY:
+            raise ChannelError("the peer does not say that it is ready")
 
     def _pause(self, seconds: float) -> None:
         if seconds > 0 and self._is_broken_off.wait(seconds):
             raise ChannelError("the channel was broken off")
 
-    def _send(self, data: memoryview) -> None:
-        shaper = self._shaping.up
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._connection, selectors.EVENT_WRITE)
-            sent = due = 0
-            while sent < data.nbytes:
-                if sent == due:
-                    due = min(sent + shaper.quantum, data.nbytes)
-                    self._pause(shaper.reserve(due - sent))
-                taken = self._take_turn(selector, partial(self._connection.send, data[sent:due]))
-                sent += taken
-                self.num_sent += taken
+    # In the event loop
 
-    def _receive(self, incoming: Incoming) -> None:
-        shaper = self._shaping.down
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._connection, selectors.EVENT_READ)
-            while piece := incoming.rest[:HASH_BYTES]:
-                received = due = 0
-                while received < piece.nbytes:
-                    if received == due:
-                        due = min(received + shaper.quantum, piece.nbytes)
-                        self._pause(shaper.reserve(due - received))
-                    got = self._take_turn(selector, partial(self._read, piece[received:due]))
-                    if not got:
-                        raise ChannelError("the peer closed the channel")
-                    received += got
-                    incoming.position += got
-                incoming.hash_up()
+    async def _run(self, work: Callable[[], None]) -> None:
+        """Do blocking work in a thread; when cancelled, shut the socket down and wait for the thread."""
+        if self._is_broken_off.is_set():
+            raise ChannelError("the channel is closed")
+        failure: Exception | None = None
+        is_done = False
 
-    def _read(self, memory: memoryview) -> int:
-        """As much as is there; 0 at the end. OpenSSL gives a record at a time."""
-        received = 0
-        while received < memory.nbytes:
+        async def break_off_if_cancelled() -> None:
             try:
-                got = self._connection.recv_into(memory[received:])
-            except ssl.SSLWantReadError:
-                if not received:
-                    raise
-                break
-            if not got:
-                break
-            received += got
-        return received
+                await trio.sleep_forever()
+            finally:
+                if not is_done:
+                    self._break_off()
 
-    def _take_turn(self, selector: selectors.BaseSelector, move: Callable[[], int]) -> int:
-        """Do it as soon as the connection lets us; the same call has to be tried again, with the same memory."""
-        while True:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(break_off_if_cancelled)
             try:
-                with self._lock:
-                    return move()
-            except ssl.SSLWantReadError:
-                wanted = selectors.EVENT_READ
-            except ssl.SSLWantWriteError:
-                wanted = selectors.EVENT_WRITE
-            if selector.get_key(self._connection).events != wanted:
-                selector.modify(self._connection, wanted)
-            selector.select()
+                await trio.to_thread.run_sync(work, limiter=self._threads)
+                is_done = True
+            except (OSError, ChannelError, RemoteProtocolError) as error:
+                failure = error
+            nursery.cancel_scope.cancel()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        if failure is not None:
+            raise ChannelError(str(failure) or repr(failure)) from failure
+
+    def _break_off(self) -> None:
+        """End the threads, and whatever the other end does with the connection."""
+        self._is_broken_off.set()
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
 
 
 async def open_channel(
-    peer: bytes,
-    session: bytes,
-    plain: socket.socket,
-    own: Credentials,
-    certificate: bytes,
-    is_server: bool,
-    shaping: Shaping,
+    peer: bytes, session: bytes, connection: socket.socket, secrets: Secrets, is_asker: bool, shaping: Shaping
 ) -> BulkChannel:
-    """TLS over a connected socket, which is taken over, and closed if this fails (`ChannelError`) or is cancelled.
+    """A channel over a connected socket, which is taken over, and closed if this raises `ChannelError` or is cancelled.
 
-    ``certificate`` is the peer's. The client's channel opens when the server calls `BulkChannel.announce`.
+    Both ends have shown then that they have the secrets; but the answerer's calls `BulkChannel.announce` when it is
+    ready for calls, and only then the asker's channel opens.
     """
-    connection = plain
+    channel = BulkChannel(peer, session, connection, secrets, shaping)
     try:
-        plain.setblocking(True)
-        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        shaping.fit_buffers(plain)
-        context = await trio.to_thread.run_sync(own.context, is_server, certificate)
-        connection = secure = context.wrap_socket(plain, server_side=is_server, do_handshake_on_connect=False)
-        await run_with_socket(secure, partial(_shake_hands, secure, certificate), trio.CapacityLimiter(1))
+        connection.setblocking(True)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        shaping.fit_buffers(connection)
+        if is_asker:
+            channel.announce()
+        await channel.confirm()
     except OSError as error:
-        connection.close()
-        raise ChannelError(f"no TLS: {error}") from error
+        channel.close()
+        raise ChannelError(f"no channel: {error}") from error
     except BaseException:
-        connection.close()
+        channel.close()
         raise
-    return BulkChannel(peer, session, secure, shaping)
-
-
-def _shake_hands(connection: ssl.SSLSocket, certificate: bytes) -> None:
-    connection.do_handshake()
-    if not hmac.compare_digest(connection.getpeercert(binary_form=True) or b"", certificate):
-        raise ChannelError("the peer shows another certificate than it proposed")
-    if not connection.server_side and connection.recv(len(_READY)) != _READY:
-        raise ChannelError("the peer did not accept the channel")
-    connection.setblocking(False)
-
-
-async def run_with_socket(
-    connection: socket.socket,
-    work: Callable[[], T],
-    limiter: trio.CapacityLimiter,
-    is_broken_off: threading.Event | None = None,
-) -> T:
-    """Run blocking work on a socket in a thread; when cancelled, shut the socket down and wait for the thread.
-
-    ``is_broken_off`` is set then, too. Errors of the network become `ChannelError`.
-    """
-    result: list[T] = []
-    failure: Exception | None = None
-
-    async def shut_down_if_cancelled() -> None:
-        try:
-            await trio.sleep_forever()
-        finally:
-            if not result and failure is None:
-                if is_broken_off is not None:
-                    is_broken_off.set()
-                with contextlib.suppress(OSError):
-                    # Not SSLSocket's own, which forgets the encryption first and lets the threads go on without it.
-                    socket.socket.shutdown(connection, socket.SHUT_RDWR)
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(shut_down_if_cancelled)
-        try:
-            result.append(await trio.to_thread.run_sync(work, limiter=limiter))
-        except (OSError, ValueError, ChannelError) as error:  # ValueError: closed meanwhile
-            failure = error
-        nursery.cancel_scope.cancel()
-    await trio.lowlevel.checkpoint_if_cancelled()
-    if failure is not None:
-        raise ChannelError(str(failure) or repr(failure)) from failure
-    return result[0]
+    return channel

@@ -339,7 +339,7 @@ class Conversation:
         before = incoming.position
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._cancel_when_silent, nursery.cancel_scope)
+                nursery.start_soon(self._cancel_when_silent, channel, nursery.cancel_scope)
                 nursery.start_soon(self._let_take_in)
                 try:
                     await channel.receive(incoming)
@@ -350,10 +350,11 @@ class Conversation:
             self.bytes_received += incoming.position - before
         self._put(_Here() if incoming.position == self._exchange.offer.size else _Stuck(route))
 
-    async def _cancel_when_silent(self, scope: trio.CancelScope) -> None:
-        position = -1
-        while position < self._exchange.num_received:
-            position = self._exchange.num_received
+    async def _cancel_when_silent(self, channel: Channel, scope: trio.CancelScope) -> None:
+        """By what comes at all: on a slow line, what counts comes in pieces of seconds."""
+        before = -1
+        while before < channel.num_received:
+            before = channel.num_received
             await trio.sleep(SILENT_FOR * self._seconds)
         scope.cancel()
 

@@ -26,15 +26,17 @@ from dataclasses import dataclass, field
 
 import trio
 
+from farandole.protocol.record_layer import MAX_SEALED_BYTES
+
 from .figures import BYTES_PER_MBIT
 
 # What may leave at once after a rest: wakeups may be late by so much before the rate suffers, and a line that is as
 # fast as the cap is busy for no longer before it takes a control message.
 BURST_SECONDS = 0.05
 # Reserved at once: so much of the rate that the machine wakes up 200 times a second at most, but no less than what is
-# worth a TLS record, and no more than a chunk.
+# worth a record of its own on a bulk channel, and no more than the longest one.
 QUANTUM_SECONDS = 0.005
-MIN_QUANTUM, MAX_QUANTUM = 4_096, 65_536
+MIN_QUANTUM, MAX_QUANTUM = 4_096, MAX_SEALED_BYTES
 # Control traffic beyond the cap is bulk's loss for so long; whoever floods a node does not slow its training for ever.
 MAX_DEBT_SECONDS = 30.0
 # What bulk keeps of the rate while it pays for control traffic. A piece then waits five times as long as without: 25 ms

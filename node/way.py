@@ -21,6 +21,10 @@ class Channel(Protocol):
     def num_sent(self) -> int:
         """Bytes sent over it so far, whether they have arrived or not."""
 
+    @property
+    def num_received(self) -> int:
+        """Bytes that have come over it so far, whether they turn out to be the peer's or not."""
+
     async def send(self, data: memoryview) -> None:
         """Send all, or raise `ChannelError`."""
 

@@ -1,15 +1,23 @@
 """Bulk: how two peers agree on a TCP connection of their own, beside libp2p's, for contributions.
 
-    asker   Proposal              answerer   Proposal         over a libp2p stream, which has authenticated both
-    both    dial each other, and greet with `greeting`        in clear, over each TCP connection that opens
-    answerer chooses one of them, and is the server of TLS 1.3 on it
+    asker    Proposal              answerer   Proposal        over a libp2p stream, which has authenticated both
+    both     dial each other, and greet with `greeting`       in clear, over each TCP connection that opens
+    answerer chooses one of them
+    asker    ready                 answerer   ready           in records (`farandole.protocol.record_layer`) on that one
 
-libp2p's Noise and yamux take several times the processor time of OpenSSL, and hold the interpreter's lock meanwhile.
-A `Proposal` carries its sender's certificate, made for this life of the node: each end accepts that very certificate
-and no other, so the connection leads to the peer as surely as the stream did on which it was agreed. The greeting (the
-session and the receiver's one-time token) keeps strangers away from the TLS handshake, and makes a plain dial, a
-reverse dial and a simultaneous open look alike; who reads it on the wire could take its sender's place in the race,
-then fails the handshake, and the contributions move over the libp2p stream.
+libp2p's Noise and yamux take several times the processor time of these records, and hold the interpreter's lock
+meanwhile. The records' keys come from the proposals (`agree`), and who they are for from the stream:
+
+- Noise says who sent a proposal, and that nobody changed it or read it. Whoever can seal a record is that peer.
+- A proposal's X25519 key is of one negotiation. Nobody can find the channel's keys once both have forgotten theirs.
+- The keys hang on both peers' names, both proposals' keys and tokens, the session and the direction. So a peer that
+  passes another's proposal on, or an end that hears itself, gets different keys or none.
+- Before a channel is used each end opens the other's first record, so both have the same keys.
+- Who sits on the path, and so reads the greeting, can take a peer's place in the race or break the connection; then
+  the contributions move over another channel, or the libp2p stream. He sees how much moves when, and nothing else.
+
+The greeting (the session and the receiver's one-time token) keeps strangers away from the channel, and makes a plain
+dial, a reverse dial and a simultaneous open look alike.
 
 A peer's word alone makes no node dial into its own network: see `dialable`.
 """
@@ -19,24 +27,28 @@ from __future__ import annotations
 import hmac
 import ipaddress
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from .errors import RemoteProtocolError
+from .identity import framed
+from .record_layer import SECRET_BYTES
 
-BULK_VERSION = 1
+BULK_VERSION = 2
 SESSION_BYTES = 16
 TOKEN_BYTES = 32
 GREETING_BYTES = SESSION_BYTES + TOKEN_BYTES
-# A self-signed certificate of a P-256 key and a short name has about 350 bytes.
-MAX_CERTIFICATE_BYTES = 1_024
+PUBLIC_KEY_BYTES = 32
 # A machine has a few interfaces in two families, and an address outside its NAT.
 MAX_OFFERED = 8
 # The longest IPv6 address in words, an IPv4 one in its last part.
 MAX_IP_CHARS = 45
-# Eight addresses of 50 bytes, the certificate, and two ids.
-MAX_PROPOSAL_BYTES = 2_048
+# Eight addresses of 50 bytes, a key, and two ids.
+MAX_PROPOSAL_BYTES = 1_024
 # Below are the ports of system services; nobody is to be made to knock there.
 MIN_PORT = 1_024
 # Addresses that lie in one network of this size are each other's neighbours.
@@ -51,15 +63,15 @@ Address = tuple[
 
 
 class Proposal(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True):
-    """Where its sender can be dialled, and what proves either end to the other."""
+    """Where its sender can be dialled, and its half of the channel's keys."""
 
     version: Annotated[int, msgspec.Meta(ge=BULK_VERSION, le=BULK_VERSION)] = BULK_VERSION
     session: Annotated[bytes, msgspec.Meta(min_length=SESSION_BYTES, max_length=SESSION_BYTES)]
     """Chosen by the asker; the channel's name from then on."""
     token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
     """Random; greetings that reach the sender must show it."""
-    certificate: Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_CERTIFICATE_BYTES)]
-    """DER; the sender's end of the TLS connection shows this very one."""
+    key: Annotated[bytes, msgspec.Meta(min_length=PUBLIC_KEY_BYTES, max_length=PUBLIC_KEY_BYTES)]
+    """An X25519 public key, made for this negotiation."""
     addresses: Annotated[list[Address], msgspec.Meta(max_length=MAX_OFFERED)]
 
 
@@ -78,6 +90,37 @@ def decode_proposal(payload: bytes) -> Proposal:
         return _decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RemoteProtocolError(f"not a proposal: {error}") from error
+
+
+class Side(NamedTuple):
+    """One end of a negotiation: who it is, and what it proposes."""
+
+    author: bytes
+    proposal: Proposal
+
+
+class Secrets(NamedTuple):
+    """What a channel's records are sealed and opened with, 32 bytes each; the other end has them reversed."""
+
+    sealing: bytes
+    opening: bytes
+
+
+def agree(own_key: X25519PrivateKey, ours: Side, theirs: Side, is_asker: bool) -> Secrets:
+    """The secrets of both directions, of the key that `ours` proposes and the other's.
+
+    X25519 (RFC 7748) and HKDF-SHA256 (RFC 5869). Raises `RemoteProtocolError` if the other's key is of small order.
+    """
+    asker, answerer = (ours, theirs) if is_asker else (theirs, ours)
+    try:
+        shared = own_key.exchange(X25519PublicKey.from_public_bytes(theirs.proposal.key))
+    except ValueError as error:
+        raise RemoteProtocolError("a key of small order") from error
+    named = [part for side in (asker, answerer) for part in (side.author, side.proposal.key, side.proposal.token)]
+    info = framed(b"farandole/bulk/2", *named)
+    both = HKDF(SHA256(), 2 * SECRET_BYTES, salt=asker.proposal.session, info=info).derive(shared)
+    by_asker, by_answerer = both[:SECRET_BYTES], both[SECRET_BYTES:]
+    return Secrets(by_asker, by_answerer) if is_asker else Secrets(by_answerer, by_asker)
 
 
 def greeting(session: bytes, token: bytes) -> bytes:

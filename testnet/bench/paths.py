@@ -6,16 +6,23 @@ Each `open_...` is one end: without an address it listens, says by ``announce`` 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import socket
 import ssl
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 import trio
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.x509.oid import NameOID
 
 from farandole.node.bulk import BulkService, open_bulk
-from farandole.node.bulk_channel import BulkChannel, Credentials
+from farandole.node.bulk_channel import BulkChannel
 from farandole.node.host import Host, Stream, open_host
 from farandole.node.yamux import PIECE_BYTES
 from farandole.protocol.bulk import SESSION_BYTES
@@ -96,19 +103,42 @@ class StreamEnd:
 @contextlib.asynccontextmanager
 async def open_tls(address: str | None, announce: Announce) -> AsyncIterator[End]:
     """TLS 1.3 in trio's event loop, without authentication."""
-    if address is None:
-        credentials = Credentials()
-        context = credentials.context(is_server=True, peer_certificate=credentials.certificate)
-    else:
-        context = ssl.create_default_context()
-        context.check_hostname = False
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if address is None else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
+    if address is None:
+        _certify(context)
     plain = await _connect(address, announce)
     plain.setblocking(False)
     transport = trio.SocketStream(trio.socket.from_stdlib_socket(plain))
     async with trio.SSLStream(transport, context, server_side=address is None, https_compatible=True) as stream:
         await stream.do_handshake()
         yield StreamEnd(stream, STREAM_PIECE_BYTES)
+
+
+def _certify(context: ssl.SSLContext) -> None:
+    """A server's, by a self-signed certificate."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "farandole bench")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now)
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .sign(key, hashes.SHA256())
+    )
+    pem = certificate.public_bytes(serialization.Encoding.PEM) + key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    with tempfile.TemporaryDirectory() as folder:  # the module takes keys from files alone
+        path = Path(folder, "pem")
+        path.write_bytes(pem)
+        context.load_cert_chain(path)
 
 
 async def _connect(address: str | None, announce: Announce) -> socket.socket:

@@ -14,7 +14,7 @@ PATH_NAMES = {
     "tls": "one TLS socket in trio",
     "stock": "py-libp2p stream as it comes (Noise, its yamux)",
     "libp2p": "our libp2p stream (Noise, our yamux)",
-    "bulk": "our bulk channel (TLS 1.3, hashed on arrival)",
+    "bulk": "our bulk channel (AES-256-GCM records, hashed on arrival)",
 }
 
 

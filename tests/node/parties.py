@@ -124,6 +124,7 @@ class MemoryChannel:
     def __init__(self, session: bytes, stream: trio.StapledStream, faults: Faults) -> None:
         self.session = session
         self.num_sent = 0
+        self.num_received = 0
         self.is_moving = 0
         self._stream = stream
         self._faults = faults
@@ -148,6 +149,7 @@ class MemoryChannel:
                 piece = await self._stream.receive_some(min(65_536, len(incoming.rest)))
                 if not piece:
                     raise ChannelError("the peer closed the channel")
+                self.num_received += len(piece)
                 incoming.write(memoryview(piece))
 
     def close(self) -> None:

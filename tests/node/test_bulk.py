@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import random
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 import pytest
 import trio
 import trio.testing
 from blake3 import blake3
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from farandole.node import bulk
 from farandole.node.bulk import (
@@ -24,15 +26,18 @@ from farandole.node.bulk import (
     BulkService,
     open_bulk,
 )
-from farandole.node.bulk_channel import BulkChannel, ChannelError, Credentials
+from farandole.node.bulk_channel import BulkChannel, ChannelError, open_channel
 from farandole.node.errors import PeerUnreachableError
+from farandole.node.shaping import Shaping
 from farandole.node.streams import Stream
-from farandole.protocol.bulk import Proposal, decode_proposal, encode_proposal, greeting
+from farandole.protocol.bulk import Proposal, Secrets, decode_proposal, encode_proposal, greeting
+from farandole.protocol.exchange import Incoming
 from farandole.protocol.framing import frame
+from farandole.protocol.record_layer import HEADER_BYTES, OVERHEAD_BYTES, RECORD_BYTES, Sealer
 
 ALICE, BOB = b"a" * 32, b"b" * 32  # Alice always asks
 PATIENCE = 20.0
-SIZES = [1, 1_001, 16_384, 262_145, 3_000_001]
+SIZES = [1, 1_001, RECORD_BYTES, RECORD_BYTES + 1, 3_000_001]
 
 Handler = Callable[[Stream], Awaitable[None]]
 
@@ -277,16 +282,16 @@ async def test_a_negotiation_for_which_the_exchange_has_no_more_time_counts_as_f
 
 
 @pytest.mark.parametrize("liar", [ALICE, BOB])
-async def test_another_certificate_is_refused(alice: Party, bob: Party, liar: bytes) -> None:
-    other = Credentials().certificate
+async def test_another_key_than_the_proposed_one_is_refused(alice: Party, bob: Party, liar: bytes) -> None:
+    other = X25519PrivateKey.generate().public_key().public_bytes_raw()
     host = alice.host if liar == ALICE else bob.host
-    host.change = lambda proposal: msgspec.structs.replace(proposal, certificate=other)
+    host.change = lambda proposal: msgspec.structs.replace(proposal, key=other)
     with bob.service.expecting(ALICE):
         assert await alice.service.acquire(BOB) is None
     await assert_no_channel(alice, bob)
 
 
-@pytest.mark.parametrize("lie", [{"certificate": b"rubbish"}, {"certificate": b""}, {"session": b"x" * 16}])
+@pytest.mark.parametrize("lie", [{"key": bytes(32)}, {"key": b""}, {"session": b"x" * 16}])
 async def test_a_proposal_that_lies_brings_no_channel(alice: Party, bob: Party, lie: dict[str, object]) -> None:
     bob.host.change = lambda proposal: msgspec.structs.replace(proposal, **lie)
     with bob.service.expecting(ALICE):
@@ -354,7 +359,7 @@ async def test_strangers_get_in_neither_silent_nor_talking_and_do_not_hinder(
 ) -> None:
     monkeypatch.setattr(bulk, "OPEN_TIMEOUT", PATIENCE)
     token = b"t" * 32
-    with bob.service._race(Proposal(session=b"s" * 16, token=token, certificate=b"c", addresses=[]), b"m" * 32):
+    with bob.service._race(Proposal(session=b"s" * 16, token=token, key=b"k" * 32, addresses=[]), b"m" * 32):
         rubbish = [await trio.open_tcp_stream("127.0.0.1", bob.port) for _ in range(3)]
         await rubbish[0].send_all(greeting(b"s" * 16, b"u" * 32))
         await rubbish[1].send_all(greeting(b"x" * 16, token))
@@ -446,14 +451,242 @@ async def test_idle_channels_close_in_time(
 
 
 async def test_no_two_negotiations_with_one_peer(alice: Party, bob: Party) -> None:
-    proposal = alice.service._propose(b"1" * 16)
+    proposal = alice.service._propose(b"1" * 16, X25519PrivateKey.generate())
     with bob.service.expecting(ALICE), bob.service._race(proposal, ALICE):
         stream = await alice.host.open_stream(BOB, BULK_PROTOCOL)
         await stream.send_all(frame(encode_proposal(msgspec.structs.replace(proposal, session=b"2" * 16)), 4_096))
         assert await stream.receive_some(1) == b""
 
 
-def test_the_key_is_not_left_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    Credentials().context(True, Credentials().certificate)
-    assert list(tmp_path.iterdir()) == []
+async def test_each_negotiation_has_keys_of_its_own(alice: Party, bob: Party) -> None:
+    proposed: list[Proposal] = []
+
+    def note(proposal: Proposal) -> Proposal:
+        proposed.append(proposal)
+        return proposal
+
+    for party in (alice, bob):
+        party.host.change = note
+    for _ in range(2):
+        for end in await meet(alice, bob):
+            end.close()
+    assert len({proposal.key for proposal in proposed}) == len(proposed) == 4
+
+
+async def test_who_passes_anothers_proposals_on_gets_between_nobody(alice: Party, bob: Party) -> None:
+    """Mallory, in the middle of two libp2p streams of her own: Alice means her, and Bob does."""
+    mallory = b"m" * 32
+    alice.host.network[mallory] = bob.host  # Alice's stream to Mallory ends at Bob, unchanged
+    with bob.service.expecting(ALICE):
+        assert await alice.service.acquire(mallory) is None
+    await assert_no_channel(alice, bob)
+
+
+# How sends and receives are cut
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_ends_need_not_cut_alike(alice: Party, bob: Party, seed: int) -> None:
+    rng = random.Random(seed)
+    data = rng.randbytes(1_500_000)
+    memory = bytearray(len(data))
+
+    def cuts() -> list[int]:
+        places = {rng.choice([rng.randrange(len(data)), rng.randrange(100)]) for _ in range(rng.randrange(12))}
+        return [0, *sorted(places), len(data)]
+
+    sends, receives = cuts(), cuts()
+    near, far = await meet(alice, bob)
+
+    async def send() -> None:
+        for start, end in itertools.pairwise(sends):
+            await near.send(memoryview(data)[start:end])
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(send)
+        for start, end in itertools.pairwise(receives):
+            assert await far.receive_into(memoryview(memory)[start:end]) == blake3(data[start:end]).digest()
+    assert memory == data
+    assert near.is_fit
+    assert far.is_fit
+    near.close()
+    far.close()
+
+
+@pytest.mark.parametrize("size", [10, 3 * RECORD_BYTES])
+async def test_a_channel_with_a_rest_that_nobody_asked_for_is_not_used_again(
+    alice: Party, bob: Party, size: int
+) -> None:
+    near, far = await meet(alice, bob)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(near.send, memoryview(bytes(size)))
+        await far.receive_into(memoryview(bytearray(size - 1)))
+    assert not far.is_fit
+    bob.service.release(far)
+    assert bob.service.take(ALICE, far.session) is None
+    near.close()
+
+
+async def test_small_sends_are_one_write_each(alice: Party, bob: Party) -> None:
+    near, far = await meet(alice, bob)
+    written: list[int] = []
+
+    class Counting:
+        def __getattr__(self, name: str) -> object:
+            return getattr(connection, name)
+
+        def sendall(self, data: memoryview) -> None:
+            written.append(data.nbytes)
+            connection.sendall(data)
+
+    connection, near._connection = near._connection, Counting()  # type: ignore[assignment]
+    for _ in range(3):
+        await move(near, far, b"x" * 100)
+    assert written == [100 + OVERHEAD_BYTES] * 3
+    near.close()
+    far.close()
+
+
+# Somebody on the path
+
+
+class Meddler:
+    """Between two ends of a channel: passes on what Alice's sends, record by record, as ``change`` makes it."""
+
+    def __init__(self, change: Callable[[list[bytes]], list[bytes]]) -> None:
+        self._change = change
+
+    async def run(self, from_alice: trio.SocketStream, to_bob: trio.SocketStream, num_records: int) -> None:
+        records = [await self._read_record(from_alice) for _ in range(num_records)]
+        with contextlib.suppress(trio.BrokenResourceError):
+            for record in self._change(records):
+                await to_bob.send_all(record)
+            await to_bob.send_eof()
+
+    async def _read_record(self, stream: trio.SocketStream) -> bytes:
+        header = await self._read_exactly(stream, HEADER_BYTES)
+        return header + await self._read_exactly(stream, int.from_bytes(header, "big"))
+
+    async def _read_exactly(self, stream: trio.SocketStream, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            data += await stream.receive_some(size - len(data))
+        return data
+
+
+def flipped(record: bytes, at: int) -> bytes:
+    return record[:at] + bytes([record[at] ^ 1]) + record[at + 1 :]
+
+
+MEDDLING: dict[str, tuple[int, Callable[[list[bytes]], list[bytes]]]] = {
+    "nothing": (4, lambda r: r),
+    "flips the length": (1, lambda r: [r[0], flipped(r[1], 3), *r[2:]]),
+    "makes it long": (1, lambda r: [r[0], b"\xff" + r[1][1:], *r[2:]]),
+    "flips a byte": (1, lambda r: [r[0], flipped(r[1], 100), *r[2:]]),
+    "flips the tag": (2, lambda r: [*r[:2], flipped(r[2], len(r[2]) - 1), r[3]]),
+    "drops": (1, lambda r: [r[0], *r[2:]]),
+    "drops the last": (3, lambda r: r[:3]),
+    "swaps": (1, lambda r: [r[0], r[2], r[1], r[3]]),
+    "repeats": (2, lambda r: [*r[:2], *r[1:]]),
+    "truncates": (3, lambda r: [*r[:3], r[3][:-1]]),
+    "truncates the length": (3, lambda r: [*r[:3], r[3][:2]]),
+    "inserts": (1, lambda r: [r[0], random.Random(1).randbytes(5_000), *r[1:]]),
+}
+
+
+@pytest.mark.parametrize("meddling", MEDDLING)
+async def test_who_meddles_on_the_path_breaks_the_channel_and_nothing_counts(
+    meddling: str, nursery: trio.Nursery
+) -> None:
+    num_good, change = MEDDLING[meddling]
+    data = random.Random(2).randbytes(3 * RECORD_BYTES + 1_000)
+    memory = bytearray(len(data))
+    incoming = Incoming(memoryview(memory))
+    with trio.fail_after(PATIENCE):
+        async with open_meddled(Meddler(change), 4) as (near, far):
+            async with trio.open_nursery() as moving:
+                moving.start_soon(near.send, memoryview(data))
+                if num_good == 4:
+                    await far.receive(incoming)
+                else:
+                    with pytest.raises(ChannelError):
+                        await far.receive(incoming)
+            received = data[: num_good * RECORD_BYTES]
+            assert incoming.position == len(received)
+            assert memory[: len(received)] == received
+            assert incoming.digest() == blake3(received).digest()
+            assert not far.is_fit
+            if num_good < 4:
+                for _ in range(2):
+                    with pytest.raises(ChannelError):
+                        await far.receive(incoming)
+                assert incoming.position == len(received)
+
+
+@asynccontextmanager
+async def open_meddled(meddler: Meddler, num_records: int) -> AsyncIterator[tuple[BulkChannel, BulkChannel]]:
+    """Both ends of a channel that leads through somebody else once it is open."""
+    (alices, from_alice), (to_bob, bobs) = tcp_pair(), tcp_pair()
+    near = BulkChannel(BOB, b"s" * 16, alices, SECRETS, Shaping())
+    far = BulkChannel(ALICE, b"s" * 16, bobs, Secrets(SECRETS.opening, SECRETS.sealing), Shaping())
+    middle = []
+    for plain in (from_alice, to_bob):
+        plain.setblocking(False)
+        middle.append(trio.SocketStream(trio.socket.from_stdlib_socket(plain)))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(meddler.run, *middle, num_records)
+        yield near, far
+    for end in (near, far):
+        end.close()
+    for stream in middle:
+        await stream.aclose()
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        dialled = socket.create_connection(listener.getsockname())
+        return dialled, listener.accept()[0]
+
+
+SECRETS = Secrets(b"n" * 32, b"f" * 32)
+
+
+@pytest.mark.parametrize(
+    ("answerers", "num_opened"),
+    [
+        (Secrets(SECRETS.opening, SECRETS.sealing), 2),
+        (SECRETS, 0),  # as who hears himself has
+        (Secrets(SECRETS.opening, b"x" * 32), 0),  # the answerer hears nothing that it can open, and says nothing
+        (Secrets(b"x" * 32, SECRETS.sealing), 1),  # and here the asker
+    ],
+)
+async def test_ends_with_different_keys_open_no_channel(answerers: Secrets, num_opened: int) -> None:
+    opened: list[BulkChannel] = []
+
+    async def open_one(connection: socket.socket, own: Secrets, is_asker: bool) -> None:
+        with contextlib.suppress(ChannelError):
+            channel = await open_channel(b"p" * 32, b"s" * 16, connection, own, is_asker, Shaping())
+            opened.append(channel)
+            if not is_asker:
+                channel.announce()
+
+    with trio.fail_after(PATIENCE):
+        dialled, accepted = tcp_pair()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(open_one, dialled, SECRETS, True)
+            nursery.start_soon(open_one, accepted, answerers, False)
+    assert len(opened) == num_opened
+    if num_opened < 2:
+        assert dialled.fileno() == -1
+    assert {channel.is_fit for channel in opened} <= {num_opened == 2}
+    for channel in opened:
+        channel.close()
+
+
+async def test_whose_first_record_says_something_else_is_refused() -> None:
+    dialled, accepted = tcp_pair()
+    with accepted, trio.fail_after(PATIENCE):
+        accepted.sendall(Sealer(SECRETS.opening).seal(memoryview(b"hello")))
+        with pytest.raises(ChannelError, match="ready"):
+            await open_channel(b"p" * 32, b"s" * 16, dialled, SECRETS, True, Shaping())
+    assert dialled.fileno() == -1

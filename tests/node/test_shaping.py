@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.node.bulk_channel import BulkChannel, Credentials, open_channel
+from farandole.node.bulk_channel import BulkChannel, open_channel
 from farandole.node.conversation import SILENT_FOR
 from farandole.node.figures import BYTES_PER_MBIT
 from farandole.node.host import open_host
@@ -33,7 +33,9 @@ from farandole.node.shaping import (
     Shaping,
 )
 from farandole.node.transfers import MAX_DOWNLOADS_SERVED, SavedCheckpoint, TransferService, fetch_checkpoint
+from farandole.protocol.bulk import Secrets
 from farandole.protocol.manifest import RoundConfig
+from farandole.protocol.record_layer import HEADER_BYTES, OVERHEAD_BYTES, RECORD_BYTES
 from farandole.protocol.transfers import CheckpointHeader
 
 PATIENCE = 30.0
@@ -224,22 +226,22 @@ async def open_channels(near: Shaping, far: Shaping) -> AsyncIterator[tuple[Bulk
     with socket.create_server(("127.0.0.1", 0)) as listener:
         dialled = socket.create_connection(listener.getsockname())
         accepted, _ = listener.accept()
-    ours, theirs = Credentials(), Credentials()
+    secrets = Secrets(b"n" * 32, b"f" * 32)
     channels: dict[bool, BulkChannel] = {}
 
-    async def open_one(plain: socket.socket, is_server: bool, shaping: Shaping) -> None:
-        own, other = (theirs, ours) if is_server else (ours, theirs)
-        channel = await open_channel(b"p" * 32, b"s" * 16, plain, own, other.certificate, is_server, shaping)
-        channels[is_server] = channel
-        if is_server:
+    async def open_one(connection: socket.socket, is_asker: bool, shaping: Shaping) -> None:
+        own = secrets if is_asker else Secrets(secrets.opening, secrets.sealing)
+        channel = await open_channel(b"p" * 32, b"s" * 16, connection, own, is_asker, shaping)
+        channels[is_asker] = channel
+        if not is_asker:
             channel.announce()
 
     with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(open_one, dialled, False, near)
-            nursery.start_soon(open_one, accepted, True, far)
+            nursery.start_soon(open_one, dialled, True, near)
+            nursery.start_soon(open_one, accepted, False, far)
         try:
-            yield channels[False], channels[True]
+            yield channels[True], channels[False]
         finally:
             channels[False].close()
             channels[True].close()
@@ -269,25 +271,49 @@ def num_counted(shaper: Shaper) -> float:
 
 async def test_a_channel_counts_what_it_moves() -> None:
     near, far = (Shaping(*(Shaper(clock=lambda: 0.0) for _ in range(2))) for _ in range(2))
+    size = 2 * RECORD_BYTES + 1
     async with open_channels(near, far) as (sender, receiver), trio.open_nursery() as nursery:
-        nursery.start_soon(sender.send, memoryview(bytes(300_001)))
-        await receiver.receive_into(memoryview(bytearray(300_001)))
-    assert num_counted(near.up) == num_counted(far.down) == 300_001
+        nursery.start_soon(sender.send, memoryview(bytes(size)))
+        await receiver.receive_into(memoryview(bytearray(size)))
+    assert num_counted(near.up) == size + 3 * OVERHEAD_BYTES
+    assert num_counted(near.up) <= num_counted(far.down) <= num_counted(near.up) + HEADER_BYTES  # of what may come next
     assert num_counted(near.down) == num_counted(far.up) == 0
+
+
+@pytest.mark.parametrize(("up", "down"), [(0, 24), (24, 0), (24, 24)])
+async def test_both_ways_at_once_caps_hold_whatever_the_records_sizes(up: float, down: float) -> None:
+    sides = Shaping.of_mbit(up, down), Shaping()
+    data = random.Random(1).randbytes(MIB + 1_001)
+    async with open_channels(*sides) as channels:
+        began = time.monotonic()
+
+        async def move(sender: BulkChannel, receiver: BulkChannel) -> None:
+            memory = bytearray(len(data))
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(sender.send, memoryview(data))
+                await receiver.receive_into(memoryview(memory))
+            assert memory == data
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(move, *channels)
+            nursery.start_soon(move, *reversed(channels))
+        seconds = time.monotonic() - began
+    for shaper in (sides[0].up, sides[0].down):
+        assert not shaper.rate or len(data) <= shaper.burst + shaper.rate * seconds
 
 
 @pytest.mark.parametrize("is_sending", [True, False])
 async def test_a_thread_that_waits_for_its_turn_ends_when_it_is_cancelled(is_sending: bool) -> None:
     rate = MIN_QUANTUM / (2 * PATIENCE)  # the second piece may move when it is too late
     async with open_channels(Shaping(Shaper(rate), Shaper(rate)), Shaping()) as (capped, free):
-        first, all_of_it = memoryview(bytearray(MIN_QUANTUM)), memoryview(bytearray(MIB))
+        first, all_of_it = memoryview(bytearray(MIN_QUANTUM - OVERHEAD_BYTES)), memoryview(bytearray(MIB))
         async with trio.open_nursery() as nursery:
             if is_sending:
                 nursery.start_soon(capped.send, all_of_it)
                 await free.receive_into(first)
             else:
                 nursery.start_soon(capped.receive_into, all_of_it)
-                await free.send(first)
+                await free.send(memoryview(bytes(3 * MIN_QUANTUM)))  # in one record
             nursery.cancel_scope.cancel()
         assert not capped.is_fit
 

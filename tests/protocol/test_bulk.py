@@ -2,18 +2,21 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
 from farandole.protocol.bulk import (
     GREETING_BYTES,
-    MAX_CERTIFICATE_BYTES,
     MAX_IP_CHARS,
     MAX_OFFERED,
     MAX_PROPOSAL_BYTES,
     MIN_PORT,
     Address,
     Proposal,
+    Secrets,
+    Side,
+    agree,
     decode_proposal,
     dialable,
     encode_proposal,
@@ -21,8 +24,23 @@ from farandole.protocol.bulk import (
     is_greeting,
 )
 from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.record_layer import SECRET_BYTES
 
-PROPOSAL = Proposal(session=b"s" * 16, token=b"t" * 32, certificate=b"c" * 350, addresses=[("192.0.2.1", 4001)])
+PROPOSAL = Proposal(session=b"s" * 16, token=b"t" * 32, key=b"k" * 32, addresses=[("192.0.2.1", 4001)])
+# Montgomery's u of the points of order 1, 2, 4 and 8 (RFC 7748, 6.1; https://cr.yp.to/ecdh.html#validate), in all
+# encodings of 255 bits.
+SMALL_ORDER = [
+    number.to_bytes(32, "little")
+    for number in (
+        0,
+        1,
+        2**255 - 20,
+        2**255 - 19,
+        2**255 - 18,
+        325606250916557431795983626356110631294008115727848805560023387167927233504,
+        39382357235489614581723060781553021112529911719440698176882885853963445705823,
+    )
+]
 PUBLIC, PRIVATE = ("8.8.8.8", 5000), ("192.168.1.7", 5000)
 
 
@@ -31,9 +49,7 @@ def test_a_proposal_survives_the_wire() -> None:
 
 
 def test_the_longest_proposal_fits_its_frame() -> None:
-    longest = msgspec.structs.replace(
-        PROPOSAL, certificate=bytes(MAX_CERTIFICATE_BYTES), addresses=[("f" * MAX_IP_CHARS, 65_535)] * MAX_OFFERED
-    )
+    longest = msgspec.structs.replace(PROPOSAL, addresses=[("f" * MAX_IP_CHARS, 65_535)] * MAX_OFFERED)
     assert len(encode_proposal(longest)) <= MAX_PROPOSAL_BYTES
     assert decode_proposal(encode_proposal(longest)) == longest
 
@@ -41,11 +57,13 @@ def test_the_longest_proposal_fits_its_frame() -> None:
 @pytest.mark.parametrize(
     "lie",
     [
-        {"version": 2},
+        {"version": 1},
+        {"version": 3},
         {"session": b"s" * 15},
         {"token": b"t" * 33},
-        {"certificate": b""},
-        {"certificate": bytes(MAX_CERTIFICATE_BYTES + 1)},
+        {"key": b""},
+        {"key": b"k" * 31},
+        {"key": b"k" * 33},
         {"addresses": [PUBLIC] * (MAX_OFFERED + 1)},
         {"addresses": [("8.8.8.8", MIN_PORT - 1)]},
         {"addresses": [("8.8.8.8", 65_536)]},
@@ -72,6 +90,57 @@ def test_a_damaged_proposal_is_read_or_refused(flips: list[tuple[int, int]]) -> 
         decode_proposal(bytes(data))
     except RemoteProtocolError:
         return
+
+
+KEYS = [X25519PrivateKey.from_private_bytes(bytes([number]) * 32) for number in (1, 2, 3)]
+ALICE, BOB = (
+    Side(bytes([number]) * 32, msgspec.structs.replace(PROPOSAL, key=key.public_key().public_bytes_raw()))
+    for number, key in enumerate(KEYS[:2])
+)
+
+
+def alices(asker: Side = ALICE, answerer: Side = BOB, key: X25519PrivateKey = KEYS[0]) -> Secrets:
+    return agree(key, asker, answerer, is_asker=True)
+
+
+def test_both_have_the_same_secrets_one_for_each_direction() -> None:
+    by_alice, by_bob = alices(), agree(KEYS[1], BOB, ALICE, is_asker=False)
+    assert (by_alice.sealing, by_alice.opening) == (by_bob.opening, by_bob.sealing)
+    assert by_alice.sealing != by_alice.opening
+    assert len(by_alice.sealing) == len(by_alice.opening) == SECRET_BYTES
+
+
+@pytest.mark.parametrize("liar", [ALICE, BOB])
+@pytest.mark.parametrize("field", ["session", "token", "key", "author"])
+def test_who_believes_otherwise_has_other_secrets(field: str, liar: Side) -> None:
+    if field == "author":
+        other = liar._replace(author=b"m" * 32)
+    else:
+        lie = KEYS[2].public_key().public_bytes_raw() if field == "key" else bytes(len(getattr(PROPOSAL, field)))
+        other = liar._replace(proposal=msgspec.structs.replace(liar.proposal, **{field: lie}))
+    if field == "session":  # both have the asker's, or there is no negotiation
+        asker, answerer = (side._replace(proposal=other.proposal) for side in (ALICE, BOB))
+    else:
+        asker, answerer = (other if side is liar else side for side in (ALICE, BOB))
+    assert not set(alices(asker, answerer)) & set(alices())
+
+
+def test_another_private_key_brings_other_secrets() -> None:
+    assert not set(alices(key=KEYS[2])) & set(alices())
+
+
+def test_who_hears_himself_has_other_secrets() -> None:
+    asking, answering = agree(KEYS[0], ALICE, ALICE, is_asker=True), agree(KEYS[0], ALICE, ALICE, is_asker=False)
+    assert asking.sealing != asking.opening
+    assert (asking.sealing, asking.opening) == (answering.opening, answering.sealing)
+
+
+@pytest.mark.parametrize("key", SMALL_ORDER)
+@pytest.mark.parametrize("is_asker", [True, False])
+def test_a_key_of_small_order_is_refused(key: bytes, is_asker: bool) -> None:
+    theirs = BOB._replace(proposal=msgspec.structs.replace(BOB.proposal, key=key))
+    with pytest.raises(RemoteProtocolError):
+        agree(KEYS[0], ALICE, theirs, is_asker)
 
 
 def test_a_greeting_needs_the_session_and_the_token() -> None:

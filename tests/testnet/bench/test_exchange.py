@@ -92,7 +92,7 @@ def test_the_loop_is_watched_and_answers_meanwhile(document: dict[str, Any]) -> 
 
 def test_a_document_gets_tables_words_and_where_they_come_from(out: Path) -> None:
     section = (out / "exchange.md").read_text()
-    assert "| our bulk channel (TLS 1.3, hashed on arrival) |" in section
+    assert "| our bulk channel (AES-256-GCM records, hashed on arrival) |" in section
     assert "| farandole, fp32, new channel | 2.0 |" in section
     assert "| at rest |" in section
     assert "From 2 MB on the bulk channel has at least" in section
