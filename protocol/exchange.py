@@ -21,8 +21,8 @@ the receiver that says its hash, and the sender that compares, what a node uses 
 where chunks move, one message more would be waited for.) The hash finds what was damaged, or sent before it was
 encoded. It is the sender's word for its own bytes, so to lie with it costs the exchange, and gains nothing: who wants
 to send something harmful hashes that, and the screening judges it. Bytes of third parties are kept out by Noise and by
-the channel's TLS. A hash in the offer would also bind its sender before it has seen the other's contribution; but what
-one could learn from that, all members know well enough from the rounds before.
+the seals of the channel's records. A hash in the offer would also bind its sender before it has seen the other's
+contribution; but what one could learn from that, all members know well enough from the rounds before.
 
 Either side may send `Aborted` instead, as long as `TRANSITIONS` allows it. A contribution is received straight into
 memory that the caller gives, of exactly the size that both know beforehand: nothing that a peer says is allocated.

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from cryptography.hazmat.backends.openssl import backend
 from rich.console import Console
 
 from .environments import REQUIREMENTS
@@ -146,7 +147,8 @@ def run_bench(
     log.unlink(missing_ok=True)
     console = Console()
     others = {name: of[0].partition("==")[2] for name, of in REQUIREMENTS.items()} if cache else {}
-    report = Report({**setting(), "TLS": ssl.OPENSSL_VERSION, **others, "repeats": repeats}, vector_mb)
+    ciphers = {"TLS": ssl.OPENSSL_VERSION, "records": backend.openssl_version_text()}
+    report = Report({**setting(), **ciphers, **others, "repeats": repeats}, vector_mb)
 
     def note(*grids: Grid) -> None:
         (out / "exchange.json").write_text(json.dumps(report.document(), indent=2) + "\n")

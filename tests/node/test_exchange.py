@@ -537,6 +537,24 @@ async def test_a_channel_that_falls_silent_is_replaced(
     assert SILENT_FOR * PATIENCE <= trio.current_time() <= 2 * SILENT_FOR * PATIENCE + 0.1
 
 
+async def test_a_channel_is_not_silent_where_bytes_come_that_do_not_count_yet(
+    pair: BulkPair, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+) -> None:
+    async def receive(channel: MemoryChannel, incoming: Incoming) -> None:
+        whole = b""
+        while len(whole) < len(incoming.rest):
+            await trio.sleep(0.9 * SILENT_FOR * PATIENCE)
+            piece = await channel._stream.receive_some(len(incoming.rest) // 3 + 1)
+            channel.num_received += len(piece)
+            whole += piece
+        incoming.write(memoryview(whole))
+
+    monkeypatch.setattr(MemoryChannel, "receive", receive)
+    await pair.meet()
+    pair.assert_committed("bulk", num_channels=1)
+    assert trio.current_time() > 2 * SILENT_FOR * PATIENCE
+
+
 @pytest.mark.parametrize("fault", ["cut_at", "freeze_at"])
 @pytest.mark.parametrize(("by_alice", "by_bob"), [(0, 0), (1_000, 700_000), (700_000, 1_000), (BULK_FROM, BULK_FROM)])
 async def test_a_channel_that_is_lost_in_both_directions_is_replaced(
