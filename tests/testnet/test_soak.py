@@ -23,6 +23,7 @@ DELIVERED = (
     "slow-link",
     "slow-link-blocking",
     "homes",
+    "homes-trouble",
     "stages",
     "stages-churn",
     "stages-unequal",
