@@ -78,11 +78,12 @@ MAX_NEXT_HOPS = 8
 MAX_ATTEMPTS = 3
 # Work given to the trainer at once: one it does, one that waits, so that it never waits for us.
 MAX_JOBS = 2
-# A round's last microbatches have this long to come to their end; half of it, to come here.
+# A round's last microbatches have this long to come to their end; half of it, to come here. Where the next round's are
+# begun meanwhile, they have twice as long as any of late has taken, if that is more.
 DRAIN_SECONDS = 5.0
 # Microbatches that wait for their forward pass: one that arrives while the one before is computed, and one to spare.
 MIN_AHEAD = 2
-# How many of the last arrivals tell how old microbatches are when they come.
+# How many of the last arrivals tell how old microbatches are when they come, and of the last ends how long they take.
 NUM_AGES = 32
 # Outcomes that an origin remembers for those who ask.
 MAX_OUTCOMES = 4_096
@@ -174,6 +175,7 @@ class _Microbatch:
     """Hops that refused or lost it."""
     num_lost: int = 0
     """How often that was."""
+    begun_at: float = math.inf
     sent_at: float = math.inf
     ask_at: float = math.inf
     has_begun: bool = False
@@ -254,6 +256,7 @@ class Pipeline:
         self._drain_until = math.inf
         self._arrived_at = -math.inf
         self._ages: deque[float] = deque(maxlen=NUM_AGES)
+        self._durations: deque[float] = deque(maxlen=NUM_AGES)  # from here to their end
         self._ahead = MIN_AHEAD
         self._outputs: list[Output] = []
         self._now = 0.0
@@ -663,6 +666,7 @@ class Pipeline:
             inner_step = self._begins_for()
             assert inner_step is not None, "it was asked before"
             microbatch.step, microbatch.has_begun, microbatch.inner_step = Step.STARTING, True, inner_step
+            microbatch.begun_at = self._now
             inner_step.num_begun += 1
             inner_step.until = min(inner_step.until, self._now + self._settings.microbatch_seconds)
             self.counts.begun += 1
@@ -724,6 +728,8 @@ class Pipeline:
         microbatch.is_kept, microbatch.step = is_kept, Step.ENDED
         microbatch.deadline = microbatch.ask_at = math.inf
         self.counts.kept += is_kept
+        if is_kept:
+            self._durations.append(self._now - microbatch.begun_at)
         if microbatch.onward is not None and microbatch.onward[0] in self._links:
             self._outputs.append(SendSettled(*microbatch.onward, is_kept))
         for hop in (microbatch.onward, microbatch.inward, microbatch.homeward):
@@ -798,7 +804,10 @@ class Pipeline:
     def _end_round(self) -> None:
         if self._is_open and not self._is_ending:
             self._is_ending = True
-            drain = min(DRAIN_SECONDS, self._settings.microbatch_seconds)
+            drain = DRAIN_SECONDS
+            if self._is_followed:
+                drain = max(drain, 2 * max(self._durations, default=0.0))
+            drain = min(drain, self._settings.microbatch_seconds)
             self._begin_until = self._now + (drain / 2 if self._settings.stage else 0.0)
             self._drain_until = self._now + drain
 
