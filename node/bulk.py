@@ -46,6 +46,7 @@ from .backoff import Backoff
 from .bulk_channel import BulkChannel, ChannelError, open_channel
 from .errors import PeerUnreachableError
 from .nurseries import open_service_nursery
+from .reuse import calm
 from .shaping import Shaping
 from .streams import READ_BYTES, Stream, StreamHost, close_stream, receive_frame
 
@@ -86,6 +87,10 @@ class BulkHost(StreamHost, Protocol):
     @property
     def addresses(self) -> list[str]:
         """Where this node can be dialled, as multiaddrs."""
+
+    @property
+    def observed_ips(self) -> list[str]:
+        """As whom others see this node."""
 
     def remote_addresses(self, peer: bytes) -> list[str]:
         """The other ends of the connections to a peer, as multiaddrs."""
@@ -154,7 +159,8 @@ class BulkService:
 
     def _path(self, peer: bytes) -> list[str]:
         """What a channel depends on: the addresses here, and at the other ends of the peer's connections."""
-        return [*sorted(interfaces(self._host)), "", *sorted(self._host.remote_addresses(peer))]
+        own = (*self._host.observed_ips, *interfaces(self._host))
+        return [*sorted(own), "", *sorted(self._host.remote_addresses(peer))]
 
     def take(self, peer: bytes, session: bytes) -> BulkChannel | None:
         """The channel that the peer has acquired, by its name; None if it is not here or no longer fit."""
@@ -218,9 +224,13 @@ class BulkService:
         return session in self._races or session in self._idle or any(r.peer == peer for r in self._races.values())
 
     def _propose(self, session: bytes, key: X25519PrivateKey) -> Proposal:
-        """What this node offers: its interfaces, with the port that listens there, and its half of the keys."""
+        """What this node offers: as whom others see it, and its interfaces, with the port that listens there.
+
+        Most NATs keep ports where they can (RFC 4787, 4.2.1). And this node's half of the keys.
+        """
         ports = {family: listener.getsockname()[1] for family, listener in self._listeners.items()}
-        addresses: list[Address] = [(ip, ports[f]) for ip in interfaces(self._host) if (f := _family(ip)) in ports]
+        ips = dict.fromkeys((*self._host.observed_ips, *interfaces(self._host)))
+        addresses: list[Address] = [(ip, ports[f]) for ip in ips if (f := _family(ip)) in ports]
         return Proposal(
             session=session,
             token=secrets.token_bytes(TOKEN_BYTES),
@@ -275,6 +285,7 @@ class BulkService:
                     return
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
                 await connection.bind(listener.getsockname())
+                calm(connection)
             await connection.connect(address)
             await _send_all(connection, greeting(race.session, race.their_token))
             if race.is_greeted_by(await _receive_exactly(connection, GREETING_BYTES)):

@@ -285,6 +285,7 @@ class Host:
         self._dials: dict[tuple[bytes, bool], _Dial] = {}
         self._subscribers: set[ConnectionEvents] = set()
         self._told_connected: set[bytes] = set()
+        self._observed_ips: list[str] = []
         self._news = trio.Event()  # a connection has come or gone
         self._needs: list[Callable[[bytes], bool]] = []
         swarm.commons.is_needed = self._is_needed
@@ -331,6 +332,15 @@ class Host:
     def set_external_addresses(self, addresses: Sequence[str]) -> None:
         """Advertise these too: what others reach this node at, without its peer id at the end."""
         self._libp2p.external_addresses = [Multiaddr(f"{address}/p2p/{self.peer_id}") for address in addresses]
+
+    @property
+    def observed_ips(self) -> list[str]:
+        """As whom peers on the internet, or in this network, see this node, as far as they have been asked."""
+        return self._observed_ips
+
+    def set_observed_ips(self, ips: Sequence[str]) -> None:
+        """What they said."""
+        self._observed_ips = list(dict.fromkeys(ips))
 
     @property
     def own_ips(self) -> list[str]:

@@ -111,6 +111,7 @@ class Examiner:
             verdict = classify(dialled, await self._gather(witnesses, is_aside=True))
         if witnesses:
             self._reachability.set(verdict)
+            self._host.set_observed_ips([ip for ip, _ in verdict.addresses])
 
     def _choose(self) -> list[bytes]:
         """Peers with direct connections, from far away if there are any, each at an address of its own if may be."""

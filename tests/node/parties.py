@@ -100,6 +100,10 @@ class MemoryHost:
     def __post_init__(self) -> None:
         self.network[self.author] = self
 
+    @property
+    def observed_ips(self) -> list[str]:
+        return []
+
     def remote_addresses(self, peer: bytes) -> list[str]:
         return ["/ip4/127.0.0.1/tcp/4001"]
 
