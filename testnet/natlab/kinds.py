@@ -2,7 +2,8 @@
 
 A NAT maps an inner address and port to an outer one, and filters what comes to the outer one. Both depend on where
 packets went to before: not at all (endpoint-independent), on the address, or on address and port. Names such as
-"full cone" are those of RFC 3489, which most people know; for TCP the same words hold (RFC 5382).
+"full cone" are those of RFC 3489, which most people know; for TCP the same words hold (RFC 5382). Theory speaks of
+hosts that have not asked their router for a port (UPnP).
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class Probe:
                 await sock.send(b"?")
                 with trio.move_on_after(_REPEAT_INTERVAL):
                     answer = await sock.recv(_MAX_LINE)
-        if answer is None:
+        if not answer:
             return None
         if request.protocol == "udp":  # from now on it is for others
             port.sock = await _replaced(sock, request.port)

@@ -8,6 +8,7 @@ sends to one link.
 from __future__ import annotations
 
 import contextlib
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -80,7 +81,7 @@ class Router:
             ip link set dev {LAN} down
             ip address flush dev {WAN}
             nft delete table inet {TABLE}
-            {sys.executable} -m farandole.testnet.natlab.conntrack
+            {shlex.quote(sys.executable)} -m farandole.testnet.natlab.conntrack
         """)
         if not self.is_translating:
             self.inner_host.run("ip address flush dev eth0")

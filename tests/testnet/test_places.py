@@ -9,7 +9,7 @@ import pytest
 
 from farandole.testnet import launch, process
 from farandole.testnet.leash import open_leash
-from farandole.testnet.namespace import NamespaceError, Place
+from farandole.testnet.namespace import Place
 from farandole.testnet.places import Lodging, open_lodgings
 from farandole.testnet.report import Report
 from farandole.testnet.scenario import parse_scenario
@@ -28,28 +28,23 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def play(out: Path, **settings: Any) -> Report:
     scenario = parse_scenario({"nodes": 3, "min_partners": 2, "timeout": 60.0, "run": RUN, "home": HOMES, **settings})
-    try:
-        return await testnet(scenario, out).play()
-    except NamespaceError as error:
-        pytest.skip(str(error))
+    return await testnet(scenario, out).play()
 
 
+@pytest.mark.usefixtures("networks")
 async def test_nodes_live_in_homes(tmp_path: Path) -> None:
     report = await play(tmp_path, rounds=4, start_interval=0.0)
     assert report.reasons == []
     assert [node.home for node in report.nodes] == ["open", "symmetric", "open"]
 
 
+@pytest.mark.usefixtures("networks")
 def test_public_nodes_are_where_those_are_who_may_call_nothing_else() -> None:
     scenario = parse_scenario({"nodes": 2, "min_partners": 1, "run": RUN, "home": HOMES})
-    with open_leash() as leash:
-        try:
-            with open_lodgings(scenario, leash) as (public, home):
-                assert (public.place.port, home.place.port) == (443, None)
-                assert home.home is not None
-                assert (home.home.line.up_mbit, home.home.line.delay_ms, home.home.line.loss) == (20, 5, 0.01)
-        except NamespaceError as error:
-            pytest.skip(str(error))
+    with open_leash() as leash, open_lodgings(scenario, leash) as (public, home):
+        assert (public.place.port, home.place.port) == (443, None)
+        assert home.home is not None
+        assert (home.home.line.up_mbit, home.home.line.delay_ms, home.home.line.loss) == (20, 5, 0.01)
 
 
 def test_without_homes_and_links_all_are_on_loopback() -> None:
@@ -58,6 +53,7 @@ def test_without_homes_and_links_all_are_on_loopback() -> None:
         assert lodgings == [Lodging(Place()), Lodging(Place())]
 
 
+@pytest.mark.usefixtures("networks")
 async def test_faults_befall_homes(tmp_path: Path) -> None:
     kinds = ("cut", "unplug", "reboot_router")
     faults = [{"kind": kind, "nodes": [1], "at_round": 1 + n, "duration": 0.1} for n, kind in enumerate(kinds)]

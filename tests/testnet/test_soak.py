@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from farandole.testnet.launch import Testnet
-from farandole.testnet.namespace import NamespaceError
 from farandole.testnet.report import Report
 from farandole.testnet.scenario import load_scenario, parse_scenario
 
@@ -20,15 +19,14 @@ DELIVERED = (
     "churn",
     "unequal",
     "overlap",
-    "slow-link",
-    "slow-link-blocking",
-    "homes",
-    "homes-trouble",
     "stages",
     "stages-churn",
     "stages-unequal",
     "stages-unequal-pinned",
 )
+
+
+IN_NAMESPACES = ("slow-link", "slow-link-blocking", "homes", "homes-trouble")
 
 
 class Quiet:
@@ -54,12 +52,20 @@ needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reaso
 
 
 @pytest.mark.soak
+@pytest.mark.usefixtures("networks")
+@pytest.mark.parametrize("name", IN_NAMESPACES)
+async def test_a_scenario_in_namespaces_passes(name: str, tmp_path: Path) -> None:
+    await check(name, tmp_path)
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("name", [*DELIVERED, pytest.param("llama-stages", marks=needs_transformers)])
 async def test_a_delivered_scenario_passes(name: str, tmp_path: Path) -> None:
-    try:
-        report = await Testnet(load_scenario(name), tmp_path / name, Quiet()).play()
-    except NamespaceError as error:
-        pytest.skip(str(error))
+    await check(name, tmp_path)
+
+
+async def check(name: str, tmp_path: Path) -> None:
+    report = await Testnet(load_scenario(name), tmp_path / name, Quiet()).play()
     print(f"\n{figures(report)}")
     assert report.reasons == []
 

@@ -23,7 +23,7 @@ def full_lab() -> Iterator[Lab]:
 def made(*tools: str) -> Iterator[Lab]:
     with ExitStack() as stack:
         try:
-            require(*tools)
+            require("nft", *tools)
             lab = stack.enter_context(open_lab(stack.enter_context(open_leash())))
         except NamespaceError as error:
             pytest.skip(str(error))
