@@ -344,12 +344,17 @@ class MendedConn(SwarmConn):
                 while True:
                     stream = await self.muxed_conn.accept_stream()
                     await self._negotiations.acquire()
-                    await trio.sleep(max(0.0, 1 - pace.available(trio.current_time())) / STREAMS_PER_SECOND)
-                    pace.take(trio.current_time())
-                    if not self._mended_swarm.is_needed(self.muxed_conn.peer_id):
-                        await self._mended_swarm.turns.take(self.site)
+                    is_needed = self._mended_swarm.is_needed(self.muxed_conn.peer_id)
+                    if not self.muxed_conn.is_closed:
+                        await trio.sleep(max(0.0, 1 - pace.available(trio.current_time())) / STREAMS_PER_SECOND)
+                        pace.take(trio.current_time())
+                        if not is_needed:
+                            await self._mended_swarm.turns.take(self.site)
                     self._negotiating.add(stream)
-                    if len(nursery.child_tasks) < MAX_HANDLERS_PER_CONNECTION:
+                    if self.muxed_conn.is_closed and not is_needed:
+                        await stream.reset()  # what a stranger has left behind is nobody's
+                        self.note_negotiated(stream)
+                    elif len(nursery.child_tasks) < MAX_HANDLERS_PER_CONNECTION:
                         nursery.start_soon(self._handle_stream, stream)
                     else:
                         await stream.reset()

@@ -51,17 +51,19 @@ MAX_WINDOW = 8 * 1024 * 1024
 # A window doubles if it was used up within so many round trips (go-yamux).
 GROW_WITHIN_ROUND_TRIPS = 4
 ASSUMED_ROUND_TRIP = 0.1
-# Streams that the other end may have open here at once: the backlog that the specification recommends.
+# Streams that the other end may have open here at once: the backlog that the specification recommends. And those of
+# them that nobody has taken up yet: nothing here opens more at once.
 MAX_INBOUND_STREAMS = 256
+MAX_WAITING_STREAMS = 64
 # Received and not yet read, over all streams of a connection; the stream with the most gives way. And of all strangers
 # together: one stream's whole window.
 MAX_UNREAD_BYTES = 16 * 1024 * 1024
 MAX_STRANGERS_UNREAD_BYTES = MAX_WINDOW
-# What brings nothing costs the other end: a frame 1, and 1 more for every 8 KiB of it; a ping 8; a stream that is
-# refused 16. It may owe so much at once, which is 20 ms of work, and pays off so much a second; then it is cut off.
-# Honest peers cause some: what is under way to a stream that ends here is 8 MiB at most, in full frames 1,152.
+# What brings nothing costs the other end: a frame 1, and 1 more for every 4 KiB of it; a ping 8; a stream that is
+# refused 64. It may owe so much at once, which is 20 ms of work, and pays off so much a second; then it is cut off.
+# Honest peers cause some: what is under way to a stream that ends here is 8 MiB at most, in full frames 2,176.
 USELESS_BURST, USELESS_PER_SECOND = 4_096.0, 64.0
-USELESS_BYTES, PING_COST, REFUSAL_COST = 8 * 1024, 8, 16
+USELESS_BYTES, PING_COST, REFUSAL_COST = 4 * 1024, 8, 64
 # A window update says that half a window was read; less says nothing, and so does what goes beyond any window.
 MIN_CREDIT = 4 * 1024
 MAX_CREDIT = 256 * 1024 * 1024
@@ -312,7 +314,7 @@ class YamuxConn(IMuxedConn):
         self._streams: dict[int, YamuxStream] = {}
         self._next_stream_id = 1 if secured_conn.is_initiator else 2
         self._scope = trio.CancelScope()
-        self._accepting, self._accepted = trio.open_memory_channel[YamuxStream](MAX_INBOUND_STREAMS)
+        self._accepting, self._accepted = trio.open_memory_channel[YamuxStream](MAX_WAITING_STREAMS)
         # Writing
         self._queue: deque[bytes] = deque()
         self._num_queued = 0

@@ -192,6 +192,26 @@ def bench_stages(
     run_stages_bench(out, Task(num_stages=stages, steps=steps), repeats, codec_steps, seeds, section)
 
 
+@testnet_app.command("bench-hostile")
+def bench_hostile(
+    silent: Annotated[int, typer.Option(min=1, help="Sockets that say nothing.")] = 1_000,
+    garbage: Annotated[int, typer.Option(min=1, help="Connections that bring garbage, in each part.")] = 20_000,
+    rate: Annotated[float, typer.Option(min=1, help="Of them a second.")] = 100.0,
+    cycles: Annotated[int, typer.Option(min=1, help="Connections of one peer that come and go.")] = 5_000,
+    out: Annotated[Path, typer.Option(help="Folder for hostile.json, hostile.md, a log.")] = Path("out/bench"),
+    write: Write = None,
+) -> None:
+    """Measure what strangers can do to a node on loopback, and how honest newcomers fare meanwhile.
+
+    Examples: [cyan]farandole testnet bench-hostile[/cyan];
+    [cyan]farandole testnet bench-hostile --silent 200 --garbage 1000 --cycles 500[/cyan]
+    """
+    from .bench.hostile import run_hostile_bench
+    from .bench.section import Section
+
+    run_hostile_bench(out, silent, garbage, rate, cycles, Section(write, "hostile") if write else None)
+
+
 @testnet_app.command("bench-trainer")
 def bench_trainer(
     out: Annotated[Path, typer.Option(help="Folder for trainer.json and the nodes' folders.")] = Path("out/bench"),

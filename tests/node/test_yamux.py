@@ -18,6 +18,7 @@ from farandole.node.shaping import METER_SECONDS, Shaper, Shaping
 from farandole.node.yamux import (
     INITIAL_WINDOW,
     MAX_INBOUND_STREAMS,
+    MAX_WAITING_STREAMS,
     PIECE_BYTES,
     Commons,
     YamuxConn,
@@ -177,10 +178,18 @@ async def test_what_no_honest_peer_sends_ends_the_connection(bad: bytes) -> None
 
 
 async def test_too_many_streams_are_refused_one_by_one() -> None:
+    async with open_conn() as (conn, far):
+        for number in range(MAX_INBOUND_STREAMS):
+            await accept(conn, far, 2 * number + 1)
+        await far.send_all(encode(WINDOW_UPDATE, SYN, 2 * MAX_INBOUND_STREAMS + 1, 0))
+        assert await receive_frame(far) == (WINDOW_UPDATE, RST, 2 * MAX_INBOUND_STREAMS + 1, 0)
+
+
+async def test_streams_that_nobody_takes_up_are_fewer() -> None:
     async with open_conn() as (_, far):
-        for number in range(MAX_INBOUND_STREAMS + 1):
+        for number in range(MAX_WAITING_STREAMS + 1):
             await far.send_all(encode(WINDOW_UPDATE, SYN, 2 * number + 1, 0))
-            flags = ACK if number < MAX_INBOUND_STREAMS else RST
+            flags = ACK if number < MAX_WAITING_STREAMS else RST
             assert await receive_frame(far) == (WINDOW_UPDATE, flags, 2 * number + 1, 0)
 
 

@@ -1,0 +1,272 @@
+"""What strangers can do to a node: the benchmark of a hostile internet.
+
+A node, its attackers and an honest dialler are a process each. While attackers come, newcomers dial all the time, each
+by a key of its own, and ask for an answer; the node's memory, descriptors, tasks, CPU and log are read between dials.
+The attackers aim at the port that the benchmark has opened on loopback, and at nothing else (`hostile_attacks`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+
+from .grid import Grid
+from .hostile_attacks import ATTACKS, RAW
+from .process import BenchError, Say, Worker, open_worker
+from .section import Section, compose
+from .setting import setting
+
+# What must hold.
+MAX_DIAL_SECONDS: Final = 2.0
+MAX_OVER_MB: Final = 64.0
+# Tasks and descriptors that may differ after all is over: the library's own timers.
+MAX_LEFT_OVER: Final = 3
+# Longer than handlers of a lost connection may take, and than a handshake.
+SETTLE_SECONDS: Final = 8.0
+# Of honest dials: so long at a time between two looks at the node, and a pause after each.
+DIAL_SECONDS, DIAL_PAUSE = 2.0, 0.2
+# Cycles before the first look: what a process allocates once.
+WARM_UP_CYCLES: Final = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Flood:
+    """Connections of these kinds in turn."""
+
+    name: str
+    kinds: Sequence[str]
+    number: int
+    per_second: float
+    sources: int
+    """Addresses that they come from; 1: the honest dialler's."""
+    patience: float = 10.0
+    """Seconds for which one stays if it may."""
+
+
+@dataclass(slots=True)
+class Row:
+    """What was seen in one part."""
+
+    name: str
+    number: int
+    seconds: float
+    cpu_share: float
+    over_mb: float
+    """Most memory, over that before."""
+    descriptors: tuple[int, int, int]
+    """Before, at most, after."""
+    tasks: tuple[int, int, int]
+    lines_per_minute: float
+    dials: int = 0
+    dial_p50: float | None = None
+    dial_max: float | None = None
+    failures: list[str] = field(default_factory=list)
+
+    def misses(self) -> list[str]:
+        """The limits that were not kept."""
+        found = []
+        if self.failures:
+            found.append(f"{len(self.failures)} honest dials failed, such as {self.failures[0]}")
+        if self.dial_max is not None and self.dial_max > MAX_DIAL_SECONDS:
+            found.append(f"an honest dial took {self.dial_max:.1f} s")
+        if self.over_mb > MAX_OVER_MB:
+            found.append(f"memory rose by {self.over_mb:.0f} MB")
+        for what, (before, _, after) in (("descriptors", self.descriptors), ("tasks", self.tasks)):
+            if after > before + MAX_LEFT_OVER:
+                found.append(f"{after - before} {what} are left over")
+        return [f"{self.name}: {miss}" for miss in found]
+
+
+def floods(silent: int, garbage: int, per_second: float) -> list[Flood]:
+    """The parts of the benchmark, but for the cycles."""
+    return [
+        Flood("silent sockets, one address", ["silence"], silent, 10 * per_second, 1),
+        Flood("garbage of all kinds, one address", list(ATTACKS), garbage, per_second, 1, 2.0),
+        Flood("garbage of all kinds, 1,000 addresses", list(ATTACKS), garbage, per_second, 1_000, 2.0),
+        Flood("garbage before authentication, ten times as fast", list(RAW), garbage, 10 * per_second, 1_000, 2.0),
+    ]
+
+
+@dataclass(slots=True)
+class Report:
+    """What was measured so far."""
+
+    setting: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def misses(self) -> list[str]:
+        """Of all parts."""
+        return [miss for row in self.rows for miss in row.misses()]
+
+    def document(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        limits = {"dial_seconds": MAX_DIAL_SECONDS, "over_mb": MAX_OVER_MB, "left_over": MAX_LEFT_OVER}
+        return {
+            "setting": self.setting,
+            "limits": limits,
+            "rows": [asdict(row) for row in self.rows],
+            "misses": self.misses,
+        }
+
+    def grid(self) -> Grid:
+        """Everything, for people."""
+        cells = [
+            [
+                row.name,
+                f"{row.number:,} in {row.seconds:.0f} s",
+                "" if row.dial_max is None else f"{row.dial_p50:.2f} / {row.dial_max:.2f} s",
+                f"{len(row.failures)} of {row.dials + len(row.failures)}" if row.dials else "",
+                f"+{max(0.0, row.over_mb):.0f} MB",
+                " / ".join(map(str, row.descriptors)),
+                " / ".join(map(str, row.tasks)),
+                f"{row.cpu_share:.0%}",
+                f"{row.lines_per_minute:.1f}",
+            ]
+            for row in self.rows
+        ]
+        limits = ["limit", "", f"max {MAX_DIAL_SECONDS:g} s", "0", f"+{MAX_OVER_MB:.0f} MB", "flat", "flat", "", ""]
+        header = [
+            "strangers",
+            "connections",
+            "honest dial, p50 / max",
+            "failed",
+            "memory",
+            "descriptors before / most / after",
+            "tasks",
+            "CPU",
+            "log lines a minute",
+        ]
+        return Grid("A node among strangers, and honest newcomers that dial it meanwhile", header, [limits, *cells])
+
+    def markdown(self) -> str:
+        """A document's section."""
+        return compose(self.setting, self.grid().markdown())
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """The three processes."""
+
+    node: Worker
+    attackers: Worker
+    dialler: Worker
+    address: str
+
+    def play(self, flood: Flood, say: Say) -> Row:
+        """One flood."""
+        looks = [self.node.ask("figures")]
+        dials: list[float] = []
+        failures: list[str] = []
+        _, _, _, _, port, _, peer = self.address.split("/")
+        self.attackers.put(
+            "flood",
+            port=int(port),
+            peer=peer,
+            names=list(flood.kinds),
+            number=flood.number,
+            per_second=flood.per_second,
+            sources=flood.sources,
+            patience=flood.patience,
+        )
+        while not self.attackers.has_answered(0.0):
+            answer = self.dialler.ask("dial", address=self.address, seconds=DIAL_SECONDS, interval=DIAL_PAUSE)
+            dials += answer["times"]
+            failures += answer["failures"]
+            looks.append(self.node.ask("figures"))
+            say(f"{flood.name}: {len(dials)} honest dials, the slowest {max(dials, default=0.0):.2f} s")
+        flooded = self.attackers.get()
+        row = self._row(flood.name, flooded["number"], flooded["seconds"], looks)
+        row.dials, row.failures = len(dials), failures
+        if dials:
+            row.dial_p50, row.dial_max = statistics.median(dials), max(dials)
+        return row
+
+    def cycle(self, number: int, say: Say) -> Row:
+        """Connections of one peer, from one address, that come and go."""
+        say(f"{number} connections come and go")
+        self.dialler.ask("cycle", address=self.address, number=WARM_UP_CYCLES)
+        time.sleep(SETTLE_SECONDS)
+        looks = [self.node.ask("figures")]
+        num_done, seconds = 0, 0.0
+        while num_done < number:
+            batch = min(WARM_UP_CYCLES, number - num_done)
+            seconds += self.dialler.ask("cycle", address=self.address, number=batch)["seconds"]
+            num_done += batch
+            looks.append(self.node.ask("figures"))
+            say(f"{num_done} of {number} connections have come and gone")
+        return self._row("one peer comes and goes", number, seconds, looks)
+
+    def _row(self, name: str, number: int, seconds: float, looks: list[dict[str, Any]]) -> Row:
+        time.sleep(SETTLE_SECONDS)
+        looks.append(self.node.ask("figures"))
+        first, last = looks[0], looks[-1]
+        elapsed = last["at"] - first["at"]
+
+        def course(what: str) -> tuple[int, int, int]:
+            return first[what], max(look[what] for look in looks), last[what]
+
+        return Row(
+            name=name,
+            number=number,
+            seconds=seconds,
+            cpu_share=(last["cpu_seconds"] - first["cpu_seconds"]) / elapsed,
+            over_mb=max(look["rss_mb"] for look in looks) - first["rss_mb"],
+            descriptors=course("descriptors"),
+            tasks=course("tasks"),
+            lines_per_minute=60 * (last["log_lines"] - first["log_lines"]) / elapsed,
+        )
+
+
+def measure(plans: Sequence[Flood], cycles: int, log: Path, say: Say) -> list[Row]:
+    """Each part against a fresh node, since what one leaves would hide what the next costs."""
+    rows = []
+    for plan in (*plans, None):
+        with contextlib.ExitStack() as stack:
+            kinds = ("node", "attackers", "dialler")
+            workers = [stack.enter_context(open_worker(kind, _command(kind), log)) for kind in kinds]
+            node, attackers, dialler = workers
+            stage = _Stage(node, attackers, dialler, node.ask("address")["address"])
+            stage.dialler.ask("dial", address=stage.address, seconds=DIAL_SECONDS, interval=DIAL_PAUSE)
+            rows.append(stage.cycle(cycles, say) if plan is None else stage.play(plan, say))
+    return rows
+
+
+def _command(kind: str) -> list[str]:
+    return [sys.executable, "-m", "farandole.testnet.bench.hostile_node", kind]
+
+
+def run_hostile_bench(
+    out: Path, silent: int, garbage: int, per_second: float, cycles: int, section: Section | None = None
+) -> Report:
+    """Measure, with progress and a table on the terminal; ``out`` gets hostile.json and hostile.md.
+
+    At the end the ``section`` is written. Raises `BenchError`, also if a limit was not kept; `SectionError`.
+    """
+    if section is not None:
+        section.check()
+    out.mkdir(parents=True, exist_ok=True)
+    log = out / "hostile.log"
+    log.unlink(missing_ok=True)
+    console = Console()
+    report = Report(setting())
+    with console.status("starting") as status:
+        report.rows += measure(floods(silent, garbage, per_second), cycles, log, status.update)
+    (out / "hostile.json").write_text(json.dumps(report.document(), indent=2) + "\n")
+    (out / "hostile.md").write_text(report.markdown())
+    console.print(report.grid().rich())
+    console.print(f"{out / 'hostile.json'}, {out / 'hostile.md'}", markup=False, highlight=False)
+    if report.misses:
+        raise BenchError("; ".join(report.misses))
+    if section is not None:
+        section.write(report.markdown())
+    return report
