@@ -42,7 +42,7 @@ REQUEST_TIMEOUT = 5.0
 ANSWER_TIMEOUT = DIAL_TIMEOUT + REQUEST_TIMEOUT
 # Nobody's reachability changes faster; a node that has just started asks once.
 DIAL_INTERVAL = 20.0
-# Asked by so many at once: the others are told that they were not reached, and ask another.
+# Asked by so many at once: the others are told so, and ask another.
 MAX_DIALLING = 8
 # Askers remembered for `DIAL_INTERVAL`; as many as a node has connections.
 MAX_ASKERS = 512
@@ -86,14 +86,15 @@ class Dialback:
             request = decode_request(await receive_frame(stream, FrameParser(MAX_MESSAGE_BYTES)))
         ip, port = stream.remote_address or ("", 0)
         reached: Sequence[int] = ()
-        if ip and request.ports and self._may_dial(stream.peer):
+        may_dial = bool(ip and request.ports) and self._may_dial(stream.peer)
+        if may_dial:
             self._num_dialling += 1
             try:
                 reached = await self._dial_all(stream.peer, ip, request.ports)
             finally:
                 self._num_dialling -= 1
         with trio.fail_after(REQUEST_TIMEOUT):
-            answer = Answer(ip.partition("%")[0], port, tuple(reached))
+            answer = Answer(ip.partition("%")[0], port, may_dial, tuple(reached))
             await stream.send_all(frame(encode(answer), MAX_MESSAGE_BYTES))
 
     def _may_dial(self, peer: bytes) -> bool:

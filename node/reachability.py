@@ -104,14 +104,18 @@ class Examiner:
 
     async def examine(self) -> None:
         """Ask a few peers at once."""
+        if not self._host.listening:
+            self._reachability.set(Verdict(Kind.RELAY_ONLY))
+            return
         witnesses = self._choose()
         dialled = await self._gather(witnesses, is_aside=False)
+        if self._reachability.is_examined and not any(witness.answer.has_dialled for witness in dialled):
+            return  # nobody who could contradict what is known
         verdict = classify(dialled, ())
-        if verdict.kind is not Kind.PUBLIC and self._host.listening:
+        if verdict.kind is not Kind.PUBLIC:
             verdict = classify(dialled, await self._gather(witnesses, is_aside=True))
-        if witnesses:
-            self._reachability.set(verdict)
-            self._host.set_observed_ips([ip for ip, _ in verdict.addresses])
+        self._reachability.set(verdict)
+        self._host.set_observed_ips([ip for ip, _ in verdict.addresses])
 
     def _choose(self) -> list[bytes]:
         """Peers with direct connections, from far away if there are any, each at an address of its own if may be."""

@@ -61,6 +61,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     ip: Annotated[str, msgspec.Meta(max_length=MAX_IP_CHARS)]
     """Of the asker's connection; empty where a relay carries it."""
     port: Annotated[int, msgspec.Meta(ge=0, le=65_535)]
+    has_dialled: bool
+    """False where the witness has too much to do, or has done it for this asker a moment ago."""
     reached: Annotated[tuple[Port, ...], msgspec.Meta(max_length=MAX_PORTS)]
     """Of the ports asked for."""
 
@@ -117,7 +119,8 @@ class Verdict:
 
 def classify(dialled: Sequence[Witness], observed: Sequence[Witness]) -> Verdict:
     """From the witnesses that tried to dial, and from those that saw a connection from the port that listens."""
-    dialled, observed = _weightiest(dialled), _weightiest(observed)
+    dialled = _weightiest([witness for witness in dialled if witness.answer.has_dialled])
+    observed = _weightiest(observed)
     reached = [witness.answer for witness in dialled if witness.answer.reached]
     if 2 * len(reached) > len(dialled):
         found = ((answer.ip, port) for answer in reached for port in answer.reached if answer.ip)

@@ -137,7 +137,8 @@ async def test_who_asks_too_often_is_not_dialled() -> None:
             await alice.connect(bob.author, bob.addresses)
             asker = Dialback(alice)
             assert (await asker.ask(bob.author)).answer.reached == (alice.listening[0][1],)
-            assert (await asker.ask(bob.author)).answer.reached == ()
+            answer = (await asker.ask(bob.author)).answer
+            assert (answer.has_dialled, answer.reached) == (False, ())
 
 
 @pytest.mark.parametrize("raw", [b"\xff\xff\xff\xff", frame(b"nonsense", 256), b""])

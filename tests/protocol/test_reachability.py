@@ -22,7 +22,7 @@ HOME = "8.8.8.8"
 
 
 def saw(witness: str, port: int, *reached: int, ip: str = HOME) -> Witness:
-    return Witness(witness, Answer(ip, port, reached))
+    return Witness(witness, Answer(ip, port, True, reached))
 
 
 def test_public_is_whom_most_can_dial() -> None:
@@ -45,13 +45,19 @@ def test_punchable_is_whose_port_looks_the_same_from_everywhere() -> None:
     assert classify(dialled, []).kind is Kind.RELAY_ONLY
 
 
+def test_who_has_not_dialled_says_nothing_of_it() -> None:
+    busy = Witness(FAR[0], Answer(HOME, 5, False, ()))
+    assert classify([busy, saw(FAR[1], 6, 4001)], []).kind is Kind.PUBLIC
+    assert classify([busy], []).kind is Kind.UNKNOWN
+
+
 def test_without_an_answer_nothing_is_known() -> None:
     assert classify([], []).kind is Kind.UNKNOWN
 
 
 def test_messages_survive_the_wire_and_keep_to_their_bound() -> None:
     request = Request((65_535,) * MAX_PORTS)
-    answer = Answer("2001:db8:1111:2222:3333:4444:5555:6666", 65_535, (65_535,))
+    answer = Answer("2001:db8:1111:2222:3333:4444:5555:6666", 65_535, True, (65_535,))
     assert decode_request(encode(request)) == Request((65_535,))
     assert decode_answer(encode(answer), request) == answer
     assert max(len(encode(request)), len(encode(answer))) <= MAX_MESSAGE_BYTES
@@ -69,7 +75,7 @@ def test_what_is_no_request_is_refused(payload: bytes) -> None:
         decode_request(payload)
 
 
-@pytest.mark.parametrize("answer", [Answer("nowhere", 1, ()), Answer(HOME, 1, (4002,))])
+@pytest.mark.parametrize("answer", [Answer("nowhere", 1, True, ()), Answer(HOME, 1, True, (4002,))])
 def test_answers_must_be_to_the_question(answer: Answer) -> None:
     with pytest.raises(RemoteProtocolError):
         decode_answer(encode(answer), Request((4001,)))
