@@ -115,7 +115,9 @@ def _print_verdict(report: Report, folder: Path, console: Console) -> None:
         say(f"trainers in inner steps {min(shares):.1%} to {max(shares):.1%} of the time; exchanges: {paths or 'none'}")
     if any(node.home for node in report.nodes):
         links = Counter(path for node in report.nodes for path in node.links.values())
-        say(f"links between homes: {links['direct'] // 2} direct, {links['relayed'] // 2} relayed")
+        # Each has two ends, which at that moment may not have said the same of it.
+        ways = ", ".join(f"{(number + 1) // 2} {path}" for path, number in sorted(links.items()))
+        say(f"links between homes: {ways or 'none'}")
     for stage in report.stages:
         busy = "not known" if stage.utilisation is None else f"{stage.utilisation:.1%}"
         say(

@@ -4,11 +4,12 @@ from typing import Any
 
 import msgspec
 
-from farandole.node.status import NodeStatus, RunStatus
+from farandole.node.status import MemberStatus, NodeStatus, RunStatus
 from farandole.testnet.record import NodeRecord
 from farandole.testnet.report import node_report
 
 RUN = RunStatus("ab", "demo", 1, 0, 0, 0.0, None, None, None, "root")
+PATHS = {"bob": "relayed", "carol": ""}  # carol is not connected
 
 
 def status(**changes: Any) -> NodeStatus:
@@ -84,3 +85,12 @@ def test_neither_a_finished_nor_an_excused_node_is_wedged() -> None:
     assert not record.check_progress(55.0, limit=10.0)
     record.observe(status(round=4, phase="finished"), 56.0)
     assert not record.check_progress(1_000.0, limit=10.0)
+
+
+def test_the_report_says_where_a_node_was_and_by_which_path_it_reached_whom() -> None:
+    fields: dict[str, Any] = dict.fromkeys(MemberStatus.__struct_fields__, 0)
+    bob, carol = (MemberStatus(**{**fields, "peer_id": name, "path": path}) for name, path in PATHS.items())
+    record = NodeRecord(3, "alice")
+    record.observe(status(members=[bob, carol]), 0.0)
+    report = node_report(record, is_alive=True, home="symmetric")
+    assert (report.home, report.links) == ("symmetric", {"bob": "relayed"})
