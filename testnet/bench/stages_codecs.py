@@ -1,6 +1,7 @@
-"""What activation codecs do to the loss: stages in one process learn the same tokens with each of them.
+"""What activation codecs do to the loss, and steps that overlap: stages in one process learn the same tokens each way.
 
-Activations and their gradients are encoded and decoded on every hop, as between nodes; nothing else is rounded.
+Activations and their gradients are encoded and decoded on every hop, as between nodes; nothing else is rounded. Where
+steps overlap, half of each step's microbatches have been to the last stage before the step before it is taken.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from .grid import Grid
 from .stages_task import author
 
 CODECS: Final = ("fp32", "bf16", "fp16", "int8")
+# Beside a codec's name: steps overlap.
+OVERLAPPING: Final = ", steps overlap"
+WAYS: Final = (*CODECS, f"fp32{OVERLAPPING}")
 # 0.2 M parameters, a layer a stage.
 MODEL: Final = ModelConfig(num_layers=4, width=64, num_heads=2, hidden=192, context=64, num_stages=4)
 BATCH_SIZE: Final = 16
@@ -35,14 +39,15 @@ LEARNING_RATE: Final = 3e-3
 VALIDATION_BATCHES: Final = 32
 
 Progress = Callable[[str, int, int], None]
-"""Called with (codec, seed, inner steps done)."""
+"""Called with (codec or more, seed, inner steps done)."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodecLoss:
-    """One codec with one seed."""
+    """One way with one seed."""
 
     codec: str
+    """And, it may be, that steps overlap."""
     seed: int
     loss: float
     """Held out, nats a byte."""
@@ -51,7 +56,7 @@ class CodecLoss:
 def codec_losses(
     steps: int,
     seeds: int,
-    codecs: Sequence[str] = CODECS,
+    codecs: Sequence[str] = WAYS,
     progress: Progress = lambda *_: None,
     model: ModelConfig = MODEL,
 ) -> Iterator[CodecLoss]:
@@ -74,6 +79,9 @@ class Stages:
     def __init__(self, model: ModelConfig, inner: InnerConfig, codec: str, text: Text, seed: int) -> None:
         self._model = model
         self._num_microbatches = inner.batch_size // MICROBATCH_SIZE
+        self._num_early = self._num_microbatches // 2 if codec.endswith(OVERLAPPING) else 0
+        self._under_way: list[bytearray] = []  # what the last stage has sent home, by slot
+        codec = codec.removesuffix(OVERLAPPING)
         run_id = seed.to_bytes(32, "little")
         self._sampler = Sampler(
             text, run_id=run_id, author=author(), batch_size=inner.batch_size, context=model.context
@@ -84,34 +92,44 @@ class Stages:
                 model,
                 inner,
                 OuterConfig(),
-                PipelineConfig(microbatch_size=MICROBATCH_SIZE, codec=codec),
+                PipelineConfig(microbatch_size=MICROBATCH_SIZE, codec=codec, overlap=self._num_early > 0),
                 self._sampler if stage == 0 else None,
                 run_id=run_id,
                 device=choose_device("cpu"),
             )
             for stage in range(model.num_stages)
         ]
-        self._here, self._there = (bytearray(self._workers[0].activation_bytes) for _ in range(2))
 
     def learn(self) -> None:
         """One inner step of each."""
-        for _ in range(self._num_microbatches):
-            self._send_through()
+        while len(self._under_way) < self._num_microbatches:
+            self._send_out(is_following=False)
+        for slot, last in enumerate(self._under_way):
+            self._send_back(slot, last)
+        self._under_way.clear()
+        for _ in range(self._num_early):
+            self._send_out(is_following=True)
         for worker in self._workers:
             worker.step()
 
-    def _send_through(self) -> None:
-        """One microbatch there and back."""
+    def _send_out(self, *, is_following: bool) -> None:
+        """The next microbatch, as far as the last stage."""
         origin, *others = self._workers
-        origin.draw(0, self._here)
+        slot = len(self._under_way)
+        here, there = (bytearray(origin.activation_bytes) for _ in range(2))
+        origin.draw(slot, here, is_following=is_following)
         for worker in others:
-            worker.forward(0, self._here, self._there)
-            self._here, self._there = self._there, self._here
-        origin.tail(0, self._here, self._there)
+            worker.forward(slot, here, there, is_following=is_following)
+            here, there = there, here
+        self._under_way.append(here)
+
+    def _send_back(self, slot: int, here: bytearray) -> None:
+        there = bytearray(len(here))
+        self._workers[0].tail(slot, here, there)
         for worker in reversed(self._workers):
-            self._here, self._there = self._there, self._here
-            worker.backward(0, self._here, self._there)
-            worker.settle(0, is_kept=True)
+            here, there = there, here
+            worker.backward(slot, here, there)
+            worker.settle(slot, is_kept=True)
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
@@ -135,7 +153,7 @@ def codec_grid(losses: Sequence[CodecLoss], model: ModelConfig = MODEL) -> Grid:
     rows = []
     for codec, of_seed in by_codec.items():
         differences = [loss - plain[seed] for seed, loss in of_seed.items() if seed in plain]
-        hop = encoded_size(codec, num_elements) / (MICROBATCH_SIZE * model.context)
+        hop = encoded_size(codec.removesuffix(OVERLAPPING), num_elements) / (MICROBATCH_SIZE * model.context)
         rows.append(
             [
                 codec,

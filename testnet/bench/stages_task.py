@@ -53,13 +53,18 @@ class Task:
         """Tokens."""
         return self.num_microbatches * self.model["context"]
 
-    def manifest(self, codec: str = "fp32") -> dict[str, Any]:
+    def manifest(self, codec: str = "fp32", *, overlap: bool = False) -> dict[str, Any]:
         """As a run file has it. Stages clip each for themselves, so nobody clips."""
         return {
             "name": "bench-stages",
             "model": {**self.model, "num_stages": self.num_stages},
             "inner": {"learning_rate": 1e-3, "warmup_steps": 2, "batch_size": self.num_microbatches, "clip": 0.0},
-            "pipeline": {"codec": codec, "microbatch_size": 1, "microbatch_seconds": MICROBATCH_SECONDS},
+            "pipeline": {
+                "codec": codec,
+                "microbatch_size": 1,
+                "microbatch_seconds": MICROBATCH_SECONDS,
+                "overlap": overlap,
+            },
         }
 
     def check(self) -> ModelConfig:

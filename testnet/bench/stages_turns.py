@@ -89,6 +89,7 @@ def variants() -> list[Variant]:
         *(Variant(ALONE, _threads(count), True, partial(_play_alone, threads=count)) for count in threads),
         *(Variant(TORCH, f"{name}, fp32", True, partial(_play_torch, schedule=name)) for name in SCHEDULES),
         *(Variant(OURS, codec, codec == "fp32", partial(_play_ours, codec=codec)) for codec in CODECS),
+        Variant(OURS, "int8, steps overlap", False, partial(_play_ours, codec="int8", overlap=True)),
     ]
 
 
@@ -178,10 +179,10 @@ def _play_torch(task: Task, folder: Path, log: Path, *, schedule: str) -> Turn:
     return turn_of(task, answers, bytes_per_token(task.check(), task.tokens_per_step))
 
 
-def _play_ours(task: Task, folder: Path, log: Path, *, codec: str) -> Turn:
+def _play_ours(task: Task, folder: Path, log: Path, *, codec: str, overlap: bool = False) -> Turn:
     stages = [{"stage": stage} for stage in range(task.num_stages)]
     with _open_workers("stages_node", task.num_stages, log) as nodes:
-        heard = ask_all(nodes, "listen", stages, manifest=task.manifest(codec))
+        heard = ask_all(nodes, "listen", stages, manifest=task.manifest(codec, overlap=overlap))
         addresses = [answer["addresses"] for answer in heard]
         ask_all(nodes, "join", addresses=addresses, folder=str(folder), log=str(log))
         answers = ask_all(nodes, "learn", steps=task.all_steps)
