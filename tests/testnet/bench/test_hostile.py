@@ -1,0 +1,28 @@
+"""The benchmark of a hostile internet, small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from farandole.testnet.bench import hostile
+from farandole.testnet.bench.hostile import Flood, Report, measure
+from farandole.testnet.bench.hostile_attacks import ATTACKS
+
+
+def test_newcomers_are_answered_and_nothing_is_left_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hostile, "WARM_UP_CYCLES", 20)
+    flood = Flood("garbage", list(ATTACKS), 50, 50.0, 10, 1.0)
+    garbage, cycles = measure([flood], 40, tmp_path / "log", lambda text: None)
+    assert (garbage.number, cycles.number) == (50, 40)
+    assert garbage.dials
+    assert not garbage.failures
+    for row in (garbage, cycles):
+        for before, _, after in (row.descriptors, row.tasks):
+            assert after <= before + hostile.MAX_LEFT_OVER
+        assert row.lines_per_minute == 0
+    report = Report({"command": "x", "date": "y"}, [garbage, cycles])
+    assert "max 2 s" in report.markdown()
+    cycles.over_mb = 65.0
+    assert report.misses[-1] == "one peer comes and goes: memory rose by 65 MB"
