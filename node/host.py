@@ -679,7 +679,7 @@ class Host:
 
     @contextmanager
     def expecting(self, peer: bytes, ips: Iterable[str]) -> Iterator[None]:
-        """Be the initiator for whoever comes from these IP addresses: the peer, whose dial came before ours left."""
+        """Be the initiator for who comes from these IP addresses and does not begin: the peer, which dialled first."""
         self._expected[peer] = frozenset(ips)
         try:
             yield

@@ -113,6 +113,8 @@ MAX_IDENTIFY_BYTES = 8 * 1024
 MAX_LIBRARY_BYTES = 128 * 1024
 NEGOTIATION_TIMEOUT = 8
 IDENTIFY_TIMEOUT = 10.0
+# A peer that has dialled proposes its first protocol within a round trip of the greetings.
+ROLE_PAUSE = 0.7
 # Connections in all: a node keeps a dozen and dials partners beside them. With unfinished handshakes and bulk channels
 # they fit into the 1,024 descriptors that a process has by default.
 MAX_CONNECTIONS = 512
@@ -265,6 +267,29 @@ class MendedUpgrader(TransportUpgrader):
         Raises whatever the library does: the callers take every exception for a failed handshake.
         """
         await self._negotiate(raw_conn, NOISE_PROTOCOL_ID, is_initiator)
+        return await self.authenticate(raw_conn, is_initiator, peer_id)
+
+    async def find_role(self, raw_conn: IRawConnection) -> bool:
+        """Negotiate on an accepted connection, of which a peer that waits for us may be the other end.
+
+        Whether that is so: it proposes nothing, and we are the initiator. Who dials as others do proposes at once.
+        """
+        communicator = BoundedCommunicator(raw_conn)
+        await Multiselect({}).handshake(communicator)
+        proposal = None
+        with trio.move_on_after(ROLE_PAUSE):
+            proposal = await communicator.read()
+        if proposal not in (None, NOISE_PROTOCOL_ID):
+            raise SwarmException("it proposes something else")
+        await communicator.write(NOISE_PROTOCOL_ID)
+        if proposal is None and await communicator.read() != NOISE_PROTOCOL_ID:
+            raise SwarmException("it knows something else")
+        return proposal is None
+
+    async def authenticate(
+        self, raw_conn: IRawConnection, is_initiator: bool, peer_id: ID | None = None
+    ) -> ISecureConn:
+        """The handshake of `upgrade_security`, once it is negotiated."""
         if not is_initiator:
             secure = await self._noise.secure_inbound(raw_conn)
         elif peer_id is None:
@@ -461,6 +486,7 @@ class MendedSwarm(Swarm):
         self.ping_timeout = ping_timeout
         self.max_connections = MAX_CONNECTIONS
         self.commons = upgrader.commons
+        self._upgrader = upgrader
         self._handshakes = Handshakes()
         self.turns = Turns()
         nursery.start_soon(self.turns.run)
@@ -499,11 +525,11 @@ class MendedSwarm(Swarm):
             try:
                 with trio.fail_after(HANDSHAKE_TIMEOUT):
                     expected = self.expected(pending.get_remote_address())
-                    muxed = await self.upgrade(pending, expected)
+                    muxed = await self._upgrade_accepted(pending, expected)
             finally:
                 self._handshakes.remove(pending)
             conn = await self.add_conn(muxed, "inbound")
-            conn.is_punched = expected is not None
+            conn.is_punched = muxed.is_initiator  # as none is that was simply accepted
             await conn.finished.wait()
         except Exception as error:
             logger.debug("inbound connection failed: %r", error)
@@ -516,7 +542,17 @@ class MendedSwarm(Swarm):
             raw = RawConnection(socket, peer_id is not None, ConnectionType.RELAYED, socket.addresses)
         else:
             raw = RawConnection(socket, peer_id is not None)
-        secure = await self.upgrader.upgrade_security(raw, peer_id is not None, peer_id)
+        return await self._multiplex(socket, await self.upgrader.upgrade_security(raw, peer_id is not None, peer_id))
+
+    async def _upgrade_accepted(self, socket: Socket, expected: ID | None) -> YamuxConn:
+        """Authenticate and multiplex a connection that has come, which may be the expected peer's part of a punch."""
+        if expected is None:
+            return await self.upgrade(socket, None)
+        raw = RawConnection(socket, False)
+        is_initiator = await self._upgrader.find_role(raw)
+        return await self._multiplex(socket, await self._upgrader.authenticate(raw, is_initiator, expected))
+
+    async def _multiplex(self, socket: Socket | Circuit, secure: ISecureConn) -> YamuxConn:
         muxed = await self.upgrader.upgrade_connection(secure, secure.get_remote_peer())
         assert isinstance(muxed, YamuxConn)
         socket.finish_handshake()

@@ -1,14 +1,15 @@
 """Keeping a node reachable that others cannot dial: reservations with two relays, and another when one is lost.
 
-Candidates are the peers that are connected, those that the DHT knows as relays of the run, and those that the node
-knows from before; none is built in. Whether a peer relays is found out by asking it, which costs a round trip, and who
-has refused is left alone for a while.
+Candidates are the peers that are connected, those that have been relays before, those that the DHT knows as relays of
+the run, and its members; none is built in. Whether a peer relays is found out by asking it, which costs a round trip,
+and who has refused is left alone for a while.
 """
 
 from __future__ import annotations
 
 import logging
 import random
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Final
 
@@ -40,6 +41,8 @@ CHECK_INTERVAL: Final = 15.0
 HURRY_INTERVAL: Final = 2.0
 # Asked at once for each place that is free.
 NUM_ASKED: Final = 3
+# Relays of before, which are asked again when all connections are gone: a router that restarts loses the node nothing.
+MAX_FORMER: Final = 8
 
 FindRelays = Callable[[], Awaitable[list[bytes]]]
 
@@ -55,6 +58,7 @@ class RelayKeeper:
         self._rng = rng
         self._backoff = Backoff(FIRST_RETRY_AFTER, MAX_RETRY_AFTER)
         self._held: set[bytes] = set()
+        self._former: OrderedDict[bytes, None] = OrderedDict()  # the latest last
         host.protect(self._held.__contains__)
 
     @property
@@ -106,7 +110,7 @@ class RelayKeeper:
         if len(self._held) < NUM_RELAYS:
             await self._ask_some([peer for peer in self._host.connected if self._host.is_direct(peer)])
         if len(self._held) < NUM_RELAYS:
-            await self._ask_some(await self._find())
+            await self._ask_some([*self._former, *await self._find()])
 
     async def _ask_some(self, peers: list[bytes]) -> None:
         now = trio.current_time()
@@ -131,6 +135,10 @@ class RelayKeeper:
             if relay not in self._held:
                 logger.info("reachable through the relay %s", short_name(relay))
             self._held.add(relay)
+            self._former[relay] = None
+            self._former.move_to_end(relay)
+            if len(self._former) > MAX_FORMER:
+                self._former.popitem(last=False)
         else:
             self._host.relays.forget(relay)
 

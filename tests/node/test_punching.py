@@ -73,6 +73,22 @@ async def test_hostile_bytes_cost_their_stream_alone(raw: bytes) -> None:
             assert alice.is_connected(mallory.author)
 
 
+async def test_who_dials_as_others_do_from_where_a_peer_is_expected_is_let_in() -> None:
+    with trio.fail_after(30):
+        async with open_puncher() as (alice, _), open_puncher() as (bob, _), open_puncher() as (carol, _):
+            with bob.expecting(carol.author, ["127.0.0.1"]):
+                await alice.connect(bob.author, bob.addresses)
+                assert bob.path(alice.author) == "direct"
+
+
+async def test_who_is_expected_may_leave_the_beginning_to_us() -> None:
+    with trio.fail_after(30):
+        async with open_puncher() as (alice, _), open_puncher() as (bob, _):
+            with bob.expecting(alice.author, ["127.0.0.1"]):
+                await alice.meet(bob.author, bob.listening[0], is_initiator=False)
+                await until(lambda: alice.path(bob.author) == bob.path(alice.author) == "punched")
+
+
 async def test_nobody_punches_over_a_direct_connection() -> None:
     with trio.fail_after(30):
         async with open_puncher() as (alice, _), open_puncher() as (bob, _):

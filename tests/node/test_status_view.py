@@ -44,6 +44,14 @@ def test_every_question_is_answered_on_one_screen() -> None:
     assert "the trainer died" in line(STATUS, "warning")
 
 
+def test_how_a_node_is_reached_and_for_whom_it_relays_is_shown() -> None:
+    assert "not known yet" in line(STATUS, "reached")
+    home = msgspec.structs.replace(STATUS, reachability="punchable", relays=[BOB, "12D3KooWdavesrelay"])
+    assert f"by hole punching; through 2 relays: {BOB[-8:]}, vesrelay" in line(home, "reached")
+    relay = msgspec.structs.replace(STATUS, reachability="public", relayed_peers=3, relayed_circuits=1)
+    assert "directly; is a relay for 3 peers, 1 pairs of which talk now" in line(relay, "reached")
+
+
 def test_the_caps_and_what_moves_are_shown() -> None:
     capped = msgspec.structs.replace(
         STATUS, upload_mbit=5.0, bytes_sent_per_second=500_000.0, bytes_received_per_second=100_000.0
