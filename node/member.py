@@ -131,6 +131,7 @@ class RunMember:
             on_peers=self._rounds.set_peers,
             on_lost=self._rounds.lose_peer,
             num_stages=manifest.model.num_stages,
+            is_bound=settings.stage is not None,
             on_nodes=self._pipeline.set_nodes if self._pipeline else lambda nodes: None,
         )
         self._weights = Weights(

@@ -67,7 +67,8 @@ class Membership:
     """Publishes this node's entries, keeps connections with members, and knows who is live.
 
     ``on_peers`` is told of every change among the live members of this node's stage, ``on_nodes`` of every change of
-    `nodes_of_stages`, ``on_lost`` of every peer that could not be reached again.
+    `nodes_of_stages`, ``on_lost`` of every peer that could not be reached again. ``is_bound``: this node keeps its
+    stage, whatever the run needs.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Membership:
         on_peers: Callable[[frozenset[bytes]], None],
         on_lost: Callable[[bytes], None],
         num_stages: int = 1,
+        is_bound: bool = False,
         on_nodes: Callable[[Nodes], None] = lambda nodes: None,
     ) -> None:
         self._host = host
@@ -94,6 +96,7 @@ class Membership:
         self._on_peers = on_peers
         self._on_lost = on_lost
         self._on_nodes = on_nodes
+        self._is_bound = is_bound
         self._stage = 0
         self._others: Nodes = (frozenset(),) * num_stages
         self._told_live: frozenset[bytes] = frozenset()
@@ -134,7 +137,7 @@ class Membership:
         """Live members with their stages and speeds, as far as they are known; this node excluded."""
         members = self._state.members()
         return {
-            peer: Provider(stage, float(members[peer].speed))
+            peer: Provider(stage, float(members[peer].speed), members[peer].is_bound)
             for stage, peers in enumerate(self._others)
             for peer in peers
             if peer in members
@@ -233,6 +236,7 @@ class Membership:
             addresses=tuple(address.rpartition("/p2p/")[0] for address in addresses[:8]),
             left=left,
             incarnation=self._incarnation,
+            is_bound=self._is_bound,
         )
         await self._gossip.publish(Kind.MEMBER, 0, member)
 

@@ -73,6 +73,9 @@ class Member(Payload, frozen=True):
     """The author has left; its heartbeats are no longer waited for."""
     incarnation: Count = 0
     """Tells a restarted node from its past self."""
+    is_bound: bool = False
+    """The author keeps its stage, whatever the run needs: others do not wait for it to move. Older entries end before
+    this field."""
 
 
 class Beat(Payload, frozen=True):

@@ -8,8 +8,8 @@ assigns stages: each node judges by the run state what it should do, and all jud
   so ties are broken by hash; while nobody has trained yet, and moving costs nothing, `even_stages` corrects the rest.
 - Later a node moves to an empty stage at once, and to the weakest one when that is worth its download. It asks first,
   by a lease in the run state: of two that would leave one stage, or go to one, the later by hash gives way.
-- Who is the best to move goes first, the next one a little later: somebody frozen, or bound to its stage by its owner,
-  does not keep a stage empty.
+- Who is the best to move goes first, the next one a little later: somebody frozen does not keep a stage empty. Who is
+  bound to its stage by its owner says so, and is not waited for.
 
 Nobody moves who is the last of its stage. A move that makes the weakest stage stronger leaves its source stronger than
 that was, so the way back is no gain: without news there are no further moves.
@@ -18,6 +18,7 @@ that was, so the way back is no gain: without news there are no further moves.
 from __future__ import annotations
 
 import hashlib
+import heapq
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -46,6 +47,8 @@ class Provider:
     stage: int
     speed: float = 0.0
     """Tokens a second that it could take through a stage; 0: not known."""
+    is_bound: bool = False
+    """Its owner has chosen the stage: it does not move."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,16 +175,22 @@ def first_stage(view: View, author: bytes) -> int:
 
 
 def even_stages(view: View) -> dict[bytes, int]:
-    """Stages for all, as many nodes to each as can be, with as few moves as can be: who is to go where."""
-    base, extra = divmod(len(view.providers), view.num_stages)
+    """Stages for all, as evenly as those allow who are bound, with as few moves as can be: who is to go where."""
     members = _members(view)
-    most_first = sorted(range(view.num_stages), key=lambda stage: (-len(members[stage]), stage))
-    quotas = {stage: base + (position < extra) for position, stage in enumerate(most_first)}
+    free = [[author for author in there if not view.providers[author].is_bound] for there in members]
+    num_bound = [len(there) - len(movable) for there, movable in zip(members, free, strict=True)]
+    quotas = list(num_bound)
+    least_first = [(quota, -len(members[stage]), stage) for stage, quota in enumerate(quotas)]
+    heapq.heapify(least_first)
+    for _ in range(len(view.providers) - sum(num_bound)):
+        _, order, stage = least_first[0]
+        quotas[stage] += 1
+        heapq.heapreplace(least_first, (quotas[stage], order, stage))
     wanting = [stage for stage in range(view.num_stages) for _ in range(quotas[stage] - len(members[stage]))]
     spare = [
         author
-        for stage in range(view.num_stages)
-        for author in sorted(members[stage], key=lambda author: rank(author, stage))[quotas[stage] :]
+        for stage, movable in enumerate(free)
+        for author in sorted(movable, key=lambda author: rank(author, stage))[quotas[stage] - num_bound[stage] :]
     ]
     return dict(zip(spare, wanting, strict=True))
 
@@ -209,7 +218,7 @@ def candidates(view: View, target: int) -> list[bytes]:
         for stage in range(view.num_stages)
         if stage != target and len(members[stage]) > 1
         for author in members[stage]
-        if author not in view.leases
+        if author not in view.leases and not view.providers[author].is_bound
     }
     return sorted(scores, key=lambda author: (-scores[author], rank(author, target)))
 

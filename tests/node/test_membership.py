@@ -123,7 +123,7 @@ def notice(stage: int, round_index: int) -> CheckpointNotice:
 class Staged:
     """A node of a run in three stages."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_bound: bool = False) -> None:
         self.gossip, self.state = Gossip(), Told()
         self.board = Board(say=lambda text: None)
         self.peers: list[frozenset[bytes]] = []
@@ -141,11 +141,12 @@ class Staged:
             on_peers=self.peers.append,
             on_lost=lambda peer: None,
             num_stages=3,
+            is_bound=is_bound,
             on_nodes=self.nodes.append,
         )
 
-    def hear(self, peer: bytes, stage: int, round_index: int = 0, speed: int = 0) -> None:
-        self.state.tell(peer, Member(stage, speed=speed), Beat(round_index, round_index, None, 0))
+    def hear(self, peer: bytes, stage: int, round_index: int = 0, speed: int = 0, *, is_bound: bool = False) -> None:
+        self.state.tell(peer, Member(stage, speed=speed, is_bound=is_bound), Beat(round_index, round_index, None, 0))
         self.gossip.liveness.beat(peer, 1, trio.current_time())
         self.membership.refresh()
 
@@ -163,6 +164,12 @@ async def test_peers_are_those_of_the_own_stage_and_nodes_those_of_all() -> None
     assert node.nodes[-1] == (frozenset((ANN,)), frozenset((BOB, ME)), frozenset())
     assert node.board.providers == [1, 2, 0]
     assert node.gossip.published[-1][1] == Member(stage=1, incarnation=1)
+
+
+async def test_who_is_bound_to_its_stage_says_so() -> None:
+    node = Staged(is_bound=True)
+    await node.membership.hold(2)
+    assert node.gossip.published[-1][1] == Member(stage=2, incarnation=1, is_bound=True)
 
 
 async def test_the_round_is_that_of_all_stages() -> None:
@@ -192,10 +199,10 @@ async def test_weights_come_from_the_stage_or_from_who_keeps_a_copy() -> None:
 async def test_who_moves_and_how_fast_each_is_comes_from_the_run_state() -> None:
     node = Staged()
     node.hear(ANN, 0, speed=500)
-    node.hear(BOB, 1)
+    node.hear(BOB, 1, is_bound=True)
     node.state.tell(ANN, StageLease(0, 2))
     node.state.tell(BOB, StageLease(1, 1))
-    assert node.membership.providers() == {ANN: Provider(0, 500.0), BOB: Provider(1, 0.0)}
+    assert node.membership.providers() == {ANN: Provider(0, 500.0), BOB: Provider(1, 0.0, is_bound=True)}
     assert node.membership.leases() == {ANN: StageLease(0, 2)}
 
 

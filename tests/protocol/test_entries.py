@@ -41,7 +41,7 @@ from .authors import CREATOR, NOW, RUN_ID, author_of, beat, flipped, member, met
 CHECKER = Checker(RUN_ID, CREATOR)
 BIG = 2**56
 LARGEST: dict[Kind, Payload] = {
-    Kind.MEMBER: fit_member(Member(511, "x" * 48, BIG, BIG, ("/" + "a" * 191,) * 8, True, BIG)),
+    Kind.MEMBER: fit_member(Member(511, "x" * 48, BIG, BIG, ("/" + "a" * 191,) * 8, True, BIG, True)),
     Kind.BEAT: Beat(BIG, 2**31 - 1, 2**31 - 1, BIG),
     Kind.PROGRESS: Progress(BIG, 2**31 - 1, BIG, BIG, BIG),
     Kind.LEASE: Lease(2**31 - 1, BIG, BIG, BIG),
@@ -63,6 +63,12 @@ def test_the_largest_payload_of_each_kind_fits_and_comes_back(kind: Kind) -> Non
     assert payload_size(LARGEST[kind]) <= rule.max_bytes
     assert len(item.body) <= MAX_BODY_BYTES
     assert entry.expires_at == entry.tick * rule.quantum + rule.ttl
+
+
+def test_an_older_member_entry_that_ends_before_the_last_field_is_read() -> None:
+    older = msgspec.msgpack.encode(msgspec.to_builtins(Member(3, "cpu", incarnation=7, is_bound=True))[:-1])
+    item = sign_body(1, msgspec.msgpack.encode([Kind.MEMBER, 0, tick_at(Kind.MEMBER), msgspec.Raw(older)]))
+    assert CHECKER.check(item).payload == Member(3, "cpu", incarnation=7, is_bound=False)
 
 
 def test_a_heartbeat_takes_some_hundred_and_thirty_bytes() -> None:

@@ -7,9 +7,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from farandole.protocol.entries import StageLease
 from farandole.protocol.stage_choice import (
+    EMPTY_SECONDS,
     LEASE_SECONDS,
     Claim,
     GiveBack,
@@ -83,6 +86,26 @@ def test_the_last_of_a_stage_is_no_candidate() -> None:
     assert not is_worth_moving(view, author(0), 2)
 
 
+def test_who_is_bound_is_no_candidate() -> None:
+    members = providers((0, 4.0), (0, 4.0), (0, 1.0), (1, 1.0))
+    best = candidates(View(members, 2), 1)[0]
+    bound = members | {best: Provider(0, members[best].speed, is_bound=True)}
+    assert set(candidates(View(bound, 2), 1)) == set(candidates(View(members, 2), 1)) - {best}
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=12))
+def test_a_correction_leaves_the_bound_where_they_are(nodes: list[tuple[int, bool]]) -> None:
+    members = {author(number): Provider(stage, is_bound=bound) for number, (stage, bound) in enumerate(nodes)}
+    moves = even_stages(View(members, 4))
+    assert not any(members[name].is_bound or members[name].stage == target for name, target in moves.items())
+    after = Counter(moves.get(name, member.stage) for name, member in members.items())
+    bound = Counter(member.stage for member in members.values() if member.is_bound)
+    for stage in range(4):  # nobody who is free would be better off elsewhere
+        assert after[stage] - min(after[other] for other in range(4)) <= 1 or after[stage] == bound[stage]
+    before = Counter(member.stage for member in members.values())
+    assert len(moves) == sum((after - before).values())
+
+
 def test_a_move_must_be_worth_its_download() -> None:
     members = providers((0, 4.0), (0, 4.0), (1, 1.0), (1, 1.0))
     assert is_worth_moving(View(members, 2), author(0), 1)
@@ -145,13 +168,18 @@ class Node:
     stage: int
     speed: float
     choice: StageChoice
-    is_pinned: bool = False
+    is_frozen: bool = False
+    is_bound: bool = False
     is_alive: bool = True
     known: dict[bytes, Provider] = field(default_factory=dict)
     leases: dict[bytes, StageLease] = field(default_factory=dict)
     heard: dict[bytes, float] = field(default_factory=dict)
     """When the newest that is known of each was told."""
     arrives_at: float | None = None
+
+    @property
+    def provider(self) -> Provider:
+        return Provider(self.stage, self.speed, self.is_bound)
 
 
 class Run:
@@ -169,13 +197,15 @@ class Run:
         self.longest_empty = 0.0
         self._rng = random.Random(seed)
 
-    def join(self, stage: int | None = None, speed: float = 1.0, *, is_pinned: bool = False) -> Node:
+    def join(
+        self, stage: int | None = None, speed: float = 1.0, *, is_frozen: bool = False, is_bound: bool = False
+    ) -> Node:
         """A node that knows what all have told so far; without a stage given it chooses."""
         name = author(len(self.nodes) + 1)
-        known = {node.name: Provider(node.stage, node.speed) for node in self.nodes if node.is_alive}
+        known = {node.name: node.provider for node in self.nodes if node.is_alive}
         if stage is None:
             stage = first_stage(View(known, self.num_stages), name)
-        node = Node(name, stage, speed, StageChoice(name, PATIENCE), is_pinned, known=known)
+        node = Node(name, stage, speed, StageChoice(name, PATIENCE), is_frozen, is_bound, known=known)
         self.nodes.append(node)
         self.tell(node)
         return node
@@ -186,7 +216,7 @@ class Run:
             self._spread(node.name, None, None, 1.0, 8.0)
 
     def tell(self, node: Node, lease: StageLease | None = None) -> None:
-        self._spread(node.name, Provider(node.stage, node.speed), lease, 0.2, 3.0)
+        self._spread(node.name, node.provider, lease, 0.2, 3.0)
 
     def _spread(self, name: bytes, told: Provider | None, lease: StageLease | None, least: float, most: float) -> None:
         for peer in self.nodes:
@@ -203,7 +233,7 @@ class Run:
             self.now += 0.5
             self._deliver()
             for node in self.nodes:
-                if node.is_alive and not node.is_pinned:
+                if node.is_alive and not (node.is_frozen or node.is_bound):
                     self._act(node)
             self._check()
 
@@ -310,12 +340,24 @@ def test_nobody_leaves_a_stage_empty_to_fill_another() -> None:
 
 def test_a_volunteer_that_does_nothing_is_passed_over() -> None:
     run = Run(2)
-    nodes = [run.join(0, is_pinned=number < 3) for number in range(4)]
+    nodes = [run.join(0, is_frozen=number < 3) for number in range(4)]
     nodes.append(run.join(1))
     run.play(5)
     run.kill(nodes[4])
     run.play(40)
     assert run.counts() == [3, 1]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_volunteers_who_are_bound_are_not_waited_for(seed: int) -> None:
+    run = Run(2, seed=seed)
+    nodes = [run.join(0, is_bound=number != 7) for number in range(12)]
+    nodes.append(run.join(1))
+    run.play(5)
+    run.kill(nodes[12])
+    run.play(40)
+    assert run.counts() == [11, 1]
+    assert run.longest_empty <= 8.0 + EMPTY_SECONDS + LEASE_SECONDS + 2.0  # news, and a decision now and then: no turns
 
 
 @pytest.mark.parametrize("seed", range(10))
