@@ -38,7 +38,8 @@ from farandole.protocol.activations import (
 )
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.manifest import Manifest
-from farandole.protocol.pipeline import Counts, Pipeline, PipelineSettings
+from farandole.protocol.microbatches import Counts
+from farandole.protocol.pipeline import Pipeline, PipelineSettings
 
 from . import trainer_messages as messages
 from .activation_link import ActivationLink

@@ -4,18 +4,9 @@ A microbatch is drawn at a node of stage 0, its *origin*, goes through one node 
 origin, where the loss is; its gradient goes back over the same nodes (NoLoCo, arXiv 2506.10911, random pipeline
 routing). The next hop is drawn at random among the live nodes of the next stage, in proportion to the credits that
 they have given (`farandole.protocol.activations`): who is slow gives them back slowly, so it is drawn less (SWARM,
-ICML 2023, wires by throughput).
-
-**Steps.** Each node takes inner steps on its own: when it has begun its quota of microbatches, it begins no more until
-all of those have come to their end, and steps. So a microbatch meets the same weights there and back. Nobody waits for
-another's step: what is under way needs only nodes of later stages to go forward, and nobody's leave to go back. A stage
-with fewer nodes has a larger quota, so that all stages take as many steps.
-
-**Overlap.** Waiting for the last ones leaves a node idle for as long as a microbatch is under way, in every step. With
-``overlap`` the *following* step's microbatches are begun meanwhile, with the weights of before, which the trainer keeps
-for their way back: their gradients are one step late (as all are in PipeDream-2BW, arXiv 2006.09503, section 3.1). A
-round that is followed by the next at once ends with the step that is under way, and what has been begun for the
-following one stays.
+ICML 2023, wires by throughput). Each node takes inner steps on its own (`farandole.protocol.inner_steps`): nobody waits
+for another's step, since what is under way needs only nodes of later stages to go forward, and nobody's leave to go
+back. A stage with fewer nodes has a larger quota, so that all stages take as many steps.
 
 **Losses.** A hop that refuses, or dies before the gradient is back, is replaced by another; where the microbatch had
 gone on already, its origin finds that it comes twice, and drops it. A microbatch counts at all stages or at none: its
@@ -28,13 +19,14 @@ Sans-IO: `handle(event, now)`. The memory of a microbatch is a *slot* (`farandol
 
 from __future__ import annotations
 
-import enum
 import math
 import random
-from collections import Counter, OrderedDict, deque
-from dataclasses import dataclass, field
+from collections import OrderedDict, deque
+from dataclasses import dataclass
 
 from .activations import MAX_REASON_CHARS, TICKET_BYTES
+from .inner_steps import Schedule
+from .microbatches import GIVEN_BACK, SUMMED, UNTOUCHED, Counts, Hop, Link, Microbatch, Step
 from .pipeline_events import (
     Arrived,
     Arriving,
@@ -78,16 +70,10 @@ MAX_NEXT_HOPS = 8
 MAX_ATTEMPTS = 3
 # Work given to the trainer at once: one it does, one that waits, so that it never waits for us.
 MAX_JOBS = 2
-# A round's last microbatches have this long to come to their end; half of it, to come here. Where the next round's are
-# begun meanwhile, they have twice as long as any of late has taken, if that is more.
-DRAIN_SECONDS = 5.0
 # Microbatches that wait for their forward pass: one that arrives while the one before is computed, and one to spare.
 MIN_AHEAD = 2
-# How many of the last arrivals tell how old microbatches are when they come, and of the last ends how long they take.
-NUM_AGES = 32
 # Outcomes that an origin remembers for those who ask.
 MAX_OUTCOMES = 4_096
-MAX_REASONS = 32
 # How long a node waits for an answer before it asks the origin again, and before it tries a lost link again.
 ASK_INTERVAL = 1.0
 RETRY_INTERVAL = 2.0
@@ -119,115 +105,6 @@ class PipelineSettings:
     overlap: bool = False
 
 
-class Step(enum.Enum):
-    """How far a microbatch is at this node."""
-
-    COMING = "coming"  # its activations arrive
-    QUEUED = "queued"  # for the forward pass
-    STARTING = "starting"  # the forward pass, or drawing it
-    ROUTING = "routing"  # a next hop is sought
-    OUT = "out"  # at later stages
-    HOME_COMING = "home coming"  # at its origin again, for the loss: its activations arrive
-    HOME = "home"
-    HOME_OUT = "home out"  # the loss's gradient is on its way
-    RETURNING = "returning"  # the gradient of what this node has sent on arrives
-    RETURNED = "returned"  # and goes through the backward pass
-    DONE = "done"  # its gradient is in the sum and sent back: it waits for the origin's word
-    ENDED = "ended"  # the trainer keeps its gradient, or takes it out
-
-
-_UNTOUCHED = frozenset({Step.COMING, Step.QUEUED, Step.STARTING, Step.ROUTING})
-"""No later stage has seen it."""
-_SUMMED = frozenset({Step.HOME_OUT, Step.DONE})
-"""Some of its gradient is in the sum."""
-
-_GIVEN_BACK = frozenset({Step.RETURNED, Step.DONE})
-"""The gradient is here: later stages have no more to give."""
-
-Hop = tuple[int, int]
-"""A link, and the index of a microbatch on it."""
-
-
-@dataclass(slots=True, eq=False)
-class _InnerStep:
-    """What has been done for one inner step."""
-
-    num_begun: int = 0
-    num_kept: int = 0
-    until: float = math.inf
-    """From when on no more are begun for it."""
-
-
-@dataclass(slots=True, eq=False)
-class _Microbatch:
-    ticket: bytes
-    origin: bytes
-    slot: int
-    deadline: float
-    step: Step
-    inward: Hop | None = None
-    """Where it came from; None where it was drawn."""
-    onward: Hop | None = None
-    """The next hop."""
-    homeward: Hop | None = None
-    """Where it came back to its origin."""
-    tried: set[bytes] = field(default_factory=set)
-    """Hops that refused or lost it."""
-    num_lost: int = 0
-    """How often that was."""
-    begun_at: float = math.inf
-    sent_at: float = math.inf
-    ask_at: float = math.inf
-    has_begun: bool = False
-    """Whether the trainer holds something of it."""
-    is_working: bool = False
-    """Whether the trainer has a job for it."""
-    is_kept: bool | None = None
-    """How it ended."""
-    inner_step: _InnerStep | None = None
-    """For which it has begun."""
-
-
-@dataclass(slots=True)
-class _Link:
-    peer: bytes
-    is_upstream: bool
-    """Whether we are its upstream node."""
-    is_return: bool
-    credits: int = 0
-    """Given by its downstream node, in all."""
-    num_forwarded: int = 0
-    heard_at: float = 0.0
-    wait_until: float = -math.inf
-    """Its downstream node has refused something: nothing is sent to it until then."""
-    open: dict[int, _Microbatch] = field(default_factory=dict)
-
-    @property
-    def free(self) -> int:
-        return self.credits - self.num_forwarded
-
-
-@dataclass(slots=True)
-class Counts:
-    """What has become of this node's microbatches since it began."""
-
-    begun: int = 0
-    kept: int = 0
-    dropped: int = 0
-    rerouted: int = 0
-    taken_out: int = 0
-    """Dropped when their gradient, or a part, was in the sum."""
-    refused: int = 0
-    """That came and were not taken."""
-    reasons: Counter[str] = field(default_factory=Counter)
-    """Of what was dropped; at most `MAX_REASONS`, since some are peers' words."""
-
-    def note(self, reason: str) -> None:
-        """Count a reason."""
-        is_new = reason not in self.reasons and len(self.reasons) >= MAX_REASONS
-        self.reasons["other reasons" if is_new else reason] += 1
-
-
 class Pipeline:
     """See above. One for each life of the trainer."""
 
@@ -237,26 +114,21 @@ class Pipeline:
         self._settings = settings
         self._rng = rng
         self._nodes = NodesChanged(frozenset(), 1, 1, 1)
-        self._links: dict[int, _Link] = {}
+        self._links: dict[int, Link] = {}
         self._dialling: set[tuple[bytes, bool]] = set()
         self._dial_after: dict[bytes, float] = {}
         self._free_slots = set(range(settings.in_flight))
-        self._microbatches: dict[bytes, _Microbatch] = {}
+        self._microbatches: dict[bytes, Microbatch] = {}
         self._outcomes: OrderedDict[bytes, bool] = OrderedDict()
-        self._jobs: deque[tuple[Work, _Microbatch]] = deque()
-        self._waiting: dict[Work, deque[_Microbatch]] = {work: deque() for work in _PRIORITIES}
-        self._round = 0
-        self._is_open = False  # between RoundBegan and RoundDrained
-        self._is_ending = False
-        self._is_followed = False
-        self._steps_left: float = 0
-        self._current, self._following = _InnerStep(), _InnerStep()
-        self._is_stepping = False
-        self._begin_until = math.inf
-        self._drain_until = math.inf
-        self._arrived_at = -math.inf
-        self._ages: deque[float] = deque(maxlen=NUM_AGES)
-        self._durations: deque[float] = deque(maxlen=NUM_AGES)  # from here to their end
+        self._jobs: deque[tuple[Work, Microbatch]] = deque()
+        self._waiting: dict[Work, deque[Microbatch]] = {work: deque() for work in _PRIORITIES}
+        self._schedule = Schedule(
+            is_origin=settings.stage == 0,
+            overlap=settings.overlap,
+            microbatch_seconds=settings.microbatch_seconds,
+            quota=lambda: self.quota,
+            num_coming=self._num_coming,
+        )
         self._ahead = MIN_AHEAD
         self._outputs: list[Output] = []
         self._now = 0.0
@@ -316,20 +188,19 @@ class Pipeline:
             case Worked(problem):
                 self._worked(problem)
             case Stepped():
-                self._stepped()
-            case RoundBegan(round_index, max_steps, is_followed):
-                self._round, self._is_open, self._is_ending = round_index, True, False
-                self._steps_left, self._is_followed = max_steps or math.inf, is_followed and self._settings.overlap
-                self._begin_until = math.inf
+                if self._schedule.stepped(self._now):
+                    self._drained()
+            case RoundBegan():
+                self._schedule.begin_round(event)
             case RoundEnds():
-                self._end_round()
+                self._schedule.end_round(self._now)
             case TimerFired():
                 pass  # what is due is looked at after every event
 
     # Links
 
     def _open_link(self, event: LinkOpened) -> None:
-        link = _Link(event.peer, event.is_upstream, event.is_return, event.credits, heard_at=self._now)
+        link = Link(event.peer, event.is_upstream, event.is_return, event.credits, heard_at=self._now)
         self._links[event.link] = link
         if event.is_upstream:
             self._dialling.discard((event.peer, event.is_return))
@@ -355,7 +226,7 @@ class Pipeline:
         for microbatch in link.open.values():
             if link.is_upstream:
                 microbatch.onward = None
-                if microbatch.step not in _GIVEN_BACK:
+                if microbatch.step not in GIVEN_BACK:
                     self._lose_hop(microbatch, link.peer, "a later stage's node was lost")
             elif link.is_return:
                 microbatch.homeward = None
@@ -398,7 +269,7 @@ class Pipeline:
         num_waiting = self._num_coming()
         if num_waiting > MIN_AHEAD:
             self._ahead = max(MIN_AHEAD, self._ahead - 1)
-        elif not num_waiting and num_promised and not self._jobs and self._begins_for() is not None:
+        elif not num_waiting and num_promised and not self._jobs and self._schedule.may_begin(self._now):
             self._ahead = min(self._settings.in_flight, self._ahead + 1)
         return self._ahead - num_waiting
 
@@ -468,7 +339,7 @@ class Pipeline:
             case HopSettled(_, _, is_kept):
                 self._hop_settled(microbatch, link, is_kept)
 
-    def _arrive(self, event: Arriving, link: _Link) -> None:
+    def _arrive(self, event: Arriving, link: Link) -> None:
         link.num_forwarded = event.index + 1
         problem = self._problem(event, link)
         if problem:
@@ -480,28 +351,27 @@ class Pipeline:
             microbatch.homeward, microbatch.step = (event.link, event.index), Step.HOME_COMING
         else:
             seconds = min(event.seconds_left, self._settings.microbatch_seconds)
-            self._ages.append(self._settings.microbatch_seconds - seconds)
-            self._arrived_at = self._now
+            self._schedule.note_arrival(self._settings.microbatch_seconds - seconds, self._now)
             deadline = self._now + seconds + GRACE_SECONDS
             microbatch = self._add(event.ticket, event.origin, deadline, Step.COMING)
             microbatch.inward = (event.link, event.index)
         link.open[event.index] = microbatch
         self._outputs.append(Place(event.link, event.index, microbatch.slot))
 
-    def _problem(self, event: Arriving, link: _Link) -> str:
+    def _problem(self, event: Arriving, link: Link) -> str:
         """Why a microbatch cannot be taken; empty if it can."""
         known = self._microbatches.get(event.ticket)
         if link.is_return:
             if known is None or known.origin != self._settings.author:
                 return "it is not mine"
             return "" if known.step is Step.OUT else "it has come already"
-        if abs(event.round - self._round) > MAX_ROUNDS_APART:
-            return f"of round {event.round}, this is round {self._round}"
+        if abs(event.round - self._schedule.round) > MAX_ROUNDS_APART:
+            return f"of round {event.round}, this is round {self._schedule.round}"
         if known is not None:
             return "it is here already"
         return "" if self._free_slots else "no slot is free"
 
-    def _gradient_arrives(self, event: GradientArriving, microbatch: _Microbatch) -> None:
+    def _gradient_arrives(self, event: GradientArriving, microbatch: Microbatch) -> None:
         is_due = microbatch.step is (Step.OUT if self._settings.stage else Step.HOME_OUT)
         if not is_due:
             self._leave(microbatch.onward)
@@ -513,7 +383,7 @@ class Pipeline:
         microbatch.step = Step.RETURNING
         self._outputs.append(Place(event.link, event.index, microbatch.slot))
 
-    def _arrived(self, microbatch: _Microbatch) -> None:
+    def _arrived(self, microbatch: Microbatch) -> None:
         following: dict[Step, tuple[Step, Work]] = {
             Step.COMING: (Step.QUEUED, "forward"),
             Step.HOME_COMING: (Step.HOME, "tail"),
@@ -523,7 +393,7 @@ class Pipeline:
             microbatch.step, work = following[microbatch.step]
             self._waiting[work].append(microbatch)
 
-    def _hop_settled(self, microbatch: _Microbatch, link: _Link, is_kept: bool) -> None:
+    def _hop_settled(self, microbatch: Microbatch, link: Link, is_kept: bool) -> None:
         if link.is_return:
             self._leave(microbatch.homeward)
             microbatch.homeward = None
@@ -581,7 +451,7 @@ class Pipeline:
                 (number,) = self._rng.choices(list(hops), list(hops.values()))
                 self._send_on(microbatch, number)
 
-    def _send_on(self, microbatch: _Microbatch, number: int) -> None:
+    def _send_on(self, microbatch: Microbatch, number: int) -> None:
         link = self._links[number]
         microbatch.onward, microbatch.step = (number, link.num_forwarded), Step.OUT
         microbatch.sent_at = self._now
@@ -593,12 +463,12 @@ class Pipeline:
                 microbatch.slot,
                 microbatch.ticket,
                 microbatch.origin,
-                self._round,
+                self._schedule.round,
                 max(0.0, microbatch.deadline - self._now),
             )
         )
 
-    def _lose_hop(self, microbatch: _Microbatch, peer: bytes, reason: str) -> None:
+    def _lose_hop(self, microbatch: Microbatch, peer: bytes, reason: str) -> None:
         """Seek another next hop, if no gradient has come back yet."""
         microbatch.tried.add(peer)
         microbatch.num_lost += 1
@@ -612,7 +482,7 @@ class Pipeline:
     # The trainer
 
     def _give_work(self) -> None:
-        while self._is_open and len(self._jobs) < MAX_JOBS:
+        while self._schedule.is_open and len(self._jobs) < MAX_JOBS:
             work = next((work for work in _PRIORITIES if self._waiting[work] and self._may_do(work)), None)
             if work is not None:
                 self._work(work, self._waiting[work].popleft())
@@ -624,55 +494,23 @@ class Pipeline:
                 return
 
     def _may_do(self, work: Work) -> bool:
-        return work != "forward" or self._begins_for() is not None
-
-    def _begins_for(self) -> _InnerStep | None:
-        """The inner step for which a microbatch may be begun now."""
-        if not self._is_open:
-            return None
-        if not self._is_over and not self._following.num_begun and self._is_wanting(self._current):
-            return self._current
-        has_following = self._settings.overlap and (self._is_followed or (not self._is_over and self._steps_left > 1))
-        return self._following if has_following and self._is_wanting(self._following) else None
-
-    def _is_wanting(self, inner_step: _InnerStep) -> bool:
-        return inner_step.num_begun < self.quota and self._now < inner_step.until
-
-    @property
-    def _is_over(self) -> bool:
-        """Whether no more are begun for this round's steps.
-
-        At origins at once, later when what they have begun has come; at all if it may as well be of the next round.
-        """
-        if not self._is_ending or self._is_followed or self._now >= self._begin_until:
-            return self._is_ending
-        return self._now >= self._quiet_at and not self._num_coming()
-
-    @property
-    def _quiet_at(self) -> float:
-        """When all that is on its way should have come: twice as long as any of late has taken, after the last one."""
-        return self._arrived_at + 2 * max(self._ages, default=0.0)
+        return work != "forward" or self._schedule.may_begin(self._now)
 
     def _may_draw(self) -> bool:
-        if self._settings.stage or not self._free_slots or self._begins_for() is None:
+        if self._settings.stage or not self._free_slots or not self._schedule.may_begin(self._now):
             return False
         links = self._links.values()
         num_credits = sum(link.free for link in links if link.is_upstream and link.wait_until <= self._now)
         return num_credits > sum(1 for m in self._microbatches.values() if m.step in (Step.STARTING, Step.ROUTING))
 
-    def _work(self, work: Work, microbatch: _Microbatch) -> None:
+    def _work(self, work: Work, microbatch: Microbatch) -> None:
         microbatch.is_working = True
         if work in ("draw", "forward"):
-            inner_step = self._begins_for()
-            assert inner_step is not None, "it was asked before"
-            microbatch.step, microbatch.has_begun, microbatch.inner_step = Step.STARTING, True, inner_step
-            microbatch.begun_at = self._now
-            inner_step.num_begun += 1
-            inner_step.until = min(inner_step.until, self._now + self._settings.microbatch_seconds)
+            microbatch.inner_step = self._schedule.begin(self._now)
+            microbatch.step, microbatch.has_begun, microbatch.begun_at = Step.STARTING, True, self._now
             self.counts.begun += 1
         self._jobs.append((work, microbatch))
-        is_following = microbatch.inner_step is self._following
-        self._outputs.append(Compute(work, microbatch.slot, is_following))
+        self._outputs.append(Compute(work, microbatch.slot, microbatch.inner_step is self._schedule.following))
 
     def _worked(self, problem: str) -> None:
         work, microbatch = self._jobs.popleft()
@@ -691,7 +529,7 @@ class Pipeline:
         else:
             self._go_on(work, microbatch)
 
-    def _go_on(self, work: Work, microbatch: _Microbatch) -> None:
+    def _go_on(self, work: Work, microbatch: Microbatch) -> None:
         if work in ("draw", "forward"):
             microbatch.step = Step.ROUTING
         elif work == "tail":
@@ -703,33 +541,33 @@ class Pipeline:
             microbatch.step = Step.DONE
             self._send_back(microbatch.inward, microbatch)
 
-    def _send_back(self, hop: Hop | None, microbatch: _Microbatch) -> None:
+    def _send_back(self, hop: Hop | None, microbatch: Microbatch) -> None:
         assert hop is not None, "who has lost the way back is dropped"
         self._outputs.append(SendGradient(*hop, microbatch.slot))
 
     # The end of a microbatch
 
-    def _drop(self, microbatch: _Microbatch, reason: str) -> None:
+    def _drop(self, microbatch: Microbatch, reason: str) -> None:
         """It counts nowhere: tell those who do not know it, and take out what is in the sum."""
         if microbatch.is_kept is not None:
             return
         reason = reason.encode("ascii", "replace").decode()[:MAX_REASON_CHARS]
         self.counts.dropped += 1
         self.counts.note(reason)
-        self.counts.taken_out += microbatch.step in _SUMMED
-        is_untouched = microbatch.step in _UNTOUCHED
+        self.counts.taken_out += microbatch.step in SUMMED
+        is_untouched = microbatch.step in UNTOUCHED
         if microbatch.inward is not None:
             self._outputs.append(SendDropped(*microbatch.inward, reason, is_untouched))
         if microbatch.homeward is not None:
             self._outputs.append(SendDropped(*microbatch.homeward, reason, is_untouched=False))
         self._end(microbatch, is_kept=False)
 
-    def _end(self, microbatch: _Microbatch, *, is_kept: bool) -> None:
+    def _end(self, microbatch: Microbatch, *, is_kept: bool) -> None:
         microbatch.is_kept, microbatch.step = is_kept, Step.ENDED
         microbatch.deadline = microbatch.ask_at = math.inf
         self.counts.kept += is_kept
         if is_kept:
-            self._durations.append(self._now - microbatch.begun_at)
+            self._schedule.note_end(self._now - microbatch.begun_at)
         if microbatch.onward is not None and microbatch.onward[0] in self._links:
             self._outputs.append(SendSettled(*microbatch.onward, is_kept))
         for hop in (microbatch.onward, microbatch.inward, microbatch.homeward):
@@ -745,74 +583,40 @@ class Pipeline:
         if not microbatch.is_working:
             self._tell_trainer(microbatch)
 
-    def _tell_trainer(self, microbatch: _Microbatch) -> None:
+    def _tell_trainer(self, microbatch: Microbatch) -> None:
         if microbatch.has_begun:
             self._waiting["keep" if microbatch.is_kept else "drop"].append(microbatch)
         else:
             self._release(microbatch)
 
-    def _add(self, ticket: bytes, origin: bytes, deadline: float, step: Step) -> _Microbatch:
-        microbatch = _Microbatch(ticket, origin, min(self._free_slots), deadline, step)
+    def _add(self, ticket: bytes, origin: bytes, deadline: float, step: Step) -> Microbatch:
+        microbatch = Microbatch(ticket, origin, min(self._free_slots), deadline, step)
         self._free_slots.remove(microbatch.slot)
         self._microbatches[ticket] = microbatch
         return microbatch
 
-    def _release(self, microbatch: _Microbatch) -> None:
+    def _release(self, microbatch: Microbatch) -> None:
         del self._microbatches[microbatch.ticket]
         self._free_slots.add(microbatch.slot)
+        if microbatch.inner_step is not None:
+            microbatch.inner_step.num_open -= 1
 
     # Steps and rounds
 
     def _end_step(self) -> None:
         """Step, or end the round, when nothing for this step is under way any more."""
-        while self._is_open and not self._is_stepping and self._is_current_done():
-            if self._current.num_kept:
-                self._is_stepping = True
-                self._steps_left -= 1
+        while (move := self._schedule.move_on(self._now)) is not None:
+            if move == "step":
                 self._outputs.append(TakeStep())
-                self._shift()
-                if self._steps_left <= 0:
-                    self._end_round()
-                    self._begin_until = self._now
-            elif self._is_over and (self._is_followed or not self._following.num_begun):
-                self._shift()
+            elif move == "drained":
                 self._drained()
-            elif self._current.num_begun:
-                self._shift()
-            else:
-                return
             self._give_work()
 
-    def _is_current_done(self) -> bool:
-        if self._begins_for() is self._current:
-            return False
-        return not any(m.has_begun and m.inner_step is self._current for m in self._microbatches.values())
-
-    def _shift(self) -> None:
-        self._current, self._following = self._following, _InnerStep()
-
-    def _stepped(self) -> None:
-        self._is_stepping = False
-        if self._is_over and self._is_followed:
-            self._drained()
-
     def _drained(self) -> None:
-        self._is_open = False
-        self._drain_until = math.inf
-        self._outputs.append(RoundDrained(self._round))
-
-    def _end_round(self) -> None:
-        if self._is_open and not self._is_ending:
-            self._is_ending = True
-            drain = DRAIN_SECONDS
-            if self._is_followed:
-                drain = max(drain, 2 * max(self._durations, default=0.0))
-            drain = min(drain, self._settings.microbatch_seconds)
-            self._begin_until = self._now + (drain / 2 if self._settings.stage else 0.0)
-            self._drain_until = self._now + drain
+        self._outputs.append(RoundDrained(self._schedule.round))
 
     def _expire(self) -> None:
-        is_drained = self._now >= self._drain_until and not self._is_stepping
+        is_drained = self._schedule.is_draining_over(self._now)
         for microbatch in list(self._microbatches.values()):
             if self._now >= microbatch.deadline:
                 self._leave_if_silent(microbatch)
@@ -823,13 +627,13 @@ class Pipeline:
                 microbatch.ask_at = self._now + ASK_INTERVAL
                 self._outputs.append(Ask(microbatch.origin, microbatch.ticket))
 
-    def _must_drain(self, microbatch: _Microbatch) -> bool:
-        if not microbatch.has_begun or (self._is_followed and microbatch.inner_step is not self._current):
+    def _must_drain(self, microbatch: Microbatch) -> bool:
+        if not microbatch.has_begun or not self._schedule.is_of_round(microbatch.inner_step):
             return False
         # Of what has gone back, the origin decides; its own round ends as well.
-        return microbatch.step is not Step.DONE or self._now >= self._drain_until + GRACE_SECONDS
+        return microbatch.step is not Step.DONE or self._schedule.is_draining_over(self._now - GRACE_SECONDS)
 
-    def _leave_if_silent(self, microbatch: _Microbatch) -> None:
+    def _leave_if_silent(self, microbatch: Microbatch) -> None:
         """A next hop that has not said anything since it got a microbatch is frozen: its others go elsewhere."""
         if microbatch.onward is None or microbatch.step is not Step.OUT:
             return
@@ -842,9 +646,7 @@ class Pipeline:
 
     def _next_deadline(self) -> float:
         """When something is due, or can be tried again; what was due by now has been done."""
-        times = [self._begin_until, self._quiet_at, self._drain_until, *self._dial_after.values()]
-        times.append(self._drain_until + GRACE_SECONDS)
-        times += [self._current.until, self._following.until]
+        times = [*self._schedule.deadlines, self._schedule.drain_until + GRACE_SECONDS, *self._dial_after.values()]
         times += [link.wait_until for link in self._links.values()]
         for microbatch in self._microbatches.values():
             times += (microbatch.deadline, microbatch.ask_at)

@@ -1,0 +1,116 @@
+"""What a node of the pipeline knows of each microbatch and each link, and what has become of its microbatches."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+from .inner_steps import InnerStep
+
+MAX_REASONS = 32
+
+
+class Step(enum.Enum):
+    """How far a microbatch is at this node."""
+
+    COMING = "coming"  # its activations arrive
+    QUEUED = "queued"  # for the forward pass
+    STARTING = "starting"  # the forward pass, or drawing it
+    ROUTING = "routing"  # a next hop is sought
+    OUT = "out"  # at later stages
+    HOME_COMING = "home coming"  # at its origin again, for the loss: its activations arrive
+    HOME = "home"
+    HOME_OUT = "home out"  # the loss's gradient is on its way
+    RETURNING = "returning"  # the gradient of what this node has sent on arrives
+    RETURNED = "returned"  # and goes through the backward pass
+    DONE = "done"  # its gradient is in the sum and sent back: it waits for the origin's word
+    ENDED = "ended"  # the trainer keeps its gradient, or takes it out
+
+
+UNTOUCHED = frozenset({Step.COMING, Step.QUEUED, Step.STARTING, Step.ROUTING})
+"""No later stage has seen it."""
+SUMMED = frozenset({Step.HOME_OUT, Step.DONE})
+"""Some of its gradient is in the sum."""
+
+GIVEN_BACK = frozenset({Step.RETURNED, Step.DONE})
+"""The gradient is here: later stages have no more to give."""
+
+Hop = tuple[int, int]
+"""A link, and the index of a microbatch on it."""
+
+
+@dataclass(slots=True, eq=False)
+class Microbatch:
+    """One that is at this node, or has been and is not settled."""
+
+    ticket: bytes
+    origin: bytes
+    slot: int
+    deadline: float
+    step: Step
+    inward: Hop | None = None
+    """Where it came from; None where it was drawn."""
+    onward: Hop | None = None
+    """The next hop."""
+    homeward: Hop | None = None
+    """Where it came back to its origin."""
+    tried: set[bytes] = field(default_factory=set)
+    """Hops that refused or lost it."""
+    num_lost: int = 0
+    """How often that was."""
+    begun_at: float = math.inf
+    sent_at: float = math.inf
+    ask_at: float = math.inf
+    has_begun: bool = False
+    """Whether the trainer holds something of it."""
+    is_working: bool = False
+    """Whether the trainer has a job for it."""
+    is_kept: bool | None = None
+    """How it ended."""
+    inner_step: InnerStep | None = None
+    """For which it has begun."""
+
+
+@dataclass(slots=True)
+class Link:
+    """A link to another node, and what is on it."""
+
+    peer: bytes
+    is_upstream: bool
+    """Whether we are its upstream node."""
+    is_return: bool
+    credits: int = 0
+    """Given by its downstream node, in all."""
+    num_forwarded: int = 0
+    heard_at: float = 0.0
+    wait_until: float = -math.inf
+    """Its downstream node has refused something: nothing is sent to it until then."""
+    open: dict[int, Microbatch] = field(default_factory=dict)
+
+    @property
+    def free(self) -> int:
+        """Credits that are left."""
+        return self.credits - self.num_forwarded
+
+
+@dataclass(slots=True)
+class Counts:
+    """What has become of this node's microbatches since it began."""
+
+    begun: int = 0
+    kept: int = 0
+    dropped: int = 0
+    rerouted: int = 0
+    taken_out: int = 0
+    """Dropped when their gradient, or a part, was in the sum."""
+    refused: int = 0
+    """That came and were not taken."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Of what was dropped; at most `MAX_REASONS`, since some are peers' words."""
+
+    def note(self, reason: str) -> None:
+        """Count a reason."""
+        is_new = reason not in self.reasons and len(self.reasons) >= MAX_REASONS
+        self.reasons["other reasons" if is_new else reason] += 1
