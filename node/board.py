@@ -26,6 +26,8 @@ class Board:
     detail: str = ""
     waits_for: str = ""
     phase_since: float = 0.0
+    isolation: str = ""
+    """What a node that is connected to no member does about it; empty when it is, or when nobody else is known."""
     stage: int = 0
     providers: list[int] = field(default_factory=list)
     """Live members of each stage, this node included."""

@@ -23,6 +23,7 @@ from farandole.protocol.identity import public_bytes
 from farandole.protocol.manifest import Manifest
 from farandole.protocol.relay import Limits
 
+from .address_book import AddressBook
 from .board import Board
 from .connectivity import open_connectivity
 from .console import Console
@@ -111,8 +112,10 @@ class Node:
     async def run(self) -> None:
         """Join, train, stay until told to leave, and leave."""
         settings, board, store = self._settings, self._board, self._store
-        stored, remembered = await store.get_fact(MANIFEST_FACT), await store.known_peers()
-        target = find_target(settings, self._author, stored, remembered)
+        stored = await store.get_fact(MANIFEST_FACT)
+        book = AddressBook(store)
+        await book.load()
+        target = find_target(settings, self._author, stored, book.peers())
         shaping = Shaping.of_mbit(settings.upload_mbit, settings.download_mbit)
         async with (
             open_host(self._key, settings.listen, shaping=shaping) as host,
@@ -132,7 +135,7 @@ class Node:
                     manifest, raw = joined
                     if raw != stored:
                         await store.put_fact(MANIFEST_FACT, raw)
-                    member = RunMember(settings, self._key, store, board, host, messenger, manifest, raw, shaping)
+                    member = RunMember(settings, self._key, store, book, board, host, messenger, manifest, raw, shaping)
                     connectivity.members = member.peers
                     self._reporter = member.reporter(self._started_at, connectivity)
                     await member.run(target, self.is_leaving)

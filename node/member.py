@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from typing import Final
@@ -19,13 +20,15 @@ from farandole.protocol.state import RunState
 from farandole.protocol.writer import Writer
 
 from . import trainer_messages as messages
+from .address_book import AddressBook
+from .backoff import pauses
 from .board import Board
 from .bulk import open_bulk
 from .connectivity import Connectivity
 from .exchange import ExchangeService
 from .gossip import GossipService
 from .host import Host
-from .joining import JOIN_TIMEOUT, JoinError, Target, dial
+from .joining import JOIN_TIMEOUT, JoinError, Target, dial, find_members
 from .membership import Membership
 from .messenger import Messenger
 from .pipeline import PipelineService
@@ -44,7 +47,8 @@ LEAVE_TIMEOUT: Final = 15.0
 FAREWELL_TIMEOUT: Final = 2.0
 # A member that has just begun serves its run state within a second.
 SYNC_RETRY: Final = 1.0
-# A node without any connection dials whom it knows, ever less often.
+# A node without a connection to any member looks every so often whether that is so, and dials whom it knows, ever less
+# often.
 ISOLATION_INTERVAL: Final = 5.0
 MAX_ISOLATION_INTERVAL: Final = 60.0
 # Short, because a node that is killed soon after it began a run has no invite to come back with.
@@ -61,6 +65,7 @@ class RunMember:
         settings: NodeSettings,
         key: Ed25519PrivateKey,
         store: Store,
+        book: AddressBook,
         board: Board,
         host: Host,
         messenger: Messenger,
@@ -69,11 +74,12 @@ class RunMember:
         shaping: Shaping,
     ) -> None:
         signed = decode_manifest(raw_manifest)[1]
-        rng = random.Random()
+        self._rng = rng = random.Random()
         author = public_bytes(key)
         self.run_id = signed.run_id
         self._settings = settings
         self._store = store
+        self._book = book
         self._board = board
         self._host = host
         self._shaping = shaping
@@ -197,6 +203,8 @@ class RunMember:
                 await self._end_training()
                 training.cancel_scope.cancel()
             await self._say_farewell()
+            with contextlib.suppress(StoreError):
+                await self._book.save(is_last=True)
             nursery.cancel_scope.cancel()
 
     async def _sync_state(self, *, may_begin: bool) -> None:
@@ -297,31 +305,47 @@ class RunMember:
             await self._moved.wait()
 
     async def _end_isolation(self, target: Target) -> None:
-        """Whenever every connection is gone, dial whom this node ever knew, with growing pauses."""
-        pause = ISOLATION_INTERVAL
+        """Whenever there is no connection to any member, dial whom this node ever knew, without end."""
         while True:
-            await trio.sleep(pause * random.uniform(0.75, 1.25))
-            if self._host.connected:
-                pause = ISOLATION_INTERVAL
-                continue
-            peers = dict(target.peers)
-            try:
-                peers |= await self._store.known_peers()
-            except StoreError as error:
-                self._board.warn(f"{error}; dialling those that the invite named")
-            peers.pop(self._host.author, None)
-            if peers:
-                self._board.enter(self._board.phase, self._board.detail, "any peer: no connection is left")
-                await dial(self._host, peers)
-            pause = min(pause * 1.5, MAX_ISOLATION_INTERVAL)
+            await trio.sleep(ISOLATION_INTERVAL * self._rng.uniform(0.5, 1.5))
+            if self._is_isolated:
+                await self._return_to_members(target)
+            self._board.isolation = ""
+
+    async def _return_to_members(self, target: Target) -> None:
+        for attempt, pause in enumerate(pauses(ISOLATION_INTERVAL, MAX_ISOLATION_INTERVAL, self._rng), 1):
+            is_anyone_known = await self._seek_members(target)
+            if not self._is_isolated:
+                return
+            if is_anyone_known:
+                times = "once" if attempt == 1 else f"{attempt} times"
+                self._board.isolation = f"dialled all known peers {times}, no member answered; next in {pause:.0f} s"
+            await trio.sleep(pause)
+
+    @property
+    def _is_isolated(self) -> bool:
+        return not self._host.connected & self._membership.everyone
+
+    async def _seek_members(self, target: Target) -> bool:
+        """Dial those of the invite, of the address book, and of the DHT; whether anybody was known."""
+        known = {**self._book.peers(), **target.peers}
+        missing = {
+            peer: addresses
+            for peer, addresses in known.items()
+            if peer != self._host.author and peer not in self._host.connected
+        }
+        await dial(self._host, missing, is_one_enough=True)
+        found = await find_members(self._host, self.run_id) if self._is_isolated and self._host.connected else []
+        return bool(missing or found)
 
     async def _remember(self) -> None:
         """Keep on disk what a next life needs: this node's count, and addresses for when no bootstrap peer answers."""
         while True:
+            for peer in self._host.connected & self._membership.everyone:
+                self._book.note_reached(peer, self._host.addresses_of(peer))
             try:
                 await self._store.put_fact(TOKENS_FACT, b"%d" % self._board.tokens)
-                for peer in self._host.connected & self._membership.everyone:
-                    await self._store.remember_peer(peer, self._host.addresses_of(peer))
+                await self._book.save()
             except StoreError as error:
                 self._board.warn(f"{error}; trying again")
             await trio.sleep(REMEMBER_INTERVAL)

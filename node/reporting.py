@@ -80,6 +80,7 @@ class Reporter:
             bytes_received=board.bytes_received,
             last_exchange=board.last_exchange,
             waits_for=board.waits_for,
+            isolation=board.isolation,
             upload_mbit=self.shaping.up.rate / BYTES_PER_MBIT,
             download_mbit=self.shaping.down.rate / BYTES_PER_MBIT,
             bytes_sent_per_second=self.shaping.up.per_second(),

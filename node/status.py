@@ -177,3 +177,5 @@ class NodeStatus(msgspec.Struct, frozen=True):
     """Peers that others reach through this node."""
     relayed_circuits: int = 0
     """Pairs of peers that talk through this node now."""
+    isolation: str = ""
+    """What a node that is connected to no member does about it, in words; empty when it is, or knows of nobody."""

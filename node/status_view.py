@@ -48,6 +48,7 @@ def _lines(status: NodeStatus, now: float) -> list[tuple[str, RenderableType]]:
         ("up", f"{duration(now - status.started_at)} on {escape(status.device or 'no device yet')}"),
         ("doing", _phase(status, now)),
         ("waits for", Text(status.waits_for or "nothing", style="yellow" if status.waits_for else "")),
+        *([("isolated", Text(status.isolation, style="yellow"))] if status.isolation else []),
         ("progress", _progress(status)),
         ("loss", _loss(status)),
         *([("stage", _stage(status))] if len(status.run.providers) > 1 else []),

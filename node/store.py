@@ -13,23 +13,17 @@ import contextlib
 import logging
 import os
 import sqlite3
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
 import trio
 
 from farandole.protocol.errors import FarandoleError
 
 logger = logging.getLogger(__name__)
 
-MAX_PEERS = 1_024
-"""The address book keeps who was seen last."""
-MAX_KNOWN = 64
-"""As many are given to dial: if none of the newest 64 answers, this machine is offline."""
 MAX_FACT_BYTES = 1024 * 1024
 _MARK_DIGITS = 20
 _SCHEMA = """
@@ -38,6 +32,8 @@ CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value BLOB NOT NULL) WI
 CREATE TABLE IF NOT EXISTS peers (peer BLOB PRIMARY KEY, addresses BLOB NOT NULL, seen_at REAL NOT NULL) WITHOUT ROWID;
 """
 _Result = TypeVar("_Result")
+PeerRow = tuple[bytes, bytes, float]
+"""A peer's public key, its multiaddrs in JSON, and when it was reached last, in Unix time."""
 
 
 class StoreError(FarandoleError):
@@ -139,30 +135,21 @@ class Store:
 
     # the address book
 
-    async def remember_peer(self, peer: bytes, addresses: Sequence[str], seen_at: float | None = None) -> None:
-        """That a peer (its public key) was reached at these multiaddrs, just now or at a Unix time."""
-        row = (peer, msgspec.json.encode(list(addresses)), time.time() if seen_at is None else seen_at)
+    async def load_peers(self) -> list[PeerRow]:
+        """Every peer that was saved. To be verified."""
+        return await self._in_thread(
+            lambda: list(self._connection.execute("SELECT peer, addresses, seen_at FROM peers"))
+        )
+
+    async def save_peers(self, rows: Iterable[PeerRow], gone: Iterable[bytes]) -> None:
+        """Replace the rows of these peers and delete the others', all or none."""
 
         def work() -> None:
             with self._transaction() as connection:
-                connection.execute("INSERT OR REPLACE INTO peers VALUES (?, ?, ?)", row)
-                connection.execute(
-                    "DELETE FROM peers WHERE peer NOT IN (SELECT peer FROM peers ORDER BY seen_at DESC LIMIT ?)",
-                    (MAX_PEERS,),
-                )
+                connection.executemany("DELETE FROM peers WHERE peer = ?", [(peer,) for peer in gone])
+                connection.executemany("INSERT OR REPLACE INTO peers VALUES (?, ?, ?)", rows)
 
         await self._in_thread(work)
-
-    async def known_peers(self) -> dict[bytes, list[str]]:
-        """The peers seen last, newest first -> their addresses."""
-
-        def work() -> dict[bytes, list[str]]:
-            rows = self._connection.execute(
-                "SELECT peer, addresses FROM peers ORDER BY seen_at DESC LIMIT ?", (MAX_KNOWN,)
-            )
-            return {peer: msgspec.json.decode(addresses, type=list[str]) for peer, addresses in rows}
-
-        return await self._in_thread(work)
 
 
 def _connect(path: Path) -> sqlite3.Connection:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -140,3 +141,26 @@ async def test_a_second_daemon_in_one_folder_is_refused(tmp_path: Path, run: Sig
         async with joined(tmp_path / "alice", *arguments) as again:
             await again.says("another farandole process", str(alice.process.pid))
             assert await again.process.wait() == Exit.HOME_IN_USE
+
+
+async def test_a_run_outlives_its_bootstrap_peer(tmp_path: Path, run: SignedManifest, texts: Path) -> None:
+    """Who was there comes back by the address book, and newcomers by the invite of any member."""
+    data = ("--data", str(texts))
+    async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:
+        await alice.says("trainer ready")
+        invite = encode_invite(Invite(run.run_id, alice.addresses))
+        async with joined(tmp_path / "bob", invite, *data) as bob:
+            await bob.says("averaged with", alice.name)
+            async with joined(tmp_path / "carol", invite, *data) as carol:
+                await carol.says("averaged with", bob.name)
+                await carol.end(signal.SIGKILL)
+            await alice.end(signal.SIGKILL)
+            await bob.says(alice.name, "is gone")
+            async with joined(tmp_path / "carol", invite, *data) as carol_again:
+                await carol_again.says("this node is", carol.name)
+                await carol_again.says("averaged with", bob.name)
+            newer = await trio.run_process(
+                [sys.executable, "-m", "farandole.node", "run", "invite", "--home", str(bob.home)], capture_stdout=True
+            )
+            async with joined(tmp_path / "dave", newer.stdout.decode().strip(), *data) as dave:
+                await dave.says("averaged with", bob.name)

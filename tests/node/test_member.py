@@ -12,6 +12,7 @@ import trio.testing
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node import weights as weights_module
+from farandole.node.address_book import AddressBook
 from farandole.node.board import Board
 from farandole.node.joining import Target
 from farandole.node.member import RunMember
@@ -52,6 +53,7 @@ def make_member(home: Path) -> RunMember:
         NodeSettings(home=home),
         KEY,
         store,
+        AddressBook(store),
         board,
         host,
         messenger,

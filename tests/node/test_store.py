@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from farandole.node.store import MAX_FACT_BYTES, MAX_KNOWN, Store, StoreError, open_store
+from farandole.node.store import MAX_FACT_BYTES, Store, StoreError, open_store
 
 
 @pytest.fixture
@@ -42,17 +42,13 @@ async def test_what_is_kept_is_there_after_a_restart(path: Path) -> None:
 async def test_a_new_store_is_empty(store: Store) -> None:
     assert await store.load_authors() == {}
     assert await store.load_mark() == 0
-    assert await store.known_peers() == {}
+    assert await store.load_peers() == []
 
 
-async def test_the_address_book_gives_who_was_seen_last(store: Store) -> None:
-    for number in range(MAX_KNOWN + 5):
-        await store.remember_peer(number.to_bytes(32, "big"), [f"/ip4/10.0.0.{number}/tcp/1"], seen_at=float(number))
-    await store.remember_peer(bytes(32), ["/ip4/1.1.1.1/tcp/1", "/ip4/2.2.2.2/tcp/2"])
-    known = await store.known_peers()
-    assert len(known) == MAX_KNOWN
-    assert next(iter(known.items())) == (bytes(32), ["/ip4/1.1.1.1/tcp/1", "/ip4/2.2.2.2/tcp/2"])
-    assert (1).to_bytes(32, "big") not in known
+async def test_peers_are_replaced_and_deleted_together(store: Store) -> None:
+    await store.save_peers([(b"a", b"[]", 1.0), (b"b", b"[]", 2.0)], [])
+    await store.save_peers([(b"a", b'["/ip4/1.1.1.1/tcp/1"]', 3.0)], [b"b", b"c"])
+    assert await store.load_peers() == [(b"a", b'["/ip4/1.1.1.1/tcp/1"]', 3.0)]
 
 
 async def test_a_failed_write_changes_nothing(store: Store) -> None:
