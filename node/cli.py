@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from farandole.protocol.invite import Invite
     from farandole.protocol.manifest import Manifest, SignedManifest
 
+    from .measuring import MeasuredCut
     from .status import NodeStatus
 
 WATCH_INTERVAL: Final = 1.0
@@ -156,11 +157,18 @@ def create_run(
         typer.Option("--invite-address", help="Print an invite with this multiaddr (ends in /p2p/...); repeatable."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a manifest that is there: another run.")] = False,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure", help="Cut the model into its stages by the time that its parts take here, on the GPU if any."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Sign a run file with this node's key: the manifest, which never changes again.
 
-    Example: [cyan]farandole run create run.toml[/cyan], then [cyan]farandole join run.manifest[/cyan]
+    Example: [cyan]farandole run create run.toml[/cyan], then [cyan]farandole join run.manifest[/cyan];
+    [cyan]farandole run create run.toml --measure[/cyan] (of a model that is cut into stages)
     """
     from farandole.protocol.invite import Invite, encode_invite
     from farandole.protocol.manifest import sign_manifest
@@ -172,6 +180,11 @@ def create_run(
     path = out or run_file.with_suffix(".manifest")
     if path.exists() and not force:
         raise ManifestError(f"{path} is there already; --force replaces it (by another run), --out writes elsewhere")
+    measured = None
+    if measure:
+        from .measuring import cut_by_measuring
+
+        manifest, measured = cut_by_measuring(manifest)
     signed = sign_manifest(manifest, load_or_create_key(home / "key"))
     invite = encode_invite(Invite(signed.run_id, tuple(invite_address))) if invite_address else None
     try:
@@ -179,12 +192,29 @@ def create_run(
     except OSError as error:
         raise ManifestError(f"cannot write {path}: {error.strerror}") from error
     if as_json:
-        print_json({"run_id": signed.run_id.hex(), "manifest": str(path), "invite": invite})
+        import msgspec
+
+        figures = {} if measured is None else {"measured": msgspec.to_builtins(measured)}
+        print_json({"run_id": signed.run_id.hex(), "manifest": str(path), "invite": invite, **figures})
         return
+    if measured is not None:
+        _show_measured(measured)
     typer.echo(f"run {signed.run_id.hex()}")
     typer.echo(f"manifest in {path}; start its first node with: farandole join {path}")
     if invite:
         typer.echo(f"others join with: farandole join {invite}")
+
+
+def _show_measured(measured: MeasuredCut) -> None:
+    from rich.console import Console
+
+    from .measuring import cuts_table
+
+    typer.echo(
+        f"for one microbatch, there and back, a layer takes {measured.layer_seconds * 1e3:.3g} ms and both ends "
+        f"{measured.ends_seconds * 1e3:.3g} ms on {measured.device}"
+    )
+    Console().print(cuts_table(measured))
 
 
 @run_app.command("show")

@@ -47,7 +47,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_stages: Annotated[int, msgspec.Meta(ge=1, le=512)] = 1
     """Contiguous groups of layers, each held by other nodes; 1: every node holds the whole model."""
     stage_layers: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=512)], ...], msgspec.Meta(max_length=512)] = ()
-    """Layers of each stage; empty: cut by what they cost. Stage 0, which has both ends of the model, may have none."""
+    """Layers of each stage; empty: cut by what is counted. Stage 0, which has both ends of the model, may have none."""
     hf: HFConfig | None = None
     """A Hugging Face model's own settings, which the sizes above follow from; null: farandole's own model."""
 

@@ -1,6 +1,7 @@
 """Where a model is cut into stages, and how large they are. Imports no torch: the mesh process reads this.
 
-The cut follows from the run's settings alone, so that every node cuts alike.
+The cut follows from the run's settings alone, so that every node cuts alike: where they do not say it, from what is
+counted. Whoever makes a run can measure instead (`farandole.training.measure`), and then they say it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,11 @@ from .config import ModelConfig
 from .errors import TrainingError
 from .parts import parts_of
 
+# Parameters of a stage, over an even share of them, where it is cut by time. Parts that are quickly computed can be
+# large (an embedding), and parameters are what a node must have memory for, fetch, and exchange each round: with half
+# as many again, a card that holds an even share with some room still does.
+MAX_PARAMETER_SHARE = 1.5
+
 
 @dataclass(frozen=True, slots=True)
 class Costs:
@@ -21,6 +27,21 @@ class Costs:
 
     layers: tuple[float, ...]
     ends: float
+
+    def of(self, stages: Sequence[range]) -> tuple[float, ...]:
+        """What each stage of a cut costs."""
+        return tuple(
+            sum(self.layers[layer] for layer in layers) + (self.ends if stage == 0 else 0.0)
+            for stage, layers in enumerate(stages)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The most of a further cost that a stage may have."""
+
+    costs: Costs
+    most: float
 
 
 def transformer_costs(model: ModelConfig) -> Costs:
@@ -34,11 +55,17 @@ def transformer_costs(model: ModelConfig) -> Costs:
     return Costs((float(layer),) * model.num_layers, float(parts.ends))
 
 
-def cut(costs: Costs, num_stages: int) -> tuple[range, ...]:
+def parameter_costs(model: ModelConfig) -> Costs:
+    """Parameters alone."""
+    parts = parts_of(model)
+    return Costs((float(parts.layer),) * model.num_layers, float(parts.ends))
+
+
+def cut(costs: Costs, num_stages: int, limit: Limit | None = None) -> tuple[range, ...]:
     """The layers of each stage, such that the dearest stage is as cheap as can be; where that leaves a choice, earlier
     stages get less. Every stage but the first has a layer.
 
-    Raises `TrainingError` if there are too few of them.
+    Raises `TrainingError` if there are too few of them, or no cut keeps to the limit.
     """
     num_layers = len(costs.layers)
     if not 1 <= num_stages <= num_layers + 1:
@@ -48,23 +75,46 @@ def cut(costs: Costs, num_stages: int) -> tuple[range, ...]:
         {sums[end] - sums[first] for end in range(1, num_layers + 1) for first in range(end)}
         | {costs.ends + so_far for so_far in sums}
     )
-    least = bisect_left(bounds, True, key=lambda bound: _begins(costs, sums, num_stages, bound) is not None)
-    begins = _begins(costs, sums, num_stages, bounds[least])
-    assert begins is not None, "all layers in one stage cost no more than the last bound"
+
+    def begins_within(bound: float) -> list[int] | None:
+        return _begins([Limit(costs, bound), *([limit] if limit else [])], num_stages)
+
+    least = bisect_left(bounds, True, key=lambda bound: begins_within(bound) is not None)
+    begins = begins_within(bounds[least]) if least < len(bounds) else None
+    if begins is None:
+        raise TrainingError(f"{num_layers} layers and both ends cannot be cut into {num_stages} stages so small")
     return tuple(range(first, end) for first, end in pairwise((*begins, num_layers)))
 
 
-def _begins(costs: Costs, sums: Sequence[float], num_stages: int, bound: float) -> list[int] | None:
-    """Where each stage begins if none costs more than ``bound``, filled from the last one; None if that cannot be."""
-    begins = [len(costs.layers)]
+def _begins(limits: Sequence[Limit], num_stages: int) -> list[int] | None:
+    """Where each stage begins if none is beyond any limit, filled from the last one; None if that cannot be."""
+    sums = [[0.0, *accumulate(limit.costs.layers)] for limit in limits]
+    mosts = [limit.most * (1 + 1e-9) for limit in limits]  # sums of layers are rounded
+    begins = [len(limits[0].costs.layers)]
     for stage in range(num_stages - 1, 0, -1):
         end = begins[-1]
-        first = max(bisect_left(sums, sums[end] - bound * (1 + 1e-9)), stage - 1)
+        first = max(bisect_left(so_far, so_far[end] - most) for so_far, most in zip(sums, mosts, strict=True))
+        first = max(first, stage - 1)
         if first >= end:
             return None
         begins.append(first)
-    begins.append(0)
-    return begins[:0:-1] if costs.ends + sums[begins[-2]] <= bound else None
+    for limit, so_far, most in zip(limits, sums, mosts, strict=True):
+        if limit.costs.ends + so_far[begins[-1]] > most:
+            return None
+    return [0, *begins[:0:-1]]
+
+
+def cut_by_time(model: ModelConfig, seconds: Costs) -> tuple[range, ...]:
+    """The layers of each stage, such that the slowest is as fast as can be.
+
+    No stage has more than `MAX_PARAMETER_SHARE` of an even share of the parameters, or, where that cannot be, more than
+    the largest stage has if the parameters alone are cut.
+    """
+    parameters = parameter_costs(model)
+    even = (sum(parameters.layers) + parameters.ends) / model.num_stages
+    least = max(parameters.of(cut(parameters, model.num_stages)))
+    most = max(MAX_PARAMETER_SHARE * even, least)
+    return cut(seconds, model.num_stages, Limit(parameters, most))
 
 
 def layers_of(model: ModelConfig) -> tuple[range, ...]:

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.training.config import DataConfig, InnerConfig, ModelConfig, OuterConfig, TokenizerConfig
+from farandole.training.config import DataConfig, InnerConfig, ModelConfig, OuterConfig, PipelineConfig, TokenizerConfig
 from farandole.training.cut import layers_of, stage_parameters, transformer_costs
 from farandole.training.data import Text
 from farandole.training.device import choose_device
 from farandole.training.errors import TrainingError
 from farandole.training.learner import Learner, build_learner
+from farandole.training.measure import measure
 from farandole.training.model import cross_entropy
 from farandole.training.parts import parts_of
 from farandole.training.presets import num_parameters
@@ -87,6 +88,13 @@ def hf_model(name: str, num_stages: int = 1) -> ModelConfig:
         num_stages=num_stages,
         hf=json.dumps(SETTINGS[name]),
     )
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_its_parts_are_measured(name: str) -> None:
+    seconds = measure(hf_model(name), PipelineConfig(microbatch_size=2), choose_device("cpu"))
+    assert len(seconds.layers) == 3
+    assert min(*seconds.layers, seconds.ends) > 0
 
 
 def stages_of(name: str, num_stages: int) -> list[torch.nn.Module]:

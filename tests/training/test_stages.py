@@ -8,7 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farandole.training.config import ModelConfig
-from farandole.training.cut import Costs, cut, explicit_cut, layers_of, stage_parameters, transformer_costs
+from farandole.training.cut import (
+    MAX_PARAMETER_SHARE,
+    Costs,
+    Limit,
+    cut,
+    cut_by_time,
+    explicit_cut,
+    layers_of,
+    parameter_costs,
+    stage_parameters,
+    transformer_costs,
+)
 from farandole.training.errors import TrainingError
 from farandole.training.model import build_model
 from farandole.training.presets import PRESETS, preset
@@ -16,10 +27,7 @@ from farandole.training.stages import as_stage, build_stage
 
 
 def dearest(costs: Costs, stages: tuple[range, ...]) -> float:
-    return max(
-        sum(costs.layers[layer] for layer in layers) + (costs.ends if stage == 0 else 0.0)
-        for stage, layers in enumerate(stages)
-    )
+    return max(costs.of(stages))
 
 
 def every_cut(num_layers: int, num_stages: int) -> list[tuple[range, ...]]:
@@ -39,6 +47,38 @@ def test_no_cut_has_a_cheaper_dearest_stage(layers: list[int], ends: int, data: 
     assert [layer for stage in stages for layer in stage] == list(range(len(layers)))
     assert all(stages[1:])
     assert dearest(costs, stages) == min(dearest(costs, other) for other in every_cut(len(layers), num_stages))
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=7), st.data())
+def test_no_cut_within_a_limit_has_a_cheaper_dearest_stage(layers: list[tuple[int, int]], data: st.DataObject) -> None:
+    seconds, sizes = (
+        Costs(tuple(map(float, column)), float(data.draw(st.integers(0, 12)))) for column in zip(*layers, strict=True)
+    )
+    num_stages = data.draw(st.integers(1, len(layers) + 1))
+    limit = Limit(sizes, float(data.draw(st.integers(1, 40))))
+    allowed = [other for other in every_cut(len(layers), num_stages) if dearest(sizes, other) <= limit.most]
+
+    if allowed:
+        assert dearest(seconds, cut(seconds, num_stages, limit)) == min(dearest(seconds, other) for other in allowed)
+        assert cut(seconds, num_stages, limit) in allowed
+    else:
+        with pytest.raises(TrainingError, match="so small"):
+            cut(seconds, num_stages, limit)
+
+
+def test_a_model_is_cut_by_time_while_no_stage_has_many_more_parameters() -> None:
+    model = ModelConfig(num_layers=8, width=64, num_heads=4, hidden=160, context=64, vocabulary=256, num_stages=2)
+    assert cut_by_time(model, Costs((1.0,) * 8, 2.0)) == (range(3), range(3, 8))
+    assert cut_by_time(model, Costs((1.0,) * 5 + (2.0, 2.0, 1.0), 0.0)) == (range(5), range(5, 8))
+    even = sum(parameter_costs(model).of((range(8),))) / 2
+    stages = cut_by_time(model, Costs((0.001,) * 7 + (9.0,), 0.0))  # the last layer alone would be fastest
+    assert max(parameter_costs(model).of(stages)) <= MAX_PARAMETER_SHARE * even
+    assert len(stages[1]) > 1
+
+
+def test_ends_too_large_for_the_limit_are_a_stage_of_their_own() -> None:
+    model = ModelConfig(num_layers=4, width=16, num_heads=2, hidden=24, context=16, vocabulary=9_000, num_stages=3)
+    assert cut_by_time(model, Costs((1.0,) * 4, 0.1)) == (range(0), range(2), range(2, 4))
 
 
 @pytest.mark.parametrize("num_stages", [0, 4])

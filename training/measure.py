@@ -1,0 +1,115 @@
+"""How long the parts of a model take on this machine: one microbatch forward and backward, as a stage computes it.
+
+For whoever makes a run, to cut its model by (`farandole.training.cut`): multiplications can be counted, but a norm, a
+rotary embedding or a loss over a large vocabulary takes more time than it has of them, on each device in its own way.
+
+One part is in memory at a time, a layer or both ends, so a model can be measured that no device holds. All layers of a
+model are of one kind and shape (`farandole.training.parts`), so one of them is timed for all. What happens once an
+inner step and not for each microbatch is left out, and so is the encoding of activations, which costs all stages alike.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from .config import ModelConfig, PipelineConfig
+from .cut import Costs
+from .device import Device
+from .model import cross_entropy
+from .stages import as_stage, build_module
+
+# The first calls choose kernels and get memory from the system.
+NUM_WARM_UPS = 2
+# Of so many the median counts: whatever else the machine does falls into some of them.
+NUM_REPEATS = 7
+# Of the weights: what they are does not matter.
+_SEED = 0
+
+
+def measure(model: ModelConfig, pipeline: PipelineConfig, device: Device) -> Costs:
+    """Seconds that each layer takes for one microbatch, and both ends together.
+
+    Raises `TrainingError` if the model is one of transformers', and that is not installed; `RuntimeError` if a part
+    does not fit into the device's memory.
+    """
+    layer = layer_seconds(build_module(model, _SEED, range(1), has_ends=False), model, pipeline, device)
+    ends = ends_seconds(build_module(model, _SEED, range(0)), model, pipeline, device)
+    return Costs((layer,) * model.num_layers, ends)
+
+
+def layer_seconds(module: nn.Module, model: ModelConfig, pipeline: PipelineConfig, device: Device) -> float:
+    """Of one microbatch through the layers of a `StageModule`, and its gradient back."""
+    stage = as_stage(_prepared(module, device))
+    shape = (pipeline.microbatch_size, model.context, model.width)
+    x = torch.randn(shape, device=device.torch_device, requires_grad=True)
+
+    def advance() -> Tensor:
+        with device.autocast():
+            return stage.advance(x).float()
+
+    return _median_seconds(_there_and_back(advance, torch.randn_like(x), pipeline), device)
+
+
+def ends_seconds(module: nn.Module, model: ModelConfig, pipeline: PipelineConfig, device: Device) -> float:
+    """Of one microbatch through a `StageModule`'s embedding, head and loss, and the gradients of both back."""
+    stage = as_stage(_prepared(module, device))
+    shape = (pipeline.microbatch_size, model.context, model.width)
+    tokens = torch.randint(model.vocabulary, (shape[0], shape[1] + 1), device=device.torch_device)
+    last = torch.randn(shape, device=device.torch_device, requires_grad=True)
+
+    def embed() -> Tensor:
+        with device.autocast():
+            return stage.embed(tokens[:, :-1]).float()
+
+    draw = _there_and_back(embed, torch.randn_like(last), pipeline)
+
+    def work() -> None:
+        draw()
+        with device.autocast():
+            loss = cross_entropy(stage.logits(last), tokens[:, 1:])
+        loss.backward()
+
+    return _median_seconds(work, device)
+
+
+def _prepared(module: nn.Module, device: Device) -> nn.Module:
+    """On the device, with gradients to be added to, as a stage has them."""
+    module.to(device.torch_device)
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return module
+
+
+def _there_and_back(forward: Callable[[], Tensor], gradient: Tensor, pipeline: PipelineConfig) -> Callable[[], None]:
+    def work() -> None:
+        if pipeline.recompute:
+            with torch.no_grad():
+                forward()
+        torch.autograd.backward([forward()], [gradient])
+
+    return work
+
+
+def _median_seconds(work: Callable[[], None], device: Device) -> float:
+    seconds = []
+    for _ in range(NUM_WARM_UPS + NUM_REPEATS):
+        _wait_for(device)
+        started_at = time.perf_counter()
+        work()
+        _wait_for(device)
+        seconds.append(time.perf_counter() - started_at)
+    return statistics.median(seconds[NUM_WARM_UPS:])
+
+
+def _wait_for(device: Device) -> None:
+    """Until it has computed what it was given."""
+    match device.torch_device.type:
+        case "cuda":
+            torch.cuda.synchronize(device.torch_device)
+        case "mps":
+            torch.mps.synchronize()
