@@ -49,7 +49,7 @@ def rank(addresses: Sequence[str]) -> list[str]:
 
 
 def _distance_class(address: str) -> int:
-    """0 for a name or a public IP address, 1 for a relayed one, 2 for a private one, 3 for this machine alone or nonsense."""
+    """0 for a name or a public IP address, 1 for a relayed one, 2 for a private one, else 3: loopback, nonsense."""
     if "/p2p-circuit" in address:
         return 1
     protocol, _, rest = address.lstrip("/").partition("/")
