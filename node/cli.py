@@ -76,6 +76,12 @@ Home = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+Listen = Annotated[list[str], typer.Option(help="Multiaddr to listen on; repeatable.", envvar="FARANDOLE_LISTEN")]
+Bootstrap = Annotated[
+    list[str] | None,
+    typer.Option(help="Multiaddr to dial beside the invite's; repeatable.", envvar="FARANDOLE_BOOTSTRAP"),
+]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.", envvar="FARANDOLE_DEVICE")]
 
 
 class LogLevel(enum.StrEnum):
@@ -343,14 +349,9 @@ def join(
             help="An invite; or a manifest file, for a run's first node; nothing: the run that this folder knows.",
         ),
     ] = None,
-    listen: Annotated[
-        list[str], typer.Option(help="Multiaddr to listen on; repeatable.", envvar="FARANDOLE_LISTEN")
-    ] = [DEFAULT_LISTEN],  # noqa: B006 (typer copies it)
-    bootstrap: Annotated[
-        list[str] | None,
-        typer.Option(help="Multiaddr to dial beside the invite's; repeatable.", envvar="FARANDOLE_BOOTSTRAP"),
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.", envvar="FARANDOLE_DEVICE")] = "auto",
+    listen: Listen = [DEFAULT_LISTEN],  # noqa: B006 (typer copies it)
+    bootstrap: Bootstrap = None,
+    device: Device = "auto",
     data: Annotated[
         list[Path] | None,
         typer.Option(
@@ -550,6 +551,42 @@ def peers(home: Home, as_json: AsJson = False) -> None:
     else:
         status = _status(home)
         Console().print(members_table(status.members, status.run.providers))
+
+
+@app.command()
+def doctor(
+    home: Home,
+    invite: Annotated[
+        str | None, typer.Argument(metavar="INVITE", envvar="FARANDOLE_INVITE", help="The invite that does not work.")
+    ] = None,
+    listen: Listen = [DEFAULT_LISTEN],  # noqa: B006 (typer copies it)
+    bootstrap: Bootstrap = None,
+    device: Device = "auto",
+    data: Annotated[
+        list[Path] | None, typer.Option(help="File or folder of text; repeatable.", envvar="FARANDOLE_DATA")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find out what keeps this machine from joining or from being reached; exit code 1 if something must be mended.
+
+    Examples: [cyan]farandole doctor farandole1...[/cyan]; [cyan]farandole doctor --json | jq .findings[/cyan]
+    """
+    import msgspec
+    import trio
+    from rich.console import Console
+
+    from .doctor.examination import Examination
+    from .doctor.view import diagnosis_screen
+
+    settings = NodeSettings(
+        home=home, invite=invite, listen=listen, bootstrap=bootstrap or [], device=device, data=data or []
+    )
+    diagnosis = trio.run(Examination(settings).run)
+    if as_json:
+        print_json(msgspec.to_builtins(diagnosis))
+    else:
+        Console().print(diagnosis_screen(diagnosis))
+    raise typer.Exit(Exit.OK if diagnosis.is_well else Exit.NOT_WELL)
 
 
 @app.command()

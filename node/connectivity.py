@@ -16,6 +16,7 @@ from farandole.protocol.reachability import Kind
 from farandole.protocol.records import relay_key
 from farandole.protocol.relay import Limits
 
+from .checkup import CheckupService
 from .nurseries import open_service_nursery
 from .punching import Puncher
 from .reachability import Examiner, Reachability
@@ -54,6 +55,7 @@ class Connectivity:
         self.server = RelayServer(host, key, shaping, limits) if limits is not None else None
         self.members: Callable[[], Iterable[bytes]] = tuple
         """Peers of the run, once it is known."""
+        self.checkup = CheckupService(host)
         self._is_given = reachability is not None
         self._host = host
         self._key = relay_key(run_id)

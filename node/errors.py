@@ -9,5 +9,9 @@ class PeerUnreachableError(FarandoleError):
     """No connection to a peer, or no stream of the protocol asked for, in the time given; the message says why."""
 
 
+class StrangerError(PeerUnreachableError):
+    """Another peer than the one that was dialled is at this address."""
+
+
 class ListenError(FarandoleError):
     """This node cannot listen on an address that it was told to listen on."""

@@ -9,6 +9,8 @@ class Exit(enum.IntEnum):
     """How a command ended."""
 
     OK = 0
+    NOT_WELL = 1
+    """`farandole doctor` found what keeps a node from working."""
     USAGE = 2
     """Wrong options or arguments."""
     BAD_INPUT = 3

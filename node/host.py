@@ -31,6 +31,7 @@ from libp2p.network.stream.net_stream import NetStream
 from libp2p.peer.id import ID
 from libp2p.peer.peerstore import PeerStore
 from libp2p.rcmgr import Direction
+from libp2p.security.noise.exceptions import PeerIDMismatchesPubkey
 from libp2p.security.noise.transport import Transport as NoiseTransport
 from libp2p.stream_muxer.exceptions import MuxedStreamClosed, MuxedStreamEOF, MuxedStreamError
 from multiaddr import Multiaddr
@@ -42,7 +43,7 @@ from farandole.protocol.relay import parse_circuit
 
 from .circuit import Circuit
 from .dht import Dht
-from .errors import ListenError, PeerUnreachableError
+from .errors import ListenError, PeerUnreachableError, StrangerError
 from .mends import CLOSE_TIMEOUT, HANDSHAKE_TIMEOUT, MendedConn, MendedHost, MendedSwarm, MendedUpgrader, Socket
 from .nurseries import open_service_nursery
 from .relay_client import RelayClient
@@ -650,11 +651,16 @@ class Host:
         raise PeerUnreachableError("we have no connection with it that we dialled directly")
 
     async def prove(self, peer: bytes, target: tuple[str, int]) -> None:
-        """Dial a peer anew, and hang up as soon as it has proved who it is. Raises whatever stands against it."""
+        """Dial a peer anew, and hang up as soon as it has proved who it is.
+
+        Raises `StrangerError` if it is another, or else whatever stands against it.
+        """
         socket = Socket(await trio.open_tcp_stream(*target))
         try:
             with trio.fail_after(HANDSHAKE_TIMEOUT):
                 await self._swarm.authenticate(socket, id_of(peer))
+        except PeerIDMismatchesPubkey as error:
+            raise StrangerError(f"{peer_id_of(peer)} is not at {target[0]} port {target[1]}") from error
         finally:
             socket.abort()
 

@@ -1,0 +1,152 @@
+"""All checks, in the order in which they build on each other; what does not depend on each other goes on at once.
+
+The network is looked at with a key of its own, so that a key that is broken, or a node that runs with it, stands in
+nobody's way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.protocol.errors import FarandoleError
+
+from ..control import call
+from ..errors import ListenError
+from ..host import Host, open_host
+from ..settings import DEFAULT_LISTEN, NodeSettings
+from .causes import CAUSES, found
+from .finding import Diagnosis, Finding, Level, conclude
+from .invitation import Invitation, read_invitation
+from .knocking import examine_egress, judge_doors, knock_at_all, make_doors, resolve
+from .machine import check_data, check_disk, check_home, check_key, check_ports, check_torch, is_node_running
+from .mesh import check_clock, check_nat, check_relay, check_run, check_udp, meet
+
+CONTROL_TIMEOUT: Final = 3.0
+# A disk that hangs, and peers that answer each as late as they may.
+STEP_TIMEOUT: Final = 30.0
+# The order of the report.
+CHECKS: Final = tuple(dict.fromkeys(cause.check for cause in CAUSES.values()))
+# Peers known from before that are dialled beside the invite's.
+MAX_REMEMBERED: Final = 16
+
+
+@dataclass
+class Examination:
+    """One visit."""
+
+    settings: NodeSettings
+    clock: Callable[[], float] = time.time
+    """Unix seconds."""
+    findings: list[Finding] = field(default_factory=list)
+
+    async def run(self) -> Diagnosis:
+        """Look at everything."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._one, "torch", lambda: check_torch(self.settings.device))
+            await self.look_at_folder()
+            await self.look_at_network()
+        return self.conclude()
+
+    def conclude(self) -> Diagnosis:
+        """What was found so far."""
+        return conclude(sorted(self.findings, key=lambda finding: CHECKS.index(finding.check)))
+
+    # This machine
+
+    async def look_at_folder(self) -> None:
+        """The node's folder, and what it takes to begin; before the network, where this visit itself listens."""
+        settings = self.settings
+        is_running = await trio.to_thread.run_sync(is_node_running, settings.lock)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._aside, "home", lambda: [check_home(settings.home)])
+            nursery.start_soon(self._aside, "node", lambda: [_look_at_node(settings.home, is_running=is_running)])
+            nursery.start_soon(self._aside, "key", lambda: [check_key(settings.key)])
+            nursery.start_soon(self._aside, "disk", lambda: [check_disk(settings.home)])
+            nursery.start_soon(self._aside, "data", lambda: check_data(settings.data))
+            nursery.start_soon(self._many, "port", lambda: check_ports(settings.listen, is_running=is_running))
+
+    # The network
+
+    async def look_at_network(self) -> None:
+        """The invite, the way to peers, and what these say."""
+        settings = self.settings
+        invitation = await read_invitation(settings.invite, settings.bootstrap, settings.store)
+        self.findings += invitation.findings
+        key = Ed25519PrivateKey.generate()
+        try:
+            async with open_host(key, settings.listen) as host:
+                await self._look_out(host, invitation)
+        except ListenError:  # the matter of `check_ports`
+            async with open_host(key, [DEFAULT_LISTEN]) as host:
+                await self._look_out(host, invitation)
+
+    async def _look_out(self, host: Host, invitation: Invitation) -> None:
+        doors = make_doors(invitation.doors)
+        await self._many("dns", lambda: resolve(doors))
+        with trio.move_on_after(STEP_TIMEOUT):
+            await knock_at_all(host, doors)
+            egress = await examine_egress(doors)
+            self.findings += [egress, *judge_doors(doors, egress)]
+        peers = dict(list(invitation.remembered.items())[:MAX_REMEMBERED])
+        for peer, address in invitation.doors:
+            peers[peer] = [address, *peers.get(peer, [])]
+        met: list[bytes] = []
+        with trio.move_on_after(STEP_TIMEOUT):
+            met = await meet(host, peers, invitation.run_id)
+        await self._ask_peers(host, met, invitation)
+
+    async def _ask_peers(self, host: Host, peers: Sequence[bytes], invitation: Invitation) -> None:
+        if not peers:
+            self.findings += [found(f"{check}-untold") for check in ("run", "clock", "udp", "nat", "relay")]
+            return
+
+        async def look_at_reachability() -> list[Finding]:
+            nat, kind = await check_nat(host, peers)
+            return [nat, await check_relay(host, peers, kind)]
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._one, "run", lambda: check_run(host, peers, invitation.run_id))
+            nursery.start_soon(self._one, "clock", lambda: check_clock(host, peers, self.clock))
+            nursery.start_soon(self._one, "udp", lambda: check_udp(host, peers))
+            nursery.start_soon(self._many, "nat", look_at_reachability)
+
+    # One check at a time
+
+    async def _one(self, name: str, check: Callable[[], Awaitable[Finding]]) -> None:
+        async def as_list() -> list[Finding]:
+            return [await check()]
+
+        await self._many(name, as_list)
+
+    async def _many(self, name: str, check: Callable[[], Awaitable[list[Finding]]]) -> None:
+        """Raises nothing: a check that fails in a way that nobody foresaw is a finding too."""
+        try:
+            self.findings += await check()
+        except Exception as error:
+            self.findings.append(Finding(name, f"{name}-broken-check", Level.WARNING, f"cannot be told: {error!r}"))
+
+    async def _aside(self, name: str, check: Callable[[], list[Finding]]) -> None:
+        """In a thread, as it reads the disk."""
+
+        async def in_thread() -> list[Finding]:
+            return await trio.to_thread.run_sync(check)
+
+        await self._many(name, in_thread)
+
+
+def _look_at_node(home: Path, *, is_running: bool) -> Finding:
+    if not is_running:
+        return found("node-none")
+    try:
+        status = call(home, "status", timeout=CONTROL_TIMEOUT)
+    except FarandoleError:
+        return found("node-silent")
+    kind = status.get("reachability", "unknown") if isinstance(status, dict) else "unknown"
+    return found("node-running", kind=kind)

@@ -1,0 +1,311 @@
+"""The doctor meets the real cause of each trouble, and names it. What routers do is in tests/testnet/natlab."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.node.cli import main
+from farandole.node.connectivity import open_connectivity
+from farandole.node.daemon import MANIFEST_FACT
+from farandole.node.doctor.causes import CAUSES
+from farandole.node.doctor.examination import Examination
+from farandole.node.doctor.finding import Diagnosis, Finding, Level, conclude
+from farandole.node.doctor.machine import check_data, check_disk, check_home, check_key, check_ports, judge_torch
+from farandole.node.exits import Exit
+from farandole.node.host import Host, open_host
+from farandole.node.identity import load_or_create_key, locked
+from farandole.node.settings import NodeSettings
+from farandole.node.shaping import Shaping
+from farandole.node.store import open_store
+from farandole.node.transfers import TransferService
+from farandole.protocol.invite import Invite, encode_invite
+from farandole.protocol.manifest import Manifest, ModelConfig, sign_manifest
+
+MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
+SIGNED = sign_manifest(Manifest("tiny", MODEL), Ed25519PrivateKey.from_private_bytes(bytes(32)))
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+HOUR = 3_600.0
+PATIENCE = 120.0
+
+
+@contextlib.asynccontextmanager
+async def open_peer() -> AsyncIterator[Host]:
+    """A member of a run, as far as a newcomer sees it before it joins."""
+    key = Ed25519PrivateKey.generate()
+
+    async def no_checkpoint(stage: int) -> None:
+        return None
+
+    async with open_host(key, [LOOPBACK]) as host, open_connectivity(host, key, SIGNED.run_id, Shaping()):
+        TransferService(SIGNED.run_id, SIGNED.encode(), no_checkpoint).register(host)
+        yield host
+
+
+def invite_to(*addresses: str, run_id: bytes = SIGNED.run_id) -> str:
+    return encode_invite(Invite(run_id, addresses))
+
+
+async def look(home: Path, invite: str | None, clock: Callable[[], float] = time.time) -> Diagnosis:
+    """What the doctor finds of the network."""
+    examination = Examination(NodeSettings(home=home, invite=invite, listen=[LOOPBACK]), clock)
+    with trio.fail_after(PATIENCE):
+        await examination.look_at_network()
+    return examination.conclude()
+
+
+def of(diagnosis: Diagnosis, check: str) -> Finding:
+    (finding,) = [finding for finding in diagnosis.findings if finding.check == check]
+    return finding
+
+
+def causes(diagnosis: Diagnosis, level: Level = Level.FAILED) -> list[str]:
+    return [finding.cause for finding in diagnosis.findings if finding.level is level]
+
+
+# The network
+
+
+async def test_with_peers_that_answer_nothing_is_wrong(tmp_path: Path) -> None:
+    async with open_peer() as peer, open_peer() as other:
+        diagnosis = await look(tmp_path, invite_to(*peer.addresses, *other.addresses))
+    assert diagnosis.is_well
+    assert causes(diagnosis, Level.WARNING) == []
+    for cause in ("bootstrap-fine", "egress-fine", "run-fine", "clock-fine", "udp-fine", "nat-public"):
+        assert cause in causes(diagnosis, Level.OK)
+
+
+async def test_a_bootstrap_peer_that_is_down(tmp_path: Path) -> None:
+    async with open_peer() as peer:
+        invite = invite_to(*peer.addresses)
+    diagnosis = await look(tmp_path, invite)
+    assert causes(diagnosis) == ["bootstrap-refused"]
+    assert "newer invite" in of(diagnosis, "bootstrap").remedy
+    assert of(diagnosis, "clock").level is Level.SKIPPED
+
+
+async def test_one_that_is_down_is_a_warning_while_another_answers(tmp_path: Path) -> None:
+    async with open_peer() as gone:
+        address = gone.addresses[0]
+    async with open_peer() as peer:
+        diagnosis = await look(tmp_path, invite_to(address, *peer.addresses))
+    assert diagnosis.is_well
+    assert causes(diagnosis, Level.WARNING) == ["bootstrap-refused"]
+
+
+async def test_another_node_at_the_address_of_the_invite(tmp_path: Path) -> None:
+    async with open_peer() as gone, open_peer() as other:
+        address = other.addresses[0].replace(other.peer_id, gone.peer_id)
+        diagnosis = await look(tmp_path, invite_to(address))
+    assert "bootstrap-stranger" in causes(diagnosis)
+
+
+async def test_something_else_at_the_address_of_the_invite(tmp_path: Path) -> None:
+    async def serve(stream: trio.SocketStream) -> None:
+        with contextlib.suppress(trio.BrokenResourceError):
+            await stream.send_all(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    port = listener.socket.getsockname()[1]
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trio.serve_listeners, serve, [listener])
+        async with open_peer() as peer:
+            diagnosis = await look(tmp_path, invite_to(f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer.peer_id}"))
+        nursery.cancel_scope.cancel()
+    assert causes(diagnosis) == ["bootstrap-no-handshake"]
+
+
+async def test_a_name_that_does_not_resolve(tmp_path: Path) -> None:
+    async with open_peer() as peer:
+        port = peer.addresses[0].split("/")[4]
+        lost = f"/dns4/farandole.invalid/tcp/{port}/p2p/{peer.peer_id}"
+        diagnosis = await look(tmp_path, invite_to(lost))
+    assert causes(diagnosis) == ["dns-unresolved", "bootstrap-unresolved"]
+
+
+async def test_an_invite_to_a_run_that_nobody_knows(tmp_path: Path) -> None:
+    async with open_peer() as peer:
+        diagnosis = await look(tmp_path, invite_to(*peer.addresses, run_id=bytes(32)))
+    assert causes(diagnosis) == ["run-unknown"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "cause"),
+    [
+        (lambda text: text[:-5] + ("a" if text[-5] != "a" else "b") + text[-4:], "invite-damaged"),
+        (lambda text: text.replace("farandole1", "farandole2"), "invite-other-version"),
+        (lambda text: "hello", "invite-no"),
+    ],
+)
+async def test_an_invite_that_cannot_be_read(tmp_path: Path, spoil: Callable[[str], str], cause: str) -> None:
+    diagnosis = await look(tmp_path, spoil(invite_to()))
+    assert causes(diagnosis) == [cause]
+    assert of(diagnosis, "invite").remedy
+
+
+async def test_an_invite_to_another_run_than_the_folders(tmp_path: Path) -> None:
+    async with open_store(tmp_path / "store.sqlite") as store:
+        await store.put_fact(MANIFEST_FACT, SIGNED.encode())
+    async with open_peer() as peer:
+        diagnosis = await look(tmp_path, invite_to(*peer.addresses, run_id=bytes(32)))
+    assert "invite-other-run" in causes(diagnosis)
+
+
+async def test_without_an_invite_the_folder_knows_its_run_and_peers(tmp_path: Path) -> None:
+    async with open_peer() as peer:
+        async with open_store(tmp_path / "store.sqlite") as store:
+            await store.put_fact(MANIFEST_FACT, SIGNED.encode())
+            await store.remember_peer(peer.author, peer.addresses)
+        diagnosis = await look(tmp_path, None)
+    assert diagnosis.is_well
+    assert {"invite-stored", "run-fine"} <= set(causes(diagnosis, Level.OK))
+
+
+@pytest.mark.parametrize(("shift", "words"), [(HOUR, "60 min ahead"), (-HOUR, "60 min behind")])
+async def test_a_clock_that_is_an_hour_off(tmp_path: Path, shift: float, words: str) -> None:
+    async with open_peer() as peer, open_peer() as other, open_peer() as third:
+        invite = invite_to(*peer.addresses, *other.addresses, *third.addresses)
+        diagnosis = await look(tmp_path, invite, lambda: time.time() + shift)
+    assert causes(diagnosis) == ["clock-off"]
+    assert words in of(diagnosis, "clock").found
+    assert "NTP" in of(diagnosis, "clock").remedy
+
+
+# This machine
+
+
+def test_a_key_that_others_can_read(tmp_path: Path) -> None:
+    load_or_create_key(tmp_path / "key")
+    assert check_key(tmp_path / "key").cause == "key-fine"
+    (tmp_path / "key").chmod(0o644)
+    finding = check_key(tmp_path / "key")
+    assert (finding.cause, finding.level) == ("key-readable-by-others", Level.FAILED)
+    assert finding.remedy == f"chmod 600 {tmp_path / 'key'}"
+
+
+def test_keys_that_are_missing_broken_or_no_file(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    assert check_key(key).cause == "key-missing"
+    assert not key.exists()
+    key.write_bytes(b"short")
+    assert check_key(key).cause == "key-broken"
+    key.unlink()
+    key.mkdir()
+    assert check_key(key).cause == "key-unreadable"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of 2 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "none", folder], check=False, capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("only root can mount a file system")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_disk_that_is_full(small_disk: Path) -> None:
+    assert check_disk(small_disk).cause == "disk-nearly-full"
+    load_or_create_key(small_disk / "key")
+    with contextlib.suppress(OSError), (small_disk / "filler").open("wb") as file:
+        file.write(bytes(4 << 20))
+    finding = check_disk(small_disk)
+    assert (finding.cause, finding.level) == ("disk-full", Level.FAILED)
+    assert check_home(small_disk).cause == "home-fine"
+    assert sorted(path.name for path in small_disk.iterdir()) == ["filler", "key"]
+
+
+def test_folders_that_can_and_cannot_be_used(tmp_path: Path) -> None:
+    assert check_home(tmp_path).cause == "home-fine"
+    assert check_home(tmp_path / "new").cause == "home-missing"
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "file").touch()
+    assert check_home(tmp_path / "file").cause == "home-unwritable"
+
+
+async def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}"
+        assert [finding.cause for finding in await check_ports([address], is_running=False)] == ["port-taken"]
+        assert [finding.cause for finding in await check_ports([address], is_running=True)] == ["port-ours"]
+    others = [LOOPBACK, "/ip4/203.0.113.1/tcp/4001", "/ip4/127.0.0.1/udp/1"]
+    found = await check_ports(others, is_running=False)
+    assert [finding.cause for finding in found] == ["port-fine", "port-unusable", "port-no-address"]
+
+
+def test_text_that_is_there_or_not(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "text").write_text("hello")
+    paths = [tmp_path / name for name in ("empty", "full", "missing")]
+    assert [finding.cause for finding in check_data(paths)] == ["data-empty", "data-fine", "data-unreadable"]
+
+
+@pytest.mark.parametrize(
+    ("stdout", "stderr", "has_nvidia", "cause"),
+    [
+        (b'{"version":"2","device":"CPU (x86_64)"}', b"", False, "torch-fine"),
+        (b'{"version":"2","device":"CPU (x86_64)"}', b"", True, "gpu-unused"),
+        (b'{"version":"2","error":"PyTorch finds no cuda"}', b"", False, "device-missing"),
+        (b"", b"Traceback:\nImportError: libcudart", True, "torch-broken"),
+    ],
+)
+def test_what_pytorch_says_of_itself(stdout: bytes, stderr: bytes, has_nvidia: bool, cause: str) -> None:
+    done = subprocess.CompletedProcess([], 0, stdout, stderr)
+    assert judge_torch(done, has_nvidia=has_nvidia).cause == cause
+
+
+async def test_a_process_that_holds_the_key_and_says_nothing(tmp_path: Path) -> None:
+    examination = Examination(NodeSettings(home=tmp_path, listen=[LOOPBACK]))
+    with locked(tmp_path / "lock"):
+        await examination.look_at_folder()
+    assert "node-silent" in causes(examination.conclude(), Level.WARNING)
+
+
+# The whole
+
+
+def run(*arguments: str | Path) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", *map(str, arguments)])
+    return int(ended.value.code or 0)
+
+
+def test_the_command_says_it_as_json_and_by_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    home = tmp_path / "home"
+    options = ("--home", home, "--listen", LOOPBACK, "--device", "cpu")
+    assert run(*options, "--json") == Exit.OK
+    diagnosis = msgspec.json.decode(capsys.readouterr().out, type=Diagnosis)
+    assert diagnosis.is_well
+    assert diagnosis.schema == 1
+    assert of(diagnosis, "torch").cause == "torch-fine"
+    assert not home.exists()
+    load_or_create_key(home / "key")
+    (home / "key").chmod(0o640)
+    assert run(*options) == Exit.NOT_WELL
+    assert "chmod 600" in capsys.readouterr().out
+
+
+def test_only_what_failed_makes_the_whole_fail() -> None:
+    findings = [Finding("key", "key-fine", level, "") for level in Level]
+    assert not conclude(findings).is_well
+    assert conclude(finding for finding in findings if finding.level is not Level.FAILED).is_well
+
+
+def test_what_must_be_mended_has_a_remedy() -> None:
+    bad = [cause for cause in CAUSES.values() if cause.level in (Level.FAILED, Level.WARNING)]
+    assert [cause for cause in bad if not cause.remedy] == []
+    assert [cause for cause in CAUSES.values() if "\n" in cause.found + cause.remedy] == []
