@@ -12,6 +12,7 @@ from farandole.protocol.identity import short_name
 from farandole.protocol.invite import PREFIX, VERSION, InviteError, decode_invite, is_invite, split_address
 from farandole.protocol.manifest import decode_manifest
 
+from ..address_book import AddressBook
 from ..daemon import MANIFEST_FACT
 from ..store import StoreError, open_store
 from .causes import found
@@ -70,7 +71,9 @@ async def _read_store(path: trio.Path, invitation: Invitation) -> bytes | None:
         return None
     try:
         async with open_store(Path(path)) as store:
-            invitation.remembered = await store.known_peers()
+            book = AddressBook(store)
+            await book.load()
+            invitation.remembered = book.peers()
             manifest = await store.get_fact(MANIFEST_FACT)
     except StoreError:  # a full disk, of which another check tells
         return None

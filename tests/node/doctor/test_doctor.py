@@ -14,6 +14,7 @@ import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from farandole.node.address_book import AddressBook
 from farandole.node.cli import main
 from farandole.node.connectivity import open_connectivity
 from farandole.node.daemon import MANIFEST_FACT
@@ -164,7 +165,9 @@ async def test_without_an_invite_the_folder_knows_its_run_and_peers(tmp_path: Pa
     async with open_peer() as peer:
         async with open_store(tmp_path / "store.sqlite") as store:
             await store.put_fact(MANIFEST_FACT, SIGNED.encode())
-            await store.remember_peer(peer.author, peer.addresses)
+            book = AddressBook(store)
+            book.note_reached(peer.author, peer.addresses)
+            await book.save(is_last=True)
         diagnosis = await look(tmp_path, None)
     assert diagnosis.is_well
     assert {"invite-stored", "run-fine"} <= set(causes(diagnosis, Level.OK))
