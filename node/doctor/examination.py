@@ -24,13 +24,11 @@ from ..settings import DEFAULT_LISTEN, NodeSettings
 from .causes import CAUSES, found
 from .finding import Diagnosis, Finding, Level, conclude
 from .invitation import Invitation, read_invitation
-from .knocking import examine_egress, judge_doors, knock_at_all, make_doors, resolve
+from .knocking import Knock, examine_egress, judge_doors, knock_at_all, make_doors, resolve
 from .machine import check_data, check_disk, check_home, check_key, check_ports, check_torch, is_node_running
 from .mesh import check_clock, check_nat, check_relay, check_run, check_udp, meet
 
 CONTROL_TIMEOUT: Final = 3.0
-# A disk that hangs, and peers that answer each as late as they may.
-STEP_TIMEOUT: Final = 30.0
 # The order of the report.
 CHECKS: Final = tuple(dict.fromkeys(cause.check for cause in CAUSES.values()))
 # Peers known from before that are dialled beside the invite's.
@@ -90,17 +88,19 @@ class Examination:
     async def _look_out(self, host: Host, invitation: Invitation) -> None:
         doors = make_doors(invitation.doors)
         await self._many("dns", lambda: resolve(doors))
-        with trio.move_on_after(STEP_TIMEOUT):
-            await knock_at_all(host, doors)
-            egress = await examine_egress(doors)
-            self.findings += [egress, *judge_doors(doors, egress)]
-        peers = dict(list(invitation.remembered.items())[:MAX_REMEMBERED])
-        for peer, address in invitation.doors:
-            peers[peer] = [address, *peers.get(peer, [])]
-        met: list[bytes] = []
-        with trio.move_on_after(STEP_TIMEOUT):
-            met = await meet(host, peers, invitation.run_id)
-        await self._ask_peers(host, met, invitation)
+        await knock_at_all(host, doors)
+        async with trio.open_nursery() as nursery:
+
+            async def look_at_ways() -> list[Finding]:
+                egress = await examine_egress(doors)
+                return [egress, *judge_doors(doors, egress)]
+
+            nursery.start_soon(self._many, "egress", look_at_ways)
+            peers = dict(list(invitation.remembered.items())[:MAX_REMEMBERED])
+            for door in doors:
+                if door.is_proved or (door.is_relayed and door.knock is Knock.OPEN):
+                    peers[door.peer] = [door.address, *peers.get(door.peer, [])]
+            await self._ask_peers(host, await meet(host, peers, invitation.run_id), invitation)
 
     async def _ask_peers(self, host: Host, peers: Sequence[bytes], invitation: Invitation) -> None:
         if not peers:

@@ -26,7 +26,8 @@ from ..transfers import fetch_manifest
 from .causes import found
 from .finding import Finding
 
-FIND_TIMEOUT: Final = 5.0
+# For members in the DHT, and then for dialling them: some of those have gone.
+FIND_TIMEOUT: Final = 4.0
 # Two agree against one that errs.
 NUM_ASKED: Final = 3
 # A clock that is farther off works, and leaves little of what others accept for the time that messages take.
@@ -41,7 +42,8 @@ async def meet(host: Host, peers: dict[bytes, list[str]], run_id: bytes | None) 
     if run_id is not None and host.connected and len(host.connected) < NUM_ASKED:
         found_peers = dict(await host.find_providers(run_key(run_id), FIND_TIMEOUT))
         found_peers.pop(host.author, None)
-        await dial(host, found_peers)
+        with trio.move_on_after(FIND_TIMEOUT):
+            await dial(host, found_peers)
     return list(host.connected)
 
 

@@ -1,4 +1,7 @@
-"""A node's host and connectivity, without a trainer, told whom to dial by lines of JSON; it prints what has changed."""
+"""A node's host and connectivity, without a trainer, told whom to dial by lines of JSON; it prints what has changed.
+
+It listens on port 4001, and on those that are arguments.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +62,9 @@ async def obey(host: Host, nursery: trio.Nursery) -> None:
 
 async def run() -> None:
     key = Ed25519PrivateKey.generate()
+    ports = [PORT, *(int(argument) for argument in sys.argv[1:] if argument.isdigit())]
     async with (
-        open_host(key, [f"/ip4/0.0.0.0/tcp/{PORT}"]) as host,
+        open_host(key, [f"/ip4/0.0.0.0/tcp/{port}" for port in ports]) as host,
         open_connectivity(host, key, bytes(32), Shaping(), limits=Limits()) as connectivity,
         trio.open_nursery() as nursery,
     ):

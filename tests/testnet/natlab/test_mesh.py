@@ -56,14 +56,14 @@ class Node:
 
 
 @contextlib.asynccontextmanager
-async def open_nodes(homes: list[Home], leash: Leash) -> AsyncIterator[list[Node]]:
-    """One in each home."""
+async def open_nodes(homes: list[Home], leash: Leash, *ports: int) -> AsyncIterator[list[Node]]:
+    """One in each home, which listens on these ports too."""
     async with trio.open_nursery() as nursery:
         nodes: list[Node] = []
         try:
             for home in homes:
                 process = await trio.lowlevel.open_process(
-                    [*home.host.enter, sys.executable, str(NODE)],
+                    [*home.host.enter, sys.executable, str(NODE), *map(str, ports)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     start_new_session=True,

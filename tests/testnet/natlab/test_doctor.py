@@ -1,0 +1,97 @@
+"""The doctor at home behind routers: it names what the router does."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import trio
+
+from farandole.node.doctor.finding import Diagnosis, Level
+from farandole.protocol.invite import Invite, encode_invite
+from farandole.testnet.natlab.home import Home
+from farandole.testnet.natlab.lab import Lab
+
+from ...node.relayed import until
+from .mesh_node import PORT
+from .test_mesh import Node, open_nodes
+
+PATIENCE = 180
+
+
+def address_of(home: Home, node: Node, port: int = PORT) -> str:
+    """Where the internet finds a node in an open home."""
+    address = next(a for a in node.told["addresses"] if a.startswith(f"/ip4/{home.address}/"))
+    return f"/ip4/{home.address}/tcp/{port}/p2p/{address.rpartition('/')[2]}"
+
+
+@contextlib.asynccontextmanager
+async def open_publics(lab: Lab, *ports: int) -> AsyncIterator[list[tuple[Home, Node]]]:
+    """Two public nodes that know each other to be public."""
+    homes = [lab.add_home("open") for _ in range(2)]
+    async with open_nodes(homes, lab.leash, *ports) as nodes:
+        await nodes[0].dial(nodes[1])
+        await until(lambda: all(node.told["kind"] == "public" for node in nodes))
+        yield list(zip(homes, nodes, strict=True))
+
+
+async def visit(home: Home, folder: Path, *addresses: str) -> dict[str, Level]:
+    """What the doctor finds in a home -> how bad it is."""
+    invite = encode_invite(Invite(bytes(32), addresses))
+    command = [*home.host.enter, sys.executable, "-m", "farandole.node", "doctor", invite, "--json"]
+    done = await trio.run_process(
+        [*command, "--home", str(folder / "home"), "--device", "cpu"], capture_stdout=True, check=False
+    )
+    diagnosis = msgspec.json.decode(done.stdout, type=Diagnosis)
+    assert done.returncode == (0 if diagnosis.is_well else 1)
+    return {finding.cause: finding.level for finding in diagnosis.findings}
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause", "level"),
+    [
+        pytest.param("open", "nat-public", Level.OK, marks=pytest.mark.soak),
+        pytest.param("port-restricted", "nat-punchable", Level.OK, marks=pytest.mark.soak),
+        ("symmetric", "nat-symmetric", Level.WARNING),
+        ("udp-blocked", "udp-blocked", Level.WARNING),
+    ],
+)
+async def test_what_a_router_does_is_named(lab: Lab, tmp_path: Path, kind: str, cause: str, level: Level) -> None:
+    with trio.fail_after(PATIENCE):
+        async with open_publics(lab) as publics:
+            causes = await visit(lab.add_home(kind), tmp_path, *(address_of(*public) for public in publics))
+    assert causes[cause] is level
+    assert ("udp-fine" in causes) == (kind != "udp-blocked")
+    assert ("nat-symmetric" in causes) == (kind == "symmetric")
+    assert ("relay-fine" if kind != "open" else "relay-needless") in causes
+    assert {"egress-fine", "bootstrap-fine", "clock-fine"} <= causes.keys()
+
+
+async def test_a_firewall_that_lets_out_port_443_alone(lab: Lab, tmp_path: Path) -> None:
+    with trio.fail_after(PATIENCE):
+        async with open_publics(lab, 443) as publics:
+            home = lab.add_home("https-only")
+            causes = await visit(home, tmp_path, *(address_of(*public) for public in publics))
+            assert causes["egress-only-443"] is Level.WARNING
+            assert causes["bootstrap-filtered"] is Level.FAILED
+            causes = await visit(home, tmp_path, *(address_of(*public, port=443) for public in publics))
+            assert causes["bootstrap-fine"] is Level.OK
+            assert causes["udp-blocked"] is Level.WARNING
+
+
+@pytest.mark.soak
+async def test_a_bootstrap_peer_that_is_off(lab: Lab, tmp_path: Path) -> None:
+    with trio.fail_after(PATIENCE):
+        async with open_publics(lab) as publics:
+            home, (away, node) = lab.add_home("port-restricted"), publics[0]
+            away.unplug()
+            causes = await visit(home, tmp_path, address_of(away, node), address_of(*publics[1]))
+            assert causes["bootstrap-silent"] is Level.WARNING
+            assert causes["bootstrap-fine"] is Level.OK
+            causes = await visit(home, tmp_path, address_of(away, node))
+            assert causes["bootstrap-silent"] is Level.FAILED
+            assert "egress-only-443" not in causes
