@@ -40,6 +40,12 @@ logger = logging.getLogger(__name__)
 
 # One write, of a chunk or some control messages: on the slowest line a chunk takes a second.
 WRITE_TIMEOUT = 30.0
+# Data that were announced hold a slot, so they must come: a chunk, or all that is missing, in so many seconds; those do
+# not count in which this node's own cap held them up. On the slowest line a chunk takes a second; then ten flows may
+# share it, and what comes no faster, a megabyte in three minutes, is of no use to a run. A line that loses packets is
+# silent for a second or two. Looked at so often, who falls silent is noticed within two such times.
+PROGRESS_TIMEOUT = 10.0
+PROGRESS_BYTES = DATA_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,23 @@ class _Transfer:
 
     message: Forward | Gradient | Settled
     data: memoryview | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Progress:
+    """How far data that were announced have come."""
+
+    index: int
+    """The microbatch's."""
+    num_come: int
+    """Bytes, from any start."""
+    seconds_held_up: float
+    """By this node's own cap, from any start."""
+
+    def is_enough(self, before: _Progress) -> bool:
+        """Since ``before``, `PROGRESS_TIMEOUT` ago."""
+        seconds = PROGRESS_TIMEOUT - (self.seconds_held_up - before.seconds_held_up)
+        return self.num_come - before.num_come >= PROGRESS_BYTES * seconds / PROGRESS_TIMEOUT
 
 
 class ActivationLink:
@@ -68,6 +91,7 @@ class ActivationLink:
         self._channels = channels if link.size >= BULK_FROM else None
         self._channel: BulkChannel | None = None
         self._landing = bytearray()
+        self._seconds_held_up = 0.0  # in which this node's cap made what came over the stream wait
         self._scope = trio.CancelScope()
         self._controls: deque[Control] = deque()
         self._transfers: deque[_Transfer] = deque()
@@ -113,12 +137,14 @@ class ActivationLink:
                 await close_stream(self._stream)
 
     async def run(self, on_event: Callable[[ActivationLink, Event], None]) -> None:
-        """Until the stream or its channel breaks, the peer breaks the protocol, or `close`; closes both."""
+        """Until the stream or its channel breaks, the peer breaks the protocol or stops in the middle of data, or
+        `close`; closes both.
+        """
         expecting = self._channels.expecting(self.peer) if self._channels else contextlib.nullcontext()
         try:
             with self._scope, expecting:
                 async with trio.open_nursery() as nursery:
-                    for task in (self._write_controls, self._write_data, self._seek_channel):
+                    for task in (self._write_controls, self._write_data, self._seek_channel, self._watch_progress):
                         nursery.start_soon(self._until_broken, task)
                     await self._until_broken(partial(self._read, on_event))
         finally:
@@ -167,12 +193,30 @@ class ActivationLink:
                     on_event(self, event)
                 if self.link.awaits_bulk and (received := await self._receive_bulk()) is not None:
                     on_event(self, received)
-            data = await self._stream.receive_some(READ_BYTES)
+            data = await self._stream.receive_some(min(READ_BYTES, self._shaping.down.quantum))
             if not data:
                 return self.close()
             self.bytes_received += len(data)
-            await self._shaping.down.wait(len(data))
+            self._seconds_held_up += await self._shaping.down.wait(len(data))
             self.link.receive_data(data)
+
+    async def _watch_progress(self) -> None:
+        """Raises `trio.TooSlowError` when announced data come no further, or too slowly to be of use."""
+        while True:
+            before = self._progress()
+            await trio.sleep(PROGRESS_TIMEOUT)
+            now = self._progress()
+            if before and now and before.index == now.index and not now.is_enough(before):
+                raise trio.TooSlowError(f"the data of microbatch {now.index} do not come")
+
+    def _progress(self) -> _Progress | None:
+        """Of what is awaited; over the stream frames count, over the channel bytes: others are not read meanwhile."""
+        if self.link.awaited is None:
+            return None
+        index, num_missing = self.link.awaited
+        channel = self._channel
+        num_over_channel, seconds = (channel.num_received, channel.seconds_held_up) if channel else (0, 0.0)
+        return _Progress(index, num_over_channel - num_missing, seconds + self._seconds_held_up)
 
     async def _receive_bulk(self) -> DataReceived | None:
         """Not straight to its place: that may become another microbatch's while a thread still writes."""

@@ -57,6 +57,8 @@ class BulkChannel:
         """Bytes given to it so far, whether they have arrived or not."""
         self.num_received = 0
         """Bytes of the wire that have come so far, whether they turn out to be the peer's or not."""
+        self.seconds_held_up = 0.0
+        """For how long in all this node's own cap has held up what comes; a pause counts when it begins."""
         self._connection = connection
         self._shaping = shaping
         self._sealer, self._opener = Sealer(secrets.sealing), Opener(secrets.opening)
@@ -132,7 +134,9 @@ class BulkChannel:
         shaper = self._shaping.down
         if not self._num_reserved:
             self._num_reserved = min(self._opener.wanted.nbytes, shaper.quantum)
-            self._pause(shaper.reserve(self._num_reserved))
+            seconds = shaper.reserve(self._num_reserved)
+            self.seconds_held_up += seconds
+            self._pause(seconds)
         self._num_reserved -= self._read(self._num_reserved)
 
     def _read(self, most: int) -> int:

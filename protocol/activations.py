@@ -243,6 +243,15 @@ class Link:
         return moving.left > 0 and moving.is_placed and moving.is_bulk
 
     @property
+    def awaited(self) -> tuple[int, int] | None:
+        """The microbatch whose data were announced and are not all here, and how many bytes of them are missing.
+
+        Of data that come over the channel all are missing until `bulk_received`.
+        """
+        moving = self._incoming
+        return (moving.index, moving.left) if moving.index is not None and moving.left else None
+
+    @property
     def bulk_memory(self) -> memoryview | None:
         """Where those go; None: nowhere."""
         return self._incoming.memory
