@@ -76,7 +76,15 @@ Home = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-Listen = Annotated[list[str], typer.Option(help="Multiaddr to listen on; repeatable.", envvar="FARANDOLE_LISTEN")]
+Listen = Annotated[
+    list[str],
+    typer.Option(
+        default_factory=lambda: [DEFAULT_LISTEN],
+        help="Multiaddr to listen on; repeatable.",
+        envvar="FARANDOLE_LISTEN",
+        show_default=DEFAULT_LISTEN,
+    ),
+]
 Bootstrap = Annotated[
     list[str] | None,
     typer.Option(help="Multiaddr to dial beside the invite's; repeatable.", envvar="FARANDOLE_BOOTSTRAP"),
@@ -338,9 +346,41 @@ def _check_cap(value: float) -> float:
     return value
 
 
+UploadMbit = Annotated[
+    float,
+    typer.Option(
+        help=f"Send no faster than so many Mbit/s in all, at least {MIN_CAP_MBIT:g}; 0: no cap.",
+        envvar="FARANDOLE_UPLOAD_MBIT",
+        min=0.0,
+        callback=_check_cap,
+        metavar="MBIT",
+    ),
+]
+DownloadMbit = Annotated[
+    float,
+    typer.Option(
+        help=f"Receive no faster than so many Mbit/s in all, at least {MIN_CAP_MBIT:g}; 0: no cap.",
+        envvar="FARANDOLE_DOWNLOAD_MBIT",
+        min=0.0,
+        callback=_check_cap,
+        metavar="MBIT",
+    ),
+]
+LogLevelOption = Annotated[
+    LogLevel,
+    typer.Option(
+        help="What goes into the log file: debug, info, warning, error.",
+        envvar="FARANDOLE_LOG_LEVEL",
+        metavar="LEVEL",
+    ),
+]
+JsonLog = Annotated[bool, typer.Option("--json-log", help="Log lines as JSON.", envvar="FARANDOLE_JSON_LOG")]
+
+
 @app.command()
 def join(
     home: Home,
+    listen: Listen,
     source: Annotated[
         str | None,
         typer.Argument(
@@ -349,7 +389,6 @@ def join(
             help="An invite; or a manifest file, for a run's first node; nothing: the run that this folder knows.",
         ),
     ] = None,
-    listen: Listen = [DEFAULT_LISTEN],  # noqa: B006 (typer copies it)
     bootstrap: Bootstrap = None,
     device: Device = "auto",
     data: Annotated[
@@ -391,26 +430,8 @@ def join(
             metavar="N",
         ),
     ] = 10,
-    upload_mbit: Annotated[
-        float,
-        typer.Option(
-            help=f"Send no faster than so many Mbit/s in all, at least {MIN_CAP_MBIT:g}; 0: no cap.",
-            envvar="FARANDOLE_UPLOAD_MBIT",
-            min=0.0,
-            callback=_check_cap,
-            metavar="MBIT",
-        ),
-    ] = 0.0,
-    download_mbit: Annotated[
-        float,
-        typer.Option(
-            help=f"Receive no faster than so many Mbit/s in all, at least {MIN_CAP_MBIT:g}; 0: no cap.",
-            envvar="FARANDOLE_DOWNLOAD_MBIT",
-            min=0.0,
-            callback=_check_cap,
-            metavar="MBIT",
-        ),
-    ] = 0.0,
+    upload_mbit: UploadMbit = 0.0,
+    download_mbit: DownloadMbit = 0.0,
     stage: Annotated[
         int | None,
         typer.Option(
@@ -447,17 +468,8 @@ def join(
             envvar="FARANDOLE_RELAY",
         ),
     ] = True,
-    log_level: Annotated[
-        LogLevel,
-        typer.Option(
-            help="What goes into the log file: debug, info, warning, error.",
-            envvar="FARANDOLE_LOG_LEVEL",
-            metavar="LEVEL",
-        ),
-    ] = LogLevel.INFO,
-    json_log: Annotated[
-        bool, typer.Option("--json-log", help="Log lines as JSON.", envvar="FARANDOLE_JSON_LOG")
-    ] = False,
+    log_level: LogLevelOption = LogLevel.INFO,
+    json_log: JsonLog = False,
 ) -> None:
     """Join a run and train until Ctrl-C (or `farandole leave`), saying what happens.
 
@@ -496,6 +508,49 @@ def join(
 
     with logging_to_file(settings):
         code = trio.run(run_node, settings)
+    raise typer.Exit(code)
+
+
+@app.command()
+def relay(
+    home: Home,
+    listen: Listen,
+    invites: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="INVITE...", help="An invite to each run; none: the runs that this folder knows."),
+    ] = None,
+    bootstrap: Bootstrap = None,
+    upload_mbit: UploadMbit = 0.0,
+    download_mbit: DownloadMbit = 0.0,
+    log_level: LogLevelOption = LogLevel.INFO,
+    json_log: JsonLog = False,
+) -> None:
+    """Help runs without training: introduce newcomers, and pass on to each other peers behind NAT.
+
+    For a machine that others can dial, with a port that stays the same; it needs neither GPU nor memory.
+
+    Example: [cyan]farandole relay farandole1... --listen /ip4/0.0.0.0/tcp/4001[/cyan]
+    """
+    from farandole.protocol.invite import decode_invite
+
+    for invite in invites or []:
+        decode_invite(invite)  # a slip is told at once
+    settings = NodeSettings(
+        home=home,
+        listen=listen,
+        bootstrap=bootstrap or [],
+        upload_mbit=upload_mbit,
+        download_mbit=download_mbit,
+        log_level=log_level.value,
+        json_log=json_log,
+    )
+    import trio
+
+    from .logs import logging_to_file
+    from .relay_node import run_relay
+
+    with logging_to_file(settings):
+        code = trio.run(run_relay, settings, invites or [])
     raise typer.Exit(code)
 
 
@@ -556,10 +611,10 @@ def peers(home: Home, as_json: AsJson = False) -> None:
 @app.command()
 def doctor(
     home: Home,
+    listen: Listen,
     invite: Annotated[
         str | None, typer.Argument(metavar="INVITE", envvar="FARANDOLE_INVITE", help="The invite that does not work.")
     ] = None,
-    listen: Listen = [DEFAULT_LISTEN],  # noqa: B006 (typer copies it)
     bootstrap: Bootstrap = None,
     device: Device = "auto",
     data: Annotated[

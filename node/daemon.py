@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final, Protocol
 
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -43,14 +44,33 @@ from .trainer import TrainerError
 MANIFEST_FACT: Final = "manifest"
 
 
+class Daemon(Protocol):
+    """What runs until it is told to leave."""
+
+    @property
+    def is_leaving(self) -> trio.Event:
+        """Set when it is told."""
+
+    async def run(self) -> None:
+        """Until then, and no longer than leaving in good order takes."""
+
+
+MakeDaemon = Callable[[Ed25519PrivateKey, Store, Board], Daemon]
+
+
 async def run_node(settings: NodeSettings) -> int:
     """Run a node until it is told to leave; the exit code (`Exit`)."""
+    return await run_daemon(settings, partial(Node, settings))
+
+
+async def run_daemon(settings: NodeSettings, make: MakeDaemon) -> int:
+    """Run what ``make`` makes, with this home's key and store, until it is told to leave; the exit code (`Exit`)."""
     console = Console(settings.json_log)
     try:
         with locked(settings.lock):
             key = load_or_create_key(settings.key)
             async with open_store(settings.store) as store:
-                return await _run_until_told(Node(settings, key, store, Board(say=console.say)))
+                return await _run_until_told(make(key, store, Board(say=console.say)))
     except BaseExceptionGroup as group:
         ours, others = group.split(FarandoleError)
         if ours is None or others is not None:
@@ -76,7 +96,7 @@ def _exit_code(error: BaseException) -> Exit:
             return Exit.CANNOT_JOIN
 
 
-async def _run_until_told(node: Node) -> Exit:
+async def _run_until_told(daemon: Daemon) -> Exit:
     """A first SIGINT or SIGTERM, or ``farandole leave``, means leave in good order; a second one means now."""
     code = Exit.OK
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
@@ -85,13 +105,13 @@ async def _run_until_told(node: Node) -> Exit:
             async def watch() -> None:
                 nonlocal code
                 async for _ in signals:
-                    if node.is_leaving.is_set():
+                    if daemon.is_leaving.is_set():
                         code = Exit.INTERRUPTED
                         nursery.cancel_scope.cancel()
-                    node.is_leaving.set()
+                    daemon.is_leaving.set()
 
             nursery.start_soon(watch)
-            await node.run()
+            await daemon.run()
             nursery.cancel_scope.cancel()
     return code
 

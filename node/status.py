@@ -20,6 +20,7 @@ Phase = Literal[
     "exchanging",  # contributions are moving
     "outer step",  # the trainer applies the result
     "finished",  # every round is done; still serves its peers
+    "relaying",  # a node without a trainer
     "leaving",
     "failed",
 ]

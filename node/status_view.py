@@ -37,6 +37,8 @@ def _title(status: NodeStatus) -> Text:
     title.append("  ")
     if status.is_member:
         title.append("member", style="bold green")
+    elif status.phase == "relaying":
+        title.append("relay", style="bold green")
     else:
         title.append("not a member yet", style="bold yellow")
     return title

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import trio
@@ -15,7 +15,7 @@ DEADLINE = 180  # a hang, not a duration
 
 
 class Daemon:
-    """A ``farandole join`` in a process of its own."""
+    """A ``farandole join``, or ``relay``, in a process of its own."""
 
     def __init__(self, process: trio.Process, home: Path) -> None:
         self.home = home
@@ -58,13 +58,18 @@ class Daemon:
             return await self.process.wait()
 
 
+def joined(home: Path, *arguments: str) -> AbstractAsyncContextManager[Daemon]:
+    """A node that trains, as long as the context."""
+    return started(home, "join", *arguments, "--heartbeat-seconds", "1", "--validate-every", "0")
+
+
 @asynccontextmanager
-async def joined(home: Path, *arguments: str) -> AsyncIterator[Daemon]:
+async def started(home: Path, *arguments: str) -> AsyncIterator[Daemon]:
     """A daemon that runs as long as the context."""
     process = await trio.lowlevel.open_process(
         [
-            *(sys.executable, "-m", "farandole.node", "join", *arguments, "--home", str(home)),
-            *("--listen", "/ip4/127.0.0.1/tcp/0", "--heartbeat-seconds", "1", "--validate-every", "0"),
+            *(sys.executable, "-m", "farandole.node", *arguments),
+            *("--home", str(home), "--listen", "/ip4/127.0.0.1/tcp/0"),
         ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

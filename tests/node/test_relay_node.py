@@ -1,0 +1,91 @@
+"""A relay without a trainer, in a process of its own, and hosts on loopback for whom it is there."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.node.control import call
+from farandole.node.dialback import Dialback
+from farandole.node.exits import Exit
+from farandole.node.host import Host, open_host
+from farandole.protocol.identity import short_name
+from farandole.protocol.invite import Invite, encode_invite, split_address
+from farandole.protocol.records import relay_key, run_key
+
+from .daemons import Daemon, started
+from .relayed import LOOPBACK, open_home, open_public
+
+RUN, OTHER_RUN = b"r" * 32, b"o" * 32
+
+
+def invite_to(run: bytes, host: Host) -> str:
+    return encode_invite(Invite(run, tuple(host.addresses)))
+
+
+def author_of(relay: Daemon) -> bytes:
+    return split_address(relay.addresses[0])[1]
+
+
+async def providers(host: Host, key: bytes, wanted: bytes) -> None:
+    found: set[bytes] = set()
+    while wanted not in found:
+        found.update(dict(await host.find_providers(key, 5.0)))
+
+
+async def test_it_introduces_members_and_relays_for_each_of_its_runs(tmp_path: Path) -> None:
+    with trio.fail_after(60):
+        async with open_public() as alice, open_public() as bob:
+            for witness in (alice, bob):
+                Dialback(witness)
+            invites = invite_to(RUN, alice), invite_to(OTHER_RUN, bob)
+            async with started(tmp_path / "relay", "relay", *invites) as relay:
+                await relay.says("peers can dial this node")
+                await relay.says("  /ip4/127.0.0.1/tcp/")
+                await alice.provide(run_key(RUN))
+                async with open_home() as newcomer:
+                    await newcomer.connect(author_of(relay), relay.addresses)
+                    await providers(newcomer, run_key(RUN), alice.author)
+                    for run in (RUN, OTHER_RUN):
+                        await providers(newcomer, relay_key(run), author_of(relay))
+                    held = await newcomer.relays.reserve(author_of(relay))
+                    async with open_public() as caller:
+                        await caller.connect(newcomer.author, [f"{held.address}/p2p/{newcomer.peer_id}"])
+                        assert caller.path(newcomer.author) == "relayed"
+                    status = await trio.to_thread.run_sync(lambda: call(relay.home, "status"))
+                    assert (status["phase"], status["relayed_peers"]) == ("relaying", 1)
+                    assert not status["is_member"]
+                assert await relay.end(signal.SIGTERM) == Exit.OK
+
+
+async def test_it_knows_its_runs_and_their_members_after_a_restart(tmp_path: Path) -> None:
+    with trio.fail_after(60):
+        async with open_public() as member:
+            await member.provide(run_key(RUN))
+            async with open_host(Ed25519PrivateKey.generate(), LOOPBACK) as bootstrap:
+                await member.connect(bootstrap.author, bootstrap.addresses)
+                async with started(tmp_path / "relay", "relay", invite_to(RUN, bootstrap)) as relay:
+                    await relay.says("found", short_name(member.author))
+                    assert await relay.end(signal.SIGTERM) == Exit.OK
+            async with started(tmp_path / "relay", "relay") as relay:  # no invite, no bootstrap peer
+                await relay.says("listening on")
+                with member.connection_events() as events:
+                    async for peer, is_connected in events:
+                        if is_connected and peer == author_of(relay):
+                            break
+
+
+async def test_without_a_run_it_says_what_it_needs(tmp_path: Path) -> None:
+    async with started(tmp_path / "relay", "relay") as relay:
+        await relay.says("which run? Give an invite")
+        assert await relay.process.wait() == Exit.BAD_INPUT
+
+
+def test_it_never_imports_torch() -> None:
+    code = "import sys, farandole.node.cli, farandole.node.relay_node; print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
