@@ -235,6 +235,20 @@ CAUSES: Final = {
         "it works through relays; to be faster, open a port in the router and --listen on it, or switch on its UPnP",
     ),
     "nat-untold": Cause("nat", _SKIPPED, "no peer tells how others reach this node"),
+    "upnp-fine": Cause("upnp", _OK, "the router {ip} opens ports for those who ask; outside it is {external}"),
+    "upnp-double-nat": Cause(
+        "upnp",
+        _WARNING,
+        "the router {ip} opens ports, but is itself behind NAT (as {external}): nobody outside comes to them",
+        "nothing needs doing; only the provider could give this line a public address",
+    ),
+    "upnp-refused": Cause(
+        "upnp",
+        _WARNING,
+        "the router {ip} opens no port: {why}",
+        "allow it in the router's settings (UPnP, port sharing) to be reached directly",
+    ),
+    "upnp-none": Cause("upnp", _OK, "no router opens ports here ({why})"),
     "relay-needless": Cause("relay", _OK, "this node needs none"),
     "relay-fine": Cause("relay", _OK, "a reservation is to be had with {names}"),
     "relay-none": Cause(

@@ -27,6 +27,7 @@ from .invitation import Invitation, read_invitation
 from .knocking import Knock, examine_egress, judge_doors, knock_at_all, make_doors, resolve
 from .machine import check_data, check_disk, check_home, check_key, check_ports, check_torch, is_node_running
 from .mesh import check_clock, check_nat, check_relay, check_run, check_udp, meet
+from .router import check_upnp
 
 CONTROL_TIMEOUT: Final = 3.0
 # The order of the report.
@@ -86,6 +87,12 @@ class Examination:
                 await self._look_out(host, invitation)
 
     async def _look_out(self, host: Host, invitation: Invitation) -> None:
+        async with trio.open_nursery() as nursery:
+            port = host.listening[0][1]
+            nursery.start_soon(self._one, "upnp", lambda: check_upnp(port))
+            await self._look_for_peers(host, invitation)
+
+    async def _look_for_peers(self, host: Host, invitation: Invitation) -> None:
         doors = make_doors(invitation.doors)
         await self._many("dns", lambda: resolve(doors))
         await knock_at_all(host, doors)

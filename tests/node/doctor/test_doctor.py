@@ -39,6 +39,12 @@ HOUR = 3_600.0
 PATIENCE = 120.0
 
 
+@pytest.fixture(autouse=True)
+def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No router is there, or it is not the tests' to ask for long."""
+    monkeypatch.setattr("farandole.node.upnp.SEARCH_INTERVAL", 0.02)
+
+
 @contextlib.asynccontextmanager
 async def open_peer() -> AsyncIterator[Host]:
     """A member of a run, as far as a newcomer sees it before it joins."""

@@ -95,3 +95,13 @@ async def test_a_bootstrap_peer_that_is_off(lab: Lab, tmp_path: Path) -> None:
             causes = await visit(home, tmp_path, address_of(away, node))
             assert causes["bootstrap-silent"] is Level.FAILED
             assert "egress-only-443" not in causes
+
+
+@pytest.mark.soak
+async def test_a_router_that_opens_ports(full_lab: Lab, tmp_path: Path) -> None:
+    home = full_lab.add_home("upnp")
+    causes: dict[str, Level] = {}
+    with trio.fail_after(PATIENCE):
+        while "upnp-fine" not in causes:  # the router's daemon may have begun a moment ago
+            causes = await visit(home, tmp_path)
+    assert "bootstrap-none" in causes
