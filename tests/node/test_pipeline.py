@@ -15,6 +15,7 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.torch import load_file
 
+from farandole.node import activation_link
 from farandole.node import trainer_messages as messages
 from farandole.node.bulk import open_bulk
 from farandole.node.conversion import training_configs
@@ -24,9 +25,9 @@ from farandole.node.pipeline import ACTIVATIONS_PROTOCOL, PipelineService, Worke
 from farandole.node.shaping import Shaping
 from farandole.node.trainer import Trainer, open_trainer
 from farandole.protocol import pipeline_events as machine
-from farandole.protocol.activations import Hello, Link
+from farandole.protocol.activations import DATA_BYTES, Forward, Hello, Link
 from farandole.protocol.identity import public_bytes
-from farandole.protocol.manifest import Manifest, manifest_from_dict
+from farandole.protocol.manifest import Manifest, PipelineConfig, manifest_from_dict
 from farandole.training.learner import build_learner
 
 PATIENCE = 120.0
@@ -200,6 +201,47 @@ async def test_nodes_of_one_stage_each_learn_what_one_node_learns_alone(
     }
     assert learnt.keys() == slow.keys()
     assert all(torch.equal(learnt[name], slow[name]) for name in slow)
+
+
+async def test_who_falls_silent_in_the_middle_of_activations_gives_the_slot_back(
+    monkeypatch: pytest.MonkeyPatch, nursery: trio.Nursery
+) -> None:
+    """Long before the microbatch's own deadline. Two real hosts; one of them is a neighbour that stops."""
+    monkeypatch.setattr(activation_link, "PROGRESS_TIMEOUT", 0.5)
+    manifest = msgspec.structs.replace(manifest_of(2, 1_024, 64), pipeline=PipelineConfig(microbatch_seconds=3_600.0))
+    size = 2 * DATA_BYTES
+    keys = [Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32) for number in (1, 2)]
+    neighbour, author = map(public_bytes, keys)
+    loopback = ["/ip4/127.0.0.1/tcp/0"]
+    with trio.fail_after(PATIENCE):
+        async with (
+            open_host(keys[0], loopback) as near,
+            open_host(keys[1], loopback) as far,
+            open_messenger(far) as messenger,
+        ):
+            service = PipelineService(
+                far, messenger, manifest, RUN_ID, author, Shaping(), random.Random(1), is_neighbour=lambda *_: True
+            )
+            await nursery.start(service.run)
+            memory = memoryview(bytearray(2 * manifest.pipeline.in_flight * size))
+            service.begin(Worker(1, memory, lambda command: None, lambda round_index: None))
+            service.set_nodes([frozenset({neighbour}), frozenset({author})])
+            service.handle(machine.RoundBegan(0, 1))
+            await near.connect(author, far.addresses)
+            stream = await near.open_stream(author, ACTIVATIONS_PROTOCOL)
+            hello = Hello(RUN_ID, 1, service._shape)
+            link = Link(True, hello, size)
+            await stream.send_all(link.send(hello))
+            while link.credits == 0:
+                link.receive_data(await stream.receive_some())
+                while link.next_event() is not None:
+                    pass
+            forward = link.send(Forward(b"t" * 16, neighbour, 0, 3_600.0))
+            await stream.send_all(forward + link.send_data(memoryview(bytes(DATA_BYTES))))
+            while await stream.receive_some():
+                pass
+            assert service.counts.reasons == {"an earlier stage's node was lost": 1}
+    nursery.cancel_scope.cancel()
 
 
 async def test_strangers_and_what_is_of_another_shape_are_turned_away(tmp_path: Path) -> None:
