@@ -31,7 +31,7 @@ NUM_COMPARED = 2
 # Routers change their minds, and the address of a home changes every day in some countries. Longer than any NAT keeps
 # a connection that has ended, so that no hole that we made ourselves lets a dial-back in.
 EXAMINE_INTERVAL = 300.0
-# Where nobody has told anything yet.
+# Where nobody has told anything yet; and between two examinations, whatever happens.
 RETRY_INTERVAL = 10.0
 # The first peers come within a moment of each other.
 SETTLE_SECONDS = 0.5
@@ -74,6 +74,7 @@ class Examiner:
         self._reachability = reachability
         self._rng = rng
         self._due = trio.Event()
+        self._witnesses: frozenset[bytes] = frozenset()
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -83,39 +84,44 @@ class Examiner:
                 await self._due.wait()
                 await trio.sleep(SETTLE_SECONDS)
                 self._due = trio.Event()
-                await self.examine()
-                is_known = self._reachability.kind is not Kind.UNKNOWN
-                with trio.move_on_after(EXAMINE_INTERVAL if is_known else RETRY_INTERVAL):
-                    await self._due.wait()
+                has_verdict = await self.examine()
+                await trio.sleep(RETRY_INTERVAL)
+                if has_verdict:
+                    with trio.move_on_after(EXAMINE_INTERVAL):
+                        await self._due.wait()
                 if self._host.connected:
                     self._due.set()
 
     async def _watch(self) -> None:
-        """Whoever comes after a time without anybody, and the first from the internet, are worth asking at once."""
+        """Examine when the first come, when the first from the internet do, and when one who was asked is lost."""
         num_asked_far = num_connected = 0
         with self._host.connection_events() as events:
             async for peer, is_connected in events:
                 was_alone, num_connected = num_connected == 0, len(self._host.connected)
                 is_far = is_connected and is_global(self._ip_of(peer))
+                if not is_connected and peer in self._witnesses:  # maybe because our address has changed
+                    self._due.set()
                 if is_connected and (was_alone or (is_far and num_asked_far < NUM_COMPARED)):
                     num_asked_far = 0 if was_alone else num_asked_far
                     num_asked_far += is_far
                     self._due.set()
 
-    async def examine(self) -> None:
-        """Ask a few peers at once."""
+    async def examine(self) -> bool:
+        """Ask a few peers at once; whether that has led to a verdict."""
         if not self._host.listening:
             self._reachability.set(Verdict(Kind.RELAY_ONLY))
-            return
+            return True
         witnesses = self._choose()
+        self._witnesses = frozenset(witnesses)
         dialled = await self._gather(witnesses, is_aside=False)
         if self._reachability.is_examined and not any(witness.answer.has_dialled for witness in dialled):
-            return  # nobody who could contradict what is known
+            return False  # nobody who could contradict what is known
         verdict = classify(dialled, ())
         if verdict.kind is not Kind.PUBLIC:
             verdict = classify(dialled, await self._gather(witnesses, is_aside=True))
         self._reachability.set(verdict)
         self._host.set_observed_ips([ip for ip, _ in verdict.addresses])
+        return verdict.kind is not Kind.UNKNOWN
 
     def _choose(self) -> list[bytes]:
         """Peers with direct connections, from far away if there are any, each at an address of its own if may be."""

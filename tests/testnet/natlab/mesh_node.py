@@ -36,6 +36,7 @@ async def tell(host: Host, connectivity: Connectivity) -> None:
             "peer": host.author.hex(),
             "kind": connectivity.reachability.kind,
             "addresses": host.addresses,
+            "observed": host.observed_ips,
             "relays": [held.relay.hex() for held in connectivity.keeper.held],
             "paths": {peer.hex(): host.path(peer) for peer in host.connected},
         }
@@ -47,17 +48,16 @@ async def tell(host: Host, connectivity: Connectivity) -> None:
 
 
 async def obey(host: Host, nursery: trio.Nursery) -> None:
-    async def dial(order: Dial) -> None:
+    async def keep_connected(order: Dial) -> None:
         while True:
             try:
                 await host.connect(bytes.fromhex(order.peer), order.addresses)
-                return
             except PeerUnreachableError as error:
                 print(error, file=sys.stderr, flush=True)
-                await trio.sleep(1)
+            await trio.sleep(1)
 
     async for line in trio.wrap_file(sys.stdin):
-        nursery.start_soon(dial, msgspec.json.decode(line, type=Dial))
+        nursery.start_soon(keep_connected, msgspec.json.decode(line, type=Dial))
 
 
 async def run() -> None:

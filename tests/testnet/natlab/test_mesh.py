@@ -90,7 +90,7 @@ def has_relays(node: Node) -> Callable[[], bool]:
 
 
 def has_let_go(node: Node, relay: Node) -> Callable[[], bool]:
-    return lambda: relay.name not in node.told["relays"]
+    return lambda: relay.name not in node.told["relays"] and relay.name not in node.told["paths"]
 
 
 async def test_who_can_punch_becomes_direct_and_who_cannot_stays_relayed(lab: Lab) -> None:
@@ -130,7 +130,25 @@ async def test_relays_that_die_or_freeze_are_replaced_and_peers_found_again(lab:
                 await until(lambda: hard.path(harder) == "relayed")
                 victim = by_name[harder.told["relays"][0]]
                 os.kill(victim.process.pid, how)
-                await until(has_let_go(harder, victim))
+                for node in (hard, harder):
+                    await until(has_let_go(node, victim))
             await until(has_relays(harder))
             await hard.dial(harder)
             await until(lambda: hard.path(harder) == "relayed")
+
+
+async def test_a_home_with_a_new_address_is_reached_again(lab: Lab) -> None:
+    homes = [lab.add_home(kind) for kind in ("open", "open", "port-restricted", "symmetric")]
+    with trio.fail_after(3 * PATIENCE):
+        async with open_nodes(homes, lab.leash) as nodes:
+            one, two, moving, other = nodes
+            for node in (two, moving, other):
+                await node.dial(one)
+            for node in (moving, other):
+                await node.dial(two)
+                await until(has_relays(node))
+            homes[2].change_address()
+            await until(lambda: moving.told["observed"] == [homes[2].address])
+            await until(has_relays(moving))
+            await other.dial(moving)
+            await until(lambda: other.path(moving) != "")
