@@ -29,7 +29,8 @@ from .errors import PeerUnreachableError
 from .streams import receive_frame
 
 if TYPE_CHECKING:
-    from .host import Host, Stream
+    from .host import Host
+    from .libp2p_stream import Stream
 
 ANSWER_TIMEOUT: Final = 5.0
 # Datagrams are sent so often, since any may be lost, and so far apart; each waits for its echo.

@@ -1,7 +1,7 @@
 """This node's place in the mesh: connections to peers, streams on them, and who provides what.
 
-The one file, with node/mends.py, that knows libp2p; peers are public keys here, and no exception of libp2p leaves.
-TCP, Noise and yamux only: py-libp2p's QUIC loses data, its mplex is slow, and TLS would only add a second way in.
+Peers are public keys here, and no exception of libp2p leaves (who else imports it, says ARCHITECTURE.md). TCP, Noise
+and yamux only: py-libp2p's QUIC loses data, its mplex is slow, and TLS would only add a second way in.
 
 Dialling is our own ("happy eyeballs", RFC 8305): every address of a peer is tried, each 150 ms after the one before or
 at once when that one failed, and the first that is authenticated and multiplexed wins.
@@ -9,7 +9,6 @@ at once when that one failed, and the first that is authenticated and multiplexe
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import math
 import random
@@ -22,7 +21,6 @@ from typing import TYPE_CHECKING, cast
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from libp2p.abc import INetConn, INetStream, INetwork, INotifee
-from libp2p.connection_types import ConnectionType
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.x25519 import create_new_key_pair as create_new_x25519_key_pair
 from libp2p.custom_types import TProtocol
@@ -33,17 +31,19 @@ from libp2p.peer.peerstore import PeerStore
 from libp2p.rcmgr import Direction
 from libp2p.security.noise.exceptions import PeerIDMismatchesPubkey
 from libp2p.security.noise.transport import Transport as NoiseTransport
-from libp2p.stream_muxer.exceptions import MuxedStreamClosed, MuxedStreamEOF, MuxedStreamError
 from multiaddr import Multiaddr
-from multiaddr.utils import get_network_addrs
 
 from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.identity import peer_id_of, public_bytes, public_key_of
-from farandole.protocol.relay import parse_circuit
+from farandole.protocol.identity import peer_id_of, public_bytes
 
+from .announced import Announced
 from .circuit import Circuit
+from .connection_events import ConnectionEvents
 from .dht import Dht
+from .dialling import DIRECT_HEAD_START, MAX_ADDRESSES_PER_PEER, Dial, dial_target, is_multiaddr
 from .errors import ListenError, PeerUnreachableError, StrangerError
+from .libp2p_names import id_of, peer_of
+from .libp2p_stream import Stream
 from .mends import CLOSE_TIMEOUT, HANDSHAKE_TIMEOUT, MendedConn, MendedHost, MendedSwarm, MendedUpgrader, Socket
 from .nurseries import open_service_nursery
 from .relay_client import RelayClient
@@ -62,215 +62,16 @@ DIAL_STAGGER = 0.15
 # Before further attempts at an address whose node hangs up before it has authenticated itself, in seconds, each half to
 # one and a half of it.
 REDIAL_PAUSES = (0.1, 0.2, 0.4, 0.4)
-# A relay carries what cannot go directly: its turn comes when all direct attempts have failed, or have had three round
-# trips of the slowest lines.
-DIRECT_HEAD_START = 1.0
 PING_INTERVAL = 10.0
 PING_TIMEOUT = 10.0
-# Address book: peers, and addresses of one peer (a machine has a few interfaces, in two families, and a relay or two).
+# Of the address book.
 MAX_BOOK_PEERS = 4096
-MAX_ADDRESSES_PER_PEER = 16
 MAX_ADDRESS_CHARS = 512
-MAX_DIALLED_ADDRESSES = 3 * MAX_ADDRESSES_PER_PEER
-# Interfaces come and go; who asks for our addresses gets an answer no older than this many seconds.
-INTERFACES_VALID_FOR = 10.0
-
-_DIALABLE = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d{1,5})(?:/p2p/([^/]+))?")
-
-
-def id_of(peer: bytes) -> ID:
-    """The library's name for a peer."""
-    return ID.from_base58(peer_id_of(peer))
-
-
-def peer_of(peer_id: ID) -> bytes:
-    """A peer by the library's name; `RemoteProtocolError` if its key is not Ed25519."""
-    return public_key_of(peer_id.to_base58())
-
-
-def dial_target(address: str, peer: bytes) -> tuple[str, int] | None:
-    """Host and port of a TCP multiaddr, or None: another transport, through a relay, another peer's, or nonsense."""
-    match = _DIALABLE.fullmatch(address)
-    if match is None:
-        return None
-    kind, host, port, peer_id = match.groups()
-    if int(port) not in range(1, 65536) or (peer_id is not None and peer_id != peer_id_of(peer)):
-        return None
-    try:
-        if kind.startswith("ip") and ipaddress.ip_address(host).is_unspecified:
-            return None
-    except ValueError:
-        return None
-    return host, int(port)
-
-
-def is_circuit_to(address: str, peer: bytes) -> bool:
-    """Whether this is an address through a relay, other than the peer itself, that leads to the peer."""
-    circuit = parse_circuit(address)
-    return circuit is not None and circuit.peer in (None, peer) and circuit.relay != peer
 
 
 def is_relayed(connection: INetConn) -> bool:
     """Whether a relay carries a connection."""
     return "/p2p-circuit" in str(connection.get_transport_addresses())
-
-
-class Stream(trio.abc.HalfCloseableStream):
-    """One libp2p stream. Its errors are trio's: `BrokenResourceError` when the peer or its connection is gone.
-
-    Every wait may be cancelled and taken up again without losing a byte, but a `send_all` that was cancelled has sent
-    an unknown part.
-    """
-
-    def __init__(self, stream: NetStream, peer: bytes, protocol: str) -> None:
-        self.peer = peer
-        self.protocol = protocol
-        self._net_stream = stream
-        self._stream = cast("YamuxStream", stream.muxed_stream)
-        self._is_closed = False
-
-    @property
-    def is_bulk(self) -> bool:
-        """Whether whoever uses the stream keeps to the caps (`farandole.node.shaping`) for both ways of it.
-
-        Its data then goes behind all else. On other streams nothing waits for the caps, and everything counts.
-        """
-        return self._stream.is_bulk
-
-    @is_bulk.setter
-    def is_bulk(self, value: bool) -> None:
-        self._stream.is_bulk = value
-
-    @property
-    def is_relayed(self) -> bool:
-        """Whether a relay carries the connection."""
-        return self._stream.muxed_conn.get_connection_type() is ConnectionType.RELAYED
-
-    @property
-    def remote_address(self) -> tuple[str, int] | None:
-        """Host and port at the other end of the connection; None where it is relayed."""
-        return self._stream.get_remote_address()
-
-    def limit_window(self, max_bytes: int) -> None:
-        """Let the peer have no more than this under way to us, if that is more than every stream begins with."""
-        self._stream.max_window = max_bytes
-
-    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
-        """Send all of it, or raise `trio.BrokenResourceError`. Waits for as long as the peer takes nothing."""
-        self._check_open()
-        try:
-            await self._stream.write(memoryview(data).cast("B"))
-        except MuxedStreamClosed as error:
-            raise trio.ClosedResourceError from error
-        except MuxedStreamError as error:
-            raise trio.BrokenResourceError(f"{self.protocol}: {error}") from error
-
-    async def wait_send_all_might_not_block(self) -> None:
-        """Nothing is known beforehand."""
-        await trio.lowlevel.checkpoint()
-
-    async def receive_some(self, max_bytes: int | None = None) -> bytes:
-        """At least one byte, or b"" when the peer has ended its side; `trio.BrokenResourceError` when it is gone."""
-        self._check_open()
-        try:
-            return await self._stream.read(max_bytes)
-        except MuxedStreamEOF:
-            return b""
-        except MuxedStreamError as error:
-            raise trio.BrokenResourceError(f"{self.protocol}: {error}") from error
-
-    async def send_eof(self) -> None:
-        """No more from this side; the peer's side stays open."""
-        self._check_open()
-        await self._stream.close()
-
-    async def aclose(self) -> None:
-        """End both sides. What was sent still arrives, and what comes is refused."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._stream.abandon()
-            self._remove()
-        await trio.lowlevel.checkpoint()
-
-    def reset(self) -> None:
-        """Break the stream off: the peer gets an error, not an end."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._stream.break_off()
-            self._remove()
-
-    def _remove(self) -> None:
-        if self._net_stream.swarm_conn is not None:
-            self._net_stream.swarm_conn.remove_stream(self._net_stream)
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise trio.ClosedResourceError
-
-
-class ConnectionEvents:
-    """Who came and who went, for one subscriber: an async iterator of (peer, is_connected).
-
-    It holds the latest of every peer that changed and was not asked for yet, so it is bounded by the peers that there
-    are, whatever the subscriber does. It starts with the peers that are connected already.
-    """
-
-    def __init__(self, connected: Iterable[bytes]) -> None:
-        self._changed = OrderedDict((peer, True) for peer in connected)
-        self._wakeup = trio.Event()
-
-    def put(self, peer: bytes, is_connected: bool) -> None:
-        """Note a change."""
-        self._changed[peer] = is_connected
-        self._changed.move_to_end(peer)
-        self._wakeup.set()
-
-    def __aiter__(self) -> ConnectionEvents:
-        return self
-
-    async def __anext__(self) -> tuple[bytes, bool]:
-        await trio.lowlevel.checkpoint()
-        while not self._changed:
-            self._wakeup = trio.Event()
-            await self._wakeup.wait()
-        return self._changed.popitem(last=False)
-
-
-class _Dial:
-    """One attempt to reach a peer, shared by all who want that."""
-
-    def __init__(self, is_direct: bool, own: Iterable[tuple[str, int]]) -> None:
-        """``own``: where this node itself listens; the homes behind most routers have the same private addresses."""
-        self.is_direct = is_direct
-        self._own = frozenset(own)
-        self.began_at = trio.current_time()
-        self.done = trio.Event()
-        self.news = trio.Event()  # another address, or the end of an attempt
-        self.addresses: list[str] = []
-        self.winner: tuple[str, YamuxConn] | None = None
-        self.failures: list[str] = []
-        self.error: PeerUnreachableError | None = None
-        self._num_direct = self._num_relayed = 0  # tried so far, of the addresses of either kind
-
-    def offer(self, addresses: Iterable[str]) -> None:
-        """Try these too."""
-        fresh = [address for address in addresses if address not in self.addresses]
-        self.addresses += fresh[: MAX_DIALLED_ADDRESSES - len(self.addresses)]
-        self.news.set()
-
-    def next_address(self, peer: bytes, *, is_trying: bool) -> str | None:
-        """The next to try, if any is to be tried now; relays when it is their turn."""
-        direct = [a for a in self.addresses if (t := dial_target(a, peer)) is not None and t not in self._own]
-        if self._num_direct < len(direct):
-            self._num_direct += 1
-            return direct[self._num_direct - 1]
-        if self.is_direct or (is_trying and trio.current_time() < self.began_at + DIRECT_HEAD_START):
-            return None
-        relayed = [address for address in self.addresses if is_circuit_to(address, peer)]
-        if self._num_relayed < len(relayed):
-            self._num_relayed += 1
-            return relayed[self._num_relayed - 1]
-        return None
 
 
 class Host:
@@ -283,7 +84,7 @@ class Host:
         self._swarm = swarm
         self._nursery = nursery
         self._book: OrderedDict[bytes, dict[str, None]] = OrderedDict()
-        self._dials: dict[tuple[bytes, bool], _Dial] = {}
+        self._dials: dict[tuple[bytes, bool], Dial] = {}
         self._subscribers: set[ConnectionEvents] = set()
         self._told_connected: set[bytes] = set()
         self._observed_ips: list[str] = []
@@ -502,7 +303,7 @@ class Host:
             while not is_done():
                 dial = self._dials.get((peer, is_direct))
                 if dial is None:
-                    dial = self._dials[peer, is_direct] = _Dial(is_direct, self._own_targets())
+                    dial = self._dials[peer, is_direct] = Dial(is_direct, self._own_targets())
                     self._nursery.start_soon(self._run_dial, peer, dial)
                 dial.offer(addresses)
                 await dial.done.wait()
@@ -516,7 +317,7 @@ class Host:
     async def _dial_by_id(self, peer_id: ID) -> None:
         await self.connect(peer_of(peer_id))
 
-    async def _run_dial(self, peer: bytes, dial: _Dial) -> None:
+    async def _run_dial(self, peer: bytes, dial: Dial) -> None:
         try:
             if peer == self.author:
                 raise PeerUnreachableError("this is myself")
@@ -537,7 +338,7 @@ class Host:
             del self._dials[peer, dial.is_direct]
             dial.done.set()
 
-    async def _race(self, peer: bytes, dial: _Dial) -> None:
+    async def _race(self, peer: bytes, dial: Dial) -> None:
         async def attempt(address: str) -> None:
             try:
                 muxed = await self._dial_patiently(peer, address)
@@ -742,14 +543,6 @@ class _ConnectionNotifee(INotifee):
     async def listen_close(self, network: INetwork, multiaddr: Multiaddr) -> None: ...
 
 
-def is_multiaddr(address: str) -> bool:
-    """Whether the text is a multiaddr."""
-    try:
-        return len(Multiaddr(address).to_bytes()) > 0
-    except Exception:
-        return False
-
-
 @contextmanager
 def _deadline(peer: bytes, timeout: float) -> Iterator[None]:
     try:
@@ -757,33 +550,6 @@ def _deadline(peer: bytes, timeout: float) -> Iterator[None]:
             yield
     except trio.TooSlowError as error:
         raise PeerUnreachableError(f"{peer_id_of(peer)} did not answer in {timeout:g} s") from error
-
-
-class _Announced:
-    """What to advertise for the addresses that we listen on: 0.0.0.0 stands for every interface."""
-
-    def __init__(self) -> None:
-        self._interfaces: dict[str, list[str]] = {}
-        self._valid_until = -math.inf
-
-    def __call__(self, listening: list[Multiaddr]) -> list[Multiaddr]:
-        announced: dict[str, None] = {}
-        for address in map(str, listening):
-            _, family, host, rest = address.split("/", 3)
-            hosts = self._interfaces_of(family) if ipaddress.ip_address(host).is_unspecified else [host]
-            announced.update((f"/{family}/{host}/{rest}", None) for host in hosts)
-        return [Multiaddr(address) for address in announced]
-
-    def _interfaces_of(self, family: str) -> list[str]:
-        now = trio.current_time()
-        if now >= self._valid_until:
-            self._valid_until = now + INTERFACES_VALID_FOR
-            # Without a network there is still this machine.
-            self._interfaces = {
-                "ip4": get_network_addrs(4) or ["127.0.0.1"],
-                "ip6": get_network_addrs(6) or ["::1"],
-            }
-        return self._interfaces[family]
 
 
 def make_upgrader(key: Ed25519PrivateKey, shaping: Shaping | None = None) -> MendedUpgrader:
@@ -814,7 +580,7 @@ async def open_host(
     upgrader = make_upgrader(key, shaping)
     async with open_service_nursery() as nursery:
         swarm = MendedSwarm(peer_id, peerstore, upgrader, nursery, ping_interval, ping_timeout)
-        libp2p = MendedHost(swarm, addrs_factory=_Announced())
+        libp2p = MendedHost(swarm, addrs_factory=Announced())
         host = Host(author, libp2p, swarm, nursery)
         try:
             for address in listen:

@@ -23,7 +23,8 @@ from .errors import PeerUnreachableError
 from .nurseries import open_service_nursery
 
 if TYPE_CHECKING:
-    from .host import Host, Stream
+    from .host import Host
+    from .libp2p_stream import Stream
 
 logger = logging.getLogger(__name__)
 

@@ -32,7 +32,8 @@ from .punch_messages import encode_connect, encode_sync, receive_connect, receiv
 from .reachability import Reachability
 
 if TYPE_CHECKING:
-    from .host import Host, Stream
+    from .host import Host
+    from .libp2p_stream import Stream
 
 logger = logging.getLogger(__name__)
 

@@ -37,7 +37,8 @@ from .relay_messages import (
 )
 
 if TYPE_CHECKING:
-    from .host import Host, Stream
+    from .host import Host
+    from .libp2p_stream import Stream
 
 logger = logging.getLogger(__name__)
 

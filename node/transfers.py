@@ -33,7 +33,8 @@ from farandole.protocol.transfers import (
 )
 
 from .errors import PeerUnreachableError
-from .host import Host, Stream
+from .host import Host
+from .libp2p_stream import Stream
 from .shaping import BULK_SHARE, Shaper
 from .streams import receive_frame
 

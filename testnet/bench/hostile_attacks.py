@@ -18,7 +18,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from libp2p.abc import ISecureConn
 from libp2p.network.connection.raw_connection import RawConnection
 
-from farandole.node.host import id_of, make_upgrader
+from farandole.node.host import make_upgrader
+from farandole.node.libp2p_names import id_of
 from farandole.node.mends import Socket
 from farandole.protocol.errors import FarandoleError
 

@@ -23,7 +23,8 @@ from cryptography.x509.oid import NameOID
 
 from farandole.node.bulk import BulkService, open_bulk
 from farandole.node.bulk_channel import BulkChannel
-from farandole.node.host import Host, Stream, open_host
+from farandole.node.host import Host, open_host
+from farandole.node.libp2p_stream import Stream
 from farandole.node.yamux import PIECE_BYTES
 from farandole.protocol.bulk import SESSION_BYTES
 from farandole.protocol.identity import public_key_of

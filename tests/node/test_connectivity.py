@@ -11,7 +11,8 @@ from trio_typing import TaskStatus
 from farandole.node.connectivity import Connectivity, open_connectivity
 from farandole.node.dialback import Dialback
 from farandole.node.errors import PeerUnreachableError
-from farandole.node.host import Host, Stream, open_host
+from farandole.node.host import Host, open_host
+from farandole.node.libp2p_stream import Stream
 from farandole.node.reachability import Reachability
 from farandole.node.relays import NUM_RELAYS
 from farandole.node.shaping import Shaping

@@ -11,7 +11,8 @@ from libp2p.peer.peerinfo import PeerInfo
 from multiaddr import Multiaddr
 
 from farandole.node import dht as dht_module
-from farandole.node.host import Host, id_of, open_host
+from farandole.node.host import Host, open_host
+from farandole.node.libp2p_names import id_of
 from farandole.protocol.identity import public_bytes
 
 

@@ -12,15 +12,10 @@ import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from farandole.node.dialling import MAX_ADDRESSES_PER_PEER, dial_target
 from farandole.node.errors import ListenError, PeerUnreachableError
-from farandole.node.host import (
-    MAX_ADDRESSES_PER_PEER,
-    MAX_BOOK_PEERS,
-    Host,
-    Stream,
-    dial_target,
-    open_host,
-)
+from farandole.node.host import MAX_BOOK_PEERS, Host, open_host
+from farandole.node.libp2p_stream import Stream
 from farandole.protocol.identity import peer_id_of, public_bytes, public_key_of
 
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]

@@ -15,7 +15,8 @@ from trio.testing import wait_all_tasks_blocked
 
 from farandole.node import mends, yamux
 from farandole.node.admission import MAX_HANDSHAKES, MAX_HANDSHAKES_PER_ADDRESS
-from farandole.node.host import Host, Stream, open_host
+from farandole.node.host import Host, open_host
+from farandole.node.libp2p_stream import Stream
 from farandole.testnet.bench.hostile_attacks import ATTACKS, AUTHENTICATED, RAW, Target, TargetError, attack
 
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]

@@ -33,7 +33,8 @@ from trio.testing import wait_all_tasks_blocked
 from farandole.node import mends
 from farandole.node.admission import MAX_HANDSHAKES_PER_ADDRESS
 from farandole.node.errors import PeerUnreachableError
-from farandole.node.host import Host, Stream, open_host
+from farandole.node.host import Host, open_host
+from farandole.node.libp2p_stream import Stream
 from farandole.protocol.identity import public_bytes, public_key_of
 
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]

@@ -9,7 +9,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from trio.testing import wait_all_tasks_blocked
 
 from farandole.node import messenger as messenger_module
-from farandole.node.host import Host, Stream, open_host
+from farandole.node.host import Host, open_host
+from farandole.node.libp2p_stream import Stream
 from farandole.node.messenger import MAX_QUEUED_BYTES, MAX_QUEUED_FRAMES, open_messenger
 from farandole.protocol.errors import LocalProtocolError, RemoteProtocolError
 from farandole.protocol.framing import frame

@@ -10,7 +10,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.connectivity import Connectivity, open_connectivity
 from farandole.node.dialback import Dialback
 from farandole.node.errors import PeerUnreachableError
-from farandole.node.host import Host, Stream, open_host
+from farandole.node.host import Host, open_host
+from farandole.node.libp2p_stream import Stream
 from farandole.node.punch_messages import encode_connect, encode_sync
 from farandole.node.reachability import Reachability
 from farandole.node.shaping import Shaping

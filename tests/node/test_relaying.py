@@ -10,7 +10,8 @@ from libp2p.peer.envelope import Envelope, unmarshal_envelope
 
 from farandole.node.circuit import Circuit
 from farandole.node.errors import PeerUnreachableError
-from farandole.node.host import Host, Stream
+from farandole.node.host import Host
+from farandole.node.libp2p_stream import Stream
 from farandole.node.relay_messages import (
     Answer,
     ConnectRequest,
