@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 
-.PHONY: help setup demo test lint types unit soak bench bench-exchange bench-stages wheel clean
+.PHONY: help setup demo test lint types unit soak bench bench-exchange bench-stages bench-nat wheel clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +50,10 @@ bench-exchange: $(STAMP) ## How fast contributions move, beside hivemind and Lat
 
 bench-stages: $(STAMP) ## How fast a model in stages learns, beside torch's pipelining (10 minutes)
 	$(BIN)/farandole testnet bench-stages --out out/bench --write BENCHMARKS.md
+
+bench-nat: $(STAMP) ## How any home reaches any home, in the NAT lab; needs root (15 minutes)
+	@.ci/packages
+	$(BIN)/farandole testnet bench-nat --out out/bench --write BENCHMARKS.md
 
 clean: ## Remove .venv, out/ and caches
 	rm -rf $(VENV) out .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -214,6 +214,31 @@ def bench_hostile(
     run_hostile_bench(out, silent, garbage, rate, cycles, Section(write, "hostile") if write else None)
 
 
+@testnet_app.command("bench-nat")
+def bench_nat(
+    pairs: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KIND/KIND", help="Two kinds of homes; may be repeated.", show_default="all 55"),
+    ] = None,
+    at_once: Annotated[int, typer.Option(min=1, max=16, help="Pairs that are tried at the same time.")] = 3,
+    out: Annotated[Path, typer.Option(help="Folder for nat.json, nat.md, logs.")] = Path("out/bench"),
+    write: Write = None,
+) -> None:
+    """Measure how any home reaches any home: two nodes behind routers of each pair of kinds connect, and exchange.
+
+    In the NAT lab (Linux, root, nftables, miniupnpd). Kinds: open, firewall, full-cone, address-restricted,
+    port-restricted, symmetric, carrier, udp-blocked, https-only, upnp.
+
+    Examples: [cyan]sudo farandole testnet bench-nat[/cyan];
+    [cyan]sudo farandole testnet bench-nat --pairs carrier/full-cone --pairs symmetric/symmetric[/cyan]
+    """
+    from .bench.nat import parse_pair, run_nat_bench
+    from .bench.section import Section
+
+    section = Section(write, "nat") if write else None
+    run_nat_bench(out, [parse_pair(pair) for pair in pairs or ()], at_once, section)
+
+
 @testnet_app.command("bench-trainer")
 def bench_trainer(
     out: Annotated[Path, typer.Option(help="Folder for trainer.json and the nodes' folders.")] = Path("out/bench"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, Final
 
 import trio
@@ -14,7 +14,7 @@ MAX_REQUEST_BYTES: Final = 65_536
 Handler = Callable[..., Awaitable[dict[str, Any]]]
 
 
-async def read_requests(control: trio.SocketStream) -> AsyncIterator[dict[str, Any]]:
+async def read_requests(control: trio.SocketStream) -> AsyncGenerator[dict[str, Any], None]:
     """Until the other end closes."""
     buffer = bytearray()
     while data := await control.receive_some(MAX_REQUEST_BYTES):

@@ -1,0 +1,426 @@
+"""Any home reaches any home: two members of a run behind routers of every pair of kinds, and what comes of it.
+
+In the NAT lab (`farandole.testnet.natlab`) a run has two public members, which relay. For each pair of kinds two
+newcomers (`farandole.testnet.bench.nat_node`: all of a node but the trainer) join it from fresh homes at the same time,
+by an invite of those two. They hear of each other through the run state, connect, and become direct if they can; then
+they exchange contributions, by whatever way there is, and leave.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import trio
+from rich.console import Console
+
+from farandole.protocol.errors import FarandoleError
+
+from ..leash import Leash, open_leash
+from ..namespace import Place
+from ..natlab.kinds import HTTPS_PORT, KINDS, can_connect, can_punch_tcp, kind_named
+from ..natlab.lab import Lab, open_lab
+from .grid import Grid
+from .process import BenchError
+from .requests import read_requests
+from .section import Section, compose
+from .setting import setting
+
+# What must hold.
+MAX_CONNECT_SECONDS: Final = 30.0
+# How long a connection is awaited nevertheless, to tell one that is late from one that never comes.
+CONNECT_PATIENCE: Final = 90.0
+# And a direct one. Where plain sockets find no way, until the attempts at one are over.
+DIRECT_PATIENCE, WAYLESS_PATIENCE = 60.0, 20.0
+# A node that keeps two relays, and compares what two witnesses see, wants so many.
+NUM_PUBLIC: Final = 2
+PUBLIC_PATIENCE: Final = 60.0
+# Of fp32, one way.
+EXCHANGE_BYTES: Final = 4_000_000
+# More than anything above, with processes to start on a busy machine.
+ANSWER_TIMEOUT: Final = 240.0
+RELAYED: Final = "relayed"
+HEADER: Final = ("homes", "plain sockets", "connection", "connected, s", "direct, s", "exchange by", "exchange, s")
+
+Pair = tuple[str, str]
+ALL_PAIRS: Final = tuple(itertools.combinations_with_replacement(KINDS, 2))
+
+
+def parse_pair(text: str) -> Pair:
+    """``KIND/KIND``; raises `BenchError`, or `KindError` for a kind that there is not."""
+    near, separator, far = text.partition("/")
+    if not separator:
+        raise BenchError(f"{text!r} is no pair of homes: say two kinds with a slash between, such as carrier/full-cone")
+    return kind_named(near).name, kind_named(far).name
+
+
+def theory_of(pair: Pair) -> str:
+    """How plain sockets get through at best: "direct", "punched", or only "relayed"."""
+    near, far = map(kind_named, pair)
+    if can_connect(near, far) or can_connect(far, near):
+        return "direct"
+    return "punched" if can_punch_tcp(near, far) else RELAYED
+
+
+@dataclass(slots=True)
+class Row:
+    """What was seen of one pair. Seconds are from when both began to join, and of the later of the two."""
+
+    near: str
+    far: str
+    theory: str
+    """`theory_of`."""
+    path: str = ""
+    """Of the connection, in the end: "direct", "punched", "relayed"; "" for none."""
+    connected_s: float | None = None
+    direct_s: float | None = None
+    way: str = ""
+    """Of the exchange: "bulk", "stream", "relayed stream"."""
+    exchange_s: float | None = None
+    kinds: tuple[str, str] = ("", "")
+    """What either found itself to be."""
+    failure: str = ""
+    """Why there was no exchange, or none that both believe."""
+
+    @property
+    def name(self) -> str:
+        """Of the pair."""
+        return f"{self.near} / {self.far}"
+
+    def misses(self) -> list[str]:
+        """What should hold and does not."""
+        found = []
+        if self.connected_s is None:
+            found.append("not connected")
+        elif self.connected_s > MAX_CONNECT_SECONDS:
+            found.append(f"connected only after {self.connected_s:.0f} s")
+        if self.path == RELAYED != self.theory:
+            found.append("relayed, where plain sockets get through")
+        if self.failure:
+            found.append(self.failure)
+        return [f"{self.name}: {miss}" for miss in found]
+
+    def cells(self) -> list[str]:
+        """Of the table."""
+        return [
+            self.name,
+            self.theory,
+            self.path or "none",
+            _seconds(self.connected_s),
+            _seconds(self.direct_s),
+            self.way or "none",
+            _seconds(self.exchange_s),
+        ]
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+@dataclass(slots=True)
+class Report:
+    """What was measured so far."""
+
+    setting: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def misses(self) -> list[str]:
+        """Of all pairs."""
+        return [miss for row in self.rows for miss in row.misses()]
+
+    def document(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        return {"setting": self.setting, "rows": [asdict(row) for row in self.rows], "misses": self.misses}
+
+    def grid(self) -> Grid:
+        """Everything, for people."""
+        title = f"Two homes behind routers of these kinds, and an exchange of {EXCHANGE_BYTES // 10**6} MB both ways"
+        return Grid(title, HEADER, [row.cells() for row in self.rows])
+
+    def summary(self) -> str:
+        """The verdict in words."""
+        total = len(self.rows)
+        connected = [row.connected_s for row in self.rows if row.connected_s is not None]
+        direct = [row for row in self.rows if row.path not in ("", RELAYED)]
+        possible = sum(row.theory != RELAYED for row in self.rows)
+        in_time = sum(seconds <= MAX_CONNECT_SECONDS for seconds in connected)
+        exchanged = sum(not row.failure for row in self.rows)
+        return (
+            f"Connected within {MAX_CONNECT_SECONDS:g} s: {in_time} of {total}, the slowest after "
+            f"{max(connected, default=0.0):.1f} s. Direct: {len(direct)}; plain sockets get through in {possible}. "
+            f"Exchanges: {exchanged} of {total}."
+        )
+
+    def markdown(self) -> str:
+        """A document's section."""
+        return compose(self.setting, self.summary(), self.grid().markdown())
+
+
+@dataclass
+class Peer:
+    """A `farandole.testnet.bench.nat_node` in a place; made by `open_peer`."""
+
+    name: str
+    log: Path
+    control: trio.SocketStream
+    answers: AsyncIterator[dict[str, Any]]
+    peer: str = ""
+    """Its public key in hex, once it has joined."""
+    addresses: list[str] = field(default_factory=list)
+
+    async def ask(self, do: str, **request: object) -> dict[str, Any]:
+        """Send a request and wait for its answer. Raises `BenchError` if it is an error, or does not come."""
+        try:
+            with trio.fail_after(ANSWER_TIMEOUT):
+                await self.control.send_all(json.dumps({"do": do, **request}).encode() + b"\n")
+                answer = await anext(self.answers)
+        except trio.TooSlowError as error:
+            raise BenchError(f"{self.name} does not answer; see {self.log}") from error
+        except (StopAsyncIteration, trio.BrokenResourceError) as error:
+            raise BenchError(f"{self.name} has ended; see {self.log}") from error
+        if "error" in answer:
+            raise BenchError(f"{self.name}: {answer['error']}; see {self.log}")
+        return answer
+
+    async def join(self, run: str, invite: dict[str, list[str]], port: int = 0) -> None:
+        """Become a member of a run."""
+        answer = await self.ask("join", run=run, port=port, peers=invite)
+        self.peer, self.addresses = answer["peer"], answer["addresses"]
+
+
+@contextlib.asynccontextmanager
+async def open_peer(name: str, place: Place, leash: Leash, log: Path) -> AsyncIterator[Peer]:
+    """For as long as the block runs; then it is killed."""
+    near, far = socket.socketpair()
+    with far, log.open("wb") as output:
+        process = await trio.lowlevel.open_process(
+            [*place.enter, sys.executable, "-m", "farandole.testnet.bench.nat_node", str(far.fileno())],
+            pass_fds=[far.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    leash.hold(process.pid)
+    control = trio.SocketStream(trio.socket.from_stdlib_socket(near))
+    try:
+        async with contextlib.aclosing(read_requests(control)) as answers:
+            yield Peer(name, log, control, answers)
+    finally:
+        with trio.CancelScope(shield=True):  # killed processes keep nobody waiting
+            process.kill()
+            await process.wait()
+            leash.release(process.pid)
+            await control.aclose()
+
+
+async def gather(*calls: Callable[[], Any]) -> list[Any]:
+    """The results of all, done at once; the first error ends them, and is raised."""
+    results: list[Any] = [None] * len(calls)
+
+    async def note(index: int, call: Callable[[], Any]) -> None:
+        results[index] = await call()
+
+    try:
+        async with trio.open_nursery() as nursery:
+            for index, call in enumerate(calls):
+                nursery.start_soon(note, index, call)
+    except* FarandoleError as group:
+        raise _first(group) from group
+    return results
+
+
+def _first(group: BaseExceptionGroup[FarandoleError]) -> FarandoleError:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, FarandoleError)
+    return error
+
+
+@dataclass(frozen=True)
+class NatBench:
+    """Pairs in one lab, a few at a time, each few in a run of their own."""
+
+    lab: Lab
+    logs: Path
+    """A folder for the log of each process."""
+    say: Callable[[str], None] = lambda text: None
+    """Told what is being done."""
+    tell: Callable[[Row], None] = lambda row: None
+    """Told of each pair that is done."""
+    _building: trio.Lock = field(default_factory=trio.Lock)
+
+    async def measure(self, pairs: Sequence[Pair], at_once: int) -> list[Row]:
+        """A row each, in order. Raises `BenchError` if the run's public members do not come about."""
+        rows: dict[int, Row] = {}
+        waiting = iter(enumerate(pairs))
+        under_way: list[str] = []
+
+        async def work(index: int) -> None:
+            async with self._open_run(f"public-{index}") as (run, invite):
+                for number, pair in waiting:
+                    name = "/".join(pair)
+                    under_way.append(name)
+                    self.say(f"{len(rows)} of {len(pairs)} pairs done; now {', '.join(under_way)}")
+                    rows[number] = await self._try(pair, run, invite)
+                    under_way.remove(name)
+                    self.tell(rows[number])
+
+        await gather(*(partial(work, index) for index in range(min(at_once, len(pairs)))))
+        return [row for _, row in sorted(rows.items())]
+
+    @contextlib.asynccontextmanager
+    async def _open_run(self, name: str) -> AsyncIterator[tuple[str, dict[str, list[str]]]]:
+        """A run with public members, at the port that leaves every home: its id, and an invite."""
+        run = secrets.token_hex(32)
+        invite: dict[str, list[str]] = {}
+        async with contextlib.AsyncExitStack() as stack:
+            public = [await stack.enter_async_context(self._open_in("open", f"{name}-{n}")) for n in range(NUM_PUBLIC)]
+            for peer in public:
+                await peer.join(run, invite, HTTPS_PORT)
+                invite[peer.peer] = peer.addresses
+            for answer in await gather(*(partial(peer.ask, "be_public", seconds=PUBLIC_PATIENCE) for peer in public)):
+                if not answer["is_public"]:
+                    raise BenchError(f"the public nodes did not find out that they are public; see {self.logs}")
+            yield run, invite
+
+    @contextlib.asynccontextmanager
+    async def _open_in(self, kind: str, name: str) -> AsyncIterator[Peer]:
+        """A process in a home of its own."""
+        async with self._building:  # the lab counts its homes
+            home = await trio.to_thread.run_sync(self.lab.add_home, kind)
+        async with open_peer(name, home.host, self.lab.leash, self.logs / f"{name}.log") as peer:
+            yield peer
+
+    async def _try(self, pair: Pair, run: str, invite: dict[str, list[str]]) -> Row:
+        near, far = pair
+        row = Row(near, far, theory_of(pair))
+        stem = f"{near}-{far}"
+        try:
+            async with self._open_in(near, f"{stem}-near") as one, self._open_in(far, f"{stem}-far") as other:
+                await _play(row, (one, other), run, invite)
+        except* BenchError as group:
+            row.failure = str(_first(group))
+        return row
+
+
+async def _play(row: Row, peers: tuple[Peer, Peer], run: str, invite: dict[str, list[str]]) -> None:
+    await gather(*(partial(peer.join, run, invite) for peer in peers))
+    one, other = peers
+    direct = WAYLESS_PATIENCE if row.theory == RELAYED else DIRECT_PATIENCE
+    given = {"connect_seconds": CONNECT_PATIENCE, "direct_seconds": direct}
+    met = await _ask_both(peers, "meet", **given)
+    row.kinds = met[0]["kind"], met[1]["kind"]
+    row.path = met[0]["path"] if met[0]["path"] == met[1]["path"] else _worse(met[0]["path"], met[1]["path"])
+    row.connected_s = _later(met, "connected_s")
+    row.direct_s = _later(met, "direct_s")
+    if row.connected_s is None:
+        row.failure = "no exchange"
+        return
+    ends = await _ask_both(peers, "exchange", session=secrets.token_hex(16), size=EXCHANGE_BYTES)
+    row.way = ends[0]["way"] if one.peer < other.peer else ends[1]["way"]  # the initiator's word, who opened the stream
+    row.exchange_s = max(end["seconds"] for end in ends)
+    row.failure = _what_is_wrong(ends)
+    await gather(*(partial(peer.ask, "leave") for peer in peers))
+
+
+async def _ask_both(peers: tuple[Peer, Peer], do: str, **request: object) -> list[dict[str, Any]]:
+    """Each about the other."""
+    return await gather(
+        *(partial(peer.ask, do, peer=partner.peer, **request) for peer, partner in zip(peers, peers[::-1], strict=True))
+    )
+
+
+def _later(met: list[dict[str, Any]], what: str) -> float | None:
+    """When both had it."""
+    values = [answer[what] for answer in met]
+    return None if None in values else float(max(values))
+
+
+def _worse(*paths: str) -> str:
+    """Of what the two ends say."""
+    return next(path for path in ("", RELAYED, "punched", "direct") if path in paths)
+
+
+def _what_is_wrong(ends: list[dict[str, Any]]) -> str:
+    """With an exchange, of which both ends tell; "" if nothing is."""
+    if not all(end["committed"] for end in ends):
+        return f"no exchange: {'; '.join(dict.fromkeys(end['reason'] for end in ends if end['reason']))}"
+    are_swapped = [end["received"] for end in ends] == [end["own"] for end in reversed(ends)]
+    return "" if are_swapped and ends[0]["mean"] == ends[1]["mean"] else "the two have other means"
+
+
+async def _run_unless_interrupted(bench: NatBench, pairs: Sequence[Pair], at_once: int) -> list[Row] | None:
+    """None on Ctrl-C, all processes ended."""
+    rows: list[Row] | None = None
+    failure: FarandoleError | None = None
+    is_interrupted = False
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async with trio.open_nursery() as nursery:
+
+            async def watch() -> None:
+                nonlocal is_interrupted
+                async for _ in signals:
+                    is_interrupted = True
+                    nursery.cancel_scope.cancel()
+
+            nursery.start_soon(watch)
+            try:
+                rows = await bench.measure(pairs, at_once)
+            except FarandoleError as error:  # a Ctrl-C hits the commands that build homes too
+                failure = error
+            nursery.cancel_scope.cancel()
+    if failure is not None and not is_interrupted:
+        raise failure
+    return None if is_interrupted else rows
+
+
+def run_nat_bench(out: Path, pairs: Sequence[Pair] = (), at_once: int = 3, section: Section | None = None) -> Report:
+    """Measure, with progress and a table on the terminal; ``out`` gets nat.json, nat.md and logs.
+
+    ``pairs``: all, if there are none. At the end the ``section`` is written. Raises `BenchError`, also if something
+    does not hold, `NamespaceError`, `SectionError`, and `KeyboardInterrupt`.
+    """
+    if section is not None:
+        section.check()
+    logs = out / "nat-logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    report = Report(setting())
+
+    def tell(row: Row) -> None:
+        parts = zip(
+            ("plain sockets", "path", "connected", "direct", "exchange by", "exchange"), row.cells()[1:], strict=True
+        )
+        words = ", ".join(f"{name} {cell}" for name, cell in parts if cell)
+        console.print(f"{row.name}: {words}", style="red" if row.misses() else None, highlight=False, markup=False)
+
+    with open_leash() as leash, open_lab(leash) as lab, console.status("starting") as status:
+        bench = NatBench(lab, logs, status.update, tell)
+        rows = trio.run(_run_unless_interrupted, bench, pairs or ALL_PAIRS, at_once)
+    if rows is None:
+        raise KeyboardInterrupt
+    report.rows = rows
+    (out / "nat.json").write_text(json.dumps(report.document(), indent=2) + "\n")
+    (out / "nat.md").write_text(report.markdown())
+    console.print(report.grid().rich())
+    console.print(report.summary(), markup=False, highlight=False)
+    console.print(f"{out / 'nat.json'}, {out / 'nat.md'}, {logs}", markup=False, highlight=False)
+    if report.misses:
+        raise BenchError("; ".join(report.misses))
+    if section is not None:
+        section.write(report.markdown())
+    return report

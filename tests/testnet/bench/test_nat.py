@@ -1,0 +1,75 @@
+"""The benchmark of homes: real hosts in the NAT lab, every pair under the soak mark."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from farandole.testnet.bench import nat
+from farandole.testnet.bench.nat import ALL_PAIRS, NatBench, Pair, Report, Row, parse_pair, theory_of
+from farandole.testnet.bench.process import BenchError
+from farandole.testnet.leash import open_leash
+from farandole.testnet.namespace import NamespaceError, require
+from farandole.testnet.natlab.kinds import KindError
+from farandole.testnet.natlab.lab import open_lab
+
+# Both must send at once; no way but by a relay; two NATs in a row, and one that lets all in; hardly anything gets out.
+CHARACTERISTIC = (
+    ("port-restricted", "port-restricted"),
+    ("symmetric", "port-restricted"),
+    ("carrier", "full-cone"),
+    ("https-only", "firewall"),
+)
+
+
+def test_all_pairs_are_those_of_ten_kinds() -> None:
+    assert len(ALL_PAIRS) == 55
+    assert [theory_of(pair) for pair in CHARACTERISTIC] == ["punched", "relayed", "direct", "relayed"]
+
+
+def test_a_pair_is_two_kinds_of_homes() -> None:
+    assert parse_pair("carrier/full-cone") == ("carrier", "full-cone")
+    with pytest.raises(BenchError, match="'carrier' is no pair of homes"):
+        parse_pair("carrier")
+    with pytest.raises(KindError, match="no kind of home 'cone'"):
+        parse_pair("carrier/cone")
+
+
+def test_what_does_not_hold_is_said() -> None:
+    good = Row("firewall", "carrier", "punched", "punched", 12.0, 12.2, "bulk", 0.4)
+    late = Row("firewall", "carrier", "punched", "relayed", 31.0, None, "relayed stream", 5.4)
+    none = Row("open", "open", "direct", failure="no exchange")
+    report = Report({"command": "x", "date": "y"}, [good, late, none])
+    assert report.misses == [
+        "firewall / carrier: connected only after 31 s",
+        "firewall / carrier: relayed, where plain sockets get through",
+        "open / open: not connected",
+        "open / open: no exchange",
+    ]
+    assert "Connected within 30 s: 1 of 3" in report.markdown()
+    assert "| firewall / carrier | punched | punched | 12.0 | 12.2 | bulk | 0.4 |" in report.markdown()
+
+
+async def check(pairs: tuple[Pair, ...], at_once: int, logs: Path) -> None:
+    try:
+        require("nft", "miniupnpd")
+    except NamespaceError as error:
+        pytest.skip(str(error))
+    with open_leash() as leash, open_lab(leash) as lab:
+        rows = await NatBench(lab, logs).measure(pairs, at_once)
+    assert [(row.near, row.far) for row in rows] == list(pairs)
+    for row in rows:
+        assert row.failure == "", row.name
+        assert (row.path == "relayed") == (row.theory == "relayed"), row.name
+        assert (row.way == "relayed stream") == (row.theory == "relayed"), row.name
+
+
+async def test_characteristic_pairs_connect_and_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nat, "WAYLESS_PATIENCE", 5.0)
+    await check(CHARACTERISTIC, len(CHARACTERISTIC), tmp_path)
+
+
+@pytest.mark.soak
+async def test_all_pairs_connect_and_exchange(tmp_path: Path) -> None:
+    await check(ALL_PAIRS, 3, tmp_path)
