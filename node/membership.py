@@ -32,6 +32,8 @@ from .host import Host
 MEMBER_INTERVAL = 900.0
 # The run state takes one a minute, the newest: so a young node is counted soon, and an old one as often as may be.
 PROGRESS_INTERVAL = 10.0
+# Between two looks at the own addresses: until a relay's is told, nobody reaches a node behind NAT.
+ADDRESSES_INTERVAL = 1.0
 # Members that a node keeps connections with: enough that no partition of a few cuts it off, few enough for a home
 # router. Exchanges dial whom they need beside these.
 TARGET_CONNECTIONS = 12
@@ -214,6 +216,7 @@ class Membership:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._beat)
             nursery.start_soon(self._report_progress)
+            nursery.start_soon(self._announce_addresses)
             nursery.start_soon(self._keep_connected)
             nursery.start_soon(self._watch_connections)
             nursery.start_soon(self._watch_state)
@@ -342,6 +345,12 @@ class Membership:
             await self.report_progress()
             if self._has_changed() or trio.current_time() - announced_at >= MEMBER_INTERVAL:
                 announced_at = trio.current_time()
+                await self.announce()
+
+    async def _announce_addresses(self) -> None:
+        while True:
+            await trio.sleep(ADDRESSES_INTERVAL)
+            if self._announced[0] != self._host.addresses:
                 await self.announce()
 
     def _has_changed(self) -> bool:

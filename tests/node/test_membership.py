@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import trio
+from trio.testing import MockClock
 
 from farandole.node.board import Board
-from farandole.node.membership import Membership
+from farandole.node.membership import ADDRESSES_INTERVAL, Membership
 from farandole.protocol.entries import Beat, CheckpointNotice, Kind, Member, Payload, StageLease
 from farandole.protocol.liveness import Liveness
 from farandole.protocol.stage_choice import Provider
@@ -95,6 +96,25 @@ async def test_a_device_that_was_found_is_announced() -> None:
     await membership.announce()
     assert not membership._has_changed()
     assert [member.device for _, member in gossip.published] == ["", "CPU (x86_64)"]  # type: ignore[attr-defined]
+
+
+async def test_an_address_that_was_found_is_announced_without_delay(autojump_clock: MockClock) -> None:
+    board, gossip = Board(say=lambda text: None), Gossip()
+    membership = make_membership(board, gossip)
+    host: Any = SimpleNamespace(addresses=["/ip4/10.0.0.1/tcp/1/p2p/x"])
+    membership._host = host
+    await membership.announce()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(membership._announce_addresses)
+        await trio.sleep(ADDRESSES_INTERVAL * 3)
+        assert len(gossip.published) == 1
+        host.addresses = [*host.addresses, "/ip4/5.1.1.1/tcp/2/p2p/y/p2p-circuit/p2p/x"]
+        await trio.sleep(ADDRESSES_INTERVAL * 3)
+        nursery.cancel_scope.cancel()
+    (_, before), (_, after) = gossip.published
+    assert isinstance(before, Member)
+    assert isinstance(after, Member)
+    assert len(after.addresses) == len(before.addresses) + 1
 
 
 ME, ANN, BOB, CYD, EVE = (bytes([number]) * 32 for number in range(1, 6))
