@@ -267,13 +267,19 @@ class Host:
     # Dialling
 
     def add_addresses(self, peer: bytes, addresses: Iterable[str]) -> None:
-        """Remember where a peer may be reached; what is no address is passed over, the oldest make room."""
+        """Remember where a peer may be reached; what is no address is passed over, the oldest make room.
+
+        Who dials it at this moment, perhaps at addresses where nobody answers, tries these too.
+        """
         known = self._book.setdefault(peer, {})
         self._book.move_to_end(peer)
-        for address in addresses:
-            if len(address) <= MAX_ADDRESS_CHARS and is_multiaddr(address):
-                known.pop(address, None)
-                known[address] = None
+        good = [address for address in addresses if len(address) <= MAX_ADDRESS_CHARS and is_multiaddr(address)]
+        for address in good:
+            known.pop(address, None)
+            known[address] = None
+        for (dialled, _), dial in self._dials.items():
+            if dialled == peer:
+                dial.offer(good)
         while len(known) > MAX_ADDRESSES_PER_PEER:
             del known[next(iter(known))]
         while len(self._book) > MAX_BOOK_PEERS:

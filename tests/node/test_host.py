@@ -256,6 +256,17 @@ async def test_a_good_address_wins_over_dead_and_silent_ones_and_at_once_after_a
         await silent[0].aclose()
 
 
+async def test_a_dial_under_way_takes_addresses_that_are_learnt_meanwhile() -> None:
+    with trio.fail_after(10):
+        silent = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        async with host_at_loopback() as alice, host_at_loopback() as bob, trio.open_nursery() as nursery:
+            nursery.start_soon(alice.connect, bob.author, [f"/ip4/127.0.0.1/tcp/{silent[0].socket.getsockname()[1]}"])
+            dialled = await silent[0].accept()
+            alice.add_addresses(bob.author, bob.addresses)
+        await dialled.aclose()
+        await silent[0].aclose()
+
+
 async def test_many_who_want_one_peer_share_one_connection() -> None:
     with trio.fail_after(10):
         async with host_at_loopback() as alice, host_at_loopback() as bob:
