@@ -374,6 +374,12 @@ LogLevelOption = Annotated[
         metavar="LEVEL",
     ),
 ]
+UseMdns = Annotated[
+    bool,
+    typer.Option(
+        "--mdns/--no-mdns", help="Find others of the run in the local network, by multicast.", envvar="FARANDOLE_MDNS"
+    ),
+]
 JsonLog = Annotated[bool, typer.Option("--json-log", help="Log lines as JSON.", envvar="FARANDOLE_JSON_LOG")]
 
 
@@ -469,6 +475,7 @@ def join(
         ),
     ] = True,
     log_level: LogLevelOption = LogLevel.INFO,
+    mdns: UseMdns = True,
     json_log: JsonLog = False,
 ) -> None:
     """Join a run and train until Ctrl-C (or `farandole leave`), saying what happens.
@@ -499,6 +506,7 @@ def join(
         download_mbit=download_mbit,
         relay=relay,
         log_level=log_level.value,
+        mdns=mdns,
         json_log=json_log,
     )
     import trio
@@ -523,6 +531,7 @@ def relay(
     upload_mbit: UploadMbit = 0.0,
     download_mbit: DownloadMbit = 0.0,
     log_level: LogLevelOption = LogLevel.INFO,
+    mdns: UseMdns = True,
     json_log: JsonLog = False,
 ) -> None:
     """Help runs without training: introduce newcomers, and pass on to each other peers behind NAT.
@@ -542,6 +551,7 @@ def relay(
         upload_mbit=upload_mbit,
         download_mbit=download_mbit,
         log_level=log_level.value,
+        mdns=mdns,
         json_log=json_log,
     )
     import trio

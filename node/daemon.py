@@ -33,6 +33,7 @@ from .exits import Exit
 from .host import Host, open_host
 from .identity import IdentityError, IdentityInUseError, load_or_create_key, locked
 from .joining import Target, connect_to_run, find_target, obtain_manifest
+from .mdns import open_mdns
 from .member import RunMember
 from .messenger import open_messenger
 from .reporting import Reporter
@@ -143,6 +144,7 @@ class Node:
             open_connectivity(
                 host, self._key, target.run_id, shaping, target.peers, Limits() if settings.relay else None
             ) as connectivity,
+            open_mdns(host, [target.run_id], is_on=settings.mdns),
         ):
             self._reporter = Reporter(host, board, target.run_id, "", self._started_at, shaping, connectivity)
             board.say(f"this node is {host.peer_id}")

@@ -34,6 +34,7 @@ from .control import Handler, serve_control
 from .daemon import run_daemon
 from .host import Host, open_host
 from .joining import FIRST_REDIAL_PAUSE, dial, find_members
+from .mdns import open_mdns
 from .reporting import Reporter
 from .settings import NodeSettings
 from .shaping import Shaping
@@ -84,6 +85,7 @@ class RelayNode:
         async with (
             open_host(self._key, settings.listen, shaping=shaping) as host,
             open_connectivity(host, self._key, runs[0], shaping, known, Limits()) as connectivity,
+            open_mdns(host, runs, is_on=settings.mdns),
         ):
             self._reporter = Reporter(host, board, runs[0], "", self._started_at, shaping, connectivity)
             connectivity.members = lambda: {peer for members in self._members.values() for peer in members}

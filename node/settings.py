@@ -64,6 +64,8 @@ class NodeSettings:
     download_mbit: float = 0.0
     relay: bool = True
     """Pass peers on to each other while this node is publicly reachable, within `farandole.protocol.relay.Limits`."""
+    mdns: bool = True
+    """Find others of the run in this machine's own networks, and be found there."""
     log_level: str = "info"
     json_log: bool = False
     """Log lines as JSON objects, for machines."""

@@ -20,3 +20,8 @@ def shard_key(run_id: bytes, stage: int) -> bytes:
 def relay_key(run_id: bytes) -> bytes:
     """32 bytes: who provides it is publicly reachable, and relays for the run's nodes."""
     return hashlib.sha256(framed(b"farandole/relay/1", run_id)).digest()
+
+
+def local_name(run_id: bytes) -> str:
+    """What a run's nodes look for in their own network: 16 hexadecimal digits, which tell nothing of the run's id."""
+    return hashlib.sha256(framed(b"farandole/local/1", run_id)).hexdigest()[:16]
