@@ -7,12 +7,14 @@ assigns stages: each node judges by the run state what it should do, and all jud
 - A newcomer takes the stage with the least throughput, `first_stage`. Nodes that begin at once do not see each other,
   so ties are broken by hash; while nobody has trained yet, and moving costs nothing, `even_stages` corrects the rest.
 - Later a node moves to an empty stage at once, and to the weakest one when that is worth its download. It asks first,
-  by a lease in the run state: of two that would leave one stage, or go to one, the later by hash gives way.
+  by a lease in the run state: of two that would go to one stage, the later by hash gives way, and of two that would
+  leave one, unless its target is empty and somebody stays. So several empty stages are filled at once.
 - Who is the best to move goes first, the next one a little later: somebody frozen does not keep a stage empty. Who is
   bound to its stage by its owner says so, and is not waited for.
 
-Nobody moves who is the last of its stage. A move that makes the weakest stage stronger leaves its source stronger than
-that was, so the way back is no gain: without news there are no further moves.
+Nobody moves who is the last of its stage, or would be once those have gone who go before it. A move that makes the
+weakest stage stronger leaves its source stronger than that was, so the way back is no gain: without news there are no
+further moves.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from __future__ import annotations
 import hashlib
 import heapq
 import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from .entries import StageLease
 from .identity import framed
@@ -119,8 +121,9 @@ class StageChoice:
             return Stay()  # on the way
         if lease is not None:
             return GiveBack()  # of an earlier life
-        target = self._wish(view, own, now)
-        if target is None or _is_contested(StageLease(own, target), self._author, view):
+        wishes = self._wishes(view, now)
+        target = next((wish for wish in wishes if not _is_contested(StageLease(own, wish), self._author, view)), None)
+        if target is None:
             return Stay()
         if view.is_young and target in self._uneven_since:
             return Move(target)
@@ -138,20 +141,19 @@ class StageChoice:
         due = even_stages(view).get(self._author, own) if view.is_young else own
         self._uneven_since = {due: self._uneven_since.get(due, now)} if due != own else {}
 
-    def _wish(self, view: View, own: int, now: float) -> int | None:
-        """Where this node should go now, if anywhere."""
+    def _wishes(self, view: View, now: float) -> Iterator[int]:
+        """Where this node should go now, if anywhere; the most urgent first."""
         for stage, since in self._uneven_since.items():
             if now - since >= EVEN_SECONDS:
-                return stage
-        for stage, since in self._empty_since.items():
-            turn = _turn(candidates(view, stage), self._author)
-            if turn is not None and now - since >= EMPTY_SECONDS + turn * TURN_SECONDS:
-                return stage
+                yield stage
+        for stage, order in candidates_of_all(view, self._empty_since).items():
+            turn = _turn(order, self._author)
+            if turn is not None and now - self._empty_since[stage] >= EMPTY_SECONDS + turn * TURN_SECONDS:
+                yield stage
         for (_, stage), since in self._worth_since.items():
             turn = _turn(candidates(view, stage), self._author)
             if turn is not None and now - since >= self._patience + turn * TURN_SECONDS:
-                return stage
-        return None
+                yield stage
 
     def _hold(self, lease: StageLease, view: View, now: float) -> Decision:
         """After `Claim`: whether to go, to wait a little more, or to give way."""
@@ -216,11 +218,26 @@ def candidates(view: View, target: int) -> list[bytes]:
     scores = {
         author: min(strengths[stage] - speeds[author], strengths[target] + speeds[author])
         for stage in range(view.num_stages)
-        if stage != target and len(members[stage]) > 1
+        if stage != target and sum(not _is_leaving(view, author, stage) for author in members[stage]) > 1
         for author in members[stage]
         if author not in view.leases and not view.providers[author].is_bound
     }
     return sorted(scores, key=lambda author: (-scores[author], rank(author, target)))
+
+
+def candidates_of_all(view: View, targets: Iterable[int]) -> dict[int, list[bytes]]:
+    """Who could go to each of several stages to which nobody is on the way: as if the first of each went at once.
+
+    So those who are first for different stages need not hear of each other before they claim.
+    """
+    orders: dict[int, list[bytes]] = {}
+    leases = dict(view.leases)
+    taken = {lease.target for lease in leases.values()}
+    for target in sorted(set(targets) - taken):
+        order = orders[target] = candidates(replace(view, leases=leases), target)
+        if order:
+            leases[order[0]] = StageLease(view.providers[order[0]].stage, target)
+    return orders
 
 
 def is_worth_moving(view: View, author: bytes, target: int) -> bool:
@@ -269,20 +286,35 @@ def _can_spare(view: View, stage: int) -> bool:
     return sum(provider.stage == stage for provider in view.providers.values()) > 1
 
 
+def _is_leaving(view: View, author: bytes, stage: int) -> bool:
+    """Whether a member of a stage has a lease to leave it."""
+    return author in view.leases and view.leases[author].source == stage
+
+
 def _turn(order: list[bytes], author: bytes) -> int | None:
     return order.index(author) if author in order else None
 
 
 def _is_contested(lease: StageLease, author: bytes, view: View) -> bool:
-    """Whether a lease that leaves the same stage, or goes to the same one, is before ours."""
+    """Whether a lease that goes to the same stage is before ours, or too many that leave the same one.
+
+    Those who leave it before us are too many unless we go to an empty stage, and somebody stays.
+    """
 
     def place(author: bytes, lease: StageLease) -> tuple[bool, bytes]:
         return not lease.is_settled, rank(author, lease.target)
 
     is_ours_announced = author in view.leases
-    return any(
-        (other.source == lease.source or other.target == lease.target)
-        and (not is_ours_announced or place(peer, other) < place(author, lease))
+    before = {
+        peer: other
         for peer, other in view.leases.items()
-        if peer != author
-    )
+        if peer != author and (not is_ours_announced or place(peer, other) < place(author, lease))
+    }
+    if any(other.target == lease.target for other in before.values()):
+        return True
+    leaving = {peer for peer, other in before.items() if other.source == lease.source}
+    if not leaving:
+        return False
+    staying = _members(view)[lease.source]
+    is_filling = throughputs(view, without=author)[lease.target] == 0.0
+    return not (is_filling and any(peer != author and peer not in leaving for peer in staying))

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farandole.protocol.entries import StageLease
@@ -30,6 +30,8 @@ from farandole.protocol.stage_choice import (
 )
 
 PATIENCE = 12.0
+# In `Run`, until the last one has heard of a death; what is told comes sooner.
+MAX_DEATH_NEWS = 8.0
 
 
 def author(number: int) -> bytes:
@@ -143,6 +145,55 @@ def test_of_two_who_claim_at_once_one_gives_way() -> None:
     assert choices[first].decide(view, now + LEASE_SECONDS) == Move(1)
 
 
+def claimants(
+    members: dict[bytes, Provider], num_stages: int
+) -> tuple[dict[bytes, StageChoice], dict[bytes, StageLease]]:
+    """What all claim who hear of nobody's lease for as long as one waits for its turn."""
+    choices = {name: StageChoice(name, PATIENCE) for name in members}
+    claimed: dict[bytes, StageLease] = {}
+    for now in range(4):
+        for name, choice in choices.items():
+            if name not in claimed:
+                match choice.decide(View(members, num_stages), float(now)):
+                    case Claim(target):
+                        claimed[name] = StageLease(members[name].stage, target)
+    return choices, claimed
+
+
+@pytest.mark.parametrize("sources", [(0, 0, 0), (0, 0, 1, 1), (0, 0, 0, 1)])
+def test_two_empty_stages_are_filled_at_once(sources: tuple[int, ...]) -> None:
+    members = providers(*((stage, 1.0) for stage in sources))
+    num_stages = max(sources) + 3
+    choices, claimed = claimants(members, num_stages)
+    assert sorted(lease.target for lease in claimed.values()) == [num_stages - 2, num_stages - 1]
+    view = View(members, num_stages, claimed)
+    for name, lease in claimed.items():
+        assert choices[name].decide(view, 3.0 + LEASE_SECONDS) == Move(lease.target)
+
+
+def test_of_two_in_a_stage_one_leaves_however_many_are_empty() -> None:
+    members = providers((0, 1.0), (0, 1.0))
+    leases = {author(0): StageLease(0, 1), author(1): StageLease(0, 2)}
+    before = View(members, 3)
+    decisions = []
+    for name, lease in leases.items():
+        choice = StageChoice(name, PATIENCE)
+        claim = next(decision for now in range(60) if (decision := choice.decide(before, float(now))) != Stay())
+        assert isinstance(claim, Claim)
+        leases[name] = StageLease(0, lease.target)
+        decisions.append(choice.decide(View(members, 3, leases), 60.0))
+    assert GiveBack() in decisions
+
+
+def test_two_do_not_leave_a_stage_at_once_to_make_others_stronger() -> None:
+    members = providers(*[(0, 4.0)] * 4, (1, 1.0), (2, 1.0))
+    mover = min(range(4), key=lambda number: rank(author(number), 1))
+    choice = StageChoice(author(mover), PATIENCE)
+    other = next(author(number) for number in range(4) if number != mover)
+    view = View(members, 3, {other: StageLease(0, 2, True)})
+    assert {choice.decide(view, float(now)) for now in range(100)} == {Stay()}
+
+
 def test_who_is_on_the_way_is_not_overtaken() -> None:
     members = providers((0, 1.0), (0, 1.0), (0, 1.0))
     first, second = sorted((author(0), author(1)), key=lambda name: rank(name, 1))
@@ -176,6 +227,9 @@ class Node:
     heard: dict[bytes, float] = field(default_factory=dict)
     """When the newest that is known of each was told."""
     arrives_at: float | None = None
+    source: int | None = None
+    """Where it has left last."""
+    killed_at: float = 0.0
 
     @property
     def provider(self) -> Provider:
@@ -213,7 +267,8 @@ class Run:
     def kill(self, *nodes: Node) -> None:
         for node in nodes:
             node.is_alive = False
-            self._spread(node.name, None, None, 1.0, 8.0)
+            node.killed_at = self.now
+            self._spread(node.name, None, None, 1.0, MAX_DEATH_NEWS)
 
     def tell(self, node: Node, lease: StageLease | None = None) -> None:
         self._spread(node.name, node.provider, lease, 0.2, 3.0)
@@ -267,6 +322,7 @@ class Run:
                 self.tell(node)
             case Move(target):
                 self.num_moves += 1
+                self._check_leaving(node, target)
                 lease = None if self.is_young else StageLease(node.stage, target, True)
                 node.stage = target
                 node.arrives_at = self.now + (0.0 if self.is_young else self.download)
@@ -274,14 +330,22 @@ class Run:
             case Stay():
                 pass
 
+    def _check_leaving(self, node: Node, target: int) -> None:
+        """Somebody stays, as far as can be known; and two leave at a time only if one of them fills an empty stage."""
+        others = [other for other in self.nodes if other.stage == node.stage and other is not node]
+        assert any(other.is_alive or self.now - other.killed_at < MAX_DEATH_NEWS + LEASE_SECONDS for other in others)
+        also = [
+            other
+            for other in self.nodes
+            if other.is_alive and other.arrives_at is not None and other.source == node.stage
+        ]
+        assert self.is_young or not also or target in self.emptied_at, "two at a time from one stage, without need"
+        node.source = node.stage
+
     def _check(self) -> None:
         """What must hold at every moment."""
-        sources = Counter(
-            lease.source
-            for node in self.nodes
-            if node.is_alive and node.arrives_at is not None and (lease := node.leases.get(node.name)) is not None
-        )
-        assert not any(number > 1 for number in sources.values()), "two at a time from one stage"
+        targets = [node.stage for node in self.nodes if node.is_alive and node.arrives_at is not None]
+        assert len(targets) == len(set(targets)) or self.is_young, "two at a time to one stage"
         for stage, count in enumerate(self.counts()):
             if count:
                 self.emptied_at.pop(stage, None)
@@ -326,6 +390,38 @@ def test_two_emptied_stages_are_filled_from_two_others(seed: int) -> None:
     run.play(90)
     assert run.counts() == [1, 1, 1, 1]
     assert run.num_moves == 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("stages", [(0, 0, 0, 3), (0, 0, 3, 3), (0, 0, 0, 0, 3, 3)])
+def test_two_stages_that_are_emptied_at_once_are_filled_at_once(stages: tuple[int, ...], seed: int) -> None:
+    run = Run(4, download=60.0, seed=seed)
+    for stage in stages:
+        run.join(stage)
+    lost = [run.join(stage) for stage in (1, 1, 2, 2)]
+    run.play(10)
+    run.kill(*lost)
+    run.play(150)
+    assert min(run.counts()) >= 1
+    assert run.longest_empty < 60.0  # the second does not wait for the first one's download
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(2, 5),
+    st.lists(st.tuples(st.integers(0, 4), st.sampled_from((1.0, 4.0)), st.booleans()), min_size=3, max_size=12),
+    st.integers(0, 1_000),
+)
+def test_whoever_is_killed_what_is_left_fills_all_stages(
+    num_stages: int, nodes: list[tuple[int, float, bool]], seed: int
+) -> None:
+    run = Run(num_stages, seed=seed)
+    joined = [run.join(stage % num_stages, speed) for stage, speed, _ in nodes]
+    run.play(10)
+    run.kill(*(node for node, (_, _, is_killed) in zip(joined, nodes, strict=True) if is_killed))
+    run.play(400)
+    num_live = sum(run.counts())
+    assert sum(count > 0 for count in run.counts()) == min(num_live, num_stages)
 
 
 def test_nobody_leaves_a_stage_empty_to_fill_another() -> None:
