@@ -630,6 +630,9 @@ def doctor(
     data: Annotated[
         list[Path] | None, typer.Option(help="File or folder of text; repeatable.", envvar="FARANDOLE_DATA")
     ] = None,
+    bandwidth: Annotated[
+        bool, typer.Option("--bandwidth", help="Measure the line to a peer too: a few megabytes each way.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Find out what keeps this machine from joining or from being reached; exit code 1 if something must be mended.
@@ -646,7 +649,7 @@ def doctor(
     settings = NodeSettings(
         home=home, invite=invite, listen=listen, bootstrap=bootstrap or [], device=device, data=data or []
     )
-    diagnosis = trio.run(Examination(settings).run)
+    diagnosis = trio.run(Examination(settings, is_speed_wanted=bandwidth).run)
     if as_json:
         print_json(msgspec.to_builtins(diagnosis))
     else:

@@ -23,6 +23,7 @@ from .reachability import Examiner, Reachability
 from .relay_server import RelayServer
 from .relays import RelayKeeper
 from .shaping import Shaping
+from .speed import SpeedService
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -56,6 +57,7 @@ class Connectivity:
         self.members: Callable[[], Iterable[bytes]] = tuple
         """Peers of the run, once it is known."""
         self.checkup = CheckupService(host)
+        self.speed = SpeedService(host, shaping)
         self._is_given = reachability is not None
         self._host = host
         self._key = relay_key(run_id)

@@ -2,6 +2,8 @@
 
     clock   asker opens a stream; the answer is this node's clock, in one frame
     echo    asker opens a stream; the answer is a UDP port and a token; a datagram that is the token comes back as it is
+    speed   asker says which way; the answer is how many bytes may flow; they do, until they end or the time is over.
+            Upwards the witness then says how many came in which time; downwards the asker sees for itself
 
 The offset of a clock is known to within half the round trip (Cristian 1989). An echo answers whoever shows the token,
 with as many bytes as it got: nothing is amplified.
@@ -20,6 +22,11 @@ from .errors import RemoteProtocolError
 
 CLOCK_PROTOCOL: Final = "/farandole/clock/1"
 ECHO_PROTOCOL: Final = "/farandole/udp-echo/1"
+SPEED_PROTOCOL: Final = "/farandole/speed/1"
+# Half a second of 100 Mbit/s: enough for TCP to get up to speed on most lines, and little on anybody's bill.
+MAX_SPEED_BYTES: Final = 6_000_000
+# On slow lines fewer bytes will do.
+SPEED_SECONDS: Final = 4.0
 MAX_MESSAGE_BYTES: Final = 64
 TOKEN_BYTES: Final = 16
 
@@ -39,12 +46,31 @@ class EchoAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 
 
+class SpeedRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Let bytes flow."""
+
+    is_up: bool
+    """From the asker to the witness."""
+
+
+class SpeedAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """How many bytes may flow; in the end, how many came."""
+
+    size: Annotated[int, msgspec.Meta(ge=0, le=MAX_SPEED_BYTES)]
+    """0: the witness has too much to do."""
+    milliseconds: Annotated[int, msgspec.Meta(ge=0, le=2**20)] = 0
+    """From the first of those that came to the last."""
+
+
+Message = ClockAnswer | EchoAnswer | SpeedRequest | SpeedAnswer
 _encoder = msgspec.msgpack.Encoder()
 _clock_answers = msgspec.msgpack.Decoder(ClockAnswer)
 _echo_answers = msgspec.msgpack.Decoder(EchoAnswer)
+_speed_requests = msgspec.msgpack.Decoder(SpeedRequest)
+_speed_answers = msgspec.msgpack.Decoder(SpeedAnswer)
 
 
-def encode(answer: ClockAnswer | EchoAnswer) -> bytes:
+def encode(answer: Message) -> bytes:
     """At most `MAX_MESSAGE_BYTES`."""
     return _encoder.encode(answer)
 
@@ -63,6 +89,22 @@ def decode_echo(payload: bytes) -> EchoAnswer:
         return _echo_answers.decode(payload)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise RemoteProtocolError(f"not an offer to echo: {error}") from error
+
+
+def decode_speed_request(payload: bytes) -> SpeedRequest:
+    """`RemoteProtocolError` if it is none."""
+    try:
+        return _speed_requests.decode(payload)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a request for speed: {error}") from error
+
+
+def decode_speed(payload: bytes) -> SpeedAnswer:
+    """`RemoteProtocolError` if it is none."""
+    try:
+        return _speed_answers.decode(payload)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise RemoteProtocolError(f"not an answer about speed: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

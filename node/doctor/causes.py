@@ -263,6 +263,14 @@ CAUSES: Final = {
         "none of the peers asked gives a reservation, and nobody reaches this node otherwise",
         "start a relay on a public machine and give its address with --bootstrap; or open a port in the router",
     ),
+    "speed-fine": Cause("speed", _OK, "{up} Mbit/s up and {down} Mbit/s down, to {name}"),
+    "speed-slow": Cause(
+        "speed",
+        _WARNING,
+        "{up} Mbit/s up and {down} Mbit/s down, to {name}: little for exchanges",
+        "see who else uses the line; raise --upload-mbit and --download-mbit if you have set them",
+    ),
+    "speed-untold": Cause("speed", _SKIPPED, "no peer lets us measure now"),
     "relay-untold": Cause("relay", _SKIPPED, "no peer is connected"),
 }
 

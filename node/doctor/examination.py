@@ -26,7 +26,7 @@ from .finding import Diagnosis, Finding, Level, conclude
 from .invitation import Invitation, read_invitation
 from .knocking import Knock, examine_egress, judge_doors, knock_at_all, make_doors, resolve
 from .machine import check_data, check_disk, check_home, check_key, check_ports, check_torch, is_node_running
-from .mesh import check_clock, check_nat, check_relay, check_run, check_udp, meet
+from .mesh import check_clock, check_nat, check_relay, check_run, check_speed, check_udp, meet
 from .router import check_upnp
 
 CONTROL_TIMEOUT: Final = 3.0
@@ -43,6 +43,8 @@ class Examination:
     settings: NodeSettings
     clock: Callable[[], float] = time.time
     """Unix seconds."""
+    is_speed_wanted: bool = False
+    """Move some megabytes to and from a peer."""
     findings: list[Finding] = field(default_factory=list)
 
     async def run(self) -> Diagnosis:
@@ -123,6 +125,8 @@ class Examination:
             nursery.start_soon(self._one, "clock", lambda: check_clock(host, peers, self.clock))
             nursery.start_soon(self._one, "udp", lambda: check_udp(host, peers))
             nursery.start_soon(self._many, "nat", look_at_reachability)
+        if self.is_speed_wanted:
+            await self._one("speed", lambda: check_speed(host, peers))
 
     # One check at a time
 

@@ -19,9 +19,12 @@ from farandole.protocol.state import MAX_AHEAD
 
 from ..checkup import ask_echo, ask_time
 from ..errors import PeerUnreachableError
+from ..figures import BYTES_PER_MBIT
 from ..host import Host
 from ..joining import dial
 from ..reachability import Examiner, Reachability
+from ..settings import MIN_CAP_MBIT
+from ..speed import measure
 from ..transfers import fetch_manifest
 from .causes import found
 from .finding import Finding
@@ -144,6 +147,19 @@ async def check_relay(host: Host, peers: Iterable[bytes], kind: Kind) -> Finding
     if names:
         return found("relay-fine", names=", ".join(names))
     return found("relay-none-needed" if kind is Kind.RELAY_ONLY else "relay-none")
+
+
+async def check_speed(host: Host, peers: Iterable[bytes]) -> Finding:
+    """How fast the line is to the first peer that lets us measure, one way after the other."""
+    for peer in peers:
+        try:
+            down = await measure(host, peer, is_up=False) / BYTES_PER_MBIT
+            up = await measure(host, peer, is_up=True) / BYTES_PER_MBIT
+        except PeerUnreachableError:
+            continue
+        cause = "speed-slow" if min(up, down) < MIN_CAP_MBIT else "speed-fine"
+        return found(cause, up=f"{up:.1f}", down=f"{down:.1f}", name=short_name(peer))
+    return found("speed-untold")
 
 
 async def _ask_all(ask: Callable[[bytes], Awaitable[_Answer]], peers: Iterable[bytes]) -> list[_Answer]:

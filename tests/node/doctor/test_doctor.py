@@ -189,6 +189,15 @@ async def test_a_clock_that_is_an_hour_off(tmp_path: Path, shift: float, words: 
     assert "NTP" in of(diagnosis, "clock").remedy
 
 
+async def test_the_line_to_a_peer_is_measured_both_ways_if_asked_for(tmp_path: Path) -> None:
+    async with open_peer() as peer:
+        settings = NodeSettings(home=tmp_path, invite=invite_to(*peer.addresses), listen=[LOOPBACK])
+        with trio.fail_after(PATIENCE):
+            examination = Examination(settings, is_speed_wanted=True)
+            await examination.look_at_network()
+    assert of(examination.conclude(), "speed").cause == "speed-fine"
+
+
 # This machine
 
 

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farandole.protocol.checkup import (
+    MAX_MESSAGE_BYTES,
+    MAX_SPEED_BYTES,
+    TOKEN_BYTES,
+    ClockAnswer,
+    EchoAnswer,
+    Message,
+    Offset,
+    SpeedAnswer,
+    SpeedRequest,
+    agreed_offset,
+    decode_clock,
+    decode_echo,
+    decode_speed,
+    decode_speed_request,
+    encode,
+    measure_offset,
+)
+from farandole.protocol.errors import RemoteProtocolError
+
+DECODERS: list[Callable[[bytes], Message]] = [decode_clock, decode_echo, decode_speed_request, decode_speed]
+
+
+@pytest.mark.parametrize(
+    ("message", "decode"),
+    [
+        (ClockAnswer(2**50), decode_clock),
+        (EchoAnswer(65_535, bytes(TOKEN_BYTES)), decode_echo),
+        (SpeedRequest(True), decode_speed_request),
+        (SpeedAnswer(MAX_SPEED_BYTES, 2**20), decode_speed),
+    ],
+)
+def test_messages_come_back_as_they_were_and_fit(message: Message, decode: Callable[[bytes], Message]) -> None:
+    assert decode(encode(message)) == message
+    assert len(encode(message)) <= MAX_MESSAGE_BYTES
+
+
+@given(st.binary(max_size=MAX_MESSAGE_BYTES), st.sampled_from(DECODERS))
+def test_rubbish_is_a_message_or_the_peers_fault(payload: bytes, decode: Callable[[bytes], Message]) -> None:
+    with contextlib.suppress(RemoteProtocolError):
+        decode(payload)
+
+
+@pytest.mark.parametrize("bad", [ClockAnswer(-1), EchoAnswer(1, b"short"), SpeedAnswer(MAX_SPEED_BYTES + 1)])
+def test_what_is_out_of_range_is_refused(bad: Message) -> None:
+    for decode in DECODERS:
+        with pytest.raises(RemoteProtocolError):
+            decode(encode(bad))
+
+
+def test_an_offset_is_that_of_the_middle_of_the_round_trip() -> None:
+    assert measure_offset(100.0, 102.0, ClockAnswer(41_000)) == Offset(60.0, 1.0)
+
+
+def test_one_wrong_clock_among_three_does_not_count() -> None:
+    assert agreed_offset([Offset(1, 0), Offset(-3_600, 0), Offset(2, 0)]) == 1
