@@ -95,6 +95,7 @@ class Host:
         nursery.start_soon(self._dht.run)
         swarm.dial = self._dial_by_id
         swarm.expected = self._expected_at
+        swarm.is_met = lambda peer_id: peer_of(peer_id) in self._expected
         self._expected: dict[bytes, frozenset[str]] = {}
         swarm.register_notifee(_ConnectionNotifee(self))
         self.relays = RelayClient(self)
@@ -492,7 +493,7 @@ class Host:
 
     @contextmanager
     def expecting(self, peer: bytes, ips: Iterable[str]) -> Iterator[None]:
-        """Be the initiator for who comes from these IP addresses and does not begin: the peer, which dialled first."""
+        """We and a peer dial each other at once; we begin for who comes from these IP addresses and does not."""
         self._expected[peer] = frozenset(ips)
         try:
             yield

@@ -466,6 +466,8 @@ class MendedSwarm(Swarm):
     dial: Callable[[ID], Awaitable[None]]
     expected: Callable[[tuple[str, int] | None], ID | None]
     """Who meets us from an address, for whom we are then the one who dialled (farandole.node.punching)."""
+    is_met: Callable[[ID], bool]
+    """Whether we and a peer are dialling each other at once."""
 
     def __init__(
         self,
@@ -529,7 +531,7 @@ class MendedSwarm(Swarm):
             finally:
                 self._handshakes.remove(pending)
             conn = await self.add_conn(muxed, "inbound")
-            conn.is_punched = muxed.is_initiator  # as none is that was simply accepted
+            conn.is_punched = self.is_met(muxed.peer_id)
             await conn.finished.wait()
         except Exception as error:
             logger.debug("inbound connection failed: %r", error)

@@ -156,7 +156,8 @@ class Puncher:
                         await stream.send_all(encode_connect(self._offered(observed)))
                         await receive_sync(stream)
                     chosen = targets(theirs, observed, self._host.own_ips)
-                    await self._meet(peer, chosen, is_initiator=False)
+                    with self._host.expecting(peer, ()):
+                        await self._meet(peer, chosen, is_initiator=False)
         finally:
             self._under_way.discard(peer)
 

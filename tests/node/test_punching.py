@@ -39,6 +39,7 @@ async def test_a_relayed_pair_becomes_direct_and_lets_the_relay_go() -> None:
             Dialback(relay.host)
 
             async def echo(stream: Stream) -> None:
+                stream.is_bulk = True
                 while data := await stream.receive_some():
                     await stream.send_all(data)
 
