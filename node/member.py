@@ -320,7 +320,11 @@ class RunMember:
             if is_anyone_known:
                 times = "once" if attempt == 1 else f"{attempt} times"
                 self._board.isolation = f"dialled all known peers {times}, no member answered; next in {pause:.0f} s"
-            await trio.sleep(pause)
+            next_at = trio.current_time() + pause
+            while trio.current_time() < next_at:
+                await trio.sleep(min(ISOLATION_INTERVAL, pause))
+                if not self._is_isolated:  # others have come
+                    return
 
     @property
     def _is_isolated(self) -> bool:
