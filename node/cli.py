@@ -225,8 +225,8 @@ def _show_measured(measured: MeasuredCut) -> None:
     from .measuring import cuts_table
 
     typer.echo(
-        f"for one microbatch, there and back, a layer takes {measured.layer_seconds * 1e3:.3g} ms and both ends "
-        f"{measured.ends_seconds * 1e3:.3g} ms on {measured.device}"
+        f"for one microbatch, there and back, a layer takes {measured.layer_seconds:.3g} s and both ends "
+        f"{measured.ends_seconds:.3g} s on {measured.device}"
     )
     Console().print(cuts_table(measured))
 
