@@ -324,7 +324,6 @@ async def _play(row: Row, peers: tuple[Peer, Peer], run: str, invite: dict[str, 
     given = {"connect_seconds": CONNECT_PATIENCE, "direct_seconds": direct}
     met = await _ask_both(peers, "meet", **given)
     row.kinds = met[0]["kind"], met[1]["kind"]
-    row.path = met[0]["path"] if met[0]["path"] == met[1]["path"] else _worse(met[0]["path"], met[1]["path"])
     row.connected_s = _later(met, "connected_s")
     row.direct_s = _later(met, "direct_s")
     if row.connected_s is None:
@@ -333,6 +332,7 @@ async def _play(row: Row, peers: tuple[Peer, Peer], run: str, invite: dict[str, 
     ends = await _ask_both(peers, "exchange", session=secrets.token_hex(16), size=EXCHANGE_BYTES)
     row.way = ends[0]["way"] if one.peer < other.peer else ends[1]["way"]  # the initiator's word, who opened the stream
     row.exchange_s = max(end["seconds"] for end in ends)
+    row.path = _worse(*(end["path"] for end in ends))
     row.failure = _what_is_wrong(ends)
     await gather(*(partial(peer.ask, "leave") for peer in peers))
 

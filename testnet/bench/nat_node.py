@@ -142,12 +142,8 @@ class Node:
             with trio.move_on_after(direct_seconds):
                 await host.wait_direct(other)
                 direct_s = trio.current_time() - self._began_at
-        return {
-            "connected_s": connected_s,
-            "direct_s": direct_s,
-            "path": host.path(other),
-            "kind": self._member.connectivity.reachability.kind,
-        }
+        kind = self._member.connectivity.reachability.kind
+        return {"connected_s": connected_s, "direct_s": direct_s, "kind": kind}
 
     async def exchange(self, peer: str, session: str, size: int) -> dict[str, Any]:
         """Exchange random fp32 of so many bytes for the peer's, and take the mean: both ends' must hash alike."""
@@ -171,6 +167,7 @@ class Node:
             "reason": result.reason,
             "seconds": result.seconds,
             "way": way,
+            "path": host.path(other),
             "own": blake3(own).hexdigest(),
             "received": blake3(received).hexdigest(),
             "mean": blake3(mean.tobytes()).hexdigest(),
