@@ -148,7 +148,12 @@ CAUSES: Final = {
     ),
     "egress-untold": Cause("egress", _SKIPPED, "there is nobody to dial"),
     "bootstrap-fine": Cause("bootstrap", _OK, "{address} answers"),
-    "bootstrap-relay": Cause("bootstrap", _OK, "the relay of {address} answers"),
+    "bootstrap-behind-relay": Cause(
+        "bootstrap",
+        _FAILED,
+        "{address}: something listens where the relay should be, and leads to no such peer",
+        "the relay or the peer behind it may have gone; " + _NEWER_INVITE,
+    ),
     "bootstrap-none": Cause("bootstrap", _SKIPPED, "nobody to dial is known", "give an invite, or --bootstrap"),
     "bootstrap-refused": Cause(
         "bootstrap",

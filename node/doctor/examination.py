@@ -24,7 +24,7 @@ from ..settings import DEFAULT_LISTEN, NodeSettings
 from .causes import CAUSES, found
 from .finding import Diagnosis, Finding, Level, conclude
 from .invitation import Invitation, read_invitation
-from .knocking import Knock, examine_egress, judge_doors, knock_at_all, make_doors, resolve
+from .knocking import examine_egress, judge_doors, knock_at_all, make_doors, resolve
 from .machine import check_data, check_disk, check_home, check_key, check_ports, check_torch, is_node_running
 from .mesh import check_clock, check_nat, check_relay, check_run, check_speed, check_udp, meet
 from .router import check_upnp
@@ -107,7 +107,7 @@ class Examination:
             nursery.start_soon(self._many, "egress", look_at_ways)
             peers = dict(list(invitation.remembered.items())[:MAX_REMEMBERED])
             for door in doors:
-                if door.is_proved or (door.is_relayed and door.knock is Knock.OPEN):
+                if door.is_proved:
                     peers[door.peer] = [door.address, *peers.get(door.peer, [])]
             await self._ask_peers(host, await meet(host, peers, invitation.run_id), invitation)
 

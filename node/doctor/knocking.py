@@ -138,8 +138,7 @@ async def knock_at_all(host: Host, doors: Sequence[Door]) -> None:
         for ip in door.ips:
             door.knock = await knock(ip, door.port)
             if door.knock is Knock.OPEN:
-                if not door.is_relayed:
-                    await _prove(host, door, ip)
+                await _prove(host, door, ip)
                 return
 
     async with trio.open_nursery() as nursery:
@@ -150,7 +149,10 @@ async def knock_at_all(host: Host, doors: Sequence[Door]) -> None:
 async def _prove(host: Host, door: Door, ip: str) -> None:
     try:
         with trio.fail_after(PROVE_TIMEOUT):
-            await host.prove(door.peer, (ip, door.port))
+            if door.is_relayed:
+                await host.connect(door.peer, [door.address], PROVE_TIMEOUT)
+            else:
+                await host.prove(door.peer, (ip, door.port))
         door.is_proved = True
     except StrangerError:
         door.is_stranger = True
@@ -207,7 +209,7 @@ def _judge_door(door: Door, egress: Finding) -> Finding:
         return found("bootstrap-unresolved", address=door.address)
     match door.knock:
         case Knock.OPEN if door.is_relayed:
-            return found("bootstrap-relay", address=door.address)
+            return found("bootstrap-behind-relay", address=door.address)
         case Knock.OPEN if door.is_stranger:
             return found("bootstrap-stranger", address=door.address)
         case Knock.OPEN:

@@ -32,6 +32,8 @@ from farandole.node.transfers import TransferService
 from farandole.protocol.invite import Invite, encode_invite
 from farandole.protocol.manifest import Manifest, ModelConfig, sign_manifest
 
+from ..relayed import open_home, open_relay, reserve
+
 MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
 SIGNED = sign_manifest(Manifest("tiny", MODEL), Ed25519PrivateKey.from_private_bytes(bytes(32)))
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
@@ -129,6 +131,16 @@ async def test_something_else_at_the_address_of_the_invite(tmp_path: Path) -> No
             diagnosis = await look(tmp_path, invite_to(f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer.peer_id}"))
         nursery.cancel_scope.cancel()
     assert causes(diagnosis) == ["bootstrap-no-handshake"]
+
+
+async def test_a_peer_behind_a_relay_and_one_that_has_left_it(tmp_path: Path) -> None:
+    async with open_relay() as relay:
+        async with open_home() as home:
+            address = await reserve(home, relay.host)
+            diagnosis = await look(tmp_path, invite_to(address))
+            assert "bootstrap-fine" in causes(diagnosis, Level.OK)
+        diagnosis = await look(tmp_path, invite_to(address))
+    assert "bootstrap-behind-relay" in causes(diagnosis)
 
 
 async def test_a_name_that_does_not_resolve(tmp_path: Path) -> None:
