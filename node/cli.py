@@ -21,9 +21,12 @@ import typer
 from farandole.protocol.errors import FarandoleError, ManifestError
 
 from .exits import Exit
+from .interrupts import interruptible
 from .settings import DEFAULT_LISTEN, HOME_VARIABLE, MIN_CAP_MBIT, NodeSettings, default_home
 
 if TYPE_CHECKING:
+    from threading import Event
+
     from farandole.protocol.invite import Invite
     from farandole.protocol.manifest import Manifest, SignedManifest
 
@@ -591,13 +594,11 @@ def status(
     if not watch:
         _print_status(home, as_json)
         return
-    try:
+    with interruptible() as is_interrupted:
         if as_json:
-            _watch_json(home)
+            _watch_json(home, is_interrupted)
         else:
-            _watch_screen(home)
-    except KeyboardInterrupt:
-        return  # the way to end it
+            _watch_screen(home, is_interrupted)
 
 
 @app.command()
@@ -699,21 +700,21 @@ def _print_status(home: Path, as_json: bool) -> None:
         Console().print(status_screen(_status(home), time.time()))
 
 
-def _watch_json(home: Path) -> NoReturn:
+def _watch_json(home: Path, is_interrupted: Event) -> None:
     """One line a second: a stream for scripts."""
     from .control import call
 
     while True:
         typer.echo(json.dumps(call(home, "status")))
-        time.sleep(WATCH_INTERVAL)
+        if is_interrupted.wait(WATCH_INTERVAL):
+            return
 
 
-def _watch_screen(home: Path) -> NoReturn:
+def _watch_screen(home: Path, is_interrupted: Event) -> None:
     from rich.live import Live
 
     from .status_view import status_screen
 
     with Live(status_screen(_status(home), time.time()), auto_refresh=False) as live:
-        while True:
-            time.sleep(WATCH_INTERVAL)
+        while not is_interrupted.wait(WATCH_INTERVAL):
             live.update(status_screen(_status(home), time.time()), refresh=True)

@@ -135,6 +135,7 @@ class RelayKeeper:
             if relay not in self._held:
                 logger.info("reachable through the relay %s", short_name(relay))
             self._held.add(relay)
+            self._announce()  # what else is asked for may take its time
             self._former[relay] = None
             self._former.move_to_end(relay)
             if len(self._former) > MAX_FORMER:

@@ -86,7 +86,8 @@ async def open_nodes(homes: list[Home], leash: Leash, *ports: int) -> AsyncItera
 
 
 def has_relays(node: Node) -> Callable[[], bool]:
-    return lambda: len(node.told["relays"]) == 2
+    """Whether it is reserved with two, and says so to others."""
+    return lambda: len(node.told["relays"]) == 2 == sum("/p2p-circuit" in a for a in node.told["addresses"])
 
 
 def has_let_go(node: Node, relay: Node) -> Callable[[], bool]:
