@@ -135,7 +135,7 @@ class AddressBook:
         ]
         try:
             await self._store.save_peers(kept, unsaved - self._entries.keys())
-        except BaseException:
+        except BaseException:  # cancelled, too: what is not written is written the next time
             self._unsaved |= unsaved
             raise
         self._is_urgent = False

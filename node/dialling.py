@@ -51,7 +51,7 @@ def is_multiaddr(address: str) -> bool:
     """Whether the text is a multiaddr."""
     try:
         return len(Multiaddr(address).to_bytes()) > 0
-    except Exception:
+    except Exception:  # the library parses hostile text with whatever exception comes
         return False
 
 

@@ -381,7 +381,7 @@ class Host:
                 return await self._dial_one(peer, address)
             except (OSError, SwarmException, PeerUnreachableError, trio.TooSlowError):
                 raise
-            except Exception as error:
+            except Exception as error:  # the handshakes raise whatever comes when the other end is gone
                 logger.debug("%s hung up: %r", address, error)
                 await trio.sleep(pause * random.uniform(0.5, 1.5))
         return await self._dial_one(peer, address)
@@ -425,7 +425,7 @@ class Host:
         try:
             with trio.fail_after(timeout):
                 muxed = await self.upgrade(await self.dial_from_listener(target), peer)
-        except Exception as error:
+        except Exception as error:  # whatever the handshakes raise
             raise PeerUnreachableError(
                 f"cannot dial {peer_id_of(peer)} from the port that listens: {error!r}"
             ) from error
@@ -434,7 +434,7 @@ class Host:
         async def open_stream(protocol: str) -> Stream:
             try:
                 stream = await self._libp2p.new_stream_on(conn, TProtocol(protocol))
-            except Exception as error:
+            except Exception as error:  # as in `open_stream`: no exception of libp2p leaves
                 raise PeerUnreachableError(f"{peer_id_of(peer)} gives no stream of {protocol}: {error}") from error
             return Stream(stream, peer, protocol)
 

@@ -140,7 +140,7 @@ class RelayClient:
                     answer = await receive_hop(stream)
                     if not isinstance(answer, Answer) or answer.status != Status.OK:
                         raise PeerUnreachableError(f"the relay {short_name(relay)} does not connect us: {answer}")
-                except BaseException:
+                except BaseException:  # cancelled, too: the relay is to know that nobody waits
                     stream.reset()
                     raise
         except (RemoteProtocolError, trio.TooSlowError, trio.BrokenResourceError) as error:
@@ -163,7 +163,7 @@ class RelayClient:
             circuit = Circuit(stream, self._reservations[relay].address)
             try:
                 muxed = await self._host.upgrade(circuit, None)
-            except Exception as error:
+            except Exception as error:  # whatever the handshakes raise
                 raise RemoteProtocolError(f"no handshake through a relay: {error!r}") from error
         finally:
             self._num_shaking_hands[relay] -= 1

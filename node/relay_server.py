@@ -165,7 +165,7 @@ class RelayServer:
                 answer = await receive_stop(stream)
             if not isinstance(answer, Answer) or answer.status != Status.OK:
                 raise PeerUnreachableError(f"it refuses: {answer}")
-        except BaseException:
+        except BaseException:  # cancelled, too: the target is to know that nobody waits
             stream.reset()
             raise
         return stream

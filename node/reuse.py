@@ -31,7 +31,7 @@ async def connect_from(local: tuple[str, int], target: tuple[str, int]) -> trio.
         await connection.bind(local)
         await connection.connect(target)
         calm(connection)
-    except BaseException:
+    except BaseException:  # cancelled, too: nobody else has the socket yet
         connection.close()
         raise
     return trio.SocketStream(connection)

@@ -140,7 +140,7 @@ class Examination:
         """Raises nothing: a check that fails in a way that nobody foresaw is a finding too."""
         try:
             self.findings += await check()
-        except Exception as error:
+        except Exception as error:  # it is a finding, and ends no other check
             self.findings.append(Finding(name, f"{name}-broken-check", Level.WARNING, f"cannot be told: {error!r}"))
 
     async def _aside(self, name: str, check: Callable[[], list[Finding]]) -> None:

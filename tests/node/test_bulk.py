@@ -543,7 +543,7 @@ async def test_small_sends_are_one_write_each(alice: Party, bob: Party) -> None:
             written.append(data.nbytes)
             connection.sendall(data)
 
-    connection, near._connection = near._connection, Counting()  # type: ignore[assignment]
+    connection, near._connection = near._connection, Counting()  # type: ignore[assignment]  # forwards all
     for _ in range(3):
         await move(near, far, b"x" * 100)
     assert written == [100 + OVERHEAD_BYTES] * 3
