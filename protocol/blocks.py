@@ -1,0 +1,302 @@
+"""Blocks: a checkpoint as a list of hashes that its author has signed, and what of it somebody needs.
+
+A checkpoint is one safetensors file. It is cut into blocks of `BLOCK_BYTES` from its first byte on, and the SHA-256 of
+each stands in the `Index`, with what the file is: whose, of which run, stage and round. The author signs the index, and
+the SHA-256 of the index is the checkpoint's name, its *id*. So whoever has the id can take the index from anybody, and
+any block from anybody, and knows of each by itself whether it is right: several peers that hold the same file give
+different blocks of it at once. A copy is as good as the original.
+
+Which tensor lies where is in the file's own header, in its first block or blocks. Whoever needs some tensors only
+(those of a stage, or all but the inner optimizer's state) reads that first, and `select` says which blocks to fetch,
+and what to make of them: a safetensors file of just these tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from .entries import Count, Key, Sha256, SignatureField
+from .errors import RemoteProtocolError
+from .identity import is_signed_by, sign
+
+INDEX_VERSION = 1
+DOMAIN = b"farandole/checkpoint-index/1"
+# Small enough that little is lost with a peer that dies in the middle of one, large enough that its hash, its request
+# and a thread's turn cost little beside moving it.
+BLOCK_BYTES = 1 << 20
+HASH_BYTES = 32
+# 256 GiB: slow weights and momentum of 34 billion parameters. Their index has 8 MiB.
+MAX_BLOCKS = 1 << 18
+# Of an index beside its hashes: three names of 32 bytes, eight numbers, and a signature, with msgpack's own bytes.
+_INDEX_OVERHEAD_BYTES = 512
+# Names and shapes of a few thousand parameters take a few hundred KB.
+MAX_HEADER_BYTES = 16 * 1024 * 1024
+# Six vectors of ten thousand parameters.
+MAX_TENSORS = 1 << 16
+MAX_NAME_CHARS = 512
+MAX_DIMENSIONS = 8
+FP32_BYTES = 4
+# The format's own: the length of the header that follows.
+_LENGTH_BYTES = 8
+_METADATA = "__metadata__"
+
+
+class Index(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True):
+    """What a checkpoint is, and the hashes of its blocks."""
+
+    version: Annotated[int, msgspec.Meta(ge=INDEX_VERSION, le=INDEX_VERSION)] = INDEX_VERSION
+    run_id: Sha256
+    author: Key
+    """Whose replica it is of; who signs."""
+    stage: Annotated[int, msgspec.Meta(ge=0, le=511)] = 0
+    num_stages: Annotated[int, msgspec.Meta(ge=1, le=512)] = 1
+    """Of the model; 1 where it is not cut."""
+    round: Count
+    """Outer steps taken."""
+    inner_steps: Count
+    tokens: Count
+    size: Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCKS * BLOCK_BYTES)]
+    """Of the file, in bytes."""
+    layout: Sha256
+    """`farandole.training.parameters.Layout.hash`."""
+    hashes: Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=MAX_BLOCKS * HASH_BYTES)]
+    """SHA-256 of each block, one behind the other."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Of the file."""
+        return len(self.hashes) // HASH_BYTES
+
+    def hash_of(self, block: int) -> bytes:
+        """SHA-256 of a block."""
+        return self.hashes[block * HASH_BYTES : (block + 1) * HASH_BYTES]
+
+    def is_block(self, block: int, data: bytes | bytearray | memoryview) -> bool:
+        """Whether these are the bytes of a block."""
+        return hash_block(data) == self.hash_of(block)
+
+
+class SignedIndex(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """An index as it travels, and as it lies beside its file."""
+
+    body: Annotated[bytes, msgspec.Meta(max_length=MAX_BLOCKS * HASH_BYTES + _INDEX_OVERHEAD_BYTES)]
+    signature: SignatureField
+
+    @property
+    def id(self) -> bytes:
+        """32 bytes: the checkpoint's name."""
+        return hashlib.sha256(self.body).digest()
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decode_index = msgspec.msgpack.Decoder(Index).decode
+_decode_signed_index = msgspec.msgpack.Decoder(SignedIndex).decode
+
+
+def sign_index(key: Ed25519PrivateKey, index: Index) -> SignedIndex:
+    """The index with its author's signature."""
+    body = _encoder.encode(index)
+    return SignedIndex(body, sign(key, DOMAIN, index.run_id, body))
+
+
+def encode_signed_index(signed: SignedIndex) -> bytes:
+    """At most `max_index_bytes` of the file's size."""
+    return _encoder.encode(signed)
+
+
+def max_index_bytes(max_size: int) -> int:
+    """The most that the signed index of a file of ``max_size`` bytes takes."""
+    return min(num_blocks(max_size), MAX_BLOCKS) * HASH_BYTES + _INDEX_OVERHEAD_BYTES
+
+
+def decode_signed_index(raw: bytes, run_id: bytes, max_size: int) -> tuple[SignedIndex, Index]:
+    """What a peer sent, or a file holds, and the index in it: of this run, and signed by who it says.
+
+    Raises `RemoteProtocolError` if it is anything else, or of a file of more than ``max_size`` bytes.
+    """
+    if len(raw) > max_index_bytes(max_size):
+        raise RemoteProtocolError(f"an index of {len(raw)} bytes; a file of {max_size} bytes has a shorter one")
+    try:
+        signed = _decode_signed_index(raw)
+        index = _decode_index(signed.body)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a checkpoint's index: {error}") from error
+    if index.run_id != run_id:
+        raise RemoteProtocolError("the index is of another run's checkpoint")
+    if index.stage >= index.num_stages:
+        raise RemoteProtocolError(f"the index is of stage {index.stage} of {index.num_stages}")
+    if index.size > max_size:
+        raise RemoteProtocolError(f"a checkpoint of {index.size} bytes; this model's has at most {max_size}")
+    if len(index.hashes) != num_blocks(index.size) * HASH_BYTES:
+        raise RemoteProtocolError(f"{len(index.hashes)} bytes of hashes for a file of {index.size} bytes")
+    if not is_signed_by(index.author, signed.signature, DOMAIN, index.run_id, signed.body):
+        raise RemoteProtocolError("the index's signature is not its author's")
+    return signed, index
+
+
+def num_blocks(size: int) -> int:
+    """Blocks of a file of so many bytes."""
+    return -(-size // BLOCK_BYTES)
+
+
+def block_range(size: int, block: int) -> tuple[int, int]:
+    """Where a block of a file of ``size`` bytes begins and ends; the last one is shorter."""
+    start = block * BLOCK_BYTES
+    return start, min(start + BLOCK_BYTES, size)
+
+
+def blocks_between(start: int, end: int) -> range:
+    """The blocks that hold the bytes from ``start`` to ``end``."""
+    return range(start // BLOCK_BYTES, num_blocks(end)) if start < end else range(0)
+
+
+def hash_block(data: bytes | bytearray | memoryview) -> bytes:
+    """SHA-256, 32 bytes."""
+    return hashlib.sha256(data).digest()
+
+
+# The file's own header
+
+
+class _TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tensor, as safetensors has it; offsets count from the end of the header."""
+
+    dtype: Literal["F32"]
+    shape: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=2**48)], ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+    data_offsets: tuple[Annotated[int, msgspec.Meta(ge=0, le=2**50)], Annotated[int, msgspec.Meta(ge=0, le=2**50)]]
+
+
+_decode_header = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_metadata = msgspec.json.Decoder(dict[str, str]).decode
+_decode_tensor = msgspec.json.Decoder(_TensorEntry).decode
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """An fp32 tensor in a file."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    """In the file."""
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a safetensors file says of itself."""
+
+    metadata: dict[str, str]
+    tensors: tuple[Tensor, ...]
+    """In the order of their bytes, without gaps; they end where the file does."""
+    num_bytes: int
+    """Where they begin."""
+
+
+def header_size(first: bytes | bytearray | memoryview, size: int) -> int:
+    """How many of the ``size`` bytes of a file are its header, as its first eight say.
+
+    Raises `RemoteProtocolError` if that is more than the file has, or than any honest one.
+    """
+    if len(first) < _LENGTH_BYTES:
+        raise RemoteProtocolError(f"a checkpoint of {len(first)} bytes")
+    length = int.from_bytes(first[:_LENGTH_BYTES], "little")
+    if length > min(MAX_HEADER_BYTES, size - _LENGTH_BYTES):
+        raise RemoteProtocolError(f"a header of {length} bytes in a file of {size}")
+    return _LENGTH_BYTES + length
+
+
+def parse_header(raw: bytes | bytearray | memoryview, size: int) -> Header:
+    """The header of a file of ``size`` bytes, of which ``raw`` are the first; at least its `header_size`.
+
+    Raises `RemoteProtocolError` if it is not one of fp32 tensors that follow each other up to the file's end.
+    """
+    num_bytes = header_size(raw, size)
+    if len(raw) < num_bytes:
+        raise RemoteProtocolError(f"{len(raw)} bytes of a header of {num_bytes}")
+    try:
+        entries = _decode_header(memoryview(raw)[_LENGTH_BYTES:num_bytes])
+        metadata = _decode_metadata(entries.pop(_METADATA, msgspec.Raw(b"{}")))
+        if len(entries) > MAX_TENSORS or any(len(name) > MAX_NAME_CHARS for name in entries):
+            raise RemoteProtocolError(f"{len(entries)} tensors, or a name that is too long")
+        parsed = {name: _decode_tensor(entry) for name, entry in entries.items()}
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a safetensors header: {error}") from error
+    tensors = sorted(
+        (
+            Tensor(name, entry.shape, num_bytes + entry.data_offsets[0], num_bytes + entry.data_offsets[1])
+            for name, entry in parsed.items()
+        ),
+        key=lambda tensor: (tensor.start, tensor.end),
+    )
+    end = num_bytes
+    for tensor in tensors:
+        if tensor.start != end or tensor.end - tensor.start != FP32_BYTES * math.prod(tensor.shape):
+            raise RemoteProtocolError(
+                f"the checkpoint's {tensor.name} does not lie where it should, or has another size"
+            )
+        end = tensor.end
+    if end != size:
+        raise RemoteProtocolError(f"the checkpoint's tensors end at byte {end}, the file at {size}")
+    return Header(metadata, tuple(tensors), num_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Some of a file's tensors, as a file of their own: ``header``, and then ``pieces`` of the first file."""
+
+    header: bytes
+    """Empty where all tensors are selected: then the file is the same."""
+    pieces: tuple[tuple[int, int], ...]
+    """Where each begins and ends in the first file, in order."""
+    blocks: tuple[int, ...]
+    """Of the first file, which hold these."""
+
+    @property
+    def size(self) -> int:
+        """Of the new file, in bytes."""
+        return len(self.header) + sum(end - start for start, end in self.pieces)
+
+
+def select(header: Header, wanted: Callable[[str], bool]) -> Selection:
+    """The tensors whose name is wanted; raises `RemoteProtocolError` if there is none."""
+    tensors = [tensor for tensor in header.tensors if wanted(tensor.name)]
+    if not tensors:
+        raise RemoteProtocolError("the checkpoint has no tensor of those that are wanted")
+    if len(tensors) == len(header.tensors):
+        pieces, new_header = [(0, tensors[-1].end)], b""
+    else:
+        pieces, new_header = _joined((tensor.start, tensor.end) for tensor in tensors), _header_of(header, tensors)
+    blocks = dict.fromkeys(block for piece in pieces for block in blocks_between(*piece))
+    return Selection(new_header, tuple(pieces), tuple(blocks))
+
+
+def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Neighbours made one; the ranges come in order."""
+    joined: list[tuple[int, int]] = []
+    for start, end in ranges:
+        if joined and joined[-1][1] == start:
+            joined[-1] = joined[-1][0], end
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def _header_of(header: Header, tensors: Iterable[Tensor]) -> bytes:
+    """The header of a file of these tensors, one behind the other, with the same metadata."""
+    entries: dict[str, object] = {_METADATA: header.metadata}
+    offset = 0
+    for tensor in tensors:
+        end = offset + tensor.end - tensor.start
+        entries[tensor.name] = {"dtype": "F32", "shape": tensor.shape, "data_offsets": [offset, end]}
+        offset = end
+    raw = msgspec.json.encode(entries)
+    raw += b" " * (-len(raw) % _LENGTH_BYTES)  # tensors start at a multiple of 8, as the format asks
+    return len(raw).to_bytes(_LENGTH_BYTES, "little") + raw
