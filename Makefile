@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
+# Tests at once: on two cores more than these, since most tests wait more than they compute.
+NUM_TESTERS ?= 4
 
 .PHONY: help setup demo test lint types unit soak bench bench-exchange bench-stages bench-nat wheel clean
 
@@ -36,7 +38,7 @@ types: $(STAMP)
 
 unit: $(STAMP)
 	@.ci/packages
-	$(BIN)/pytest -m "not soak"
+	$(BIN)/pytest -m "not soak" --numprocesses $(NUM_TESTERS) --dist worksteal
 
 soak: $(STAMP) ## The long tests: 100 starts of a testnet, churn, many simulated runs
 	@.ci/packages

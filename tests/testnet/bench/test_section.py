@@ -91,10 +91,12 @@ def test_a_document_that_cannot_be_written_is_left_whole(document: Path) -> None
     assert document.read_bytes() == DOCUMENT.encode()
 
 
-def test_figures_come_with_their_command_date_and_machine() -> None:
+def test_figures_come_with_their_command_date_and_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/usr/bin/farandole", "testnet", "bench"])
+
     text = compose({**setting(), "repeats": 3}, "| a table |", "Words.")
 
-    assert text.startswith("    farandole ")
+    assert text.startswith("    farandole testnet bench\n")
     assert "\n\nMeasured on 20" in text
     for name in ("cores", "memory", "load at the start", "system", "Python", "torch", "repeats 3"):
         assert name in text
