@@ -47,6 +47,10 @@ class Backoff:
         failures = self._of(peer, path)
         return failures is None or failures.due_at <= now
 
+    def has_failed(self, peer: bytes, path: Sequence[str]) -> bool:
+        """Whether the last attempt on this path came to nothing, however long ago."""
+        return self._of(peer, path) is not None
+
     def note_failure(self, peer: bytes, path: Sequence[str], now: float) -> tuple[int, float]:
         """Returns how many there were in a row, and the seconds until the next attempt."""
         before = self._of(peer, path)

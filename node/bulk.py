@@ -16,7 +16,7 @@ import logging
 import secrets
 import socket
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Protocol
 
 import trio
@@ -92,6 +92,10 @@ class BulkHost(StreamHost, Protocol):
     def observed_ips(self) -> list[str]:
         """As whom others see this node."""
 
+    @property
+    def is_out_of_reach(self) -> Callable[[bytes], bool]:
+        """Whether attempts have shown that nothing but relays leads to a peer."""
+
     def remote_addresses(self, peer: bytes) -> list[str]:
         """The other ends of the connections to a peer, as multiaddrs."""
 
@@ -126,14 +130,14 @@ class BulkService:
                 del self._expected[peer]
 
     async def acquire(self, peer: bytes) -> BulkChannel | None:
-        """A channel with a peer that expects us, kept or new; None if there is none in `OPEN_TIMEOUT`.
+        """A channel with a peer that expects us, kept or new; None if there is none in `OPEN_TIMEOUT`, or no way to it.
 
         Whoever gets a channel gives it back by `release` or `discard`.
         """
         for kept in [channel for channel in self._idle.values() if channel.peer == peer]:
             if (fit := self.take(peer, kept.session)) is not None:
                 return fit
-        if not self._backoff.is_due(peer, self._path(peer), trio.current_time()):
+        if self._host.is_out_of_reach(peer) or not self._backoff.is_due(peer, self._path(peer), trio.current_time()):
             return None
         channel: BulkChannel | None = None
         reason = "no answer, or no way, in time"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -55,6 +56,11 @@ class Dialback:
     def __init__(self, host: Host) -> None:
         self._host = host
         self._num_dialling = 0
+        self._num_asking = 0
+        self._none_asking = trio.Event()
+        self.holed_at = -math.inf
+        """When a connection from the port that listens was last opened: until the router forgets it, what came in
+        may have come through that hole."""
         self._dialled_at: OrderedDict[bytes, float] = OrderedDict()
         host.set_handler(DIALBACK_PROTOCOL, self._serve)
 
@@ -67,14 +73,25 @@ class Dialback:
             stream.reset()
             raise PeerUnreachableError("a relay cannot tell")
         ports = tuple(dict.fromkeys(port for _, port in self._host.listening))[:MAX_PORTS]
-        return await _ask_over(stream, Request(ports))
+        self._num_asking += 1
+        try:
+            return await _ask_over(stream, Request(ports))
+        finally:
+            self._num_asking -= 1
+            if not self._num_asking:
+                self._none_asking.set()
+                self._none_asking = trio.Event()
 
     @contextlib.asynccontextmanager
     async def observed_by(self, peer: bytes, timeout: float = ANSWER_TIMEOUT) -> AsyncIterator[Witness]:
         """As whom the peer sees our listening port; the connection that it sees stays for as long as the block runs.
 
-        Raises `PeerUnreachableError` where the connection, or the answer, takes longer than ``timeout`` seconds.
+        Waits while others dial us, who must not find the hole that this makes. Raises `PeerUnreachableError` where the
+        connection, or the answer, takes longer than ``timeout`` seconds from then on.
         """
+        while self._num_asking:
+            await self._none_asking.wait()
+        self.holed_at = trio.current_time()
         async with self._host.open_aside(peer, timeout) as open_stream:
             with _deadline(timeout):
                 witness = await _ask_over(await open_stream(DIALBACK_PROTOCOL), Request(()))

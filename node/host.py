@@ -90,6 +90,8 @@ class Host:
         self._observed_ips: list[str] = []
         self._news = trio.Event()  # a connection has come or gone
         self._needs: list[Callable[[bytes], bool]] = []
+        self.is_out_of_reach: Callable[[bytes], bool] = lambda peer: False
+        """Whether hole punching has shown that no direct connection to a peer comes about (farandole.node.punching)."""
         swarm.commons.is_needed = self._is_needed
         self._dht = Dht(libp2p)
         nursery.start_soon(self._dht.run)

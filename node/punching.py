@@ -26,7 +26,7 @@ from farandole.protocol.punching import DCUTR_PROTOCOL, NUM_ATTEMPTS, offer, tar
 from farandole.protocol.reachability import Address
 
 from .backoff import Backoff
-from .dialback import Dialback
+from .dialback import ANSWER_TIMEOUT, Dialback
 from .errors import PeerUnreachableError
 from .punch_messages import encode_connect, encode_sync, receive_connect, receive_sync
 from .reachability import Reachability
@@ -45,7 +45,8 @@ REDIAL_INTERVAL: Final = 0.2
 OBSERVE_TIMEOUT: Final = 3.0
 # Asked one after the other, until one has answered.
 NUM_OBSERVERS: Final = 2
-MESSAGE_TIMEOUT: Final = 2 * OBSERVE_TIMEOUT
+# Until a peer has asked its own, which may have to wait for a dial-back.
+MESSAGE_TIMEOUT: Final = ANSWER_TIMEOUT + NUM_OBSERVERS * OBSERVE_TIMEOUT
 # Routers do not change; what fails twelve seconds long fails again, unless an address has changed.
 FIRST_RETRY_AFTER, MAX_RETRY_AFTER = 60.0, 3_600.0
 # Each dials a few addresses.
@@ -65,6 +66,7 @@ class Puncher:
         self._reachability = reachability
         self._backoff = Backoff(FIRST_RETRY_AFTER, MAX_RETRY_AFTER)
         self._under_way: set[bytes] = set()
+        host.is_out_of_reach = self._is_out_of_reach
         host.set_handler(DCUTR_PROTOCOL, self._answer)
 
     async def run(self) -> None:
@@ -110,12 +112,18 @@ class Puncher:
             logger.debug("no hole to %s: %r", short_name(peer), error)
         finally:
             self._under_way.discard(peer)
+        self._note_end(peer, trio.current_time() - began)
+
+    def _note_end(self, peer: bytes, seconds: float) -> None:
         if self._host.is_direct(peer):
-            logger.info("direct with %s after %.1f s", short_name(peer), trio.current_time() - began)
+            logger.info("direct with %s after %.1f s", short_name(peer), seconds)
             self._backoff.note_success(peer)
         elif self._host.is_connected(peer):
             _, pause = self._backoff.note_failure(peer, self._path(), trio.current_time())
             logger.info("no direct way to %s: relayed; tried again in %.0f s", short_name(peer), pause)
+
+    def _is_out_of_reach(self, peer: bytes) -> bool:
+        return not self._host.is_direct(peer) and self._backoff.has_failed(peer, self._path())
 
     async def _lead(self, peer: bytes) -> None:
         async with self._observed() as observed:
@@ -146,6 +154,7 @@ class Puncher:
         if not stream.is_relayed or not self._may_begin(peer):
             raise RemoteProtocolError("there is nothing to punch")
         self._under_way.add(peer)
+        began = trio.current_time()
         try:
             async with self._observed() as observed:
                 for _ in range(NUM_ATTEMPTS):
@@ -160,6 +169,7 @@ class Puncher:
                         await self._meet(peer, chosen, is_initiator=False)
         finally:
             self._under_way.discard(peer)
+            self._note_end(peer, trio.current_time() - began)
 
     # Both
 

@@ -31,10 +31,15 @@ NUM_COMPARED = 2
 # Routers change their minds, and the address of a home changes every day in some countries. Longer than any NAT keeps
 # a connection that has ended, so that no hole that we made ourselves lets a dial-back in.
 EXAMINE_INTERVAL = 300.0
+# Until then, who comes in may have come through a hole that we made: where a verdict would change by that, it waits.
+HOLE_SECONDS = EXAMINE_INTERVAL
 # Where nobody has told anything yet; and between two examinations, whatever happens.
 RETRY_INTERVAL = 10.0
 # The first peers come within a moment of each other.
 SETTLE_SECONDS = 0.5
+# Who can be dialled hears so within three round trips of the slowest lines; who hears nothing by then is likely to need
+# relays. The witness tries on, since a SYN may be lost.
+DOUBT_AFTER = 1.0
 
 
 class Reachability:
@@ -44,6 +49,8 @@ class Reachability:
         self.verdict = verdict or Verdict(Kind.UNKNOWN)
         self.is_examined = verdict is not None
         """Whether peers have been asked, whatever they said."""
+        self.is_doubtful = False
+        """Whether the first peers that were asked have not reached this node at once: they still try."""
         self._changed = trio.Event()
 
     @property
@@ -57,11 +64,24 @@ class Reachability:
             logger.info("this node is %s", verdict.kind)
         self.verdict = verdict
         self.is_examined = True
+        self._tell()
+
+    def doubt(self) -> None:
+        """Whoever dials this node has not come through yet."""
+        self.is_doubtful = True
+        self._tell()
+
+    @property
+    def needs_relays(self) -> bool:
+        """Whether others cannot dial this node, or it looks like that so far."""
+        return self.kind is not Kind.PUBLIC and (self.is_examined or self.is_doubtful)
+
+    def _tell(self) -> None:
         self._changed.set()
         self._changed = trio.Event()
 
     async def changed(self) -> None:
-        """Until it is examined again."""
+        """Until it is examined again, or there is doubt."""
         await self._changed.wait()
 
 
@@ -113,15 +133,37 @@ class Examiner:
             return True
         witnesses = self._choose()
         self._witnesses = frozenset(witnesses)
-        dialled = await self._gather(witnesses, is_aside=False)
+        dialled = await self._gather_dialled(witnesses)
         if self._reachability.is_examined and not any(witness.answer.has_dialled for witness in dialled):
             return False  # nobody who could contradict what is known
         verdict = classify(dialled, ())
+        if verdict.kind is Kind.PUBLIC and self._may_be_through_hole(verdict):
+            return True
         if verdict.kind is not Kind.PUBLIC:
             verdict = classify(dialled, await self._gather(witnesses, is_aside=True))
         self._reachability.set(verdict)
         self._host.set_observed_ips([ip for ip, _ in verdict.addresses])
         return verdict.kind is not Kind.UNKNOWN
+
+    def _may_be_through_hole(self, verdict: Verdict) -> bool:
+        """Whether this node is known to sit behind NAT, and seems public all at once."""
+        is_sudden = self._reachability.is_examined and self._reachability.kind is not Kind.PUBLIC
+        is_holed = trio.current_time() < self.dialback.holed_at + HOLE_SECONDS
+        own = self._host.own_ips
+        return is_sudden and is_holed and not any(ip in own for ip, _ in verdict.addresses)
+
+    async def _gather_dialled(self, witnesses: Sequence[bytes]) -> list[Witness]:
+        async with trio.open_nursery() as nursery:
+
+            async def doubt() -> None:
+                await trio.sleep(DOUBT_AFTER)
+                self._reachability.doubt()
+
+            if witnesses and not self._reachability.is_examined:
+                nursery.start_soon(doubt)
+            dialled = await self._gather(witnesses, is_aside=False)
+            nursery.cancel_scope.cancel()
+        return dialled
 
     def _choose(self) -> list[bytes]:
         """Peers with direct connections, from far away if there are any, each at an address of its own if may be."""

@@ -17,7 +17,7 @@ import trio
 
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import short_name
-from farandole.protocol.reachability import Kind, is_global
+from farandole.protocol.reachability import is_global
 
 from .backoff import Backoff
 from .errors import PeerUnreachableError
@@ -33,8 +33,9 @@ logger = logging.getLogger(__name__)
 NUM_RELAYS: Final = 2
 # Before the end of a reservation; there are several tries in it.
 RENEW_BEFORE: Final = 300.0
-# A relay that refused is full, or not public; a peer that is none answers at once that it speaks no such protocol.
-FIRST_RETRY_AFTER, MAX_RETRY_AFTER = 20.0, 600.0
+# A relay that refused is full; a peer that is none answers at once that it speaks no such protocol, and may be one
+# soon, where all have begun at the same time.
+FIRST_RETRY_AFTER, MAX_RETRY_AFTER = 4.0, 600.0
 # Between two looks at what is held, beside those that a lost connection causes.
 CHECK_INTERVAL: Final = 15.0
 # While fewer are held than should be.
@@ -69,17 +70,13 @@ class RelayKeeper:
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            if self._is_needed:
+            if self._reachability.needs_relays:
                 await self._keep()
             else:
                 self._give_up()
             self._announce()
-            is_short = self._is_needed and len(self.held) < NUM_RELAYS
+            is_short = self._reachability.needs_relays and len(self.held) < NUM_RELAYS
             await self._wait(HURRY_INTERVAL if is_short else CHECK_INTERVAL)
-
-    @property
-    def _is_needed(self) -> bool:
-        return self._reachability.is_examined and self._reachability.kind is not Kind.PUBLIC
 
     async def _wait(self, seconds: float) -> None:
         """So long, or until a relay is lost or the node's reachability has changed."""

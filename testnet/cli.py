@@ -97,6 +97,8 @@ def _draw(report: Report, folder: Path, console: Console) -> None:
 def _print_verdict(report: Report, folder: Path, console: Console) -> None:
     from farandole.node.figures import count, duration, loss
 
+    from .link_table import link_table
+
     say = partial(console.print, highlight=False, soft_wrap=True)
     exchanges = sum(node.exchanges_ok for node in report.nodes) // 2
     say(
@@ -118,6 +120,7 @@ def _print_verdict(report: Report, folder: Path, console: Console) -> None:
         # Each has two ends, which at that moment may not have said the same of it.
         ways = ", ".join(f"{(number + 1) // 2} {path}" for path, number in sorted(links.items()))
         say(f"links between homes: {ways or 'none'}")
+        console.print(link_table(report.nodes).rich())
     for stage in report.stages:
         busy = "not known" if stage.utilisation is None else f"{stage.utilisation:.1%}"
         say(

@@ -104,6 +104,9 @@ class MemoryHost:
     def observed_ips(self) -> list[str]:
         return []
 
+    def is_out_of_reach(self, peer: bytes) -> bool:
+        return False
+
     def remote_addresses(self, peer: bytes) -> list[str]:
         return ["/ip4/127.0.0.1/tcp/4001"]
 

@@ -25,6 +25,17 @@ def test_pauses_double_up_to_the_longest() -> None:
     assert pauses == [10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 600.0, 600.0, 600.0]
 
 
+def test_what_has_failed_is_known_until_it_succeeds_or_the_path_changes() -> None:
+    backoff = Backoff(10.0, 600.0)
+    assert not backoff.has_failed(ALICE, PATH)
+    backoff.note_failure(ALICE, PATH, 0.0)
+    assert backoff.has_failed(ALICE, PATH)
+    assert not backoff.has_failed(BOB, PATH)
+    assert not backoff.has_failed(ALICE, [*PATH, "/ip4/192.0.2.2/tcp/4001"])
+    backoff.note_success(ALICE)
+    assert not backoff.has_failed(ALICE, PATH)
+
+
 def test_a_success_forgets_the_failures() -> None:
     backoff = Backoff(10.0, 600.0)
     for now in (0.0, 10.0):

@@ -80,6 +80,7 @@ class MemoryHost:
     is_frozen: bool = False
     streams_opened: int = 0
     remote_port: int = 4_001
+    unreachable: set[bytes] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.network[self.author] = self
@@ -87,6 +88,9 @@ class MemoryHost:
     @property
     def observed_ips(self) -> list[str]:
         return []
+
+    def is_out_of_reach(self, peer: bytes) -> bool:
+        return peer in self.unreachable
 
     def remote_addresses(self, peer: bytes) -> list[str]:
         return [f"/ip4/127.0.0.1/tcp/{self.remote_port}"]
@@ -253,6 +257,16 @@ async def test_who_could_not_be_reached_is_not_tried_at_once_again(
     (message,) = caplog.messages
     assert "for the first time" in message
     assert "for 10 s no channel is tried" in message
+
+
+async def test_who_is_out_of_reach_costs_no_wait(alice: Party, bob: Party) -> None:
+    alice.host.unreachable.add(BOB)
+    with bob.service.expecting(ALICE):
+        assert await alice.service.acquire(BOB) is None
+    assert alice.host.streams_opened == 0
+    alice.host.unreachable.clear()
+    for channel in await meet(alice, bob):
+        channel.close()
 
 
 async def test_who_could_not_be_reached_is_tried_again_over_another_connection(alice: Party, bob: Party) -> None:

@@ -1,6 +1,7 @@
 """Nodes on loopback that find out how they are reached, keep relays, and relay."""
 
 import contextlib
+import random
 from collections.abc import AsyncIterator
 
 import pytest
@@ -8,12 +9,14 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from trio_typing import TaskStatus
 
+from farandole.node import dialback as dialback_module
+from farandole.node import reachability as reachability_module
 from farandole.node.connectivity import Connectivity, open_connectivity
 from farandole.node.dialback import Dialback
 from farandole.node.errors import PeerUnreachableError
 from farandole.node.host import Host, open_host
 from farandole.node.libp2p_stream import Stream
-from farandole.node.reachability import Reachability
+from farandole.node.reachability import Examiner, Reachability
 from farandole.node.relays import NUM_RELAYS
 from farandole.node.shaping import Shaping
 from farandole.protocol.framing import frame
@@ -25,6 +28,7 @@ from .relayed import LOOPBACK, open_home, open_public, until
 RUN = bytes(32)
 HIDDEN = Verdict(Kind.RELAY_ONLY)
 PUBLIC = Verdict(Kind.PUBLIC)
+PAUSE = 0.2
 
 
 @contextlib.asynccontextmanager
@@ -70,6 +74,68 @@ async def test_who_has_no_listener_keeps_two_relays_and_is_reached_through_them(
             assert len(connectivity.keeper.held) == NUM_RELAYS
             await caller.connect(home.author, home.addresses)
             assert caller.path(home.author) == "relayed"
+
+
+async def test_relays_are_kept_while_witnesses_still_try() -> None:
+    with trio.fail_after(30):
+        async with open_node(verdict=PUBLIC) as (relay, _), open_node() as (home, connectivity):
+
+            async def hesitate(stream: Stream) -> None:
+                await trio.sleep_forever()
+
+            relay.set_handler(DIALBACK_PROTOCOL, hesitate)
+            await home.connect(relay.author, relay.addresses)
+            await until(lambda: len(connectivity.keeper.held) == 1)
+            assert not connectivity.reachability.is_examined
+
+
+async def test_nothing_makes_holes_while_a_witness_dials() -> None:
+    with trio.fail_after(30):
+        async with open_public() as alice, open_public() as bob, trio.open_nursery() as nursery:
+            begun, done = trio.Event(), trio.Event()
+
+            async def hesitate(stream: Stream) -> None:
+                begun.set()
+                await done.wait()
+
+            bob.set_handler(DIALBACK_PROTOCOL, hesitate)
+            await alice.connect(bob.author, bob.addresses)
+            dialback = Dialback(alice)
+
+            async def ask() -> None:
+                with pytest.raises(PeerUnreachableError):
+                    await dialback.ask(bob.author)
+                assert dialback.holed_at < trio.current_time() - PAUSE
+
+            nursery.start_soon(ask)
+            await begun.wait()
+            Dialback(bob)
+
+            async def observe() -> None:
+                async with dialback.observed_by(bob.author) as witness:
+                    assert witness.answer.port == alice.listening[0][1]
+
+            nursery.start_soon(observe)
+            await trio.sleep(PAUSE)
+            done.set()
+
+
+async def test_who_seems_public_by_a_hole_alone_keeps_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Host, "own_ips", property(lambda host: ["192.168.1.10"]))  # behind NAT
+    with trio.fail_after(30):
+        async with open_public() as alice, open_public() as bob:
+            Dialback(bob)
+            await alice.connect(bob.author, bob.addresses)
+            reachability = Reachability(HIDDEN)
+            examiner = Examiner(alice, reachability, random.Random(0))
+            async with examiner.dialback.observed_by(bob.author):
+                pass
+            assert await examiner.examine()
+            assert reachability.verdict == HIDDEN
+            monkeypatch.setattr(reachability_module, "HOLE_SECONDS", 0.0)
+            monkeypatch.setattr(dialback_module, "DIAL_INTERVAL", 0.0)
+            assert await examiner.examine()
+            assert reachability.kind is Kind.PUBLIC
 
 
 async def test_a_relay_that_dies_is_replaced_at_once_by_another() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from farandole.testnet.link_table import link_table
 from farandole.testnet.report import Merged, NodeReport, Report, make_report
 from farandole.testnet.scenario import Scenario, parse_scenario
 
@@ -53,6 +54,14 @@ def judge(nodes: list[NodeReport], merged: Merged | None = MERGED, **settings: A
 
 def node(index: int, **changes: Any) -> NodeReport:
     return msgspec.structs.replace(GOOD, index=index, **changes)
+
+
+def test_each_end_of_a_link_says_how_it_reaches_the_other() -> None:
+    near = node(0, home="open", links={"bob": "punched"})
+    far = node(1, home="symmetric", peer_id="bob", links={"alice": "relayed"})
+    table = link_table([near, far, node(2, peer_id="carol")])
+    assert table.header == ["link to node", "0", "1", "2"]
+    assert table.rows == [["0 open", "", "punched", "-"], ["1 symmetric", "relayed", "", "-"], ["2 ", "-", "-", ""]]
 
 
 def test_good_nodes_pass() -> None:
