@@ -250,7 +250,7 @@ class RunMember:
             device=settings.device,
             threads=settings.threads,
             slow=settings.slow,
-            checkpoint=str(settings.checkpoint(files)),
+            checkpoints=str(settings.checkpoints),
             fetched=str(settings.fetched(files)),
             stage=stage,
             outgoing=0,

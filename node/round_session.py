@@ -126,6 +126,8 @@ class RoundSession:
 
         That is when the others are far ahead, or on `restart`.
         """
+        if self._trainer.prepared.resumed is not None:
+            self._on_saved(self._trainer.prepared.resumed)
         self._nursery.start_soon(self._send_commands)
         if self._pipeline is not None:
             memory = self._trainer.map_activations(self._manifest.pipeline.in_flight)

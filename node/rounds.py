@@ -204,6 +204,8 @@ class Rounds:
             board.inner_steps, board.num_parameters = prepared.inner_steps, prepared.num_parameters
             how = f"resumed at round {prepared.round}" if prepared.resumed else "from the run's seed"
             board.say(f"trainer ready on {prepared.device}: {prepared.num_parameters:,} parameters, {how}")
+            if prepared.problem:
+                board.warn(f"going on with an older checkpoint: {prepared.problem}")
             failure: TrainerError | None = None
             is_over = False
             async with trio.open_nursery() as nursery:

@@ -90,12 +90,13 @@ class NodeSettings:
         """The control API's socket."""
         return self.home / "control.sock"
 
-    def checkpoint(self, stage: int | None) -> Path:
-        """The replica: slow weights, momentum, optimizer, position in the data; of a stage, or of the whole model."""
-        return self._weights("checkpoint", stage)
+    @property
+    def checkpoints(self) -> Path:
+        """Replicas: slow weights, momentum, optimizer, position in the data (`farandole.node.checkpoints.folder`)."""
+        return self.home / "checkpoints"
 
     def fetched(self, stage: int | None) -> Path:
-        """A peer's checkpoint, until the trainer has judged it: then it takes the place of the node's own, or goes."""
+        """A peer's checkpoint, until the trainer has judged it: then it is the node's own newest, or goes."""
         return self._weights("fetched", stage)
 
     def backup(self, stage: int) -> Path:

@@ -7,12 +7,14 @@ files (`farandole.node.shared_memory`), one for what this node sends and one for
 from __future__ import annotations
 
 import struct
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
-# Both ends are ours; the bound catches a torn stream, not an enemy. The largest message is Prepare, with the manifest.
-MAX_MESSAGE_BYTES: Final = 1 << 20
+# Of the hashes of a checkpoint's blocks, 32 for each megabyte: a checkpoint of 128 GB.
+MAX_HASHES_BYTES: Final = 1 << 22
+# Both ends are ours; the bound catches a torn stream, not an enemy. Beside hashes the most is Prepare's manifest.
+MAX_MESSAGE_BYTES: Final = MAX_HASHES_BYTES + (1 << 20)
 LENGTH: Final = struct.Struct(">I")
 # How far a contribution is encoded, or has arrived, is told in steps of so many bytes: little beside what is moved
 # meanwhile, much beside what a message costs.
@@ -48,13 +50,13 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     threads: int
     slow: float
     """Each inner step is followed by a pause of (slow - 1) times its own length."""
-    checkpoint: str
-    """Where this node saves, and where it goes on from if the file is there."""
+    checkpoints: str
+    """The folder (`farandole.node.checkpoints.folder`) in which it saves, and from which it goes on."""
     outgoing: int
     """File descriptors of the shared memory, inherited."""
     incoming: int
     fetched: str = ""
-    """Where a peer's checkpoint may lie: if it is fit it replaces ``checkpoint``, else it is removed."""
+    """Where a peer's checkpoint may lie: if it is fit it becomes this node's newest, else it is removed."""
     stage: int = 0
     """Which stage of the model this is, where it is cut into several."""
     activations: int = 0
@@ -154,6 +156,22 @@ Command = (
 )
 
 
+class Saved(msgspec.Struct, frozen=True, tag=True):
+    """A checkpoint is on the disk, or why it is not (``problem``)."""
+
+    round: int
+    inner_steps: int
+    tokens: int
+    path: str = ""
+    """The file, under the name that it keeps until it is removed."""
+    size: int = 0
+    hashes: Annotated[bytes, msgspec.Meta(max_length=MAX_HASHES_BYTES)] = b""
+    """SHA-256 of each of the file's blocks, one after the other (`farandole.training.blocks`)."""
+    sha256: bytes = b""
+    """Of the whole file."""
+    problem: str = ""
+
+
 class Prepared(msgspec.Struct, frozen=True, tag=True):
     """Ready to train."""
 
@@ -165,9 +183,12 @@ class Prepared(msgspec.Struct, frozen=True, tag=True):
     round: int
     inner_steps: int
     tokens: int
-    resumed: bool
     activation_bytes: int = 0
     """Of one microbatch, as it travels; 0 where the model is not cut."""
+    resumed: Saved | None = None
+    """The checkpoint that it goes on from, checked; None: from the run's seed."""
+    problem: str = ""
+    """What is wrong with newer checkpoints, which were passed over."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
@@ -234,17 +255,6 @@ class OuterStepTaken(msgspec.Struct, frozen=True, tag=True):
     round: int
     late_steps: int = 0
     """Inner steps between the contribution and the outer step."""
-
-
-class Saved(msgspec.Struct, frozen=True, tag=True):
-    """The checkpoint is on disk, or why it is not (``problem``)."""
-
-    round: int
-    inner_steps: int
-    tokens: int
-    sha256: bytes
-    size: int
-    problem: str
 
 
 class Validated(msgspec.Struct, frozen=True, tag=True):

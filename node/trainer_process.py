@@ -20,13 +20,16 @@ from __future__ import annotations
 import abc
 import mmap
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from farandole.training.checkpoint import sync_folder
 from farandole.training.errors import CheckpointError
 
+from .checkpoints.folder import KEPT, CheckpointFolder, index_of
 from .shared_memory import map_shared_memory
 from .trainer_channel import Channel
 from .trainer_messages import (
@@ -55,6 +58,7 @@ from .trainer_messages import (
 )
 
 if TYPE_CHECKING:
+    from farandole.training.blocks import Content
     from farandole.training.replica import Replica
 
 PROGRESS_INTERVAL = 0.5
@@ -71,7 +75,8 @@ class TrainerProcess(abc.ABC):
         self._channel = channel
         self._author = prepare.author
         self._slow = prepare.slow
-        self._checkpoint = Path(prepare.checkpoint)
+        self._checkpoints = CheckpointFolder(Path(prepare.checkpoints), prepare.stage)
+        self._kept: deque[Path] = deque(maxlen=KEPT)
         self._fragment = 0
         self._aside = ThreadPoolExecutor(1)
         self._encoding: Future[None] | None = None  # where the replica encodes aside
@@ -82,7 +87,7 @@ class TrainerProcess(abc.ABC):
         self._began_at: float | None = None
         self._busy_seconds = 0.0  # spent in inner steps
         self._replica = replica
-        resumed = self._resume(Path(prepare.fetched) if prepare.fetched else None)
+        resumed, problem = self._resume(Path(prepare.fetched) if prepare.fetched else None)
         size = replica.contribution_bytes
         self._outgoing: mmap.mmap = map_shared_memory(prepare.outgoing, size)
         self._incoming: mmap.mmap = map_shared_memory(prepare.incoming, size)
@@ -97,25 +102,54 @@ class TrainerProcess(abc.ABC):
                 round=replica.round,
                 inner_steps=replica.steps,
                 tokens=replica.tokens,
-                resumed=resumed,
                 activation_bytes=activation_bytes,
+                resumed=resumed,
+                problem=problem,
             )
         )
 
-    def _resume(self, fetched: Path | None) -> bool:
-        """Whether there was a checkpoint. A peer's replaces this node's own only once it is proved to be fit."""
+    def _resume(self, fetched: Path | None) -> tuple[Saved | None, str]:
+        """The checkpoint that is loaded, if there is one, and what is wrong with those that should have been.
+
+        A peer's becomes this node's own only once it is proved to be fit.
+        """
         if fetched is not None and fetched.exists():
             try:
-                self._replica.load(fetched)
+                content = self._replica.load(fetched)
             except CheckpointError as error:
                 fetched.unlink()
                 raise UnfitWeightsError(f"a peer's weights are unfit: {error}") from error
-            fetched.replace(self._checkpoint)
-        elif self._checkpoint.exists():
-            self._replica.load(self._checkpoint)
-        else:
-            return False
-        return True
+            return self._adopt(fetched, content), ""
+        problems: list[str] = []
+        for path in self._checkpoints.files():
+            try:
+                content = self._replica.load(path)
+            except CheckpointError as error:
+                problems.append(str(error))
+                continue
+            return self._saved(path, content), "; ".join(problems)
+        if problems:
+            raise CheckpointError(
+                f"no checkpoint in {self._checkpoints.path} can be loaded ({'; '.join(problems)}). Restore them, or "
+                "move them away to begin with the weights of others"
+            )
+        return None, ""
+
+    def _adopt(self, fetched: Path, content: Content) -> Saved:
+        path = self._checkpoints.file(self._replica.round)
+        path.parent.mkdir(exist_ok=True)
+        index_of(path).unlink(missing_ok=True)  # of a file that had this name before
+        fetched.replace(path)
+        sync_folder(path.parent)
+        return self._saved(path, content)
+
+    def _saved(self, path: Path, content: Content) -> Saved:
+        """Good, and of the replica as it is."""
+        self._kept.append(path)
+        replica = self._replica
+        return Saved(
+            replica.round, replica.steps, replica.tokens, str(path), content.size, content.hashes, content.sha256
+        )
 
     def handle(self, command: Command) -> None:
         """Do what one command says and report it."""
@@ -259,10 +293,13 @@ class TrainerProcess(abc.ABC):
     def _save(self) -> Saved:
         """A full disk or a failed fsync costs a warning, never the training."""
         replica = self._replica
-        sha256, size, problem = b"", 0, ""
+        path = self._checkpoints.file(replica.round)
         try:
-            digest, size = replica.save(self._checkpoint)
-            sha256 = bytes.fromhex(digest)
+            path.parent.mkdir(exist_ok=True)
+            index_of(path).unlink(missing_ok=True)
+            saved = self._saved(path, replica.save(path))
         except OSError as error:
             problem = f"checkpoint not written: {error}; the last good one is kept"
-        return Saved(replica.round, replica.steps, replica.tokens, sha256, size, problem)
+            return Saved(replica.round, replica.steps, replica.tokens, problem=problem)
+        self._checkpoints.keep(self._kept)
+        return saved

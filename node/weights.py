@@ -24,6 +24,7 @@ from farandole.training.cut import stage_parameters
 
 from . import trainer_messages as messages
 from .board import Board
+from .checkpoints.folder import CheckpointFolder
 from .conversion import training_configs
 from .errors import PeerUnreachableError
 from .host import Host
@@ -99,8 +100,8 @@ class Weights:
 
     async def own_round(self) -> int | None:
         """The round of this node's own checkpoint of its stage, if there is one."""
-        path = self._settings.checkpoint(self.file_stage(self._membership.stage))
-        return await trio.to_thread.run_sync(saved_round, path)
+        files = CheckpointFolder(self._settings.checkpoints, self._membership.stage).files()
+        return await trio.to_thread.run_sync(_newest_round, files)
 
     # For this node's trainer
 
@@ -110,10 +111,8 @@ class Weights:
         Raises `JoinError` if the run is under way, this node has none, and nobody gives any.
         """
         board, stage = self._board, self._membership.stage
-        path = self._settings.checkpoint(self.file_stage(stage))
-        for leftover in path.parent.glob(f".{path.name}.*.tmp"):  # of trainers that were killed while they saved
-            leftover.unlink(missing_ok=True)
-        own_round = await trio.to_thread.run_sync(saved_round, path)
+        await trio.to_thread.run_sync(CheckpointFolder(self._settings.checkpoints, stage).clean)
+        own_round = await self.own_round()
         fetched = await trio.to_thread.run_sync(saved_round, self._settings.fetched(self.file_stage(stage)))
         newest = own_round if fetched is None else max(fetched, own_round or 0)
         if self._membership.current_round() - (newest or 0) <= (0 if newest is None else MAX_ROUNDS_BEHIND):
@@ -245,12 +244,12 @@ class Weights:
         return self._saved
 
     def note_saved(self, saved: messages.Saved) -> None:
-        """The trainer has written a checkpoint."""
+        """The trainer has written a checkpoint, or goes on from it."""
         stage = self._membership.stage
         if self.trainer_stage != stage:
             return  # it is about to end: this node has moved
         header = CheckpointHeader(saved.round, saved.inner_steps, saved.tokens, saved.size, saved.sha256)
-        self._saved = SavedCheckpoint(self._settings.checkpoint(self.file_stage(stage)), header)
+        self._saved = SavedCheckpoint(Path(saved.path), header)
         self._has_saved.set()
         self._membership.checkpoint_saved(stage, header)
 
@@ -300,3 +299,8 @@ class Weights:
         stage, header = msgspec.msgpack.decode(stored, type=tuple[int, CheckpointHeader])
         if stage != self._membership.stage and self._settings.backup(stage).exists():
             self._keep(stage, header)
+
+
+def _newest_round(files: Iterable[Path]) -> int | None:
+    """Of those that can be read; the newest come first."""
+    return next((found for path in files if (found := saved_round(path)) is not None), None)

@@ -290,8 +290,8 @@ class Testnet:
     async def _measure(self, manifest: Manifest, signed: SignedManifest, nodes: Sequence[NodeReport]) -> Merged | None:
         """Merge the replicas of the nodes that were live at the end; None if there are none, or on Ctrl-C."""
         alive = {node.index for node in nodes if node.is_alive}
-        checkpoints = [node.checkpoint for node in self._nodes if node.record.index in alive]
-        checkpoints = [path for path in checkpoints if path.exists()]
+        newest = [node.checkpoint for node in self._nodes if node.record.index in alive]
+        checkpoints = [path for path in newest if path is not None]
         if not checkpoints:
             return None
         self._say(f"measuring the mean of {len(checkpoints)} replicas on held-out text")

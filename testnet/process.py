@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
+from farandole.node.checkpoints.folder import CheckpointFolder
 from farandole.node.control import ControlError, NoNodeError, call
 from farandole.node.settings import NodeSettings
 from farandole.node.status import NodeStatus
@@ -58,11 +59,11 @@ class NodeProcess:
         return f"node {self.record.index}"
 
     @property
-    def checkpoint(self) -> Path:
-        """The replica, once it has been saved; of the stage that the node last said it holds."""
+    def checkpoint(self) -> Path | None:
+        """The newest replica that has been saved, of the stage that the node last said it holds."""
         status = self.record.status
-        stage = status.stage if status is not None and len(status.run.providers) > 1 else None
-        return NodeSettings(home=self.home).checkpoint(stage)
+        stage = 0 if status is None else status.stage
+        return next(iter(CheckpointFolder(NodeSettings(home=self.home).checkpoints, stage).files()), None)
 
     async def run(self, source: str | None, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Start the daemon and watch over it until it ends.

@@ -1,8 +1,11 @@
 """A replica's state as a safetensors file: flat vectors by parameter's name, and counters in the metadata.
 
-Files come from peers as well, so loading trusts nothing: sizes first, then names, types and shapes, then every
-value; only then is anything copied. There is no pickle. Writing streams the vectors through SHA-256 into a temporary
-file that replaces the old one in one step, so a crash leaves the old checkpoint or the new one, never half of one.
+Files come from peers as well, so loading trusts nothing: sizes first, then hashes where they are known, then names,
+types and shapes, then every value; only then is anything copied. There is no pickle. Writing streams the vectors
+through SHA-256, block by block, into a temporary file, which gets its name when it is on the disk for good: so a crash
+leaves the old checkpoint or the new one, never half of one. Where making it durable fails, the file is given up: asked
+again, the system may say that all is well, though what it could not write is lost (Rebello et al., "Can Applications
+Recover from fsync Failures?", USENIX ATC 2020).
 
 The format is written by hand, because the library's writer needs a second copy of everything in memory; reading is
 the library's.
@@ -10,12 +13,14 @@ the library's.
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import itertools
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+import tempfile
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +28,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from .blocks import BlockHasher, Content, content_of, first_difference
 from .errors import CheckpointError
 from .parameters import Layout
 
@@ -30,7 +36,8 @@ FORMAT = "farandole/checkpoint/1"
 # Names and shapes of a few thousand parameters take a few hundred KB.
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 MAX_COUNTER = 2**53  # exact in JSON everywhere
-_SLICE = 1 << 22  # elements written at a time, 16 MiB
+TEMPORARY_SUFFIX = ".tmp"
+_SLICE = 1 << 22  # elements that are fetched from a device at a time, 16 MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,42 +54,50 @@ class Counters:
 
 def save_checkpoint(
     path: Path, vectors: Mapping[str, Tensor], layout: Layout, run_id: bytes, counters: Counters
-) -> tuple[str, int]:
-    """Write flat vectors (n,) to ``path``, atomically and durably; returns (SHA-256 in hexadecimal, size in bytes)."""
-    header = _header(tuple(vectors), layout, run_id, counters)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    digest = hashlib.sha256()
+) -> Content:
+    """Write flat vectors (n,) to ``path``, atomically and durably, by way of a temporary file beside it.
+
+    Raises `OSError`. Then what was at ``path`` is there still, or the new file, if its folder alone failed to sync.
+    """
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=TEMPORARY_SUFFIX, dir=path.parent)
+    temporary = Path(name)
     try:
-        with temporary.open("wb") as file:
-            for part in itertools.chain([memoryview(header)], _bytes_of(vectors)):
-                file.write(part)
-                digest.update(part)
-            file.flush()
-            os.fsync(file.fileno())
-            size = file.tell()
+        with FileIO(descriptor, "w") as file:
+            content = _write(file, itertools.chain([_header(tuple(vectors), layout, run_id, counters)], _data(vectors)))
+            os.fsync(descriptor)
         temporary.replace(path)
     finally:
-        temporary.unlink(missing_ok=True)
-    _sync_folder(path.parent)
-    return digest.hexdigest(), size
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+    return content
 
 
 def load_checkpoint(
-    path: Path, vectors: Mapping[str, Tensor], layout: Layout, run_id: bytes, optional: Collection[str] = ()
-) -> Counters:
+    path: Path,
+    vectors: Mapping[str, Tensor],
+    layout: Layout,
+    run_id: bytes,
+    optional: Collection[str] = (),
+    hashes: bytes = b"",
+) -> tuple[Counters, Content]:
     """Validate the file at ``path`` and copy it into the flat vectors (n,).
 
-    The file has all vectors, or all but those named in ``optional``, which become zeros then.
-    Raises `CheckpointError`, before anything is changed, if it is not wholly a checkpoint of this run and layout.
+    ``hashes`` are those of its blocks, if they are known. Vectors named in ``optional`` may be missing, which become
+    zeros then. Raises `CheckpointError`, before anything is changed, if it is not wholly a checkpoint of this run and
+    layout.
     """
-    required = {name: flat for name, flat in vectors.items() if name not in optional}
-    has_all = _check_size(path, [len(kept) * layout.num_elements * 4 for kept in (required, vectors)])
-    present = vectors if has_all else required
+    _check_size(path, layout, len(vectors) - len(optional), len(vectors))
     try:
+        content = content_of(path)
+        if hashes and (damaged := first_difference(content, hashes)) is not None:
+            raise CheckpointError(f"{path.name} is damaged: its block {damaged} is not what was written")
         with safe_open(path, framework="pt") as file:
             counters = _counters_of(file.metadata() or {}, layout, run_id)
-            expected = {f"{vector}/{name}" for vector in present for name in layout.names}
-            if set(file.keys()) != expected:
+            tensors = set(file.keys())
+            held = {name.partition("/")[0] for name in tensors}
+            present = {name: flat for name, flat in vectors.items() if name in held or name not in optional}
+            if tensors != {f"{vector}/{name}" for vector in present for name in layout.names}:
                 raise CheckpointError("the checkpoint's tensors are not those of this run's model")
             for vector in present:
                 for name, shape in zip(layout.names, layout.shapes, strict=True):
@@ -94,10 +109,10 @@ def load_checkpoint(
                 vectors[vector].zero_()
     except (SafetensorError, OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path.name} is no safetensors file: {error}") from error
-    return counters
+    return counters, content
 
 
-def _header(vectors: tuple[str, ...], layout: Layout, run_id: bytes, counters: Counters) -> bytes:
+def _header(vectors: tuple[str, ...], layout: Layout, run_id: bytes, counters: Counters) -> memoryview:
     metadata = {"format": FORMAT, "run_id": run_id.hex(), "layout": layout.hash.hex()}
     metadata |= {name: str(value) for name, value in asdict(counters).items()}
     header: dict[str, object] = {"__metadata__": metadata}
@@ -109,17 +124,29 @@ def _header(vectors: tuple[str, ...], layout: Layout, run_id: bytes, counters: C
             offset = end
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)  # tensors start at a multiple of 8, as the format asks
-    return len(raw).to_bytes(8, "little") + raw
+    return memoryview(len(raw).to_bytes(8, "little") + raw)
 
 
-def _bytes_of(vectors: Mapping[str, Tensor]) -> Iterator[memoryview]:
+def _data(vectors: Mapping[str, Tensor]) -> Iterator[memoryview]:
     for flat in vectors.values():
         for start in range(0, len(flat), _SLICE):
             yield flat[start : start + _SLICE].cpu().numpy().view(np.uint8).data
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make the renaming itself durable."""
+def _write(file: FileIO, parts: Iterable[memoryview]) -> Content:
+    hasher = BlockHasher()
+    for part in parts:
+        position = 0
+        while position < len(part):
+            block = part[position : position + hasher.room]
+            num_written = file.write(block)  # less than all, where a disk is almost full
+            hasher.update(block[:num_written])
+            position += num_written
+    return hasher.content()
+
+
+def sync_folder(folder: Path) -> None:
+    """Make what was created, renamed and removed in it durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -127,20 +154,21 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _check_size(path: Path, data_bytes: list[int]) -> bool:
-    """Whether the file holds the last of the sizes that it may have."""
+def _check_size(path: Path, layout: Layout, least: int, most: int) -> None:
+    """The file must have at least so many vectors, and at most."""
     try:
         with path.open("rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")
             size = file.seek(0, os.SEEK_END)
     except OSError as error:
         raise CheckpointError(f"cannot read the checkpoint {path}: {error.strerror}") from error
-    if header_bytes > MAX_HEADER_BYTES or size - 8 - header_bytes not in data_bytes:
+    vector_bytes = 4 * layout.num_elements
+    num_vectors, rest = divmod(size - 8 - header_bytes, vector_bytes)
+    if header_bytes > MAX_HEADER_BYTES or rest or not least <= num_vectors <= most:
         raise CheckpointError(
-            f"{path.name} has {size} bytes, {data_bytes[-1]} of them would be this model's numbers: it is damaged, or "
-            "another model's"
+            f"{path.name} has {size} bytes, {most * vector_bytes} of them would be this model's numbers: it is "
+            "damaged, or another model's"
         )
-    return size - 8 - header_bytes == data_bytes[-1]
 
 
 def _counters_of(metadata: Mapping[str, str], layout: Layout, run_id: bytes) -> Counters:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from . import noloco
+from .blocks import Content
 from .checkpoint import Counters, load_checkpoint, save_checkpoint
 from .codec import Buffer, slices
 from .config import InnerConfig, OuterConfig
@@ -258,8 +259,8 @@ class Replica:
         self.tokens_this_round = 0
         self._forget_snapshot()
 
-    def save(self, path: Path) -> tuple[str, int]:
-        """Write a checkpoint of the last outer step's weights; returns (SHA-256 in hexadecimal, bytes).
+    def save(self, path: Path) -> Content:
+        """Write a checkpoint of the last outer step's weights; raises `OSError`, as `save_checkpoint` does.
 
         A round's unfinished inner steps are not in it: take it right after an outer step to lose none. With fragments
         the fast weights are in it, since most of them await their fragment's turn.
@@ -267,17 +268,20 @@ class Replica:
         return save_checkpoint(path, self._saved(), self.layout, self._run_id, self._counters())
 
     @torch.no_grad()
-    def load(self, path: Path) -> None:
+    def load(self, path: Path, hashes: bytes = b"") -> Content:
         """Continue from a checkpoint, this node's or a peer's: both kinds of weights, momentum, AdamW, counters.
 
-        Raises `CheckpointError`, with nothing changed, if any of it is not as it must be.
+        ``hashes`` are those of its blocks, if they are known. Raises `CheckpointError`, with nothing changed, if any of
+        it is not as it must be.
         """
-        counters = load_checkpoint(path, self._saved(), self.layout, self._run_id, optional=("error",))
+        optional = {"error"} & self._saved().keys()
+        counters, content = load_checkpoint(path, self._saved(), self.layout, self._run_id, optional, hashes)
         if self._outer.fragments == 1:
             self._theta.copy_(self._phi)
         self.round, self.steps, self.tokens = counters.round, counters.steps, counters.tokens
         self.tokens_this_round = 0
         self._forget_snapshot()
+        return content
 
     def _saved(self) -> dict[str, Tensor]:
         vectors = {"slow": self._phi, "momentum": self._momentum, "mean": self._mean, "square": self._square}

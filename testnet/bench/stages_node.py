@@ -85,7 +85,7 @@ class StageNode:
             device="cpu",
             threads=1,
             slow=1.0,
-            checkpoint=str(Path(folder, f"{self._stage}.safetensors")),
+            checkpoints=folder,
             outgoing=0,
             incoming=0,
             stage=self._stage,

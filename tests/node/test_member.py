@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node import weights as weights_module
 from farandole.node.address_book import AddressBook
 from farandole.node.board import Board
+from farandole.node.checkpoints.folder import CheckpointFolder
 from farandole.node.errors import PeerUnreachableError
 from farandole.node.joining import Target
 from farandole.node.member import MAX_ISOLATION_INTERVAL, RunMember
@@ -132,7 +133,8 @@ async def test_what_a_killed_trainer_left_half_saved_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
 ) -> None:
     member = make_member(tmp_path)
-    leftover = tmp_path / ".checkpoint.safetensors.1234.tmp"
+    leftover = member._settings.checkpoints / ".stage-0-round-7.safetensors.1234.tmp"
+    leftover.parent.mkdir()
     leftover.write_bytes(b"half")
     monkeypatch.setattr(member._membership, "current_round", lambda: 0)
     await member._weights.obtain()
@@ -145,7 +147,10 @@ async def test_a_member_that_comes_back_says_its_round_at_once(
     member = make_member(tmp_path)
     store: Any = SimpleNamespace(get_fact=nothing)
     member._store = store
-    monkeypatch.setattr(weights_module, "saved_round", {member._settings.checkpoint(None): 30}.__getitem__)
+    newest = CheckpointFolder(member._settings.checkpoints, 0).file(30)
+    newest.parent.mkdir()
+    newest.touch()
+    monkeypatch.setattr(weights_module, "saved_round", {newest: 30}.__getitem__)
     await member._restore_counters()
     assert member._board.round == 30
 

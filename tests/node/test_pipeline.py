@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from farandole.node import activation_link
 from farandole.node import trainer_messages as messages
 from farandole.node.bulk import open_bulk
+from farandole.node.checkpoints.folder import CheckpointFolder
 from farandole.node.conversion import training_configs
 from farandole.node.host import Host, open_host
 from farandole.node.messenger import open_messenger
@@ -116,7 +117,7 @@ def prepare(manifest: Manifest, author: bytes, stage: int, folder: Path) -> mess
         device="cpu",
         threads=1,
         slow=1.0,
-        checkpoint=str(folder / f"{stage}.safetensors"),
+        checkpoints=str(folder),
         outgoing=0,
         incoming=0,
         stage=stage,
@@ -196,7 +197,7 @@ async def test_nodes_of_one_stage_each_learn_what_one_node_learns_alone(
     learnt = {
         name.removeprefix("slow/"): tensor
         for stage in range(num_stages)
-        for name, tensor in load_file(tmp_path / f"{stage}.safetensors").items()
+        for name, tensor in load_file(CheckpointFolder(tmp_path, stage).file(1)).items()
         if name.startswith("slow/")
     }
     assert learnt.keys() == slow.keys()

@@ -27,7 +27,7 @@ from farandole.protocol.pairing_events import PeersChanged, StartExchange, State
 
 SIZE = 3 * messages.STEP_BYTES
 MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
-PREPARED = messages.Prepared("cpu", 1, SIZE, b"l" * 32, 0, 0, 0, resumed=False)
+PREPARED = messages.Prepared("cpu", 1, SIZE, b"l" * 32, 0, 0, 0)
 
 
 EXCHANGE_SECONDS = 5.0
@@ -142,7 +142,7 @@ async def test_a_message_that_is_lost_at_once_leaves_the_right_timer(story: Stor
 
 
 def saved(problem: str = "") -> messages.Saved:
-    return messages.Saved(0, 0, 0, b"h" * 32, 4, problem)
+    return messages.Saved(0, 0, 0, "checkpoint", 4, sha256=b"h" * 32, problem=problem)
 
 
 async def test_a_thousand_newcomers_ask_for_one_checkpoint(story: Story) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 from collections.abc import Callable
@@ -16,10 +15,12 @@ import trio
 from blake3 import blake3
 
 from farandole.node import trainer_messages as messages
+from farandole.node.checkpoints.folder import CheckpointFolder
 from farandole.node.conversion import training_configs
 from farandole.node.trainer import Trainer, TrainerError, open_trainer
 from farandole.node.transfers import saved_round
 from farandole.protocol.manifest import Manifest, ModelConfig, manifest_from_dict
+from farandole.training.blocks import Content, content_of
 from farandole.training.learner import Learner, build_learner
 
 DEADLINE = 120  # a hang, not a duration: a loaded machine imports torch in a quarter of this
@@ -55,7 +56,7 @@ def prepare(tmp_path: Path, manifest: Manifest) -> Callable[..., messages.Prepar
             device="cpu",
             threads=1,
             slow=1.0,
-            checkpoint=str(tmp_path / f"{author[:1].decode()}.safetensors"),
+            checkpoints=str(tmp_path / author[:1].decode()),
             outgoing=0,
             incoming=0,
         )
@@ -115,7 +116,7 @@ async def test_two_trainers_average_to_the_very_mean(
 
         from safetensors.numpy import load_file
 
-        weights = [load_file(prepare(author).checkpoint) for author in (b"a" * 32, b"b" * 32)]
+        weights = [load_file(report.path) for report in saved]
         slow = [{name: value for name, value in each.items() if name.startswith("slow/")} for each in weights]
         assert all((slow[0][name] == slow[1][name]).all() for name in slow[0])
         import numpy as np
@@ -143,12 +144,14 @@ async def test_a_box_ends_a_round_and_a_checkpoint_is_written_in_the_middle_of_o
     prepare: Callable[..., messages.Prepare],
 ) -> None:
     command = prepare()
-    assert saved_round(Path(command.checkpoint)) is None
+    folder = CheckpointFolder(Path(command.checkpoints), 0)
+    assert folder.files() == []
     async with open_trainer(command, None) as trainer:
         await trainer.send(messages.Train(7, 0))
         await trainer.send(messages.Save())
         saved = await report_of(trainer, messages.Saved)
-        assert hashlib.sha256(Path(command.checkpoint).read_bytes()).digest() == saved.sha256
+        assert folder.files() == [Path(saved.path)] == [folder.file(7)]
+        assert content_of(folder.file(7)) == Content(saved.size, saved.hashes, saved.sha256)
         await trainer.send(messages.FinishRound(6))  # of another round: ignored
         await trainer.send(messages.FinishRound(7))
         assert (await report_of(trainer, messages.Contributed)).inner_steps_this_round >= 1
@@ -157,10 +160,10 @@ async def test_a_box_ends_a_round_and_a_checkpoint_is_written_in_the_middle_of_o
         await trainer.send(messages.Validate(1))
         loss = (await report_of(trainer, messages.Validated)).loss
         await trainer.send(messages.Save())
-        await report_of(trainer, messages.Saved)
-    assert saved_round(Path(command.checkpoint)) == 8
+        last = await report_of(trainer, messages.Saved)
+    assert [saved_round(path) for path in folder.files()] == [8, 7]
     async with open_trainer(command, None) as again:
-        assert again.prepared.resumed
+        assert again.prepared.resumed == last
         assert again.prepared.round == 8
         await again.send(messages.Validate(1))
         assert (await report_of(again, messages.Validated)).loss == loss
@@ -292,7 +295,7 @@ async def test_a_killed_trainer_is_noticed_and_said(prepare: Callable[..., messa
 async def test_a_peers_checkpoint_replaces_the_own_one_only_if_it_is_fit(
     prepare: Callable[..., messages.Prepare], tmp_path: Path
 ) -> None:
-    own, fetched = Path(prepare().checkpoint), tmp_path / "fetched.safetensors"
+    own, fetched = CheckpointFolder(tmp_path / "a", 0).file(5), tmp_path / "fetched.safetensors"
     async with open_trainer(prepare(), None) as trainer:
         await trainer.send(messages.Train(4, 1))
         await report_of(trainer, messages.Contributed)
@@ -313,8 +316,8 @@ async def test_a_peers_checkpoint_replaces_the_own_one_only_if_it_is_fit(
         assert not fetched.exists()
     own.replace(fetched)
     async with open_trainer(prepare(fetched=str(fetched)), None) as trainer:
-        assert trainer.prepared.resumed
-        assert trainer.prepared.round == 5
+        assert trainer.prepared.resumed is not None
+        assert (trainer.prepared.resumed.path, trainer.prepared.round) == (str(own), 5)
     assert own.read_bytes() == kept
     assert not fetched.exists()
 

@@ -67,7 +67,7 @@ def prepare(tmp_path: Path) -> Iterator[Prepare]:
             device="cpu",
             threads=1,
             slow=1.0,
-            checkpoint=str(tmp_path / "checkpoint.safetensors"),
+            checkpoints=str(tmp_path),
             outgoing=outgoing,
             incoming=incoming,
         )

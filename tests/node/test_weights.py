@@ -217,7 +217,7 @@ async def test_a_backup_takes_a_tenth_of_the_time_at_most(
 async def test_what_a_trainer_of_the_stage_before_saves_is_not_taken_for_this_stages(
     world: World, autojump_clock: trio.testing.MockClock
 ) -> None:
-    saved = messages.Saved(30, 1, 1, b"h" * 32, 1, "")
+    saved = messages.Saved(30, 1, 1, "checkpoint", 1, sha256=b"h" * 32)
     world.weights.trainer_stage = 0
     world.weights.note_saved(saved)
     assert world.told == []
@@ -225,4 +225,4 @@ async def test_what_a_trainer_of_the_stage_before_saves_is_not_taken_for_this_st
     world.weights.note_saved(saved)
     assert world.told == [(1, 30, False)]
     assert (given := await world.weights.give(1)) is not None
-    assert given.path == world.settings.checkpoint(1)
+    assert given.path == Path("checkpoint")

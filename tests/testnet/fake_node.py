@@ -19,8 +19,10 @@ from typing import Any
 import msgspec
 import trio
 
+from farandole.node.checkpoints.folder import CheckpointFolder
 from farandole.node.control import serve_control
 from farandole.node.identity import load_or_create_key
+from farandole.node.settings import NodeSettings
 from farandole.protocol.identity import peer_id_of, public_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "node"))
@@ -74,7 +76,9 @@ class FakeNode:
             self.round += 1
             self.exchanges += 1
             (self.home / "round").write_text(str(self.round))
-        (self.home / "checkpoint.safetensors").touch()
+        folder = NodeSettings(home=self.home).checkpoints
+        folder.mkdir(exist_ok=True)
+        CheckpointFolder(folder, 0).file(self.round).touch()
 
     async def status(self, params: dict[str, Any]) -> object:
         is_finished = self.round == self.options.max_rounds

@@ -1,0 +1,74 @@
+"""A file as blocks of one size with a hash each: what a checkpoint is proved by, and how it moves between nodes."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+# As in `farandole.protocol.blocks`, which says why.
+BLOCK_BYTES: Final = 1 << 20
+HASH_BYTES: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What is in a file."""
+
+    size: int
+    """Bytes."""
+    hashes: bytes
+    """SHA-256 of each `BLOCK_BYTES` of it, one after the other; the last block may be shorter."""
+    sha256: bytes
+    """Of the whole."""
+
+
+class BlockHasher:
+    """Hashes a file's bytes in their order."""
+
+    def __init__(self) -> None:
+        self._size = 0
+        self._hashes = bytearray()
+        self._block, self._whole = hashlib.sha256(), hashlib.sha256()
+
+    @property
+    def room(self) -> int:
+        """Bytes until the present block is full; more than 0."""
+        return BLOCK_BYTES - self._size % BLOCK_BYTES
+
+    def update(self, data: memoryview) -> None:
+        """The next bytes, no more than there is `room`."""
+        is_full = len(data) == self.room
+        self._block.update(data)
+        self._whole.update(data)
+        self._size += len(data)
+        if is_full:
+            self._hashes += self._block.digest()
+            self._block = hashlib.sha256()
+
+    def content(self) -> Content:
+        """Of all bytes so far."""
+        rest = self._block.digest() if self._size % BLOCK_BYTES else b""
+        return Content(self._size, bytes(self._hashes) + rest, self._whole.digest())
+
+
+def content_of(path: Path) -> Content:
+    """Of a file, which is read once; raises `OSError`."""
+    hasher, buffer = BlockHasher(), memoryview(bytearray(BLOCK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while num_read := file.readinto(buffer[: hasher.room]):
+            hasher.update(buffer[:num_read])
+    return hasher.content()
+
+
+def first_difference(content: Content, hashes: bytes) -> int | None:
+    """Index of the first block that is not as ``hashes`` has it, None if all are."""
+    if content.hashes == hashes:
+        return None
+    starts = range(0, max(len(content.hashes), len(hashes)), HASH_BYTES)
+    return next(
+        start // HASH_BYTES
+        for start in starts
+        if content.hashes[start : start + HASH_BYTES] != hashes[start : start + HASH_BYTES]
+    )
