@@ -28,7 +28,7 @@ from farandole.protocol.push import MAX_PUSH_BYTES, TICK_SECONDS
 from farandole.protocol.push import PROTOCOL as PUSH_PROTOCOL
 from farandole.protocol.state import RunState
 from farandole.protocol.token_bucket import PeerMeters
-from farandole.protocol.writer import Writer
+from farandole.protocol.writer import Mark, Writer
 
 from .errors import PeerUnreachableError
 from .store import StoreError
@@ -95,10 +95,10 @@ class StateStore(Protocol):
     async def save_authors(self, rows: Mapping[bytes, bytes | None]) -> None:
         """All of it or nothing."""
 
-    async def load_mark(self) -> int:
+    async def load_mark(self) -> Mark:
         """The writer's mark."""
 
-    async def save_mark(self, mark: int) -> None:
+    async def save_mark(self, mark: Mark) -> None:
         """On disk when it returns."""
 
 

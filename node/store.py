@@ -21,11 +21,15 @@ from typing import TypeVar
 import trio
 
 from farandole.protocol.errors import FarandoleError
+from farandole.protocol.writer import MAX_SPANS, Mark
 
 logger = logging.getLogger(__name__)
 
 MAX_FACT_BYTES = 1024 * 1024
+# As wide as any number of seconds, and as many lines as a mark may have: 336 bytes, less than a disk's sector.
 _MARK_DIGITS = 20
+_MARK_LINE = b"%020d %020d\n"
+_NO_SPAN = (0, 0)
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS authors (author BLOB PRIMARY KEY, entries BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
@@ -34,6 +38,14 @@ CREATE TABLE IF NOT EXISTS peers (peer BLOB PRIMARY KEY, addresses BLOB NOT NULL
 _Result = TypeVar("_Result")
 PeerRow = tuple[bytes, bytes, float]
 """A peer's public key, its multiaddrs in JSON, and when it was reached last, in Unix time."""
+
+
+def _span(line: bytes) -> tuple[int, int]:
+    """A line of the mark's file; older ones had one line with one number, up to which all may have been used."""
+    numbers = line.split()
+    if not 1 <= len(numbers) <= 2 or not all(number.isdigit() and len(number) <= _MARK_DIGITS for number in numbers):
+        return _NO_SPAN
+    return (int(numbers[0]) if len(numbers) == 2 else 0), int(numbers[-1])
 
 
 class StoreError(FarandoleError):
@@ -86,25 +98,26 @@ class Store:
 
     # the writer's mark
 
-    async def load_mark(self) -> int:
-        """The mark stored last, 0 if there is none."""
+    async def load_mark(self) -> Mark:
+        """The mark stored last, empty if there is none."""
 
-        def work() -> int:
+        def work() -> Mark:
             try:
-                digits = self._mark_path.read_bytes()
+                lines = self._mark_path.read_bytes().split(b"\n")[:MAX_SPANS]
             except FileNotFoundError:
-                return 0
-            return int(digits) if digits.strip().isdigit() and len(digits) <= _MARK_DIGITS + 1 else 0
+                return ()
+            return tuple(span for line in lines if (span := _span(line)) != _NO_SPAN)
 
         return await self._in_thread(work)
 
-    async def save_mark(self, mark: int) -> None:
-        """On disk when this returns. It takes no new space, and twenty bytes are written whole or not at all."""
+    async def save_mark(self, mark: Mark) -> None:
+        """On disk when this returns. It takes no new space, and a sector is written whole or not at all."""
+        lines = [_MARK_LINE % span for span in (*mark, *[_NO_SPAN] * (MAX_SPANS - len(mark)))]
 
         def work() -> None:
             descriptor = os.open(self._mark_path, os.O_WRONLY | os.O_CREAT, 0o600)
             try:
-                os.pwrite(descriptor, b"%020d\n" % mark, 0)
+                os.pwrite(descriptor, b"".join(lines), 0)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)

@@ -145,6 +145,7 @@ class RunState:
         self._bucket_digests: list[bytes | None] = [None] * NUM_BUCKETS
         self._root: bytes | None = None
         self._next_expiry = float("inf")
+        self._latest = 0.0  # no entry was written later
 
     # merging
 
@@ -212,6 +213,7 @@ class RunState:
 
     def _apply(self, record: _Author, entry: Entry) -> None:
         record.slots[entry.slot] = entry
+        self._latest = max(self._latest, entry.written_at)
         expiry = self._expiry(entry)
         if expiry < record.expires_at:
             record.expires_at = expiry
@@ -271,12 +273,17 @@ class RunState:
         self.beat_ttl = max(_LEAST_BEAT_TTL, silence + 30.0)
 
     def expire(self, now: float) -> list[Entry]:
-        """Drop what is past its time, and return it. Cheap when nothing is."""
-        if now < self._next_expiry:
+        """Drop what is past its time, and return it. Cheap when nothing is.
+
+        So is what has come to lie too far in the future, since this node's clock was set back: it would be deferred
+        if it came now, and while it is kept nothing of the present can take its place.
+        """
+        if now < self._next_expiry and self._latest <= now + MAX_AHEAD:
             return []
         gone: list[Entry] = []
-        for record in [record for record in self._authors.values() if record.expires_at <= now]:
-            expired = [entry for entry in record.slots.values() if self._expiry(entry) <= now]
+        is_ahead = self._latest > now + MAX_AHEAD
+        for record in [record for record in self._authors.values() if is_ahead or record.expires_at <= now]:
+            expired = [entry for entry in record.slots.values() if not self._is_of_now(entry, now)]
             for entry in expired:
                 del record.slots[entry.slot]
             gone += expired
@@ -290,7 +297,12 @@ class RunState:
                 if not record.slots:
                     self._drop(record)
         self._next_expiry = min((record.expires_at for record in self._authors.values()), default=float("inf"))
+        if is_ahead:
+            self._latest = max((entry.written_at for entry in self), default=0.0)
         return gone
+
+    def _is_of_now(self, entry: Entry, now: float) -> bool:
+        return self._expiry(entry) > now and entry.written_at <= now + MAX_AHEAD
 
     # digests
 

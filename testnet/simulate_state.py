@@ -23,7 +23,7 @@ from farandole.protocol.gossip import SYNC_PERIOD, Gossip, is_worth_forwarding, 
 from farandole.protocol.liveness import BASE_PERIOD
 from farandole.protocol.push import TICK_SECONDS
 from farandole.protocol.state import RunState
-from farandole.protocol.writer import Writer
+from farandole.protocol.writer import Mark, Writer
 
 from .simulation import UNIX_EPOCH, Clock, Network, Simulation
 
@@ -82,7 +82,7 @@ class SimulatedNode:
         self.number = number
         self.clock = clock
         self.key = key_of(number)
-        self.mark = 0
+        self.mark: Mark = ()
         self.incarnation = 0
         self.is_running = False
         self.seen_at: dict[bytes, float] = {}
@@ -114,8 +114,9 @@ class SimulatedNode:
         life = self.incarnation
         self.world.simulation.call_after(1.0, lambda: self._announce(life))
 
-    def start_settled(self) -> None:
-        """Live on, as a node that has long been a member."""
+    def start_settled(self, contacts: list[bytes]) -> None:
+        """Live on, as a node that has long been a member and is connected to these peers."""
+        self._contacts = contacts
         self._run()
         life = self.incarnation
         first = SYNC_PERIOD * self._rng.random()
@@ -325,7 +326,7 @@ class World:
         """Start all nodes as if they had been together for long: each knows each, as of now."""
         now = UNIX_EPOCH + self.simulation.now
         for node in self.nodes:
-            node.mark = int(now)
+            node.mark = ((0, int(now)),)
             node.writer.marked(node.mark)
         entries = [
             entry
@@ -338,7 +339,7 @@ class World:
         everything = Delta(tuple(entry.signed for entry in entries))
         for node in self.nodes:
             node.gossip.merge(everything, node.author, now, node.clock.monotonic(), forward=False)
-            node.start_settled()
+            node.start_settled([other.author for other in self.nodes if other is not node][:NUM_JOIN_SESSIONS])
 
     def watch(self, entry: Entry) -> None:
         """Note when this entry comes to each node."""

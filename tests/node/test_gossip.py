@@ -21,7 +21,7 @@ from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import peer_id_of, public_bytes
 from farandole.protocol.push import PROTOCOL as PUSH_PROTOCOL
 from farandole.protocol.state import RunState
-from farandole.protocol.writer import Writer
+from farandole.protocol.writer import Mark, Writer
 
 from ..protocol.authors import CREATOR, NOW, RUN_ID, author_of, key_of, member, metric
 
@@ -122,7 +122,7 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self.rows: dict[bytes, bytes] = {}
-        self.mark = 0
+        self.mark: Mark = ()
         self.is_full = False
 
     def _check(self) -> None:
@@ -139,10 +139,10 @@ class MemoryStore:
             if row is not None:
                 self.rows[author] = row
 
-    async def load_mark(self) -> int:
+    async def load_mark(self) -> Mark:
         return self.mark
 
-    async def save_mark(self, mark: int) -> None:
+    async def save_mark(self, mark: Mark) -> None:
         self._check()
         self.mark = mark
 
@@ -297,7 +297,7 @@ async def test_nothing_is_said_that_a_crash_could_contradict(mock_clock: trio.te
         assert node.state.payload(node.author, Member) == Member(device="new")
         entry = node.state.get(node.author, Kind.MEMBER)
         assert entry is not None
-        assert entry.written_at <= node.store.mark
+        assert entry.written_at <= node.store.mark[-1][1]
         assert node.author in node.store.rows
 
 
@@ -373,7 +373,7 @@ async def test_it_works_with_the_real_store(tmp_path: Path) -> None:
             await service.publish(Kind.MEMBER, 0, Member(device="cpu"))
             running.cancel_scope.cancel()
         assert set(await store.load_authors()) == {author_of(1)}
-        assert await store.load_mark() > 0
+        assert await store.load_mark()
 
 
 def test_addresses_are_made_dialable() -> None:

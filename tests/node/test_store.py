@@ -11,6 +11,7 @@ import pytest
 import trio
 
 from farandole.node.store import MAX_FACT_BYTES, Store, StoreError, open_store
+from farandole.protocol.writer import Mark
 
 
 @pytest.fixture
@@ -30,18 +31,18 @@ async def test_what_is_kept_is_there_after_a_restart(path: Path) -> None:
         await store.save_authors({b"a" * 32: b"newer", b"b" * 32: None, b"c" * 32: None})
         await store.put_fact("manifest", b"bytes")
         await store.put_fact("manifest", b"newer bytes")
-        await store.save_mark(1_750_000_000)
-        await store.save_mark(1_750_000_005)
+        await store.save_mark(((1, 1_750_000_000),))
+        await store.save_mark(((1, 1_750_000_005), (1_760_000_000, 1_760_000_009)))
     async with open_store(path) as store:
         assert await store.load_authors() == {b"a" * 32: b"newer"}
         assert await store.get_fact("manifest") == b"newer bytes"
         assert await store.get_fact("nothing") is None
-        assert await store.load_mark() == 1_750_000_005
+        assert await store.load_mark() == ((1, 1_750_000_005), (1_760_000_000, 1_760_000_009))
 
 
 async def test_a_new_store_is_empty(store: Store) -> None:
     assert await store.load_authors() == {}
-    assert await store.load_mark() == 0
+    assert await store.load_mark() == ()
     assert await store.load_peers() == []
 
 
@@ -63,12 +64,19 @@ async def test_a_failed_write_changes_nothing(store: Store) -> None:
 async def test_a_damaged_database_is_put_aside(path: Path) -> None:
     async with open_store(path) as store:
         await store.save_authors({b"a": b"one"})
-        await store.save_mark(77)
+        await store.save_mark(((7, 77),))
     path.write_bytes(b"no database at all, but long enough to be read as one" * 100)
     async with open_store(path) as store:
         assert await store.load_authors() == {}
-        assert await store.load_mark() == 77, "the mark cannot be had from peers, and is a file of its own"
+        assert await store.load_mark() == ((7, 77),), "the mark cannot be had from peers, and is a file of its own"
     assert path.with_name("store.sqlite.damaged").exists()
+
+
+async def test_a_mark_of_an_older_version_means_all_up_to_it(path: Path) -> None:
+    path.parent.mkdir()
+    path.with_name("store.sqlite.mark").write_bytes(b"%020d\n" % 1_750_000_000)
+    async with open_store(path) as store:
+        assert await store.load_mark() == ((0, 1_750_000_000),)
 
 
 async def test_a_folder_that_takes_no_file_is_an_error_in_words(tmp_path: Path) -> None:
@@ -82,20 +90,21 @@ WRITER = """
 import sys, trio
 from pathlib import Path
 from farandole.node.store import open_store
+from farandole.protocol.writer import Mark
 
 async def main():
     async with open_store(Path(sys.argv[1])) as store:
         for number in range(1_000_000):
             row = number.to_bytes(8, "big")
             await store.save_authors({bytes((author,)) * 32: row * 500 for author in range(20)})
-            await store.save_mark(number)
+            await store.save_mark(((0, number),))
             print(number, flush=True)
 
 trio.run(main)
 """
 
 
-async def read_back(path: Path) -> tuple[dict[bytes, bytes], int]:
+async def read_back(path: Path) -> tuple[dict[bytes, bytes], Mark]:
     async with open_store(path) as store:
         return await store.load_authors(), await store.load_mark()
 
@@ -115,4 +124,4 @@ def test_a_kill_amid_a_flush_leaves_a_whole_batch(path: Path) -> None:
         assert len(rows) == 20
         assert len(set(rows.values())) == 1, "all of a batch, or nothing of it"
         assert int.from_bytes(next(iter(rows.values()))[:8], "big") in (confirmed, confirmed + 1)
-        assert mark in (confirmed, confirmed + 1)
+        assert mark in (((0, confirmed),), ((0, confirmed + 1),))

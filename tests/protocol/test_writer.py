@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from farandole.protocol.entries import RULES, Beat, Checker, Delta, Kind, Member, Metric
 from farandole.protocol.errors import LocalProtocolError
 from farandole.protocol.state import Outcome, RunState
-from farandole.protocol.writer import Writer
+from farandole.protocol.writer import MAX_LEAD, MAX_SPANS, Mark, Writer
 
 from .authors import CREATOR, NOW, RUN_ID, author_of, key_of, member, state_of
 
@@ -16,7 +16,7 @@ class Author:
     """A writer with a disk that survives it."""
 
     def __init__(self) -> None:
-        self.mark = 0
+        self.mark: Mark = ()
         self.written: list[tuple[int, int]] = []
         self.restart()
 
@@ -41,7 +41,7 @@ class Author:
 @given(
     st.lists(
         st.tuples(st.sampled_from(["write", "restart"]), st.sampled_from([Kind.MEMBER, Kind.BEAT, Kind.METRIC]),
-                  st.floats(-30, 90)),
+                  st.floats(-30, 90) | st.sampled_from([-3600.0, -600.0, -120.0, 120.0, 600.0, 3600.0])),
         max_size=40,
     )
 )  # fmt: skip
@@ -77,7 +77,7 @@ def test_entries_are_valid_and_each_newer_than_the_last() -> None:
     ticks = [tick for _, tick in author.written]
     assert ticks == sorted(set(ticks))
     mark = author.writer.mark_needed(Kind.PROGRESS, 0, NOW)
-    assert mark is None or mark <= NOW + RULES[Kind.PROGRESS].quantum
+    assert mark is None or mark[-1][1] <= NOW + RULES[Kind.PROGRESS].quantum
     entry = state_of(member(1)).get(author_of(1), Kind.MEMBER)
     assert entry is not None
     assert state.merge(Delta((entry.signed,)), NOW).outcomes == [Outcome.NEW]
@@ -96,7 +96,7 @@ def test_nothing_is_signed_beyond_the_stored_mark() -> None:
 
 def test_what_is_no_slot_or_payload_of_the_kind_is_our_own_fault() -> None:
     writer = Writer(key_of(1), RUN_ID)
-    writer.resume(int(NOW) + 100)
+    writer.resume(((0, int(NOW) + 100),))
     for kind, index, payload in (
         (Kind.MEMBER, 1, Member()),
         (Kind.MEMBER, 0, Beat(0, 0, None, 0)),
@@ -120,5 +120,38 @@ def test_a_lost_disk_is_made_good_by_what_others_remember() -> None:
     assert remembered is not None
     writer = Writer(key_of(1), RUN_ID)
     writer.observe(remembered)
-    writer.marked(int(NOW) + 60)
+    writer.marked(((0, int(NOW) + 60),))
     assert writer.write(Kind.MEMBER, 0, Member(), NOW).tick == remembered.tick + 1
+
+
+@pytest.mark.parametrize("offset", [3600.0, 30 * 86_400.0, -3600.0])
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_clock_that_is_set_right_leaves_its_author_heard(offset: float, is_restarted: bool) -> None:
+    author = Author()
+    assert author.write(Kind.BEAT, NOW)
+    author.write(Kind.BEAT, NOW + 1 + offset)  # set back, it may have to wait until the clock is right
+    if is_restarted:
+        author.restart()
+    assert author.write(Kind.BEAT, NOW + 2)
+    assert author.written[-1][1] == NOW + 2
+    for second in range(3, 8):
+        assert author.write(Kind.MEMBER, NOW + 10 * second)
+
+
+def test_what_was_signed_by_a_fast_clock_is_passed_over_when_its_time_comes() -> None:
+    author = Author()
+    for second in range(3):
+        assert author.write(Kind.BEAT, NOW + 3600 + second)
+    for second in range(3500, 3700):
+        author.write(Kind.BEAT, NOW + second)
+    assert len(set(author.written)) == len(author.written)
+    assert NOW + 3699 <= author.written[-1][1] <= NOW + 3699 + MAX_LEAD
+
+
+def test_a_clock_that_jumps_again_and_again_is_remembered_within_a_bound() -> None:
+    author = Author()
+    for jump in range(3 * MAX_SPANS):
+        author.write(Kind.BEAT, NOW + 1_000 * jump)
+    assert len(author.mark) == MAX_SPANS
+    assert not author.write(Kind.BEAT, NOW + 500), "the oldest spans are one"
+    assert author.write(Kind.BEAT, NOW + 1_000 * (3 * MAX_SPANS - 1) - 500)

@@ -155,6 +155,24 @@ def test_a_very_wrong_clock_hurts_its_owner_alone(offset: float) -> None:
     assert all(len(node.gossip.liveness.live(node.clock.monotonic())) == 7 for node in honest)
 
 
+@pytest.mark.parametrize("offset", [3_600.0, -3_600.0, -30 * 86_400.0, 30 * 86_400.0])
+def test_a_clock_that_is_set_right_brings_its_owner_back(offset: float) -> None:
+    world = settled(2, 8, base_period=2.0)
+    stray = world.nodes[3]
+    world.simulation.call_at(5.0, lambda: setattr(stray.clock, "offset", offset))
+    world.simulation.call_at(45.0, lambda: setattr(stray.clock, "offset", 0.0))
+    for at in (10.0, 30.0):
+        world.simulation.call_at(at, lambda: publish_all(world, world.nodes, seconds=5.0))
+    world.simulation.run_until(44.0)
+    others = [node for node in world.nodes if node is not stray]
+    assert len({node.state.root for node in others}) == 1
+    assert all(len(node.gossip.liveness.live(node.clock.monotonic())) == 6 for node in others)
+    assert world.simulation.run_until(60.0, done=lambda: world.simulation.now > 46.0 and world.are_equal())
+    world.simulation.run_until(70.0)
+    assert world.are_equal()
+    assert all(len(node.gossip.liveness.live(node.clock.monotonic())) == 7 for node in world.nodes)
+
+
 @pytest.mark.parametrize("num_nodes", [60, pytest.param(500, marks=pytest.mark.soak)])
 def test_many_join_within_ten_seconds(num_nodes: int) -> None:
     world = settled(4, 5, loss=0.02)
@@ -172,7 +190,7 @@ def test_a_fork_is_known_to_all_and_bars_its_author() -> None:
     stories = []
     for device in ("one story", "another"):
         writer = type(culprit.writer)(culprit.key, culprit.state.run_id)
-        writer.marked(int(now) + 100)
+        writer.marked(((0, int(now) + 100),))
         stories.append(writer.write(Kind.MEMBER, 0, Member(device=device), now + 40))
     for node, story in zip(world.nodes[1:3], stories, strict=True):
         node.gossip.merge(Delta((story.signed,)), culprit.author, now, node.clock.monotonic())
