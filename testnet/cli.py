@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from farandole.node.cli import app, print_json, run_app_and_exit
+from farandole.node.cli import app, run_app_and_exit
+from farandole.node.commands.output import print_json
 from farandole.node.exits import Exit
 
 if TYPE_CHECKING:

@@ -1,0 +1,35 @@
+"""``farandole leave``."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+import typer
+
+from farandole.protocol.errors import FarandoleError
+
+from .options import Home
+
+# `leave` waits this long for the daemon to be gone: it finishes its round, saves and says farewell first.
+LEAVE_TIMEOUT: Final = 30.0
+
+
+def leave(home: Home) -> None:
+    """Tell the node that runs here to leave the run in good order, and wait until it is gone.
+
+    Example: [cyan]farandole leave[/cyan]
+    """
+    from ..control import NoNodeError, call
+
+    call(home, "leave")
+    typer.echo("leaving: the node saves and says farewell")
+    deadline = time.monotonic() + LEAVE_TIMEOUT
+    while time.monotonic() < deadline:
+        try:
+            call(home, "status", timeout=5.0)
+        except NoNodeError:
+            typer.echo("left")
+            return
+        time.sleep(0.2)
+    raise FarandoleError(f"the node still runs after {LEAVE_TIMEOUT:g} s; its log is {home / 'log'}")
