@@ -50,6 +50,8 @@ class Board:
     device: str = ""
     trainer_pid: int | None = None
     trainer_restarts: int = 0
+    microbatch: int = 0
+    """Sequences that the trainer takes at a time, where it has no memory for a whole batch; 0: all."""
     exchanges_ok: int = 0
     exchanges_alone: int = 0
     exchanges_failed: int = 0

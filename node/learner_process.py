@@ -32,6 +32,7 @@ class LearnerProcess(TrainerProcess):
             device=prepare.device,
             text_paths=[Path(path) for path in prepare.data],
             tokenizer_path=Path(prepare.tokenizer) if prepare.tokenizer else None,
+            microbatch_size=prepare.microbatch,
         )
         super().__init__(channel, prepare, self._learner)
 

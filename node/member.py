@@ -39,6 +39,8 @@ from .settings import NodeSettings
 from .shaping import Shaping
 from .stage_keeper import StageKeeper
 from .store import Store, StoreError
+from .supervision.supervisor import Supervisor
+from .trainer import TrainerError
 from .transfers import TransferService
 from .weights import Weights
 
@@ -55,6 +57,7 @@ MAX_ISOLATION_INTERVAL: Final = 60.0
 REMEMBER_INTERVAL: Final = 10.0
 TOKENS_FACT: Final = "tokens"
 STAGE_FACT: Final = "stage"
+MICROBATCH_FACT: Final = "microbatch"
 
 
 class RunMember:
@@ -108,6 +111,9 @@ class RunMember:
                 rng,
                 is_neighbour=lambda peer, stage: peer in self._membership.nodes_of_stages()[stage],
             )
+        self._supervisor = Supervisor(
+            manifest.inner.batch_size, settings.microbatch, is_cut=manifest.model.num_stages > 1
+        )
         self._rounds = Rounds(
             RoundsConfig(
                 run_id=self.run_id,
@@ -121,6 +127,7 @@ class RunMember:
             messenger,
             self._exchanges,
             board,
+            self._supervisor,
             before_trainer=self._before_trainer,
             on_saved=lambda saved: self._weights.note_saved(saved),
             on_refused=lambda peer, reason, evidence: self._membership.accuse(peer, reason, evidence),
@@ -197,15 +204,32 @@ class RunMember:
                 nursery.start_soon(self._weights.keep_backups)
             nursery.start_soon(self._end_isolation, target)
             nursery.start_soon(self._remember)
-            async with trio.open_nursery() as training:
-                training.start_soon(self._rounds.run)
-                await is_leaving.wait()
-                await self._end_training()
-                training.cancel_scope.cancel()
+            failure = await self._train(is_leaving)
             await self._say_farewell()
             with contextlib.suppress(StoreError):
                 await self._book.save(is_last=True)
+            if failure is not None:
+                raise failure
             nursery.cancel_scope.cancel()
+
+    async def _train(self, is_leaving: trio.Event) -> TrainerError | None:
+        """Until told to leave, or until no trainer can be had: then why."""
+        failure = None
+
+        async def run_rounds() -> None:
+            nonlocal failure
+            try:
+                await self._rounds.run()
+            except TrainerError as error:
+                failure = error
+                is_leaving.set()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run_rounds)
+            await is_leaving.wait()
+            await self._end_training()
+            nursery.cancel_scope.cancel()
+        return failure
 
     async def _sync_state(self, *, may_begin: bool) -> None:
         """Learn what the run is doing. Who brought the manifest may begin the run; who got it from a member may not.
@@ -253,6 +277,7 @@ class RunMember:
             checkpoints=str(settings.checkpoints),
             fetched=str(settings.fetched(files)),
             stage=stage,
+            microbatch=self._supervisor.microbatch,
             outgoing=0,
             incoming=0,
         )
@@ -265,7 +290,20 @@ class RunMember:
         stored = await self._store.get_fact(TOKENS_FACT)
         told = self._state.payload(self._host.author, Progress)
         self._board.tokens = max(int(stored or 0), told.tokens if told else 0)
+        self._supervisor.microbatch = self._supervisor.microbatch or await self._microbatch_before()
         self._board.round = max(0, await self._weights.own_round() or 0)
+
+    async def _microbatch_before(self) -> int:
+        """What fitted into memory in earlier lives, on the same device; 0 if all did."""
+        device, _, size = ((await self._store.get_fact(MICROBATCH_FACT)) or b"").rpartition(b" ")
+        return int(size) if device == self._settings.device.encode() else 0
+
+    async def _remember_microbatch(self) -> None:
+        try:
+            fact = f"{self._settings.device} {self._supervisor.microbatch}"
+            await self._store.put_fact(MICROBATCH_FACT, fact.encode())
+        except StoreError as error:
+            self._board.warn(f"{error}; a next life may run out of memory again")
 
     # The stage, where the model is cut
 
@@ -292,6 +330,8 @@ class RunMember:
     async def _before_trainer(self) -> None:
         if self._is_cut:
             await self._keeper.wait_quiet()
+        elif self._supervisor.microbatch:
+            await self._remember_microbatch()
         await self._weights.obtain()
 
     # Being found, and finding back

@@ -71,6 +71,7 @@ class Reporter:
             device=board.device,
             trainer_pid=board.trainer_pid,
             trainer_restarts=board.trainer_restarts,
+            microbatch=board.microbatch,
             exchanges_ok=board.exchanges_ok,
             exchanges_alone=board.exchanges_alone,
             exchanges_failed=board.exchanges_failed,

@@ -40,19 +40,15 @@ from .exchange import ExchangeService
 from .messenger import Messenger
 from .pipeline import PipelineService
 from .round_session import RoundsConfig, RoundSession
+from .supervision.supervisor import End, Supervisor
 from .trainer import TrainerError, open_trainer
 
 PAIRING_PROTOCOL: Final = "/farandole/pairing/1"
 MAX_PAIRING_MESSAGE: Final = 256
-# A trainer that dies is started again from its checkpoint after these many seconds, the last one for good; a month's
-# run survives any number of deaths, and a machine that cannot train does not spin.
-RESTART_DELAYS: Final = (1.0, 5.0, 30.0, 120.0)
-# A trainer that lived this long starts with the first delay again.
-HEALTHY_SECONDS: Final = 300.0
 
 
 class Rounds:
-    """Trains until ``max_rounds``, restarting the trainer when it dies.
+    """Trains until ``max_rounds``, restarting the trainer when it dies as ``supervisor`` says.
 
     ``before_trainer`` is waited for before each start of the trainer (it puts weights in place), ``on_saved`` is told
     of every checkpoint, ``on_refused`` of every contribution that the screening refused (peer, reason, SHA-256),
@@ -67,6 +63,7 @@ class Rounds:
         messenger: Messenger,
         exchanges: ExchangeService,
         board: Board,
+        supervisor: Supervisor,
         *,
         before_trainer: Callable[[], Awaitable[None]],
         on_saved: Callable[[messages.Saved], None],
@@ -80,6 +77,7 @@ class Rounds:
         self._messenger = messenger
         self._exchanges = exchanges
         self._board = board
+        self._supervisor = supervisor
         self._before_trainer = before_trainer
         self._on_saved = on_saved
         self._on_refused = on_refused
@@ -90,20 +88,26 @@ class Rounds:
         self._timer_at = math.inf
         self._timer_changed = trio.Event()
         self._session: RoundSession | None = None
+        self._ready_at: float | None = None  # of the present trainer
         self._ended = trio.Event()
         self._is_leaving = False
         messenger.set_receiver(PAIRING_PROTOCOL, MAX_PAIRING_MESSAGE, self._receive, self._on_undelivered)
 
     async def run(self) -> None:
-        """Returns when every round is done; raises `TrainerError` when the trainer can't be set up at all."""
+        """Returns when every round is done; raises `TrainerError` when no trainer can be had here."""
+        failure: TrainerError | None = None
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._run_timer)
             try:
                 await self._run_trainers()
+            except TrainerError as error:
+                failure = error  # raised below, out of the nursery, which would wrap it in a group
             finally:
                 self.handle(Stopped())
                 self._ended.set()
             nursery.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
 
     async def leave(self) -> None:
         """Meet nobody any more, save what the last outer step gave, and end."""
@@ -171,9 +175,8 @@ class Rounds:
             self.handle(TimerFired())
 
     async def _run_trainers(self) -> None:
-        deaths = 0
         while True:
-            started_at = trio.current_time()
+            self._ready_at = None
             try:
                 if await self._run_one_trainer():
                     return
@@ -181,16 +184,22 @@ class Rounds:
                 self.handle(Stopped())
                 if self._is_leaving:
                     return
-                if error.is_setup:
-                    raise
-                if trio.current_time() - started_at > HEALTHY_SECONDS:
-                    deaths = 0
-                delay = RESTART_DELAYS[min(deaths, len(RESTART_DELAYS) - 1)]
-                deaths += 1
-                self._board.trainer_restarts += 1
-                self._board.warn(f"{error}; starting it again in {delay:g} s from the last checkpoint")
-                self._board.enter("preparing", "the trainer died", f"{delay:g} s before it starts again")
-                await trio.sleep(delay)
+                await self._recover(error)
+
+    async def _recover(self, error: TrainerError) -> None:
+        """Until the next trainer is due. Raises `TrainerError` if none is."""
+        board = self._board
+        lived = None if self._ready_at is None else trio.current_time() - self._ready_at
+        verdict = self._supervisor.judge(error, lived)
+        if isinstance(verdict, End):
+            raise TrainerError(verdict.words) from error
+        board.trainer_restarts += 1
+        board.warn(verdict.words)
+        if verdict.is_rest:
+            board.enter("failed", verdict.words)
+        else:
+            board.enter("preparing", "the trainer died", f"{verdict.delay:g} s before it starts again")
+        await trio.sleep(verdict.delay)
 
     async def _run_one_trainer(self) -> bool:
         """Whether every round is done, or the node leaves; else new weights are due."""
@@ -202,6 +211,8 @@ class Rounds:
             prepared = trainer.prepared
             board.device, board.trainer_pid = prepared.device, trainer.pid
             board.inner_steps, board.num_parameters = prepared.inner_steps, prepared.num_parameters
+            board.microbatch = prepare.microbatch
+            self._ready_at = trio.current_time()
             how = f"resumed at round {prepared.round}" if prepared.resumed else "from the run's seed"
             board.say(f"trainer ready on {prepared.device}: {prepared.num_parameters:,} parameters, {how}")
             if prepared.problem:

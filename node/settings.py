@@ -47,6 +47,9 @@ class NodeSettings:
     """Train no further than this round, then stay online as ``finished``; None: as long as the daemon runs."""
     slow: float = 1.0
     """Each inner step is followed by a pause of (slow - 1) times its length: politeness, and tests."""
+    microbatch: int = 0
+    """Sequences of a batch that the trainer takes at a time; 0: as many as fit, which is all of them until its memory
+    was used up once. Of models that are not cut."""
     stage: int | None = None
     """Which stage of a model that is cut into several this node holds, for good; None: the one that the run needs."""
     checkpoint_seconds: float = 60.0

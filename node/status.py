@@ -180,3 +180,5 @@ class NodeStatus(msgspec.Struct, frozen=True):
     """Pairs of peers that talk through this node now."""
     isolation: str = ""
     """What a node that is connected to no member does about it, in words; empty when it is, or knows of nobody."""
+    microbatch: int = 0
+    """Sequences of a batch that the trainer takes at a time, where there is no memory for more; 0: all."""

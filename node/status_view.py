@@ -78,6 +78,7 @@ def _progress(status: NodeStatus) -> str:
     return (
         f"round {status.round}, {status.inner_steps:,} inner steps ({status.inner_steps_this_round} in this round), "
         f"{count(status.tokens)} tokens at {count(status.tokens_per_second)}/s{_busy(status)}"
+        + (f", {status.microbatch} sequences at a time" if status.microbatch else "")
     )
 
 

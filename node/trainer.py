@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -18,9 +19,11 @@ import trio
 from farandole.protocol.errors import FarandoleError
 
 from .shared_memory import map_shared_memory, open_shared_memory
+from .supervision.kernel import count_oom_kills
 from .trainer_messages import (
     LENGTH,
     MAX_MESSAGE_BYTES,
+    Cause,
     Command,
     Failed,
     Prepare,
@@ -39,11 +42,11 @@ STOP_TIMEOUT = 5.0
 
 
 class TrainerError(FarandoleError):
-    """The trainer died or cannot go on. ``is_setup``: it would fail in the same way again."""
+    """The trainer died or cannot go on."""
 
-    def __init__(self, message: str, *, is_setup: bool = False) -> None:
+    def __init__(self, message: str, cause: Cause = "fault") -> None:
         super().__init__(message)
-        self.is_setup = is_setup
+        self.cause = cause
 
 
 class TrainerStream:
@@ -99,6 +102,7 @@ class Trainer:
         self._process = process
         self._stream = stream
         self._descriptors = descriptors
+        self._oom_kills_before = count_oom_kills()
 
     async def prepare(self, command: Prepare) -> None:
         """Raises `TrainerError` with the trainer's own words if it cannot be made ready."""
@@ -123,26 +127,29 @@ class Trainer:
         try:
             await self._stream.send(command)
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
-            raise TrainerError(await self._epitaph()) from error
+            raise await self._epitaph() from error
 
     async def receive(self) -> Report:
         """The next report; raises `TrainerError` when the process is gone or says that it failed."""
         try:
             report = await self._stream.receive()
         except trio.BrokenResourceError as error:
-            raise TrainerError(await self._epitaph()) from error
+            raise await self._epitaph() from error
         if isinstance(report, Failed):
-            raise TrainerError(report.message, is_setup=report.is_setup)
+            raise TrainerError(report.message, report.cause)
         return report
 
-    async def _epitaph(self) -> str:
-        """How the process ended, in words."""
+    async def _epitaph(self) -> TrainerError:
+        """How the process ended."""
         with trio.move_on_after(STOP_TIMEOUT):
             code = await self._process.wait()
-            return (
-                f"the trainer process was killed by signal {-code}" if code < 0 else f"the trainer exited with {code}"
-            )
-        return "the trainer process closed its socket"
+            if code == -signal.SIGKILL and count_oom_kills() != self._oom_kills_before:
+                return TrainerError("the trainer was killed, probably by the kernel for want of memory", "memory")
+            if code < 0:
+                name = signal.Signals(-code).name
+                return TrainerError(f"the trainer process was killed by signal {-code} ({name})")
+            return TrainerError(f"the trainer exited with {code}")
+        return TrainerError("the trainer process closed its socket")
 
     async def stop(self) -> None:
         """Ask it to stop, and kill it when it does not."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import os
 import signal
 import socket
 import sys
+from pathlib import Path
 
 import msgspec
 
@@ -17,6 +20,12 @@ from .trainer_process import TrainerProcess, UnfitWeightsError
 
 # Below everybody's interactive programs, and below the mesh process, whose answers others wait for.
 NICENESS = 5
+# Where memory is used up, the kernel ends this process and neither the mesh process nor anybody's editor: halfway to a
+# process that is always ended first. Linux alone.
+OOM_SCORE = Path("/proc/self/oom_score_adj")
+OOM_SCORE_ADJUSTMENT = 500
+# Of torch's message about memory: the allocator's name, how much was tried, and how much there is.
+MAX_QUOTED_CHARS = 200
 
 
 def main() -> None:
@@ -24,7 +33,10 @@ def main() -> None:
     # Ctrl-C, and a service manager's SIGTERM to the whole group, are for the daemon, which stops us in its own time.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable()  # a SIGSEGV in torch leaves a traceback
     os.nice(NICENESS)
+    with contextlib.suppress(OSError):
+        OOM_SCORE.write_text(str(OOM_SCORE_ADJUSTMENT))
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         channel = Channel(connection)
         try:
@@ -52,19 +64,48 @@ def _serve(channel: Channel) -> None:
         raise EOFError("the first command must be Prepare")
     try:
         trainer = _make_trainer(channel, prepare)
-    except (ValueError, OSError, ImportError, RuntimeError) as error:
-        channel.send(Failed(f"{error}", is_setup=True))
+    except (ValueError, OSError, ImportError, RuntimeError, MemoryError) as error:
+        channel.send(Failed(_why_not_ready(error), "setup"))
         return
     except UnfitWeightsError as error:
-        channel.send(Failed(f"{error}", is_setup=False))
+        channel.send(Failed(f"{error}", "weights"))
         return
     while True:
         command = channel.receive()
         try:
             trainer.handle(command)
-        except (RuntimeError, ValueError, OSError) as error:  # torch raises RuntimeError for CUDA faults and memory
-            channel.send(Failed(f"{type(error).__name__}: {error}", is_setup=False))
+        except (RuntimeError, ValueError, OSError, MemoryError) as error:  # torch's RuntimeError: CUDA faults, memory
+            if _is_out_of_memory(error):
+                channel.send(Failed(f"the trainer is out of memory ({_first_line(error)})", "memory"))
+                return
+            channel.send(Failed(f"{type(error).__name__}: {error}", "fault"))
             raise
+
+
+def _why_not_ready(error: Exception) -> str:
+    if not _is_out_of_memory(error):
+        return str(error)
+    return (
+        f"the model, and what training takes beside it, has no room in this machine's memory ({_first_line(error)}): "
+        "close other programs, or choose a --device with more memory, or a run of a smaller model"
+    )
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Without importing torch, whose import may be what failed, where Python itself knows."""
+    if isinstance(error, ImportError):
+        return False
+    if isinstance(error, MemoryError):
+        return True
+    from farandole.training.memory import is_out_of_memory
+
+    return is_out_of_memory(error)
+
+
+def _first_line(error: Exception) -> str:
+    """Torch's advice to its programmers is left out."""
+    lines = str(error).splitlines()
+    return lines[0][:MAX_QUOTED_CHARS] if lines else type(error).__name__
 
 
 if __name__ == "__main__":

@@ -59,6 +59,8 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     """Where a peer's checkpoint may lie: if it is fit it becomes this node's newest, else it is removed."""
     stage: int = 0
     """Which stage of the model this is, where it is cut into several."""
+    microbatch: int = 0
+    """Sequences of a batch that are taken at a time, 0: all; of a model that is not cut."""
     activations: int = 0
     """As ``outgoing``; slot i has its incoming activations at 2 i times their size, its outgoing ones after them."""
 
@@ -265,12 +267,16 @@ class Validated(msgspec.Struct, frozen=True, tag=True):
     problem: str = ""
 
 
+Cause = Literal["setup", "weights", "memory", "fault"]
+"""Why a trainer ended: what it was to train with will not do (no text, no such device, no room for the model), a
+peer's weights are unfit, its memory was used up while it trained, or something else."""
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """The trainer cannot go on; it ends after this."""
 
     message: str
-    is_setup: bool
-    """While preparing: trying again would fail again (no data, no such device)."""
+    cause: Cause
 
 
 Report = (

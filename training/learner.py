@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import DataConfig, InnerConfig, ModelConfig, OuterConfig, TokenizerConfig
-from .data import Sampler, build_sampler
+from .data import Sampler, Tokens, build_sampler
 from .device import Device, choose_device
 from .model import language_loss
 from .replica import Replica
@@ -20,7 +20,9 @@ from .stages import build_module
 class Learner(Replica):
     """A replica of the whole model, and the batches that it learns from.
 
-    ``is_compiled``: whether its inner steps run through `torch.compile`, which pays on a GPU after a minute's work.
+    ``microbatch_size``: sequences that go through the model at once, 0: the whole batch. Smaller ones need less memory,
+    and their gradients are summed to the batch's own, within rounding. ``is_compiled``: whether inner steps run through
+    `torch.compile`, which pays on a GPU after a minute's work.
     """
 
     def __init__(
@@ -32,21 +34,34 @@ class Learner(Replica):
         *,
         run_id: bytes,
         device: Device,
+        microbatch_size: int = 0,
         is_compiled: bool = False,
     ) -> None:
         super().__init__(module, inner, outer, run_id=run_id, device=device)
         self._sampler = sampler
+        self._microbatch_size = microbatch_size or sampler.batch_size
         self._forward = cast("nn.Module", torch.compile(self._module)) if is_compiled else self._module
 
     def learn(self) -> Tensor:
         """One inner step on the next batch; returns the loss before it, a scalar left on the device (no waiting)."""
-        tokens = self._batch(self._sampler.batch(self.steps))  # (B, T + 1)
+        batch = self._sampler.batch(self.steps)  # (B, T + 1)
         self.clear_gradient()
-        with self.device.autocast():
-            loss = language_loss(self._forward, tokens)
-        loss.backward()
+        losses = [self._add_gradient(part, share) for part, share in self._microbatches(batch)]
         self.inner_step(self._sampler.batch_size * self._sampler.context)
+        return torch.stack(losses).sum()
+
+    def _add_gradient(self, tokens: Tokens, share: float) -> Tensor:
+        """Of a microbatch that is this share of its batch; returns its part of the batch's mean loss."""
+        with self.device.autocast():
+            loss = share * language_loss(self._forward, self._to_device(tokens))
+        loss.backward()
         return loss.detach()
+
+    def _microbatches(self, batch: Tokens) -> Iterator[tuple[Tokens, float]]:
+        """Consecutive parts of a batch (B, T + 1), each with its share of the sequences."""
+        for first in range(0, len(batch), self._microbatch_size):
+            part = batch[first : first + self._microbatch_size]
+            yield part, len(part) / len(batch)
 
     @torch.no_grad()
     def validation_loss(self, num_batches: int = 8) -> float:
@@ -56,11 +71,12 @@ class Learner(Replica):
         """
         losses = []
         for index in range(num_batches):
-            with self.device.autocast():
-                losses.append(language_loss(self._module, self._batch(self._sampler.held_out_batch(index))))
-        return float(torch.stack(losses).mean())
+            for part, share in self._microbatches(self._sampler.held_out_batch(index)):
+                with self.device.autocast():
+                    losses.append(share * language_loss(self._module, self._to_device(part)))
+        return float(torch.stack(losses).sum()) / num_batches
 
-    def _batch(self, tokens: object) -> Tensor:
+    def _to_device(self, tokens: Tokens) -> Tensor:
         batch = torch.as_tensor(tokens)
         if self.device.torch_device.type == "cuda":
             batch = batch.pin_memory()  # from other memory, the copy might wait for what is queued
@@ -80,6 +96,7 @@ def build_learner(
     device: str = "auto",
     text_paths: Sequence[Path] = (),
     tokenizer_path: Path | None = None,
+    microbatch_size: int = 0,
     is_compiled: bool = False,
 ) -> Learner:
     """A learner from a run's settings and this node's own: its key, its device, where its text lies.
@@ -89,4 +106,13 @@ def build_learner(
     chosen = choose_device(device)
     sampler = build_sampler(model, inner, data, tokenizer, run_id, author, text_paths, tokenizer_path)
     module = build_module(model, seed)
-    return Learner(module, inner, outer, sampler, run_id=run_id, device=chosen, is_compiled=is_compiled)
+    return Learner(
+        module,
+        inner,
+        outer,
+        sampler,
+        run_id=run_id,
+        device=chosen,
+        microbatch_size=microbatch_size,
+        is_compiled=is_compiled,
+    )

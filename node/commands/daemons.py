@@ -78,6 +78,16 @@ def join(
     ] = 10,
     upload_mbit: UploadMbit = 0.0,
     download_mbit: DownloadMbit = 0.0,
+    microbatch: Annotated[
+        int,
+        typer.Option(
+            help="Take a batch so many sequences at a time, for less memory: the steps stay the same.",
+            envvar="FARANDOLE_MICROBATCH",
+            min=0,
+            metavar="N",
+            show_default="as many as fit",
+        ),
+    ] = 0,
     stage: Annotated[
         int | None,
         typer.Option(
@@ -136,6 +146,7 @@ def join(
         tokenizer=tokenizer,
         max_rounds=max_rounds,
         slow=slow,
+        microbatch=microbatch,
         stage=stage,
         checkpoint_seconds=checkpoint_seconds,
         backup_seconds=backup_seconds,

@@ -18,7 +18,8 @@ from farandole.node.board import Board
 from farandole.node.contributions import Judge, Outgoing
 from farandole.node.exchange import ExchangeResult
 from farandole.node.round_session import MAX_ROUNDS_BEHIND, NEWS_SECONDS, RoundsConfig
-from farandole.node.rounds import RESTART_DELAYS, Rounds
+from farandole.node.rounds import Rounds
+from farandole.node.supervision.supervisor import MAX_CRASHES, REST_SECONDS, RESTART_DELAYS, Supervisor
 from farandole.node.trainer import TrainerError
 from farandole.protocol.exchange import Offer
 from farandole.protocol.manifest import Manifest, ModelConfig, RoundConfig
@@ -72,7 +73,7 @@ class Story:
         self.trainers: list[FakeTrainer] = []
         self.others_round = 0
         self.board = Board(say=lambda text: None)
-        prepare: Any = SimpleNamespace(stage=0)
+        prepare: Any = SimpleNamespace(stage=0, microbatch=0)
         fake: Any = SimpleNamespace(set_receiver=lambda *args: None, send_nowait=self.refuse, run=self.exchange)
         self.exchanges: list[StartExchange] = []
         self.outgoing: Outgoing
@@ -80,6 +81,8 @@ class Story:
         self.num_cancelled = 0
         manifest = Manifest("tiny", MODEL, rounds=rounds)
         self.pairing = Pairing(b"a" * 32, manifest.rounds, random.Random(1))
+        self.batch_size = manifest.inner.batch_size
+        self.supervisor = Supervisor(self.batch_size)
         self.rounds = Rounds(
             RoundsConfig(b"r" * 32, lambda: prepare, max_rounds, 1e9, 0),
             manifest,
@@ -87,6 +90,7 @@ class Story:
             fake,
             fake,
             self.board,
+            self.supervisor,
             before_trainer=trio.lowlevel.checkpoint,
             on_saved=lambda saved: None,
             on_refused=lambda peer, reason, evidence: None,
@@ -290,3 +294,35 @@ async def test_a_trainer_that_dies_while_it_encodes_ends_the_exchange(
     await trio.sleep(2 * RESTART_DELAYS[0])
     assert len(story.trainers) == 2
     assert story.trainers[1].commands == [TRAIN(0, 0)], "from the last checkpoint"
+
+
+async def test_a_trainer_without_memory_is_followed_by_one_that_takes_less_at_a_time(
+    story: Story, autojump_clock: trio.testing.MockClock
+) -> None:
+    await story.trainers[0].report(TrainerError("out of memory", "memory"))
+    await trio.sleep(2 * RESTART_DELAYS[0])
+    assert len(story.trainers) == 2
+    assert story.supervisor.microbatch == story.batch_size // 2
+    assert "out of memory" in story.board.warnings[-1]
+
+
+async def test_a_trainer_that_dies_again_and_again_leaves_the_node_in_the_run_at_rest(
+    story: Story, autojump_clock: trio.testing.MockClock
+) -> None:
+    for _ in range(MAX_CRASHES):
+        await story.trainers[-1].report(TrainerError("the trainer process was killed by signal 11"))
+        await trio.sleep(1.1 * RESTART_DELAYS[-1])
+    assert len(story.trainers) == MAX_CRASHES
+    assert story.board.phase == "failed"
+    assert "signal 11" in story.board.detail
+    assert story.pairing.state is State.AWAY
+    await trio.sleep(REST_SECONDS)
+    assert len(story.trainers) == MAX_CRASHES + 1
+
+
+async def test_who_rests_leaves_at_once(story: Story, autojump_clock: trio.testing.MockClock) -> None:
+    for _ in range(MAX_CRASHES):
+        await story.trainers[-1].report(TrainerError("killed"))
+        await trio.sleep(1.1 * RESTART_DELAYS[-1])
+    with trio.fail_after(1):
+        await story.rounds.leave()

@@ -311,7 +311,7 @@ async def test_a_peers_checkpoint_replaces_the_own_one_only_if_it_is_fit(
         with trio.fail_after(DEADLINE), pytest.raises(TrainerError, match="a peer's weights are unfit") as caught:
             async with open_trainer(prepare(fetched=str(fetched)), None):
                 pass
-        assert not caught.value.is_setup  # another peer's may do
+        assert caught.value.cause == "weights"  # another peer's may do
         assert own.read_bytes() == kept
         assert not fetched.exists()
     own.replace(fetched)
@@ -338,7 +338,7 @@ async def test_what_cannot_be_set_up_is_said_in_words(prepare: Callable[..., mes
         with trio.fail_after(DEADLINE), pytest.raises(TrainerError, match=words) as caught:
             async with open_trainer(prepare(**changes), None):
                 pass
-        assert caught.value.is_setup
+        assert caught.value.cause == "setup"
 
 
 async def test_a_frozen_trainer_does_not_outlive_its_node(

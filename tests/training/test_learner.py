@@ -1,0 +1,63 @@
+"""The batch of an inner step in parts, for a machine that has no memory for the whole of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from farandole.training.config import InnerConfig, ModelConfig, OuterConfig
+from farandole.training.data import Sampler, Text
+from farandole.training.device import choose_device
+from farandole.training.learner import Learner
+from farandole.training.memory import is_out_of_memory
+from farandole.training.model import build_model
+
+from .conftest import ALICE, RUN_ID
+
+BATCH = 6
+
+
+def learner(model: ModelConfig, text: Text, microbatch_size: int) -> Learner:
+    sampler = Sampler(text, run_id=RUN_ID, author=ALICE, batch_size=BATCH, context=model.context)
+    return Learner(
+        build_model(model, 7),
+        InnerConfig(learning_rate=3e-3, warmup_steps=3, total_steps=30, batch_size=BATCH),
+        OuterConfig(),
+        sampler,
+        run_id=RUN_ID,
+        device=choose_device("cpu"),
+        microbatch_size=microbatch_size,
+    )
+
+
+@pytest.mark.parametrize("microbatch_size", [1, 3, 4, 5])  # of 6: equal parts, and a shorter last one
+def test_microbatches_sum_to_the_batchs_gradient_and_loss(model: ModelConfig, text: Text, microbatch_size: int) -> None:
+    whole, parts = learner(model, text, 0), learner(model, text, microbatch_size)
+    for _ in range(3):
+        loss = whole.learn()
+        torch.testing.assert_close(parts.learn(), loss, rtol=1e-6, atol=0)
+        torch.testing.assert_close(parts._gradient, whole._gradient, rtol=1e-4, atol=1e-7)
+        parts._theta.copy_(whole._theta)  # AdamW makes more of a rounding where a gradient is nearly 0
+    assert (parts.steps, parts.tokens) == (whole.steps, whole.tokens)
+    assert parts.validation_loss(2) == pytest.approx(whole.validation_loss(2), rel=1e-6)
+
+
+@pytest.mark.parametrize("microbatch_size", [0, BATCH, 100])
+def test_a_batch_that_fits_is_not_touched(model: ModelConfig, text: Text, microbatch_size: int) -> None:
+    whole, same = learner(model, text, BATCH), learner(model, text, microbatch_size)
+    for _ in range(3):
+        assert torch.equal(same.learn(), whole.learn())
+    assert torch.equal(same._theta, whole._theta)
+
+
+def test_a_tensor_for_which_there_is_no_memory_is_told_from_other_errors() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**62, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+    with pytest.raises(MemoryError) as no_bytes:
+        bytearray(2**62)
+    assert is_out_of_memory(no_bytes.value)
+    assert is_out_of_memory(torch.cuda.OutOfMemoryError("CUDA out of memory."))
+    with pytest.raises(RuntimeError) as mismatch:
+        torch.zeros(2) @ torch.zeros(3)
+    assert not is_out_of_memory(mismatch.value)
