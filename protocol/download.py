@@ -1,0 +1,383 @@
+"""Which blocks of a checkpoint to ask of which donor: several give at once, each as much as it can.
+
+`Download` is a state machine. It asks for blocks in the order of the file, from whoever has room in his *window*: the
+blocks that a donor may owe at once, about as many as it gives in `WINDOW_SECONDS` by what it gave so far. So a donor of
+ten times the rate is asked for ten times the blocks, and little is owed by one that dies. When nothing is left to be
+asked for, whoever is done is asked as well for what a much slower one still owes; whoever gives it first, gives it.
+
+A donor that dies is replaced, and what it owed goes to others: what it gave was verified block by block, and is kept.
+One that gave wrong bytes is not asked again, and reported: nobody else can have made them.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from .blocks import BLOCK_BYTES
+
+# Donors asked at once. Two fill most lines; more are a reserve for those that are slow.
+MAX_DONORS = 4
+# Known at once; a run of thousands announces more copies than anybody needs to know.
+MAX_KNOWN = 64
+# So long does what a donor owes keep it busy: some round trips of a bad line.
+WINDOW_SECONDS = 2.0
+# Until its rate is known. One is under way while the other is asked for.
+FIRST_WINDOW = 2
+# 16 MiB: a line of 1 Gbit/s and 100 ms is not idle. A donor allows a few times as many (`block_transfer.MAX_WANTED`).
+MAX_WINDOW = 16
+# How much the newest block counts in a donor's rate.
+RATE_WEIGHT = 0.3
+# What a donor owes is asked of another as well if that one is likely to have it in half the time.
+HELP_RATIO = 2.0
+# A donor that owes something and gives not a byte for so long is left. One whose owner has capped it, and that has an
+# exchange under way, rests for two seconds between two pieces (`farandole.node.checkpoints.serving`).
+SILENCE = 15.0
+# The slowest rate at which a node gives, in bytes a second: 50 kbit/s, its share of the tightest cap.
+MIN_RATE = 6_250
+BLOCK_TIMEOUT = SILENCE + BLOCK_BYTES / MIN_RATE
+# Before a donor that was lost is tried again, doubled each time.
+FIRST_RETRY, MAX_RETRY = 1.0, 30.0
+# A donor that is busy says for how long; it is not believed for more.
+MAX_BUSY = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """These blocks are wanted, beside those that were before."""
+
+    blocks: Iterable[int]
+
+
+@dataclass(frozen=True, slots=True)
+class DonorsKnown:
+    """Who is said to have the checkpoint now, the best first."""
+
+    donors: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DonorReady:
+    """A donor that was dialled has the first ``num_held`` blocks, and gives them."""
+
+    donor: bytes
+    num_held: int
+
+
+@dataclass(frozen=True, slots=True)
+class DonorBusy:
+    """A donor serves others first, for ``seconds`` or so."""
+
+    donor: bytes
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class DonorLost:
+    """A donor cannot be reached, does not have the checkpoint, or has gone."""
+
+    donor: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BytesArrived:
+    """Something has come of what a donor owes."""
+
+    donor: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BlockArrived:
+    """A block has come from a donor, whole and right, and is stored."""
+
+    donor: bytes
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWrong:
+    """What a donor gave for a block is something else."""
+
+    donor: bytes
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed: `Download.next_at` has come."""
+
+
+Event = Needed | DonorsKnown | DonorReady | DonorBusy | DonorLost | BytesArrived | BlockArrived | BlockWrong | Tick
+
+
+@dataclass(frozen=True, slots=True)
+class Dial:
+    """Ask a donor whether it gives; `DonorReady`, `DonorBusy` or `DonorLost` says."""
+
+    donor: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Ask a donor for ``count`` blocks from ``first`` on."""
+
+    donor: bytes
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """A donor need not give this block, unless it has begun."""
+
+    donor: bytes
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class HangUp:
+    """Have nothing more to do with a donor for now."""
+
+    donor: bytes
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Accuse:
+    """A donor gave wrong bytes for a block."""
+
+    donor: bytes
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """All blocks that are needed are here."""
+
+
+Output = Dial | Ask | Forget | HangUp | Accuse | Complete
+
+
+class _Standing(enum.Enum):
+    IDLE = enum.auto()
+    DIALLED = enum.auto()
+    OPEN = enum.auto()
+    BARRED = enum.auto()
+
+
+@dataclass(slots=True)
+class _Donor:
+    """What is known of one donor."""
+
+    name: bytes
+    standing: _Standing = _Standing.IDLE
+    due_at: float = -math.inf
+    """When it may be dialled."""
+    num_failures: int = 0
+    """Since it gave a block."""
+    num_held: int = 0
+    owed: dict[int, None] = field(default_factory=dict)
+    """Blocks, in the order in which they were asked for."""
+    seconds_a_block: float | None = None
+    heard_at: float = 0.0
+    """When its last bytes came, or when it was asked with nothing owed."""
+    gave_at: float = 0.0
+    """The same of its last block."""
+
+    @property
+    def room(self) -> int:
+        """How many blocks more it may owe."""
+        if self.seconds_a_block is None:
+            return FIRST_WINDOW - len(self.owed)
+        window = math.ceil(WINDOW_SECONDS / max(self.seconds_a_block, WINDOW_SECONDS / MAX_WINDOW))
+        return window - len(self.owed)
+
+    def pace(self, now: float) -> float:
+        """Seconds a block, by what it gave and by how long it has not given; a guess where nothing is known."""
+        if self.owed:
+            return max(now - self.gave_at, self.seconds_a_block or 0.0)
+        return WINDOW_SECONDS if self.seconds_a_block is None else self.seconds_a_block
+
+    def is_silent(self, now: float) -> bool:
+        """Whether it is to be left."""
+        return bool(self.owed) and (now >= self.heard_at + SILENCE or now >= self.gave_at + BLOCK_TIMEOUT)
+
+    def note_asked(self, blocks: Iterable[int], now: float) -> None:
+        """It owes these as well."""
+        if not self.owed:
+            self.heard_at = self.gave_at = now
+        self.owed.update(dict.fromkeys(blocks))
+
+    def note_given(self, now: float) -> None:
+        """A block has come from it."""
+        took = now - self.gave_at
+        before = took if self.seconds_a_block is None else self.seconds_a_block
+        self.seconds_a_block = before + RATE_WEIGHT * (took - before)
+        self.heard_at = self.gave_at = now
+        self.num_failures = 0
+
+
+class Download:
+    """One checkpoint's blocks on their way. ``have``: those that are here already."""
+
+    def __init__(self, have: Iterable[int] = ()) -> None:
+        self._have = set(have)
+        self._unasked: list[int] = []  # a heap
+        self._asked: dict[int, set[bytes]] = {}  # blocks, and who owes each
+        self._donors: dict[bytes, _Donor] = {}
+
+    @property
+    def num_missing(self) -> int:
+        """Blocks that are needed and not here."""
+        return len(self._unasked) + len(self._asked)
+
+    @property
+    def num_open(self) -> int:
+        """Donors that give now."""
+        return sum(donor.standing is _Standing.OPEN for donor in self._donors.values())
+
+    def handle(self, event: Event, now: float) -> list[Output]:
+        """What follows from an event. `Tick` is to come a few times a second."""
+        was_missing = self.num_missing
+        outputs = self._note(event, now)
+        for donor in self._donors.values():
+            if donor.is_silent(now):
+                outputs += self._hang_up(donor, "it gives nothing any more", now)
+        if not self.num_missing:
+            return [*outputs, Complete()] if was_missing or isinstance(event, Needed) else outputs
+        outputs += [*self._ask_for_more(now), *self._ask_for_help(now)]
+        return [*outputs, *self._dial(now)]
+
+    def _note(self, event: Event, now: float) -> list[Output]:
+        match event:
+            case Needed(blocks):
+                for block in set(blocks).difference(self._have, self._asked, self._unasked):
+                    heapq.heappush(self._unasked, block)
+            case DonorsKnown(names):
+                self._know(names)
+            case DonorReady(name, num_held):
+                donor = self._donors[name]
+                donor.standing, donor.num_held = _Standing.OPEN, num_held
+            case DonorBusy(name, seconds):
+                self._lose(self._donors[name], now + min(max(seconds, 0.0), MAX_BUSY))
+            case DonorLost(name):
+                self._fail(self._donors[name], now)
+            case BytesArrived(name):
+                self._donors[name].heard_at = now
+            case BlockArrived(name, block):
+                return self._take(self._donors[name], block, now)
+            case BlockWrong(name, block):
+                return self._bar(self._donors[name], block)
+            case Tick():
+                pass
+        return []
+
+    # Donors
+
+    def _know(self, names: tuple[bytes, ...]) -> None:
+        """In their order; who is gone from the list stays while it gives, and a liar is remembered."""
+        before = self._donors
+        self._donors = {name: before.get(name) or _Donor(name) for name in names[:MAX_KNOWN]}
+        self._donors |= {name: donor for name, donor in before.items() if donor.standing is not _Standing.IDLE}
+
+    def _dial(self, now: float) -> Iterator[Output]:
+        idle = [donor for donor in self._donors.values() if donor.standing is _Standing.IDLE and donor.due_at <= now]
+        idle.sort(key=lambda donor: donor.num_failures)  # stable: else the best known first
+        engaged = [d for d in self._donors.values() if d.standing in (_Standing.DIALLED, _Standing.OPEN)]
+        num_free = MAX_DONORS - len(engaged)
+        for donor in engaged:
+            if num_free < len(idle) and self._is_useless(donor):
+                yield from self._hang_up(donor, "it has nothing more to give", now)
+                num_free += 1
+        for donor in idle[: max(0, num_free)]:
+            donor.standing = _Standing.DIALLED
+            yield Dial(donor.name)
+
+    def _is_useless(self, donor: _Donor) -> bool:
+        """Whether it has nothing that is missing."""
+        is_idle = donor.standing is _Standing.OPEN and not donor.owed
+        return is_idle and min(itertools.chain(self._unasked[:1], self._asked)) >= donor.num_held
+
+    def _lose(self, donor: _Donor, due_at: float) -> None:
+        """What it owes goes back to be asked of others."""
+        donor.standing, donor.due_at, donor.seconds_a_block = _Standing.IDLE, due_at, None
+        for block in donor.owed:
+            owners = self._asked[block]
+            owners.discard(donor.name)
+            if not owners:
+                del self._asked[block]
+                heapq.heappush(self._unasked, block)
+        donor.owed.clear()
+
+    def _fail(self, donor: _Donor, now: float) -> None:
+        self._lose(donor, now + min(FIRST_RETRY * 2.0**donor.num_failures, MAX_RETRY))
+        donor.num_failures = min(donor.num_failures + 1, 30)
+
+    def _hang_up(self, donor: _Donor, reason: str, now: float) -> list[Output]:
+        self._fail(donor, now)
+        return [HangUp(donor.name, reason)]
+
+    def _bar(self, donor: _Donor, block: int) -> list[Output]:
+        self._lose(donor, math.inf)
+        donor.standing = _Standing.BARRED
+        return [HangUp(donor.name, "it gave wrong bytes"), Accuse(donor.name, block)]
+
+    # Blocks
+
+    def _take(self, giver: _Donor, block: int, now: float) -> list[Output]:
+        giver.note_given(now)
+        self._have.add(block)
+        outputs: list[Output] = []
+        for name in self._asked.pop(block, ()):
+            self._donors[name].owed.pop(block)
+            if name != giver.name:
+                outputs.append(Forget(name, block))
+        return outputs
+
+    def _open_by_pace(self, now: float) -> list[_Donor]:
+        """The fastest first."""
+        is_open = [donor for donor in self._donors.values() if donor.standing is _Standing.OPEN]
+        return sorted(is_open, key=lambda donor: (donor.pace(now), donor.num_failures))
+
+    def _ask_for_more(self, now: float) -> Iterator[Output]:
+        for donor in self._open_by_pace(now):
+            blocks: list[int] = []
+            while self._unasked and self._unasked[0] < donor.num_held and len(blocks) < donor.room:
+                blocks.append(heapq.heappop(self._unasked))
+            yield from self._ask(donor, blocks, now)
+
+    def _ask(self, donor: _Donor, blocks: list[int], now: float) -> Iterator[Output]:
+        if not blocks:
+            return
+        donor.note_asked(blocks, now)
+        for block in blocks:
+            self._asked.setdefault(block, set()).add(donor.name)
+        first = blocks[0]
+        for block, following in zip(blocks, [*blocks[1:], -1], strict=True):
+            if following != block + 1:
+                yield Ask(donor.name, first, block + 1 - first)
+                first = following
+
+    def _ask_for_help(self, now: float) -> Iterator[Output]:
+        """Whoever has room and nothing else to give is asked for what a slower one owes, the latest first."""
+        for donor in self._open_by_pace(now):
+            while donor.room > 0 and (block := self._latest(donor, now)) is not None:
+                yield from self._ask(donor, [block], now)
+
+    def _latest(self, helper: _Donor, now: float) -> int | None:
+        """The block that would come last, if this donor is likely to give it much earlier."""
+        by_helper = (len(helper.owed) + 1) * helper.pace(now)
+        worst, latest = HELP_RATIO * by_helper, None
+        for donor in self._donors.values():
+            if donor is helper or not donor.owed:
+                continue
+            pace = donor.pace(now)
+            for position, block in enumerate(donor.owed, 1):
+                is_single = len(self._asked[block]) == 1 and block < helper.num_held
+                if is_single and position * pace > worst:
+                    worst, latest = position * pace, block
+        return latest
