@@ -17,6 +17,7 @@ from farandole.protocol.records import relay_key
 from farandole.protocol.relay import Limits
 
 from .checkup import CheckupService
+from .mapping.keeper import PortKeeper
 from .nurseries import open_service_nursery
 from .punching import Puncher
 from .reachability import Examiner, Reachability
@@ -49,8 +50,14 @@ class Connectivity:
         known: Iterable[bytes] = (),
         limits: Limits | None = None,
         reachability: Reachability | None = None,
+        *,
+        port_lease: int | None = None,
     ) -> None:
-        """``known``: peers that may relay, whose addresses the host has; ``limits``: None to relay for nobody."""
+        """``known``: peers that may relay, whose addresses the host has; ``limits``: None to relay for nobody.
+
+        ``port_lease``: for how many seconds at a time the home's router is asked to send on this node's port; None: it
+        is not asked.
+        """
         rng = random.Random()
         self.reachability = reachability or Reachability()
         self.server = RelayServer(host, key, shaping, limits) if limits is not None else None
@@ -64,7 +71,11 @@ class Connectivity:
         self._known = frozenset(known)
         self._found_at = -math.inf
         self.keeper = RelayKeeper(host, self.reachability, self._find_relays, rng)
-        self._examiner = Examiner(host, self.reachability, rng)
+        self._ports: PortKeeper | None = None
+        if port_lease is not None:
+            self._ports = PortKeeper(host, lambda: self._examiner.note_change(), port_lease)
+        prepare = self._ports.has_tried.wait if self._ports else trio.lowlevel.checkpoint
+        self._examiner = Examiner(host, self.reachability, rng, prepare)
         self._puncher = Puncher(host, self._examiner.dialback, self.reachability)
 
     @property
@@ -80,6 +91,8 @@ class Connectivity:
     async def run(self) -> None:
         """Until cancelled."""
         async with trio.open_nursery() as nursery:
+            if self._ports is not None:
+                nursery.start_soon(self._ports.run)
             if not self._is_given:
                 nursery.start_soon(self._examiner.run)
             nursery.start_soon(self.keeper.run)
@@ -117,9 +130,11 @@ async def open_connectivity(
     known: Iterable[bytes] = (),
     limits: Limits | None = None,
     reachability: Reachability | None = None,
+    *,
+    port_lease: int | None = None,
 ) -> AsyncIterator[Connectivity]:
     """For as long as the block runs."""
-    connectivity = Connectivity(host, key, run_id, shaping, known, limits, reachability)
+    connectivity = Connectivity(host, key, run_id, shaping, known, limits, reachability, port_lease=port_lease)
     async with open_service_nursery() as nursery:
         nursery.start_soon(connectivity.run)
         yield connectivity

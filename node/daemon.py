@@ -142,7 +142,13 @@ class Node:
             open_host(self._key, settings.listen, shaping=shaping) as host,
             open_messenger(host) as messenger,
             open_connectivity(
-                host, self._key, target.run_id, shaping, target.peers, Limits() if settings.relay else None
+                host,
+                self._key,
+                target.run_id,
+                shaping,
+                target.peers,
+                Limits() if settings.relay else None,
+                port_lease=settings.port_lease,
             ) as connectivity,
             open_mdns(host, [target.run_id], is_on=settings.mdns),
         ):

@@ -72,7 +72,9 @@ class Dialback:
         if stream.remote_address is None:
             stream.reset()
             raise PeerUnreachableError("a relay cannot tell")
-        ports = tuple(dict.fromkeys(port for _, port in self._host.listening))[:MAX_PORTS]
+        listening = [port for _, port in self._host.listening]
+        mapped = [outer for port, (_, outer) in self._host.mapped.items() if port in listening]
+        ports = tuple(dict.fromkeys((*listening, *mapped)))[-MAX_PORTS:]
         self._num_asking += 1
         try:
             return await _ask_over(stream, Request(ports))

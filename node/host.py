@@ -89,6 +89,8 @@ class Host:
         self._told_connected: set[bytes] = set()
         self._observed_ips: list[str] = []
         self._news = trio.Event()  # a connection has come or gone
+        self.mapped: dict[int, tuple[str, int]] = {}
+        """Ports of this machine -> where its router sends on to them, as the router says (farandole.node.mapping)."""
         self._needs: list[Callable[[bytes], bool]] = []
         self.is_out_of_reach: Callable[[bytes], bool] = lambda peer: False
         """Whether hole punching has shown that no direct connection to a peer comes about (farandole.node.punching)."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 import trio
@@ -37,6 +37,8 @@ HOLE_SECONDS = EXAMINE_INTERVAL
 RETRY_INTERVAL = 10.0
 # The first peers come within a moment of each other.
 SETTLE_SECONDS = 0.5
+# Most routers that open ports do so within a moment, and then a node is public from the beginning.
+PREPARE_SECONDS = 1.0
 # Who can be dialled hears so within three round trips of the slowest lines; who hears nothing by then is likely to need
 # relays. The witness tries on, since a SYN may be lost.
 DOUBT_AFTER = 1.0
@@ -88,11 +90,19 @@ class Reachability:
 class Examiner:
     """Examines one host's reachability, again and again."""
 
-    def __init__(self, host: Host, reachability: Reachability, rng: random.Random) -> None:
+    def __init__(
+        self,
+        host: Host,
+        reachability: Reachability,
+        rng: random.Random,
+        prepare: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint,
+    ) -> None:
+        """``prepare``: waited for, not for long, before peers are asked for the first time."""
         self.dialback = Dialback(host)
         self._host = host
         self._reachability = reachability
         self._rng = rng
+        self._prepare = prepare
         self._due = trio.Event()
         self._witnesses: frozenset[bytes] = frozenset()
 
@@ -100,6 +110,8 @@ class Examiner:
         """Until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch)
+            with trio.move_on_after(PREPARE_SECONDS):
+                await self._prepare()
             while True:
                 await self._due.wait()
                 await trio.sleep(SETTLE_SECONDS)
@@ -111,6 +123,11 @@ class Examiner:
                         await self._due.wait()
                 if self._host.connected:
                     self._due.set()
+
+    def note_change(self) -> None:
+        """This node may be reached otherwise from now on."""
+        if self._host.connected:
+            self._due.set()
 
     async def _watch(self) -> None:
         """Examine when the first come, when the first from the internet do, and when one who was asked is lost."""
@@ -149,8 +166,9 @@ class Examiner:
         """Whether this node is known to sit behind NAT, and seems public all at once."""
         is_sudden = self._reachability.is_examined and self._reachability.kind is not Kind.PUBLIC
         is_holed = trio.current_time() < self.dialback.holed_at + HOLE_SECONDS
-        own = self._host.own_ips
-        return is_sudden and is_holed and not any(ip in own for ip, _ in verdict.addresses)
+        own, mapped = self._host.own_ips, [port for _, port in self._host.mapped.values()]
+        is_explained = any(ip in own or port in mapped for ip, port in verdict.addresses)
+        return is_sudden and is_holed and not is_explained
 
     async def _gather_dialled(self, witnesses: Sequence[bytes]) -> list[Witness]:
         async with trio.open_nursery() as nursery:

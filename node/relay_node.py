@@ -84,7 +84,15 @@ class RelayNode:
         known = self._known()
         async with (
             open_host(self._key, settings.listen, shaping=shaping) as host,
-            open_connectivity(host, self._key, runs[0], shaping, known, Limits()) as connectivity,
+            open_connectivity(
+                host,
+                self._key,
+                runs[0],
+                shaping,
+                known,
+                Limits(),
+                port_lease=settings.port_lease,
+            ) as connectivity,
             open_mdns(host, runs, is_on=settings.mdns),
         ):
             self._reporter = Reporter(host, board, runs[0], "", self._started_at, shaping, connectivity)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from .mapping.router import LEASE_SECONDS
+
 HOME_VARIABLE = "FARANDOLE_HOME"
 # Any free port on every IPv4 interface.
 DEFAULT_LISTEN = "/ip4/0.0.0.0/tcp/0"
@@ -69,9 +71,16 @@ class NodeSettings:
     """Pass peers on to each other while this node is publicly reachable, within `farandole.protocol.relay.Limits`."""
     mdns: bool = True
     """Find others of the run in this machine's own networks, and be found there."""
+    port_mapping: bool = True
+    """Ask the home's router to send on this node's port, by NAT-PMP or UPnP."""
     log_level: str = "info"
     json_log: bool = False
     """Log lines as JSON objects, for machines."""
+
+    @property
+    def port_lease(self) -> int | None:
+        """For how many seconds at a time the router is asked; None: it is not."""
+        return LEASE_SECONDS if self.port_mapping else None
 
     @property
     def key(self) -> Path:

@@ -20,6 +20,7 @@ from .options import (
     LogLevelOption,
     UploadMbit,
     UseMdns,
+    UsePortMapping,
 )
 from .output import read_manifest
 
@@ -126,6 +127,7 @@ def join(
     ] = True,
     log_level: LogLevelOption = LogLevel.INFO,
     mdns: UseMdns = True,
+    upnp: UsePortMapping = True,
     json_log: JsonLog = False,
 ) -> None:
     """Join a run and train until Ctrl-C (or `farandole leave`), saying what happens.
@@ -158,6 +160,7 @@ def join(
         relay=relay,
         log_level=log_level.value,
         mdns=mdns,
+        port_mapping=upnp,
         json_log=json_log,
     )
     import trio
@@ -182,6 +185,7 @@ def relay(
     download_mbit: DownloadMbit = 0.0,
     log_level: LogLevelOption = LogLevel.INFO,
     mdns: UseMdns = True,
+    upnp: UsePortMapping = True,
     json_log: JsonLog = False,
 ) -> None:
     """Help runs without training: introduce newcomers, and pass on to each other peers behind NAT.
@@ -202,6 +206,7 @@ def relay(
         download_mbit=download_mbit,
         log_level=log_level.value,
         mdns=mdns,
+        port_mapping=upnp,
         json_log=json_log,
     )
     import trio

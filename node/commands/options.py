@@ -90,4 +90,12 @@ UseMdns = Annotated[
         "--mdns/--no-mdns", help="Find others of the run in the local network, by multicast.", envvar="FARANDOLE_MDNS"
     ),
 ]
+UsePortMapping = Annotated[
+    bool,
+    typer.Option(
+        "--upnp/--no-upnp",
+        help="Ask the home's router to send on this node's port, by NAT-PMP or UPnP.",
+        envvar="FARANDOLE_UPNP",
+    ),
+]
 JsonLog = Annotated[bool, typer.Option("--json-log", help="Log lines as JSON.", envvar="FARANDOLE_JSON_LOG")]

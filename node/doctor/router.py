@@ -7,7 +7,8 @@ from typing import Final
 
 from farandole.protocol.reachability import is_global
 
-from ..upnp import UpnpError, find_gateway
+from ..mapping.keeper import find_router
+from ..mapping.router import MappingError
 from .causes import found
 from .finding import Finding
 
@@ -18,14 +19,14 @@ TRIAL_SECONDS: Final = 60
 async def check_upnp(port: int) -> Finding:
     """Whether it opens a port that is asked for, by trying."""
     try:
-        gateway = await find_gateway()
-    except UpnpError as error:
+        router = await find_router()
+    except MappingError as error:
         return found("upnp-none", why=error)
     try:
-        external = await gateway.external_ip()
-        await gateway.open_port(port, TRIAL_SECONDS)
-    except UpnpError as error:
-        return found("upnp-refused", ip=gateway.ip, why=error)
-    with contextlib.suppress(UpnpError):
-        await gateway.close_port(port)
-    return found("upnp-fine" if is_global(external) else "upnp-double-nat", ip=gateway.ip, external=external)
+        opened = await router.open_port(port, TRIAL_SECONDS)
+    except MappingError as error:
+        return found("upnp-refused", ip=router.ip, why=error)
+    with contextlib.suppress(MappingError):
+        await router.close_port(opened)
+    external = opened.outer[0]
+    return found("upnp-fine" if is_global(external) else "upnp-double-nat", ip=router.ip, external=external)

@@ -34,6 +34,7 @@ from farandole.node.exchange import ExchangeService
 from farandole.node.gossip import GossipService
 from farandole.node.host import Host, open_host
 from farandole.node.joining import Target, connect_to_run
+from farandole.node.mapping.router import LEASE_SECONDS
 from farandole.node.membership import Membership
 from farandole.node.messenger import open_messenger
 from farandole.node.shaping import Shaping
@@ -76,7 +77,7 @@ async def open_member(run_id: bytes, port: int, peers: dict[bytes, list[str]]) -
             open_store(Path(folder, "store.sqlite")) as store,
             open_host(key, [f"/ip4/0.0.0.0/tcp/{port}"], shaping=shaping) as host,
             open_messenger(host) as messenger,
-            open_connectivity(host, key, run_id, shaping, peers, Limits()) as connectivity,
+            open_connectivity(host, key, run_id, shaping, peers, Limits(), port_lease=LEASE_SECONDS) as connectivity,
         ):
             state = RunState(run_id, bytes(32))
             gossip = GossipService(state, Writer(key, run_id), host, messenger, store, rng)

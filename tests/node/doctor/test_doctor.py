@@ -44,7 +44,8 @@ PATIENCE = 120.0
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
     """No router is there, or it is not the tests' to ask for long."""
-    monkeypatch.setattr("farandole.node.upnp.SEARCH_INTERVAL", 0.02)
+    monkeypatch.setattr("farandole.node.mapping.upnp.SEARCH_INTERVAL", 0.02)
+    monkeypatch.setattr("farandole.node.mapping.natpmp.PAUSES", (0.02,))
 
 
 @contextlib.asynccontextmanager

@@ -1,6 +1,6 @@
 """A node's host and connectivity, without a trainer, told whom to dial by lines of JSON; it prints what has changed.
 
-It listens on port 4001, and on those that are arguments.
+It listens on port 4001, and on those that are arguments; ``lease=SECONDS``: it asks its router for them.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ async def tell(host: Host, connectivity: Connectivity) -> None:
             "kind": connectivity.reachability.kind,
             "addresses": host.addresses,
             "observed": host.observed_ips,
+            "mapped": host.mapped,
             "relays": [held.relay.hex() for held in connectivity.keeper.held],
             "paths": {peer.hex(): host.path(peer) for peer in host.connected},
         }
@@ -62,10 +63,13 @@ async def obey(host: Host, nursery: trio.Nursery) -> None:
 
 async def run() -> None:
     key = Ed25519PrivateKey.generate()
+    leases = [int(argument.removeprefix("lease=")) for argument in sys.argv[1:] if argument.startswith("lease=")]
     ports = [PORT, *(int(argument) for argument in sys.argv[1:] if argument.isdigit())]
     async with (
         open_host(key, [f"/ip4/0.0.0.0/tcp/{port}" for port in ports]) as host,
-        open_connectivity(host, key, bytes(32), Shaping(), limits=Limits()) as connectivity,
+        open_connectivity(
+            host, key, bytes(32), Shaping(), limits=Limits(), port_lease=leases[0] if leases else None
+        ) as connectivity,
         trio.open_nursery() as nursery,
     ):
         nursery.start_soon(tell, host, connectivity)

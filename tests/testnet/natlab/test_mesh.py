@@ -56,14 +56,14 @@ class Node:
 
 
 @contextlib.asynccontextmanager
-async def open_nodes(homes: list[Home], leash: Leash, *ports: int) -> AsyncIterator[list[Node]]:
-    """One in each home, which listens on these ports too."""
+async def open_nodes(homes: list[Home], leash: Leash, *arguments: int | str) -> AsyncIterator[list[Node]]:
+    """One in each home, with these arguments, such as other ports on which it listens."""
     async with trio.open_nursery() as nursery:
         nodes: list[Node] = []
         try:
             for home in homes:
                 process = await trio.lowlevel.open_process(
-                    [*home.host.enter, sys.executable, str(NODE), *map(str, ports)],
+                    [*home.host.enter, sys.executable, str(NODE), *map(str, arguments)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     start_new_session=True,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import trio
 
+from farandole.node.mapping.upnp import MAX_REPLY_BYTES, UpnpError, UpnpRouter, _location, _parse
 from farandole.node.nurseries import open_service_nursery
-from farandole.node.upnp import MAX_REPLY_BYTES, Gateway, UpnpError, _location, _parse
 
 SERVICE = "urn:schemas-upnp-org:service:WANIPConnection:1"
 FAULT = "<e><errorCode>725</errorCode><errorDescription>OnlyPermanentLeasesSupported</errorDescription></e>"
@@ -25,10 +25,10 @@ async def ask(reply: bytes) -> str:
 
     (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
     port = listener.socket.getsockname()[1]
-    gateway = Gateway(f"http://127.0.0.1:{port}/control", SERVICE, "127.0.0.1")
+    router = UpnpRouter(f"http://127.0.0.1:{port}/control", SERVICE, "127.0.0.1")
     async with open_service_nursery() as nursery:
         nursery.start_soon(trio.serve_listeners, serve, [listener])
-        return await gateway.external_ip()
+        return await router.external_ip()
 
 
 async def test_a_router_tells_its_address() -> None:

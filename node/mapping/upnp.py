@@ -1,16 +1,18 @@
 """Asking the home's router for a port: UPnP's Internet Gateway Device, versions 1 and 2, over IPv4.
 
-Found by SSDP (a datagram to a group of the local network), described in XML over HTTP, asked by SOAP. Whoever answers
-is a stranger on the local network: it is asked only at the address from which it answers, what it says is bounded in
-bytes and time, and XML that declares anything is refused unread.
+Found by SSDP (a datagram to a group of the local network), described in XML over HTTP, asked by SOAP. Only the
+gateway's answers count, and even it is a stranger: it is asked at no other address, what it says is bounded in bytes
+and time, and XML that declares anything is refused unread.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import math
+import random
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import urljoin, urlsplit
 from xml.etree import ElementTree
@@ -18,7 +20,8 @@ from xml.sax.saxutils import escape
 
 import trio
 
-from farandole.protocol.errors import FarandoleError
+from .gateway import Gateway
+from .router import MappingError, Opened
 
 _GROUP: Final = ("239.255.255.250", 1900)
 _TARGETS: Final = (
@@ -39,17 +42,24 @@ HTTP_TIMEOUT: Final = 4.0
 MAX_REPLY_BYTES: Final = 65_536
 # What people see of a router's own words.
 MAX_REASON_CHARS: Final = 80
-# The port's owner is told again before this many seconds are over, or the router forgets it.
-LEASE_SECONDS: Final = 3_600
+# Errors of the services' (WANIPConnection:1, 2.4.16): another machine has the port, and no leases but endless ones.
+_NO_SUCH_MAPPING, _CONFLICT, _ONLY_ENDLESS = 714, 718, 725
+# Other outer ports to try where this machine's is taken, in the range from which systems take their own.
+NUM_TRIES: Final = 4
+_FIRST_PORT, _LAST_PORT = 49_152, 65_535
 
 
-class UpnpError(FarandoleError):
-    """The router does not do what it was asked for; the message says why."""
+class UpnpError(MappingError):
+    """As its base; with what it calls the error, 0 if nothing."""
+
+    def __init__(self, message: str, code: int = 0) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 @dataclass(frozen=True, slots=True)
-class Gateway:
-    """A router that opens ports."""
+class UpnpRouter:
+    """A `farandole.node.mapping.router.Router`."""
 
     control: str
     """The URL to ask."""
@@ -57,6 +67,8 @@ class Gateway:
     """What it calls itself there."""
     local_ip: str
     """This machine's address, as the router sees it."""
+    outer_ports: dict[int, int] = field(default_factory=dict)
+    """Of this machine's ports that it has opened."""
 
     @property
     def ip(self) -> str:
@@ -64,31 +76,60 @@ class Gateway:
         return urlsplit(self.control).hostname or ""
 
     async def external_ip(self) -> str:
-        """Its outer address; raises `UpnpError`."""
+        """Its outer address; raises `MappingError`."""
         ip = (await self._ask("GetExternalIPAddress", {})).get("NewExternalIPAddress", "")
         try:
             return str(ipaddress.IPv4Address(ip))
         except ValueError as error:
             raise UpnpError("the router does not know its outer address") from error
 
-    async def open_port(self, port: int, seconds: int = LEASE_SECONDS) -> None:
-        """Send on to this machine what comes to this TCP port of the router's; raises `UpnpError`."""
+    async def open_port(self, port: int, seconds: int) -> Opened:
+        """Open, or keep open, at the same port outside, or at another if that is taken; raises `MappingError`."""
+        outer = self.outer_ports.get(port, port)
+        for _ in range(NUM_TRIES):
+            try:
+                granted = await self._add(port, outer, seconds)
+            except UpnpError as error:
+                if error.code != _CONFLICT:
+                    raise
+                outer = random.randint(_FIRST_PORT, _LAST_PORT)
+            else:
+                self.outer_ports[port] = outer
+                return Opened(port, (await self.external_ip(), outer), granted)
+        raise UpnpError("the router has given the port to another machine", _CONFLICT)
+
+    async def _add(self, port: int, outer: int, seconds: int) -> float:
+        """Returns the seconds of its lease."""
         mapping = {
-            "NewRemoteHost": "",
-            "NewExternalPort": str(port),
-            "NewProtocol": "TCP",
+            **_name(outer),
             "NewInternalPort": str(port),
             "NewInternalClient": self.local_ip,
             "NewEnabled": "1",
             "NewPortMappingDescription": "farandole",
             "NewLeaseDuration": str(seconds),
         }
-        await self._ask("AddPortMapping", mapping)
+        try:
+            await self._ask("AddPortMapping", mapping)
+        except UpnpError as error:
+            if error.code != _ONLY_ENDLESS:
+                raise
+            await self._ask("AddPortMapping", {**mapping, "NewLeaseDuration": "0"})
+            return math.inf
+        return seconds
 
-    async def close_port(self, port: int) -> None:
-        """Undo `open_port`; raises `UpnpError`."""
-        mapping = {"NewRemoteHost": "", "NewExternalPort": str(port), "NewProtocol": "TCP"}
-        await self._ask("DeletePortMapping", mapping)
+    async def close_port(self, opened: Opened) -> None:
+        """Close; raises `MappingError`."""
+        await self._ask("DeletePortMapping", _name(opened.outer[1]))
+
+    async def has_forgotten(self, opened: Opened) -> bool:
+        """By its own word; raises `MappingError`."""
+        try:
+            entry = await self._ask("GetSpecificPortMappingEntry", _name(opened.outer[1]))
+        except UpnpError as error:
+            if error.code != _NO_SUCH_MAPPING:
+                raise
+            return True
+        return entry.get("NewInternalClient") != self.local_ip or await self.external_ip() != opened.outer[0]
 
     async def _ask(self, action: str, arguments: Mapping[str, str]) -> dict[str, str]:
         values = "".join(f"<{name}>{escape(value)}</{name}>" for name, value in arguments.items())
@@ -102,13 +143,22 @@ class Gateway:
         answers = {_local_name(element): element.text or "" for element in _parse(reply).iter()}
         if status != 200:
             reason = "".join(filter(str.isprintable, answers.get("errorDescription", "")))[:MAX_REASON_CHARS]
-            raise UpnpError(reason or f"the router answers {action} with status {status}")
+            code = answers.get("errorCode", "").strip()
+            raise UpnpError(
+                reason or f"the router answers {action} with status {status}",
+                int(code) if re.fullmatch(r"[0-9]{3}", code) else 0,
+            )
         return answers
 
 
-async def find_gateway() -> Gateway:
-    """The first router that answers and opens ports; raises `UpnpError` if there is none."""
-    location = await _search()
+def _name(outer: int) -> dict[str, str]:
+    """What names a mapping."""
+    return {"NewRemoteHost": "", "NewExternalPort": str(outer), "NewProtocol": "TCP"}
+
+
+async def find_upnp_router(gateway: Gateway) -> UpnpRouter:
+    """The gateway, if it opens ports by UPnP; raises `MappingError` if not."""
+    location = await _search(gateway)
     status, reply, local_ip = await _request("GET", location, {}, b"")
     if status != 200:
         raise UpnpError(f"the router does not describe itself (status {status})")
@@ -126,21 +176,22 @@ async def find_gateway() -> Gateway:
             is_there = urlsplit(control).hostname == urlsplit(location).hostname
             if not is_there or not re.fullmatch(r"http://[!-~]{1,512}", control):
                 raise UpnpError("the router sends us to another machine")
-            return Gateway(control, service, local_ip)
+            return UpnpRouter(control, service, local_ip)
     raise UpnpError("the router opens no ports for others")
 
 
-async def _search() -> str:
-    """The URL of the first router's description."""
+async def _search(gateway: Gateway) -> str:
+    """The URL of its description."""
     with trio.socket.socket(trio.socket.AF_INET, trio.socket.SOCK_DGRAM) as sock:
         try:
+            await sock.bind((gateway.local_ip, 0))
             for _ in range(NUM_SEARCHES):
                 for target in _TARGETS:
                     await sock.sendto(_question(target), _GROUP)
                 with trio.move_on_after(SEARCH_INTERVAL):
                     while True:
                         data, sender = await sock.recvfrom(MAX_DATAGRAM)
-                        if (location := _location(data, sender[0])) is not None:
+                        if sender[0] == gateway.ip and (location := _location(data, sender[0])) is not None:
                             return location
         except OSError as error:
             raise UpnpError(f"no local network to ask: {error}") from error
