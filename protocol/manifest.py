@@ -142,6 +142,29 @@ class PipelineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
 
+class StartConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The weights that a run starts from, instead of from its seed: a consolidated checkpoint, by its content."""
+
+    id: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
+    """Of the checkpoint: SHA-256 of its index (`farandole.protocol.blocks`), in hexadecimal."""
+    run_id: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
+    """Of the run that has made it; all zeros for a model that was imported."""
+    inner_steps: Annotated[int, msgspec.Meta(ge=0, le=2**40)] = 0
+    """Where the learning rate's schedule goes on."""
+    tokens: Annotated[int, msgspec.Meta(ge=0, le=2**56)] = 0
+    """That its weights have seen."""
+
+    @property
+    def checkpoint(self) -> bytes:
+        """The checkpoint's id, 32 bytes."""
+        return bytes.fromhex(self.id)
+
+    @property
+    def run(self) -> bytes:
+        """Id of the run that has made it, 32 bytes."""
+        return bytes.fromhex(self.run_id)
+
+
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One training run. Immutable: another setting is another run."""
 
@@ -159,6 +182,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pipeline: PipelineConfig = PipelineConfig()
     admission: Literal["open"] = "open"
     """Anybody who has an invite may join; runs that want an admission by the creator are not served yet."""
+    start: StartConfig | None = None
+    """Null: the weights begin as the seed makes them."""
 
     def __post_init__(self) -> None:
         for problem in _problems(self):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # The largest tokenizer files in use (vocabularies of 256 k) have some 35 MB.
 MAX_TOKENIZER_FILE_BYTES = 128 * 1024 * 1024
 # What the common families call the token between documents; the first that a vocabulary has is taken.
-_SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
 class Tokenizer(Protocol):
@@ -61,7 +61,7 @@ class FileTokenizer:
     def __init__(self, tokenizer: HuggingFaceTokenizer) -> None:
         self._tokenizer = tokenizer
         self.vocabulary: int = tokenizer.get_vocab_size()
-        known = (tokenizer.token_to_id(name) for name in _SEPARATORS)
+        known = (tokenizer.token_to_id(name) for name in SEPARATORS)
         self.separator: int = next((token for token in known if token is not None), 0)
 
     def encode(self, text: bytes) -> npt.NDArray[np.uint32]:

@@ -1,0 +1,96 @@
+"""A model's parameters as transformers calls them, and which part of ours each is.
+
+farandole's own model is Llama's (RMSNorm, rotary embeddings on halves, SwiGLU, tied embeddings): what differs is that
+queries, keys and values lie in one matrix here, and so do the gate and what it is multiplied with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from farandole.protocol.hf_config import DefaultRope, GPT2Config, HFConfig, LlamaConfig
+from farandole.protocol.manifest import Manifest, ModelConfig
+from farandole.training.shapes import Shape
+
+from .folder import model_shapes
+
+# `farandole.training.model`: ROTARY_BASE and NORM_EPSILON, which are constants there.
+_ROTARY_BASE = 10_000.0
+_NORM_EPSILON = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of one of our parameters."""
+
+    name: str
+    first: int
+    """Row."""
+    shape: Shape
+    """Of the part: as many rows as its first number."""
+
+
+def config_of(model: ModelConfig) -> HFConfig:
+    """The settings of the family in which transformers computes the same."""
+    if model.hf is not None:
+        return model.hf
+    return LlamaConfig(
+        vocab_size=model.vocabulary,
+        hidden_size=model.width,
+        intermediate_size=model.hidden,
+        num_hidden_layers=model.num_layers,
+        num_attention_heads=model.num_heads,
+        num_key_value_heads=model.num_heads,
+        head_dim=model.width // model.num_heads,
+        max_position_embeddings=model.context,
+        rope_parameters=DefaultRope(_ROTARY_BASE),
+        rms_norm_eps=_NORM_EPSILON,
+        tie_word_embeddings=True,
+    )
+
+
+def parts_of(manifest: Manifest) -> dict[str, Part]:
+    """By transformers' name of each parameter, in the order in which they are written."""
+    if manifest.model.hf is not None:  # the names are transformers' own
+        return {name: Part(name, 0, shape) for name, shape in model_shapes(manifest).items()}
+    model = manifest.model
+    width, hidden = model.width, model.hidden
+    parts = {"model.embed_tokens.weight": Part("embedding.weight", 0, (model.vocabulary, width))}
+    for index in range(model.num_layers):
+        theirs, ours = f"model.layers.{index}", f"layers.{index}"
+        for number, name in enumerate(("q_proj", "k_proj", "v_proj")):
+            rows = Part(f"{ours}.attention.qkv.weight", number * width, (width, width))
+            parts[f"{theirs}.self_attn.{name}.weight"] = rows
+        parts[f"{theirs}.self_attn.o_proj.weight"] = Part(f"{ours}.attention.out.weight", 0, (width, width))
+        for number, name in enumerate(("gate_proj", "up_proj")):
+            rows = Part(f"{ours}.mlp.gate_up.weight", number * hidden, (hidden, width))
+            parts[f"{theirs}.mlp.{name}.weight"] = rows
+        parts[f"{theirs}.mlp.down_proj.weight"] = Part(f"{ours}.mlp.down.weight", 0, (width, hidden))
+        parts[f"{theirs}.input_layernorm.weight"] = Part(f"{ours}.attention_norm.weight", 0, (width,))
+        parts[f"{theirs}.post_attention_layernorm.weight"] = Part(f"{ours}.mlp_norm.weight", 0, (width,))
+    parts["model.norm.weight"] = Part("norm.weight", 0, (width,))
+    return parts
+
+
+_ARCHITECTURES = {LlamaConfig: "LlamaForCausalLM", GPT2Config: "GPT2LMHeadModel"}
+
+
+def config_json(config: HFConfig, *, end_token: int | None) -> dict[str, Any]:
+    """A ``config.json``: what the configuration says, and what transformers would else take from its own defaults."""
+    settings: dict[str, Any] = {
+        "architectures": [_ARCHITECTURES[type(config)]],
+        "dtype": "float32",
+        "bos_token_id": end_token,
+        "eos_token_id": end_token,
+        **msgspec.to_builtins(config),
+    }
+    if isinstance(config, LlamaConfig):
+        # As tools made before transformers 5 look for them.
+        rope = settings["rope_parameters"]
+        is_plain = isinstance(config.rope_parameters, DefaultRope)
+        scaling = None if is_plain else {name: value for name, value in rope.items() if name != "rope_theta"}
+        settings |= {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+    return settings

@@ -1,0 +1,105 @@
+"""The manifest of a run that starts from a checkpoint: from that of another run, or from an imported model.
+
+The model's sizes stay; whatever else a run has may be another: stages, codec, rounds, data, how long it goes on. The
+learning rate's schedule goes on where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.protocol.errors import ManifestError
+from farandole.protocol.manifest import Manifest, SignedManifest, StartConfig, decode_manifest, sign_manifest
+
+from ..run_file import manifest_of
+from .folder import MANIFEST_NAME, NO_RUN, SLOW, Consolidated, Counters, model_shapes, write_folder
+from .hf_import import open_hf_weights
+
+# A [model] table with one of these says anew which model it is; without, it says what changes: how it is cut, say.
+_MODELS_BY: Final = ("preset", "hf", "num_layers")
+_OF_ONE_RUN: Final = ("created_at", "start", "version")
+_TOKENIZER_FILE: Final = "tokenizer.json"
+
+
+def resumed_manifest(folder: Consolidated, settings: Mapping[str, Any], place: Path, now: float) -> Manifest:
+    """The manifest of a run that goes on from a folder.
+
+    ``settings`` is a parsed run file, whose relative paths begin at ``place``; what it leaves out is as it was. Raises
+    `ManifestError`, which says what cannot be changed.
+    """
+    before: dict[str, Any] = msgspec.to_builtins(folder.manifest)
+    merged = {name: value for name, value in before.items() if name not in _OF_ONE_RUN}
+    for name, value in settings.items():
+        old = merged.get(name)
+        merged[name] = {**old, **value} if isinstance(old, dict) and isinstance(value, Mapping) else value
+    merged["model"] = _model(before["model"], settings.get("model", {}))
+    if "tokenizer" in settings:
+        merged["tokenizer"] = settings["tokenizer"]
+    start = StartConfig(folder.id.hex(), folder.index.run_id.hex(), folder.index.inner_steps, folder.index.tokens)
+    merged["start"] = msgspec.to_builtins(start)
+    manifest = manifest_of(merged, place, now)
+    _check_same_model(folder.manifest, manifest)
+    return manifest
+
+
+def _model(before: Mapping[str, Any], model: object) -> object:
+    if not isinstance(model, Mapping) or any(name in model for name in _MODELS_BY):
+        return model
+    sizes = {name: value for name, value in before.items() if name not in ("num_stages", "stage_layers")}
+    if sizes["hf"] is None:
+        del sizes["hf"]
+    return {**sizes, **model}
+
+
+def _check_same_model(before: Manifest, after: Manifest) -> None:
+    old, new = model_shapes(before), model_shapes(after)
+    for name in [*old, *new]:
+        if old.get(name) != new.get(name):
+            raise ManifestError(
+                f"model: the checkpoint's is another one ({name} is {old.get(name)} there and {new.get(name)} here). "
+                "Leave its sizes out of the run file, and they are the checkpoint's"
+            )
+    if before.model.hf != after.model.hf:
+        raise ManifestError("model.hf: the checkpoint's says something else; leave it out, and it is the checkpoint's")
+    if before.tokenizer != after.tokenizer:
+        raise ManifestError("tokenizer: the checkpoint was made with another; leave it out, and it is the checkpoint's")
+
+
+def import_model(
+    hf_folder: Path, settings: Mapping[str, Any], place: Path, to: Path, key: Ed25519PrivateKey, now: float
+) -> tuple[Manifest, SignedManifest]:
+    """Make of a Hugging Face folder's weights the folder ``to``, and the manifest of a run that starts from it.
+
+    Raises `ManifestError` if the configuration or the run file will not do, `ConsolidatedError` if the weights will
+    not, or cannot be written.
+    """
+    model = settings.get("model", {})
+    if not isinstance(model, Mapping) or any(name in model for name in _MODELS_BY):
+        raise ManifestError("model: the folder says which model it is; the run file says no more than how it is cut")
+    complete = {**settings, "model": {**model, "hf": str(hf_folder.absolute())}}
+    tokenizer = hf_folder.absolute() / _TOKENIZER_FILE
+    if "tokenizer" not in settings and tokenizer.exists():
+        complete["tokenizer"] = {"file": str(tokenizer)}
+    manifest = manifest_of(complete, place, now)
+
+    def sign(checkpoint_id: bytes) -> bytes:
+        start = StartConfig(checkpoint_id.hex(), NO_RUN.hex())
+        return sign_manifest(msgspec.structs.replace(manifest, start=start), key).encode()
+
+    with open_hf_weights(hf_folder, manifest) as weights:
+        write_folder(
+            to,
+            key,
+            NO_RUN,
+            model_shapes(manifest),
+            (SLOW,),
+            Counters(0, 0, 0),
+            lambda tensor: weights.read(tensor.partition("/")[2]),
+            sign,
+        )
+    return decode_manifest((to / MANIFEST_NAME).read_bytes())

@@ -1,0 +1,189 @@
+"""Safetensors files of fp32, without torch: read tensor by tensor, written in a stream; folders whole or not at all.
+
+By hand, because the library's writer needs all of a file in memory: so a model may be as large as the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import BufferedReader
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from farandole.protocol.blocks import Header, header_size, parse_header
+from farandole.protocol.errors import FarandoleError, RemoteProtocolError
+from farandole.training.shapes import Shape
+
+Floats = npt.NDArray[np.float32]
+
+# Elements looked at, or written, at a time: 16 MiB.
+_SLICE: Final = 1 << 22
+
+
+class ConsolidatedError(FarandoleError):
+    """A file or folder is not what it must be, or cannot be written; the message says which, and what to do."""
+
+
+class TensorFile:
+    """An open safetensors file of fp32 tensors; made by `open_tensors`."""
+
+    def __init__(self, path: Path, file: BufferedReader, header: Header) -> None:
+        self.path = path
+        self.metadata = header.metadata
+        self._file = file
+        self._tensors = {tensor.name: tensor for tensor in header.tensors}
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """Of each tensor, by its name; all are fp32."""
+        return {name: tensor.shape for name, tensor in self._tensors.items()}
+
+    def read(self, name: str) -> Floats:
+        """One tensor. Raises `ConsolidatedError` if it is not there, or not finite."""
+        if name not in self._tensors:
+            raise ConsolidatedError(f"{self.path} has no tensor {name}")
+        place = self._tensors[name]
+        flat = np.empty(math.prod(place.shape), dtype="<f4")
+        with _reading(self.path):
+            self._file.seek(place.start)
+            if self._file.readinto(flat.data) != place.end - place.start:
+                raise ConsolidatedError(f"{self.path} is shorter than it was")
+        if not is_finite(flat):
+            raise ConsolidatedError(f"{self.path}: {name} holds a value that is not finite")
+        return flat.reshape(place.shape)
+
+
+@contextlib.contextmanager
+def open_tensors(path: Path) -> Iterator[TensorFile]:
+    """For as long as the block runs. Raises `ConsolidatedError` if it is no safetensors file, or not all of it fp32."""
+    with contextlib.ExitStack() as stack:
+        with _reading(path):
+            file = stack.enter_context(path.open("rb"))
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            first = file.read(8)
+            try:
+                first += file.read(header_size(first, size) - len(first))
+                header = parse_header(first, size)
+            except RemoteProtocolError as error:
+                raise ConsolidatedError(f"{path} is no checkpoint, or not whole: {error}") from error
+        yield TensorFile(path, file, header)
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConsolidatedError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def is_finite(tensor: Floats) -> bool:
+    """Whether all values are, looked at slice by slice."""
+    flat = tensor.reshape(-1)
+    return all(bool(np.isfinite(flat[start : start + _SLICE]).all()) for start in range(0, flat.size, _SLICE))
+
+
+def write_tensors(
+    path: Path, metadata: Mapping[str, str], shapes: Mapping[str, Shape], tensor_of: Callable[[str], Floats]
+) -> None:
+    """Write a safetensors file with these fp32 tensors, in this order; each is asked for when its turn comes.
+
+    On disk when it returns. Raises `OSError`, and leaves half a file then: write into a `new_folder`.
+    """
+    with path.open("wb") as file:
+        file.write(header_of(metadata, shapes))
+        for name, shape in shapes.items():
+            tensor = np.ascontiguousarray(tensor_of(name), dtype="<f4")
+            assert tensor.shape == shape, f"{name} is {tensor.shape}, not {shape}"
+            flat = tensor.reshape(-1)
+            for start in range(0, flat.size, _SLICE):
+                file.write(flat[start : start + _SLICE].data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def header_of(metadata: Mapping[str, str], shapes: Mapping[str, Shape]) -> bytes:
+    """The first bytes of a safetensors file of fp32 tensors that lie in this order."""
+    sizes = [4 * math.prod(shape) for shape in shapes.values()]
+    ends = list(itertools.accumulate(sizes))
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    for (name, shape), size, end in zip(shapes.items(), sizes, ends, strict=True):
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [end - size, end]}
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)  # tensors start at a multiple of 8, as the format asks
+    return len(raw).to_bytes(8, "little") + raw
+
+
+@contextlib.contextmanager
+def new_folder(path: Path, num_bytes: int) -> Iterator[Path]:
+    """A folder to fill, which stands at ``path`` with all that was put into it once the block is through.
+
+    If that fails, nothing is left. ``num_bytes``: about what it takes on the disk. Raises `ConsolidatedError` if there
+    is something at ``path`` already, or the disk does not take it.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConsolidatedError(f"{path} is there already: name a new folder with --to")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        if (free := shutil.disk_usage(temporary).free) < num_bytes:
+            raise ConsolidatedError(
+                f"{path} needs {num_bytes / 1e6:.0f} MB, and the disk has {free / 1e6:.0f} MB left: "
+                "free some, or name a folder elsewhere with --to"
+            )
+        yield temporary
+        _sync(temporary)
+        temporary.replace(path)
+        _sync(path.parent)
+    except OSError as error:
+        raise ConsolidatedError(f"cannot write {path}: {_what_failed(error)}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """On disk when it returns; in a `new_folder`. Raises `OSError`."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Make the names in it durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _what_failed(error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "the disk is full; free some room, or name a folder elsewhere with --to"
+    return error.strerror or str(error)
+
+
+def shards(shapes: Mapping[str, Shape], max_bytes: int) -> Sequence[Mapping[str, Shape]]:
+    """The tensors dealt out in order to files of at most ``max_bytes`` each; a tensor that is larger has its own."""
+    parts: list[dict[str, Shape]] = [{}]
+    size = 0
+    for name, shape in shapes.items():
+        num_bytes = 4 * math.prod(shape)
+        if parts[-1] and size + num_bytes > max_bytes:
+            parts.append({})
+            size = 0
+        parts[-1][name] = shape
+        size += num_bytes
+    return parts

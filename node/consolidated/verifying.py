@@ -1,0 +1,105 @@
+"""Whether a checkpoint is whole: its hashes, the names and shapes of its tensors, each of its values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from farandole.training.blocks import content_of, first_difference
+from farandole.training.shapes import Shape
+
+from .folder import (
+    OPTIMIZER_VECTORS,
+    SLOW,
+    VECTORS,
+    Consolidated,
+    layout_hash,
+    read_folder,
+    tensor_shapes,
+)
+from .tensors import ConsolidatedError, open_tensors
+
+# Of a node's own checkpoints, beside those of a whole model: inner steps that wait for their fragment, what the codec
+# feeds back.
+_OF_A_REPLICA: Final = ("fast", "error")
+# Running means of squares.
+_SQUARES: Final = "square"
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What was found good."""
+
+    path: str
+    num_tensors: int
+    size: int
+    """Bytes."""
+    vectors: tuple[str, ...]
+    round: int | None
+    inner_steps: int | None
+    tokens: int | None
+    id: str
+    """In hexadecimal; empty for a file alone, which proves nothing."""
+
+
+def verify(path: Path) -> Verified:
+    """Look at all of a consolidated checkpoint, or of a file of tensors; `ConsolidatedError` says what is wrong."""
+    if path.is_dir():
+        return verify_folder(read_folder(path))
+    vectors, num_tensors = _verify_file(path, None)
+    return Verified(str(path), num_tensors, path.stat().st_size, vectors, None, None, None, "")
+
+
+def verify_folder(folder: Consolidated) -> Verified:
+    """As `verify`, of a folder that is open."""
+    index = folder.index
+    if index.layout != layout_hash(folder.shapes):
+        raise ConsolidatedError(f"{folder.path} is of another model than its manifest says")
+    verify_hashes(folder)
+    vectors, num_tensors = _verify_file(folder.checkpoint, folder.shapes)
+    return Verified(
+        str(folder.path),
+        num_tensors,
+        index.size,
+        vectors,
+        index.round,
+        index.inner_steps,
+        index.tokens,
+        folder.id.hex(),
+    )
+
+
+def verify_hashes(folder: Consolidated) -> None:
+    """Whether the file is the one that the index says. Raises `ConsolidatedError`."""
+    try:
+        content = content_of(folder.checkpoint)
+    except OSError as error:
+        raise ConsolidatedError(f"cannot read {folder.checkpoint}: {error.strerror}") from error
+    if content.size != folder.index.size:
+        raise ConsolidatedError(
+            f"{folder.checkpoint} has {content.size} bytes, not {folder.index.size}: it is not whole, or another one"
+        )
+    if (damaged := first_difference(content, folder.index.hashes)) is not None:
+        raise ConsolidatedError(f"{folder.checkpoint} is damaged: its block {damaged} is not what was written")
+
+
+def _verify_file(path: Path, parameters: Mapping[str, Shape] | None) -> tuple[tuple[str, ...], int]:
+    """The vectors in a file of tensors, and how many these are; ``parameters``: None to take the file's own word."""
+    known = (*VECTORS, *OPTIMIZER_VECTORS, *_OF_A_REPLICA)
+    with open_tensors(path) as file:
+        found = {name.partition("/")[0] for name in file.shapes}
+        vectors = tuple(vector for vector in known if vector in found)
+        if found - set(known) or SLOW not in found:
+            raise ConsolidatedError(f"{path} is no checkpoint: it has the vectors {', '.join(sorted(found)) or 'none'}")
+        if parameters is None:
+            of_slow = (name for name in file.shapes if name.startswith(f"{SLOW}/"))
+            parameters = {name.partition("/")[2]: file.shapes[name] for name in of_slow}
+        if file.shapes != tensor_shapes(vectors, parameters):
+            raise ConsolidatedError(f"{path}: the tensors' names or shapes are not the model's")
+        for name in file.shapes:
+            tensor = file.read(name)
+            if name.startswith(f"{_SQUARES}/") and bool((tensor < 0).any()):
+                raise ConsolidatedError(f"{path}: {name} holds a negative square")
+        return vectors, len(file.shapes)
