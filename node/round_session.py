@@ -114,6 +114,7 @@ class RoundSession:
         # A replica without a checkpoint is saved as soon as it can be: a trainer that dies has to come back somewhere.
         self._saved_at = trio.current_time() if trainer.prepared.resumed else -math.inf
         self._num_saving = 0  # Save commands without their report
+        self._is_save_due = False  # after the one that is under way
         self._ahead_since: float | None = None  # the round that overlaps with the one whose partner is sought
         self._is_ending = False
         self._recent = deque[tuple[float, float]](maxlen=RECENT_ROUNDS + 1)  # (end of a round, busy seconds in it)
@@ -211,12 +212,13 @@ class RoundSession:
         """The report of this checkpoint ends the session, so that what is on disk is the end of the training."""
         if not self._is_ending:
             self._is_ending = True
-            self._send_save()
+            self._send_save(is_last=True)
 
-    def _send_save(self) -> None:
+    def _send_save(self, *, is_last: bool = False) -> None:
         self._saved_at = trio.current_time()
+        self._is_save_due = False
         self._num_saving += 1
-        self._send(messages.Save())
+        self._send(messages.Save(is_last))
 
     def _send(self, command: messages.Command) -> None:
         self._commands.send_nowait(command)
@@ -295,10 +297,12 @@ class RoundSession:
                     board.validation.append((round_index, loss))
             case messages.Saved():
                 self._num_saving -= 1
-                if report.problem:
-                    board.warn(report.problem)
-                else:
+                if report.problem or report.note:
+                    board.warn(report.problem or report.note)
+                if not report.problem:
                     self._on_saved(report)
+                if self._is_save_due and not self._is_ending:
+                    self._send_save()
                 return self._is_ending and self._num_saving == 0
             case messages.Prepared() | messages.Failed():
                 raise TrainerError(f"the trainer said {type(report).__name__} out of turn")
@@ -345,6 +349,7 @@ class RoundSession:
         if every and self._pipeline is None and (following % every == 0 or following == maximum):
             self._send(messages.Validate(VALIDATION_BATCHES))
         if following != maximum and trio.current_time() - self._saved_at >= self._config.checkpoint_seconds:
+            self._is_save_due = True
             self.save()
         if self._board.round == report.round:
             self._start_round(following)

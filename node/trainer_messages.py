@@ -11,8 +11,10 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-# Of the hashes of a checkpoint's blocks, 32 for each megabyte: a checkpoint of 128 GB.
-MAX_HASHES_BYTES: Final = 1 << 22
+from farandole.protocol.blocks import HASH_BYTES, MAX_BLOCKS
+
+# Of the hashes of a checkpoint's blocks.
+MAX_HASHES_BYTES: Final = MAX_BLOCKS * HASH_BYTES
 # Both ends are ours; the bound catches a torn stream, not an enemy. Beside hashes the most is Prepare's manifest.
 MAX_MESSAGE_BYTES: Final = MAX_HASHES_BYTES + (1 << 20)
 LENGTH: Final = struct.Struct(">I")
@@ -129,7 +131,13 @@ class TakeOuterStep(msgspec.Struct, frozen=True, tag=True):
 
 
 class Save(msgspec.Struct, frozen=True, tag=True):
-    """Write the checkpoint."""
+    """Write a checkpoint, behind the inner steps; `Saved` says when it is there.
+
+    Another `Save` before that would wait for it, and the inner steps with it.
+    """
+
+    is_last: bool = False
+    """Nothing is to be trained any more: all the machine's strength is for this one."""
 
 
 class Validate(msgspec.Struct, frozen=True, tag=True):
@@ -168,10 +176,12 @@ class Saved(msgspec.Struct, frozen=True, tag=True):
     """The file, under the name that it keeps until it is removed."""
     size: int = 0
     hashes: Annotated[bytes, msgspec.Meta(max_length=MAX_HASHES_BYTES)] = b""
-    """SHA-256 of each of the file's blocks, one after the other (`farandole.training.blocks`)."""
+    """SHA-256 of each of the file's blocks, one after the other (`farandole.protocol.blocks`)."""
     sha256: bytes = b""
     """Of the whole file."""
     problem: str = ""
+    note: str = ""
+    """What a person should know of a save that went well."""
 
 
 class Prepared(msgspec.Struct, frozen=True, tag=True):

@@ -11,6 +11,9 @@ round before. The contribution stays as it is in the shared memory, what comes o
 inner steps, where the outer step is taken too, and their progress is kept. A round that is over before then waits for
 it, so an outer step is at most one round late.
 
+A checkpoint is written behind the inner steps, by a thread (`farandole.node.checkpoints.saving`): they wait only for a
+copy of what is in it.
+
 Where the replica is on a GPU, a thread encodes the contribution, on a stream of its own, while this one goes on with
 the next round's inner steps. Whatever needs the contribution waits for that thread.
 """
@@ -20,16 +23,15 @@ from __future__ import annotations
 import abc
 import mmap
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from farandole.training.checkpoint import sync_folder
 from farandole.training.errors import CheckpointError
 
-from .checkpoints.folder import KEPT, CheckpointFolder, index_of
+from .checkpoints.folder import CheckpointFolder, known_hashes
+from .checkpoints.saving import Saver
 from .shared_memory import map_shared_memory
 from .trainer_channel import Channel
 from .trainer_messages import (
@@ -58,7 +60,6 @@ from .trainer_messages import (
 )
 
 if TYPE_CHECKING:
-    from farandole.training.blocks import Content
     from farandole.training.replica import Replica
 
 PROGRESS_INTERVAL = 0.5
@@ -75,8 +76,9 @@ class TrainerProcess(abc.ABC):
         self._channel = channel
         self._author = prepare.author
         self._slow = prepare.slow
+        self._run_id = prepare.run_id
         self._checkpoints = CheckpointFolder(Path(prepare.checkpoints), prepare.stage)
-        self._kept: deque[Path] = deque(maxlen=KEPT)
+        self._saver = Saver(self._checkpoints, channel.send)
         self._fragment = 0
         self._aside = ThreadPoolExecutor(1)
         self._encoding: Future[None] | None = None  # where the replica encodes aside
@@ -119,37 +121,21 @@ class TrainerProcess(abc.ABC):
             except CheckpointError as error:
                 fetched.unlink()
                 raise UnfitWeightsError(f"a peer's weights are unfit: {error}") from error
-            return self._adopt(fetched, content), ""
+            return self._saver.adopt(fetched, content, self._replica.counters), ""
         problems: list[str] = []
         for path in self._checkpoints.files():
             try:
-                content = self._replica.load(path)
+                content = self._replica.load(path, known_hashes(path, self._run_id))
             except CheckpointError as error:
                 problems.append(str(error))
                 continue
-            return self._saved(path, content), "; ".join(problems)
+            return self._saver.note(path, content, self._replica.counters), "; ".join(problems)
         if problems:
             raise CheckpointError(
                 f"no checkpoint in {self._checkpoints.path} can be loaded ({'; '.join(problems)}). Restore them, or "
                 "move them away to begin with the weights of others"
             )
         return None, ""
-
-    def _adopt(self, fetched: Path, content: Content) -> Saved:
-        path = self._checkpoints.file(self._replica.round)
-        path.parent.mkdir(exist_ok=True)
-        index_of(path).unlink(missing_ok=True)  # of a file that had this name before
-        fetched.replace(path)
-        sync_folder(path.parent)
-        return self._saved(path, content)
-
-    def _saved(self, path: Path, content: Content) -> Saved:
-        """Good, and of the replica as it is."""
-        self._kept.append(path)
-        replica = self._replica
-        return Saved(
-            replica.round, replica.steps, replica.tokens, str(path), content.size, content.hashes, content.sha256
-        )
 
     def handle(self, command: Command) -> None:
         """Do what one command says and report it."""
@@ -165,8 +151,8 @@ class TrainerProcess(abc.ABC):
                 self._channel.send(Screened(self._replica.refusal(memoryview(self._incoming)[:size])))
             case TakeOuterStep():
                 self._take_outer_step(command)
-            case Save():
-                self._channel.send(self._save())
+            case Save(is_last):
+                self._save(is_last)
             case Validate(num_batches):
                 self._channel.send(self._validate(num_batches))
             case FinishRound() | UseFragment() | Work() | TakeInnerStep():
@@ -290,16 +276,17 @@ class TrainerProcess(abc.ABC):
     def _validate(self, num_batches: int) -> Validated:
         """The loss on held-out text."""
 
-    def _save(self) -> Saved:
+    def _save(self, is_last: bool) -> None:
         """A full disk or a failed fsync costs a warning, never the training."""
-        replica = self._replica
-        path = self._checkpoints.file(replica.round)
-        try:
-            path.parent.mkdir(exist_ok=True)
-            index_of(path).unlink(missing_ok=True)
-            saved = self._saved(path, replica.save(path))
-        except OSError as error:
-            problem = f"checkpoint not written: {error}; the last good one is kept"
-            return Saved(replica.round, replica.steps, replica.tokens, problem=problem)
-        self._checkpoints.keep(self._kept)
-        return saved
+        replica, newest = self._replica, self._saver.newest
+        if newest is not None and replica.is_in(newest.round, newest.inner_steps):
+            self._channel.send(newest)
+        elif is_last:
+            self._saver.save(replica)
+        else:
+            try:
+                snapshot = replica.snapshot()
+            except MemoryError as error:
+                self._saver.save(replica, f"there is no memory for a snapshot ({error}): training waited for the save")
+            else:
+                self._saver.save_behind(snapshot)

@@ -2,10 +2,7 @@
 
 Files come from peers as well, so loading trusts nothing: sizes first, then hashes where they are known, then names,
 types and shapes, then every value; only then is anything copied. There is no pickle. Writing streams the vectors
-through SHA-256, block by block, into a temporary file, which gets its name when it is on the disk for good: so a crash
-leaves the old checkpoint or the new one, never half of one. Where making it durable fails, the file is given up: asked
-again, the system may say that all is well, though what it could not write is lost (Rebello et al., "Can Applications
-Recover from fsync Failures?", USENIX ATC 2020).
+through SHA-256, block by block, into a file that replaces the old one in one step, when it is durable.
 
 The format is written by hand, because the library's writer needs a second copy of everything in memory; reading is
 the library's.
@@ -13,11 +10,9 @@ the library's.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
-import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from io import FileIO
@@ -29,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .blocks import BlockHasher, Content, content_of, first_difference
+from .durable import replacing
 from .errors import CheckpointError
 from .parameters import Layout
 
@@ -36,7 +32,6 @@ FORMAT = "farandole/checkpoint/1"
 # Names and shapes of a few thousand parameters take a few hundred KB.
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 MAX_COUNTER = 2**53  # exact in JSON everywhere
-TEMPORARY_SUFFIX = ".tmp"
 _SLICE = 1 << 22  # elements that are fetched from a device at a time, 16 MiB
 
 
@@ -55,22 +50,9 @@ class Counters:
 def save_checkpoint(
     path: Path, vectors: Mapping[str, Tensor], layout: Layout, run_id: bytes, counters: Counters
 ) -> Content:
-    """Write flat vectors (n,) to ``path``, atomically and durably, by way of a temporary file beside it.
-
-    Raises `OSError`. Then what was at ``path`` is there still, or the new file, if its folder alone failed to sync.
-    """
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=TEMPORARY_SUFFIX, dir=path.parent)
-    temporary = Path(name)
-    try:
-        with FileIO(descriptor, "w") as file:
-            content = _write(file, itertools.chain([_header(tuple(vectors), layout, run_id, counters)], _data(vectors)))
-            os.fsync(descriptor)
-        temporary.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
-    return content
+    """Write flat vectors (n,) to ``path``, atomically and durably; raises `OSError`, as `replacing` does."""
+    with replacing(path) as file:
+        return _write(file, itertools.chain([_header(tuple(vectors), layout, run_id, counters)], _data(vectors)))
 
 
 def load_checkpoint(
@@ -143,15 +125,6 @@ def _write(file: FileIO, parts: Iterable[memoryview]) -> Content:
             hasher.update(block[:num_written])
             position += num_written
     return hasher.content()
-
-
-def sync_folder(folder: Path) -> None:
-    """Make what was created, renamed and removed in it durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _check_size(path: Path, layout: Layout, least: int, most: int) -> None:

@@ -57,6 +57,11 @@ class Copier:
         """The bytes of ``host`` (bytes,) on the device."""
         return host
 
+    def keep(self, source: Tensor, host: Tensor) -> Wait:
+        """Begin to copy ``source`` (n,) to ``host`` (n,) as it is now; the result waits until ``host`` has it."""
+        host.copy_(source)
+        return lambda: None
+
 
 class DeviceCopier(Copier):
     """For any device, with copies that are waited for."""
@@ -125,6 +130,10 @@ class CudaCopier(DeviceCopier):
         """Queued; ``host`` must stay as it is until what follows on this stream has been waited for."""
         source = host if host.is_pinned() else host.pin_memory()
         return source.to(self._device, non_blocking=True)
+
+    def keep(self, source: Tensor, host: Tensor) -> Wait:
+        """Queued: what is queued after it may change ``source``."""
+        return self.send(source.view(torch.uint8), host.view(torch.uint8))
 
 
 def copier_for(device: torch.device) -> Copier:

@@ -34,10 +34,11 @@ from .errors import CodecError, DivergedError, ScreeningError
 from .inner import adamw_, decay_, fused_adamw_, learning_rate
 from .parameters import flatten_, layout_of
 from .partner import PartnerContribution
+from .snapshot import Snapshot, SnapshotMemory
 
 
 @dataclass(frozen=True, slots=True)
-class _Snapshot:
+class _RoundEnd:
     """This replica at the end of a round's inner steps."""
 
     contribution: Contribution
@@ -76,8 +77,14 @@ class Replica:
         self._copier = copier_for(device.torch_device)
         self._contributor = Contributor(outer, self._theta, self._copier)
         self._received = self._theta.new_empty(self.layout.largest_fragment(outer.fragments))  # a partner's, decoded
-        self._snapshot: _Snapshot | None = None
+        self._round_end: _RoundEnd | None = None
         self._partner: PartnerContribution | None = None
+        self._snapshots: SnapshotMemory | None = None
+
+    @property
+    def counters(self) -> Counters:
+        """How far this replica is."""
+        return Counters(self.round, self.steps, self.tokens)
 
     @property
     def contribution_bytes(self) -> int:
@@ -92,12 +99,12 @@ class Replica:
     @property
     def awaits_outer_step(self) -> bool:
         """Whether a contribution was made whose outer step is due: inner steps belong to the next round meanwhile."""
-        return self._snapshot is not None
+        return self._round_end is not None
 
     @property
     def tokens_contributed(self) -> int:
         """Tokens behind the contribution that awaits its outer step, or behind the next one."""
-        return self.tokens_this_round if self._snapshot is None else self._snapshot.tokens
+        return self.tokens_this_round if self._round_end is None else self._round_end.tokens
 
     @property
     def learning_rate(self) -> float:
@@ -154,7 +161,7 @@ class Replica:
     def freeze(self, fragment: int = 0) -> None:
         """The first half of `contribution`: the second, `encode`, comes before the next inner step, or aside."""
         part = self.layout.fragment(fragment, self._outer.fragments)
-        self._snapshot = _Snapshot(self._contributor.freeze(self._theta, part), self.steps, self.tokens_this_round)
+        self._round_end = _RoundEnd(self._contributor.freeze(self._theta, part), self.steps, self.tokens_this_round)
         self._partner = None
 
     @torch.no_grad()
@@ -163,12 +170,12 @@ class Replica:
 
         Of the other methods only those of inner steps may be called before it returns, and `save`.
         """
-        assert self._snapshot is not None
-        frozen = self._snapshot.contribution
+        assert self._round_end is not None
+        frozen = self._round_end.contribution
         try:
             size, digest = self._contributor.encode(frozen, self._theta, self._phi, out, progress)
         except CodecError as error:
-            self._forget_snapshot()
+            self._forget_round_end()
             raise DivergedError(f"this replica's weights diverged in round {self.round}: {error}") from error
         received = self._received[: len(frozen.sent)]
         self._partner = PartnerContribution(self._contributor.form, frozen.sent, received, self._copier)
@@ -215,11 +222,11 @@ class Replica:
         `ScreeningError` if the contribution is unfit, or `DivergedError` if the own weights are, and leaves everything
         as it was. What `refusal` has just accepted is not looked at again.
         """
-        if self._snapshot is None:
+        if self._round_end is None:
             self.contribution(bytearray(self.contribution_bytes))
-        snapshot = self._snapshot
-        assert snapshot is not None
-        made, late = snapshot.contribution, self.steps - snapshot.steps
+        ended = self._round_end
+        assert ended is not None
+        made, late = ended.contribution, self.steps - ended.steps
         if partner is None:
             phi = self._phi[made.part]
             self._apply(made, lambda piece: noloco.contribution(made.theta[piece], phi[piece], self._outer), late)
@@ -232,8 +239,8 @@ class Replica:
             self._apply(made, lambda piece: noloco.weighted_mean(first[piece], second[piece], ordered), late)
             self._contributor.passed_on(made)
         self.round += 1
-        self.tokens_this_round -= snapshot.tokens
-        self._forget_snapshot()
+        self.tokens_this_round -= ended.tokens
+        self._forget_round_end()
         return late
 
     def _apply(self, made: Contribution, mean: Callable[[slice], Tensor], late: int) -> None:
@@ -246,8 +253,8 @@ class Replica:
             else:
                 theta[piece] = phi[piece]
 
-    def _forget_snapshot(self) -> None:
-        self._snapshot = self._partner = None
+    def _forget_round_end(self) -> None:
+        self._round_end = self._partner = None
 
     @torch.no_grad()
     def abandon_round(self) -> None:
@@ -257,15 +264,39 @@ class Replica:
         self._square.zero_()
         self._contributor.forget_errors()
         self.tokens_this_round = 0
-        self._forget_snapshot()
+        self._forget_round_end()
+
+    @property
+    def num_bytes(self) -> int:
+        """What a checkpoint takes, but for its header."""
+        return sum(flat.nbytes for flat in self._saved().values())
+
+    def is_in(self, saved_round: int, saved_steps: int) -> bool:
+        """Whether a checkpoint of then gives all that one of now would.
+
+        It has nothing of a round's unfinished inner steps; but with fragments, most of them await their turn in it.
+        """
+        return saved_round == self.round and (self._outer.fragments == 1 or saved_steps == self.steps)
 
     def save(self, path: Path) -> Content:
-        """Write a checkpoint of the last outer step's weights; raises `OSError`, as `save_checkpoint` does.
+        """Write a checkpoint of the last outer step's weights; raises `OSError`, as `farandole.training.durable` does.
 
         A round's unfinished inner steps are not in it: take it right after an outer step to lose none. With fragments
         the fast weights are in it, since most of them await their fragment's turn.
         """
-        return save_checkpoint(path, self._saved(), self.layout, self._run_id, self._counters())
+        return save_checkpoint(path, self._saved(), self.layout, self._run_id, self.counters)
+
+    @torch.no_grad()
+    def snapshot(self) -> Snapshot:
+        """What `save` would write now, to be written while this replica goes on; good until the next snapshot.
+
+        Raises `MemoryError` if there is no memory for one more copy.
+        """
+        vectors = self._saved()
+        if self._snapshots is None:
+            self._snapshots = SnapshotMemory(vectors, self._copier)
+        copies, copied = self._snapshots.fill(vectors)
+        return Snapshot(self.counters, copies, self.layout, self._run_id, copied)
 
     @torch.no_grad()
     def load(self, path: Path, hashes: bytes = b"") -> Content:
@@ -280,7 +311,7 @@ class Replica:
             self._theta.copy_(self._phi)
         self.round, self.steps, self.tokens = counters.round, counters.steps, counters.tokens
         self.tokens_this_round = 0
-        self._forget_snapshot()
+        self._forget_round_end()
         return content
 
     def _saved(self) -> dict[str, Tensor]:
@@ -288,6 +319,3 @@ class Replica:
         if self._outer.fragments > 1:
             vectors["fast"] = self._theta
         return vectors | self._contributor.saved()
-
-    def _counters(self) -> Counters:
-        return Counters(self.round, self.steps, self.tokens)

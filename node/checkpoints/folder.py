@@ -17,6 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from farandole.protocol.blocks import decode_signed_index, max_index_bytes
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.training.durable import TEMPORARY_SUFFIX
+
 # The newest, and the one before it for the day on which that cannot be read.
 KEPT: Final = 2
 _NAME: Final = re.compile(r"stage-(\d{1,5})-round-(\d{1,16})\.safetensors")
@@ -51,7 +55,7 @@ class CheckpointFolder:
     def clean(self) -> None:
         """Remove what was left by trainers that were killed while they saved; for whoever knows that none saves now."""
         for path in self._entries():
-            is_half = path.name.startswith(f".stage-{self.stage}-") and path.suffix == ".tmp"
+            is_half = path.name.startswith(f".stage-{self.stage}-") and path.suffix == TEMPORARY_SUFFIX
             is_index = path.suffix == _INDEX_SUFFIX and _NAME.fullmatch(path.stem) is not None
             is_orphan = is_index and not path.with_suffix("").exists()
             if is_half or is_orphan:
@@ -68,3 +72,14 @@ class CheckpointFolder:
 def index_of(checkpoint: Path) -> Path:
     """Where the index of a checkpoint lies."""
     return checkpoint.with_name(checkpoint.name + _INDEX_SUFFIX)
+
+
+def known_hashes(checkpoint: Path, run_id: bytes) -> bytes:
+    """Those of its blocks, as its index has them; empty where there is none that can be read."""
+    try:
+        size = checkpoint.stat().st_size
+        with index_of(checkpoint).open("rb") as file:
+            raw = file.read(max_index_bytes(size) + 1)
+        return decode_signed_index(raw, run_id, size)[1].hashes
+    except (OSError, RemoteProtocolError):
+        return b""

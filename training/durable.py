@@ -1,0 +1,45 @@
+"""Files that are whole or not there, whenever the machine stops."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+from typing import Final
+
+TEMPORARY_SUFFIX: Final = ".tmp"
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[FileIO]:
+    """A new file, which takes its place at ``path`` when the block ends, once it is on the disk for good.
+
+    Until then it has a name that no other ever had. Where making it durable fails, it is given up: asked again, the
+    system may say that all is well, though what it could not write is lost (Rebello et al., "Can Applications Recover
+    from fsync Failures?", USENIX ATC 2020). Raises `OSError`. Then what was at ``path`` is there still; or the new
+    file, if the folder alone could not be made durable.
+    """
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=TEMPORARY_SUFFIX, dir=path.parent)
+    temporary = Path(name)
+    try:
+        with FileIO(descriptor, "w") as file:
+            yield file
+            os.fsync(descriptor)
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make what was created, renamed and removed in it durable; raises `OSError`."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,76 @@
+"""What a checkpoint holds, copied between two inner steps, so that it can be written while they go on.
+
+Lazy snapshots between updates, as in DataStates-LLM (arXiv 2406.10707): training waits for a copy within memory, or on
+CUDA not even for that, but for a place in the device's queue. The memory is obtained once, as getting it from the
+system every time takes longer than filling it, and is page-locked where copies come from CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .blocks import Content
+from .checkpoint import Counters, save_checkpoint
+from .copying import Copier, Wait
+from .parameters import Layout
+
+_MEMINFO: Final = Path("/proc/meminfo")
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A replica as it was."""
+
+    counters: Counters
+    vectors: Mapping[str, Tensor]
+    """Flat (n,), in memory of the host, once ``copied`` says so."""
+    layout: Layout
+    run_id: bytes
+    copied: Sequence[Wait]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the vectors: but for its header, what a checkpoint takes."""
+        return sum(flat.nbytes for flat in self.vectors.values())
+
+    def save(self, path: Path) -> Content:
+        """Write it as a checkpoint; raises `OSError`, as `farandole.training.durable` does. Any thread may."""
+        for wait in self.copied:
+            wait()
+        return save_checkpoint(path, self.vectors, self.layout, self.run_id, self.counters)
+
+
+class SnapshotMemory:
+    """Room for one copy of flat vectors like these (n,) fp32. Raises `MemoryError` if this machine has none."""
+
+    def __init__(self, vectors: Mapping[str, Tensor], copier: Copier) -> None:
+        num_elements = sum(map(len, vectors.values()))
+        available = _available_bytes()
+        if available is not None and 4 * num_elements > available:
+            raise MemoryError(f"{4 * num_elements} bytes are wanted, {available} available")
+        memory = np.empty(num_elements, dtype=np.float32)
+        copier.pin(memory.data)
+        self._copier = copier
+        self._copies = dict(
+            zip(vectors, torch.from_numpy(memory).split([len(flat) for flat in vectors.values()]), strict=True)
+        )
+
+    def fill(self, vectors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], Sequence[Wait]]:
+        """Copy them; what was copied before is overwritten. The copies, and what waits for them."""
+        copied = [self._copier.keep(flat, self._copies[name]) for name, flat in vectors.items()]
+        return self._copies, copied
+
+
+def _available_bytes() -> int | None:
+    """What the system can give without swapping; None where it does not say. It promises more than it has."""
+    if not _MEMINFO.exists():
+        return None
+    line = next(line for line in _MEMINFO.read_text().splitlines() if line.startswith("MemAvailable:"))
+    return 1_024 * int(line.split()[1])
