@@ -62,10 +62,16 @@ TAKE_IN_INTERVAL = 0.02
 MAX_EVENTS = 3 * MAX_ROUTES + 9
 # The decision is taken, or there is nothing more to decide: so long is the partner helped to know it.
 FAREWELL_TIMEOUT = 2.0
+# How a reason begins that is a verdict on a contribution: the partner of whoever says so need not look for another.
+REFUSED = "refused: "
 
 
 class _FailedError(Exception):
     """The session comes to nothing, for this reason. Never leaves this file."""
+
+
+class _RefusedError(_FailedError):
+    """One of the two contributions is refused by whom it is for."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,8 @@ class Conversation:
     ) -> None:
         self.way = way
         self.is_committed = False
+        self.is_refused = False
+        """By either side; else what does not commit has only broken."""
         self.bytes_sent = 0
         self.bytes_received = 0
         self._exchange = exchange
@@ -148,7 +156,7 @@ class Conversation:
                 await self._share_contributions()
                 await (self._decide() if self._exchange.is_initiator else self._await_decision())
             except _FailedError as error:
-                reason = str(error)
+                reason, self.is_refused = str(error), isinstance(error, _RefusedError)
                 await self._abort(reason)
             nursery.cancel_scope.cancel()
         return reason
@@ -170,7 +178,7 @@ class Conversation:
                 await self._until_moved()
             await self._screened.wait()
             if self._refusal is not None:
-                raise _FailedError(f"refused: {self._refusal}")
+                raise _RefusedError(f"{REFUSED}{self._refusal}")
 
     async def _share_offers(self) -> None:
         if self._exchange.is_initiator:
@@ -390,7 +398,8 @@ class Conversation:
         except trio.EndOfChannel:
             raise _FailedError(self._failure) from None
         if isinstance(event, Aborted):
-            raise _FailedError(f"the partner aborted: {event.reason}")
+            kind = _RefusedError if event.reason.startswith(REFUSED) else _FailedError
+            raise kind(f"the partner aborted: {event.reason}")
         return event
 
     async def _read(self, received: bytes | bytearray) -> None:

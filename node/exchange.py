@@ -72,6 +72,8 @@ class ExchangeResult:
     """Bytes of the contribution received; 0, like the two above, if it was not committed."""
     path: str
     """"bulk" if the contributions moved, or were to move, over a bulk channel, else "stream"."""
+    is_broken: bool = False
+    """It was not committed, and nobody refused a contribution."""
 
 
 class ExchangeService:
@@ -129,6 +131,7 @@ class ExchangeService:
             partner_tokens=partner.tokens if partner else 0,
             partner_size=partner.size if partner else 0,
             path="stream" if exchange.channel is None else "bulk",
+            is_broken=not is_committed and not conversation.is_refused,
         )
 
     async def _initiate(self, start: StartExchange, conversation: Conversation) -> str:

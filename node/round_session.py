@@ -45,9 +45,9 @@ from .pipeline import PipelineService, Worker
 from .status import Phase
 from .trainer import Trainer, TrainerError
 
-# Commands queued for a busy trainer: Train, FinishRound, the outer step, Save, Validate, and what has arrived for it.
-# More means a defect.
-MAX_QUEUED_COMMANDS: Final = 32 + messages.MAX_STEPS
+# Commands queued for a busy trainer: Train, FinishRound, the outer step, Save, Validate, and what has arrived for it in
+# both exchanges that a round may have. More means a defect.
+MAX_QUEUED_COMMANDS: Final = 32 + 2 * messages.MAX_STEPS
 VALIDATION_BATCHES: Final = 8
 # A node that was away longer takes a peer's weights instead of its own: old weights would pull its partners back. And
 # a newcomer is given weights that are not much older; the donor saves anew if need be.
@@ -110,7 +110,8 @@ class RoundSession:
         self._commands, self._queued = trio.open_memory_channel[messages.Command](MAX_QUEUED_COMMANDS)
         self._contributed: messages.Contributed | None = None
         self._outgoing: Outgoing | None = None
-        self._screened: trio.MemorySendChannel[str] | None = None
+        self._verdict: trio.MemorySendChannel[str] | None = None
+        self._num_screenings = 0
         # A replica without a checkpoint is saved as soon as it can be: a trainer that dies has to come back somewhere.
         self._saved_at = trio.current_time() if trainer.prepared.resumed else -math.inf
         self._num_saving = 0  # Save commands without their report
@@ -285,9 +286,9 @@ class RoundSession:
             case messages.Encoded(_, num_ready, digest):
                 assert self._outgoing is not None, "what is encoded was contributed"
                 self._outgoing.advance(num_ready, digest)
-            case messages.Screened(reason):
-                if self._screened is not None:
-                    self._screened.send_nowait(reason)
+            case messages.Screened(reason, number):
+                if self._verdict is not None and number == self._num_screenings:
+                    self._verdict.send_nowait(reason)
             case messages.OuterStepTaken():
                 self._finish_round(report)
             case messages.Validated(round_index, loss):
@@ -398,7 +399,9 @@ class RoundSession:
         elif is_overlapped:  # the pairing machine is in the next round, and cannot say it
             self._go_alone(start.round, "the exchange failed")
         if not is_overlapped:
-            self._tell_pairing(ExchangeEnded(start.session, result.committed))
+            if result.is_broken:
+                self._show("pairing", f"the exchange of round {start.round} broke", "another partner")
+            self._tell_pairing(ExchangeEnded(start.session, result.committed, result.is_broken))
 
     def take_in(self, round_index: int, num_received: int) -> None:
         """So much of the partner's contribution is there; 0 if all of it is to be forgotten."""
@@ -406,12 +409,13 @@ class RoundSession:
 
     async def screen(self, peer: bytes, size: int) -> str | None:
         """The trainer's verdict on what was received: None, or why it is refused."""
-        self._screened, verdict = trio.open_memory_channel[str](1)
-        self._send(messages.Screen(size))
+        self._num_screenings += 1
+        self._verdict, verdict = trio.open_memory_channel[str](1)
+        self._send(messages.Screen(size, self._num_screenings))
         try:
             reason = await verdict.receive()
         finally:
-            self._screened = None
+            self._verdict = None
         if not reason:
             return None
         received = memoryview(self._trainer.incoming)[:size]

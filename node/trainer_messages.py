@@ -119,6 +119,9 @@ class Screen(msgspec.Struct, frozen=True, tag=True):
     """Judge the contribution of ``size`` bytes that lies in the incoming memory."""
 
     size: int
+    number: int = 0
+    """Told again with the verdict: an exchange that broke does not wait for its own, and the next one must not take
+    it."""
 
 
 class TakeOuterStep(msgspec.Struct, frozen=True, tag=True):
@@ -259,6 +262,8 @@ class Screened(msgspec.Struct, frozen=True, tag=True):
     """The verdict on a contribution: empty, or why it is refused."""
 
     reason: str
+    number: int = 0
+    """As `Screen` said."""
 
 
 class OuterStepTaken(msgspec.Struct, frozen=True, tag=True):

@@ -146,9 +146,9 @@ class TrainerProcess(abc.ABC):
                 self._finish_encoding()
                 if round_index == self._replica.round:
                     self._replica.take_in(memoryview(self._incoming)[: self._size], num_received)
-            case Screen(size):
+            case Screen(size, number):
                 self._finish_encoding()
-                self._channel.send(Screened(self._replica.refusal(memoryview(self._incoming)[:size])))
+                self._channel.send(Screened(self._replica.refusal(memoryview(self._incoming)[:size]), number))
             case TakeOuterStep():
                 self._take_outer_step(command)
             case Save(is_last):

@@ -17,6 +17,10 @@ or equal speeds come to be pairs. Here each of them proposes to a uniformly rand
   exchanged least, named by the session's last byte. Who is not ready yet takes any; who is ready has only its own.
 - *Bounded waiting.* From the time it is ready a node waits at most `WAIT_SHARE` of ``exchange_seconds`` for its
   partner; an odd node out, or one that nobody is there for, goes on at once.
+- *A second try.* If the exchange breaks while a ready node would still wait (`WAIT_SHARE`), it seeks another partner,
+  once a round: so the deadline stands, and there is always the other half of ``exchange_seconds`` to move what the
+  first one did not. Whoever refused the contribution, or had its own refused, is content with that. Where rounds
+  overlap there is no second try: the machine is in the next round, whose exchange is not far.
 
 Rejected: a leader or a seeded permutation per round (needs equal membership and equal rounds everywhere); proposing
 when ready (each exchange would then wait for its matching).
@@ -159,6 +163,7 @@ class Pairing:
         self._ready_at: float | None = None
         self._propose_at = 0.0
         self._num_proposals = 0
+        self._has_broken = False  # this round's first exchange
         self._ask_at: dict[bytes, float] = {}  # live peer -> not before; infinity: not in this round
         self._lost: set[bytes] = set()  # a connection that breaks once may be made again
         # Measured:
@@ -202,8 +207,8 @@ class Pairing:
                 self._lose(peer, now)
             case TimerFired():
                 self._timer_set_at = None
-            case ExchangeEnded(session=session, committed=committed):
-                self._end_exchange(session, committed, now)
+            case ExchangeEnded():
+                self._end_exchange(event, now)
             case Stopped():
                 self._stop()
         self._fire_due_timers(now)
@@ -221,6 +226,7 @@ class Pairing:
         self._started_at = at
         self._ready_at = None
         self._num_proposals = 0
+        self._has_broken = False
         self._ask_at.clear()
         self._lost.clear()
         self._ends_at = None if self._inner_seconds is None else at + self._inner_seconds
@@ -263,19 +269,31 @@ class Pairing:
         deadline = ready_at + self._config.exchange_seconds
         self._outputs.append(StartExchange(bond.session, bond.peer, self.round, bond.is_proposer, deadline))
 
-    def _end_exchange(self, session: bytes, committed: bool, now: float) -> None:
-        if self.state is not State.EXCHANGING or self._bond is None or self._bond.session != session:
+    def _end_exchange(self, end: ExchangeEnded, now: float) -> None:
+        if self.state is not State.EXCHANGING or self._bond is None or self._bond.session != end.session:
             return  # the round has been given up meanwhile
         self._last_exchange_seconds = now - self._exchange_started_at
+        if end.is_broken and not self._has_broken and now < self.wait_ends_at:
+            self._try_again(self._bond.peer, now)
+            return
         self._bond = None
         self._move(Trigger.EXCHANGE_ENDED)
-        if not committed:
+        if not end.committed:
             self._outputs.append(GoAlone(self.round, "the exchange failed"))
+
+    def _try_again(self, peer: bytes, now: float) -> None:
+        """With another partner, or with this one if it is still there and nobody else is."""
+        self._has_broken = True
+        self._num_exchanged[self._fragment] -= 1
+        self._timers[_Timer.PATIENCE] = self.wait_ends_at
+        self._seek_another(now, ask_again_at=self._ask_lost_at(peer, now))
 
     def _go_alone(self, reason: str) -> None:
         self._timers.clear()
         self._move(Trigger.WENT_ALONE)
         self._num_exchanged[self._fragment] += 1
+        if self._has_broken:
+            reason = f"the exchange failed, and {reason}"
         self._outputs.append(GoAlone(self.round, reason))
 
     def _stop(self) -> None:
@@ -400,10 +418,17 @@ class Pairing:
             self._seek(now)
 
     def _lose(self, peer: bytes, now: float) -> None:
-        if self.state in (State.PROPOSED, State.MATCHED) and self._bond and self._bond.peer == peer:
-            is_first_time = peer not in self._lost
+        if self._bond is None or self._bond.peer != peer:
+            return
+        if self.state in (State.PROPOSED, State.MATCHED):
+            self._seek_another(now, ask_again_at=self._ask_lost_at(peer, now))
+        elif self.state is State.EXCHANGING:  # which ends by itself
             self._lost.add(peer)
-            self._seek_another(now, ask_again_at=now + self._retry_after() if is_first_time else math.inf)
+
+    def _ask_lost_at(self, peer: bytes, now: float) -> float:
+        is_first_time = peer not in self._lost
+        self._lost.add(peer)
+        return now + self._retry_after() if is_first_time else math.inf
 
     # Messages
 

@@ -62,6 +62,8 @@ class ExchangeEnded:
 
     session: bytes
     committed: bool
+    is_broken: bool = False
+    """Nobody refused anything, it only did not come about: another peer may do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,7 @@ TRANSITIONS: dict[State, dict[Trigger, State]] = {
     },
     State.EXCHANGING: {
         Trigger.EXCHANGE_ENDED: State.IDLE,
+        Trigger.PARTNER_LOST: State.SEEKING,
     },
     State.AWAY: {},
 }

@@ -89,6 +89,12 @@ class Report:
     """Of the phases at the end: 1 when all nodes start their rounds together, about N^-0.5 when they do not at all."""
     disagreements: int = 0
     """Sessions that one living node believes committed and the other not, or that were of two fragments."""
+    second_tries: int = 0
+    """Exchanges of nodes whose first one in the round broke."""
+    rescued: int = 0
+    """Those that were committed."""
+    steps_too_many: int = 0
+    """Outer steps that a node took beside the one that each of its rounds has."""
     fragments: Counter[int] = field(default_factory=Counter)
     """Contributions exchanged, by fragment."""
     pairs: Counter[frozenset[bytes]] = field(default_factory=Counter)
@@ -230,6 +236,11 @@ class _Node:
         self._round = -1
         self._ready_at = 0.0
         self._fragment = 0
+        self._exchanged = -1
+        """The round of the newest exchange."""
+        self._is_second_try = False
+        self._finished = -1
+        """The newest round whose outcome is known."""
         self._awaits_outcome = False
         """Of the round before the one whose inner steps run: only where rounds overlap."""
         self._steps_ended_at: float | None = None
@@ -288,23 +299,36 @@ class _Node:
         if self.is_alive:
             self.handle(RoundStarted(self._round, self.started_at))
 
-    def end_exchange(self, session: bytes, partner: bytes, is_committed: bool) -> None:
+    def start_exchange(self, start: StartExchange) -> None:
+        report = self.world.report
+        self.world.fragments.setdefault(start.session, set()).add(self._fragment)
+        report.fragments[self._fragment] += 1
+        self._is_second_try = start.round == self._exchanged
+        report.second_tries += self._is_second_try
+        self._exchanged = start.round
+        self.exchanges[start.session] = _Exchange(self, start)
+        self.exchanges[start.session].begin()
+
+    def end_exchange(self, start: StartExchange, is_committed: bool) -> None:
         """The exchange is over; where rounds overlap the machine has gone on to the next one."""
         if is_committed:
-            self.finish_round(partner)
+            self.world.report.rescued += self._is_second_try
+            self.finish_round(start.round, start.peer)
         if not self.world.scenario.rounds.overlap:
-            self.handle(ExchangeEnded(session, is_committed))
+            self.handle(ExchangeEnded(start.session, is_committed, is_broken=not is_committed))
         elif not is_committed:
-            self.go_alone("the exchange failed")
+            self.go_alone(start.round, "the exchange failed")
 
-    def go_alone(self, reason: str) -> None:
+    def go_alone(self, round_index: int, reason: str) -> None:
         self.world.report.alone += 1
         self.world.report.reasons[reason] += 1
-        self.finish_round(None)
+        self.finish_round(round_index, None)
 
-    def finish_round(self, partner: bytes | None) -> None:
+    def finish_round(self, round_index: int, partner: bytes | None) -> None:
         """The outcome of the round is known: take the outer step, and begin the next."""
         world = self.world
+        world.report.steps_too_many += round_index <= self._finished
+        self._finished = round_index
         world.waits.append(self.now - self._ready_at)
         world.report.rounds += 1
         if partner is not None:
@@ -339,13 +363,10 @@ class _Node:
                 self.end_steps_at(self.started_at + steps * self.step_seconds)
             case UseFragment(fragment=fragment):
                 self._fragment = fragment
-            case GoAlone(reason=reason):
-                self.go_alone(reason)
+            case GoAlone(round=round_index, reason=reason):
+                self.go_alone(round_index, reason)
             case StartExchange():
-                self.world.fragments.setdefault(output.session, set()).add(self._fragment)
-                self.world.report.fragments[self._fragment] += 1
-                self.exchanges[output.session] = _Exchange(self, output)
-                self.exchanges[output.session].begin()
+                self.start_exchange(output)
         if self.world.scenario.rounds.overlap and isinstance(output, GoAlone | StartExchange):
             simulation.call_after(0.0, self.start_next_round)
 
@@ -455,14 +476,14 @@ class _Exchange:
         if self.start.is_initiator:
             node.outcomes.decide(session, committed=False)  # unless it is decided already
         node.world.beliefs.setdefault(session, {})[node.name] = is_committed
-        node.end_exchange(session, self.start.peer, is_committed)
+        node.end_exchange(self.start, is_committed)
 
 
 def main() -> None:
     """Print what a few scenarios come to."""
     boxed, steps = RoundConfig(round_seconds=30.0), RoundConfig(inner_steps=50, round_seconds=0.0)
     even, uneven = (0.5, 0.5), (0.25, 2.0)
-    columns = "{:>5} {:>6} {:>10} {:>5} {:>6} {:>7} {:>9} {:>9} {:>8} {:>7} {:>5}"
+    columns = "{:>5} {:>6} {:>10} {:>5} {:>6} {:>7} {:>7} {:>9} {:>9} {:>8} {:>7} {:>5}"
     print(
         columns.format(
             "nodes",
@@ -470,6 +491,7 @@ def main() -> None:
             "step/s",
             "loss",
             "alone",
+            "rescued",
             "in step",
             "mean wait",
             "max wait",
@@ -493,6 +515,7 @@ def main() -> None:
                             f"{step_seconds[0]}-{step_seconds[1]}",
                             loss,
                             f"{report.alone / report.rounds:.1%}",
+                            f"{report.rescued / report.rounds:.1%}",
                             f"{report.utilisation:.1%}",
                             f"{report.mean_wait:.2f}",
                             f"{report.longest_wait:.2f}",

@@ -104,6 +104,7 @@ async def test_a_verdict_overtakes_a_contribution_that_waits_for_its_cap(
     alice.refuses = "not this one"
     await meet(alice, bob)
     assert bob.result.reason == "the partner aborted: refused: not this one"
+    assert not bob.result.is_broken
     assert up.reserve(0) > 0  # the contribution would still wait
 
 
@@ -126,6 +127,8 @@ async def test_what_one_refuses_neither_uses(
     assert not bob.result.committed
     assert refusing.result.reason == "refused: not finite"
     assert other.result.reason == "the partner aborted: refused: not finite"
+    assert not refusing.result.is_broken
+    assert not other.result.is_broken
     assert trio.current_time() < 1
 
 
@@ -168,6 +171,7 @@ async def test_a_partner_that_never_comes_costs_a_share_of_the_deadline(
 async def test_a_partner_that_is_gone_is_known_at_once(alice: Party, autojump_clock: trio.testing.MockClock) -> None:
     await alice.exchange(BOB)
     assert alice.result.reason == "nobody there"
+    assert alice.result.is_broken
     assert trio.current_time() < 1
 
 

@@ -24,7 +24,8 @@ from farandole.node.trainer import TrainerError
 from farandole.protocol.exchange import Offer
 from farandole.protocol.manifest import Manifest, ModelConfig, RoundConfig
 from farandole.protocol.pairing import Pairing
-from farandole.protocol.pairing_events import PeersChanged, StartExchange, State
+from farandole.protocol.pairing_events import MessageReceived, PeersChanged, StartExchange, State
+from farandole.protocol.pairing_messages import Accept, Propose, Ready, decode_message, encode_message
 
 SIZE = 3 * messages.STEP_BYTES
 MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
@@ -74,11 +75,13 @@ class Story:
         self.others_round = 0
         self.board = Board(say=lambda text: None)
         prepare: Any = SimpleNamespace(stage=0, microbatch=0)
-        fake: Any = SimpleNamespace(set_receiver=lambda *args: None, send_nowait=self.refuse, run=self.exchange)
+        self.peers_that_answer: set[bytes] = set()
+        fake: Any = SimpleNamespace(set_receiver=lambda *args: None, send_nowait=self.deliver, run=self.exchange)
         self.exchanges: list[StartExchange] = []
         self.outgoing: Outgoing
         self.judge: Judge
         self.num_cancelled = 0
+        self.is_committed = False
         manifest = Manifest("tiny", MODEL, rounds=rounds)
         self.pairing = Pairing(b"a" * 32, manifest.rounds, random.Random(1))
         self.batch_size = manifest.inner.batch_size
@@ -102,14 +105,20 @@ class Story:
         self.trainers.append(FakeTrainer())
         yield self.trainers[-1]
 
-    def refuse(self, peer: bytes, protocol: str, payload: bytes) -> None:
-        """A messenger with too many streams: it says at once that a message is lost."""
-        self.rounds.lose_peer(peer)
+    def deliver(self, peer: bytes, protocol: str, payload: bytes) -> None:
+        """A messenger with too many streams: it says at once that a message is lost, but for some peers."""
+        if peer not in self.peers_that_answer:
+            self.rounds.lose_peer(peer)
+            return
+        message = decode_message(payload)
+        if isinstance(message, Propose):
+            for answer in (Accept(message.session, 0.0), Ready(message.session)):
+                self.rounds.handle(MessageReceived(peer, encode_message(answer)))
 
     async def exchange(
         self, start: StartExchange, offer: Offer, outgoing: Outgoing, incoming: memoryview, judge: Judge
     ) -> ExchangeResult:
-        """An exchange that fails after a while."""
+        """An exchange that fails after a while, or is committed if the test says so."""
         self.exchanges.append(start)
         self.outgoing, self.judge = outgoing, judge
         try:
@@ -117,7 +126,8 @@ class Story:
         except trio.Cancelled:
             self.num_cancelled += 1
             raise
-        return ExchangeResult(start.session, start.peer, start.round, False, "broken", 0, 0, 1.0, 0, 0, 0, "stream")
+        made = start.session, start.peer, start.round, self.is_committed, "", 0, 0, 1.0, 0, 0, 0, "stream"
+        return ExchangeResult(*made, is_broken=not self.is_committed)
 
     async def play_round(self) -> None:
         index = self.board.round
@@ -326,3 +336,51 @@ async def test_who_rests_leaves_at_once(story: Story, autojump_clock: trio.testi
         await trio.sleep(1.1 * RESTART_DELAYS[-1])
     with trio.fail_after(1):
         await story.rounds.leave()
+
+
+BOB, CAROL = b"b" * 32, b"c" * 32
+
+
+async def test_an_exchange_that_breaks_is_followed_by_one_with_another_and_one_outer_step(
+    story: Story, autojump_clock: trio.testing.MockClock
+) -> None:
+    (trainer,) = story.trainers
+    story.peers_that_answer = {BOB, CAROL}
+    story.rounds.set_peers(frozenset(story.peers_that_answer))
+    await trainer.report(contributed(0))
+    await trio.sleep(EXCHANGE_SECONDS / 2)
+    story.peers_that_answer -= {story.exchanges[0].peer}
+    await trio.sleep(EXCHANGE_SECONDS)
+    story.is_committed = True
+    await trio.sleep(EXCHANGE_SECONDS)
+    first, second = story.exchanges
+    assert {first.peer, second.peer} == {BOB, CAROL}
+    assert (first.round, first.deadline) == (second.round, second.deadline)
+    steps = [command for command in trainer.commands if isinstance(command, messages.TakeOuterStep)]
+    assert steps == [messages.TakeOuterStep(0, second.peer, 0, 0)]
+    assert FORGET in trainer.commands
+    assert (story.board.exchanges_failed, story.board.exchanges_ok, story.board.exchanges_alone) == (1, 1, 0)
+
+
+async def test_the_verdict_of_an_exchange_that_broke_is_not_taken_for_the_next_ones(story: Story) -> None:
+    (trainer,) = story.trainers
+    session = story.rounds._session
+    assert session is not None
+    await trainer.report(contributed(0))
+    verdicts: list[str | None] = []
+
+    async def screen(peer: bytes) -> None:
+        verdicts.append(await session.screen(peer, SIZE))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(screen, BOB)
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(screen, CAROL)
+        await trio.testing.wait_all_tasks_blocked()
+        first, second = [command for command in trainer.commands if isinstance(command, messages.Screen)]
+        await trainer.report(messages.Screened("not finite", first.number))
+        assert not verdicts
+        await trainer.report(messages.Screened("", second.number))
+    assert verdicts == [None]

@@ -395,6 +395,85 @@ def test_a_failed_exchange_is_followed_by_a_step_alone() -> None:
     assert alice.handle(ExchangeEnded(session, committed=False), 45.0) == [GoAlone(7, "the exchange failed")]
 
 
+def exchanging() -> tuple[Node, bytes]:
+    """Alice, ready at 40, in an exchange with Bob; Carol is there too."""
+    alice = started()
+    alice.hear(BOB, Propose(MIDDLE, 40.0), 1.0)
+    alice.hear(BOB, Ready(MIDDLE), 39.0)
+    alice.handle(ContributionReady(7), 40.0)
+    alice.hear(BOB, Begin(MIDDLE), 40.1)
+    assert alice.machine.state is State.EXCHANGING
+    return alice, MIDDLE
+
+
+def test_after_an_exchange_that_broke_another_partner_is_met_by_the_same_deadline() -> None:
+    alice, session = exchanging()
+    alice.handle(ExchangeEnded(session, committed=False, is_broken=True), 42.0)
+    peer, proposal = _only_proposal(alice)
+    assert (peer, proposal.seconds_left) == (CAROL, 0.0)
+    alice.hear(CAROL, Accept(proposal.session, 0.0), 42.1)
+    assert alice.sent == [(CAROL, Ready(proposal.session))]
+    alice.hear(CAROL, Ready(proposal.session), 42.2)
+    assert alice.outputs[1:] == [StartExchange(proposal.session, CAROL, 7, is_initiator=True, deadline=70.0)]
+    assert alice.handle(ExchangeEnded(proposal.session, committed=True), 45.0) == []
+
+
+def test_there_is_no_third_try() -> None:
+    alice, session = exchanging()
+    alice.handle(ExchangeEnded(session, committed=False, is_broken=True), 42.0)
+    _, proposal = _only_proposal(alice)
+    alice.hear(CAROL, Accept(proposal.session, 0.0), 42.1)
+    alice.hear(CAROL, Ready(proposal.session), 42.2)
+    ended = alice.handle(ExchangeEnded(proposal.session, committed=False, is_broken=True), 43.0)
+    assert ended == [GoAlone(7, "the exchange failed")]
+
+
+def test_an_exchange_that_was_refused_or_took_too_long_is_not_repeated() -> None:
+    alice, session = exchanging()
+    ended = alice.handle(ExchangeEnded(session, committed=False, is_broken=False), 42.0)
+    assert ended == [GoAlone(7, "the exchange failed")]
+    alice, session = exchanging()
+    ended = alice.handle(ExchangeEnded(session, committed=False, is_broken=True), 40.0 + WAIT_SHARE * 30.0)
+    assert ended == [GoAlone(7, "the exchange failed")]
+
+
+def test_who_finds_nobody_for_a_second_try_goes_on_alone_when_its_waiting_is_over() -> None:
+    alice, session = exchanging()
+    alice.handle(ExchangeEnded(session, committed=False, is_broken=True), 42.0)
+    _, proposal = _only_proposal(alice)
+    alice.hear(CAROL, Busy(proposal.session, 100.0), 42.1)
+    alice.hear(BOB, Propose(HIGH, 0.0), 42.2)  # the line broke, and he is still there
+    assert alice.machine.partner == BOB
+    ended = alice.handle(TimerFired(), 40.0 + WAIT_SHARE * 30.0)
+    assert ended[1:] == [GoAlone(7, "the exchange failed, and the partner was not ready in time")]
+
+
+def test_a_partner_known_to_be_gone_is_not_asked_again() -> None:
+    alice, session = exchanging()
+    alice.handle(PeerLost(BOB), 41.0)
+    alice.handle(ExchangeEnded(session, committed=False, is_broken=True), 42.0)
+    _, proposal = _only_proposal(alice)
+    ended = alice.hear(CAROL, Refuse(proposal.session, "matched"), 42.1)
+    assert ended == [GoAlone(7, "the exchange failed, and no peer is free")]
+
+
+def test_a_fragment_whose_exchange_broke_keeps_its_turn() -> None:
+    alice = with_fragments()
+    alice.hear(BOB, Propose(of_fragment(LOW, 2), 20.0), 20.0)
+    alice.handle(ContributionReady(7, 2), 40.0)
+    alice.hear(BOB, Ready(of_fragment(LOW, 2)), 40.0)
+    alice.hear(BOB, Begin(of_fragment(LOW, 2)), 40.0)
+    alice.handle(ExchangeEnded(of_fragment(LOW, 2), committed=False, is_broken=True), 42.0)
+    alice.handle(TimerFired(), 50.0)
+    ((_, proposal),) = alice.sent
+    assert isinstance(proposal, Propose)
+    assert proposal.session[-1] == 2
+    alice.handle(TimerFired(), 40.0 + WAIT_SHARE * 30.0)
+    used = [output.fragment for output in alice.handle(RoundStarted(8), 60.0) if isinstance(output, UseFragment)]
+    assert used == [0]
+    assert alice.machine._num_exchanged == [0, 0, 1]
+
+
 def test_a_partner_that_is_not_ready_is_left_when_the_share_of_waiting_is_over() -> None:
     alice, session = matched()
     alice.handle(ContributionReady(7), 40.0)
@@ -565,12 +644,12 @@ def test_whatever_peers_do_a_round_ends_by_its_deadline(seed: int, config: Round
 
 def _walk(rng: random.Random, config: RoundConfig) -> None:
     machine = Pairing(ALICE, config, rng)
-    now, timer, ready_at, outcomes = 0.0, math.inf, math.inf, 0
+    now, timer, ready_at, outcomes, tries = 0.0, math.inf, math.inf, 0, 0
     sessions = [LOW, MIDDLE, HIGH]
     exchange: StartExchange | None = None
 
     def handle(event: Event) -> None:
-        nonlocal timer, outcomes, exchange
+        nonlocal timer, outcomes, exchange, tries
         before = machine.state
         try:
             outputs = machine.handle(event, now)
@@ -588,18 +667,26 @@ def _walk(rng: random.Random, config: RoundConfig) -> None:
                     assert exchange is None
                     assert now <= ready_at + WAIT_SHARE * config.exchange_seconds
                     assert output.deadline == ready_at + config.exchange_seconds
-                    exchange = output
+                    exchange, tries = output, tries + 1
                 case GoAlone():
-                    assert exchange is not None or now <= ready_at + WAIT_SHARE * config.exchange_seconds
+                    in_time = now <= ready_at + WAIT_SHARE * config.exchange_seconds
+                    assert exchange is None
+                    assert in_time or isinstance(event, ExchangeEnded)
                     outcomes += 1
                 case FinishRound():
                     assert ready_at == math.inf
 
     handle(PeersChanged(frozenset((BOB, CAROL))))
     handle(RoundStarted(0))
-    for _ in range(rng.randrange(40)):
+    for _ in range(rng.randrange(60)):
         now = min(now + rng.choice([0.0, rng.uniform(0, 5)]), timer)
         action = rng.randrange(10)
+        if exchange is not None and rng.random() < 0.3:  # it ends, as it may
+            ended, exchange = exchange, None
+            is_committed = rng.random() < 0.3
+            outcomes += is_committed
+            handle(ExchangeEnded(ended.session, is_committed, is_broken=not is_committed and rng.random() < 0.8))
+            continue
         if now >= timer:
             timer = math.inf
             handle(TimerFired())
@@ -616,13 +703,16 @@ def _walk(rng: random.Random, config: RoundConfig) -> None:
     if ready_at == math.inf:
         ready_at = now
         handle(ContributionReady(0))
-    while exchange is None and not outcomes:  # from here on nobody says a word
-        assert timer < math.inf
-        now, timer = max(now, timer), math.inf
-        handle(TimerFired())
-    if exchange is not None:
-        handle(ExchangeEnded(exchange.session, committed=False))
-    assert outcomes == 1
+    while not outcomes:  # from here on nobody says a word
+        if exchange is not None:
+            ended, exchange = exchange, None
+            handle(ExchangeEnded(ended.session, committed=False, is_broken=True))
+        else:
+            assert timer < math.inf
+            now, timer = max(now, timer), math.inf
+            handle(TimerFired())
+    assert outcomes == 1, "one outer step a round"
+    assert tries <= 2
     assert machine.state is State.IDLE
 
 

@@ -31,6 +31,7 @@ def test_nobody_waits_beyond_its_deadline_and_no_two_disagree(block: int) -> Non
         assert report.rounds > 0
         assert report.longest_wait <= scenario.rounds.exchange_seconds + 1e-6, seed
         assert report.disagreements == 0, seed
+        assert report.steps_too_many == 0, seed
 
 
 def test_the_same_seed_makes_the_same_trace() -> None:
