@@ -14,6 +14,8 @@ from .status import ExchangeStatus, Phase
 # The course of the loss on one screen and in a report; a month's run keeps its newest part here.
 MAX_LOSSES = 256
 MAX_WARNINGS = 20
+# What the first line of the status, and a screen, look back upon.
+MAX_EXCHANGES = 16
 
 
 @dataclass
@@ -57,7 +59,7 @@ class Board:
     exchanges_failed: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
-    last_exchange: ExchangeStatus | None = None
+    recent_exchanges: deque[ExchangeStatus] = field(default_factory=lambda: deque(maxlen=MAX_EXCHANGES))
     partners: Counter[str] = field(default_factory=Counter)
     paths: Counter[str] = field(default_factory=Counter)
     losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MAX_LOSSES))
@@ -113,7 +115,14 @@ class Board:
             self.exchanges_alone += 1
         self.bytes_sent += sent
         self.bytes_received += received
-        self.last_exchange = ExchangeStatus(round_index, name, verdict, sent, received, seconds, self.clock(), path)
+        self.recent_exchanges.append(
+            ExchangeStatus(round_index, name, verdict, sent, received, seconds, self.clock(), path)
+        )
+
+    @property
+    def last_exchange(self) -> ExchangeStatus | None:
+        """The newest."""
+        return self.recent_exchanges[-1] if self.recent_exchanges else None
 
     def round_line(self, round_index: int, inner_steps: int, loss: float | None, late_steps: int) -> str:
         """The round that is over, in one line."""

@@ -80,6 +80,7 @@ class Reporter:
             bytes_sent=board.bytes_sent,
             bytes_received=board.bytes_received,
             last_exchange=board.last_exchange,
+            recent_exchanges=list(board.recent_exchanges),
             waits_for=board.waits_for,
             isolation=board.isolation,
             upload_mbit=self.shaping.up.rate / BYTES_PER_MBIT,

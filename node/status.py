@@ -182,3 +182,5 @@ class NodeStatus(msgspec.Struct, frozen=True):
     """What a node that is connected to no member does about it, in words; empty when it is, or knows of nobody."""
     microbatch: int = 0
     """Sequences of a batch that the trainer takes at a time, where there is no memory for more; 0: all."""
+    recent_exchanges: list[ExchangeStatus] = []
+    """The last few, newest last; `last_exchange` is one of them."""

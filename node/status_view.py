@@ -1,4 +1,4 @@
-"""``farandole status`` on one screen: am I in, what do I do, with whom did I last exchange, is the loss falling."""
+"""``farandole status`` on one screen: am I well, what do I do, with whom did I last exchange, is the loss falling."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from .figures import BYTES_PER_MBIT, count, duration, loss, size, sparkline
+from .headline import headline
 from .status import ExchangeStatus, MemberStatus, NodeStatus, PipelineStatus
 
 SPARKLINE_WIDTH: Final = 40
 MAX_WARNINGS_SHOWN: Final = 3
+_LEVEL_STYLES: Final = {"well": "bold green", "busy": "bold cyan", "trouble": "bold red"}
 _PHASE_STYLES: Final = {"failed": "bold red", "leaving": "yellow", "finished": "bold green", "training": "green"}
 
 
@@ -26,7 +28,15 @@ def status_screen(status: NodeStatus, now: float) -> RenderableType:
     grid.add_column()
     for label, value in _lines(status, now):
         grid.add_row(label, value)
-    return Group(_title(status), grid)
+    return Group(_first_line(status, now), _title(status), grid)
+
+
+def _first_line(status: NodeStatus, now: float) -> Text:
+    found = headline(status, now)
+    text = Text(found.text, style=_LEVEL_STYLES[found.level])
+    if found.remedy:
+        text.append(f". {found.remedy}", style="not bold default")
+    return text
 
 
 def _title(status: NodeStatus) -> Text:

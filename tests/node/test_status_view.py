@@ -27,7 +27,8 @@ def line(status: NodeStatus, label: str) -> str:
 def test_every_question_is_answered_on_one_screen() -> None:
     text = shown(status_screen(STATUS, NOW))
     assert len(text.splitlines()) <= 24
-    assert text.startswith("demo  run abababababababab  member")
+    assert text.startswith("training with 2 others, round 7")
+    assert text.splitlines()[1].startswith("demo  run abababababababab  member")
     assert "training for 3.0 s: inner steps of round 7" in line(STATUS, "doing")
     assert "nothing" in line(STATUS, "waits for")
     assert "round 7, 350 inner steps (12 in this round), 717 k tokens at 9.50 k/s" in line(STATUS, "progress")
