@@ -16,7 +16,7 @@ import logging
 import secrets
 import socket
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 import trio
@@ -26,6 +26,7 @@ from farandole.protocol.bulk import (
     GREETING_BYTES,
     MAX_OFFERED,
     MAX_PROPOSAL_BYTES,
+    MIN_PORT,
     SESSION_BYTES,
     TOKEN_BYTES,
     Address,
@@ -91,6 +92,14 @@ class BulkHost(StreamHost, Protocol):
     @property
     def observed_ips(self) -> list[str]:
         """As whom others see this node."""
+
+    @property
+    def bulk_ports(self) -> set[int]:
+        """Where to say on which ports channels are awaited."""
+
+    @property
+    def mapped(self) -> Mapping[int, tuple[str, int]]:
+        """Ports of this machine -> where its router sends on to them."""
 
     @property
     def is_out_of_reach(self) -> Callable[[bytes], bool]:
@@ -228,13 +237,14 @@ class BulkService:
         return session in self._races or session in self._idle or any(r.peer == peer for r in self._races.values())
 
     def _propose(self, session: bytes, key: X25519PrivateKey) -> Proposal:
-        """What this node offers: as whom others see it, and its interfaces, with the port that listens there.
-
-        Most NATs keep ports where they can (RFC 4787, 4.2.1). And this node's half of the keys.
+        """What this node offers: where its router sends on; as whom others see it, and its interfaces, with the port
+        that listens there, since most NATs keep ports where they can (RFC 4787, 4.2.1); its half of the keys.
         """
         ports = {family: listener.getsockname()[1] for family, listener in self._listeners.items()}
         ips = dict.fromkeys((*self._host.observed_ips, *interfaces(self._host)))
-        addresses: list[Address] = [(ip, ports[f]) for ip in ips if (f := _family(ip)) in ports]
+        mapped = [self._host.mapped[port] for port in ports.values() if port in self._host.mapped]
+        known = [(ip, ports[f]) for ip in ips if (f := _family(ip)) in ports]
+        addresses = [address for address in dict.fromkeys((*mapped, *known)) if address[1] >= MIN_PORT]
         return Proposal(
             session=session,
             token=secrets.token_bytes(TOKEN_BYTES),
@@ -422,6 +432,8 @@ async def open_bulk(host: BulkHost, shaping: Shaping | None = None) -> AsyncIter
     """Bulk channels for as long as the block runs; listens where the host does, on any ports."""
     listeners = await _open_listeners(interfaces(host))
     service = BulkService(host, listeners, shaping or Shaping())
+    ports = {listener.getsockname()[1] for listener in listeners.values()}
+    host.bulk_ports.update(ports)
     try:
         async with open_service_nursery() as nursery:
             for listener in listeners.values():
@@ -429,6 +441,7 @@ async def open_bulk(host: BulkHost, shaping: Shaping | None = None) -> AsyncIter
             nursery.start_soon(service.close_idle)
             yield service
     finally:
+        host.bulk_ports.difference_update(ports)
         service.close()
         for listener in listeners.values():
             listener.close()

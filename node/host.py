@@ -89,6 +89,8 @@ class Host:
         self._told_connected: set[bytes] = set()
         self._observed_ips: list[str] = []
         self._news = trio.Event()  # a connection has come or gone
+        self.bulk_ports: set[int] = set()
+        """Other ports of this machine that peers dial (farandole.node.bulk)."""
         self.mapped: dict[int, tuple[str, int]] = {}
         """Ports of this machine -> where its router sends on to them, as the router says (farandole.node.mapping)."""
         self._needs: list[Callable[[bytes], bool]] = []

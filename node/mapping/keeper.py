@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
 import trio
@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 # Between two looks at whether the router still has what it has opened: a restart is noticed within a quarter of the
 # minute in which a node shall be back.
 CHECK_INTERVAL: Final = 15.0
+# Between two looks at which ports this node has: that of bulk channels comes a moment later than that of libp2p.
+PORTS_INTERVAL: Final = 0.5
 # After a router that opens nothing, or has gone; the laptop may be in another network by then.
 FIRST_RETRY_AFTER, MAX_RETRY_AFTER = 4.0, 300.0
 # However short a lease is.
@@ -72,7 +74,7 @@ class PortKeeper:
     """Of one host; says in ``host.mapped`` what is open."""
 
     def __init__(self, host: Host, on_change: Callable[[], None], lease_seconds: int) -> None:
-        """``on_change``: told whenever ``host.mapped`` has changed."""
+        """``on_change``: told whenever others may reach the host otherwise."""
         self.has_tried = trio.Event()
         """Set once a router has been asked, or there was none to ask."""
         self._host = host
@@ -102,24 +104,33 @@ class PortKeeper:
             while True:
                 await self._open(router)
                 self.has_tried.set()
-                while self._opened.keys() == set(self._ports()) and trio.current_time() < self._renew_at:
-                    await trio.sleep(min(CHECK_INTERVAL, self._renew_at - trio.current_time()))
-                    if any([await router.has_forgotten(opened) for opened in self._opened.values()]):
-                        logger.info("the router %s has begun anew, or has another address", router.ip)
-                        break
+                await self._watch(router)
         except trio.Cancelled:  # this node leaves
             with trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_TIMEOUT):
-                await self._close(router)
+                await self._close(router, self._opened.values())
             raise
 
+    async def _watch(self, router: Router) -> None:
+        """Until ports are to be opened, or opened anew; raises `MappingError`."""
+        look_at = trio.current_time() + CHECK_INTERVAL
+        while self._opened.keys() == set(self._ports()) and trio.current_time() < self._renew_at:
+            await trio.sleep(PORTS_INTERVAL)
+            if trio.current_time() >= look_at:
+                look_at = trio.current_time() + CHECK_INTERVAL
+                if any([await router.has_forgotten(opened) for opened in self._opened.values()]):
+                    logger.info("the router %s has begun anew, or has another address", router.ip)
+                    return
+
     async def _open(self, router: Router) -> None:
-        opened = {port: await router.open_port(port, self._lease_seconds) for port in self._ports()}
-        soonest = min(each.seconds for each in opened.values())
+        ports = self._ports()
+        opened = {port: await router.open_port(port, self._lease_seconds) for port in ports}
+        await self._close(router, [each for port, each in self._opened.items() if port not in ports])
+        soonest = min((each.seconds for each in opened.values()), default=0.0)
         self._renew_at = trio.current_time() + max(soonest / 2, MIN_RENEWAL_INTERVAL)
         self._tell(opened)
 
-    async def _close(self, router: Router) -> None:
-        for opened in self._opened.values():
+    async def _close(self, router: Router, ports: Iterable[Opened]) -> None:
+        for opened in ports:
             try:
                 await router.close_port(opened)
             except MappingError as error:
@@ -129,12 +140,13 @@ class PortKeeper:
     def _tell(self, opened: dict[int, Opened]) -> None:
         before, self._opened = self._host.mapped, opened
         self._host.mapped = {port: each.outer for port, each in opened.items()}
-        if self._host.mapped != before:
-            for port, (ip, outer) in self._host.mapped.items():
-                logger.info("the router sends on port %d of %s to port %d here", outer, ip, port)
+        for port, (ip, outer) in self._host.mapped.items() - before.items():
+            logger.info("the router sends on port %d of %s to port %d here", outer, ip, port)
+        listening = [port for _, port in self._host.listening]
+        if any(port in listening for port, _ in self._host.mapped.items() ^ before.items()):
             self._on_change()
 
     def _ports(self) -> list[int]:
         """Those that more than this machine can reach over IPv4."""
         listening = [port for ip, port in self._host.listening if ":" not in ip and not ip.startswith("127.")]
-        return list(dict.fromkeys(listening))[:MAX_PORTS]
+        return list(dict.fromkeys((*listening, *(self._host.bulk_ports if listening else ()))))[:MAX_PORTS]

@@ -96,6 +96,8 @@ class MemoryHost:
     faults: Faults = field(default_factory=Faults)
     handlers: dict[str, Handler] = field(default_factory=dict)
     addresses: list[str] = field(default_factory=lambda: ["/ip4/127.0.0.1/tcp/4001/p2p/x"])
+    bulk_ports: set[int] = field(default_factory=set)
+    mapped: dict[int, tuple[str, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.network[self.author] = self

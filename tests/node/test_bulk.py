@@ -75,6 +75,8 @@ class MemoryHost:
     nursery: trio.Nursery
     network: dict[bytes, MemoryHost]
     addresses: list[str] = field(default_factory=lambda: ["/ip4/127.0.0.1/tcp/4001/p2p/x"])
+    bulk_ports: set[int] = field(default_factory=set)
+    mapped: dict[int, tuple[str, int]] = field(default_factory=dict)
     handlers: dict[str, Handler] = field(default_factory=dict)
     change: Callable[[Proposal], Proposal] | None = None
     is_frozen: bool = False
@@ -257,6 +259,21 @@ async def test_who_could_not_be_reached_is_not_tried_at_once_again(
     (message,) = caplog.messages
     assert "for the first time" in message
     assert "for 10 s no channel is tried" in message
+
+
+async def test_what_the_router_sends_on_is_offered_first(alice: Party, bob: Party) -> None:
+    bob.host.mapped[bob.port] = ("5.1.1.1", 5_002)
+    offered: list[Proposal] = []
+
+    def note(proposal: Proposal) -> Proposal:
+        offered.append(proposal)
+        return proposal
+
+    bob.host.change = note
+    assert bob.host.bulk_ports == {bob.port}
+    for channel in await meet(alice, bob):
+        channel.close()
+    assert offered[0].addresses == [("5.1.1.1", 5_002), ("127.0.0.1", bob.port)]
 
 
 async def test_who_is_out_of_reach_costs_no_wait(alice: Party, bob: Party) -> None:
