@@ -14,6 +14,7 @@ import typer
 
 from farandole.protocol.errors import FarandoleError
 
+from .commands.configuring import config_app
 from .commands.daemons import join, relay
 from .commands.doctor import doctor
 from .commands.identity import show_id
@@ -24,7 +25,7 @@ from .exits import Exit
 
 app = typer.Typer(
     name="farandole",
-    epilog="A node's settings are options, or environment variables named in each option's help.",
+    epilog="A node's settings are options, environment variables, or lines of a file: farandole config init.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -32,6 +33,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(run_app, name="run")
+app.add_typer(config_app, name="config")
 app.command("id")(show_id)
 for command in (join, relay, status, peers, doctor, leave):
     app.command()(command)

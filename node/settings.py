@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
+from .config.setting import setting
 from .mapping.router import LEASE_SECONDS
 
 HOME_VARIABLE = "FARANDOLE_HOME"
@@ -19,6 +20,8 @@ DEFAULT_LISTEN = "/ip4/0.0.0.0/tcp/0"
 # bulk whatever else goes on (`farandole.node.transfers`), the other half being for an exchange.
 MIN_CAP_MBIT: Final = 0.5
 
+LogLevel = Literal["debug", "info", "warning", "error"]
+
 
 def default_home() -> Path:
     """``$FARANDOLE_HOME``, or ``~/.farandole``."""
@@ -27,60 +30,95 @@ def default_home() -> Path:
 
 @dataclass(frozen=True)
 class NodeSettings:
-    """One daemon's settings. Durations are seconds."""
+    """One daemon's settings (`farandole.node.config.setting`)."""
 
     home: Path = field(default_factory=default_home)
     """The node's folder: everything that it keeps lies below it."""
-    invite: str | None = None
-    """The text of an invite (`farandole.protocol.invite`)."""
+    invite: str | None = setting(
+        None,
+        "An invite; or a manifest file, for a run's first node.",
+        placeholder="INVITE|MANIFEST",
+        unset="the run that this folder knows",
+        example="farandole1...",
+        is_argument=True,
+    )
     manifest: Path | None = None
-    """A manifest file, for the first node of a run. Both given: they must be of one run."""
-    listen: list[str] = field(default_factory=lambda: [DEFAULT_LISTEN])
-    """Multiaddrs to listen on."""
-    bootstrap: list[str] = field(default_factory=list)
-    """Multiaddrs (with ``/p2p/``) to dial beside the invite's."""
-    device: str = "auto"
-    """``auto``, ``cpu``, ``cuda``, ``cuda:1``, ``mps``."""
-    data: list[Path] = field(default_factory=list)
-    """Files or folders of text, for manifests whose data source is ``text``."""
-    tokenizer: Path | None = None
-    """The Hugging Face tokenizer file, for manifests that name one by its hash."""
-    max_rounds: int | None = None
-    """Train no further than this round, then stay online as ``finished``; None: as long as the daemon runs."""
-    slow: float = 1.0
-    """Each inner step is followed by a pause of (slow - 1) times its length: politeness, and tests."""
-    microbatch: int = 0
-    """Sequences of a batch that the trainer takes at a time; 0: as many as fit, which is all of them until its memory
-    was used up once. Of models that are not cut."""
-    stage: int | None = None
-    """Which stage of a model that is cut into several this node holds, for good; None: the one that the run needs."""
-    checkpoint_seconds: float = 60.0
-    backup_seconds: float | None = None
-    """Between two downloads of the next stage's weights, kept for whoever must begin that stage anew; None: twice
-    ``checkpoint_seconds``. A run whose model is not cut has none."""
-    heartbeat_seconds: float = 10.0
-    """Base period of the run state's heartbeats (run-state T); the testnet, with few nodes, takes 2."""
-    threads: int = 1
-    """Torch threads of the trainer: one is the fastest where several nodes share a machine."""
-    validate_every: int = 10
-    """Rounds between two measurements on the held-out split; 0: never."""
-    upload_mbit: float = 0.0
-    """The most that is sent, in Mbit/s, and likewise received; 0: no cap, else `MIN_CAP_MBIT` or more."""
-    download_mbit: float = 0.0
-    relay: bool = True
-    """Pass peers on to each other while this node is publicly reachable, within `farandole.protocol.relay.Limits`."""
-    mdns: bool = True
-    """Find others of the run in this machine's own networks, and be found there."""
-    port_mapping: bool = True
-    """Ask the home's router to send on this node's port, by NAT-PMP or UPnP."""
-    log_level: str = "info"
-    json_log: bool = False
-    """Log lines as JSON objects, for machines."""
+    """A manifest file, for the first node of a run. With an invite too: they must be of one run."""
+    listen: list[str] = setting([DEFAULT_LISTEN], "Multiaddr to listen on; repeatable.", placeholder="MULTIADDR")
+    bootstrap: list[str] = setting(
+        [],
+        "Multiaddr to dial beside the invite's; repeatable.",
+        placeholder="MULTIADDR",
+        example=["/ip4/203.0.113.7/tcp/4001/p2p/12D3KooW..."],
+    )
+    device: str = setting("auto", "What trains: auto, cpu, cuda, cuda:1, mps.", placeholder="DEVICE")
+    data: list[Path] = setting(
+        [], "File or folder of text, for runs that ask for it; repeatable.", placeholder="PATH", example=["texts"]
+    )
+    tokenizer: Path | None = setting(
+        None,
+        "The run's Hugging Face tokenizer file.",
+        placeholder="FILE",
+        unset="none, for runs that need none",
+        example="tokenizer.json",
+    )
+    max_rounds: int | None = setting(
+        None,
+        "Stop training after this round, stay online as finished.",
+        unit="rounds",
+        least=1,
+        unset="trains as long as it runs",
+        example=1000,
+    )
+    slow: float = setting(
+        1.0, "Rest between inner steps: 2 trains half the time, 1 always.", placeholder="FACTOR", least=1
+    )
+    microbatch: int = setting(
+        0,
+        "Sequences of a batch that the trainer takes at a time; 0: as many as fit, which is all of them until its "
+        "memory was used up once. Of models that are not cut.",
+        unit="sequences",
+        least=0,
+    )
+    stage: int | None = setting(
+        None,
+        "Hold this stage of a model that is cut into several, for good: stage 0 draws the data.",
+        placeholder="STAGE",
+        least=0,
+        unset="the one that the run needs most",
+        example=0,
+    )
+    checkpoint_seconds: float = setting(60.0, "Between checkpoints.", unit="seconds", least=0.1)
+    backup_seconds: float | None = setting(
+        None,
+        "Between copies of the next stage's weights, kept for whoever must begin that stage anew; of cut models.",
+        unit="seconds",
+        least=0.1,
+        unset="twice the seconds between checkpoints",
+        example=120.0,
+    )
+    # The base period T of the run state's heartbeats; the testnet, with few nodes, takes 2.
+    heartbeat_seconds: float = setting(10.0, "Between heartbeats.", unit="seconds", least=0.1)
+    # One is the fastest where several nodes share a machine.
+    threads: int = setting(1, "Threads of the trainer.", unit="threads", least=1)
+    validate_every: int = setting(10, "Rounds between measurements on held-out text; 0: never.", unit="rounds", least=0)
+    upload_mbit: float = setting(
+        0.0, "Send no faster than this in all; 0: no cap.", unit="Mbit/s", least=MIN_CAP_MBIT, or_zero=True
+    )
+    download_mbit: float = setting(
+        0.0, "Receive no faster than this in all; 0: no cap.", unit="Mbit/s", least=MIN_CAP_MBIT, or_zero=True
+    )
+    # Within `farandole.protocol.relay.Limits`.
+    relay: bool = setting(True, "Pass on to each other peers behind NAT, while this node is publicly reachable.")
+    mdns: bool = setting(True, "Find others of the run in the local network, by multicast, and be found there.")
+    upnp: bool = setting(True, "Ask the home's router to send on this node's port, by NAT-PMP or UPnP.")
+    log_level: LogLevel = setting("info", "What goes into the log file, beside what is worse.")
+    json_log: bool = setting(False, "Log lines as JSON objects, for machines.")
 
     @property
     def port_lease(self) -> int | None:
         """For how many seconds at a time the router is asked; None: it is not."""
-        return LEASE_SECONDS if self.port_mapping else None
+        return LEASE_SECONDS if self.upnp else None
 
     @property
     def key(self) -> Path:

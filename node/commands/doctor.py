@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..exits import Exit
 from ..settings import NodeSettings
-from .options import AsJson, Bootstrap, Device, Home, Listen
+from .options import AsJson, takes_settings
 from .output import print_json
 
 
+@takes_settings("invite", "listen", "bootstrap", "device", "data", must_exist=False)
 def doctor(
-    home: Home,
-    listen: Listen,
-    invite: Annotated[
-        str | None, typer.Argument(metavar="INVITE", envvar="FARANDOLE_INVITE", help="The invite that does not work.")
-    ] = None,
-    bootstrap: Bootstrap = None,
-    device: Device = "auto",
-    data: Annotated[
-        list[Path] | None, typer.Option(help="File or folder of text; repeatable.", envvar="FARANDOLE_DATA")
-    ] = None,
+    settings: NodeSettings,
     bandwidth: Annotated[
         bool, typer.Option("--bandwidth", help="Measure the line to a peer too: a few megabytes each way.")
     ] = False,
@@ -40,9 +31,6 @@ def doctor(
     from ..doctor.examination import Examination
     from ..doctor.view import diagnosis_screen
 
-    settings = NodeSettings(
-        home=home, invite=invite, listen=listen, bootstrap=bootstrap or [], device=device, data=data or []
-    )
     diagnosis = trio.run(Examination(settings, is_speed_wanted=bandwidth).run)
     if as_json:
         print_json(msgspec.to_builtins(diagnosis))

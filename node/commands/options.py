@@ -1,16 +1,20 @@
-"""Options that several commands take, declared once."""
+"""Options that several commands take; those that are settings are made of the settings' own declarations."""
 
 from __future__ import annotations
 
-import enum
-import math
+import functools
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from ..settings import DEFAULT_LISTEN, HOME_VARIABLE, MIN_CAP_MBIT, default_home
+from ..config.file import CONFIG_NAME, CONFIG_VARIABLE, read_config
+from ..config.setting import Setting, settings_of
+from ..settings import HOME_VARIABLE, NodeSettings, default_home
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Home = Annotated[
     Path,
     typer.Option(
@@ -20,82 +24,92 @@ Home = Annotated[
         help="The node's folder.",
         show_default="~/.farandole",
         file_okay=False,
+        is_eager=True,  # the settings file lies in it
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-Listen = Annotated[
-    list[str],
+
+
+def _read_config(context: typer.Context, path: Path | None) -> Path:
+    """Let the settings file say what neither flag nor variable does; one that is not named need not be there."""
+    place = path or Path(context.params["home"]) / CONFIG_NAME
+    if not context.resilient_parsing and (path or place.exists()):
+        context.default_map = read_config(place)
+    return place
+
+
+ConfigFile = Annotated[
+    Path,
     typer.Option(
-        default_factory=lambda: [DEFAULT_LISTEN],
-        help="Multiaddr to listen on; repeatable.",
-        envvar="FARANDOLE_LISTEN",
-        show_default=DEFAULT_LISTEN,
+        "--config",
+        callback=_read_config,
+        envvar=CONFIG_VARIABLE,
+        help="Settings file.",
+        show_default=f"{CONFIG_NAME} in the node's folder",
+        dir_okay=False,
+        is_eager=True,
     ),
 ]
-Bootstrap = Annotated[
-    list[str] | None,
-    typer.Option(help="Multiaddr to dial beside the invite's; repeatable.", envvar="FARANDOLE_BOOTSTRAP"),
-]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.", envvar="FARANDOLE_DEVICE")]
+
+Command = Callable[..., None]
 
 
-class LogLevel(enum.StrEnum):
-    """What goes into the log file."""
+def takes_settings(*names: str, must_exist: bool = True) -> Callable[[Command], Command]:
+    """Give a command the options of the settings that are named, or of all, and ``--home`` and ``--config``.
 
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
+    Its first parameter gets the `NodeSettings` that they make; the others are its own options and arguments, among
+    them ``config``, the settings file's path, if it wants that. Paths that are not there are refused, unless
+    ``must_exist`` is False.
+    """
+    chosen = [setting for setting in settings_of(NodeSettings) if not names or setting.name in names]
+
+    def decorate(command: Command) -> Command:
+        hints = get_type_hints(command, include_extras=True)
+        _, *own = inspect.signature(command).parameters.values()
+
+        @functools.wraps(command)
+        def run(home: Path, config: Path, **given: Any) -> None:
+            values = {setting.name: given.pop(setting.name) for setting in chosen}
+            if "config" in hints:
+                given["config"] = config
+            command(NodeSettings(home=home, **values), **given)
+
+        parameters = [
+            _parameter("home", Home, inspect.Parameter.empty),
+            _parameter("config", ConfigFile, None),
+            *(_parameter(each.name, hints[each.name], each.default) for each in own if each.name != "config"),
+            *(_parameter(setting.name, _option(setting, must_exist), setting.default) for setting in chosen),
+        ]
+        # What typer looks at.
+        vars(run).update(__signature__=inspect.Signature(parameters))
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return decorate
 
 
-def _check_cap(value: float) -> float:
-    if not math.isfinite(value):
-        raise typer.BadParameter("must be finite; 0 is no cap")
-    if 0 < value < MIN_CAP_MBIT:
-        raise typer.BadParameter(f"must be at least {MIN_CAP_MBIT:g} Mbit/s, or 0 for no cap")
-    return value
+def _parameter(name: str, annotation: object, default: object) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-UploadMbit = Annotated[
-    float,
-    typer.Option(
-        help=f"Send no faster than so many Mbit/s in all, at least {MIN_CAP_MBIT:g}; 0: no cap.",
-        envvar="FARANDOLE_UPLOAD_MBIT",
-        min=0.0,
-        callback=_check_cap,
-        metavar="MBIT",
-    ),
-]
-DownloadMbit = Annotated[
-    float,
-    typer.Option(
-        help=f"Receive no faster than so many Mbit/s in all, at least {MIN_CAP_MBIT:g}; 0: no cap.",
-        envvar="FARANDOLE_DOWNLOAD_MBIT",
-        min=0.0,
-        callback=_check_cap,
-        metavar="MBIT",
-    ),
-]
-LogLevelOption = Annotated[
-    LogLevel,
-    typer.Option(
-        help="What goes into the log file: debug, info, warning, error.",
-        envvar="FARANDOLE_LOG_LEVEL",
-        metavar="LEVEL",
-    ),
-]
-UseMdns = Annotated[
-    bool,
-    typer.Option(
-        "--mdns/--no-mdns", help="Find others of the run in the local network, by multicast.", envvar="FARANDOLE_MDNS"
-    ),
-]
-UsePortMapping = Annotated[
-    bool,
-    typer.Option(
-        "--upnp/--no-upnp",
-        help="Ask the home's router to send on this node's port, by NAT-PMP or UPnP.",
-        envvar="FARANDOLE_UPNP",
-    ),
-]
-JsonLog = Annotated[bool, typer.Option("--json-log", help="Log lines as JSON.", envvar="FARANDOLE_JSON_LOG")]
+def _option(setting: Setting, must_exist: bool) -> Any:
+    """The field's type, with what typer needs to make an option of it."""
+    about = setting.about
+
+    def check(value: Any) -> Any:
+        if not setting.is_allowed(value):
+            raise typer.BadParameter(f"expected {setting.expected}")
+        return value
+
+    told: dict[str, Any] = {
+        "help": f"{about.help} ({setting.bounds[0].upper()}{setting.bounds[1:]}.)" if setting.bounds else about.help,
+        "envvar": setting.variable,
+        "callback": check,
+    }
+    if placeholder := about.placeholder or about.unit.upper():
+        told["metavar"] = placeholder
+    if about.unset:
+        told["show_default"] = about.unset
+    if setting.kind is Path or Path in get_args(setting.kind):
+        told.update(exists=must_exist, dir_okay=about.placeholder != "FILE")
+    made = typer.Argument(**told) if about.is_argument else typer.Option(setting.flag, **told)
+    return Annotated[setting.annotation, made]

@@ -1,0 +1,103 @@
+"""``config.toml``: the settings file of a node's folder, read, checked, and written for a beginner.
+
+Flat: a key for each setting, by its name. Everything that is wrong in it is told at once, as in a compiler's output.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import textwrap
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, get_args
+
+from farandole.protocol.errors import FarandoleError
+
+from ..settings import NodeSettings
+from .setting import Setting, settings_of
+
+CONFIG_NAME: Final = "config.toml"
+CONFIG_VARIABLE: Final = "FARANDOLE_CONFIG"
+SETTINGS: Final = settings_of(NodeSettings)
+# A page of settings; ten times that is a mistake in the path.
+MAX_CONFIG_BYTES: Final = 256 * 1024
+_WIDTH: Final = 100
+_HEAD: Final = """\
+# Settings of a farandole node. Take the # before a setting away, and it counts from the next start on.
+# A flag goes before the environment variable, that before this file, and that before the default.
+# Relative paths start at this file's folder. To look it over: farandole config check
+"""
+
+
+class ConfigError(FarandoleError):
+    """A settings file cannot be read, or says what cannot be; the message has a line for each fault."""
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The settings in a file, by name, as a command line takes them; paths start at the file's folder.
+
+    Raises `ConfigError`.
+    """
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_CONFIG_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    if len(raw) > MAX_CONFIG_BYTES:
+        raise ConfigError(f"{path} has more than {MAX_CONFIG_BYTES} bytes: that is no settings file")
+    try:
+        values = tomllib.loads(raw.decode("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+    known = {setting.name: setting for setting in SETTINGS}
+    if faults := list(_faults(values, known)):
+        raise ConfigError("\n".join(f"{path}: {fault}" for fault in faults))
+    return {name: _placed(known[name], value, path.parent) for name, value in values.items()}
+
+
+def _faults(values: Mapping[str, Any], known: Mapping[str, Setting]) -> Iterator[str]:
+    for name, value in values.items():
+        if name not in known:
+            near = difflib.get_close_matches(name.replace("-", "_").lower(), known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "`farandole config init` writes a file with all there are"
+            yield f"{name} is no setting; {hint}"
+        elif not known[name].is_valid(value):
+            yield f"{name}: expected {known[name].expected}, got {_shown(value)}"
+
+
+def _shown(value: object) -> str:
+    return textwrap.shorten(json.dumps(value, default=str), _WIDTH)
+
+
+def _placed(setting: Setting, value: Any, folder: Path) -> Any:
+    if setting.kind is Path:
+        return str(folder / Path(value).expanduser())
+    if get_args(setting.kind) == (Path,):
+        return [str(folder / Path(part).expanduser()) for part in value]
+    return value
+
+
+def config_text() -> str:
+    """A settings file that changes nothing: every setting behind a ``#``, with its meaning, default and unit."""
+    return "\n".join([_HEAD, *map(_paragraph, SETTINGS)])
+
+
+def _paragraph(setting: Setting) -> str:
+    about = setting.about
+    told = f"{setting.expected[0].upper()}{setting.expected[1:]}."
+    if about.unit:
+        told += f" Unit: {about.unit}."
+    ways = [f"flag {setting.flag}"] if setting.flag else []
+    told += f" Or {', '.join([*ways, f'variable {setting.variable}'])}. Default: {default_of(setting)}."
+    lines = textwrap.wrap(about.help, _WIDTH) + textwrap.wrap(told, _WIDTH)
+    value = setting.default if setting.default or about.example is None else about.example
+    return "".join(f"# {line}\n" for line in lines) + f"#{setting.name} = {json.dumps(value)}\n"
+
+
+def default_of(setting: Setting) -> str:
+    """What counts where nothing is set, in words."""
+    if setting.default is None:
+        return setting.about.unset
+    return json.dumps(setting.default) if setting.default != [] else "none"
