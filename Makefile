@@ -1,5 +1,5 @@
 # Two commands for a newcomer: `make demo` and `make test`. Both set up .venv first; nothing is installed outside it but
-# nftables and miniupnpd, for the tests, by root on Debian (.ci/packages).
+# nftables, miniupnpd and faketime, for the tests, by root on Debian (.ci/packages).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from farandole.protocol.manifest import Manifest
 from farandole.training.errors import DataError
@@ -18,6 +19,9 @@ from .trainer_process import TrainerProcess
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+# Inner steps by which a slow node knows how long one takes.
+STEPS_REMEMBERED: Final = 16
 
 
 class LearnerProcess(TrainerProcess):
@@ -35,6 +39,9 @@ class LearnerProcess(TrainerProcess):
             microbatch_size=prepare.microbatch,
         )
         super().__init__(channel, prepare, self._learner)
+        # Of the newest inner steps: the shortest is what one takes. One in the middle of which the machine slept, or
+        # worked for somebody else, says nothing of how long to pause.
+        self._step_seconds = deque[float](maxlen=STEPS_REMEMBERED)
 
     def _take_inner_steps(self, command: Train) -> tuple[int, float]:
         steps = 0
@@ -46,7 +53,8 @@ class LearnerProcess(TrainerProcess):
             steps += 1
             self._report_progress(steps, partial(_mean, losses, steps))
             seconds = time.monotonic() - step_started_at
-            pause = (self._slow - 1.0) * seconds
+            self._step_seconds.append(seconds)
+            pause = (self._slow - 1.0) * min(self._step_seconds)
             self._busy_seconds += seconds + pause
             is_over = self._is_round_over(command.round, step_started_at + seconds + pause)
         return steps, _mean(losses, steps)

@@ -53,27 +53,37 @@ def run_testnet(
         bool,
         typer.Option("--nat", help="In homes behind NAT of all kinds (Linux, root, nftables); try the scenario homes."),
     ] = False,
+    clean: Annotated[bool, typer.Option("--clean", help="Without the scenario's faults, for --beside.")] = False,
+    beside: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="A clean play of the same scenario to compare with.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON at the end.")] = False,
 ) -> None:
     """Start real nodes as processes, play the scenario's faults, and judge: exit code 0 only on a pass.
 
     Examples: [cyan]farandole testnet run demo[/cyan]; [cyan]farandole testnet run churn --out /tmp/churn[/cyan];
-    [cyan]farandole testnet run --nodes 9 --stages 3[/cyan]
+    [cyan]farandole testnet run --nodes 9 --stages 3[/cyan];
+    [cyan]farandole testnet run chaos --clean --out out/clean[/cyan], then
+    [cyan]farandole testnet run chaos --beside out/clean[/cyan]
     """
     import trio
     from rich.console import Console
 
+    from .beside import judged, load_report
     from .launch import Testnet, write_report
     from .live import open_view
     from .scenario import load_scenario
 
     scenario = scenario or ("stages" if stages else "demo")
-    played = load_scenario(scenario, nodes=nodes, rounds=rounds, seed=seed, stages=stages, nat=nat)
+    played = load_scenario(scenario, nodes=nodes, rounds=rounds, seed=seed, stages=stages, nat=nat, clean=clean)
+    clean_report = load_report(beside) if beside else None
     folder = out or Path("out") / Path(scenario).stem
     console = Console(stderr=as_json)
     with open_view(console) as view:
         testnet = Testnet(played, folder.absolute(), view)
         report = trio.run(testnet.play)
+    if clean_report is not None:
+        report = judged(report, clean_report, played)
     write_report(report, folder)
     _draw(report, folder, console)
     _print_verdict(report, folder, console)
@@ -122,6 +132,8 @@ def _print_verdict(report: Report, folder: Path, console: Console) -> None:
         ways = ", ".join(f"{(number + 1) // 2} {path}" for path, number in sorted(links.items()))
         say(f"links between homes: {ways or 'none'}")
         console.print(link_table(report.nodes).rich())
+    if report.faults:
+        _print_faults(report, console)
     for stage in report.stages:
         busy = "not known" if stage.utilisation is None else f"{stage.utilisation:.1%}"
         say(
@@ -132,6 +144,13 @@ def _print_verdict(report: Report, folder: Path, console: Console) -> None:
         say(f"  - {reason}", style="red", markup=False)
     say("PASS" if report.verdict == "pass" else "FAIL", style="bold green" if report.verdict == "pass" else "bold red")
     say(f"{folder / 'report.json'}, {folder / 'loss.png'}", markup=False)
+
+
+def _print_faults(report: Report, console: Console) -> None:
+    from .fault_table import fault_lines, throughput_lines
+
+    for line in (*fault_lines(report), *throughput_lines(report)):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 @testnet_app.command("compare")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -10,12 +11,18 @@ from typing import Final
 
 import trio
 
+from . import wrong_clock
+from .fault import Fault
 from .natlab.home import Home
+from .partition import heal, part
 from .process import NodeProcess
-from .scenario import Fault
 
 # A slowed trainer is stopped and let go on in turns of this length: shorter than an exchange's deadlines.
 SLOW_PERIOD: Final = 0.4
+# What a full disk still takes: files of one block are overwritten in place.
+FULL_DISK_BYTES: Final = 4_096
+# Between two looks whether a node trains again.
+LOOK_INTERVAL: Final = 0.25
 
 
 @dataclass(frozen=True)
@@ -34,12 +41,56 @@ class FaultContext:
     say: Callable[[str], None]
 
 
-async def run_fault(fault: Fault, context: FaultContext) -> None:
-    """Wait for the fault's moment, do it to all its nodes at once, and undo what ends."""
+@dataclass(frozen=True)
+class Outage:
+    """What a fault was to its nodes."""
+
+    fault: Fault
+    nodes: tuple[int, ...]
+    at: float
+    """Seconds after the launch of the first node."""
+    standstill: dict[int, float | None]
+    """Node -> the longest time without an inner step, from the fault's beginning until the first step after its end;
+    None: it took none any more."""
+
+
+async def run_fault(fault: Fault, context: FaultContext) -> Outage:
+    """Wait for the fault's moment, do it to all its nodes at once, undo what ends, and see them train again."""
     await _moment(fault, context)
+    began_at = trio.current_time()
+    nodes = _targets(fault, context)
+    standstill: dict[int, float | None] = {}
+    is_over = trio.Event()
     async with trio.open_nursery() as nursery:
-        for node in _targets(fault, context):
-            nursery.start_soon(_DEEDS[fault.kind], fault, node, context)
+        for node in nodes:
+            if fault.duration is not None and node.is_running:
+                nursery.start_soon(_watch_standstill, node, is_over, standstill)
+        if fault.kind == "partition":
+            await _partition(fault, nodes, context)
+        else:
+            async with trio.open_nursery() as doing:
+                for node in nodes:
+                    doing.start_soon(_DEEDS[fault.kind], fault, node, context)
+        is_over.set()
+    return Outage(fault, tuple(node.record.index for node in nodes), began_at - context.started_at, standstill)
+
+
+async def _watch_standstill(node: NodeProcess, is_over: trio.Event, standstill: dict[int, float | None]) -> None:
+    """Until it trains again after the fault, or will not any more."""
+    record, longest, over_at = node.record, 0.0, math.inf
+    last = trio.current_time() if record.trained_at is None else record.trained_at
+    while True:
+        await trio.sleep(LOOK_INTERVAL)
+        if is_over.is_set():
+            over_at = min(over_at, trio.current_time())
+        if record.trained_at is not None and record.trained_at > last:
+            longest, last = max(longest, record.trained_at - last), record.trained_at
+        if last > over_at:
+            standstill[record.index] = longest
+            return
+        if record.is_finished or record.wedged or (is_over.is_set() and not node.is_running):
+            standstill[record.index] = None
+            return
 
 
 def _targets(fault: Fault, context: FaultContext) -> list[NodeProcess]:
@@ -106,6 +157,52 @@ def _signal(pid: int | None, number: signal.Signals) -> None:
             return  # it was restarted; the next status names its successor
 
 
+async def _starve(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
+    assert fault.duration is not None
+    context.say(f"leaving {node.name} {1 / fault.factor:.0%} of a processor for {fault.duration:g} s{_where(node)}")
+    await node.starve(1 / fault.factor, fault.duration)
+    context.say(f"{node.name} has a processor again")
+
+
+async def _fill_disk(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
+    assert fault.duration is not None
+    context.say(f"the disk of {node.name} is full for {fault.duration:g} s{_where(node)}")
+    node.limit_files(FULL_DISK_BYTES)
+    try:
+        await trio.sleep(fault.duration)
+    finally:
+        node.limit_files(None)
+    context.say(f"the disk of {node.name} has room again")
+
+
+async def _set_clock(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
+    assert fault.duration is not None
+    drift = f", {fault.drift:+.0%} fast" if fault.drift else ""
+    context.say(
+        f"the clock of {node.name} is wrong by {fault.offset:+g} s{drift} for {fault.duration:g} s{_where(node)}"
+    )
+    wrong_clock.set_clock(node.home, fault.offset, fault.drift)
+    try:
+        await trio.sleep(fault.duration)
+    finally:
+        wrong_clock.set_clock(node.home)
+    context.say(f"the clock of {node.name} is right again")
+
+
+async def _partition(fault: Fault, nodes: Sequence[NodeProcess], context: FaultContext) -> None:
+    assert fault.duration is not None
+    names = ", ".join(str(node.record.index) for node in nodes)
+    context.say(f"nodes {names} are cut off from the others for {fault.duration:g} s")
+    homes = [context.homes[node.record.index] for node in nodes]
+    await trio.to_thread.run_sync(part, homes)
+    try:
+        await trio.sleep(fault.duration)
+    finally:
+        with trio.CancelScope(shield=True):
+            await trio.to_thread.run_sync(heal, homes)
+    context.say(f"nodes {names} are connected with the others again")
+
+
 async def _join(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
     context.say(f"{node.name} joins late")
     await context.start(node)
@@ -154,6 +251,10 @@ async def _change_address(fault: Fault, node: NodeProcess, context: FaultContext
     context.say(f"{node.name} has another public address, {home.address}, in round {node.record.round}")
 
 
+def _where(node: NodeProcess) -> str:
+    return f", in round {node.record.round}{_stage(node)}"
+
+
 def _stage(node: NodeProcess) -> str:
     return "" if node.record.pipeline is None else f", stage {node.record.stage}"
 
@@ -163,6 +264,9 @@ _DEEDS: Final = {
     "restart": _restart,
     "freeze": _freeze,
     "slow": _slow,
+    "starve": _starve,
+    "fill_disk": _fill_disk,
+    "set_clock": _set_clock,
     "join": _join,
     "leave": _leave,
     "cut": _cut,

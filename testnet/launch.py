@@ -29,14 +29,16 @@ from farandole.protocol.identity import peer_id_of, public_bytes
 from farandole.protocol.invite import Invite, encode_invite
 from farandole.protocol.manifest import Manifest, SignedManifest, sign_manifest
 
-from .faults import FaultContext, run_fault
+from . import wrong_clock
+from .fault import Fault
+from .faults import FaultContext, Outage, run_fault
 from .leash import Leash, open_leash
 from .natlab.home import Home
 from .places import Lodging, open_lodgings
 from .process import NODE_COMMAND, NodeProcess
 from .record import NodeRecord
 from .report import Merged, NodeReport, Report, is_state_equal, make_report, node_report
-from .scenario import Fault, Scenario
+from .scenario import Scenario
 from .vacancies import Vacancies
 
 WATCH_INTERVAL: Final = 0.5
@@ -92,6 +94,7 @@ class Testnet:
     _nodes: list[NodeProcess] = field(default_factory=list)
     _started_at: float = 0.0
     _pending_faults: int = 0
+    _outages: list[Outage] = field(default_factory=list)
     _vacancies: Vacancies = field(default_factory=Vacancies)
     _rounds_waited_for: dict[int, trio.Event] = field(default_factory=dict)
     _stage: trio.CancelScope = field(default_factory=trio.CancelScope)
@@ -100,7 +103,8 @@ class Testnet:
     async def play(self) -> Report:
         """Ctrl-C ends it early, in good order and with a report; a second one kills the nodes.
 
-        Raises `TestnetError` if the folder cannot be used, `NamespaceError` if its networks cannot be made here.
+        Raises `TestnetError` if the folder cannot be used, `NamespaceError` if its networks cannot be made here,
+        `NoFaketimeError` if clocks cannot be set.
         """
         manifest = self.scenario.manifest(time.time())
         signed = sign_manifest(manifest, Ed25519PrivateKey.generate())
@@ -127,6 +131,7 @@ class Testnet:
             seconds=seconds,
             events=self._events,
             problems=self._problems,
+            outages=self._outages,
         )
 
     def _say(self, text: str) -> None:
@@ -150,7 +155,8 @@ class Testnet:
             home = self.out / "nodes" / f"{index:02d}"
             peer_id = peer_id_of(public_bytes(load_or_create_key(home / "key")))
             options, command = self._options(index, place.ip, place.port or port), [*place.enter, *self.command]
-            nodes.append(NodeProcess(NodeRecord(index, peer_id), home, options, leash, self._say, command))
+            clock = wrong_clock.environment(home) if index in self.scenario.clocked else {}
+            nodes.append(NodeProcess(NodeRecord(index, peer_id), home, options, leash, self._say, command, clock))
         return nodes
 
     def _options(self, index: int, ip: str, port: int) -> list[str]:
@@ -193,6 +199,8 @@ class Testnet:
         return nodes, seconds
 
     def _node_reports(self) -> list[NodeReport]:
+        for node in self._nodes:
+            node.record.ledger.settle(trio.current_time())
         kinds = [lodging.home.kind.name if lodging.home else "" for lodging in self._lodgings]
         return [
             node_report(node.record, is_alive=node.is_running, home=kind)
@@ -248,7 +256,7 @@ class Testnet:
         await self._rounds_waited_for.setdefault(round_index, trio.Event()).wait()
 
     async def _run_fault(self, fault: Fault, context: FaultContext) -> None:
-        await run_fault(fault, context)
+        self._outages.append(await run_fault(fault, context))
         self._pending_faults -= 1
 
     async def _start_nodes(self, start: Callable[[NodeProcess], Awaitable[None]]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,6 +33,9 @@ POLL_INTERVAL: Final = 1.0
 STATUS_TIMEOUT: Final = 5.0
 # A daemon that is told to end finishes its inner step, saves and says farewell; on a loaded machine that takes a while.
 STOP_TIMEOUT: Final = 20.0
+# A node that is starved is stopped and let go on in turns of so many seconds: as long as those of the kernel's own
+# bandwidth control (cgroups' cpu.cfs_period_us).
+TURN: Final = 0.1
 
 
 @dataclass
@@ -43,6 +48,8 @@ class NodeProcess:
     leash: Leash
     say: Callable[[str], None]
     command: Sequence[str] = NODE_COMMAND
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Beside the launcher's."""
     is_running: bool = False
     is_frozen: bool = False
     is_expected_to_end: bool = False
@@ -77,12 +84,13 @@ class NodeProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=_environment(),
+                env={**_environment(), **self.environment},
                 start_new_session=True,
             )
         # Between starting and holding there is no checkpoint: a cancellation cannot come between.
         self.leash.hold(process.pid)
         self._process, self._ended = process, trio.Event()
+        self.record.ledger.enter("returning" if self.has_joined else "starting", trio.current_time())
         self.is_running, self.is_expected_to_end, self.has_joined = True, False, True
         self.record.excuse(trio.current_time())
         task_status.started()
@@ -100,6 +108,7 @@ class NodeProcess:
             return  # cancelled: the leash, or whoever stops the testnet, sees to it
         self.leash.release(process.pid)
         self.is_running = self.is_frozen = False
+        self.record.ledger.enter("absent", trio.current_time())
         if not self.is_expected_to_end:
             self.record.died = True
             self.say(f"{self.name} died (exit code {process.returncode}): see {self.home / 'output'}")
@@ -131,17 +140,51 @@ class NodeProcess:
             kill_group(self._process.pid)
 
     def freeze(self) -> None:
-        """Stop the daemon: it keeps its connections and answers nothing."""
+        """Stop the daemon and its trainer: the node keeps its connections and answers nothing."""
         if self._process is not None and self.is_running:
             self.is_frozen = True
-            self._process.send_signal(signal.SIGSTOP)
+            self.record.ledger.enter("frozen", trio.current_time())
+            kill_group(self._process.pid, signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Let a frozen daemon go on."""
+        """Let a frozen node go on."""
         if self._process is not None and self.is_running:
-            self._process.send_signal(signal.SIGCONT)
+            kill_group(self._process.pid, signal.SIGCONT)
+            if self.is_frozen:
+                self.record.ledger.enter("returning", trio.current_time())
             self.is_frozen = False
             self.record.excuse(trio.current_time())
+
+    async def starve(self, share: float, seconds: float) -> None:
+        """Give daemon and trainer together ``share`` of one processor's time, in turns, for so many seconds."""
+        if self._process is None or not self.is_running:
+            return
+        process = self._process
+        self.record.ledger.enter("starved", trio.current_time(), share)
+        try:
+            with trio.move_on_after(seconds):
+                while self.is_running and self._process is process:
+                    kill_group(process.pid, signal.SIGSTOP)
+                    await trio.sleep(TURN * (1 - share))
+                    kill_group(process.pid, signal.SIGCONT)
+                    await trio.sleep(TURN * share)
+        finally:
+            if self.is_running and self._process is process:
+                kill_group(process.pid, signal.SIGCONT)
+                self.record.ledger.enter("working", trio.current_time())
+
+    def limit_files(self, most: int | None) -> None:
+        """Let neither daemon nor trainer write a file beyond ``most`` bytes; None: as before. Linux only.
+
+        What a full disk does, without root and without a disk: what is overwritten in place still succeeds, all else
+        fails. The error is EFBIG and not ENOSPC; both are an `OSError` like any other.
+        """
+        if self._process is None or not self.is_running:
+            return
+        for pid in processes_of(self._process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard if most is None else most, hard))
 
     async def leave(self) -> None:
         """Tell it to leave in good order, and wait until it has; after `STOP_TIMEOUT` it is killed."""
@@ -160,6 +203,17 @@ class NodeProcess:
         """Returns once the daemon is gone."""
         if self._ended is not None:
             await self._ended.wait()
+
+
+def processes_of(group: int) -> list[int]:
+    """The processes of a group, where there is /proc."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                if os.getpgid(int(entry.name)) == group:
+                    found.append(int(entry.name))
+    return found
 
 
 def _environment() -> dict[str, str]:

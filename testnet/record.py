@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from farandole.node.status import NodeStatus, PipelineStatus
 
+from .ledger import Ledger
+
 
 @dataclass
 class NodeRecord:
@@ -33,6 +35,9 @@ class NodeRecord:
     """The newest that it told: none while its trainer is not there."""
     num_parameters: int = 0
     """Most that its trainer held."""
+    ledger: Ledger = field(default_factory=Ledger)
+    trained_at: float | None = None
+    """When it was last seen to have taken inner steps since the status before, in one life."""
     _past: Counter[str] = field(default_factory=Counter)
     _loss_first: float | None = None
     _advanced_at: float | None = None
@@ -45,7 +50,11 @@ class NodeRecord:
             self.partners.update(self.status.partners)
             self.paths.update(self.status.paths)
             self.restarts += 1
+        elif self.status is not None and status.inner_steps > self.status.inner_steps:
+            self._note_training(now)
         self.status, self.seen_at = status, now
+        if self.is_finished and self.ledger.condition != "finished":
+            self.ledger.enter("finished", now)
         self.losses.update(status.losses)
         self.pipeline = status.pipeline or self.pipeline
         self.num_parameters = max(self.num_parameters, status.num_parameters)
@@ -54,6 +63,11 @@ class NodeRecord:
         position = (status.round, status.inner_steps)
         if position != self._position:
             self._position, self._advanced_at = position, now
+
+    def _note_training(self, now: float) -> None:
+        self.trained_at = now
+        if self.ledger.condition in ("starting", "returning"):
+            self.ledger.enter("working", now)
 
     def excuse(self, now: float) -> None:
         """Standing still up to now was not the node's doing: it was just started, or thawed."""

@@ -15,6 +15,7 @@ from farandole.node.conversion import training_configs
 from farandole.node.status import PipelineStatus
 from farandole.training.presets import num_parameters
 
+from .faults import Outage
 from .record import NodeRecord
 from .scenario import Scenario
 
@@ -61,8 +62,25 @@ class NodeReport(msgspec.Struct, frozen=True):
     """Ended by a fault, for good."""
     home: str = ""
     """Its kind, in the NAT lab."""
+    condition_seconds: dict[str, float] = {}
+    """How long it was absent, starting, returning, working, frozen, starved, finished; `farandole.testnet.ledger`."""
+    given_seconds: float = 0.0
+    """In which its machine let it work; a starved second counts by its share of the processor."""
     links: dict[str, str] = {}
     """Peer id -> ``direct``, ``punched`` or ``relayed``: those that it was connected to at the end of the training."""
+
+
+class FaultReport(msgspec.Struct, frozen=True):
+    """A fault that happened."""
+
+    kind: str
+    nodes: list[int]
+    at: float
+    """Seconds after the launch of the first node."""
+    duration: float | None
+    standstill: dict[int, float | None]
+    """Node -> the longest time without an inner step, from the fault's beginning until the first step after its end;
+    None: it took none any more. Seen once a second."""
 
 
 class StageReport(msgspec.Struct, frozen=True):
@@ -81,6 +99,17 @@ class StageReport(msgspec.Struct, frozen=True):
     refused: int
     utilisation: float | None
     """Mean of the live ones over their last few rounds."""
+
+
+class Beside(msgspec.Struct, frozen=True):
+    """The same scenario without faults, and what this play comes to beside it."""
+
+    tokens_per_given_second: float
+    loss_merged: float | None
+    throughput: float
+    """This run's tokens a given second, over the clean one's."""
+    loss_above: float | None
+    """By which share this run's merged model is worse than the clean one's; negative if it is better."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -111,6 +140,11 @@ class Report(msgspec.Struct, frozen=True):
     """What was done to the nodes, and what befell them."""
     stages: list[StageReport] = []
     """Where the model is cut into several."""
+    faults: list[FaultReport] = []
+    tokens_per_given_second: float | None = None
+    """Of all nodes: what the nodes that are alive get done; see `NodeReport.given_seconds`."""
+    beside: Beside | None = None
+    """The clean run that it was compared with."""
 
 
 class Merged(msgspec.Struct, frozen=True):
@@ -152,6 +186,8 @@ def node_report(record: NodeRecord, *, is_alive: bool, home: str = "") -> NodeRe
         num_parameters=record.num_parameters,
         pipeline=record.pipeline,
         home=home,
+        condition_seconds=dict(record.ledger.seconds),
+        given_seconds=record.ledger.given,
         links={member.peer_id: member.path for member in status.members if member.path} if status else {},
     )
 
@@ -187,6 +223,7 @@ def make_report(
     seconds: float,
     events: Sequence[str],
     problems: Sequence[str] = (),
+    outages: Sequence[Outage] = (),
 ) -> Report:
     """Sum up and judge; ``problems`` are reasons against a pass that the nodes' figures do not show."""
     reasons = [*problems, *_reasons(scenario, nodes, merged)]
@@ -208,7 +245,14 @@ def make_report(
         state_equal=is_state_equal(nodes),
         events=list(events),
         stages=stage_reports(scenario, nodes),
+        faults=[_fault_report(outage) for outage in sorted(outages, key=lambda outage: outage.at)],
+        tokens_per_given_second=tokens / given if (given := sum(node.given_seconds for node in nodes)) else None,
     )
+
+
+def _fault_report(outage: Outage) -> FaultReport:
+    fault = outage.fault
+    return FaultReport(fault.kind, list(outage.nodes), outage.at, fault.duration, dict(outage.standstill))
 
 
 def is_state_equal(nodes: Iterable[NodeReport]) -> bool:

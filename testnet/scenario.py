@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -15,60 +15,20 @@ from farandole.node.settings import MIN_CAP_MBIT
 from farandole.protocol.errors import ManifestError
 from farandole.protocol.manifest import Manifest
 
+from .chaos import Chaos, ChaosError, draw_faults
+from .fault import HOME_FAULTS, MAX_NODES, Fault, FaultKind
 from .natlab.kinds import KINDS, KindError, kind_named
 
-# Each node is two Python processes of about 300 MB together; one machine holds no more.
-MAX_NODES: Final = 128
 MAX_FAULTS: Final = 1_000
 DEFAULT_NODES: Final = 8
 DEFAULT_MIN_PARTNERS: Final = 3
 
-FaultKind = Literal[
-    "kill", "freeze", "restart", "slow", "join", "leave", "cut", "unplug", "reboot_router", "change_address"
-]
-_HOME_FAULTS: Final = ("cut", "unplug", "reboot_router", "change_address")
-_LASTING: Final = ("freeze", "restart", "cut", "unplug", "reboot_router")
-_SUDDEN: Final = ("kill", "join", "leave", "change_address")
-_NodeIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NODES)]
 _Positive = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 _Caps = Annotated[tuple[Annotated[float, msgspec.Meta(ge=0, le=1e6)], ...], msgspec.Meta(max_length=MAX_NODES)]
 
 
 class ScenarioError(ManifestError):
     """The scenario is not valid; the message says which field and why."""
-
-
-class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Something that happens to nodes."""
-
-    kind: FaultKind
-    """``kill``: SIGKILL for good. ``restart``: SIGKILL, and started again in the same folder after ``duration``.
-    ``freeze``: stopped (SIGSTOP) for ``duration``. ``slow``: its trainer gets only one part in ``factor`` of the time,
-    for ``duration``, or until the end. ``join``: not started before this moment. ``leave``: told to leave.
-    To its home, for ``duration``, ``cut``: nothing goes through its line; ``unplug``: its cable is pulled;
-    ``reboot_router``: its router is off, and forgets all. ``change_address``: it gets another public address."""
-    nodes: tuple[_NodeIndex, ...] = ()
-    of_stage: Annotated[int, msgspec.Meta(ge=0, le=511)] | None = None
-    """Instead of ``nodes``: as many as ``count`` of those that hold this stage then, the last ones first."""
-    count: Annotated[int, msgspec.Meta(ge=1, le=MAX_NODES)] = 1
-    at_round: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """When the farthest live node is in this round."""
-    at_seconds: Annotated[float, msgspec.Meta(ge=0)] | None = None
-    """After the launch of the first node."""
-    duration: _Positive | None = None
-    factor: Annotated[float, msgspec.Meta(gt=1, le=1_000)] = 4.0
-
-    def __post_init__(self) -> None:
-        if bool(self.nodes) == (self.of_stage is not None):
-            raise ValueError(f"fault {self.kind!r}: say its nodes, or of_stage")
-        if self.kind == "join" and self.of_stage is not None:
-            raise ValueError("fault 'join': who has not joined holds no stage")
-        if (self.at_round is None) == (self.at_seconds is None):
-            raise ValueError(f"fault {self.kind!r}: say either at_round or at_seconds")
-        if self.kind in _LASTING and self.duration is None:
-            raise ValueError(f"fault {self.kind!r}: say its duration in seconds")
-        if self.kind in _SUDDEN and self.duration is not None:
-            raise ValueError(f"fault {self.kind!r} has no duration")
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -151,6 +111,12 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min_utilisation: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     """Share of its time that each trainer must spend in inner steps."""
     fault: Annotated[tuple[Fault, ...], msgspec.Meta(max_length=MAX_FAULTS)] = ()
+    chaos: Chaos | None = None
+    """Faults drawn at random from ``seed``, beside those of ``fault``; `parse_scenario` draws them."""
+    min_throughput: Annotated[float, msgspec.Meta(ge=0, le=2)] = 0.0
+    """Share of the tokens a given second of the clean run that it is compared with (`farandole.testnet.beside`)."""
+    max_loss_above_clean: _Positive | None = None
+    """Share by which the merged model's loss may be above the clean run's."""
 
     def __post_init__(self) -> None:
         for fault in self.fault:
@@ -158,7 +124,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(
                     f"fault {fault.kind!r} names node {max(fault.nodes)}, but the last is {self.nodes - 1}"
                 )
-            if fault.kind in _HOME_FAULTS and not self.home:
+            if fault.kind in HOME_FAULTS and not self.home:
                 raise ValueError(f"fault {fault.kind!r} befalls a home: say which there are, or --nat")
             if fault.at_round is not None and fault.at_round >= self.rounds:
                 raise ValueError(f"fault {fault.kind!r} in round {fault.at_round} of {self.rounds} never happens")
@@ -182,6 +148,11 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def late_joiners(self) -> frozenset[int]:
         """Nodes that a ``join`` fault starts."""
         return frozenset(self._named_by("join"))
+
+    @property
+    def clocked(self) -> frozenset[int]:
+        """Nodes whose clock a fault sets."""
+        return frozenset(self._named_by("set_clock"))
 
     def _named_by(self, kind: FaultKind) -> Iterator[int]:
         for fault in self.fault:
@@ -223,10 +194,11 @@ def load_scenario(
     seed: int | None = None,
     stages: int | None = None,
     nat: bool = False,
+    clean: bool = False,
 ) -> Scenario:
     """A delivered scenario by its name, or a file; the other arguments replace what it says.
 
-    With ``nat`` the nodes are in homes, in the default ones if it names none.
+    With ``nat`` the nodes are in homes, in the default ones if it names none. ``clean``: without its faults.
 
     Raises `ScenarioError`, or `ManifestError` for its run settings.
     """
@@ -240,6 +212,8 @@ def load_scenario(
     settings |= {name: value for name, value in replaced.items() if value is not None}
     if nat and not settings.get("home"):
         settings["home"] = [{"kind": kind} for kind in DEFAULT_HOMES]
+    if clean:
+        settings |= {"fault": [], "chaos": None}
     min_partners = settings.get("min_partners", DEFAULT_MIN_PARTNERS)
     if (nodes or stages) and isinstance(min_partners, int):
         least = settings.get("nodes", DEFAULT_NODES) // max(1, settings.get("stages", 0))  # of a stage
@@ -251,7 +225,10 @@ def parse_scenario(settings: dict[str, Any]) -> Scenario:
     """From a parsed TOML file; `ScenarioError` names the field, `ManifestError` that of the run."""
     try:
         scenario = msgspec.convert(settings, Scenario)
-    except msgspec.ValidationError as error:
+        if scenario.chaos is not None:
+            drawn = draw_faults(scenario.chaos, scenario.nodes, scenario.seed)
+            scenario = msgspec.convert(settings | {"fault": [*scenario.fault, *drawn]}, Scenario)
+    except (msgspec.ValidationError, ChaosError) as error:
         raise ScenarioError(f"scenario: {error}") from error
     scenario.manifest(0)
     return scenario

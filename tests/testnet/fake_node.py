@@ -1,9 +1,9 @@
 """A daemon that trains nothing: serves the control API and goes through its rounds, as a real one would tell it.
 
-    fake_node.py [--die N] [--stall N] [--stray N] [--late N] join [SOURCE] --home .../NN ...
+    fake_node.py [--die N] [--stall N] [--stray N] [--late N] [--write N] join [SOURCE] --home .../NN ...
 
-Node N dies in its second round, or stands still in it, or never agrees with the others on the run state, or begins
-where node 0 is.
+Node N dies in its second round, or stands still in it, or never agrees with the others on the run state, begins
+where node 0 is, or writes a file each round and notes in another whether it could.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ROUND_SECONDS = 0.05
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    for fault in ("--die", "--stall", "--stray", "--late"):
+    for fault in ("--die", "--stall", "--stray", "--late", "--write"):
         parser.add_argument(fault, type=int, default=-1)
     parser.add_argument("command")
     parser.add_argument("source", nargs="?")
@@ -54,6 +54,7 @@ class FakeNode:
         self.round = self.first_round = int(saved.read_text() or "1") if saved.exists() else 0
         self.started_at = time.time()
         self.exchanges = 0
+        self.written: list[str] = []
         self.peer_id = peer_id_of(public_bytes(load_or_create_key(self.home / "key")))
 
     async def run(self) -> None:
@@ -75,10 +76,21 @@ class FakeNode:
                 await trio.sleep_forever()
             self.round += 1
             self.exchanges += 1
+            if self.index == self.options.write:
+                self.write()
             (self.home / "round").write_text(str(self.round))
         folder = NodeSettings(home=self.home).checkpoints
         folder.mkdir(exist_ok=True)
         CheckpointFolder(folder, 0).file(self.round).touch()
+
+    def write(self) -> None:
+        """Two blocks, which a full disk refuses, and a word, for which the file there has room."""
+        try:
+            (self.home / "large").write_bytes(bytes(8_192))
+            self.written.append("ok")
+        except OSError as error:
+            self.written.append(str(error.strerror))
+        (self.home / "written").write_text("\n".join(self.written))
 
     async def status(self, params: dict[str, Any]) -> object:
         is_finished = self.round == self.options.max_rounds

@@ -102,6 +102,39 @@ async def test_faults_happen_and_counters_survive_a_restart(tmp_path: Path) -> N
         assert words in said
 
 
+async def test_a_report_says_where_the_time_went(tmp_path: Path) -> None:
+    faults = [
+        {"kind": "restart", "nodes": [0], "at_round": 20, "duration": 1.0},
+        {"kind": "freeze", "nodes": [1], "at_round": 20, "duration": 1.0},
+        {"kind": "starve", "nodes": [2], "at_round": 20, "duration": 1.0, "factor": 4},
+    ]
+    report = await testnet(scenario(rounds=60, fault=faults), tmp_path).play()
+    assert report.reasons == []
+    killed, frozen, starved = report.nodes
+    assert killed.condition_seconds["absent"] >= 1.0
+    assert killed.condition_seconds["returning"] > 0.0
+    assert frozen.condition_seconds["frozen"] >= 1.0
+    assert starved.condition_seconds["starved"] >= 1.0
+    for node, share in ((killed, 0.0), (frozen, 0.0), (starved, 0.25)):
+        given = sum(node.condition_seconds.get(condition, 0.0) for condition in ("starting", "returning", "working"))
+        assert node.given_seconds == pytest.approx(given + share * node.condition_seconds.get("starved", 0.0))
+    assert report.tokens_per_given_second == pytest.approx(180_000 / sum(node.given_seconds for node in report.nodes))
+    assert {fault.kind: fault.nodes for fault in report.faults} == {"restart": [0], "freeze": [1], "starve": [2]}
+    for fault in report.faults:
+        (standstill,) = fault.standstill.values()
+        assert standstill is not None
+        assert standstill >= (1.0 if fault.kind != "starve" else 0.0)
+
+
+async def test_a_full_disk_takes_nothing_and_then_again(tmp_path: Path) -> None:
+    full = {"kind": "fill_disk", "nodes": [1], "at_round": 20, "duration": 1.0}
+    report = await testnet(scenario(rounds=60, fault=[full]), tmp_path, "--write", "1").play()
+    assert report.reasons == []
+    said = (tmp_path / "nodes" / "01" / "written").read_text().split()
+    assert "File" in said
+    assert said[-1] == "ok"
+
+
 async def test_ctrl_c_ends_all_nodes_and_still_writes_the_report(tmp_path: Path) -> None:
     async with trio.open_nursery() as nursery:
         play = await nursery.start(start_play, tmp_path)

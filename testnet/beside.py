@@ -1,0 +1,56 @@
+"""A play with faults beside the same without: throughput of the nodes that are alive, and what was learnt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from farandole.protocol.errors import FarandoleError
+
+from .report import Beside, Report
+from .scenario import Scenario
+
+
+class CleanReportError(FarandoleError):
+    """The report of the clean run cannot be had, or is of another run."""
+
+
+def compare(report: Report, clean: Report) -> Beside:
+    """The two figures; `CleanReportError` if one of the plays trained nothing, or they are not of one kind."""
+    if clean.name != report.name or len(clean.nodes) != len(report.nodes) or clean.faults:
+        raise CleanReportError("that is no report of the same scenario without faults (--clean)")
+    if not clean.tokens_per_given_second or report.tokens_per_given_second is None:
+        raise CleanReportError("nothing was trained in one of the two plays")
+    loss_above = None
+    if report.loss_merged is not None and clean.loss_merged:
+        loss_above = report.loss_merged / clean.loss_merged - 1
+    return Beside(
+        clean.tokens_per_given_second,
+        clean.loss_merged,
+        report.tokens_per_given_second / clean.tokens_per_given_second,
+        loss_above,
+    )
+
+
+def judged(report: Report, clean: Report, scenario: Scenario) -> Report:
+    """The report with the comparison, and with its reasons against a pass. Raises as `compare`."""
+    beside = compare(report, clean)
+    reasons = [*report.reasons]
+    if beside.throughput < scenario.min_throughput:
+        reasons.append(f"{beside.throughput:.1%} of the clean run's throughput, not {scenario.min_throughput:.1%}")
+    most = scenario.max_loss_above_clean
+    if most is not None and (beside.loss_above is None or beside.loss_above > most):
+        above = "not known" if beside.loss_above is None else f"{beside.loss_above:+.1%}"
+        reasons.append(f"the merged model's loss beside the clean run's is {above}, not at most {most:+.1%}")
+    verdict = "fail" if reasons else "pass"
+    return msgspec.structs.replace(report, beside=beside, reasons=reasons, verdict=verdict)
+
+
+def load_report(path: Path) -> Report:
+    """A play's ``report.json``, or the folder in which it is; raises `CleanReportError`."""
+    path = path / "report.json" if path.is_dir() else path
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Report)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CleanReportError(f"cannot read the report {path}: {error}") from error

@@ -1,0 +1,86 @@
+"""What may happen to nodes, as a scenario names it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+import msgspec
+
+# Each node is two Python processes of about 300 MB together; one machine holds no more.
+MAX_NODES: Final = 128
+
+FaultKind = Literal[
+    "kill",
+    "freeze",
+    "restart",
+    "slow",
+    "starve",
+    "join",
+    "leave",
+    "fill_disk",
+    "set_clock",
+    "cut",
+    "unplug",
+    "reboot_router",
+    "change_address",
+    "partition",
+]
+HOME_FAULTS: Final = ("cut", "unplug", "reboot_router", "change_address", "partition")
+_LASTING: Final = (
+    "freeze",
+    "restart",
+    "starve",
+    "fill_disk",
+    "set_clock",
+    "cut",
+    "unplug",
+    "reboot_router",
+    "partition",
+)
+_SUDDEN: Final = ("kill", "join", "leave", "change_address")
+_NodeIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NODES)]
+_Positive = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+
+
+class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Something that happens to nodes."""
+
+    kind: FaultKind
+    """To a node's processes. ``kill``: SIGKILL for good. ``restart``: SIGKILL, and started again in the same folder
+    after ``duration``. ``freeze``: daemon and trainer stopped (SIGSTOP) for ``duration``. ``starve``: the two get
+    together one part in ``factor`` of a processor, for ``duration``. ``slow``: its trainer gets only one part in
+    ``factor`` of the time, for ``duration``, or until the end. ``join``: not started before this moment. ``leave``:
+    told to leave.
+
+    To its machine, for ``duration``. ``fill_disk``: its files take nothing more. ``set_clock``: its clock jumps by
+    ``offset`` and goes on with ``drift``.
+
+    To its home, for ``duration``. ``cut``: nothing goes through its line; ``unplug``: its cable is pulled;
+    ``reboot_router``: its router is off, and forgets all; ``partition``: nothing goes between these nodes and the
+    others. And ``change_address``: it gets another public address."""
+    nodes: tuple[_NodeIndex, ...] = ()
+    of_stage: Annotated[int, msgspec.Meta(ge=0, le=511)] | None = None
+    """Instead of ``nodes``: as many as ``count`` of those that hold this stage then, the last ones first."""
+    count: Annotated[int, msgspec.Meta(ge=1, le=MAX_NODES)] = 1
+    at_round: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """When the farthest live node is in this round."""
+    at_seconds: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    """After the launch of the first node."""
+    duration: _Positive | None = None
+    factor: Annotated[float, msgspec.Meta(gt=1, le=1_000)] = 4.0
+    offset: Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)] = 0.0
+    """Seconds, of ``set_clock``."""
+    drift: Annotated[float, msgspec.Meta(gt=-1, le=1)] = 0.0
+    """Of ``set_clock``: 0.01 is 1 % fast."""
+
+    def __post_init__(self) -> None:
+        if bool(self.nodes) == (self.of_stage is not None):
+            raise ValueError(f"fault {self.kind!r}: say its nodes, or of_stage")
+        if self.kind == "join" and self.of_stage is not None:
+            raise ValueError("fault 'join': who has not joined holds no stage")
+        if (self.at_round is None) == (self.at_seconds is None):
+            raise ValueError(f"fault {self.kind!r}: say either at_round or at_seconds")
+        if self.kind in _LASTING and self.duration is None:
+            raise ValueError(f"fault {self.kind!r}: say its duration in seconds")
+        if self.kind in _SUDDEN and self.duration is not None:
+            raise ValueError(f"fault {self.kind!r} has no duration")

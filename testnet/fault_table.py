@@ -1,0 +1,48 @@
+"""What the faults of a play were to its nodes, in words."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from farandole.node.figures import count, duration
+
+from .report import FaultReport, Report
+
+
+def fault_lines(report: Report) -> list[str]:
+    """One line a fault."""
+    return [_line(fault) for fault in report.faults]
+
+
+def _line(fault: FaultReport) -> str:
+    stood = ", ".join(
+        f"{node}: {'no step any more' if seconds is None else f'{seconds:.1f} s'}"
+        for node, seconds in sorted(fault.standstill.items())
+    )
+    lasted = "" if fault.duration is None else f" for {fault.duration:g} s"
+    nodes = " ".join(map(str, fault.nodes))
+    return (
+        f"  {fault.at:7.1f} s  {fault.kind} of {nodes}{lasted}{f'; longest without a step: {stood}' if stood else ''}"
+    )
+
+
+def throughput_lines(report: Report) -> list[str]:
+    """Where the nodes' time went, and what was made of the part that was theirs."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for node in report.nodes:
+        for condition, spent in node.condition_seconds.items():
+            seconds[condition] += spent
+    longest_first = sorted(seconds.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{condition} {duration(spent)}" for condition, spent in longest_first)
+    given = sum(node.given_seconds for node in report.nodes)
+    lines = [
+        f"nodes' time: {parts}; given (not absent, frozen or finished; starved by its share) {duration(given)}",
+        f"tokens a given second: {count(report.tokens_per_given_second or 0.0)}",
+    ]
+    if report.beside is not None:
+        above = "not known" if report.beside.loss_above is None else f"{report.beside.loss_above:+.2%}"
+        lines.append(
+            f"beside the clean run: {report.beside.throughput:.2%} of its throughput "
+            f"({count(report.beside.tokens_per_given_second)} tokens a given second), held-out loss {above}"
+        )
+    return lines

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from farandole.testnet.beside import CleanReportError, compare, judged, load_report
+from farandole.testnet.fault_table import throughput_lines
+from farandole.testnet.launch import write_report
+from farandole.testnet.report import FaultReport, Report
+from farandole.testnet.scenario import parse_scenario
+
+CLEAN = Report(
+    name="chaos",
+    run_id="00",
+    verdict="pass",
+    reasons=[],
+    nodes=[],
+    loss_first=5.5,
+    loss_last=2.0,
+    loss_start=5.5,
+    loss_merged=2.0,
+    spread=0.01,
+    tokens=1_000,
+    tokens_per_second=10.0,
+    seconds=100.0,
+    state_equal=True,
+    events=[],
+    tokens_per_given_second=10.0,
+)
+KILL = FaultReport("restart", [3], 10.0, 2.0, {3: 9.0})
+SCENARIO = parse_scenario(
+    {"run": {"name": "chaos", "model": "tiny"}, "min_throughput": 0.977, "max_loss_above_clean": 0.03}
+)
+
+
+def played(**fields: object) -> Report:
+    return msgspec.structs.replace(CLEAN, faults=[KILL], **fields)
+
+
+def test_what_is_within_the_limits_passes() -> None:
+    report = judged(played(tokens_per_given_second=9.8, loss_merged=2.05), CLEAN, SCENARIO)
+    assert report.verdict == "pass"
+    assert report.beside is not None
+    assert report.beside.throughput == pytest.approx(0.98)
+    assert report.beside.loss_above == pytest.approx(0.025)
+    assert "98.00% of its throughput" in throughput_lines(report)[-1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"tokens_per_given_second": 9.7}, "97.0% of the clean run's throughput, not 97.7%"),
+        ({"loss_merged": 2.1}, "the merged model's loss beside the clean run's is +5.0%, not at most +3.0%"),
+        ({"loss_merged": None}, "the merged model's loss beside the clean run's is not known, not at most +3.0%"),
+    ],
+)
+def test_what_is_not_says_why(fields: dict[str, object], reason: str) -> None:
+    report = judged(played(**fields), CLEAN, SCENARIO)
+    assert report.verdict == "fail"
+    assert report.reasons == [reason]
+
+
+def test_only_a_clean_play_of_the_same_scenario_will_do() -> None:
+    for other in (msgspec.structs.replace(CLEAN, name="demo"), played()):
+        with pytest.raises(CleanReportError, match="without faults"):
+            compare(played(), other)
+    with pytest.raises(CleanReportError, match="nothing was trained"):
+        compare(played(), msgspec.structs.replace(CLEAN, tokens_per_given_second=None))
+
+
+def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
+    write_report(played(), tmp_path)
+    assert load_report(tmp_path) == load_report(tmp_path / "report.json") == played()
+    with pytest.raises(CleanReportError, match="cannot read"):
+        load_report(tmp_path / "nowhere")

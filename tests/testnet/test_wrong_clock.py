@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from farandole.testnet.wrong_clock import environment, set_clock
+
+SAY = "import sys, time\nfor _ in sys.stdin: print(time.time(), time.monotonic(), flush=True)"
+
+
+@pytest.mark.usefixtures("faketime")
+def test_a_clock_is_set_while_its_process_runs_and_time_outs_do_not_move(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", SAY],
+        env={**os.environ, **environment(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def ask() -> tuple[float, float]:
+            """Its clock's error, and that of its monotonic one against ours."""
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write("?\n")
+            unix, monotonic = map(float, process.stdout.readline().split())
+            return unix - time.time(), monotonic - time.monotonic()
+
+        assert ask() == pytest.approx((0.0, 0.0), abs=1.0)
+        for offset in (3_600.0, -30 * 86_400.0, 0.0):
+            set_clock(tmp_path, offset)
+            assert ask() == pytest.approx((offset, 0.0), abs=1.0)
+        process.stdin.close()
