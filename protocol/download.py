@@ -344,9 +344,12 @@ class Download:
         return sorted(is_open, key=lambda donor: (donor.pace(now), donor.num_failures))
 
     def _ask_for_more(self, now: float) -> Iterator[Output]:
-        for donor in self._open_by_pace(now):
+        """No more of the last blocks than its share: what one owes, another cannot give."""
+        donors = self._open_by_pace(now)
+        share = math.ceil(len(self._unasked) / max(len(donors), 1))
+        for donor in donors:
             blocks: list[int] = []
-            while self._unasked and self._unasked[0] < donor.num_held and len(blocks) < donor.room:
+            while self._unasked and self._unasked[0] < donor.num_held and len(blocks) < min(donor.room, share):
                 blocks.append(heapq.heappop(self._unasked))
             yield from self._ask(donor, blocks, now)
 

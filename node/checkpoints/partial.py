@@ -1,0 +1,185 @@
+"""A checkpoint on its way here: a file in which each block lies at its place, and the rest is holes.
+
+Nothing else is written down about how far it is. Whoever opens it again, after a crash or a power cut, hashes what is
+there: what is a block of the index is kept, and what is not is fetched again. Whole, or as far as it was wanted, it
+becomes a checkpoint of its own (`PartialFile.make`), under its name only when it is on the disk for good.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from farandole.protocol.blocks import BLOCK_BYTES, Index, Selection, block_range, blocks_between
+
+PARTIAL_SUFFIX: Final = ".part"
+TEMPORARY_SUFFIX: Final = ".tmp"
+# Beside what is about to be written: the run state, the log, and others' need.
+SPARE_BYTES: Final = 64 << 20
+
+
+class PartialFile:
+    """The blocks of one checkpoint. Every method may block, and raises `OSError`."""
+
+    def __init__(self, path: Path, index: Index) -> None:
+        """Open it, or create it, readable and writable by its owner alone."""
+        self.path = path
+        self._index = index
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+        try:
+            os.ftruncate(self._descriptor, index.size)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Keep it for later."""
+        os.close(self._descriptor)
+
+    def remove(self) -> None:
+        """It is of no more use; to be closed all the same."""
+        self.path.unlink(missing_ok=True)
+
+    def blocks(self) -> set[int]:
+        """Those that are here and right."""
+        return {block for block in self._written() if self._index.is_block(block, self.read_block(block))}
+
+    def _written(self) -> Iterator[int]:
+        """Blocks that are not wholly holes, where the system tells; all where it does not."""
+        if not hasattr(os, "SEEK_DATA"):
+            yield from range(self._index.num_blocks)
+            return
+        block = 0
+        while block < self._index.num_blocks:
+            try:
+                start = os.lseek(self._descriptor, block * BLOCK_BYTES, os.SEEK_DATA)
+            except OSError as error:
+                if error.errno == errno.ENXIO:  # only a hole is left
+                    return
+                raise
+            block = start // BLOCK_BYTES
+            yield block
+            block += 1
+
+    def write(self, block: int, data: memoryview) -> bool:
+        """Put the data there if it is that block; whether it is."""
+        if not self._index.is_block(block, data):
+            return False
+        position = block * BLOCK_BYTES
+        while data:
+            num_written = os.pwrite(self._descriptor, data, position)
+            data, position = data[num_written:], position + num_written
+        return True
+
+    def read_block(self, block: int) -> bytes:
+        """What is there."""
+        return self.read(*block_range(self._index.size, block))
+
+    def read(self, start: int, end: int) -> bytes:
+        """What is there, from one byte to another."""
+        return read(self._descriptor, start, end)
+
+    def make(self, selection: Selection, path: Path) -> None:
+        """What is selected becomes the file at ``path``, durably and in one step; this one is of no more use."""
+        if not selection.header:
+            os.fsync(self._descriptor)
+            self.path.replace(path)
+        else:
+            check_room(path.parent, selection.size)
+            with _replacing(path) as descriptor:
+                _write_all(descriptor, selection.header)
+                for start, end in selection.pieces:
+                    self._copy(start, end, descriptor)
+            self.remove()
+        _sync_folder(path.parent)
+
+    def make_prefix(self, num_blocks: int, path: Path) -> None:
+        """The first blocks alone become the file at ``path``, durably and in one step; this one is of no more use."""
+        os.ftruncate(self._descriptor, block_range(self._index.size, num_blocks - 1)[1])
+        os.fsync(self._descriptor)
+        self.path.replace(path)
+        _sync_folder(path.parent)
+
+    def _copy(self, start: int, end: int, target: int) -> None:
+        for block in blocks_between(start, end):
+            first, last = block_range(self._index.size, block)
+            _write_all(target, self.read(max(start, first), min(end, last)))
+
+
+def read(descriptor: int, start: int, end: int) -> bytes:
+    """A part of a file, which must have it; raises `OSError`."""
+    data = os.pread(descriptor, end - start, start)
+    while len(data) < end - start:
+        more = os.pread(descriptor, end - start - len(data), start + len(data))
+        if not more:
+            raise OSError(errno.EIO, f"the file ends before byte {end}")
+        data += more
+    return data
+
+
+def partial_path(path: Path, checkpoint_id: bytes) -> Path:
+    """Where the blocks of a checkpoint lie while it is fetched to ``path``."""
+    return path.with_name(f"{path.name}.{checkpoint_id.hex()[:16]}{PARTIAL_SUFFIX}")
+
+
+def remove_partials(path: Path, kept: bytes | None = None) -> None:
+    """Remove what earlier fetches to ``path`` left, but for that of one checkpoint."""
+    for leftover in path.parent.glob(f"{path.name}.*{PARTIAL_SUFFIX}"):
+        if kept is None or leftover != partial_path(path, kept):
+            leftover.unlink(missing_ok=True)
+
+
+def check_room(folder: Path, num_bytes: int) -> None:
+    """Raise `OSError` if a folder's disk has no room for so many bytes more."""
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes + SPARE_BYTES:
+        needed = (num_bytes + SPARE_BYTES) / 1e6
+        raise OSError(errno.ENOSPC, f"{needed:.0f} MB of room are needed in {folder}, {free / 1e6:.0f} MB are free")
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """A small file in one step; raises `OSError`."""
+    with _replacing(path) as descriptor:
+        _write_all(descriptor, data)
+    _sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[int]:
+    """A new file that takes the place of the one at ``path``, if the block does not raise. Its name is new each time.
+
+    After a failed fsync the file is given up: what the system could not write is lost, though it may say otherwise.
+    """
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=TEMPORARY_SUFFIX, dir=path.parent)
+    try:
+        try:
+            yield descriptor
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make renamings in it durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
