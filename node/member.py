@@ -121,6 +121,7 @@ class RunMember:
                 max_rounds=settings.max_rounds,
                 checkpoint_seconds=settings.checkpoint_seconds,
                 validate_every=settings.validate_every,
+                hung_seconds=settings.hung_seconds,
             ),
             manifest,
             Pairing(author, manifest.rounds, rng, manifest.outer.fragments),

@@ -43,6 +43,7 @@ from .contributions import Outgoing
 from .exchange import ExchangeService
 from .pipeline import PipelineService, Worker
 from .status import Phase
+from .supervision.watchdog import Watchdog, watch
 from .trainer import Trainer, TrainerError
 
 # Commands queued for a busy trainer: Train, FinishRound, the outer step, Save, Validate, and what has arrived for it in
@@ -68,6 +69,8 @@ class RoundsConfig:
     max_rounds: int | None
     checkpoint_seconds: float
     validate_every: int
+    hung_seconds: float
+    """A trainer that is silent for less does not hang, whatever its inner steps take."""
 
 
 class RoundSession:
@@ -86,6 +89,7 @@ class RoundSession:
         board: Board,
         trainer: Trainer,
         nursery: trio.Nursery,
+        watchdog: Watchdog,
         *,
         tell_pairing: Callable[[Event], None],
         on_saved: Callable[[messages.Saved], None],
@@ -100,6 +104,7 @@ class RoundSession:
         self._board = board
         self._trainer = trainer
         self._nursery = nursery
+        self._watchdog = watchdog
         self._tell_pairing = tell_pairing
         self._on_saved = on_saved
         self._on_refused = on_refused
@@ -131,6 +136,7 @@ class RoundSession:
         if self._trainer.prepared.resumed is not None:
             self._on_saved(self._trainer.prepared.resumed)
         self._nursery.start_soon(self._send_commands)
+        self._nursery.start_soon(self._watch)
         if self._pipeline is not None:
             memory = self._trainer.map_activations(self._manifest.pipeline.in_flight)
             self._pipeline.begin(Worker(self._stage, memory, self._send, self._drained))
@@ -229,6 +235,9 @@ class RoundSession:
             async for command in self._queued:
                 await self._trainer.send(command)
 
+    async def _watch(self) -> None:
+        await self._trainer.condemn(await watch(self._watchdog, lambda: self._send(messages.Ping())))
+
     def _start_round(self, round_index: int) -> None:
         if self._is_ending:
             return
@@ -305,6 +314,8 @@ class RoundSession:
                 if self._is_save_due and not self._is_ending:
                     self._send_save()
                 return self._is_ending and self._num_saving == 0
+            case messages.Pong():
+                self._watchdog.hear()
             case messages.Prepared() | messages.Failed():
                 raise TrainerError(f"the trainer said {type(report).__name__} out of turn")
         return False

@@ -41,6 +41,7 @@ from .messenger import Messenger
 from .pipeline import PipelineService
 from .round_session import RoundsConfig, RoundSession
 from .supervision.supervisor import End, Supervisor
+from .supervision.watchdog import Watchdog
 from .trainer import TrainerError, open_trainer
 
 PAIRING_PROTOCOL: Final = "/farandole/pairing/1"
@@ -78,6 +79,7 @@ class Rounds:
         self._exchanges = exchanges
         self._board = board
         self._supervisor = supervisor
+        self._watchdog = Watchdog(config.hung_seconds)
         self._before_trainer = before_trainer
         self._on_saved = on_saved
         self._on_refused = on_refused
@@ -227,6 +229,7 @@ class Rounds:
                     board,
                     trainer,
                     nursery,
+                    self._watchdog,
                     tell_pairing=self.handle,
                     on_saved=self._on_saved,
                     on_refused=self._on_refused,

@@ -97,6 +97,13 @@ class NodeSettings:
         unset="twice the seconds between checkpoints",
         example=120.0,
     )
+    # Far beyond what a slow disk or a busy machine makes a trainer wait.
+    hung_seconds: float = setting(
+        300.0,
+        "Start the trainer anew when it gives no sign of life for so long, and for 20 of its own inner steps.",
+        unit="seconds",
+        least=1.0,
+    )
     # The base period T of the run state's heartbeats; the testnet, with few nodes, takes 2.
     heartbeat_seconds: float = setting(10.0, "Between heartbeats.", unit="seconds", least=0.1)
     # One is the fastest where several nodes share a machine.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import os
 import signal
@@ -23,6 +24,7 @@ from .supervision.kernel import count_oom_kills
 from .trainer_messages import (
     LENGTH,
     MAX_MESSAGE_BYTES,
+    TRACEBACK_SIGNAL,
     Cause,
     Command,
     Failed,
@@ -34,11 +36,17 @@ from .trainer_messages import (
     encode,
 )
 
+logger = logging.getLogger(__name__)
+
 # Importing torch and CUDA, reading 2 GiB of text and loading a checkpoint of gigabytes from a slow disk.
 PREPARE_TIMEOUT = 600.0
 # A trainer sees Stop between two inner steps; one that does not within this time is killed (nothing is lost: it saves
 # by rename).
 STOP_TIMEOUT = 5.0
+# A trainer that hangs has so long to write down where.
+TRACEBACK_SECONDS = 1.0
+# Some hundred frames for each of its threads.
+MAX_TRACEBACK_BYTES = 64 * 1_024
 
 
 class TrainerError(FarandoleError):
@@ -92,7 +100,7 @@ class Descriptors(NamedTuple):
 class Trainer:
     """One trainer process that has reported `Prepared`."""
 
-    def __init__(self, process: trio.Process, stream: TrainerStream, descriptors: Descriptors) -> None:
+    def __init__(self, process: trio.Process, stream: TrainerStream, descriptors: Descriptors, tracebacks: int) -> None:
         self.pid = process.pid
         self.outgoing: mmap.mmap
         """The contribution that this node sends."""
@@ -102,6 +110,8 @@ class Trainer:
         self._process = process
         self._stream = stream
         self._descriptors = descriptors
+        self._tracebacks = tracebacks
+        self._condemned_for = ""
         self._oom_kills_before = count_oom_kills()
 
     async def prepare(self, command: Prepare) -> None:
@@ -141,15 +151,27 @@ class Trainer:
 
     async def _epitaph(self) -> TrainerError:
         """How the process ended."""
+        code = None
         with trio.move_on_after(STOP_TIMEOUT):
             code = await self._process.wait()
-            if code == -signal.SIGKILL and count_oom_kills() != self._oom_kills_before:
-                return TrainerError("the trainer was killed, probably by the kernel for want of memory", "memory")
-            if code < 0:
-                name = signal.Signals(-code).name
-                return TrainerError(f"the trainer process was killed by signal {-code} ({name})")
-            return TrainerError(f"the trainer exited with {code}")
-        return TrainerError("the trainer process closed its socket")
+        if traceback := os.pread(self._tracebacks, MAX_TRACEBACK_BYTES, 0):
+            logger.error("the trainer's last words:\n%s", traceback.decode(errors="replace"))
+        if self._condemned_for:
+            return TrainerError(self._condemned_for)
+        if code is None:
+            return TrainerError("the trainer process closed its socket")
+        if code == -signal.SIGKILL and count_oom_kills() != self._oom_kills_before:
+            return TrainerError("the trainer was killed, probably by the kernel for want of memory", "memory")
+        if code < 0:
+            return TrainerError(f"the trainer process was killed by signal {-code} ({signal.Signals(-code).name})")
+        return TrainerError(f"the trainer exited with {code}")
+
+    async def condemn(self, reason: str) -> None:
+        """Kill a trainer that hangs: `receive` raises `TrainerError` for this reason, and where it hung is logged."""
+        self._condemned_for = reason
+        self._process.send_signal(TRACEBACK_SIGNAL)
+        await trio.sleep(TRACEBACK_SECONDS)
+        self._process.kill()
 
     async def stop(self) -> None:
         """Ask it to stop, and kill it when it does not."""
@@ -173,20 +195,21 @@ async def open_trainer(command: Prepare, log: Path | None) -> AsyncIterator[Trai
     ours, theirs = socket.socketpair()
     with contextlib.ExitStack() as memories:
         shared = Descriptors(*(memories.enter_context(open_shared_memory(name)) for name in Descriptors._fields))
+        tracebacks = memories.enter_context(open_shared_memory("tracebacks"))
         with theirs, open(log or os.devnull, "ab") as log_file:  # noqa: ASYNC230 - opening a local log does not block
             try:
                 process = await trio.lowlevel.open_process(
-                    [sys.executable, "-m", "farandole.node.trainer_main", str(theirs.fileno())],
+                    [sys.executable, "-m", "farandole.node.trainer_main", str(theirs.fileno()), str(tracebacks)],
                     stdin=subprocess.DEVNULL,
                     stdout=log_file if log else None,
                     stderr=log_file if log else None,
-                    pass_fds=(theirs.fileno(), *shared),
+                    pass_fds=(theirs.fileno(), tracebacks, *shared),
                     env={**os.environ, "OMP_NUM_THREADS": str(command.threads)},
                 )
             except OSError as error:  # no memory, or no process more, just now
                 ours.close()
                 raise TrainerError(f"no trainer process can be started: {error}") from error
-        trainer = Trainer(process, TrainerStream(ours), shared)
+        trainer = Trainer(process, TrainerStream(ours), shared, tracebacks)
         try:
             await trainer.prepare(command)
             yield trainer

@@ -1,4 +1,4 @@
-"""Entry point of the trainer process: ``python -m farandole.node.trainer_main DESCRIPTOR``."""
+"""Entry point of the trainer process: ``python -m farandole.node.trainer_main SOCKET TRACEBACKS``, two descriptors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import msgspec
 from farandole.protocol.manifest import Manifest
 
 from .trainer_channel import Channel
-from .trainer_messages import Failed, Prepare
+from .trainer_messages import TRACEBACK_SIGNAL, Failed, Prepare
 from .trainer_process import TrainerProcess, UnfitWeightsError
 
 # Below everybody's interactive programs, and below the mesh process, whose answers others wait for.
@@ -33,7 +33,10 @@ def main() -> None:
     # Ctrl-C, and a service manager's SIGTERM to the whole group, are for the daemon, which stops us in its own time.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    faulthandler.enable()  # a SIGSEGV in torch leaves a traceback
+    tracebacks = int(sys.argv[2])
+    faulthandler.enable(tracebacks)
+    if hasattr(faulthandler, "register"):
+        faulthandler.register(TRACEBACK_SIGNAL, tracebacks)
     os.nice(NICENESS)
     with contextlib.suppress(OSError):
         OOM_SCORE.write_text(str(OOM_SCORE_ADJUSTMENT))

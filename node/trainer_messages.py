@@ -6,6 +6,7 @@ files (`farandole.node.shared_memory`), one for what this node sends and one for
 
 from __future__ import annotations
 
+import signal
 import struct
 from typing import Annotated, Final, Literal
 
@@ -18,6 +19,8 @@ MAX_HASHES_BYTES: Final = MAX_BLOCKS * HASH_BYTES
 # Both ends are ours; the bound catches a torn stream, not an enemy. Beside hashes the most is Prepare's manifest.
 MAX_MESSAGE_BYTES: Final = MAX_HASHES_BYTES + (1 << 20)
 LENGTH: Final = struct.Struct(">I")
+# At it a trainer writes down where each of its threads is, as at its death by another signal (`faulthandler`).
+TRACEBACK_SIGNAL: Final = signal.SIGUSR1
 # How far a contribution is encoded, or has arrived, is told in steps of so many bytes: little beside what is moved
 # meanwhile, much beside what a message costs.
 STEP_BYTES: Final = 1 << 22
@@ -149,6 +152,10 @@ class Validate(msgspec.Struct, frozen=True, tag=True):
     num_batches: int
 
 
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Give a sign of life, between two inner steps or when there is nothing else to do."""
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """End the process."""
 
@@ -165,6 +172,7 @@ Command = (
     | TakeOuterStep
     | Save
     | Validate
+    | Ping
     | Stop
 )
 
@@ -282,6 +290,10 @@ class Validated(msgspec.Struct, frozen=True, tag=True):
     problem: str = ""
 
 
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    """The sign of life."""
+
+
 Cause = Literal["setup", "weights", "memory", "fault"]
 """Why a trainer ended: what it was to train with will not do (no text, no such device, no room for the model), a
 peer's weights are unfit, its memory was used up while it trained, or something else."""
@@ -305,6 +317,7 @@ Report = (
     | OuterStepTaken
     | Saved
     | Validated
+    | Pong
     | Failed
 )
 

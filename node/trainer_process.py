@@ -40,6 +40,8 @@ from .trainer_messages import (
     Encoded,
     FinishRound,
     OuterStepTaken,
+    Ping,
+    Pong,
     Prepare,
     Prepared,
     Progress,
@@ -155,6 +157,8 @@ class TrainerProcess(abc.ABC):
                 self._save(is_last)
             case Validate(num_batches):
                 self._channel.send(self._validate(num_batches))
+            case Ping():
+                self._channel.send(Pong())
             case FinishRound() | UseFragment() | Work() | TakeInnerStep():
                 pass  # it crossed our contribution: the round was over by its steps already
             case Prepare() | Stop():
@@ -252,7 +256,7 @@ class TrainerProcess(abc.ABC):
             case UseFragment():
                 if command.round == round_index:
                     self._fragment = command.fragment
-            case TakeIn():
+            case TakeIn() | Ping():
                 self.handle(command)
             case Screen() | TakeOuterStep() if self._replica.awaits_outer_step:  # of the round before
                 self.handle(command)

@@ -20,6 +20,7 @@ from farandole.node.exchange import ExchangeResult
 from farandole.node.round_session import MAX_ROUNDS_BEHIND, NEWS_SECONDS, RoundsConfig
 from farandole.node.rounds import Rounds
 from farandole.node.supervision.supervisor import MAX_CRASHES, REST_SECONDS, RESTART_DELAYS, Supervisor
+from farandole.node.supervision.watchdog import WATCH_INTERVAL
 from farandole.node.trainer import TrainerError
 from farandole.protocol.exchange import Offer
 from farandole.protocol.manifest import Manifest, ModelConfig, RoundConfig
@@ -33,6 +34,7 @@ PREPARED = messages.Prepared("cpu", 1, SIZE, b"l" * 32, 0, 0, 0)
 
 
 EXCHANGE_SECONDS = 5.0
+HUNG_SECONDS = 30.0
 
 
 def contributed(round_index: int) -> messages.Contributed:
@@ -46,11 +48,20 @@ class FakeTrainer:
         self.prepared, self.pid = PREPARED, 1
         self.outgoing, self.incoming = bytearray(SIZE), bytearray(SIZE)
         self.commands: list[messages.Command] = []
+        self.hangs = False
+        self.num_pongs = 0
         self.reports, self._reported = trio.open_memory_channel[messages.Report | TrainerError](100)
 
     async def send(self, command: messages.Command) -> None:
-        self.commands.append(command)
         await trio.lowlevel.checkpoint()
+        if not isinstance(command, messages.Ping):
+            self.commands.append(command)
+        elif not self.hangs:
+            self.reports.send_nowait(messages.Pong())
+            self.num_pongs += 1
+
+    async def condemn(self, reason: str) -> None:
+        await self.report(TrainerError(reason))
 
     async def receive(self) -> messages.Report:
         report = await self._reported.receive()
@@ -87,7 +98,7 @@ class Story:
         self.batch_size = manifest.inner.batch_size
         self.supervisor = Supervisor(self.batch_size)
         self.rounds = Rounds(
-            RoundsConfig(b"r" * 32, lambda: prepare, max_rounds, 1e9, 0),
+            RoundsConfig(b"r" * 32, lambda: prepare, max_rounds, 1e9, 0, HUNG_SECONDS),
             manifest,
             self.pairing,
             fake,
@@ -384,3 +395,16 @@ async def test_the_verdict_of_an_exchange_that_broke_is_not_taken_for_the_next_o
         assert not verdicts
         await trainer.report(messages.Screened("", second.number))
     assert verdicts == [None]
+
+
+async def test_a_trainer_that_hangs_is_followed_by_another(
+    story: Story, autojump_clock: trio.testing.MockClock
+) -> None:
+    (trainer,) = story.trainers
+    await trio.sleep(10 * HUNG_SECONDS)
+    assert trainer.num_pongs > 10
+    assert len(story.trainers) == 1
+    trainer.hangs = True
+    await trio.sleep(HUNG_SECONDS + 2 * RESTART_DELAYS[0] + 2 * WATCH_INTERVAL)
+    assert len(story.trainers) == 2
+    assert "no sign of life for 30 s" in story.board.warnings[-1]

@@ -292,6 +292,40 @@ async def test_a_killed_trainer_is_noticed_and_said(prepare: Callable[..., messa
                 await trainer.receive()
 
 
+async def test_where_a_trainer_crashed_or_hung_is_logged(
+    prepare: Callable[..., messages.Prepare], caplog: pytest.LogCaptureFixture
+) -> None:
+    with trio.fail_after(DEADLINE), pytest.raises(TrainerError, match=r"killed by signal 11 \(SIGSEGV\)"):
+        async with open_trainer(prepare(), None) as trainer:
+            os.kill(trainer.pid, signal.SIGSEGV)
+            await trainer.receive()
+    assert "Segmentation fault" in caplog.text
+    assert "trainer_main.py" in caplog.text
+    caplog.clear()
+    with trio.fail_after(DEADLINE), pytest.raises(TrainerError, match="it hung"):
+        async with open_trainer(prepare(), None) as trainer:
+            await trainer.send(messages.Train(0, 0))
+            await report_of(trainer, messages.Progress)
+            await trainer.condemn("it hung")
+            while True:
+                await trainer.receive()
+    assert "in _take_inner_steps" in caplog.text
+
+
+async def test_a_trainer_answers_whatever_it_does(prepare: Callable[..., messages.Prepare]) -> None:
+    async with open_trainer(prepare(), None) as trainer:
+        await trainer.send(messages.Ping())
+        await report_of(trainer, messages.Pong)
+        await trainer.send(messages.Train(0, 0))
+        await trainer.send(messages.Ping())
+        await report_of(trainer, messages.Pong)
+        await trainer.send(messages.FinishRound(0))
+        await report_of(trainer, messages.Contributed)
+        await trainer.send(messages.Train(1, 1))  # which ends before round 0 has its outer step
+        await trainer.send(messages.Ping())
+        await report_of(trainer, messages.Pong)
+
+
 async def test_a_peers_checkpoint_replaces_the_own_one_only_if_it_is_fit(
     prepare: Callable[..., messages.Prepare], tmp_path: Path
 ) -> None:

@@ -1,0 +1,72 @@
+"""Real nodes whose trainers crash or hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.node.control import call
+from farandole.protocol.invite import Invite, encode_invite
+from farandole.protocol.manifest import SignedManifest, manifest_from_dict, sign_manifest
+
+from ..daemons import Daemon, joined
+
+# What a machine of two cores needs for it is a sixth; a node that does not come back fails.
+BACK_WITHIN = 60.0
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> SignedManifest:
+    manifest = manifest_from_dict(
+        {
+            "name": "supervised",
+            "model": {"num_layers": 1, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256},
+            "inner": {"batch_size": 2},
+            "rounds": {"inner_steps": 0, "round_seconds": 1.0, "exchange_seconds": 5.0},
+            "data": {"source": "text"},
+        }
+    )
+    signed = sign_manifest(manifest, Ed25519PrivateKey.generate())
+    (tmp_path / "run.manifest").write_bytes(signed.encode())
+    (tmp_path / "text.txt").write_text("".join(f"text number {i}, which goes on and on. " for i in range(4_000)))
+    return signed
+
+
+async def signal_trainer(daemon: Daemon, number: signal.Signals) -> None:
+    status = await trio.to_thread.run_sync(lambda: call(daemon.home, "status"))
+    os.kill(status["trainer_pid"], number)
+
+
+async def test_a_trainer_that_crashes_or_hangs_costs_some_rounds_of_its_node_alone(
+    tmp_path: Path, run: SignedManifest
+) -> None:
+    options = ("--data", str(tmp_path / "text.txt"), "--hung-seconds", "2")
+    async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *options) as alice:
+        await alice.says("trainer ready")
+        invite = encode_invite(Invite(run.run_id, alice.addresses))
+        async with joined(tmp_path / "bob", invite, *options) as bob:
+            await bob.says("averaged with", alice.name)
+
+            await signal_trainer(bob, signal.SIGSEGV)
+            with trio.fail_after(BACK_WITHIN):
+                await bob.says("killed by signal 11 (SIGSEGV)", "starting it again in 1 s")
+                await alice.says("alone")
+                await bob.says("averaged with", alice.name)
+            assert "Segmentation fault" in (bob.home / "log").read_text()
+
+            await alice.says("averaged with", bob.name)
+            await signal_trainer(alice, signal.SIGSTOP)
+            with trio.fail_after(BACK_WITHIN):
+                await alice.says("no sign of life")
+                await alice.says("trainer ready", "resumed at round")
+                await alice.says("averaged with", bob.name)
+
+            for daemon in (alice, bob):
+                status = await trio.to_thread.run_sync(lambda home=daemon.home: call(home, "status"))
+                assert status["trainer_restarts"] == 1
+                assert status["run"]["members_live"] == 2
