@@ -14,6 +14,7 @@ import typer
 
 from farandole.protocol.errors import FarandoleError
 
+from .commands.checkpoints import checkpoint_app
 from .commands.configuring import config_app
 from .commands.daemons import join, relay
 from .commands.doctor import doctor
@@ -34,6 +35,7 @@ app = typer.Typer(
 )
 app.add_typer(run_app, name="run")
 app.add_typer(config_app, name="config")
+app.add_typer(checkpoint_app, name="checkpoint")
 app.command("id")(show_id)
 for command in (join, relay, status, peers, doctor, leave):
     app.command()(command)

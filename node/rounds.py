@@ -215,7 +215,8 @@ class Rounds:
             board.inner_steps, board.num_parameters = prepared.inner_steps, prepared.num_parameters
             board.microbatch = prepare.microbatch
             self._ready_at = trio.current_time()
-            how = f"resumed at round {prepared.round}" if prepared.resumed else "from the run's seed"
+            origin = "seed" if self._manifest.start is None else "starting checkpoint"
+            how = f"resumed at round {prepared.round}" if prepared.resumed else f"from the run's {origin}"
             board.say(f"trainer ready on {prepared.device}: {prepared.num_parameters:,} parameters, {how}")
             if prepared.problem:
                 board.warn(f"going on with an older checkpoint: {prepared.problem}")

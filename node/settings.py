@@ -88,6 +88,13 @@ class NodeSettings:
         unset="the one that the run needs most",
         example=0,
     )
+    start: Path | None = setting(
+        None,
+        "A consolidated checkpoint, for the first node of a run that starts from it; the others fetch it.",
+        placeholder="FOLDER",
+        unset="fetched from others, for runs that have one",
+        example="model",
+    )
     checkpoint_seconds: float = setting(60.0, "Between checkpoints.", unit="seconds", least=0.1)
     backup_seconds: float | None = setting(
         None,

@@ -62,6 +62,8 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     incoming: int
     fetched: str = ""
     """Where a peer's checkpoint may lie: if it is fit it becomes this node's newest, else it is removed."""
+    start: str = ""
+    """Where the weights lie that the manifest starts from, for a node that has no checkpoint of its own."""
     stage: int = 0
     """Which stage of the model this is, where it is cut into several."""
     microbatch: int = 0

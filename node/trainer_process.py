@@ -28,6 +28,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from farandole.protocol.manifest import Manifest
 from farandole.training.errors import CheckpointError
 
 from .checkpoints.folder import CheckpointFolder, known_hashes
@@ -92,6 +95,8 @@ class TrainerProcess(abc.ABC):
         self._busy_seconds = 0.0  # spent in inner steps
         self._replica = replica
         resumed, problem = self._resume(Path(prepare.fetched) if prepare.fetched else None)
+        if resumed is None:
+            self._begin(prepare)
         size = replica.contribution_bytes
         self._outgoing: mmap.mmap = map_shared_memory(prepare.outgoing, size)
         self._incoming: mmap.mmap = map_shared_memory(prepare.incoming, size)
@@ -138,6 +143,16 @@ class TrainerProcess(abc.ABC):
                 "move them away to begin with the weights of others"
             )
         return None, ""
+
+    def _begin(self, prepare: Prepare) -> None:
+        """With the weights that the manifest names, if it names any; else the seed has made them already."""
+        start = msgspec.msgpack.decode(prepare.manifest, type=Manifest).start
+        if start is None:
+            return
+        try:
+            self._replica.start_from(Path(prepare.start), start.inner_steps, start.tokens)
+        except CheckpointError as error:
+            raise UnfitWeightsError(f"the weights that this run starts from are unfit: {error}") from error
 
     def handle(self, command: Command) -> None:
         """Do what one command says and report it."""

@@ -83,7 +83,7 @@ def load_checkpoint(
                 raise CheckpointError("the checkpoint's tensors are not those of this run's model")
             for vector in present:
                 for name, shape in zip(layout.names, layout.shapes, strict=True):
-                    _check_tensor(f"{vector}/{name}", file.get_tensor(f"{vector}/{name}"), shape)
+                    check_tensor(f"{vector}/{name}", file.get_tensor(f"{vector}/{name}"), shape)
             for vector, flat in present.items():
                 for name, view in layout.views(flat).items():
                     view.copy_(file.get_tensor(f"{vector}/{name}"))
@@ -161,7 +161,8 @@ def _counter(metadata: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise `CheckpointError` if a tensor of a checkpoint is not fp32 of this shape, or not finite."""
     if tensor.dtype != torch.float32 or tuple(tensor.shape) != shape:
         raise CheckpointError(f"the checkpoint's {name} is {tensor.dtype} {tuple(tensor.shape)}, not fp32 {shape}")
     if not bool(tensor.isfinite().all()):

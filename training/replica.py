@@ -35,6 +35,7 @@ from .inner import adamw_, decay_, fused_adamw_, learning_rate
 from .parameters import flatten_, layout_of
 from .partner import PartnerContribution
 from .snapshot import Snapshot, SnapshotMemory
+from .start import load_start
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +314,18 @@ class Replica:
         self.tokens_this_round = 0
         self._forget_round_end()
         return content
+
+    @torch.no_grad()
+    def start_from(self, path: Path, steps: int, tokens: int) -> None:
+        """Begin with another run's weights and momentum instead of the seed's (`farandole.training.start`).
+
+        Of a replica that has taken no step yet. The learning rate's schedule goes on at inner step ``steps``. Raises
+        `CheckpointError`, with nothing changed, if the file does not fit.
+        """
+        state = {"slow": self._phi, "momentum": self._momentum, "mean": self._mean, "square": self._square}
+        load_start(path, state, self.layout, optional=("momentum", "mean", "square"))
+        self._theta.copy_(self._phi)
+        self.round, self.steps, self.tokens, self.tokens_this_round = 0, steps, tokens, 0
 
     def _saved(self) -> dict[str, Tensor]:
         vectors = {"slow": self._phi, "momentum": self._momentum, "mean": self._mean, "square": self._square}

@@ -1,0 +1,159 @@
+"""``farandole checkpoint``: take a whole model out of a run, check it, pass it on, go on from it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from farandole.protocol.errors import ManifestError
+
+from .options import AsJson, Home
+from .output import print_json
+
+if TYPE_CHECKING:
+    from farandole.protocol.manifest import SignedManifest
+
+checkpoint_app = typer.Typer(
+    help="Look at checkpoints; take a whole model out of a run, check it, pass it on, go on from it.",
+    no_args_is_help=True,
+)
+
+Folder = Annotated[
+    Path, typer.Argument(metavar="FOLDER", help="A consolidated checkpoint, of `pull` or `import`.", exists=True)
+]
+RunFile = Annotated[
+    Path, typer.Argument(metavar="RUN.TOML", help="The new run: as for `run create`; what it leaves out stays.")
+]
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", "-o", metavar="NEW.MANIFEST", help="The new manifest.", show_default="beside RUN.TOML"),
+]
+
+
+@checkpoint_app.command("verify")
+def verify_checkpoint(
+    path: Annotated[Path, typer.Argument(metavar="FOLDER|FILE", help="A consolidated checkpoint, or one file.")],
+    as_json: AsJson = False,
+) -> None:
+    """Check hashes, names, shapes and every value; exit code 0 only if all is well.
+
+    Examples: [cyan]farandole checkpoint verify model[/cyan];
+    [cyan]farandole checkpoint verify ~/.farandole/checkpoints/stage-0-round-41.safetensors[/cyan]
+    """
+    import msgspec
+
+    from ..consolidated.verifying import verify
+    from ..figures import count, size
+
+    verified = verify(path)
+    if as_json:
+        print_json(msgspec.to_builtins(verified))
+        return
+    held = f"{verified.num_tensors} tensors ({', '.join(verified.vectors)}), {size(verified.size)}"
+    if not verified.id:
+        typer.echo(f"{path} is well in itself: {held}, all finite; what it should hold, only a folder or an index says")
+        return
+    typer.echo(
+        f"{path} is whole: {held}, all finite, hashes right; round {verified.round}, {verified.inner_steps} inner "
+        f"steps, {count(verified.tokens or 0)} tokens; id {verified.id}"
+    )
+
+
+@checkpoint_app.command("resume")
+def resume_run(home: Home, folder: Folder, run_file: RunFile, out: Out = None, as_json: AsJson = False) -> None:
+    """Make a new run that goes on from a checkpoint: with other stages, nodes, codec or length, the model the same.
+
+    The run file may be two lines; what it leaves out is as it was. The learning rate's schedule goes on where it was.
+
+    Example: [cyan]farandole checkpoint resume model run.toml -o more.manifest[/cyan], then
+    [cyan]farandole join more.manifest --start model[/cyan]
+    """
+    from farandole.protocol.manifest import sign_manifest
+
+    from ..consolidated.folder import read_folder
+    from ..consolidated.resuming import resumed_manifest
+    from ..identity import load_or_create_key
+    from ..run_file import read_toml
+
+    path = _new_file(out, run_file)
+    try:
+        manifest = resumed_manifest(read_folder(folder), read_toml(run_file), run_file.parent, time.time())
+    except ManifestError as error:
+        raise ManifestError(f"{run_file}: {error}") from error
+    signed = sign_manifest(manifest, load_or_create_key(home / "key"))
+    _write_manifest(path, signed, folder, as_json)
+
+
+@checkpoint_app.command("import")
+def import_model(
+    home: Home,
+    hf_folder: Annotated[
+        Path, typer.Argument(metavar="HF_FOLDER", help="config.json and model.safetensors.", exists=True)
+    ],
+    run_file: RunFile,
+    to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="Where its weights go, as a checkpoint.")],
+    out: Out = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a run that goes on training a Llama or GPT-2 of Hugging Face. Nothing is downloaded.
+
+    Example: [cyan]farandole checkpoint import ./gpt2 run.toml --to gpt2-start -o more.manifest[/cyan], then
+    [cyan]farandole join more.manifest --start gpt2-start[/cyan]
+    """
+    from ..consolidated.resuming import import_model
+    from ..identity import load_or_create_key
+    from ..run_file import read_toml
+
+    path = _new_file(out, run_file)
+    key = load_or_create_key(home / "key")
+    try:
+        _, signed = import_model(hf_folder, read_toml(run_file), run_file.parent, to, key, time.time())
+    except ManifestError as error:
+        raise ManifestError(f"{run_file}: {error}") from error
+    _write_manifest(path, signed, to, as_json)
+
+
+@checkpoint_app.command("export")
+def export_model(
+    folder: Folder,
+    to: Annotated[Path, typer.Option("--to", metavar="HF_FOLDER", help="A new folder.")],
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="The run's tokenizer file, if it has one; it goes along.", exists=True, dir_okay=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a Hugging Face folder: config.json, model.safetensors, tokenizer; for transformers, and who reads the like.
+
+    Example: [cyan]farandole checkpoint export model --to model-hf[/cyan]
+    """
+    from ..consolidated.folder import read_folder
+    from ..consolidated.hf_export import export_hf
+
+    names = export_hf(read_folder(folder), to, tokenizer)
+    if as_json:
+        print_json({"folder": str(to), "files": names})
+    else:
+        typer.echo(f"{to} holds {', '.join(names)}")
+
+
+def _new_file(out: Path | None, run_file: Path) -> Path:
+    path = out or run_file.with_suffix(".manifest")
+    if path.exists():
+        raise ManifestError(f"{path} is there already: remove it, or name another with --out")
+    return path
+
+
+def _write_manifest(path: Path, signed: SignedManifest, folder: Path, as_json: bool) -> None:
+    try:
+        path.write_bytes(signed.encode())
+    except OSError as error:
+        raise ManifestError(f"cannot write {path}: {error.strerror}") from error
+    if as_json:
+        print_json({"run_id": signed.run_id.hex(), "manifest": str(path), "start": str(folder)})
+        return
+    typer.echo(f"run {signed.run_id.hex()}")
+    typer.echo(f"manifest in {path}; start its first node with: farandole join {path} --start {folder}")

@@ -1,0 +1,98 @@
+"""A replica begins with another run's weights, each stage with its own part of them, and nothing unfit."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from farandole.training.config import InnerConfig, ModelConfig
+from farandole.training.data import Text
+from farandole.training.errors import CheckpointError
+from farandole.training.inner import learning_rate
+from farandole.training.learner import Learner
+
+from .conftest import MakeReplica
+from .test_stage_worker import workers_of
+
+
+@pytest.fixture
+def start(make_replica: MakeReplica, tmp_path: Path) -> tuple[Learner, Path]:
+    """A replica that has learnt, and a file with its weights as another run's consolidated checkpoint has them."""
+    learnt = make_replica()
+    for _ in range(2):
+        for _ in range(4):
+            learnt.learn()
+        learnt.outer_step(None)
+    learnt.save(tmp_path / "whole")
+    tensors = load_file(tmp_path / "whole")
+    kept = {name: tensor for name, tensor in tensors.items() if name.startswith(("slow/", "momentum/"))}
+    save_file(kept, tmp_path / "start")
+    return learnt, tmp_path / "start"
+
+
+def test_weights_momentum_and_schedule_go_on(start: tuple[Learner, Path], make_replica: MakeReplica) -> None:
+    learnt, path = start
+    begun = make_replica(run_id=b"n" * 32, seed=1, codec="int4")
+    begun.start_from(path, learnt.steps, learnt.tokens)
+    assert torch.equal(begun.slow_weights(), learnt.slow_weights())
+    assert torch.equal(begun.fast_weights(), learnt.slow_weights())
+    assert torch.equal(begun._saved()["momentum"], learnt._saved()["momentum"])
+    assert not begun._saved()["square"].any()
+    assert (begun.round, begun.steps, begun.tokens) == (0, 8, learnt.tokens)
+    assert begun.learning_rate == learnt.learning_rate != learning_rate(0, begun._inner)
+    assert begun.validation_loss() == pytest.approx(learnt.validation_loss(), rel=1e-6)
+    before = begun.validation_loss()
+    for _ in range(8):
+        begun.learn()
+    begun.outer_step(None)
+    assert begun.validation_loss() < before
+
+
+def test_each_stage_takes_its_own(
+    start: tuple[Learner, Path], model: ModelConfig, inner: InnerConfig, text: Text
+) -> None:
+    learnt, path = start
+    weights = learnt.layout.views(learnt.slow_weights())
+    names = []
+    for worker in workers_of(replace(model, num_layers=2), inner, text, 3):
+        worker.start_from(path, 8, 0)
+        for name, tensor in worker.layout.views(worker.slow_weights()).items():
+            assert torch.equal(tensor, weights[name])
+            names.append(name)
+    assert sorted(names) == sorted(weights)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda tensors: tensors.pop("slow/norm.weight"), "has no slow/norm.weight"),
+        (lambda tensors: tensors.pop("momentum/norm.weight"), "has no momentum/norm.weight"),
+        (lambda tensors: tensors.update({"slow/norm.weight": torch.ones(3)}), "not fp32"),
+        (lambda tensors: tensors["slow/norm.weight"].fill_(float("nan")), "not finite"),
+        (lambda tensors: tensors.clear(), "has no slow/"),
+    ],
+)
+def test_what_does_not_fit_changes_nothing(
+    start: tuple[Learner, Path],
+    make_replica: MakeReplica,
+    spoil: Callable[[dict[str, torch.Tensor]], object],
+    says: str,
+) -> None:
+    path = start[1]
+    tensors = load_file(path)
+    spoil(tensors)
+    save_file(tensors, path)
+    begun = make_replica(seed=1)
+    before = begun.slow_weights()
+    with pytest.raises(CheckpointError, match=says):
+        begun.start_from(path, 8, 0)
+    path.write_bytes(b"nonsense")
+    with pytest.raises(CheckpointError, match="no safetensors file"):
+        begun.start_from(path, 8, 0)
+    with pytest.raises(CheckpointError, match="no safetensors file"):
+        begun.start_from(path.with_name("gone"), 8, 0)
+    assert torch.equal(begun.slow_weights(), before)
+    assert begun.steps == 0
