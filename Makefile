@@ -7,7 +7,7 @@ STAMP := $(VENV)/.set-up
 # Tests at once: on two cores more than these, since most tests wait more than they compute.
 NUM_TESTERS ?= 4
 
-.PHONY: help setup demo test lint types unit soak bench bench-exchange bench-stages bench-nat wheel clean
+.PHONY: help setup demo test lint types unit soak reference bench bench-exchange bench-stages bench-nat wheel clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ unit: $(STAMP)
 soak: $(STAMP) ## The long tests: 100 starts of a testnet, churn, many simulated runs
 	@.ci/packages
 	$(BIN)/pytest -m soak -s
+
+reference: $(STAMP) ## Write docs/reference.md from the code
+	$(BIN)/farandole reference > docs/reference.md
 
 bench: $(STAMP) bench-exchange bench-stages ## NoLoCo beside its baselines on the same tokens, three seeds; and the others
 	$(BIN)/farandole testnet compare --out out/bench --write BENCHMARKS.md

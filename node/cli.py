@@ -21,6 +21,7 @@ from .commands.doctor import doctor
 from .commands.identity import show_id
 from .commands.leaving import leave
 from .commands.looking import peers, status
+from .commands.reference import print_reference
 from .commands.runs import run_app
 from .exits import Exit
 
@@ -39,6 +40,7 @@ app.add_typer(checkpoint_app, name="checkpoint")
 app.command("id")(show_id)
 for command in (join, relay, status, peers, doctor, leave):
     app.command()(command)
+app.command("reference", hidden=True)(print_reference)
 
 
 def _print_version(is_asked_for: bool) -> None:

@@ -25,7 +25,6 @@ MAX_LOG_BYTES: Final = 8 * 1024 * 1024
 MAX_ALIKE_PER_MINUTE: Final = 10
 MAX_KINDS: Final = 1_024
 CONSOLE: Final = "farandole.node.console"
-LEVELS: Final = ("debug", "info", "warning", "error")
 
 
 class JsonFormatter(logging.Formatter):

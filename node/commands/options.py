@@ -43,7 +43,7 @@ ConfigFile = Annotated[
         "--config",
         callback=_read_config,
         envvar=CONFIG_VARIABLE,
-        help="Settings file.",
+        help="Settings file; flags and FARANDOLE_* variables go before it.",
         show_default=f"{CONFIG_NAME} in the node's folder",
         dir_okay=False,
         is_eager=True,

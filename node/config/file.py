@@ -98,6 +98,6 @@ def _paragraph(setting: Setting) -> str:
 
 def default_of(setting: Setting) -> str:
     """What counts where nothing is set, in words."""
-    if setting.default is None:
-        return setting.about.unset
-    return json.dumps(setting.default) if setting.default != [] else "none"
+    if setting.default in (None, []):
+        return setting.about.unset or "none"
+    return json.dumps(setting.default)
