@@ -14,6 +14,9 @@ from torch import Tensor
 
 from .config import InnerConfig
 
+# How many times the memory of the mean of squares the rate is ramped up for (`ramp` says why).
+RAMP_MEMORIES = 2
+
 
 def learning_rate(step: int, inner: InnerConfig) -> float:
     """The rate of inner step ``step`` (from 0): linear warm-up, cosine to its least at ``total_steps``, then flat."""
@@ -22,6 +25,15 @@ def learning_rate(step: int, inner: InnerConfig) -> float:
     least = inner.learning_rate * inner.min_learning_rate_ratio
     progress = (step - inner.warmup_steps) / max(1, inner.total_steps - inner.warmup_steps)
     return least + (inner.learning_rate - least) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+
+
+def ramp(step: int, inner: InnerConfig) -> float:
+    """The share of the rate for inner step ``step`` (from 0) after AdamW's means were begun anew: linear up to 1.
+
+    Until the mean of squares has seen enough steps its estimate is bad, and full steps do harm; twice its memory, which
+    is 1 / (1 - beta2) steps, is enough whatever the model (Ma and Yarats, arXiv 1910.04209).
+    """
+    return min(1.0, (step + 1) * (1 - inner.beta2) / RAMP_MEMORIES)
 
 
 def adamw_(

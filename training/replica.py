@@ -31,11 +31,14 @@ from .contribution import Contribution, Contributor
 from .copying import copier_for
 from .device import Device
 from .errors import CodecError, DivergedError, ScreeningError
-from .inner import adamw_, decay_, fused_adamw_, learning_rate
+from .inner import adamw_, decay_, fused_adamw_, learning_rate, ramp
 from .parameters import flatten_, layout_of
 from .partner import PartnerContribution
 from .snapshot import Snapshot, SnapshotMemory
 from .start import load_start
+
+# What every checkpoint has; the rest is a replica's own, and another can do without.
+REQUIRED_VECTORS = frozenset(("slow", "momentum"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,7 @@ class Replica:
         self._parameters = list(self._module.parameters())
         self._mean = torch.zeros_like(self._theta)
         self._square = torch.zeros_like(self._theta)
+        self._means_from = 0  # inner steps taken when these were zeros last
         self._phi = self._theta.clone()
         self._momentum = torch.zeros_like(self._theta)
         self._copier = copier_for(device.torch_device)
@@ -110,7 +114,8 @@ class Replica:
     @property
     def learning_rate(self) -> float:
         """Rate of the next inner step."""
-        return learning_rate(self.steps, self._inner)
+        rate = learning_rate(self.steps, self._inner)
+        return rate * ramp(self.steps - self._means_from, self._inner) if self._means_from else rate
 
     def fast_weights(self) -> Tensor:
         """A copy of theta, (n,) fp32."""
@@ -136,7 +141,7 @@ class Replica:
             if parameter.ndim > 1:
                 decay_(parameter, rate, self._inner)
         step_ = fused_adamw_ if self.device.torch_device.type == "cuda" else adamw_
-        step_(self._theta, self._gradient, self._mean, self._square, self.steps, rate, self._inner)
+        step_(self._theta, self._gradient, self._mean, self._square, self.steps - self._means_from, rate, self._inner)
         self.steps += 1
         self.tokens += num_tokens
         self.tokens_this_round += num_tokens
@@ -263,6 +268,7 @@ class Replica:
         self._theta.copy_(self._phi)
         self._mean.zero_()
         self._square.zero_()
+        self._means_from = self.steps
         self._contributor.forget_errors()
         self.tokens_this_round = 0
         self._forget_round_end()
@@ -303,14 +309,17 @@ class Replica:
     def load(self, path: Path, hashes: bytes = b"") -> Content:
         """Continue from a checkpoint, this node's or a peer's: both kinds of weights, momentum, AdamW, counters.
 
-        ``hashes`` are those of its blocks, if they are known. Raises `CheckpointError`, with nothing changed, if any of
-        it is not as it must be.
+        A peer's may have slow weights and momentum alone: then AdamW's means begin anew, with a ramp. ``hashes`` are
+        those of its blocks, if they are known. Raises `CheckpointError`, with nothing changed, if any of it is not as
+        it must be.
         """
-        optional = {"error"} & self._saved().keys()
-        counters, content = load_checkpoint(path, self._saved(), self.layout, self._run_id, optional, hashes)
-        if self._outer.fragments == 1:
+        saved = self._saved()
+        optional = saved.keys() - REQUIRED_VECTORS
+        counters, content = load_checkpoint(path, saved, self.layout, self._run_id, optional, hashes)
+        if self._outer.fragments == 1 or not bool(self._theta.any()):  # what is not in the file is zeros
             self._theta.copy_(self._phi)
         self.round, self.steps, self.tokens = counters.round, counters.steps, counters.tokens
+        self._means_from = 0 if bool(self._square.any()) else self.steps
         self.tokens_this_round = 0
         self._forget_round_end()
         return content

@@ -1,7 +1,7 @@
 import json
 import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +10,7 @@ import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from farandole.training.blocks import content_of
 from farandole.training.checkpoint import MAX_HEADER_BYTES
@@ -69,6 +70,39 @@ def test_the_error_that_is_fed_back_is_saved_and_may_be_missing(make_replica: Ma
     resumed.load(path)
     assert not bool(resumed._saved()["error"].any())
     assert torch.equal(resumed.slow_weights(), make_replica().slow_weights())
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_newcomer_does_without_the_inner_optimizers_state_and_ramps_up(
+    make_replica: MakeReplica, tmp_path: Path, fragments: int
+) -> None:
+    path = tmp_path / "checkpoint.safetensors"
+    member = run(make_replica(ALICE, momentum="nesterov", fragments=fragments))
+    member.save(path)
+    with safetensors.safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    tensors = safetensors.torch.load_file(path)
+    required = {name: tensor for name, tensor in tensors.items() if name.startswith(("slow/", "momentum/"))}
+    safetensors.torch.save_file(required, path, metadata)
+    newcomer = make_replica(BOB, momentum="nesterov", fragments=fragments)
+
+    newcomer.load(path)
+
+    assert torch.equal(newcomer.slow_weights(), member.slow_weights())
+    assert torch.equal(newcomer.fast_weights(), member.slow_weights())
+    assert torch.equal(newcomer._momentum, member._momentum)
+    assert not bool(newcomer._square.any())
+    assert newcomer.learning_rate == pytest.approx(member.learning_rate / 40)
+    moved = [float((newcomer.fast_weights() - before).abs().max()) for before in steps(newcomer, 5)]
+    assert max(moved) < member.learning_rate
+
+
+def steps(node: Learner, count: int) -> Iterator[Tensor]:
+    """The fast weights before each inner step, which is taken then."""
+    for _ in range(count):
+        before = node.fast_weights()
+        node.learn()
+        yield before
 
 
 def meet(alice: Learner, bob: Learner) -> None:

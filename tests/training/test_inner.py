@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from farandole.training.config import InnerConfig
-from farandole.training.inner import adamw_, decay_, fused_adamw_, learning_rate
+from farandole.training.inner import adamw_, decay_, fused_adamw_, learning_rate, ramp
 
 INNER = InnerConfig(learning_rate=1e-2, warmup_steps=10, total_steps=110, min_learning_rate_ratio=0.1)
 
@@ -62,3 +62,9 @@ def test_the_rate_warms_up_decays_and_stays() -> None:
 def test_no_warmup_and_no_decay_are_possible() -> None:
     assert learning_rate(0, InnerConfig(learning_rate=1.0, warmup_steps=0, total_steps=1)) == 1.0
     assert learning_rate(5, InnerConfig(learning_rate=1.0, warmup_steps=9, total_steps=1)) == pytest.approx(6 / 9)
+
+
+def test_means_that_begin_anew_are_given_twice_their_memory() -> None:
+    shares = [ramp(step, InnerConfig(beta2=0.95)) for step in range(60)]
+    assert shares[:40] == pytest.approx([(step + 1) / 40 for step in range(40)])
+    assert shares[40:] == [1.0] * 20
