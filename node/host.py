@@ -88,6 +88,7 @@ class Host:
         self._subscribers: set[ConnectionEvents] = set()
         self._told_connected: set[bytes] = set()
         self._observed_ips: list[str] = []
+        self._asides: dict[bytes, _Aside] = {}
         self._news = trio.Event()  # a connection has come or gone
         self.bulk_ports: set[int] = set()
         """Other ports of this machine that peers dial (farandole.node.bulk)."""
@@ -423,31 +424,62 @@ class Host:
     ) -> AsyncIterator[Callable[[str], Awaitable[Stream]]]:
         """One more connection to a peer that was dialled, from the port that listens; gives what opens streams on it.
 
-        Nothing else uses it. Raises `PeerUnreachableError`.
+        Nothing but other blocks like this uses it: there can be one from that port to the same place. Raises
+        `PeerUnreachableError`.
         """
         target = next((t for a in self.remote_addresses(peer) if (t := dial_target(a, peer)) is not None), None)
         if target is None:
             raise PeerUnreachableError(f"{peer_id_of(peer)} has no direct connection")
+        with _deadline(peer, timeout):
+            while (aside := self._asides.get(peer)) is not None and aside.is_unused.is_set():
+                await aside.is_over.wait()
+        if aside is None:
+            aside = self._asides[peer] = _Aside()
+            self._nursery.start_soon(self._hold_aside, peer, target, aside)
+        aside.num_users += 1
         try:
-            with trio.fail_after(timeout):
-                muxed = await self.upgrade(await self.dial_from_listener(target), peer)
-        except Exception as error:  # whatever the handshakes raise
-            raise PeerUnreachableError(
-                f"cannot dial {peer_id_of(peer)} from the port that listens: {error!r}"
-            ) from error
-        conn = MendedConn(muxed, self._swarm, "outbound")
+            with _deadline(peer, timeout):
+                await aside.is_open.wait()
+            conn = aside.conn
+            if conn is None:
+                raise PeerUnreachableError(
+                    f"cannot dial {peer_id_of(peer)} from the port that listens: {aside.error!r}"
+                )
 
-        async def open_stream(protocol: str) -> Stream:
-            try:
-                stream = await self._libp2p.new_stream_on(conn, TProtocol(protocol))
-            except Exception as error:  # as in `open_stream`: no exception of libp2p leaves
-                raise PeerUnreachableError(f"{peer_id_of(peer)} gives no stream of {protocol}: {error}") from error
-            return Stream(stream, peer, protocol)
+            async def open_stream(protocol: str) -> Stream:
+                try:
+                    stream = await self._libp2p.new_stream_on(conn, TProtocol(protocol))
+                except Exception as error:  # as in `open_stream`: no exception of libp2p leaves
+                    raise PeerUnreachableError(f"{peer_id_of(peer)} gives no stream of {protocol}: {error}") from error
+                return Stream(stream, peer, protocol)
 
-        async with open_service_nursery() as nursery:
-            nursery.start_soon(conn.run)
-            await conn.event_started.wait()
             yield open_stream
+        finally:
+            aside.num_users -= 1
+            if not aside.num_users:
+                aside.is_unused.set()
+
+    async def _hold_aside(self, peer: bytes, target: tuple[str, int], aside: _Aside) -> None:
+        """Until nobody uses it."""
+        try:
+            with trio.fail_after(DIAL_TIMEOUT):
+                socket = await self.dial_from_listener(target)
+                socket.leave_nothing()  # else the same could not be dialled again for a minute
+                muxed = await self.upgrade(socket, peer)
+            conn = MendedConn(muxed, self._swarm, "outbound")
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(conn.run)
+                await conn.event_started.wait()
+                aside.conn = conn
+                aside.is_open.set()
+                await aside.is_unused.wait()
+                nursery.cancel_scope.cancel()
+        except Exception as error:  # whatever the handshakes raise
+            aside.error = error
+        finally:
+            del self._asides[peer]
+            aside.is_open.set()
+            aside.is_over.set()
 
     def is_dialled(self, peer: bytes) -> bool:
         """Whether it was we who made a direct connection to a peer."""
@@ -533,6 +565,18 @@ class Host:
             is_over = trio.current_time() >= since + after or not any(stream.is_bulk for stream in streams)
             if is_relayed(connection) and is_over:
                 cast("MendedConn", connection).event_closed.set()
+
+
+class _Aside:
+    """A connection from the port that listens, for as long as somebody uses it."""
+
+    def __init__(self) -> None:
+        self.num_users = 0
+        self.is_open = trio.Event()  # or has failed
+        self.is_unused = trio.Event()
+        self.is_over = trio.Event()
+        self.conn: MendedConn | None = None
+        self.error: Exception | None = None
 
 
 class _ConnectionNotifee(INotifee):

@@ -197,6 +197,18 @@ async def test_a_witness_sees_the_port_that_listens() -> None:
                     pass  # it was alice who dialled
 
 
+async def test_several_may_look_at_the_port_that_listens_at_once_and_again() -> None:
+    with trio.fail_after(20):
+        async with open_public() as alice, open_public() as bob:
+            Dialback(bob)
+            await alice.connect(bob.author, bob.addresses)
+            dialback = Dialback(alice)
+            for _ in range(2):
+                async with dialback.observed_by(bob.author) as one, dialback.observed_by(bob.author) as two:
+                    assert one == two
+                    assert one.answer.port == alice.listening[0][1]
+
+
 async def test_who_asks_too_often_is_not_dialled() -> None:
     with trio.fail_after(20):
         async with open_public() as alice, open_public() as bob:
