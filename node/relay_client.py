@@ -47,7 +47,7 @@ CIRCUIT_TIMEOUT = 7.0
 RESERVE_TIMEOUT = 8.0
 # A relay asks again and again for as long as others dial us; so many handshakes of one relay at once are let through.
 MAX_HANDSHAKES_PER_RELAY = 16
-# Nobody's clock is so good, nor any reservation so short, that less would be worth an announcement.
+# No relay gives less: who is told so has a wrong clock, or the relay has, and asks again as soon as that.
 MIN_RESERVATION_SECONDS = 60.0
 
 
@@ -60,6 +60,11 @@ class Reservation:
     """Where it makes us reachable, without our peer id."""
     expires_at: float
     """On trio's clock."""
+
+
+def seconds_left(answer: Answer, unix: float) -> float:
+    """How long a reservation lasts: the protocol has it in the relay's time of day, which need not be ours."""
+    return min(max(answer.expires_at - unix, MIN_RESERVATION_SECONDS), RESERVATION_SECONDS)
 
 
 class RelayClient:
@@ -89,13 +94,14 @@ class RelayClient:
                 answer = await self._ask_for_reservation(relay)
         except (trio.TooSlowError, trio.BrokenResourceError) as error:
             raise PeerUnreachableError(f"{short_name(relay)} gives no answer to a reservation") from error
-        seconds = min(answer.expires_at - time.time(), RESERVATION_SECONDS)
-        if answer.status != Status.OK or seconds < MIN_RESERVATION_SECONDS:
+        if answer.status != Status.OK:
             raise PeerUnreachableError(f"{short_name(relay)} gives no reservation ({answer.status})")
         address = self._address_of(relay, answer.addresses)
         if address is None:
             raise PeerUnreachableError(f"{short_name(relay)} has no address that others could dial")
-        held = Reservation(relay, circuit_address(address, relay), trio.current_time() + seconds)
+        held = Reservation(
+            relay, circuit_address(address, relay), trio.current_time() + seconds_left(answer, time.time())
+        )
         self._reservations[relay] = held
         return held
 

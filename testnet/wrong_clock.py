@@ -1,7 +1,7 @@
 """Clocks that are wrong, by libfaketime: a library that is loaded before libc and answers what time it is.
 
-The time of day comes from a file in the node's folder, read whenever somebody asks, so a clock can be set while its node
-runs. Monotonic clocks are left as they are: on a real machine, too, setting the clock moves no time-out.
+The time of day comes from a file in the node's folder, read whenever somebody asks, so a clock can be set while its
+node runs. Monotonic clocks are left as they are: on a real machine, too, setting the clock moves no time-out.
 """
 
 from __future__ import annotations
@@ -45,4 +45,6 @@ def set_clock(home: Path, offset: float = 0.0, drift: float = 0.0) -> None:
     """Set a node's clock wrong by ``offset`` seconds, running ``drift`` too fast from its start on (0.01: 1 %)."""
     speed = f" x{1 + drift:g}" if drift else ""
     home.mkdir(parents=True, exist_ok=True, mode=0o700)
-    (home / _FILE).write_text(f"{offset:+f}{speed}\n")
+    new = home / f"{_FILE}.new"
+    new.write_text(f"{offset:+f}{speed}\n")
+    new.replace(home / _FILE)  # in one step: somebody may be reading it

@@ -1,0 +1,56 @@
+"""Every time-out is monotonic: the time of day is read where it is told or shown, and nowhere else."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from farandole.node.relay_client import MIN_RESERVATION_SECONDS, seconds_left
+from farandole.node.relay_messages import Answer
+from farandole.protocol.relay import RESERVATION_SECONDS, Status
+
+NODE = Path(__file__).parents[2] / "node"
+NOW = 1_750_000_000
+TIME_OF_DAY = {"time", "time_ns", "now", "utcnow", "today", "localtime", "gmtime"}
+READ_IN = {
+    "address_book.py": "when a peer was reached last, kept from one life to the next",
+    "board.py": "since when the phase lasts, shown",
+    "checkup.py": "told to whoever asks what time it is",
+    "commands/looking.py": "how long ago something was, shown",
+    "commands/runs.py": "when a run was made, in its manifest",
+    "console.py": "the time of a line",
+    "daemon.py": "since when the node runs, shown",
+    "doctor/examination.py": "compared with that of others",
+    "doctor/mesh.py": "compared with that of others",
+    "gossip.py": "of entries, whose author says when they were written; never for who lives",
+    "member.py": "a number that grows from one life to the next",
+    "relay_client.py": "libp2p says in time of day until when a reservation lasts",
+    "relay_node.py": "since when the node runs, shown",
+    "relay_server.py": "libp2p says in time of day until when a reservation lasts",
+}
+
+
+def reads_time_of_day(path: Path) -> bool:
+    return any(
+        isinstance(node, ast.Attribute)
+        and node.attr in TIME_OF_DAY
+        and isinstance(node.value, ast.Name)
+        and node.value.id in ("time", "datetime", "date")
+        for node in ast.walk(ast.parse(path.read_text()))
+    )
+
+
+def test_the_time_of_day_is_read_where_it_is_known_to_be() -> None:
+    found = {str(path.relative_to(NODE)) for path in NODE.rglob("*.py") if reads_time_of_day(path)}
+    assert found == set(READ_IN)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "seconds"),
+    [(0, 3_600), (-3_600, RESERVATION_SECONDS), (1_800, 1_800), (3_600, MIN_RESERVATION_SECONDS), (30 * 86_400, 60)],
+)
+def test_a_wrong_clock_loses_nobody_its_relay(ahead: float, seconds: float) -> None:
+    """The relay gives an hour, by its own clock."""
+    assert seconds_left(Answer(Status.OK, expires_at=NOW + 3_600), NOW + ahead) == seconds
