@@ -59,6 +59,8 @@ class Board:
     exchanges_failed: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
+    last_partner: bytes | None = None
+    """The public key of whom the last round was averaged with; None: nobody."""
     recent_exchanges: deque[ExchangeStatus] = field(default_factory=lambda: deque(maxlen=MAX_EXCHANGES))
     partners: Counter[str] = field(default_factory=Counter)
     paths: Counter[str] = field(default_factory=Counter)
@@ -105,6 +107,7 @@ class Board:
     ) -> None:
         """The end of an exchange, or of a round without one (``partner`` None)."""
         name = peer_id_of(partner) if partner else ""
+        self.last_partner = partner if verdict == "committed" else None
         if verdict == "committed":
             self.exchanges_ok += 1
             self.partners[name] += 1

@@ -20,7 +20,7 @@ from .commands.daemons import join, relay
 from .commands.doctor import doctor
 from .commands.identity import show_id
 from .commands.leaving import leave
-from .commands.looking import peers, status
+from .commands.looking import dashboard, peers, status
 from .commands.reference import print_reference
 from .commands.runs import run_app
 from .exits import Exit
@@ -38,7 +38,7 @@ app.add_typer(run_app, name="run")
 app.add_typer(config_app, name="config")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.command("id")(show_id)
-for command in (join, relay, status, peers, doctor, leave):
+for command in (join, relay, status, dashboard, peers, doctor, leave):
     app.command()(command)
 app.command("reference", hidden=True)(print_reference)
 

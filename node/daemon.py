@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -29,6 +30,7 @@ from .board import Board
 from .connectivity import open_connectivity
 from .console import Console
 from .control import Handler, serve_control
+from .dashboard.server import open_dashboard
 from .exits import Exit
 from .host import Host, open_host
 from .identity import IdentityError, IdentityInUseError, load_or_create_key, locked
@@ -39,6 +41,7 @@ from .messenger import open_messenger
 from .reporting import Reporter
 from .settings import NodeSettings
 from .shaping import Shaping
+from .status import NodeStatus
 from .store import Store, open_store
 from .trainer import TrainerError
 
@@ -156,7 +159,7 @@ class Node:
             board.say(f"this node is {host.peer_id}")
             for address in host.addresses:
                 board.say(f"listening on {address}")
-            async with trio.open_nursery() as nursery:
+            async with self._open_page(), trio.open_nursery() as nursery:
                 await nursery.start(serve_control, settings.control, self._handlers())
                 joined = await self._join(host, target)
                 if joined is not None:
@@ -185,11 +188,31 @@ class Node:
             nursery.cancel_scope.cancel()
         return joined
 
+    @asynccontextmanager
+    async def _open_page(self) -> AsyncIterator[None]:
+        """Serve the dashboard meanwhile, if it is wanted."""
+        settings = self._settings
+        if not settings.dashboard:
+            yield
+            return
+        async with open_dashboard(
+            settings.dashboard_place, settings.dashboard_port, self._status_now, self._deeds(), time.time
+        ) as place:
+            self._board.say(f"a page about this node is at {place.url} (`farandole dashboard` knows its token)")
+            yield
+
+    def _deeds(self) -> Mapping[str, Handler]:
+        """What the page may ask for."""
+        return {"leave": self._leave}
+
     def _handlers(self) -> Mapping[str, Handler]:
         return {"status": self._status, "peers": self._peers, "leave": self._leave}
 
-    async def _status(self, params: dict[str, Any]) -> object:
+    def _status_now(self) -> NodeStatus:
         return self._reporter.status()
+
+    async def _status(self, params: dict[str, Any]) -> object:
+        return self._status_now()
 
     async def _peers(self, params: dict[str, Any]) -> object:
         return self._reporter.members()

@@ -15,7 +15,17 @@ from collections.abc import Callable
 
 import trio
 
-from farandole.protocol.entries import RULES, Beat, CheckpointNotice, Kind, Member, Progress, Report, StageLease
+from farandole.protocol.entries import (
+    PARTNER_BYTES,
+    RULES,
+    Beat,
+    CheckpointNotice,
+    Kind,
+    Member,
+    Progress,
+    Report,
+    StageLease,
+)
 from farandole.protocol.errors import FarandoleError
 from farandole.protocol.identity import short_name
 from farandole.protocol.stage_choice import Provider
@@ -258,9 +268,14 @@ class Membership:
         loss = None
         if board.loss is not None and not math.isnan(board.loss):  # NaN while the replica diverges
             loss = int(min(board.loss * LOSS_SCALE, MAX_SMALL))
-        await self._gossip.publish(
-            Kind.BEAT, 0, Beat(board.inner_steps, min(board.round, MAX_SMALL), loss, int(board.tokens_per_second))
+        beat = Beat(
+            board.inner_steps,
+            min(board.round, MAX_SMALL),
+            loss,
+            int(board.tokens_per_second),
+            (board.last_partner or b"")[:PARTNER_BYTES],
         )
+        await self._gossip.publish(Kind.BEAT, 0, beat)
 
     async def report_progress(self) -> None:
         """This node's part of the run's counters."""

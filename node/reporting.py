@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 
 import trio
 
-from farandole.protocol.entries import Beat, Member, Progress
+from farandole.protocol.entries import PARTNER_BYTES, Beat, Member, Progress
 from farandole.protocol.identity import peer_id_of
 from farandole.protocol.liveness import Liveness
 from farandole.protocol.state import RunState
@@ -106,20 +107,24 @@ class Reporter:
         now = trio.current_time()
         liveness = self.liveness
         live = {peer for peer in liveness.live(now) if not liveness.is_suspect(peer)}
+        partners = {author[:PARTNER_BYTES]: author for author in self.state.authors}
         members = [
-            self._member(author, member, author in live, now)
+            self._member(author, member, author in live, now, partners)
             for author in self.state.authors
             if (member := self.state.payload(author, Member)) is not None
         ]
         members.sort(key=lambda member: (not member.is_live, not member.is_self, member.peer_id))
         return members[:MAX_MEMBERS_SHOWN]
 
-    def _member(self, author: bytes, member: Member, is_live: bool, now: float) -> MemberStatus:
+    def _member(
+        self, author: bytes, member: Member, is_live: bool, now: float, partners: Mapping[bytes, bytes]
+    ) -> MemberStatus:
         assert self.state is not None
         assert self.liveness is not None
         beat = self.state.payload(author, Beat) or Beat(0, 0, None, 0)
         progress = self.state.payload(author, Progress)
         is_self = author == self.host.author
+        partner = self.board.last_partner if is_self else partners.get(beat.partner)
         return MemberStatus(
             peer_id=peer_id_of(author),
             is_live=(is_live or is_self) and not member.left,
@@ -136,6 +141,7 @@ class Reporter:
             is_connected=self.host.is_connected(author),
             path=self.host.path(author),
             last_seen_seconds=None if is_self else self.liveness.seconds_since(author, now),
+            last_partner=peer_id_of(partner) if partner else "",
         )
 
     def _run(self, members: list[MemberStatus]) -> RunStatus:

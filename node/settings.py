@@ -126,6 +126,10 @@ class NodeSettings:
     relay: bool = setting(True, "Pass on to each other peers behind NAT, while this node is publicly reachable.")
     mdns: bool = setting(True, "Find others of the run in the local network, by multicast, and be found there.")
     upnp: bool = setting(True, "Ask the home's router to send on this node's port, by NAT-PMP or UPnP.")
+    dashboard: bool = setting(True, "Serve a page about this node to this machine's browser: `farandole dashboard`.")
+    dashboard_port: int = setting(
+        8710, "Of that page, on 127.0.0.1; another one if it is taken.", placeholder="PORT", least=0
+    )
     log_level: LogLevel = setting("info", "What goes into the log file, beside what is worse.")
     json_log: bool = setting(False, "Log lines as JSON objects, for machines.")
 
@@ -158,6 +162,11 @@ class NodeSettings:
     def checkpoints(self) -> Path:
         """Replicas: slow weights, momentum, optimizer, position in the data (`farandole.node.checkpoints.folder`)."""
         return self.home / "checkpoints"
+
+    @property
+    def dashboard_place(self) -> Path:
+        """Where the page is, while the daemon runs."""
+        return self.home / "dashboard.json"
 
     def fetched(self, stage: int | None) -> Path:
         """A peer's checkpoint, until the trainer has judged it: then it is the node's own newest, or goes."""

@@ -63,6 +63,8 @@ class MemberStatus(msgspec.Struct, frozen=True):
     """Since its heartbeat last advanced on our clock; None: never seen alive."""
     stage: int = 0
     """Of the model, where it is cut into several."""
+    last_partner: str = ""
+    """Peer id of the member with whom it averaged in its last round; empty: with nobody, or not known."""
 
 
 class RunStatus(msgspec.Struct, frozen=True):

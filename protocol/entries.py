@@ -31,6 +31,9 @@ SignatureField = Annotated[bytes, msgspec.Meta(min_length=SIGNATURE_BYTES, max_l
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**56)]
 """Steps, tokens, bytes: what only counts up. The sum over all authors stays below 2**63 x 2."""
 Small = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+PARTNER_BYTES = 8
+KeyPrefix = Annotated[bytes, msgspec.Meta(max_length=PARTNER_BYTES)]
+"""The first bytes of a public key: enough to tell a run's members apart, too few to prove anything."""
 LossMicros = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 """A loss in millionths of a nat: whole numbers, so that every node computes the same from it."""
 _Text = r"\A[\x20-\x7e]*\Z"  # no control characters: people's terminals show these
@@ -85,6 +88,8 @@ class Beat(Payload, frozen=True):
     round: Small
     loss: LossMicros | None
     tokens_per_second: Count
+    partner: KeyPrefix = b""
+    """Of whom the author has averaged with in its last round; empty: with nobody, or an older entry."""
 
 
 class Progress(Payload, frozen=True):

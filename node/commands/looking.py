@@ -55,6 +55,34 @@ def peers(home: Home, as_json: AsJson = False) -> None:
         Console().print(members_table(status.members, status.run.providers))
 
 
+def dashboard(
+    home: Home,
+    open_browser: Annotated[bool, typer.Option("--open", help="Open it in this machine's browser.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print the address of the page about the node that runs here; it bears the token that its buttons need.
+
+    Example: [cyan]farandole dashboard --open[/cyan]
+    """
+    import webbrowser
+
+    from farandole.protocol.errors import FarandoleError
+
+    from ..dashboard.place import find_place
+    from ..settings import NodeSettings
+
+    node_status(home)  # or the error that says that no node runs here
+    place = find_place(NodeSettings(home=home).dashboard_place)
+    if place is None:
+        raise FarandoleError("this node serves no page: it was started with --no-dashboard, or is just starting")
+    if as_json:
+        print_json({"url": place.url, "token": place.token})
+    else:
+        typer.echo(place.link)
+    if open_browser and not webbrowser.open(place.link):
+        raise FarandoleError("no browser is to be had here; open the address above")
+
+
 def _print_status(home: Path, as_json: bool) -> None:
     from rich.console import Console
 

@@ -42,7 +42,7 @@ CHECKER = Checker(RUN_ID, CREATOR)
 BIG = 2**56
 LARGEST: dict[Kind, Payload] = {
     Kind.MEMBER: fit_member(Member(511, "x" * 48, BIG, BIG, ("/" + "a" * 191,) * 8, True, BIG, True)),
-    Kind.BEAT: Beat(BIG, 2**31 - 1, 2**31 - 1, BIG),
+    Kind.BEAT: Beat(BIG, 2**31 - 1, 2**31 - 1, BIG, bytes(8)),
     Kind.PROGRESS: Progress(BIG, 2**31 - 1, BIG, BIG, BIG),
     Kind.LEASE: Lease(2**31 - 1, BIG, BIG, BIG),
     Kind.CHECKPOINT: CheckpointNotice(2**31 - 1, 511, b"x" * 32, BIG, BIG, BIG),
@@ -203,6 +203,6 @@ def test_a_flipped_bit_never_passes_for_another_entry(bit: int, item: Signed) ->
 
 
 def test_encodings_are_those_of_the_spec() -> None:
-    body = encode_body(Kind.BEAT, 0, tick_at(Kind.BEAT), Beat(1, 2, None, 3))
-    assert msgspec.msgpack.decode(body) == [2, 0, int(NOW), [1, 2, None, 3]]
+    body = encode_body(Kind.BEAT, 0, tick_at(Kind.BEAT), Beat(1, 2, None, 3, b"partner."))
+    assert msgspec.msgpack.decode(body) == [2, 0, int(NOW), [1, 2, None, 3, b"partner."]]
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(beat(1)))[0] == author_of(1)

@@ -1,0 +1,1 @@
+"""The page that every daemon serves to the browser of its own machine."""
