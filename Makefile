@@ -56,9 +56,10 @@ bench-exchange: $(STAMP) ## How fast contributions move, beside hivemind and Lat
 bench-stages: $(STAMP) ## How fast a model in stages learns, beside torch's pipelining (10 minutes)
 	$(BIN)/farandole testnet bench-stages --out out/bench --write BENCHMARKS.md
 
-bench-nat: $(STAMP) ## How any home reaches any home, in the NAT lab; needs root (8 minutes)
+bench-nat: $(STAMP) ## How any home reaches any home, in the NAT lab, and back; needs root (15 minutes)
 	@.ci/packages
 	$(BIN)/farandole testnet bench-nat --out out/bench --write BENCHMARKS.md
+	$(BIN)/farandole testnet bench-nat --recovery --out out/bench --write BENCHMARKS.md
 
 clean: ## Remove .venv, out/ and caches
 	rm -rf $(VENV) out .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -244,6 +244,10 @@ def bench_nat(
         typer.Option(metavar="KIND/KIND", help="Two kinds of homes; may be repeated.", show_default="all 55"),
     ] = None,
     at_once: Annotated[int, typer.Option(min=1, max=16, help="Pairs that are tried at the same time.")] = 3,
+    recovery: Annotated[
+        bool,
+        typer.Option("--recovery", help="Instead: how soon homes are back when relays, bootstrap peers, routers go."),
+    ] = False,
     out: Annotated[Path, typer.Option(help="Folder for nat.json, nat.md, logs.")] = Path("out/bench"),
     write: Write = None,
 ) -> None:
@@ -253,11 +257,16 @@ def bench_nat(
     port-restricted, symmetric, carrier, udp-blocked, https-only, upnp.
 
     Examples: [cyan]sudo farandole testnet bench-nat[/cyan];
-    [cyan]sudo farandole testnet bench-nat --pairs carrier/full-cone --pairs symmetric/symmetric[/cyan]
+    [cyan]sudo farandole testnet bench-nat --pairs carrier/full-cone --pairs symmetric/symmetric[/cyan];
+    [cyan]sudo farandole testnet bench-nat --recovery[/cyan]
     """
     from .bench.nat import parse_pair, run_nat_bench
+    from .bench.nat_recovery import run_recovery_bench
     from .bench.section import Section
 
+    if recovery:
+        run_recovery_bench(out, Section(write, "nat-recovery") if write else None)
+        return
     section = Section(write, "nat") if write else None
     run_nat_bench(out, [parse_pair(pair) for pair in pairs or ()], at_once, section)
 

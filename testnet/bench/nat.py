@@ -16,11 +16,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import trio
 from rich.console import Console
@@ -53,6 +53,7 @@ ANSWER_TIMEOUT: Final = 240.0
 RELAYED: Final = "relayed"
 HEADER: Final = ("homes", "plain sockets", "connection", "connected, s", "direct, s", "exchange by", "exchange, s")
 
+_Rows = TypeVar("_Rows")
 Pair = tuple[str, str]
 ALL_PAIRS: Final = tuple(itertools.combinations_with_replacement(KINDS, 2))
 
@@ -363,9 +364,9 @@ def _what_is_wrong(ends: list[dict[str, Any]]) -> str:
     return "" if are_swapped and ends[0]["mean"] == ends[1]["mean"] else "the two have other means"
 
 
-async def _run_unless_interrupted(bench: NatBench, pairs: Sequence[Pair], at_once: int) -> list[Row] | None:
-    """None on Ctrl-C, all processes ended."""
-    rows: list[Row] | None = None
+async def run_unless_interrupted(measure: Callable[[], Awaitable[_Rows]]) -> _Rows | None:
+    """None on Ctrl-C, what it has begun being ended. Raises what it raises."""
+    rows: _Rows | None = None
     failure: FarandoleError | None = None
     is_interrupted = False
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
@@ -379,7 +380,7 @@ async def _run_unless_interrupted(bench: NatBench, pairs: Sequence[Pair], at_onc
 
             nursery.start_soon(watch)
             try:
-                rows = await bench.measure(pairs, at_once)
+                rows = await measure()
             except FarandoleError as error:  # a Ctrl-C hits the commands that build homes too
                 failure = error
             nursery.cancel_scope.cancel()
@@ -410,7 +411,7 @@ def run_nat_bench(out: Path, pairs: Sequence[Pair] = (), at_once: int = 3, secti
 
     with open_leash() as leash, open_lab(leash) as lab, console.status("starting") as status:
         bench = NatBench(lab, logs, status.update, tell)
-        rows = trio.run(_run_unless_interrupted, bench, pairs or ALL_PAIRS, at_once)
+        rows = trio.run(run_unless_interrupted, partial(bench.measure, pairs or ALL_PAIRS, at_once))
     if rows is None:
         raise KeyboardInterrupt
     report.rows = rows

@@ -1,0 +1,372 @@
+"""Homes in trouble: relays die, bootstrap peers are gone for good, a router reboots, an address changes.
+
+Real daemons (`farandole.testnet.bench.nat_daemon`) in homes of the NAT lab train a small model together. Relays without
+trainers, in the open, are the only peers that anybody was told of at first. One trouble comes after the other; each is
+timed until its effect is gone, as the daemons themselves tell it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from rich.console import Console
+
+from farandole.node.run_file import manifest_of
+from farandole.node.status import NodeStatus
+from farandole.protocol.invite import Invite, encode_invite
+from farandole.protocol.manifest import SignedManifest, sign_manifest
+
+from ..leash import open_leash
+from ..natlab.kinds import HTTPS_PORT
+from ..natlab.lab import Lab, open_lab
+from .grid import Grid
+from .nat import gather, run_unless_interrupted
+from .nat_daemon import NatDaemon
+from .process import BenchError
+from .section import Section, compose
+from .setting import setting
+
+# What must hold, in seconds.
+MAX_RELAY_SECONDS: Final = 30.0
+MAX_REJOIN_SECONDS: Final = 90.0
+MAX_RETURN_SECONDS: Final = 60.0
+MAX_NEWS_SECONDS: Final = 30.0
+# Sessions that may come to nothing when their relay dies.
+MAX_FAILED: Final = 1
+# For how many times the limit an effect is awaited, to tell one that is late from one that never comes.
+PATIENCE: Final = 3.0
+# Until everybody trains, with processes to start on a busy machine.
+BEGIN_TIMEOUT: Final = 180.0
+# One dies, one falls silent, and two are left to serve.
+NUM_RELAYS: Final = 4
+# A contribution of a megabyte then takes two seconds: a relay that dies dies in the middle of an exchange.
+UP_MBIT, DOWN_MBIT = 4.0, 20.0
+# A home's router begins anew.
+OFF_SECONDS: Final = 10.0
+HEADER: Final = ("trouble", "until", "measured", "at most")
+RUN: Final[dict[str, Any]] = {
+    "name": "trouble",
+    "model": "0.5M",
+    "outer": {"codec": "bf16"},
+    "rounds": {"inner_steps": 2, "round_seconds": 0, "exchange_seconds": 20},
+}
+OPTIONS: Final = ("--device", "cpu", "--heartbeat-seconds", "2", "--checkpoint-seconds", "5", "--validate-every", "0")
+
+Condition = Callable[[NodeStatus], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One effect of one trouble."""
+
+    trouble: str
+    effect: str
+    """Until when it was timed, or what was counted."""
+    measured: float | None
+    """Seconds, or a number; None: not within `PATIENCE` times the limit."""
+    limit: float
+    unit: str = " s"
+
+    def miss(self) -> str:
+        """What should hold and does not; "" if it does."""
+        if self.measured is not None and self.measured <= self.limit:
+            return ""
+        found = "never" if self.measured is None else f"{self.measured:.0f}{self.unit}"
+        return f"{self.trouble}: {self.effect}: {found}, not within {self.limit:g}{self.unit}"
+
+    def cells(self) -> list[str]:
+        """Of the table."""
+        digits = 1 if self.unit else 0
+        measured = "never" if self.measured is None else f"{self.measured:.{digits}f}{self.unit}"
+        return [self.trouble, self.effect, measured, f"{self.limit:g}{self.unit}"]
+
+
+@dataclass(slots=True)
+class Report:
+    """What was measured."""
+
+    setting: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def misses(self) -> list[str]:
+        """Of all rows."""
+        return [miss for row in self.rows if (miss := row.miss())]
+
+    def document(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        return {"setting": self.setting, "rows": [asdict(row) for row in self.rows], "misses": self.misses}
+
+    def grid(self) -> Grid:
+        """Everything, for people."""
+        return Grid("Homes in trouble", HEADER, [row.cells() for row in self.rows], num_left=2)
+
+    def markdown(self) -> str:
+        """A document's section."""
+        return compose(self.setting, self.grid().markdown())
+
+
+@dataclass
+class RecoveryBench:
+    """One lab with one run, and what befalls it."""
+
+    lab: Lab
+    folder: Path
+    """For the daemons' own folders, and a log of each."""
+    say: Callable[[str], None] = lambda text: None
+    tell: Callable[[Row], None] = lambda row: None
+    """Told of each row as it is measured."""
+    rows: list[Row] = field(default_factory=list)
+    _daemons: list[NatDaemon] = field(default_factory=list)
+
+    async def measure(self) -> list[Row]:
+        """All rows. Raises `BenchError` if the run does not come about, or a daemon ends by itself."""
+        signed = sign_manifest(manifest_of(RUN, Path(), time.time()), Ed25519PrivateKey.generate())
+        (self.folder / "run.manifest").write_bytes(signed.encode())
+        try:
+            relays = await self._open_relays(signed)
+            near, far = await self._open_members(signed)
+            await self._lose_relays(relays, near, far)
+            mapped = await self._join("mapped", "upnp", await near.make_invite())
+            await self._until_begun(mapped, lambda status: status.exchanges_ok > 0 and status.reachability == "public")
+            await self._lose_bootstrap(relays, [near, far, mapped])
+            await self._join_by_member(far)
+            await self._reboot_router(near)
+            await self._change_address(mapped)
+        finally:
+            for daemon in self._daemons:
+                daemon.kill()
+        return self.rows
+
+    # The run
+
+    async def _open_relays(self, signed: SignedManifest) -> list[NatDaemon]:
+        """Public nodes that know each other to be so."""
+        relays: list[NatDaemon] = []
+        invite = encode_invite(Invite(signed.run_id))
+        for index in range(NUM_RELAYS):
+            relay = await self._open(f"relay-{index}", "open")
+            relay.start("relay", invite, port=HTTPS_PORT)
+            invite = await self._invite_to(signed, [*relays, relay])
+            relays.append(relay)
+        self.say("waiting until the relays have found that they are public")
+        await gather(*(partial(self._until_begun, relay, lambda s: s.reachability == "public") for relay in relays))
+        return relays
+
+    async def _invite_to(self, signed: SignedManifest, relays: Sequence[NatDaemon]) -> str:
+        return encode_invite(Invite(signed.run_id, tuple([await self._address_of(relay) for relay in relays])))
+
+    async def _address_of(self, relay: NatDaemon) -> str:
+        prefix = f"/ip4/{relay.home.address}/"
+        status = await self._until_begun(relay, lambda s: any(a.startswith(prefix) for a in s.addresses))
+        return next(address for address in status.addresses if address.startswith(prefix))
+
+    async def _open_members(self, signed: SignedManifest) -> tuple[NatDaemon, NatDaemon]:
+        """Two that reach each other by relays alone, and train."""
+        relays = list(self._daemons)
+        near, far = await self._open("near", "symmetric"), await self._open("far", "port-restricted")
+        for member in (near, far):
+            await trio.to_thread.run_sync(member.home.set_rate, UP_MBIT, DOWN_MBIT)
+        known = [option for relay in relays for option in ("--bootstrap", await self._address_of(relay))]
+        near.start("join", str(self.folder / "run.manifest"), *known, *OPTIONS)
+        far.start("join", await self._invite_to(signed, relays), *OPTIONS)
+        self.say("waiting until two homes exchange through relays")
+        await gather(*(partial(self._until_begun, member, _trains_over_relays) for member in (near, far)))
+        return near, far
+
+    async def _open(self, name: str, kind: str) -> NatDaemon:
+        home = await trio.to_thread.run_sync(self.lab.add_home, kind)
+        daemon = NatDaemon(name, home, self.folder, self.lab.leash)
+        self._daemons.append(daemon)
+        return daemon
+
+    async def _join(self, name: str, kind: str, invite: str) -> NatDaemon:
+        self.say(f"a newcomer joins from a home of kind {kind}")
+        daemon = await self._open(name, kind)
+        daemon.start("join", invite, *OPTIONS)
+        return daemon
+
+    async def _until_begun(self, daemon: NatDaemon, condition: Condition) -> NodeStatus:
+        with trio.move_on_after(BEGIN_TIMEOUT):
+            return await daemon.until(condition)
+        raise BenchError(f"{daemon.name} is not ready after {BEGIN_TIMEOUT:g} s; see {self.folder}")
+
+    # What befalls it
+
+    async def _lose_relays(self, relays: list[NatDaemon], near: NatDaemon, far: NatDaemon) -> None:
+        """One is killed in the middle of an exchange, another's cable is pulled."""
+        members = (near, far)
+        for trouble, lose in (("the relay in use dies", NatDaemon.kill), ("a relay in use falls silent", _unplug)):
+            victim = await self._relay_in_use(relays)
+            lost = (await self._until_begun(victim, _is_there)).peer_id
+            before = [await self._until_begun(member, _is_exchanging) for member in members]
+            await trio.to_thread.run_sync(lose, victim)
+            relays.remove(victim)
+            began = trio.current_time()
+            has_others = partial(_has_other_relays, lost)
+            effect = "both homes have two other relays"
+            await self._time(trouble, effect, MAX_RELAY_SECONDS, began, [(each, has_others) for each in members])
+            await self._time_exchanges(trouble, MAX_RETURN_SECONDS, began, members, before)
+            after = [await self._until_begun(member, _is_there) for member in members]
+            failed = [now.exchanges_failed - then.exchanges_failed for now, then in zip(after, before, strict=True)]
+            self._add(Row(trouble, "exchanges that came to nothing", max(failed), MAX_FAILED, unit=""))
+            victim.kill()
+
+    async def _relay_in_use(self, relays: Sequence[NatDaemon]) -> NatDaemon:
+        with trio.move_on_after(BEGIN_TIMEOUT):
+            while True:
+                for relay in relays:
+                    status = await relay.status()
+                    if status is not None and status.relayed_circuits:
+                        return relay
+        raise BenchError(f"no relay is in use; see {self.folder}")
+
+    async def _lose_bootstrap(self, relays: Sequence[NatDaemon], members: Sequence[NatDaemon]) -> None:
+        """All at once and for ever; then a member restarts, which knows the others from its address book alone."""
+        trouble = "all bootstrap peers die for ever"
+        before = [await self._until_begun(member, _is_there) for member in members]
+        for relay in relays:
+            relay.kill()
+        await self._time_exchanges(trouble, MAX_RETURN_SECONDS, trio.current_time(), members, before)
+        restarted = members[1]
+        restarted.kill()
+        restarted.start("join", *OPTIONS)
+        effect = "a member that restarts exchanges"
+        await self._time(trouble, effect, MAX_REJOIN_SECONDS, trio.current_time(), [(restarted, _has_exchanged)])
+
+    async def _join_by_member(self, host: NatDaemon) -> None:
+        newcomer = await self._join("newcomer", "carrier", await host.make_invite())
+        effect = "a newcomer with the invite of a home behind NAT exchanges"
+        condition = [(newcomer, _has_exchanged)]
+        await self._time("bootstrap peers are dead", effect, MAX_REJOIN_SECONDS, trio.current_time(), condition)
+
+    async def _reboot_router(self, member: NatDaemon) -> None:
+        await trio.to_thread.run_sync(member.home.switch_off)
+        await trio.sleep(OFF_SECONDS)
+        before = await self._until_begun(member, _is_there)
+        await trio.to_thread.run_sync(member.home.switch_on)
+        await self._time_exchanges("a router reboots", MAX_RETURN_SECONDS, trio.current_time(), [member], [before])
+
+    async def _change_address(self, member: NatDaemon) -> None:
+        """Of a home that others can dial."""
+        trouble = "a public home gets another address"
+        before = await self._until_begun(member, _is_there)
+        await trio.to_thread.run_sync(member.home.change_address)
+        back = await self._time_exchanges(trouble, MAX_RETURN_SECONDS, trio.current_time(), [member], [before])
+        knows = partial(_knows, before.peer_id, f"/ip4/{member.home.address}/")
+        others = [(daemon, knows) for daemon in self._daemons if daemon.is_running and daemon is not member]
+        await self._time(trouble, "from then on, all others know it", MAX_NEWS_SECONDS, back, others)
+
+    # Measuring
+
+    async def _time_exchanges(
+        self,
+        trouble: str,
+        limit: float,
+        began: float,
+        members: Sequence[NatDaemon],
+        before: Sequence[NodeStatus],
+    ) -> float:
+        """Until each has exchanged since then."""
+        counts = [status.exchanges_ok for status in before]
+        conditions = [
+            (member, partial(_has_exchanged, count=count)) for member, count in zip(members, counts, strict=True)
+        ]
+        who = "its home exchanges again" if len(members) == 1 else "all exchange again"
+        return await self._time(trouble, who, limit, began, conditions)
+
+    async def _time(
+        self,
+        trouble: str,
+        effect: str,
+        limit: float,
+        began: float,
+        conditions: Sequence[tuple[NatDaemon, Condition]],
+    ) -> float:
+        """Until all hold, at first or no longer; when that was, or when it was given up."""
+        self.say(f"{trouble}: until {effect}")
+        measured = None
+        with trio.move_on_at(began + PATIENCE * limit):
+            await gather(*(partial(daemon.until, condition) for daemon, condition in conditions))
+            measured = trio.current_time() - began
+        self._add(Row(trouble, effect, measured, limit))
+        return trio.current_time()
+
+    def _add(self, row: Row) -> None:
+        self.rows.append(row)
+        self.tell(row)
+
+
+def _unplug(daemon: NatDaemon) -> None:
+    daemon.home.unplug()
+
+
+def _is_exchanging(status: NodeStatus) -> bool:
+    return status.phase == "exchanging"
+
+
+def _is_there(status: NodeStatus) -> bool:
+    return bool(status.peer_id)
+
+
+def _trains_over_relays(status: NodeStatus) -> bool:
+    is_relayed = any(each.path == "relayed" for each in status.members)
+    return is_relayed and len(status.relays) == 2 and status.exchanges_ok > 1
+
+
+def _has_other_relays(lost: str, status: NodeStatus) -> bool:
+    return len(status.relays) == 2 and lost not in status.relays
+
+
+def _has_exchanged(status: NodeStatus, count: int = 0) -> bool:
+    return status.exchanges_ok > count
+
+
+def _knows(peer_id: str, prefix: str, status: NodeStatus) -> bool:
+    return any(
+        address.startswith(prefix) for each in status.members if each.peer_id == peer_id for address in each.addresses
+    )
+
+
+def run_recovery_bench(out: Path, section: Section | None = None) -> Report:
+    """Measure, with progress and a table on the terminal; ``out`` gets nat-recovery.json, nat-recovery.md and logs.
+
+    At the end the ``section`` is written. Raises `BenchError`, also if something does not hold, `NamespaceError`,
+    `SectionError`, and `KeyboardInterrupt`.
+    """
+    if section is not None:
+        section.check()
+    folder = out / "nat-recovery"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    console = Console()
+    report = Report(setting())
+
+    def tell(row: Row) -> None:
+        style = "red" if row.miss() else None
+        console.print(": ".join(row.cells()[:3]), style=style, highlight=False, markup=False)
+
+    with open_leash() as leash, open_lab(leash) as lab, console.status("starting") as status:
+        bench = RecoveryBench(lab, folder.absolute(), status.update, tell)
+        rows = trio.run(run_unless_interrupted, bench.measure)
+    if rows is None:
+        raise KeyboardInterrupt
+    report.rows = rows
+    (out / "nat-recovery.json").write_text(json.dumps(report.document(), indent=2) + "\n")
+    (out / "nat-recovery.md").write_text(report.markdown())
+    console.print(report.grid().rich())
+    console.print(f"{out / 'nat-recovery.json'}, {out / 'nat-recovery.md'}, {folder}", markup=False, highlight=False)
+    if report.misses:
+        raise BenchError("; ".join(report.misses))
+    if section is not None:
+        section.write(report.markdown())
+    return report
