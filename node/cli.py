@@ -23,6 +23,7 @@ from .commands.leaving import leave
 from .commands.looking import dashboard, peers, status
 from .commands.reference import print_reference
 from .commands.runs import run_app
+from .commands.service import service_app
 from .exits import Exit
 
 app = typer.Typer(
@@ -36,6 +37,7 @@ app = typer.Typer(
 )
 app.add_typer(run_app, name="run")
 app.add_typer(config_app, name="config")
+app.add_typer(service_app, name="service")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.command("id")(show_id)
 for command in (join, relay, status, dashboard, peers, doctor, leave):

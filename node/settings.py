@@ -132,6 +132,22 @@ class NodeSettings:
     )
     log_level: LogLevel = setting("info", "What goes into the log file, beside what is worse.")
     json_log: bool = setting(False, "Log lines as JSON objects, for machines.")
+    memory_gb: float = setting(
+        0.0,
+        "Of a service: the memory above which systemd slows it down (MemoryHigh); 0: no bound.",
+        unit="GiB",
+        least=0.5,
+        or_zero=True,
+        is_of_service=True,
+    )
+    cpu_cores: float = setting(
+        0.0,
+        "Of a service: the cores that systemd lets it have at most (CPUQuota); 0: no bound.",
+        unit="cores",
+        least=0.1,
+        or_zero=True,
+        is_of_service=True,
+    )
 
     @property
     def port_lease(self) -> int | None:

@@ -51,11 +51,11 @@ def init_config(
 
 
 @config_app.command("show")
-@takes_settings(must_exist=False)
+@takes_settings(*(setting.name for setting in SETTINGS), must_exist=False)
 def show_config(settings: NodeSettings, context: typer.Context, config: Path, as_json: AsJson = False) -> None:
     """Print every setting, and whether a flag, the environment, the settings file or the default says it.
 
-    Takes what [cyan]farandole join[/cyan] takes, to see what would come of it.
+    Takes all flags of settings, to see what would come of it.
 
     Examples: [cyan]farandole config show[/cyan]; [cyan]farandole config show --json | jq .settings.slow[/cyan]
     """

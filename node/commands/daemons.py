@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..settings import NodeSettings
 from .options import takes_settings
-from .output import read_manifest
+from .output import split_source
 
 
 @takes_settings()
@@ -22,7 +20,7 @@ def join(settings: NodeSettings) -> None:
     [cyan]farandole join[/cyan] (comes back to the run of this folder);
     [cyan]farandole join farandole1... --stage 2[/cyan] (holds that stage, where the node would else choose one)
     """
-    invite, manifest = _split_source(settings.invite)
+    invite, manifest = split_source(settings.invite)
     settings = replace(settings, invite=invite, manifest=manifest)
     import trio
 
@@ -60,17 +58,3 @@ def relay(
     with logging_to_file(settings):
         code = trio.run(run_relay, settings, invites or [])
     raise typer.Exit(code)
-
-
-def _split_source(source: str | None) -> tuple[str | None, Path | None]:
-    """What was given to ``join``: an invite, checked here so that a slip is told at once, or a manifest file."""
-    from farandole.protocol.invite import decode_invite, is_invite
-
-    if source is None:
-        return None, None
-    if is_invite(source) and not os.path.exists(source):
-        decode_invite(source)
-        return source, None
-    path = Path(source)
-    read_manifest(path)
-    return None, path

@@ -54,13 +54,17 @@ Command = Callable[..., None]
 
 
 def takes_settings(*names: str, must_exist: bool = True) -> Callable[[Command], Command]:
-    """Give a command the options of the settings that are named, or of all, and ``--home`` and ``--config``.
+    """Give a command ``--home``, ``--config``, and the options of the settings that are named, or of all of a daemon's.
 
     Its first parameter gets the `NodeSettings` that they make; the others are its own options and arguments, among
     them ``config``, the settings file's path, if it wants that. Paths that are not there are refused, unless
     ``must_exist`` is False.
     """
-    chosen = [setting for setting in settings_of(NodeSettings) if not names or setting.name in names]
+    chosen = [
+        setting
+        for setting in settings_of(NodeSettings)
+        if (setting.name in names if names else not setting.about.is_of_service)
+    ]
 
     def decorate(command: Command) -> Command:
         hints = get_type_hints(command, include_extras=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,3 +41,17 @@ def read_manifest(path: Path) -> tuple[Manifest, SignedManifest]:
     except OSError as error:
         raise ManifestError(f"{path} is no invite, and no manifest that can be read: {error.strerror}") from error
     return decode_manifest(raw)
+
+
+def split_source(source: str | None) -> tuple[str | None, Path | None]:
+    """What was given to ``join``: an invite, checked here so that a slip is told at once, or a manifest file."""
+    from farandole.protocol.invite import decode_invite, is_invite
+
+    if source is None:
+        return None, None
+    if is_invite(source) and not os.path.exists(source):
+        decode_invite(source)
+        return source, None
+    path = Path(source)
+    read_manifest(path)
+    return None, path

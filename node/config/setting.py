@@ -48,6 +48,8 @@ class About:
     """A value for those to see whose default says nothing."""
     is_argument: bool = False
     """Given to commands by its place, without a flag."""
+    is_of_service: bool = False
+    """For whoever starts a node, and not for the node itself."""
 
 
 @dataclasses.dataclass(frozen=True)
