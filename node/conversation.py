@@ -108,6 +108,8 @@ class Conversation:
         self.is_committed = False
         self.is_refused = False
         """By either side; else what does not commit has only broken."""
+        self.is_held = False
+        """Whether there is a stream now."""
         self.bytes_sent = 0
         self.bytes_received = 0
         self._exchange = exchange
@@ -119,6 +121,8 @@ class Conversation:
         self._deadline = deadline
         self._events, self._coming = trio.open_memory_channel[Event | _Here | _Stuck | _Written](MAX_EVENTS)
         self._failure = ""
+        self._script = trio.CancelScope()
+        self._given_up_for = ""
         self._is_sealed = trio.Event()  # our hash is said, or nobody listens any more
         self._lacks_hash = False  # all of the partner's contribution came over the channel, before its hash
         self._is_here, self._is_delivered = False, False  # the partner's contribution, with its hash, and ours
@@ -152,14 +156,24 @@ class Conversation:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(self._read, received)
+            self.is_held = True
             try:
-                await self._share_contributions()
-                await (self._decide() if self._exchange.is_initiator else self._await_decision())
+                with self._script:
+                    await self._share_contributions()
+                    await (self._decide() if self._exchange.is_initiator else self._await_decision())
+                if self._script.cancelled_caught:
+                    raise _FailedError(self._given_up_for)
             except _FailedError as error:
                 reason, self.is_refused = str(error), isinstance(error, _RefusedError)
                 await self._abort(reason)
+            self.is_held = False
             nursery.cancel_scope.cancel()
         return reason
+
+    def give_up(self, reason: str) -> None:
+        """End the session that is held, if it is not decided; the partner is told why."""
+        self._given_up_for = reason
+        self._script.cancel()
 
     # The script
 

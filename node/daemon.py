@@ -10,12 +10,13 @@ Up to the messenger here; from the run state on in `farandole.node.member`.
 
 from __future__ import annotations
 
+import abc
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -48,15 +49,34 @@ from .trainer import TrainerError
 MANIFEST_FACT: Final = "manifest"
 
 
-class Daemon(Protocol):
-    """What runs until it is told to leave."""
+class Daemon(abc.ABC):
+    """What runs until it is told to leave, and answers meanwhile what `serve_control` asks."""
 
-    @property
-    def is_leaving(self) -> trio.Event:
+    def __init__(self) -> None:
+        self.is_leaving = trio.Event()
         """Set when it is told."""
+        self._reporter: Reporter
 
+    @abc.abstractmethod
     async def run(self) -> None:
         """Until then, and no longer than leaving in good order takes."""
+
+    def _handlers(self) -> Mapping[str, Handler]:
+        """For `serve_control`, once there is something to report."""
+        return {"status": self._status, "peers": self._peers, "leave": self._leave}
+
+    def _status_now(self) -> NodeStatus:
+        return self._reporter.status()
+
+    async def _status(self, params: dict[str, Any]) -> object:
+        return self._status_now()
+
+    async def _peers(self, params: dict[str, Any]) -> object:
+        return self._reporter.members()
+
+    async def _leave(self, params: dict[str, Any]) -> object:
+        self.is_leaving.set()
+        return "leaving"
 
 
 MakeDaemon = Callable[[Ed25519PrivateKey, Store, Board], Daemon]
@@ -120,18 +140,17 @@ async def _run_until_told(daemon: Daemon) -> Exit:
     return code
 
 
-class Node:
-    """A daemon's parts, and the order in which they begin and end."""
+class Node(Daemon):
+    """A node's parts, and the order in which they begin and end."""
 
     def __init__(self, settings: NodeSettings, key: Ed25519PrivateKey, store: Store, board: Board) -> None:
-        self.is_leaving = trio.Event()
+        super().__init__()
         self._settings = settings
         self._key = key
         self._author = public_bytes(key)
         self._store = store
         self._board = board
         self._started_at = time.time()
-        self._reporter: Reporter
 
     async def run(self) -> None:
         """Join, train, stay until told to leave, and leave."""
@@ -204,19 +223,3 @@ class Node:
     def _deeds(self) -> Mapping[str, Handler]:
         """What the page may ask for."""
         return {"leave": self._leave}
-
-    def _handlers(self) -> Mapping[str, Handler]:
-        return {"status": self._status, "peers": self._peers, "leave": self._leave}
-
-    def _status_now(self) -> NodeStatus:
-        return self._reporter.status()
-
-    async def _status(self, params: dict[str, Any]) -> object:
-        return self._status_now()
-
-    async def _peers(self, params: dict[str, Any]) -> object:
-        return self._reporter.members()
-
-    async def _leave(self, params: dict[str, Any]) -> object:
-        self.is_leaving.set()
-        return "leaving"

@@ -85,6 +85,7 @@ class ExchangeService:
         self._host = host
         self._shaping = shaping or Shaping()
         self._outcomes = Outcomes()
+        self._running: dict[Conversation, trio.CancelScope] = {}
         self._expected: dict[bytes, _Expected] = {}
         self._expected_more = trio.Event()
         self._unclaimed: Counter[bytes] = Counter()
@@ -107,10 +108,11 @@ class ExchangeService:
             self._outcomes.begin(start.session, start.peer)
         reason = "out of time"
         try:
-            with trio.move_on_at(start.deadline):
+            with trio.move_on_at(start.deadline) as self._running[conversation]:
                 take_part = self._initiate if start.is_initiator else self._respond
                 reason = await take_part(start, conversation)
         finally:
+            del self._running[conversation]
             (way.keep if conversation.is_committed else way.discard)()
             if start.is_initiator:
                 self._outcomes.decide(start.session, committed=False)  # unless it is decided already
@@ -133,6 +135,17 @@ class ExchangeService:
             path="stream" if exchange.channel is None else "bulk",
             is_broken=not is_committed and not conversation.is_refused,
         )
+
+    def give_up(self, reason: str) -> None:
+        """End whatever runs and is not decided, and tell the partners why; `run` returns soon.
+
+        A responder that has promised to commit goes on asking for the decision.
+        """
+        for conversation, scope in self._running.items():
+            if conversation.is_held:
+                conversation.give_up(reason)
+            else:
+                scope.cancel()
 
     async def _initiate(self, start: StartExchange, conversation: Conversation) -> str:
         try:

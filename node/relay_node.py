@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -30,8 +30,8 @@ from .address_book import AddressBook
 from .backoff import pauses
 from .board import Board
 from .connectivity import Connectivity, open_connectivity
-from .control import Handler, serve_control
-from .daemon import run_daemon
+from .control import serve_control
+from .daemon import Daemon, run_daemon
 from .host import Host, open_host
 from .joining import FIRST_REDIAL_PAUSE, dial, find_members
 from .mdns import open_mdns
@@ -54,13 +54,13 @@ async def run_relay(settings: NodeSettings, invites: Sequence[str]) -> int:
     return await run_daemon(settings, partial(RelayNode, settings, invites))
 
 
-class RelayNode:
+class RelayNode(Daemon):
     """A relay's parts, and the order in which they begin and end."""
 
     def __init__(
         self, settings: NodeSettings, invites: Sequence[str], key: Ed25519PrivateKey, store: Store, board: Board
     ) -> None:
-        self.is_leaving = trio.Event()
+        super().__init__()
         self._settings = settings
         self._invites = [decode_invite(invite) for invite in invites]
         self._key = key
@@ -70,7 +70,6 @@ class RelayNode:
         self._started_at = time.time()
         self._named: dict[bytes, list[str]] = {}
         self._members: dict[bytes, list[bytes]] = {}
-        self._reporter: Reporter
 
     async def run(self) -> None:
         """Relay until told to leave. Raises `ManifestError` if no run is known, or too many."""
@@ -176,16 +175,3 @@ class RelayNode:
                 self._board.warn(f"this node is {told}: peers cannot dial it, so it relays for nobody")
                 for run in runs[1:]:
                     host.withdraw(relay_key(run))
-
-    def _handlers(self) -> Mapping[str, Handler]:
-        return {"status": self._status, "peers": self._peers, "leave": self._leave}
-
-    async def _status(self, params: dict[str, Any]) -> object:
-        return self._reporter.status()
-
-    async def _peers(self, params: dict[str, Any]) -> object:
-        return self._reporter.members()
-
-    async def _leave(self, params: dict[str, Any]) -> object:
-        self.is_leaving.set()
-        return "leaving"

@@ -40,7 +40,7 @@ from farandole.protocol.pipeline_events import RoundBegan, RoundEnds, Stepped, W
 from . import trainer_messages as messages
 from .board import Board
 from .contributions import Outgoing
-from .exchange import ExchangeService
+from .exchange import ExchangeResult, ExchangeService
 from .pipeline import PipelineService, Worker
 from .status import Phase
 from .supervision.watchdog import Watchdog, watch
@@ -53,6 +53,8 @@ VALIDATION_BATCHES: Final = 8
 # A node that was away longer takes a peer's weights instead of its own: old weights would pull its partners back. And
 # a newcomer is given weights that are not much older; the donor saves anew if need be.
 MAX_ROUNDS_BEHIND: Final = 10
+# How long a node that leaves goes on with its exchange; then it tells the partner, who finds another, within the other.
+EXCHANGE_GRACE, GIVE_UP_GRACE = 3.0, 1.0
 # What "the last few rounds" are.
 RECENT_ROUNDS: Final = 5
 # After a sleep, news of how far the others are comes in parts for a moment: first the old, which waited in buffers.
@@ -122,7 +124,9 @@ class RoundSession:
         self._num_saving = 0  # Save commands without their report
         self._is_save_due = False  # after the one that is under way
         self._ahead_since: float | None = None  # the round that overlaps with the one whose partner is sought
-        self._is_ending = False
+        self._exchange_over: trio.Event | None = None  # of the one that runs
+        self._begins_rounds = True
+        self._is_ending = False  # with the next checkpoint that is reported
         self._recent = deque[tuple[float, float]](maxlen=RECENT_ROUNDS + 1)  # (end of a round, busy seconds in it)
         self._rounds_behind = deque([(-math.inf, 0)])  # (seen at, rounds), the first more than NEWS_SECONDS ago
         # The replica's count begins with its weights, which may be a peer's; the board's has this node's tokens alone.
@@ -157,7 +161,7 @@ class RoundSession:
     def _is_behind(self) -> bool:
         """Between two rounds: whether this node slept through so many that its weights would pull its partners back."""
         is_between = self._board.phase == "training" and self._board.inner_steps_this_round == 0
-        if not is_between or self._is_ending:
+        if not is_between or not self._begins_rounds:
             return False
         # Rounds lost bit by bit are a slow node's, whose weights are averaged all the same.
         now, behind = trio.current_time(), self._current_round() - self._board.round
@@ -215,10 +219,21 @@ class RoundSession:
         if self._num_saving == 0:
             self._send_save()
 
-    def save_and_end(self) -> None:
+    async def leave(self) -> None:
+        """Begin no round, let the exchange end or end it, save, and end: `run` returns then."""
+        self._begins_rounds = False
+        if (over := self._exchange_over) is not None:
+            with trio.move_on_after(EXCHANGE_GRACE):
+                await over.wait()
+            self._exchanges.give_up("it leaves")
+            with trio.move_on_after(GIVE_UP_GRACE):
+                await over.wait()
+        self._save_and_end()
+
+    def _save_and_end(self) -> None:
         """The report of this checkpoint ends the session, so that what is on disk is the end of the training."""
         if not self._is_ending:
-            self._is_ending = True
+            self._begins_rounds, self._is_ending = False, True
             self._send_save(is_last=True)
 
     def _send_save(self, *, is_last: bool = False) -> None:
@@ -239,13 +254,13 @@ class RoundSession:
         await self._trainer.condemn(await watch(self._watchdog, lambda: self._send(messages.Ping())))
 
     def _start_round(self, round_index: int) -> None:
-        if self._is_ending:
+        if not self._begins_rounds:
             return
         maximum = self._config.max_rounds
         if maximum is not None and round_index >= maximum:
             self._board.round = round_index
             self._board.announce("finished", f"all {maximum} rounds are done; staying for the others")
-            self.save_and_end()
+            self._save_and_end()
             return
         self._train(round_index)
         self._tell_pairing(RoundStarted(round_index))
@@ -334,7 +349,7 @@ class RoundSession:
         board.record_loss(report.round, report.loss)
         board.utilisation = report.utilisation
         self._note_busy(report.busy_seconds)
-        if self._is_followed(report.round) and not self._is_ending:
+        if self._is_followed(report.round) and self._begins_rounds:
             self._train(report.round + 1)
             self._ahead_since = trio.current_time()
         self._show("pairing", f"contribution of round {report.round} is ready", "the partner")
@@ -370,7 +385,7 @@ class RoundSession:
 
     async def _exchange(self, start: StartExchange) -> None:
         """Move both contributions and tell the machine how it ended; the outer step follows if it was committed."""
-        contributed, outgoing, board = self._contributed, self._outgoing, self._board
+        contributed, outgoing = self._contributed, self._outgoing
         assert contributed is not None, "the machine starts an exchange after ContributionReady alone"
         assert outgoing is not None, "which follows a contribution"
         self._show("exchanging", f"exchange of round {start.round}", "the partner's contribution")
@@ -384,13 +399,18 @@ class RoundSession:
             tokens=contributed.tokens_this_round,
             size=contributed.size,
         )
-        result = await self._exchanges.run(
-            start,
-            offer,
-            outgoing,
-            memoryview(self._trainer.incoming)[: contributed.size],
-            _TrainersJudgement(self, start.peer, contributed),
-        )
+        over = self._exchange_over = trio.Event()
+        incoming = memoryview(self._trainer.incoming)[: contributed.size]
+        try:
+            judgement = _TrainersJudgement(self, start.peer, contributed)
+            result = await self._exchanges.run(start, offer, outgoing, incoming, judgement)
+            self._end_exchange(start, result)
+        finally:
+            self._exchange_over = None
+            over.set()
+
+    def _end_exchange(self, start: StartExchange, result: ExchangeResult) -> None:
+        board = self._board
         verdict = "committed" if result.committed else f"failed: {result.reason}"
         board.record_exchange(
             start.round,

@@ -112,12 +112,12 @@ class Rounds:
             raise failure
 
     async def leave(self) -> None:
-        """Meet nobody any more, save what the last outer step gave, and end."""
+        """Meet nobody any more, end the exchange that runs, save what the last outer step gave, and end."""
         self._is_leaving = True
         self.handle(Stopped())
         if self._session is None:
             return
-        self._session.save_and_end()
+        await self._session.leave()
         await self._ended.wait()
 
     def save_soon(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import mmap
 import os
 import signal
@@ -174,8 +175,9 @@ class Trainer:
         self._process.kill()
 
     async def stop(self) -> None:
-        """Ask it to stop, and kill it when it does not."""
-        with trio.CancelScope(shield=True, deadline=trio.current_time() + STOP_TIMEOUT):
+        """Ask it to stop, and kill it when it does not, or at once where this is cancelled."""
+        grace = 0.0 if trio.current_effective_deadline() == -math.inf else STOP_TIMEOUT
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + grace):
             with contextlib.suppress(TrainerError):
                 await self.send(Stop())
             await self._stream.aclose()

@@ -132,6 +132,46 @@ async def test_what_one_refuses_neither_uses(
     assert trio.current_time() < 1
 
 
+@pytest.mark.parametrize("who", [ALICE, BOB])
+async def test_who_gives_up_tells_its_partner(
+    alice: Party, bob: Party, who: bytes, autojump_clock: trio.testing.MockClock
+) -> None:
+    leaver, other = (alice, bob) if who == ALICE else (bob, alice)
+    leaver.encode_slowly(SIZE // 10, 1.0)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(meet, alice, bob)
+        await trio.sleep(3.5)
+        leaver.service.give_up("it leaves")
+    assert (leaver.result.committed, leaver.result.reason) == (False, "it leaves")
+    assert (other.result.committed, other.result.reason) == (False, "the partner aborted: it leaves")
+    assert other.result.is_broken
+    assert trio.current_time() < 5
+
+
+@pytest.mark.parametrize("who", [ALICE, BOB])
+@pytest.mark.parametrize("moment", [0.1 * tenth for tenth in range(1, 36, 2)])
+async def test_whenever_one_gives_up_both_believe_the_same(
+    alice: Party, bob: Party, who: bytes, moment: float, autojump_clock: trio.testing.MockClock
+) -> None:
+    for party in (alice, bob):
+        party.host.faults.delay = 0.2
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(meet, alice, bob)
+        await trio.sleep(moment)
+        (alice if who == ALICE else bob).service.give_up("it leaves")
+    assert alice.result.committed is bob.result.committed
+    assert trio.current_time() <= PATIENCE
+
+
+async def test_who_waits_for_a_stream_may_give_up(bob: Party, autojump_clock: trio.testing.MockClock) -> None:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(bob.exchange, ALICE)
+        await trio.sleep(1)
+        bob.service.give_up("it leaves")
+    assert not bob.result.committed
+    assert trio.current_time() < 2
+
+
 # Every boundary of what a side sends: nothing, half an offer, offer, first chunk, all but the last byte, and so on.
 _STEPS = [0, 60, 200, 1_000, CHUNK_BYTES, SIZE, SIZE + 150, SIZE + 200, SIZE + 210, SIZE + 220, SIZE + 230, SIZE + 240]
 

@@ -17,7 +17,13 @@ from farandole.node import trainer_messages as messages
 from farandole.node.board import Board
 from farandole.node.contributions import Judge, Outgoing
 from farandole.node.exchange import ExchangeResult
-from farandole.node.round_session import MAX_ROUNDS_BEHIND, NEWS_SECONDS, RoundsConfig
+from farandole.node.round_session import (
+    EXCHANGE_GRACE,
+    GIVE_UP_GRACE,
+    MAX_ROUNDS_BEHIND,
+    NEWS_SECONDS,
+    RoundsConfig,
+)
 from farandole.node.rounds import Rounds
 from farandole.node.supervision.supervisor import MAX_CRASHES, REST_SECONDS, RESTART_DELAYS, Supervisor
 from farandole.node.supervision.watchdog import WATCH_INTERVAL
@@ -87,11 +93,15 @@ class Story:
         self.board = Board(say=lambda text: None)
         prepare: Any = SimpleNamespace(stage=0, microbatch=0)
         self.peers_that_answer: set[bytes] = set()
-        fake: Any = SimpleNamespace(set_receiver=lambda *args: None, send_nowait=self.deliver, run=self.exchange)
+        fake: Any = SimpleNamespace(
+            set_receiver=lambda *args: None, send_nowait=self.deliver, run=self.exchange, give_up=self.give_up
+        )
         self.exchanges: list[StartExchange] = []
         self.outgoing: Outgoing
         self.judge: Judge
         self.num_cancelled = 0
+        self.exchange_seconds = EXCHANGE_SECONDS
+        self.given_up = trio.Event()
         self.is_committed = False
         manifest = Manifest("tiny", MODEL, rounds=rounds)
         self.pairing = Pairing(b"a" * 32, manifest.rounds, random.Random(1))
@@ -133,12 +143,16 @@ class Story:
         self.exchanges.append(start)
         self.outgoing, self.judge = outgoing, judge
         try:
-            await trio.sleep(EXCHANGE_SECONDS)
+            with trio.move_on_after(self.exchange_seconds):
+                await self.given_up.wait()
         except trio.Cancelled:
             self.num_cancelled += 1
             raise
         made = start.session, start.peer, start.round, self.is_committed, "", 0, 0, 1.0, 0, 0, 0, "stream"
         return ExchangeResult(*made, is_broken=not self.is_committed)
+
+    def give_up(self, reason: str) -> None:
+        self.given_up.set()
 
     async def play_round(self) -> None:
         index = self.board.round
@@ -408,3 +422,28 @@ async def test_a_trainer_that_hangs_is_followed_by_another(
     await trio.sleep(HUNG_SECONDS + 2 * RESTART_DELAYS[0] + 2 * WATCH_INTERVAL)
     assert len(story.trainers) == 2
     assert "no sign of life for 30 s" in story.board.warnings[-1]
+
+
+@pytest.mark.parametrize("seconds", [EXCHANGE_GRACE / 2, 2 * EXCHANGE_GRACE])
+async def test_who_leaves_waits_a_little_for_its_exchange_and_saves_what_came_of_it(
+    story: Story, nursery: trio.Nursery, autojump_clock: trio.testing.MockClock, seconds: float
+) -> None:
+    (trainer,) = story.trainers
+    story.peers_that_answer = {BOB}
+    story.rounds.set_peers(frozenset({BOB}))
+    story.exchange_seconds = seconds
+    await trainer.report(contributed(0))
+    story.is_committed = seconds < EXCHANGE_GRACE
+    left_at = trio.current_time()
+    nursery.start_soon(story.rounds.leave)
+    await trio.sleep(EXCHANGE_GRACE + GIVE_UP_GRACE)
+    if story.is_committed:
+        assert trainer.commands[-2:] == [messages.TakeOuterStep(0, BOB, 0, 0), messages.Save(is_last=True)]
+        await trainer.report(messages.OuterStepTaken(0))
+    else:
+        assert story.given_up.is_set()
+        assert trainer.commands[-2:] == [FORGET, messages.Save(is_last=True)]
+    await trainer.report(saved())
+    assert story.rounds._ended.is_set()
+    assert trio.current_time() - left_at < 2 * EXCHANGE_GRACE
+    assert not any(command == TRAIN(1, 0) for command in trainer.commands)
