@@ -30,7 +30,6 @@ app = typer.Typer(
     name="farandole",
     epilog="A node's settings are options, environment variables, or lines of a file: farandole config init.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

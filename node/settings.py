@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Final, Literal
 
 from .config.setting import setting
-from .mapping.router import LEASE_SECONDS
 
 HOME_VARIABLE = "FARANDOLE_HOME"
 # Any free port on every IPv4 interface.
@@ -152,6 +151,8 @@ class NodeSettings:
     @property
     def port_lease(self) -> int | None:
         """For how many seconds at a time the router is asked; None: it is not."""
+        from .mapping.router import LEASE_SECONDS  # not needed for ``--help``
+
         return LEASE_SECONDS if self.upnp else None
 
     @property

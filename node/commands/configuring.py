@@ -13,7 +13,6 @@ import typer
 
 from ..config.file import CONFIG_NAME, CONFIG_VARIABLE, SETTINGS, ConfigError, config_text, read_config
 from ..config.setting import VARIABLE_PREFIX, Setting
-from ..identity import make_home
 from ..settings import HOME_VARIABLE, NodeSettings
 from .options import AsJson, Home, takes_settings
 from .output import print_json
@@ -38,6 +37,8 @@ def init_config(
 
     Example: [cyan]farandole config init[/cyan]
     """
+    from ..identity import make_home
+
     make_home(home)
     path = home / CONFIG_NAME
     try:

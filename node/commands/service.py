@@ -13,7 +13,6 @@ import typer
 
 from ..config.file import CONFIG_NAME
 from ..exits import Exit
-from ..identity import make_home
 from ..interrupts import interruptible
 from ..service.launchd import Launchd
 from ..service.service import STOP_SECONDS, Command, Manager, Service, ServiceError
@@ -60,6 +59,8 @@ def install_service(
         typer.echo(f"# {manager.path(name)}", err=True)
         typer.echo(manager.text(service), nl=False)
         return
+    from ..identity import make_home
+
     make_home(home)
     _install(manager, service)
     typer.echo(f"{manager.path(name)} is written, and the node started; farandole service logs shows what it says")

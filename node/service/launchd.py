@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import plistlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,8 @@ class Launchd:
 
     def text(self, service: Service) -> str:
         """A property list. launchd bounds neither memory nor cores, and waits between restarts, without end."""
+        import plistlib  # half of what ``--help`` would take
+
         content: dict[str, Any] = {
             "Label": _label(service.name),
             "ProgramArguments": list(service.command),
