@@ -92,6 +92,11 @@ class ExchangeService:
         host.set_handler(EXCHANGE_PROTOCOL, self._serve_exchange)
         host.set_handler(RESOLVE_PROTOCOL, self._serve_resolve)
 
+    @property
+    def is_exchanging(self) -> bool:
+        """Whether contributions are under way."""
+        return bool(self._running)
+
     async def run(
         self, start: StartExchange, offer: Offer, outgoing: Outgoing, incoming: memoryview, judge: Judge
     ) -> ExchangeResult:

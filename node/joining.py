@@ -23,8 +23,8 @@ from .backoff import pauses
 from .board import Board
 from .errors import PeerUnreachableError
 from .host import Host
+from .manifests import fetch_manifest
 from .settings import NodeSettings
-from .transfers import fetch_manifest
 
 # How long something that others should give at once is tried before the node gives up, or a person is advised.
 JOIN_TIMEOUT = 120.0

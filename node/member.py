@@ -24,11 +24,13 @@ from .address_book import AddressBook
 from .backoff import pauses
 from .board import Board
 from .bulk import open_bulk
+from .checkpoints.giving import BlockService
 from .connectivity import Connectivity
 from .exchange import ExchangeService
 from .gossip import GossipService
 from .host import Host
 from .joining import JOIN_TIMEOUT, JoinError, Target, dial, find_members
+from .manifests import ManifestService
 from .membership import Membership
 from .messenger import Messenger
 from .pipeline import PipelineService
@@ -41,7 +43,6 @@ from .stage_keeper import StageKeeper
 from .store import Store, StoreError
 from .supervision.supervisor import Supervisor
 from .trainer import TrainerError
-from .transfers import TransferService
 from .weights import Weights
 
 # Leaving: the trainer ends its round and saves, the farewell goes round.
@@ -149,7 +150,7 @@ class RunMember:
             on_nodes=self._pipeline.set_nodes if self._pipeline else lambda nodes: None,
         )
         self._weights = Weights(
-            settings, board, host, self._membership, manifest, self.run_id, shaping, store, self._rounds.save_soon
+            settings, key, board, host, self._membership, manifest, self.run_id, shaping, self._rounds.save_soon
         )
         self._keeper = StageKeeper(
             self._membership,
@@ -161,7 +162,9 @@ class RunMember:
             restart_trainer=self._rounds.restart_trainer,
             on_moved=self._note_stage,
         )
-        TransferService(self.run_id, raw_manifest, self._weights.give, shaping.up).register(host)
+        ManifestService(self.run_id, raw_manifest).register(host)
+        self._blocks = BlockService(self.run_id, self._weights.find, shaping, lambda: self._exchanges.is_exchanging)
+        self._blocks.register(host)
 
     def peers(self) -> frozenset[bytes]:
         """The live members."""
@@ -185,7 +188,7 @@ class RunMember:
     async def run(self, target: Target, is_leaving: trio.Event) -> None:
         """Take part until told to leave. Raises `JoinError` or `TrainerError`."""
         async with open_bulk(self._host, self._shaping) as channels, trio.open_nursery() as nursery:
-            self._exchanges.channels = channels
+            self._exchanges.channels = self._weights.channels = self._blocks.channels = channels
             if self._pipeline is not None:
                 self._pipeline.channels = channels
                 await nursery.start(self._pipeline.run)
@@ -202,7 +205,7 @@ class RunMember:
             nursery.start_soon(self._provide)
             if self._is_cut:
                 nursery.start_soon(self._keeper.run)
-                nursery.start_soon(self._weights.keep_backups)
+            nursery.start_soon(self._weights.run)
             nursery.start_soon(self._end_isolation, target)
             nursery.start_soon(self._remember)
             failure = await self._train(is_leaving)

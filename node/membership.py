@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import trio
 
+from farandole.protocol.blocks import Index
 from farandole.protocol.entries import (
     PARTNER_BYTES,
     RULES,
@@ -30,7 +31,6 @@ from farandole.protocol.errors import FarandoleError
 from farandole.protocol.identity import short_name
 from farandole.protocol.stage_choice import Provider
 from farandole.protocol.state import RunState
-from farandole.protocol.transfers import CheckpointHeader
 
 from .addresses import rank
 from .board import Board
@@ -55,9 +55,9 @@ PROBES_PER_SECOND = 100.0
 LOSS_SCALE = 1e6
 # What an entry can say of a round or of a loss (`farandole.protocol.entries.Small`); a peer's word may be beyond it.
 MAX_SMALL = 2**31 - 1
-# Slots of a node's notices: its own stage's checkpoint, and the one that it keeps of another stage.
+# Slots of a node's notices: its own newest checkpoint, and the copy that it keeps of another's.
 OWN_SLOT = 0
-BACKUP_SLOT = 1
+COPY_SLOT = 1
 # A speed that has changed by this share is told anew.
 SPEED_CHANGE = 0.25
 # Reports wait for the next minute; more refusals in one are the same story.
@@ -191,29 +191,33 @@ class Membership:
         ahead.sort(key=lambda peer: self._notice(peer, OWN_SLOT, stage) is None)
         return ahead
 
-    def savers(self, stage: int, after_round: int = -1) -> list[bytes]:
-        """Live members of a stage that have announced a checkpoint of it, in random order.
+    def announced(self, stage: int) -> dict[bytes, CheckpointNotice]:
+        """What live members of a stage, this node included, say of their own newest checkpoints."""
+        members = self.nodes_of_stages()[stage]
+        return {peer: notice for peer in members if (notice := self._notice(peer, OWN_SLOT, stage)) is not None}
 
-        Without those who are known to be no further than ``after_round`` since then.
-        """
-        savers = [
-            peer
-            for peer in self._others[stage]
-            if self._notice(peer, OWN_SLOT, stage) is not None
-            and (beat := self._state.payload(peer, Beat)) is not None
-            and beat.round > after_round
-        ]
-        self._rng.shuffle(savers)
-        return savers
-
-    def backup_holders(self, stage: int, after_round: int) -> list[bytes]:
-        """Live members that keep another stage's checkpoint, further than ``after_round``; the newest first."""
-        notices = {
-            peer: notice
+    def notices(self, stage: int) -> dict[bytes, list[CheckpointNotice]]:
+        """What checkpoints of a stage the other live members say that they hold, their own or copies."""
+        held = {
+            peer: [notice for slot in (OWN_SLOT, COPY_SLOT) if (notice := self._notice(peer, slot, stage)) is not None]
             for peer in self.everyone
-            if (notice := self._notice(peer, BACKUP_SLOT, stage)) is not None and notice.round > after_round
         }
-        return sorted(notices, key=lambda peer: (-notices[peer].round, peer))
+        return {peer: notices for peer, notices in held.items() if notices}
+
+    def holders(self, stage: int, checkpoint_id: bytes) -> list[bytes]:
+        """Other live members that hold a checkpoint; those first with whom there is a connection, else at random."""
+        holders = [
+            peer
+            for peer, notices in self.notices(stage).items()
+            if any(notice.id == checkpoint_id for notice in notices)
+        ]
+        self._rng.shuffle(holders)
+        return sorted(holders, key=lambda peer: peer not in self._host.connected)
+
+    def told_checkpoints(self) -> frozenset[bytes]:
+        """The checkpoints that the run knows this node to hold."""
+        notices = (self._state.payload(self._host.author, CheckpointNotice, slot) for slot in (OWN_SLOT, COPY_SLOT))
+        return frozenset(notice.id for notice in notices if notice is not None)
 
     def _notice(self, peer: bytes, slot: int, stage: int) -> CheckpointNotice | None:
         """What a peer says of its checkpoint of a stage."""
@@ -294,13 +298,10 @@ class Membership:
             await self._gossip.publish(Kind.REPORT, self._next_report, self._accusations.popleft())
             self._next_report = (self._next_report + 1) % RULES[Kind.REPORT].slots
 
-    def checkpoint_saved(self, stage: int, header: CheckpointHeader, *, is_backup: bool = False) -> None:
-        """That this node can give the weights of a stage; announced with the next progress.
-
-        ``is_backup``: the stage is not its own.
-        """
-        self._unannounced[BACKUP_SLOT if is_backup else OWN_SLOT] = CheckpointNotice(
-            min(header.round, MAX_SMALL), stage, header.sha256, header.size, header.tokens, header.inner_steps
+    def checkpoint_held(self, checkpoint_id: bytes, index: Index, *, is_copy: bool) -> None:
+        """That this node gives a checkpoint, its own or a copy; announced with the next progress."""
+        self._unannounced[COPY_SLOT if is_copy else OWN_SLOT] = CheckpointNotice(
+            min(index.round, MAX_SMALL), index.stage, checkpoint_id, index.size, index.tokens, index.inner_steps
         )
 
     def accuse(self, peer: bytes, reason: str, evidence: bytes) -> None:

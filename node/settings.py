@@ -97,10 +97,10 @@ class NodeSettings:
     checkpoint_seconds: float = setting(60.0, "Between checkpoints.", unit="seconds", least=0.1)
     backup_seconds: float | None = setting(
         None,
-        "Between copies of the next stage's weights, kept for whoever must begin that stage anew; of cut models.",
+        "Between two looks for a newer checkpoint of another node to keep a copy of, for those who come.",
         unit="seconds",
         least=0.1,
-        unset="twice the seconds between checkpoints",
+        unset="5",
         example=120.0,
     )
     # Far beyond what a slow disk or a busy machine makes a trainer wait.
@@ -188,10 +188,6 @@ class NodeSettings:
     def fetched(self, stage: int | None) -> Path:
         """A peer's checkpoint, until the trainer has judged it: then it is the node's own newest, or goes."""
         return self._weights("fetched", stage)
-
-    def backup(self, stage: int) -> Path:
-        """A checkpoint of a stage that this node does not hold, for others."""
-        return self._weights("backup", stage)
 
     def _weights(self, name: str, stage: int | None) -> Path:
         return self.home / (f"{name}.safetensors" if stage is None else f"{name}-{stage}.safetensors")

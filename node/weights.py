@@ -1,30 +1,45 @@
-"""Checkpoints on this node's disk: fetched where it needs them, given to those who ask, kept for who may need them.
+"""Weights for this node's trainer, and for those who ask: where they come from, and which are kept.
 
-Where the model is cut into stages, each has checkpoints of its own. A stage whose members are all gone is lost with
-them, unless others keep a copy: each node fetches, every so often, the newest checkpoint of the stage after its own,
-announces it, and gives it to those who fill that stage again.
+A newcomer takes a checkpoint that several members hold, from all of them at once, or else the newest of one, who saves
+it anew if it is old. Which ones have copies says `farandole.protocol.copies`: of every stage one, at two more nodes,
+or, where the model is cut, at the nodes of the stage before, so that a stage whose members are all gone is not lost.
 """
 
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-import msgspec
 import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from farandole.protocol.block_transfer import Question
+from farandole.protocol.blocks import (
+    Index,
+    SignedIndex,
+    encode_signed_index,
+    is_required,
+    max_checkpoint_bytes,
+    required_bytes,
+)
+from farandole.protocol.copies import Choice, choose, copied_author, is_copier
 from farandole.protocol.identity import short_name
 from farandole.protocol.manifest import Manifest
-from farandole.protocol.records import shard_key
-from farandole.protocol.transfers import CheckpointHeader, max_checkpoint_bytes
+from farandole.protocol.records import checkpoint_key, shard_key
 from farandole.training.cut import stage_parameters
 
 from . import trainer_messages as messages
 from .board import Board
-from .checkpoints.folder import CheckpointFolder
+from .checkpoints.fetching import Fetched, Progress, ask_for_index, fetch_checkpoint
+from .checkpoints.folder import CheckpointFolder, saved_round
+from .checkpoints.holdings import Holding
+from .checkpoints.library import Library
+from .checkpoints.partial import partial_path
+from .checkpoints.taking import Conditions
 from .conversion import training_configs
 from .errors import PeerUnreachableError
 from .host import Host
@@ -33,24 +48,25 @@ from .membership import Membership
 from .round_session import MAX_ROUNDS_BEHIND
 from .settings import NodeSettings
 from .shaping import Shaping
-from .store import Store, StoreError
-from .transfers import SavedCheckpoint, fetch_checkpoint, saved_round
+from .way import Channels
 
 # How long a newcomer to a run that is under way looks for somebody who gives it weights.
 WEIGHTS_TIMEOUT: Final = 120.0
 WEIGHTS_RETRY: Final = 2.0
-# A newcomer that asks for weights waits for the answer's header (`transfers.ANSWER_TIMEOUT`); a save must be shorter.
+# A newcomer that asks for weights waits for the answer (`checkpoints.taking.ANSWER_TIMEOUT`); a save must be shorter.
 FRESH_SAVE_TIMEOUT: Final = 6.0
 # A stage of which nobody says that he has weights begins from the run's seed after this: two announcements' time.
 SEED_AFTER: Final = 20.0
-# Backups take no more than this share of the time for downloads, however large the stage or slow the line.
-BACKUP_SHARE: Final = 0.1
+# Copies take no more than this share of the time for downloads, however large the stage or slow the line.
+COPY_SHARE: Final = 0.1
+# How often a node looks whether there is something new to copy, in seconds; a member announces one a minute, or more.
+COPY_INTERVAL: Final = 5.0
 # What a line is taken to carry until a download has been measured, bytes a second: 10 Mbit/s.
 USUAL_RATE: Final = 1.25e6
+# How often a person at the terminal reads of a download's progress, in seconds.
+SAY_INTERVAL: Final = 10.0
 
-BACKUP_FACT: Final = "backup"
-
-_Show = Callable[[bytes, int, int], None]
+_Show = Callable[[Progress], None]
 
 
 class Weights:
@@ -59,13 +75,13 @@ class Weights:
     def __init__(
         self,
         settings: NodeSettings,
+        key: Ed25519PrivateKey,
         board: Board,
         host: Host,
         membership: Membership,
         manifest: Manifest,
         run_id: bytes,
         shaping: Shaping,
-        store: Store,
         save_soon: Callable[[], None],
     ) -> None:
         self.trainer_stage: int | None = None
@@ -77,13 +93,31 @@ class Weights:
         self._model = training_configs(manifest).model
         self._run_id = run_id
         self._shaping = shaping
-        self._store = store
         self._save_soon = save_soon
-        self._saved: SavedCheckpoint | None = None
+        self._conditions = Conditions(host, run_id, shaping)
+        self._library = Library(
+            settings.checkpoints,
+            key,
+            run_id,
+            self._model.num_stages,
+            self.max_bytes,
+            membership.told_checkpoints,
+            self._announce,
+        )
+        self._saved, self._to_note = trio.open_memory_channel[tuple[messages.Saved, int]](1)
         self._has_saved = trio.Event()
-        self._donors_used: set[bytes] = set()
-        self._backup: tuple[int, SavedCheckpoint] | None = None
+        self._taken: set[bytes] = set()  # ids of checkpoints that this life has fetched
+        self._provided: bytes | None = None
         self._measured_rate: float | None = None
+
+    @property
+    def channels(self) -> Channels[Any] | None:
+        """Ways beside the streams."""
+        return self._conditions.channels
+
+    @channels.setter
+    def channels(self, channels: Channels[Any]) -> None:
+        self._conditions.channels = channels
 
     def file_stage(self, stage: int) -> int | None:
         """How the stage's files are named: None where the model is not cut."""
@@ -96,7 +130,7 @@ class Weights:
     def download_seconds(self, stage: int) -> float:
         """What fetching a stage may take this node, by its last download, or else by its cap."""
         rate = self._measured_rate or self._shaping.down.rate or USUAL_RATE
-        return self.max_bytes(stage) / rate
+        return required_bytes(stage_parameters(self._model, stage)) / rate
 
     async def own_round(self) -> int | None:
         """The round of this node's own checkpoint of its stage, if there is one."""
@@ -117,15 +151,16 @@ class Weights:
         newest = own_round if fetched is None else max(fetched, own_round or 0)
         if self._membership.current_round() - (newest or 0) <= (0 if newest is None else MAX_ROUNDS_BEHIND):
             return
-        board.announce("fetching weights", "the run is under way: fetching weights from a member", "a member's weights")
+        board.announce("fetching weights", "the run is under way: fetching weights from members", "members' weights")
         began_at = trio.current_time()
         has_asked_dht = False
+        show = _Teller(board)
         while trio.current_time() < began_at + WEIGHTS_TIMEOUT:  # no download is cut short: each has its own limits
-            if await self._fetch(stage, own_round, self._show):
+            if await self._fetch(stage, own_round, show):
                 return
             if self._is_unheard_of(stage) and not has_asked_dht:
                 has_asked_dht = True
-                if await self._fetch_from_any(await self._ask_dht(stage), stage, self._show):
+                if await self._fetch_newest(await self._ask_dht(stage), stage, show):
                     return
             if own_round is None and self._is_unheard_of(stage) and trio.current_time() >= began_at + SEED_AFTER:
                 self._warn_of_seed(stage)
@@ -140,50 +175,112 @@ class Weights:
 
     async def fetch_ahead(self, stage: int) -> bool:
         """Before a move, beside the training: whether weights of the stage are here now, or nobody has any."""
-        return await self._fetch(stage, None, lambda donor, received, size: None) or (
+        return await self._fetch(stage, None, lambda progress: None) or (
             self._is_unheard_of(stage) and not self._membership.donors(0, stage)
         )
 
     async def _fetch(self, stage: int, after_round: int | None, show: _Show) -> bool:
-        """From a live member of the stage, else from a backup; whether that went well."""
-        membership = self._membership
-        if await self._fetch_from_any(membership.donors(after_round or 0, stage), stage, show):
+        """What several have, or a member's newest, or a copy of one who is gone; whether that went well."""
+        membership, after = self._membership, after_round or 0
+        choice = choose(membership.notices(stage), max(after, membership.current_round() - MAX_ROUNDS_BEHIND - 1))
+        if choice is not None and choice.id not in self._taken and await self._fetch_chosen(choice, stage, show):
+            return True
+        if await self._fetch_newest(membership.donors(after, stage), stage, show):
             return True
         if membership.num_stages == 1:
             return False
-        holders = membership.backup_holders(stage, after_round or 0)
-        return await self._fetch_from_any(holders, stage, show) or await self._take_own_backup(stage, after_round or 0)
+        for notice in sorted(
+            (notice for notices in membership.notices(stage).values() for notice in notices if notice.round > after),
+            key=lambda notice: -notice.round,
+        ):
+            holders = membership.holders(stage, notice.id)
+            if await self._fetch_chosen(Choice(notice.id, notice.round, tuple(holders)), stage, show):
+                return True
+        return await self._take_own_copy(stage, after, show)
 
-    async def _fetch_from_any(self, donors: Iterable[bytes], stage: int, show: _Show) -> bool:
-        # Once more from one whose weights were not good only if there is nobody else.
-        for donor in sorted(donors, key=self._donors_used.__contains__):
-            path = self._settings.fetched(self.file_stage(stage))
-            header = await self._fetch_from(donor, stage, path, show)
-            if header is not None:
-                self._donors_used.add(donor)
-                if stage == self._membership.stage:
-                    self._saved = None  # what it describes is about to be replaced
-                what = "weights" if self._membership.num_stages == 1 else f"weights of stage {stage},"
-                self._board.say(
-                    f"{what} of round {header.round} from {short_name(donor)}: {header.size / 1e6:.1f} MB, "
-                    "hash verified"
-                )
+    async def _fetch_chosen(self, choice: Choice, stage: int, show: _Show) -> bool:
+        """A checkpoint by its id; its index from whoever gives that first."""
+        for holder in choice.holders:
+            found = await self._ask_for_index(holder, stage, choice.id)
+            if found is not None:
+                return await self._fetch_blocks(*found, choice.holders, show) is not None
+        return False
+
+    async def _fetch_newest(self, donors: Iterable[bytes], stage: int, show: _Show) -> bool:
+        """The newest checkpoint of one of these; from others too, if they hold it."""
+        again: list[tuple[bytes, SignedIndex, Index]] = []
+        for donor in donors:
+            found = await self._ask_for_index(donor, stage, None)
+            if found is None:
+                continue
+            if found[0].id in self._taken:  # weights that were not good are taken again only if there are no others
+                again.append((donor, *found))
+            elif await self._fetch_blocks(*found, (donor,), show) is not None:
+                return True
+        for donor, signed, index in again:
+            if await self._fetch_blocks(signed, index, (donor,), show) is not None:
                 return True
         return False
 
-    async def _take_own_backup(self, stage: int, after_round: int) -> bool:
-        backup = self._backup
-        if backup is None or backup[0] != stage or backup[1].header.round <= after_round:
+    async def _ask_for_index(self, donor: bytes, stage: int, known: bytes | None) -> tuple[SignedIndex, Index] | None:
+        try:
+            return await ask_for_index(self._conditions, donor, stage, self.max_bytes(stage), known)
+        except PeerUnreachableError as error:
+            self._board.warn(f"no weights from {short_name(donor)}: {error}")
+            return None
+
+    async def _fetch_blocks(
+        self, signed: SignedIndex, index: Index, donors: tuple[bytes, ...], show: _Show
+    ) -> Fetched | None:
+        """Of a stage's checkpoint, what this node's trainer needs."""
+        path = self._settings.fetched(self.file_stage(index.stage))
+        fetched = await self._download(signed, index, donors, path, show, is_prefix=False)
+        if fetched is not None:
+            self._taken.add(signed.id)
+            what = "weights" if self._membership.num_stages == 1 else f"weights of stage {index.stage},"
+            names = ", ".join(map(short_name, fetched.num_by_donor)) or "this node's own copy"
+            size = required_bytes(stage_parameters(self._model, index.stage))
+            self._board.say(f"{what} of round {index.round} from {names}: {size / 1e6:.1f} MB, hashes verified")
+        return fetched
+
+    async def _download(
+        self, signed: SignedIndex, index: Index, donors: tuple[bytes, ...], path: Path, show: _Show, *, is_prefix: bool
+    ) -> Fetched | None:
+        began_at, membership = trio.current_time(), self._membership
+        try:
+            fetched = await fetch_checkpoint(
+                self._conditions,
+                signed,
+                index,
+                lambda: dict.fromkeys((*donors, *membership.holders(index.stage, signed.id))),
+                is_required,
+                path,
+                show,
+                membership.accuse,
+                is_prefix=is_prefix,
+            )
+        except PeerUnreachableError as error:
+            self._board.warn(f"no weights of round {index.round}: {error}")
+            return None
+        self._board.bytes_received += fetched.num_bytes
+        if fetched.num_bytes:
+            self._measured_rate = fetched.num_bytes / max(trio.current_time() - began_at, 1e-3)
+        return fetched
+
+    async def _take_own_copy(self, stage: int, after_round: int, show: _Show) -> bool:
+        """The copy that this node kept for others: its blocks are verified again, and nobody is asked."""
+        copy = self._library.copy
+        if copy is None or copy.index.stage != stage or copy.index.round <= after_round:
             return False
-        self._backup = None
-        await trio.to_thread.run_sync(backup[1].path.replace, self._settings.fetched(stage))
-        self._board.say(f"weights of stage {stage}, of round {backup[1].header.round}: this node's own backup")
-        return True
+        path = self._settings.fetched(self.file_stage(stage))
+        kept = self._library.copy_path(stage, copy.id)
+        await trio.to_thread.run_sync(shutil.copyfile, kept, partial_path(path, copy.id))
+        return await self._fetch_blocks(copy.signed, copy.index, (), show) is not None
 
     def _is_unheard_of(self, stage: int) -> bool:
         """Whether nobody says that he has weights of this stage of a model that is cut."""
         membership = self._membership
-        return membership.num_stages > 1 and not (membership.savers(stage) or membership.backup_holders(stage, 0))
+        return membership.num_stages > 1 and not membership.notices(stage)
 
     async def _ask_dht(self, stage: int) -> list[bytes]:
         """Who is said to hold a stage, where the run state knows of nobody; dialled."""
@@ -198,107 +295,120 @@ class Weights:
             "again from the run's seed; what it had learnt is lost"
         )
 
-    def _show(self, donor: bytes, received: int, size: int) -> None:
-        name = short_name(donor)
-        self._board.enter(
-            "fetching weights",
-            f"{received / 1e6:.1f} of {size / 1e6:.1f} MB from {name} ({received * 100 // size} %)",
-            f"{name}'s checkpoint",
-        )
-
-    async def _fetch_from(self, donor: bytes, stage: int, path: Path, show: _Show) -> CheckpointHeader | None:
-        began_at = trio.current_time()
-        try:
-            header = await fetch_checkpoint(
-                self._host,
-                donor,
-                self._run_id,
-                path,
-                self.max_bytes(stage),
-                partial(show, donor),
-                self._shaping.down,
-                stage,
-            )
-        except PeerUnreachableError as error:
-            self._board.warn(f"no weights from {short_name(donor)}: {error}")
-            return None
-        self._board.bytes_received += header.size
-        self._measured_rate = header.size / max(trio.current_time() - began_at, 1e-3)
-        return header
-
     # For others
 
-    async def give(self, stage: int) -> SavedCheckpoint | None:
-        """What a newcomer gets: the newest file, saved anew when it is old; None if there is none of that stage."""
-        if stage == self._membership.stage:
-            return await self._fresh_checkpoint()
-        return self._backup[1] if self._backup is not None and self._backup[0] == stage else None
+    async def find(self, question: Question) -> Holding | None:
+        """What is asked for, held for whoever asks; the newest is saved anew when it is old."""
+        if question.id is not None:
+            found = self._library.find(question.id)
+        elif question.stage == self._membership.stage:
+            found = await self._fresh_checkpoint()
+        else:
+            found = self._library.copy
+        return found.hold() if found is not None and found.index.stage == question.stage else None
 
-    async def _fresh_checkpoint(self) -> SavedCheckpoint | None:
-        if self._saved is None or self._board.round - self._saved.header.round > MAX_ROUNDS_BEHIND // 2:
+    async def _fresh_checkpoint(self) -> Holding | None:
+        newest = self._library.newest
+        if newest is None or self._board.round - newest.index.round > MAX_ROUNDS_BEHIND // 2:
             if self._has_saved.is_set():  # else another newcomer waits for the same
                 self._has_saved = trio.Event()
             self._save_soon()
             with trio.move_on_after(FRESH_SAVE_TIMEOUT):
                 await self._has_saved.wait()
-        return self._saved
+        return self._library.newest
 
     def note_saved(self, saved: messages.Saved) -> None:
         """The trainer has written a checkpoint, or goes on from it."""
         stage = self._membership.stage
         if self.trainer_stage != stage:
             return  # it is about to end: this node has moved
-        header = CheckpointHeader(saved.round, saved.inner_steps, saved.tokens, saved.size, saved.sha256)
-        self._saved = SavedCheckpoint(Path(saved.path), header)
-        self._has_saved.set()
-        self._membership.checkpoint_saved(stage, header)
+        try:
+            self._saved.send_nowait((saved, stage))
+        except trio.WouldBlock:
+            self._to_note.receive_nowait()  # of an older one, which nobody has heard of
+            self._saved.send_nowait((saved, stage))
 
     def forget_saved(self) -> None:
         """This node has another stage now: what it saved is not of that."""
-        self._saved = None
+        self._library.forget_own()
 
-    # Backups
+    def _announce(self, holding: Holding, is_copy: bool) -> None:
+        self._membership.checkpoint_held(holding.id, holding.index, is_copy=is_copy)
 
-    async def keep_backups(self) -> None:
-        """Fetch the next stage's newest weights every so often, until cancelled."""
-        settings = self._settings
-        usual = 2 * settings.checkpoint_seconds if settings.backup_seconds is None else settings.backup_seconds
-        pause = usual
-        await self._recall_backup()
+    async def run(self) -> None:
+        """Open what the trainer saves, and keep copies of what others save, until cancelled."""
+        await self._library.recall_copy()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._open_saved)
+            nursery.start_soon(self._keep_copies)
+
+    async def _open_saved(self) -> None:
+        async for saved, stage in self._to_note:
+            if stage == self._membership.stage:
+                await self._library.note_saved(saved, stage)
+                self._has_saved.set()
+
+    # Copies
+
+    async def _keep_copies(self) -> None:
+        interval = COPY_INTERVAL if self._settings.backup_seconds is None else self._settings.backup_seconds
+        pause = interval
         while True:
             await trio.sleep(pause * random.uniform(0.75, 1.25))
             began_at = trio.current_time()
-            await self._back_up((self._membership.stage + 1) % self._membership.num_stages)
-            pause = max(usual, (trio.current_time() - began_at) / BACKUP_SHARE)
+            await self._copy_newest()
+            await self._provide()
+            pause = max(interval, (trio.current_time() - began_at) / COPY_SHARE)
 
-    async def _back_up(self, stage: int) -> None:
-        path = self._settings.backup(stage)
-        known = -1 if self._backup is None or self._backup[0] != stage else self._backup[1].header.round
-        for donor in self._membership.savers(stage, known):
-            header = await self._fetch_from(donor, stage, path, lambda donor, received, size: None)
-            if header is not None:
-                self._keep(stage, header)
-                try:
-                    await self._store.put_fact(BACKUP_FACT, msgspec.msgpack.encode((stage, header)))
-                except StoreError as error:
-                    self._board.warn(f"{error}; a next life does not know of the backup of stage {stage}")
-                for other in path.parent.glob("backup-*.safetensors"):
-                    if other != path:
-                        other.unlink(missing_ok=True)
-                return
-
-    def _keep(self, stage: int, header: CheckpointHeader) -> None:
-        self._backup = stage, SavedCheckpoint(self._settings.backup(stage), header)
-        self._membership.checkpoint_saved(stage, header, is_backup=True)
-
-    async def _recall_backup(self) -> None:
-        """What an earlier life kept; whoever fetches it checks its hash."""
-        stored = await self._store.get_fact(BACKUP_FACT)
-        if stored is None:
+    async def _copy_newest(self) -> None:
+        membership = self._membership
+        is_cut = membership.num_stages > 1
+        stage = (membership.stage + 1) % membership.num_stages
+        announced = membership.announced(stage)
+        author = copied_author(self._run_id, stage, announced)
+        if author is None or author == self._host.author:
             return
-        stage, header = msgspec.msgpack.decode(stored, type=tuple[int, CheckpointHeader])
-        if stage != self._membership.stage and self._settings.backup(stage).exists():
-            self._keep(stage, header)
+        members = membership.nodes_of_stages()[stage]
+        if not is_cut and not is_copier(self._run_id, stage, members, author, self._host.author):
+            return
+        notice, copy = announced[author], self._library.copy
+        if copy is not None and copy.id == notice.id:
+            return
+        found = await self._ask_for_index(author, stage, notice.id)
+        if found is None:
+            return
+        signed, index = found
+        path = self._library.copy_path(stage, signed.id)
+        await trio.to_thread.run_sync(partial(path.parent.mkdir, exist_ok=True))
+        if await self._download(signed, index, (author,), path, lambda progress: None, is_prefix=True) is not None:
+            await self._library.keep_copy(path, index, encode_signed_index(signed))
+
+    async def _provide(self) -> None:
+        """Tell the DHT of the copied checkpoint, in which there may be more to be found than in the run state."""
+        copy, newest = self._library.copy, self._library.newest
+        held = copy
+        if newest is not None and self._membership.holders(newest.index.stage, newest.id):
+            held = newest  # others have copied this node's own
+        if held is None or held.id == self._provided:
+            return
+        if self._provided is not None:
+            self._host.withdraw(checkpoint_key(self._run_id, self._provided))
+        self._provided = held.id
+        await self._host.provide(checkpoint_key(self._run_id, held.id))
+
+
+class _Teller:
+    """Shows a download's progress: always on the board, now and then to the person at the terminal."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._say_at = trio.current_time() + SAY_INTERVAL
+
+    def __call__(self, progress: Progress) -> None:
+        self._board.enter("fetching weights", str(progress), "members' weights")
+        if trio.current_time() >= self._say_at:
+            self._say_at = trio.current_time() + SAY_INTERVAL
+            self._board.say(str(progress))
 
 
 def _newest_round(files: Iterable[Path]) -> int | None:

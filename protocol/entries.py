@@ -112,11 +112,12 @@ class Lease(Payload, frozen=True):
 
 
 class CheckpointNotice(Payload, frozen=True):
-    """I hold this checkpoint."""
+    """I hold this checkpoint, or a copy of it."""
 
     round: Small
     stage: Annotated[int, msgspec.Meta(ge=0, le=511)]
-    sha256: Sha256
+    id: Sha256
+    """`farandole.protocol.blocks.SignedIndex.id`."""
     size: Count
     total_tokens: Count
     inner_steps: Count
@@ -191,7 +192,7 @@ RULES: dict[Kind, Rule] = {
     Kind.BEAT: Rule(Beat, slots=1, quantum=1, ttl=2 * _MINUTE, max_bytes=64, is_metered=False),
     Kind.PROGRESS: Rule(Progress, slots=1, quantum=60, ttl=7 * _DAY, max_bytes=64, is_metered=True),
     Kind.LEASE: Rule(Lease, slots=8, quantum=5, ttl=_HOUR, max_bytes=256, is_metered=False),
-    Kind.CHECKPOINT: Rule(CheckpointNotice, slots=4, quantum=60, ttl=_DAY, max_bytes=256, is_metered=True),
+    Kind.CHECKPOINT: Rule(CheckpointNotice, slots=4, quantum=10, ttl=_DAY, max_bytes=256, is_metered=True),
     Kind.REPORT: Rule(Report, slots=32, quantum=60, ttl=_DAY, max_bytes=256, is_metered=True),
     Kind.AUDIT: Rule(Audit, slots=32, quantum=5, ttl=_HOUR, max_bytes=512, is_metered=False),
     Kind.METRIC: Rule(Metric, slots=8, quantum=60, ttl=6 * _HOUR, max_bytes=256, is_metered=True),

@@ -116,6 +116,8 @@ class Fetched:
     index: Index
     num_by_donor: dict[bytes, int]
     """Blocks that each donor gave, those included that came twice."""
+    num_bytes: int
+    """That came, those included that came twice."""
     num_kept: int
     """Blocks of an earlier attempt."""
 
@@ -220,6 +222,7 @@ class _Fetch:
         self._accuse = accuse
         self._contacts: dict[bytes, _Contact] = {}
         self._num_by_donor: dict[bytes, int] = {}
+        self._num_bytes = 0
         self._needed: frozenset[int] = frozenset()
         self._is_complete = trio.Event()
         self._failure: FetchError | None = None
@@ -244,7 +247,7 @@ class _Fetch:
                 await run_sync(self._file.make, selection, path)
         finally:
             self._file.close()
-        return Fetched(self._signed, self._index, self._num_by_donor, num_kept)
+        return Fetched(self._signed, self._index, self._num_by_donor, self._num_bytes, num_kept)
 
     async def _fetch_wanted(self, wanted: Callable[[str], bool], is_prefix: bool) -> Selection:
         size = self._index.size
@@ -371,5 +374,6 @@ class _Fetch:
         if is_right:
             self._have.add(block)
             self._num_by_donor[donor] = self._num_by_donor.get(donor, 0) + 1
+            self._num_bytes += len(data)
             self._given_at = trio.current_time()
         self._tell(BlockArrived(donor, block) if is_right else BlockWrong(donor, block))

@@ -3,6 +3,7 @@
     stage-0-round-41.safetensors            written by this node's trainer, or a peer's that it goes on from
     stage-0-round-41.safetensors.index      the hashes of its blocks, signed; made after it
     .stage-0-round-42.safetensors.*.tmp     being written, or left by who was killed meanwhile
+    copy-1-<id>.blocks, …blocks.index       the beginning of another's, kept for others (`library`)
 
 Stage 0 is also the whole model, where it is not cut. Nothing is ever written to a file that has its name: a new one
 takes it when it is durable, and only then are older ones removed.
@@ -16,6 +17,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from safetensors import SafetensorError, safe_open
 
 from farandole.protocol.blocks import decode_signed_index, max_index_bytes
 from farandole.protocol.errors import RemoteProtocolError
@@ -83,3 +86,12 @@ def known_hashes(checkpoint: Path, run_id: bytes) -> bytes:
         return decode_signed_index(raw, run_id, size)[1].hashes
     except (OSError, RemoteProtocolError):
         return b""
+
+
+def saved_round(checkpoint: Path) -> int | None:
+    """The round of a checkpoint, None if there is none that can be read; loading it judges the rest."""
+    try:
+        with safe_open(checkpoint, framework="numpy") as file:
+            return int((file.metadata() or {}).get("round", ""))
+    except (SafetensorError, OSError, ValueError):
+        return None

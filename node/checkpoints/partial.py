@@ -7,19 +7,18 @@ becomes a checkpoint of its own (`PartialFile.make`), under its name only when i
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Final
 
 from farandole.protocol.blocks import BLOCK_BYTES, Index, Selection, block_range, blocks_between
+from farandole.training.durable import replacing, sync_folder
 
 PARTIAL_SUFFIX: Final = ".part"
-TEMPORARY_SUFFIX: Final = ".tmp"
 # Beside what is about to be written: the run state, the log, and others' need.
 SPARE_BYTES: Final = 64 << 20
 
@@ -41,10 +40,6 @@ class PartialFile:
     def close(self) -> None:
         """Keep it for later."""
         os.close(self._descriptor)
-
-    def remove(self) -> None:
-        """It is of no more use; to be closed all the same."""
-        self.path.unlink(missing_ok=True)
 
     def blocks(self) -> set[int]:
         """Those that are here and right."""
@@ -88,25 +83,26 @@ class PartialFile:
     def make(self, selection: Selection, path: Path) -> None:
         """What is selected becomes the file at ``path``, durably and in one step; this one is of no more use."""
         if not selection.header:
-            os.fsync(self._descriptor)
-            self.path.replace(path)
+            self._take_name(path)
         else:
             check_room(path.parent, selection.size)
-            with _replacing(path) as descriptor:
-                _write_all(descriptor, selection.header)
+            with replacing(path) as file:
+                _write_all(file, selection.header)
                 for start, end in selection.pieces:
-                    self._copy(start, end, descriptor)
-            self.remove()
-        _sync_folder(path.parent)
+                    self._copy(start, end, file)
+            self.path.unlink(missing_ok=True)
 
     def make_prefix(self, num_blocks: int, path: Path) -> None:
         """The first blocks alone become the file at ``path``, durably and in one step; this one is of no more use."""
         os.ftruncate(self._descriptor, block_range(self._index.size, num_blocks - 1)[1])
+        self._take_name(path)
+
+    def _take_name(self, path: Path) -> None:
         os.fsync(self._descriptor)
         self.path.replace(path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
 
-    def _copy(self, start: int, end: int, target: int) -> None:
+    def _copy(self, start: int, end: int, target: FileIO) -> None:
         for block in blocks_between(start, end):
             first, last = block_range(self._index.size, block)
             _write_all(target, self.read(max(start, first), min(end, last)))
@@ -143,43 +139,7 @@ def check_room(folder: Path, num_bytes: int) -> None:
         raise OSError(errno.ENOSPC, f"{needed:.0f} MB of room are needed in {folder}, {free / 1e6:.0f} MB are free")
 
 
-def write_durably(path: Path, data: bytes) -> None:
-    """A small file in one step; raises `OSError`."""
-    with _replacing(path) as descriptor:
-        _write_all(descriptor, data)
-    _sync_folder(path.parent)
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[int]:
-    """A new file that takes the place of the one at ``path``, if the block does not raise. Its name is new each time.
-
-    After a failed fsync the file is given up: what the system could not write is lost, though it may say otherwise.
-    """
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=TEMPORARY_SUFFIX, dir=path.parent)
-    try:
-        try:
-            yield descriptor
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
+def _write_all(file: FileIO, data: bytes) -> None:
     rest = memoryview(data)
     while rest:
-        rest = rest[os.write(descriptor, rest) :]
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make renamings in it durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        rest = rest[file.write(rest) :]

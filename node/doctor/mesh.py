@@ -22,10 +22,10 @@ from ..errors import PeerUnreachableError
 from ..figures import BYTES_PER_MBIT
 from ..host import Host
 from ..joining import dial
+from ..manifests import fetch_manifest
 from ..reachability import Examiner, Reachability
 from ..settings import MIN_CAP_MBIT
 from ..speed import measure
-from ..transfers import fetch_manifest
 from .causes import found
 from .finding import Finding
 

@@ -56,7 +56,7 @@ async def test_nodes_average_die_come_back_and_leave(tmp_path: Path, run: Signed
         invite = encode_invite(Invite(run.run_id, alice.addresses))
         async with joined(tmp_path / "bob", invite, *data) as bob:
             await bob.says("manifest", "verified")
-            await bob.says("weights of round", alice.name, "hash verified")
+            await bob.says("weights of round", alice.name, "hashes verified")
             await bob.says("trainer ready")
             await bob.says("averaged with", alice.name)
             await alice.says("averaged with", bob.name)
@@ -105,7 +105,7 @@ async def test_a_node_that_slept_comes_back_with_newer_weights(
                 await alice.says("inner steps")
             bob.process.send_signal(signal.SIGCONT)
             await bob.says("rounds behind the others")
-            await bob.says("weights of round", alice.name, "hash verified")
+            await bob.says("weights of round", alice.name, "hashes verified")
             await bob.says("averaged with", alice.name)
 
 

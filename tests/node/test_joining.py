@@ -14,8 +14,8 @@ from farandole.node import joining
 from farandole.node.board import Board
 from farandole.node.host import Host, open_host
 from farandole.node.joining import Target, connect_to_run, find_target, obtain_manifest
+from farandole.node.manifests import ManifestService
 from farandole.node.settings import NodeSettings
-from farandole.node.transfers import TransferService
 from farandole.protocol.identity import peer_id_of
 from farandole.protocol.invite import Invite, encode_invite
 from farandole.protocol.manifest import Manifest, ModelConfig, sign_manifest
@@ -44,12 +44,8 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextlib.asynccontextmanager
 async def open_member(listen: list[str] = LOOPBACK) -> AsyncIterator[Host]:
     """A host that knows the run's manifest."""
-
-    async def no_checkpoint(stage: int) -> None:
-        await trio.lowlevel.checkpoint()
-
     async with open_host(Ed25519PrivateKey.generate(), listen) as host:
-        TransferService(RUN, SIGNED.encode(), no_checkpoint).register(host)
+        ManifestService(RUN, SIGNED.encode()).register(host)
         yield host
 
 

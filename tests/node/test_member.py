@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node import weights as weights_module
 from farandole.node.address_book import AddressBook
 from farandole.node.board import Board
+from farandole.node.checkpoints.fetching import Fetched, FetchError
 from farandole.node.checkpoints.folder import CheckpointFolder
 from farandole.node.errors import PeerUnreachableError
 from farandole.node.joining import Target
@@ -21,11 +22,12 @@ from farandole.node.member import MAX_ISOLATION_INTERVAL, RunMember
 from farandole.node.settings import NodeSettings
 from farandole.node.shaping import Shaping
 from farandole.node.store import StoreError
-from farandole.node.transfers import TransferError
 from farandole.node.weights import WEIGHTS_TIMEOUT
+from farandole.protocol.blocks import Index, SignedIndex
 from farandole.protocol.identity import public_bytes
 from farandole.protocol.manifest import Manifest, ModelConfig, sign_manifest
-from farandole.protocol.transfers import CheckpointHeader
+
+from .checkpoints.files import signed_index_of
 
 MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
@@ -112,13 +114,21 @@ async def test_a_donor_of_unfit_weights_is_asked_last_and_a_long_download_is_not
     member = make_member(tmp_path)
     asked: list[bytes] = []
 
-    async def fetch(host: object, donor: bytes, *args: object) -> CheckpointHeader:
+    async def ask(conditions: object, donor: bytes, *args: object) -> tuple[SignedIndex, Index]:
+        await trio.lowlevel.checkpoint()
+        return signed_index_of(donor)
+
+    async def fetch(
+        conditions: object, signed: SignedIndex, index: Index, donors: Any, *args: object, **options: object
+    ) -> Fetched:
+        (donor,) = donors()
         asked.append(donor)
         await trio.sleep(3 * WEIGHTS_TIMEOUT)
         if donor == FROZEN:
-            raise TransferError("too slow")
-        return CheckpointHeader(7, 1, 1, 1, b"h" * 32)
+            raise FetchError("too slow")
+        return Fetched(signed, index, {donor: 1}, 1, 0)
 
+    monkeypatch.setattr(weights_module, "ask_for_index", ask)
     monkeypatch.setattr(weights_module, "fetch_checkpoint", fetch)
     monkeypatch.setattr(member._membership, "current_round", lambda: 50)
     monkeypatch.setattr(member._membership, "donors", lambda after_round, stage: [FROZEN, MALLORY, ALICE])

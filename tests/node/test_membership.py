@@ -7,6 +7,7 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 from trio.testing import MockClock
@@ -16,7 +17,8 @@ from farandole.node.membership import ADDRESSES_INTERVAL, Membership
 from farandole.protocol.entries import Beat, CheckpointNotice, Kind, Member, Payload, StageLease
 from farandole.protocol.liveness import Liveness
 from farandole.protocol.stage_choice import Provider
-from farandole.protocol.transfers import CheckpointHeader
+
+from .checkpoints.files import index_of
 
 
 def make_membership(board: Board, gossip: Any, state: Any = None) -> Membership:
@@ -137,7 +139,11 @@ class Told:
 
 
 def notice(stage: int, round_index: int) -> CheckpointNotice:
-    return CheckpointNotice(round_index, stage, b"s" * 32, 1, 1, 1)
+    return CheckpointNotice(round_index, stage, id_of(round_index), 1, 1, 1)
+
+
+def id_of(round_index: int) -> bytes:
+    return bytes([round_index]) * 32
 
 
 class Staged:
@@ -148,9 +154,10 @@ class Staged:
         self.board = Board(say=lambda text: None)
         self.peers: list[frozenset[bytes]] = []
         self.nodes: list[tuple[frozenset[bytes], ...]] = []
-        host: Any = SimpleNamespace(author=ME, addresses=[])
+        self.host = SimpleNamespace(author=ME, addresses=[], connected=frozenset())
         state: Any = self.state
         gossip: Any = self.gossip
+        host: Any = self.host
         self.membership = Membership(
             host,
             state,
@@ -210,10 +217,14 @@ async def test_weights_come_from_the_stage_or_from_who_keeps_a_copy() -> None:
     node.state.tell(EVE, notice(1, 7), index=1)
     membership = node.membership
     assert membership.donors(0, 1) == [CYD, BOB]
-    assert membership.savers(1) == [CYD]
-    assert membership.backup_holders(1, 0) == [EVE, ANN]
-    assert membership.backup_holders(1, 5) == [EVE]
-    assert membership.savers(2) == membership.backup_holders(2, 0) == []
+    assert membership.announced(1) == {CYD: notice(1, 8)}
+    assert membership.notices(1) == {ANN: [notice(1, 5)], CYD: [notice(1, 8)], EVE: [notice(1, 7)]}
+    assert membership.holders(1, id_of(7)) == [EVE]
+    node.state.tell(ANN, notice(1, 7), index=1)
+    node.host.connected = frozenset((ANN,))
+    assert membership.holders(1, id_of(7)) == [ANN, EVE]
+    assert membership.announced(2) == {}
+    assert membership.holders(2, id_of(7)) == []
 
 
 async def test_who_moves_and_how_fast_each_is_comes_from_the_run_state() -> None:
@@ -226,16 +237,25 @@ async def test_who_moves_and_how_fast_each_is_comes_from_the_run_state() -> None
     assert node.membership.leases() == {ANN: StageLease(0, 2)}
 
 
-async def test_a_checkpoint_and_a_backup_are_announced_side_by_side() -> None:
+async def test_a_checkpoint_and_a_copy_are_announced_side_by_side() -> None:
     node = Staged()
     await node.membership.hold(2)
-    header = CheckpointHeader(4, 1, 1, 1, b"s" * 32)
-    node.membership.checkpoint_saved(2, header)
-    node.membership.checkpoint_saved(0, header, is_backup=True)
+    index = index_of(b"checkpoint")
+    node.membership.checkpoint_held(b"a" * 32, msgspec.structs.replace(index, stage=2), is_copy=False)
+    node.membership.checkpoint_held(b"b" * 32, index, is_copy=True)
     await node.membership.report_progress()
     await node.membership.report_progress()
     told = [payload for kind, payload in node.gossip.published if kind is Kind.CHECKPOINT]
-    assert sorted(payload.stage for payload in told if isinstance(payload, CheckpointNotice)) == [0, 2]
+    assert {payload.id: payload.stage for payload in told if isinstance(payload, CheckpointNotice)} == {
+        b"a" * 32: 2,
+        b"b" * 32: 0,
+    }
+    assert node.membership.told_checkpoints() == frozenset()
+    node.state.tell(ME, notice(2, 4))
+    node.state.tell(ME, notice(1, 5), index=1)
+    assert node.membership.told_checkpoints() == {id_of(4), id_of(5)}
+    assert node.membership.announced(2) == {ME: notice(2, 4)}
+    assert node.membership.notices(2) == {}
 
 
 async def test_a_speed_is_told_anew_when_it_has_changed() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
 import socket
@@ -20,6 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farandole.node.bulk_channel import BulkChannel, open_channel
+from farandole.node.checkpoints.fetching import fetch_checkpoint
+from farandole.node.checkpoints.giving import MAX_SERVED, BlockService
+from farandole.node.checkpoints.holdings import Holding
+from farandole.node.checkpoints.taking import Conditions
 from farandole.node.conversation import SILENT_FOR
 from farandole.node.figures import BYTES_PER_MBIT
 from farandole.node.host import open_host
@@ -32,11 +35,12 @@ from farandole.node.shaping import (
     Shaper,
     Shaping,
 )
-from farandole.node.transfers import MAX_DOWNLOADS_SERVED, SavedCheckpoint, TransferService, fetch_checkpoint
+from farandole.protocol.block_transfer import Question
 from farandole.protocol.bulk import Secrets
 from farandole.protocol.manifest import RoundConfig
 from farandole.protocol.record_layer import HEADER_BYTES, OVERHEAD_BYTES, RECORD_BYTES
-from farandole.protocol.transfers import CheckpointHeader
+
+from .checkpoints.files import RUN, checkpoint_bytes, hold
 
 PATIENCE = 30.0
 RATES = [2_000.0, 125_000.0, 1_250_000.0, 12_500_000.0, 1.25e9]
@@ -164,7 +168,7 @@ def test_no_partner_takes_a_flood_for_silence(mbit: float) -> None:
     """Each of the flows there may be has its next piece long before an exchange of 30 s takes another way."""
     shaper = Shaper(mbit * BYTES_PER_MBIT, Clock())
     shaper.charge(round(1_000 * shaper.rate))
-    waits = [shaper.reserve(shaper.quantum) for _ in range(1 + MAX_DOWNLOADS_SERVED)]
+    waits = [shaper.reserve(shaper.quantum) for _ in range(1 + MAX_SERVED)]
     assert max(waits) < SILENT_FOR * RoundConfig().exchange_seconds / 1.5
 
 
@@ -319,29 +323,30 @@ async def test_a_thread_that_waits_for_its_turn_ends_when_it_is_cancelled(is_sen
 
 
 async def test_a_checkpoint_between_two_hosts_counts_once(tmp_path: Path) -> None:
-    data = random.Random(1).randbytes(3 * MIB)
-    (tmp_path / "theirs").write_bytes(data)
-    header = CheckpointHeader(7, 350, 10_000, len(data), hashlib.sha256(data).digest())
+    content = checkpoint_bytes(3 * MIB // 16)
+    holding = hold(tmp_path / "theirs", content)
     alices, bobs = (Shaping(*(Shaper(clock=lambda: 0.0) for _ in range(2))) for _ in range(2))
     keys = [Ed25519PrivateKey.generate() for _ in range(2)]
 
-    async def checkpoint(stage: int) -> SavedCheckpoint:
-        return SavedCheckpoint(tmp_path / "theirs", header)
+    async def find(question: Question) -> Holding:
+        await trio.lowlevel.checkpoint()
+        return holding.hold()
 
     with trio.fail_after(PATIENCE):
         async with (
             open_host(keys[0], ["/ip4/127.0.0.1/tcp/0"], shaping=alices) as alice,
             open_host(keys[1], ["/ip4/127.0.0.1/tcp/0"], shaping=bobs) as bob,
         ):
-            TransferService(b"r" * 32, b"", checkpoint, alices.up).register(alice)
+            BlockService(RUN, find, alices).register(alice)
             bob.add_addresses(alice.author, alice.addresses)
+            conditions, donors = Conditions(bob, RUN, bobs), [alice.author]
             path = tmp_path / "ours"
-            await fetch_checkpoint(bob, alice.author, b"r" * 32, path, len(data), lambda *_: None, bobs.down)
-    assert path.read_bytes() == data
+            await fetch_checkpoint(conditions, holding.signed, holding.index, lambda: donors, lambda name: True, path)
+    assert path.read_bytes() == content
     for shaper in (alices.up, bobs.down):
-        assert len(data) < num_counted(shaper) < 1.01 * len(data)
+        assert len(content) < num_counted(shaper) < 1.02 * len(content)
     for shaper in (alices.down, bobs.up):
-        assert 0 < num_counted(shaper) < 0.01 * len(data)
+        assert 0 < num_counted(shaper) < 0.02 * len(content)
 
 
 @pytest.mark.parametrize("mbit", [0.5, 5, 500])

@@ -15,10 +15,9 @@ import trio
 from blake3 import blake3
 
 from farandole.node import trainer_messages as messages
-from farandole.node.checkpoints.folder import CheckpointFolder
+from farandole.node.checkpoints.folder import CheckpointFolder, saved_round
 from farandole.node.conversion import training_configs
 from farandole.node.trainer import Trainer, TrainerError, open_trainer
-from farandole.node.transfers import saved_round
 from farandole.protocol.manifest import Manifest, ModelConfig, manifest_from_dict
 from farandole.training.blocks import Content, content_of
 from farandole.training.learner import Learner, build_learner

@@ -25,10 +25,10 @@ from farandole.node.doctor.machine import check_data, check_disk, check_home, ch
 from farandole.node.exits import Exit
 from farandole.node.host import Host, open_host
 from farandole.node.identity import load_or_create_key, locked
+from farandole.node.manifests import ManifestService
 from farandole.node.settings import NodeSettings
 from farandole.node.shaping import Shaping
 from farandole.node.store import open_store
-from farandole.node.transfers import TransferService
 from farandole.protocol.invite import Invite, encode_invite
 from farandole.protocol.manifest import Manifest, ModelConfig, sign_manifest
 
@@ -53,11 +53,8 @@ async def open_peer() -> AsyncIterator[Host]:
     """A member of a run, as far as a newcomer sees it before it joins."""
     key = Ed25519PrivateKey.generate()
 
-    async def no_checkpoint(stage: int) -> None:
-        return None
-
     async with open_host(key, [LOOPBACK]) as host, open_connectivity(host, key, SIGNED.run_id, Shaping()):
-        TransferService(SIGNED.run_id, SIGNED.encode(), no_checkpoint).register(host)
+        ManifestService(SIGNED.run_id, SIGNED.encode()).register(host)
         yield host
 
 
