@@ -41,3 +41,11 @@ def test_protocol_imports_no_io() -> None:
         "print(sorted({'trio', 'libp2p', 'torch', 'sqlite3', 'asyncio'} & set(sys.modules)))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_the_image_is_built_of_all_that_the_package_needs() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    folders = {Path(folder).parts[0] for folder in settings["tool"]["setuptools"]["package-dir"].values()}
+    needed = {"pyproject.toml", "constraints.txt", settings["project"]["readme"], *settings["project"]["license-files"]}
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert kept == needed | folders
