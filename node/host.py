@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import TYPE_CHECKING, cast
+from weakref import WeakKeyDictionary
 
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -88,6 +89,7 @@ class Host:
         self._subscribers: set[ConnectionEvents] = set()
         self._told_connected: set[bytes] = set()
         self._observed_ips: list[str] = []
+        self._circuits: WeakKeyDictionary[YamuxConn, Circuit] = WeakKeyDictionary()  # that we dialled
         self._asides: dict[bytes, _Aside] = {}
         self._news = trio.Event()  # a connection has come or gone
         self.bulk_ports: set[int] = set()
@@ -394,13 +396,13 @@ class Host:
         return await self._dial_one(peer, address)
 
     async def _dial_one(self, peer: bytes, address: str) -> YamuxConn:
-        socket: Socket | Circuit
         target = dial_target(address, peer)
-        if target is None:
-            socket = await self.relays.open_circuit(peer, address)
-        else:
-            socket = Socket(await trio.open_tcp_stream(*target))
-        return await self.upgrade(socket, peer)
+        if target is not None:
+            return await self.upgrade(Socket(await trio.open_tcp_stream(*target)), peer)
+        circuit = await self.relays.open_circuit(peer, address)
+        muxed = await self.upgrade(circuit, peer)
+        self._circuits[muxed] = circuit
+        return muxed
 
     async def upgrade(self, socket: Socket | Circuit, peer: bytes | None) -> YamuxConn:
         """Authenticate and multiplex; with a peer as the end that dialled it. Closes the socket if this fails."""
@@ -558,13 +560,34 @@ class Host:
 
         Those on which bulk is under way last until there has been a direct one for ``after`` seconds.
         """
-        direct = [conn for conn in self._live_connections(peer) if not is_relayed(conn)]
-        since = min((cast("MendedConn", conn).opened_at for conn in direct), default=math.inf)
-        for connection in self._live_connections(peer):
-            streams = [cast("YamuxStream", cast("NetStream", each).muxed_stream) for each in connection.get_streams()]
-            is_over = trio.current_time() >= since + after or not any(stream.is_bulk for stream in streams)
-            if is_relayed(connection) and is_over:
-                cast("MendedConn", connection).event_closed.set()
+        live = [cast("MendedConn", conn) for conn in self._live_connections(peer)]
+        since = min((conn.opened_at for conn in live if not is_relayed(conn)), default=math.inf)
+        for conn in live:
+            if is_relayed(conn):
+                _retire(conn, since + after)
+
+    async def renew_worn(self, peer: bytes, after: float) -> None:
+        """Have another take the place of a circuit that we dialled and that nears its limits.
+
+        The old one ends as those of `retire_relayed` do. Raises whatever stands against another one.
+        """
+        relayed = [cast("MendedConn", conn) for conn in self._live_connections(peer) if is_relayed(conn)]
+        newest_at = max((conn.opened_at for conn in relayed), default=math.inf)
+        for conn in relayed:
+            circuit = self._circuits.get(conn.muxed_conn)
+            if circuit is None or not circuit.is_worn:
+                continue
+            if conn.opened_at < newest_at:
+                _retire(conn, newest_at + after)
+            else:
+                await self._swarm.add_conn(await self._dial_one(peer, str(circuit.addresses[0])), "outbound")
+
+
+def _retire(conn: MendedConn, at: float) -> None:
+    """End a connection, at once or at that time if there is bulk under way."""
+    streams = [cast("YamuxStream", each.muxed_stream) for each in conn.get_streams()]
+    if trio.current_time() >= at or not any(stream.is_bulk for stream in streams):
+        conn.event_closed.set()
 
 
 class _Aside:

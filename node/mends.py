@@ -8,7 +8,7 @@ a test can put the two side by side. What is mended, and where:
 - a length of 2^31 before authentication was allocated: `Socket` (reads are bounded, and few until the handshake is
   done), `BoundedCommunicator` (negotiation messages are short, and few);
 - the end of a connection was read a hundred times, and a message in more pieces than that was an error: `Socket.read`
-  gives the whole or an error;
+  gives the whole or an error (bounded_reads.py);
 - streams waited for their protocol in any number, and connections closed for newcomers by chance: `MendedConn` begins
   few at a time, `MendedSwarm` closes the one of least use;
 - plaintext was accepted: `MendedUpgrader` knows Noise and yamux, nothing else;
@@ -54,7 +54,6 @@ from libp2p.abc import (
 from libp2p.connection_types import ConnectionType
 from libp2p.custom_types import TProtocol
 from libp2p.host.basic_host import AddrsFactory, BasicHost
-from libp2p.io.abc import ReadWriteCloser
 from libp2p.io.exceptions import ConnectionClosedError
 from libp2p.network.config import ConnectionConfig
 from libp2p.network.connection.raw_connection import RawConnection
@@ -79,6 +78,7 @@ from farandole.protocol.identity import SMALL_ORDER_KEYS, public_key_of
 from farandole.protocol.token_bucket import TokenBucket
 
 from .admission import Handshakes, Turns, site_of
+from .bounded_reads import BoundedReads
 from .circuit import Circuit
 from .reuse import let_dials_share
 from .shaping import Shaping
@@ -99,11 +99,6 @@ if "LIBP2P_DEBUG" not in os.environ:
 
 # From accepting a socket to an authenticated, multiplexed connection. Five round trips at 400 ms fit twice.
 HANDSHAKE_TIMEOUT = 5.0
-# Everything read from a socket until then. Noise XX and the negotiation take about 600 bytes; one Noise message is at
-# most 65,537.
-MAX_HANDSHAKE_BYTES = 64 * 1024
-# One read from a socket: four Noise messages.
-READ_BYTES = 256 * 1024
 # A multistream message is a protocol id; go-libp2p allows 1,024 bytes too.
 MAX_NEGOTIATION_BYTES = 1024
 # Messages of one negotiation: the greeting, and proposals; who knows us proposes one.
@@ -141,17 +136,18 @@ ACCEPT_PAUSE = 0.5
 PEER_ADDRESS_TTL = 3600
 
 
-class Socket(ReadWriteCloser):
+class Socket(BoundedReads):
     """A TCP socket as the library reads it, with a bound on every read and on all reads of a handshake.
 
     With ``turns``, what comes before the handshake is done is taken up when it is this site's turn.
     """
 
+    transport = "tcp"
+
     def __init__(self, stream: trio.SocketStream, turns: Turns | None = None) -> None:
+        super().__init__()
         self._stream = stream
         self._turns = turns
-        self._buffer = b""
-        self._handshake_bytes_left: int | None = MAX_HANDSHAKE_BYTES
         self.num_received = 0
         self.waiting_since = math.inf
         try:
@@ -161,47 +157,22 @@ class Socket(ReadWriteCloser):
             self._remote = None
         self.site = site_of(self._remote[0] if self._remote else "")
 
-    def finish_handshake(self) -> None:
-        """The peer is authenticated: reads are no longer counted."""
-        self._handshake_bytes_left = None
-
-    async def read(self, n: int | None = None) -> bytes:
-        """Exactly n bytes, or what comes next; `ConnectionClosedError` if the connection ends before.
-
-        The library asks for what is missing a hundred times, also at the end, and gives up where a message comes in
-        more pieces than that: so it gets the whole, or an error.
-        """
-        if n is None:
-            self._buffer = self._buffer or await self._receive()
-        elif len(self._buffer) < n:
-            pieces, size = [self._buffer], len(self._buffer)
-            while size < n:
-                pieces.append(await self._receive())
-                size += len(pieces[-1])
-            self._buffer = b"".join(pieces)
-        data = self._buffer if n is None else self._buffer[:n]
-        self._buffer = self._buffer[len(data) :]
+    async def _receive(self) -> bytes:
+        is_shaking_hands = self.is_shaking_hands
+        data = await super()._receive()
+        self.num_received += len(data)
+        if is_shaking_hands and self._turns is not None:
+            await self._turns.take(self.site)
         return data
 
-    async def _receive(self) -> bytes:
-        left = self._handshake_bytes_left
-        if left is not None and left <= 0:
-            raise ConnectionClosedError("handshake too long", transport="tcp")
+    async def _receive_some(self, max_bytes: int) -> bytes:
         self.waiting_since = trio.current_time()
         try:
-            data = await self._stream.receive_some(READ_BYTES if left is None else min(left, READ_BYTES))
+            return bytes(await self._stream.receive_some(max_bytes))
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             raise ConnectionClosedError("connection reset", transport="tcp") from error
         finally:
             self.waiting_since = math.inf
-        if not data:
-            raise ConnectionClosedError("connection closed", transport="tcp")
-        self.num_received += len(data)
-        if left is not None:
-            self._handshake_bytes_left = left - len(data)
-            if self._turns is not None:
-                await self._turns.take(self.site)
-        return bytes(data)
 
     async def write(self, data: bytes) -> None:
         """All of it; `ConnectionClosedError` when the connection is gone, at whichever end."""
@@ -616,6 +587,13 @@ class MendedSwarm(Swarm):
         else:
             return False
         return True
+
+    def _best_connection(self, connections: list[INetConn]) -> INetConn:
+        """The library's choice; but the newest of relayed ones, as a circuit is replaced before it ends."""
+        direct = [each for each in connections if each.get_connection_type() is not ConnectionType.RELAYED]
+        if direct:
+            return super()._best_connection(direct)
+        return max(connections, key=lambda each: cast("MendedConn", each).opened_at)
 
     async def dial_peer(self, peer_id: ID) -> list[INetConn]:
         """Connect to a peer by the host's own rules."""

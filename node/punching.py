@@ -66,6 +66,7 @@ class Puncher:
         self._reachability = reachability
         self._backoff = Backoff(FIRST_RETRY_AFTER, MAX_RETRY_AFTER)
         self._under_way: set[bytes] = set()
+        self._renewing: set[bytes] = set()
         host.is_out_of_reach = self._is_out_of_reach
         host.set_handler(DCUTR_PROTOCOL, self._answer)
 
@@ -79,6 +80,7 @@ class Puncher:
                         self._host.retire_relayed(peer, RETIRE_AFTER)
                     else:
                         self._begin(peer, nursery)
+                        nursery.start_soon(self._renew, peer)
                 await trio.sleep(CHECK_INTERVAL)
 
     async def _watch(self, nursery: trio.Nursery) -> None:
@@ -86,6 +88,18 @@ class Puncher:
             async for peer, is_connected in events:
                 if is_connected and not self._host.is_direct(peer):
                     self._begin(peer, nursery)
+
+    async def _renew(self, peer: bytes) -> None:
+        """Keep a relayed connection longer than its relay would."""
+        if peer in self._renewing:
+            return
+        self._renewing.add(peer)
+        try:
+            await self._host.renew_worn(peer, RETIRE_AFTER)
+        except Exception as error:  # whatever the handshakes raise
+            logger.debug("no other circuit to %s: %r", short_name(peer), error)
+        finally:
+            self._renewing.discard(peer)
 
     def _begin(self, peer: bytes, nursery: trio.Nursery) -> None:
         is_due = self._backoff.is_due(peer, self._path(), trio.current_time())

@@ -151,7 +151,8 @@ class RelayClient:
                     raise
         except (RemoteProtocolError, trio.TooSlowError, trio.BrokenResourceError) as error:
             raise PeerUnreachableError(f"the relay {short_name(relay)} does not connect us: {error!r}") from error
-        return Circuit(stream, address.partition("/p2p-circuit")[0] + "/p2p-circuit")
+        where = address.partition("/p2p-circuit")[0] + "/p2p-circuit"
+        return Circuit(stream, where, answer.max_bytes, answer.max_seconds)
 
     async def _accept(self, stream: Stream) -> None:
         """A relay passes somebody on to us: shake hands, and keep the circuit for as long as the connection."""

@@ -192,6 +192,42 @@ async def test_circuits_end_with_their_time_or_when_idle(limits: Limits) -> None
             await until(lambda: relay.server.num_circuits == 0)
 
 
+async def test_a_circuit_near_its_limits_is_replaced_while_it_is_in_use() -> None:
+    with trio.fail_after(20):
+        limits = Limits(circuit_bytes=1_000_000)
+        async with open_relay(limits) as relay, open_home() as alice, open_home() as bob:
+            bob.set_handler(ECHO, echo)
+            await alice.connect(bob.author, [await reserve(bob, relay.host)])
+            old = await alice.open_stream(bob.author, ECHO)
+            old.is_bulk = True
+            await old.send_all(b"x")
+            assert await old.receive_some() == b"x"
+            await alice.renew_worn(bob.author, after=60)
+            assert relay.server.num_circuits == 1  # it is not worn yet
+            for _ in range(85):
+                await old.send_all(bytes(5_000))
+                num_back = 0
+                while num_back < 5_000:
+                    num_back += len(await old.receive_some())
+            await alice.renew_worn(bob.author, after=60)
+            assert relay.server.num_circuits == 2
+            for host, peer in ((alice, bob), (bob, alice)):  # both take the new one from now on
+                peer.set_handler(ECHO, echo)
+                async with await host.open_stream(peer.author, ECHO) as stream:
+                    await stream.send_all(bytes(150_000))
+                    num_back = 0
+                    while num_back < 150_000:
+                        num_back += len(await stream.receive_some())
+            await alice.renew_worn(bob.author, after=60)
+            await old.send_all(b"y")  # what is under way goes on
+            assert await old.receive_some() == b"y"
+            await old.aclose()
+            await until(lambda: not any(old_conn.get_streams() for old_conn in alice._live_connections(bob.author)))
+            await alice.renew_worn(bob.author, after=60)
+            await until(lambda: relay.server.num_circuits == 1)
+            assert alice.path(bob.author) == "relayed"
+
+
 async def test_a_relay_that_dies_takes_its_circuits_and_reservations_along_and_nothing_else() -> None:
     with trio.fail_after(20):
         async with open_home() as alice, open_home() as bob:
