@@ -43,11 +43,14 @@ class LearnerProcess(TrainerProcess):
         # worked for somebody else, says nothing of how long to pause.
         self._step_seconds = deque[float](maxlen=STEPS_REMEMBERED)
 
-    def _take_inner_steps(self, command: Train) -> tuple[int, float]:
+    def _take_inner_steps(self, command: Train) -> tuple[int, float | None]:
         steps = 0
         losses: Tensor | float = 0.0  # their sum stays on the device: reading it would wait for the step
         is_over = False
         while not is_over and (command.max_steps == 0 or steps < command.max_steps):
+            if self._is_dry:
+                is_over = self._wait_for_slices(command.round)
+                continue
             step_started_at = time.monotonic()
             losses = self._learner.learn() + losses
             steps += 1
@@ -57,7 +60,20 @@ class LearnerProcess(TrainerProcess):
             pause = (self._slow - 1.0) * min(self._step_seconds)
             self._busy_seconds += seconds + pause
             is_over = self._is_round_over(command.round, step_started_at + seconds + pause)
-        return steps, _mean(losses, steps)
+        return steps, _mean(losses, steps) if steps else None
+
+    @property
+    def _is_dry(self) -> bool:
+        slices = self._learner.slices
+        return slices is not None and not slices.has_more
+
+    def _wait_for_slices(self, round_index: int) -> bool:
+        """Until there is something to learn from, or the round ends; whether that."""
+        self._report_slices()
+        while self._is_dry and (command := self._channel.poll(None)) is not None:
+            if self._obey(command, round_index):
+                return True
+        return False
 
     def _is_round_over(self, round_index: int, pause_until: float) -> bool:
         """Between two inner steps: obey what has come and what comes during the pause; whether the round ends."""

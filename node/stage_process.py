@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from farandole.protocol.manifest import Manifest
-from farandole.training.errors import ActivationError
+from farandole.training.errors import ActivationError, NoSliceError
 from farandole.training.stage_worker import StageWorker, build_stage_worker
 
 from .conversion import pipeline_config, training_configs
@@ -49,6 +49,8 @@ class StageProcess(TrainerProcess):
                 case Work():
                     problem = self._work(told)
                     self._spend(started_at)
+                    if told.work == "keep" or problem:
+                        self._report_slices()
                     self._channel.send(Worked(problem))
                 case TakeInnerStep():
                     is_taken = self._worker.step()
@@ -86,7 +88,7 @@ class StageProcess(TrainerProcess):
                     worker.backward(told.slot, incoming, outgoing)
                 case "keep" | "drop":
                     worker.settle(told.slot, told.work == "keep")
-        except ActivationError as error:
+        except (ActivationError, NoSliceError) as error:
             return str(error)
         return ""
 

@@ -89,6 +89,13 @@ class UseFragment(msgspec.Struct, frozen=True, tag=True):
     fragment: int
 
 
+class DrawSlices(msgspec.Struct, frozen=True, tag=True):
+    """From now on the batches are these slices, (first, count) each, without those that were drawn already."""
+
+    epoch: int
+    ranges: list[tuple[int, int]]
+
+
 class Work(msgspec.Struct, frozen=True, tag=True):
     """Compute something for the microbatch in a slot; of a stage, between `Train` and `FinishRound`."""
 
@@ -166,6 +173,7 @@ Command = (
     Prepare
     | Train
     | UseFragment
+    | DrawSlices
     | Work
     | TakeInnerStep
     | FinishRound
@@ -210,6 +218,10 @@ class Prepared(msgspec.Struct, frozen=True, tag=True):
     tokens: int
     activation_bytes: int = 0
     """Of one microbatch, as it travels; 0 where the model is not cut."""
+    num_slices: int = 0
+    """Of an epoch; 0 where the run counts none, or this stage draws no data."""
+    corpus: bytes = b""
+    """Hash of this node's text, where there are slices."""
     resumed: Saved | None = None
     """The checkpoint that it goes on from, checked; None: from the run's seed."""
     problem: str = ""
@@ -226,6 +238,13 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
     loss: float | None
     """Mean of the round; None where none is known: at all stages but the first."""
     tokens_per_second: float
+
+
+class SlicesTrained(msgspec.Struct, frozen=True, tag=True):
+    """These slices, (first, count) each, have been trained on since the last such report."""
+
+    epoch: int
+    ranges: list[tuple[int, int]]
 
 
 class Worked(msgspec.Struct, frozen=True, tag=True):
@@ -311,6 +330,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 Report = (
     Prepared
     | Progress
+    | SlicesTrained
     | Worked
     | InnerStepTaken
     | Contributed

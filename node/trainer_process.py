@@ -40,6 +40,7 @@ from .trainer_channel import Channel
 from .trainer_messages import (
     Command,
     Contributed,
+    DrawSlices,
     Encoded,
     FinishRound,
     OuterStepTaken,
@@ -52,6 +53,7 @@ from .trainer_messages import (
     Saved,
     Screen,
     Screened,
+    SlicesTrained,
     Steps,
     Stop,
     TakeIn,
@@ -112,6 +114,8 @@ class TrainerProcess(abc.ABC):
                 inner_steps=replica.steps,
                 tokens=replica.tokens,
                 activation_bytes=activation_bytes,
+                num_slices=0 if replica.slices is None else replica.slices.num_slices,
+                corpus=b"" if replica.slices is None else replica.slices.corpus,
                 resumed=resumed,
                 problem=problem,
             )
@@ -174,6 +178,9 @@ class TrainerProcess(abc.ABC):
                 self._channel.send(self._validate(num_batches))
             case Ping():
                 self._channel.send(Pong())
+            case DrawSlices(epoch, ranges):
+                if self._replica.slices is not None:
+                    self._replica.slices.assign(epoch, ranges)
             case FinishRound() | UseFragment() | Work() | TakeInnerStep():
                 pass  # it crossed our contribution: the round was over by its steps already
             case Prepare() | Stop():
@@ -189,6 +196,7 @@ class TrainerProcess(abc.ABC):
             self._began_at = started_at
         busy_before = self._busy_seconds
         steps, loss = self._take_inner_steps(command)
+        self._report_slices()
         seconds = time.monotonic() - started_at
         while replica.awaits_outer_step and (late := self._channel.poll(None)) is not None:
             self._obey(late, command.round)
@@ -225,6 +233,7 @@ class TrainerProcess(abc.ABC):
         if now - self._reported_at < PROGRESS_INTERVAL:
             return
         self._reported_at = now
+        self._report_slices()
         replica = self._replica
         self._channel.send(
             Progress(
@@ -236,6 +245,12 @@ class TrainerProcess(abc.ABC):
                 tokens_per_second=(replica.tokens - self._tokens_before) / (now - self._round_began_at),
             )
         )
+
+    def _report_slices(self) -> None:
+        """What has been trained on, if there is anything to say."""
+        slices = self._replica.slices
+        if slices is not None and (ranges := slices.take_trained()):
+            self._channel.send(SlicesTrained(slices.epoch, ranges))
 
     def _begin_encoding(self, round_index: int) -> None:
         """On a GPU, the next round's inner steps need not wait for it."""
@@ -271,7 +286,7 @@ class TrainerProcess(abc.ABC):
             case UseFragment():
                 if command.round == round_index:
                     self._fragment = command.fragment
-            case TakeIn() | Ping():
+            case TakeIn() | DrawSlices() | Ping():
                 self.handle(command)
             case Screen() | TakeOuterStep() if self._replica.awaits_outer_step:  # of the round before
                 self.handle(command)

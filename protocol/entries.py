@@ -102,13 +102,24 @@ class Progress(Payload, frozen=True):
     bytes_received: Count
 
 
+class LeasedSlices(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Consecutive slices of the data; the first ``done`` of them are trained on."""
+
+    first: Small
+    count: Small
+    done: Small = 0
+
+
 class Lease(Payload, frozen=True):
-    """I am reading this slice of the data."""
+    """Slot 0: these slices of the data are mine. The others: which parts of the epoch are done, as far as I know."""
 
     epoch: Small
-    first: Count
-    count: Count
-    done: Count
+    corpus: Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
+    """Hash of the author's text: slices of another text are other slices."""
+    leases: Annotated[tuple[LeasedSlices, ...], msgspec.Meta(max_length=8)] = ()
+    """In the order in which they are taken; slot 0 alone."""
+    done: Annotated[bytes, msgspec.Meta(max_length=192)] = b""
+    """A bit for each section (`farandole.protocol.leases`), the least significant of the first byte first."""
 
 
 class CheckpointNotice(Payload, frozen=True):
@@ -191,7 +202,7 @@ RULES: dict[Kind, Rule] = {
     Kind.MEMBER: Rule(Member, slots=1, quantum=5, ttl=_HOUR, max_bytes=512, is_metered=False),
     Kind.BEAT: Rule(Beat, slots=1, quantum=1, ttl=2 * _MINUTE, max_bytes=64, is_metered=False),
     Kind.PROGRESS: Rule(Progress, slots=1, quantum=60, ttl=7 * _DAY, max_bytes=64, is_metered=True),
-    Kind.LEASE: Rule(Lease, slots=8, quantum=5, ttl=_HOUR, max_bytes=256, is_metered=False),
+    Kind.LEASE: Rule(Lease, slots=8, quantum=2, ttl=_HOUR, max_bytes=256, is_metered=False),
     Kind.CHECKPOINT: Rule(CheckpointNotice, slots=4, quantum=10, ttl=_DAY, max_bytes=256, is_metered=True),
     Kind.REPORT: Rule(Report, slots=32, quantum=60, ttl=_DAY, max_bytes=256, is_metered=True),
     Kind.AUDIT: Rule(Audit, slots=32, quantum=5, ttl=_HOUR, max_bytes=512, is_metered=False),

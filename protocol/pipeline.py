@@ -77,6 +77,8 @@ MAX_OUTCOMES = 4_096
 # How long a node waits for an answer before it asks the origin again, and before it tries a lost link again.
 ASK_INTERVAL = 1.0
 RETRY_INTERVAL = 2.0
+# A trainer that could not draw, for want of data say, is asked again after so long.
+DRAW_INTERVAL = 0.5
 # A node whose round is further from ours is of another time: its activations would be of other weights.
 MAX_ROUNDS_APART = 10
 
@@ -130,6 +132,7 @@ class Pipeline:
             num_coming=self._num_coming,
         )
         self._ahead = MIN_AHEAD
+        self._draw_after = -math.inf
         self._outputs: list[Output] = []
         self._now = 0.0
 
@@ -499,6 +502,8 @@ class Pipeline:
     def _may_draw(self) -> bool:
         if self._settings.stage or not self._free_slots or not self._schedule.may_begin(self._now):
             return False
+        if self._now < self._draw_after:
+            return False
         links = self._links.values()
         num_credits = sum(link.free for link in links if link.is_upstream and link.wait_until <= self._now)
         return num_credits > sum(1 for m in self._microbatches.values() if m.step in (Step.STARTING, Step.ROUTING))
@@ -522,6 +527,7 @@ class Pipeline:
             return
         if problem and work in ("draw", "forward"):
             microbatch.has_begun = False  # the trainer has kept nothing
+            self._draw_after = self._now + DRAW_INTERVAL
         if microbatch.is_kept is not None:  # dropped meanwhile
             self._tell_trainer(microbatch)
         elif problem:
@@ -646,7 +652,12 @@ class Pipeline:
 
     def _next_deadline(self) -> float:
         """When something is due, or can be tried again; what was due by now has been done."""
-        times = [*self._schedule.deadlines, self._schedule.drain_until + GRACE_SECONDS, *self._dial_after.values()]
+        times = [
+            self._draw_after,
+            *self._schedule.deadlines,
+            self._schedule.drain_until + GRACE_SECONDS,
+            *self._dial_after.values(),
+        ]
         times += [link.wait_until for link in self._links.values()]
         for microbatch in self._microbatches.values():
             times += (microbatch.deadline, microbatch.ask_at)

@@ -35,6 +35,8 @@ class DataConfig:
     """``stdlib``: the sources of this Python; ``text``: files or folders that the volunteer names."""
     held_out: float = 0.05
     """Share of the documents that no node trains on, chosen by the hash of their names."""
+    epochs: int = 0
+    """How often the run trains on the whole of the text, slice by slice; 0: each node draws on its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

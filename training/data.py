@@ -1,10 +1,15 @@
-"""Text to batches. The position in the data is one number, the inner step, so there is nothing to save or resume.
+"""Text to batches. The position in the data is a number or two, so there is nothing to save or resume.
 
 Documents are tokenised once into one array, a separator after each. Which of them nobody trains on is decided by the
 hash of their names, so all nodes with the same text hold out the same. Batch number ``step`` of an author consists of
 windows at places drawn from a generator keyed with (run id, author, step): the same on every machine and in any
 order, and another author's are independent of it. The numbers come from Philox's raw output (Random123, SC'11), which
 numpy never changes, rather than from numpy's distributions, which it may.
+
+Where the run counts *epochs*, its nodes deal the text out instead. It is cut into windows, one after the other, and
+each epoch puts them into an order of its own (`farandole.training.permutation`), the same for all. A *slice* is a batch
+of that order, known by epoch and number. So documents are then read in the order of their names, wherever they lie, and
+their hash, the *corpus*, says who has the same text: only with those can slices be shared.
 """
 
 from __future__ import annotations
@@ -21,6 +26,8 @@ import numpy.typing as npt
 
 from .config import DataConfig, InnerConfig, ModelConfig, TokenizerConfig
 from .errors import DataError
+from .permutation import permute
+from .slices import SliceQueue
 from .tokenizer import Tokenizer, load_tokenizer
 
 # Text is held in memory whole; what lies beyond this is not read. Volunteers' machines have some gigabytes to spare.
@@ -30,6 +37,8 @@ DOCUMENT_BYTES = 64 * 1024
 # Folders without text worth learning: other people's packages, tests (half the library, much of it data), build files.
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 _HELD_OUT_KEY = b"held out"
+# Of SHA-256: tells texts apart by accident, not by design; who lies about his text could as well not train.
+CORPUS_BYTES = 8
 
 Tokens = npt.NDArray[np.integer]
 
@@ -49,6 +58,8 @@ class Text:
     training: Tokens
     held_out: Tokens
     num_documents: int
+    corpus: bytes = b""
+    """Hash of all documents with their names, 8 bytes; empty unless asked for."""
 
 
 def stdlib_documents() -> Iterator[Document]:
@@ -111,24 +122,41 @@ def load_text(config: DataConfig, tokenizer: Tokenizer, paths: Sequence[Path] = 
     if config.source == "text" and not paths:
         raise DataError("this run trains on text that each node brings: name files or folders with --data")
     documents = text_documents(paths) if config.source == "text" else stdlib_documents()
-    return tokenise(documents, tokenizer, config.held_out)
+    return tokenise(documents, tokenizer, config.held_out, is_shared=config.epochs > 0)
 
 
-def tokenise(documents: Iterable[Document], tokenizer: Tokenizer, held_out: float) -> Text:
-    """Documents as two token arrays, at most `MAX_TEXT_BYTES` of text."""
+def tokenise(documents: Iterable[Document], tokenizer: Tokenizer, held_out: float, *, is_shared: bool = False) -> Text:
+    """Documents as two token arrays, at most `MAX_TEXT_BYTES` of text.
+
+    ``is_shared``: in the order of their names, and with the corpus' hash, so that all who have the same documents have
+    the same `Text`.
+    """
     dtype = np.min_scalar_type(tokenizer.vocabulary - 1)
-    training: list[Tokens] = [np.empty(0, dtype)]
-    holding_out: list[Tokens] = [np.empty(0, dtype)]
-    num_documents = num_bytes = 0
+    parts: list[tuple[str, bytes, Tokens]] = []
+    num_bytes = 0
     for document in documents:
         if num_bytes + len(document.text) > MAX_TEXT_BYTES:
             break
         num_bytes += len(document.text)
-        num_documents += 1
-        part = holding_out if is_held_out(document.name, held_out) else training
-        part.append(tokenizer.encode(document.text).astype(dtype))
-        part.append(np.array([tokenizer.separator], dtype))
-    return Text(np.concatenate(training), np.concatenate(holding_out), num_documents)
+        tokens = np.append(tokenizer.encode(document.text).astype(dtype), np.array([tokenizer.separator], dtype))
+        parts.append((document.name, hashlib.sha256(document.text).digest() if is_shared else b"", tokens))
+    corpus = b""
+    if is_shared:
+        parts.sort(key=lambda part: part[:2])
+        corpus = _corpus(parts)
+    training: list[Tokens] = [np.empty(0, dtype)]
+    holding_out: list[Tokens] = [np.empty(0, dtype)]
+    for name, _, tokens in parts:
+        (holding_out if is_held_out(name, held_out) else training).append(tokens)
+    return Text(np.concatenate(training), np.concatenate(holding_out), len(parts), corpus)
+
+
+def _corpus(parts: Iterable[tuple[str, bytes, Tokens]]) -> bytes:
+    digest = hashlib.sha256(b"farandole/corpus/1")
+    for name, text_digest, _ in parts:
+        encoded = os.fsencode(name)
+        digest.update(len(encoded).to_bytes(4, "little") + encoded + text_digest)
+    return digest.digest()[:CORPUS_BYTES]
 
 
 def draw(length: int, count: int, *key: bytes) -> npt.NDArray[np.int64]:
@@ -167,6 +195,20 @@ class Sampler:
         """Tokens (B, T + 1) of inner step ``step``."""
         return self._windows(self._text.training, *self._key, step.to_bytes(8, "little"))
 
+    def slices(self, num_parts: int = 1) -> SliceQueue:
+        """Those of this text, none of them to be drawn yet: batches of windows that cover it."""
+        return SliceQueue(-(-self._num_windows // self.batch_size), self._text.corpus, num_parts)
+
+    @property
+    def _num_windows(self) -> int:
+        return (len(self._text.training) - 1) // self.context
+
+    def slice_batch(self, epoch: int, index: int) -> npt.NDArray[np.int64]:
+        """Tokens (B, T + 1) of slice ``index`` of an epoch; the last one is filled up with windows of the first."""
+        places = (index * self.batch_size + np.arange(self.batch_size)) % self._num_windows
+        order = permute(places, self._num_windows, self._key[0], epoch.to_bytes(8, "little"))
+        return _cut_out(self._text.training, order * self.context, self.context)
+
     def held_out_batch(self, index: int) -> npt.NDArray[np.int64]:
         """Held-out batch number ``index``, (B, T + 1): the same for every author, run and step.
 
@@ -181,8 +223,12 @@ class Sampler:
 
     def _windows(self, tokens: Tokens, *key: bytes) -> npt.NDArray[np.int64]:
         starts = draw(len(tokens) - self.context, self.batch_size, *key)  # (B)
-        windows: npt.NDArray[np.int64] = tokens[starts[:, None] + np.arange(self.context + 1)].astype(np.int64)
-        return windows  # (B, T + 1)
+        return _cut_out(tokens, starts, self.context)
+
+
+def _cut_out(tokens: Tokens, starts: npt.NDArray[np.int64], context: int) -> npt.NDArray[np.int64]:
+    windows: npt.NDArray[np.int64] = tokens[starts[:, None] + np.arange(context + 1)].astype(np.int64)
+    return windows  # (B, T + 1)
 
 
 def build_sampler(

@@ -11,6 +11,10 @@ class DataError(TrainingError):
     """This node's text or tokenizer is missing, too small, or not the run's."""
 
 
+class NoSliceError(TrainingError):
+    """No slice of the data is this node's now; there may be one soon."""
+
+
 class DivergedError(TrainingError):
     """This node's own weights are no longer finite: its learning rate is too high, or its hardware errs."""
 

@@ -43,8 +43,18 @@ class Learner(Replica):
         self._forward = cast("nn.Module", torch.compile(self._module)) if is_compiled else self._module
 
     def learn(self) -> Tensor:
-        """One inner step on the next batch; returns the loss before it, a scalar left on the device (no waiting)."""
-        batch = self._sampler.batch(self.steps)  # (B, T + 1)
+        """One inner step on the next batch; returns the loss before it, a scalar left on the device (no waiting).
+
+        Raises `NoSliceError` if there is none now.
+        """
+        if self.slices is None:
+            return self._learn(self._sampler.batch(self.steps))
+        epoch, index, part = self.slices.draw()
+        loss = self._learn(self._sampler.slice_batch(epoch, index))
+        self.slices.settle(epoch, index, part, is_kept=True)
+        return loss
+
+    def _learn(self, batch: Tokens) -> Tensor:
         self.clear_gradient()
         losses = [self._add_gradient(part, share) for part, share in self._microbatches(batch)]
         self.inner_step(self._sampler.batch_size * self._sampler.context)
@@ -106,7 +116,7 @@ def build_learner(
     chosen = choose_device(device)
     sampler = build_sampler(model, inner, data, tokenizer, run_id, author, text_paths, tokenizer_path)
     module = build_module(model, seed)
-    return Learner(
+    learner = Learner(
         module,
         inner,
         outer,
@@ -116,3 +126,6 @@ def build_learner(
         microbatch_size=microbatch_size,
         is_compiled=is_compiled,
     )
+    if data.epochs:
+        learner.slices = sampler.slices()
+    return learner

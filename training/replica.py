@@ -34,6 +34,7 @@ from .errors import CodecError, DivergedError, ScreeningError
 from .inner import adamw_, decay_, fused_adamw_, learning_rate, ramp
 from .parameters import flatten_, layout_of
 from .partner import PartnerContribution
+from .slices import SliceQueue
 from .snapshot import Snapshot, SnapshotMemory
 from .start import load_start
 
@@ -67,6 +68,8 @@ class Replica:
         self.steps = 0
         self.tokens = 0
         self.tokens_this_round = 0
+        self.slices: SliceQueue | None = None
+        """What it learns from, where the run counts epochs and this replica draws data."""
         self._inner = inner
         self._outer = outer
         self._run_id = run_id

@@ -64,6 +64,8 @@ class _Microbatch:
     """Of the inner step to which it belongs, from the first one of this life."""
     tokens: Tensor | None = None
     """(B, T + 1), where it was drawn."""
+    drawn: tuple[int, int, int] | None = None
+    """Its epoch, slice and part, where the run counts epochs and it was drawn here."""
     x: Tensor | None = None
     """The stage's input (B, T, C); None where it is the tokens."""
     y: Tensor | None = None
@@ -132,19 +134,28 @@ class StageWorker(Replica):
         """Begin the next microbatch of this replica's data, and write its activations to ``out``.
 
         ``is_following``: for the inner step after the next one that is taken; only where steps overlap.
-        Microbatches are consecutive parts of the batches that a learner of the whole model would have.
+        Microbatches are consecutive parts of the batches that a learner of the whole model would have. Raises
+        `NoSliceError` if there is none now.
         """
         if self._sampler is None:
             raise TrainingError("only stage 0 draws data")
         size = self._pipeline.microbatch_size
-        num_parts = self._sampler.batch_size // size
-        number = max(self._num_drawn, self.steps * num_parts)  # after a restart: past those of earlier steps
-        batch, part = divmod(number, num_parts)
-        tokens = self._sampler.batch(batch)[part * size : (part + 1) * size]  # (B, T + 1)
         microbatch = self._new_microbatch(is_following)
-        microbatch.tokens = torch.as_tensor(tokens).to(self.device.torch_device)
-        self._start(slot, microbatch, out)
-        self._num_drawn = number + 1
+        if self.slices is None:
+            num_parts = self._sampler.batch_size // size
+            number = max(self._num_drawn, self.steps * num_parts)  # after a restart: past those of earlier steps
+            index, part = divmod(number, num_parts)
+            batch = self._sampler.batch(index)
+            self._num_drawn = number + 1
+        else:
+            microbatch.drawn = epoch, index, part = self.slices.draw()
+            batch = self._sampler.slice_batch(epoch, index)
+        microbatch.tokens = torch.as_tensor(batch[part * size : (part + 1) * size]).to(self.device.torch_device)
+        try:
+            self._start(slot, microbatch, out)
+        except ActivationError:
+            self._settle_slice(microbatch, is_kept=False)
+            raise
 
     def forward(self, slot: int, data: Buffer, out: Buffer, *, is_following: bool = False) -> None:
         """Take the activations ``data`` through this stage, and write those that come out to ``out``.
@@ -184,7 +195,9 @@ class StageWorker(Replica):
     def settle(self, slot: int, is_kept: bool) -> None:
         """A microbatch is at its end: its gradient stays in the sum, or what is there of it is taken out again."""
         microbatch = self._microbatches.pop(slot)
-        if is_kept and microbatch.is_whole:
+        is_kept = is_kept and microbatch.is_whole
+        self._settle_slice(microbatch, is_kept=is_kept)
+        if is_kept:
             self._num_summed[self._index(microbatch)] += 1
         else:
             if microbatch.last is not None:
@@ -192,6 +205,10 @@ class StageWorker(Replica):
             if microbatch.y_gradient is not None:
                 self._add(microbatch, -microbatch.y_gradient)
         microbatch.version.num_users -= 1
+
+    def _settle_slice(self, microbatch: _Microbatch, *, is_kept: bool) -> None:
+        if microbatch.drawn is not None and self.slices is not None:
+            self.slices.settle(*microbatch.drawn, is_kept=is_kept)
 
     def step(self) -> bool:
         """The inner step with the mean of the gradients in the sum. Not if there are none, or if they are not finite.
@@ -323,7 +340,7 @@ def build_stage_worker(
     sampler = None
     if stage == 0:
         sampler = build_sampler(model, inner, data, tokenizer, run_id, author, text_paths, tokenizer_path)
-    return StageWorker(
+    worker = StageWorker(
         build_stage(model, seed, stage),
         model,
         inner,
@@ -333,3 +350,6 @@ def build_stage_worker(
         run_id=run_id,
         device=choose_device(device),
     )
+    if sampler is not None and data.epochs:
+        worker.slices = sampler.slices(inner.batch_size // pipeline.microbatch_size)
+    return worker

@@ -1,0 +1,609 @@
+"""Who trains on which slices of the data, so that each slice is trained on once an epoch, whoever comes and goes.
+
+A node *leases* a run of consecutive sections (`farandole.protocol.slices`) by an entry in the run state, waits until
+the others have mostly heard of it, and trains; in the entry it says how far it is. Two that lease the same, because
+neither had heard of the other, both know it soon, and one of them gives way: by rendezvous hashing (Thaler and
+Ravishankar, 1998), so both judge alike, whatever time it is. A lease is as good as its holder: when it is dead, or has
+left, what it has not said to have done is free. So an epoch ends with every slice done at least once, and more often
+only what nodes have done since they last spoke when they died, or while the network was cut in two.
+
+Leases are sized for a few heartbeats' work, and become smaller towards the end of an epoch, so that all end at about
+the same time (guided self-scheduling: Polychronopoulos and Kuck, 1987). The next epoch begins when all is done.
+
+**What is remembered.** What a node has heard from a lease to be done, it keeps, and says it in entries of its own, with
+all else that it knows to be done, a bit a section. So it outlives the entries of those who did it. A newcomer believes
+these when a few authors say so.
+
+**Whom to believe.** Who says that it has trained on its leases is believed, as it is by its partners: nobody can tell.
+What a peer can do beyond that is bounded. Leases that are too large, or too many, are nobody's. A single author's bits
+do not count in a run of several. The epoch is what the median says. Who holds a lease and does not finish it holds up
+the end of an epoch for `Leases.patience`, once, and no more: then his leases are done by others, as by the backup tasks
+of MapReduce (Dean and Ghemawat, 2004).
+
+Sans-IO: `handle(event, now)`, with `Ticked` once a second or so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from .entries import Kind, Lease, LeasedSlices
+from .identity import framed
+from .slices import DoneSlices, Sections, next_bit, part_mask, parts, run_length
+from .state import RunState
+
+# Until a lease has come to everybody: some pushes of the run state, a second apart at most.
+SETTLE_SECONDS = 5.0
+# A lease is work for so many heartbeats, so that there is little more to say of it than those say; and for so long at
+# least, since the next one has to settle meanwhile.
+LEASE_PERIODS = 6.0
+MIN_LEASE_SECONDS = 3 * SETTLE_SECONDS
+# The next lease is claimed when the work left is for less than this.
+CLAIM_AHEAD_SECONDS = 2 * SETTLE_SECONDS
+# Leases that are not finished, of one node: the one that it works on, and the next.
+MAX_UNFINISHED = 2
+# A lease has one in sixteen of an epoch's sections at most: with two, a peer can keep an eighth from the others.
+MAX_SHARE = 16
+# Finished leases that are still told of; older ones are in the bits.
+MAX_FINISHED = 5
+# So many authors must say that a section is done, of whom nobody has heard it as a lease's; fewer in runs of fewer.
+MAX_WITNESSES = 3
+# Each node tells what it knows to be done so often, if there is news: a second for each node of the run, so that this
+# takes a few kilobytes a second of each at any size.
+MIN_REFRESH_SECONDS = 30.0
+# An entry lives for an hour: three may be lost.
+MAX_REFRESH_SECONDS = 900.0
+# Who was not asked anything for so long was asleep, and others have its leases.
+ASLEEP_SECONDS = 60.0
+# How far it is, a node says once a heartbeat, and not more often than its entries' ticks allow.
+MIN_ANNOUNCE_SECONDS = 5.0
+# Over how long a node's pace is taken: several rounds, with the exchanges between them.
+PACE_SECONDS = 240.0
+# Of so many places for a lease, the one with the most room is taken: nodes that look at once look elsewhere.
+NUM_PLACES = 4
+
+
+# Events
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A new entry of the run state, of anybody; this node's own ones of earlier lives as well."""
+
+    author: bytes
+    index: int
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """The trainer has trained on these slices: (first, count) each."""
+
+    epoch: int
+    ranges: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked:
+    """A second or so has passed."""
+
+    live: frozenset[bytes]
+    """The live members that draw data, this node excluded."""
+    period: float
+    """Seconds between heartbeats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """This node trains no more."""
+
+
+Event = Heard | Trained | Ticked | Left
+
+
+# Outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """Write this entry."""
+
+    index: int
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """These are the slices to train on now: (first, count) each. None: wait."""
+
+    epoch: int
+    ranges: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EpochBegan:
+    """Of the next epoch; or the last one is over, if it is the run's number of epochs."""
+
+    epoch: int
+
+
+Output = Announce | Assign | EpochBegan
+
+
+@dataclass(slots=True)
+class _OwnLease:
+    """From ``first`` up to ``end``; what of it is done, `DoneSlices` knows."""
+
+    first: int
+    end: int
+    settled_at: float
+
+
+@dataclass(slots=True)
+class _Peer:
+    """What another author last said, of this epoch."""
+
+    claims: tuple[LeasedSlices, ...] = ()
+    """What it has not finished, if that can be respected."""
+    mask: int = 0
+    """The sections of these."""
+    told: int = 0
+    """The sections that it has said to be done."""
+    parts: dict[int, bytes] = field(default_factory=dict)
+
+
+class Leases:
+    """One node's leases, see above. ``corpus``: hash of its text. ``exchange_seconds``: as in the manifest."""
+
+    def __init__(
+        self, author: bytes, corpus: bytes, num_slices: int, num_epochs: int, *, exchange_seconds: float = 0.0
+    ) -> None:
+        self.corpus = corpus
+        self.num_epochs = num_epochs
+        self.epoch = 0
+        self.sections = Sections(num_slices)
+        self.done = DoneSlices(self.sections)
+        self._author = author
+        self._exchange_seconds = exchange_seconds
+        self._heard: dict[bytes, dict[int, Lease]] = {}
+        self._corpora: dict[bytes, bytes] = {}  # of those whose text is another
+        self._live: frozenset[bytes] = frozenset()
+        self._period = 10.0
+        self._ticked_at: float | None = None
+        self._has_left = False
+        self._pace = _Pace()
+        self._assigned: tuple[int, tuple[tuple[int, int], ...]] = (0, ())  # epoch, (first, end) of leases
+        self._announced: Lease | None = None
+        self._announced_at = self._refreshed_at = 0.0
+        self._is_urgent = True
+        self._forget_epoch()
+
+    def _forget_epoch(self) -> None:
+        self.done = DoneSlices(self.sections)
+        self._peers: dict[bytes, _Peer] = {}
+        self._witnessed = [0] * MAX_WITNESSES  # by one author at least, by two, ...
+        self._own: list[_OwnLease] = []
+        self._finished: list[LeasedSlices] = []
+        self._cursor: int | None = None
+        self._num_claims = 0
+        self._completed_at: float | None = None
+        self._idle_since: float | None = None
+        self._waited_for: frozenset[bytes] = frozenset()
+        self._overdue: frozenset[bytes] = frozenset()
+        self._told_parts: dict[int, bytes] = {}
+
+    def handle(self, event: Event, now: float) -> list[Output]:
+        """What to do now."""
+        match event:
+            case Heard(author, index, lease):
+                self._hear(author, index, lease)
+                return []
+            case Trained(epoch, ranges):
+                self._note_trained(epoch, ranges, now)
+                return []
+            case Ticked(live, period):
+                self._live, self._period = live, period
+                return [] if self._has_left else list(self._tick(now))
+            case Left():
+                return list(self._leave(now))
+
+    # For people
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all epochs are."""
+        return self.epoch >= self.num_epochs
+
+    @property
+    def num_leased(self) -> int:
+        """Slices that this node has leased, and not trained on yet."""
+        return sum(self._left(lease) for lease in self._own)
+
+    def _left(self, lease: _OwnLease) -> int:
+        return max(0, lease.end - self.done.next(lease.first))
+
+    @property
+    def strangers(self) -> frozenset[bytes]:
+        """Live members whose text is another: slices are not shared with them."""
+        return frozenset(self._corpora.keys() & self._live)
+
+    @property
+    def patience(self) -> float:
+        """Seconds that this node waits, with nothing left to lease, for those who hold the rest."""
+        return 2 * self._lease_seconds + 2 * self._exchange_seconds
+
+    @property
+    def _lease_seconds(self) -> float:
+        return max(MIN_LEASE_SECONDS, LEASE_PERIODS * self._period)
+
+    # What others say
+
+    def _hear(self, author: bytes, index: int, lease: Lease) -> None:
+        if lease.corpus != self.corpus:
+            if author != self._author and index == 0:
+                self._corpora[author] = lease.corpus
+            return
+        self._corpora.pop(author, None)
+        self._heard.setdefault(author, {})[index] = lease
+        if lease.epoch == self.epoch:
+            self._take_in(author, index, lease)
+        elif lease.epoch > self.epoch and author in self._peers:  # all is done, it says: believe it of its own leases
+            for slices in self._peers[author].claims:
+                self.done.add_lease(slices.first, slices.first + slices.count)
+            self._peers[author].claims, self._peers[author].mask = (), 0
+        elif author == self._author and self.epoch < lease.epoch <= self.num_epochs:
+            self._begin_epoch(lease.epoch)
+
+    def _take_in(self, author: bytes, index: int, lease: Lease) -> None:
+        if author == self._author:
+            self._take_in_own(index, lease)
+            return
+        peer = self._peers.setdefault(author, _Peer())
+        if index:
+            said = part_mask(index - 1, lease.done) & self.sections.all & ~peer.told
+            peer.told |= said
+            for number in range(MAX_WITNESSES - 1, 0, -1):
+                self._witnessed[number] |= self._witnessed[number - 1] & said
+            self._witnessed[0] |= said
+            return
+        fit = [slices for slices in lease.leases if self._is_fit(slices)]
+        for slices in fit:
+            self.done.add_lease(slices.first, slices.first + slices.done)
+        peer.claims = tuple(slices for slices in fit if slices.done < slices.count)[:MAX_UNFINISHED]
+        peer.mask = 0
+        for slices in peer.claims:
+            peer.mask |= self.sections.mask(slices.first + slices.done, slices.first + slices.count)
+
+    def _is_fit(self, slices: LeasedSlices) -> bool:
+        """Whether an honest node may have such a lease."""
+        end = slices.first + slices.count
+        if slices.done > slices.count or end > self.sections.num_slices or not slices.count:
+            return False
+        return self.sections.of(end - 1) - self.sections.of(slices.first) < self._max_sections
+
+    @property
+    def _max_sections(self) -> int:
+        return max(1, self.sections.count // MAX_SHARE)
+
+    def _take_in_own(self, index: int, lease: Lease) -> None:
+        """Of an earlier life: go on where that was. Nobody else can have written it."""
+        if index:
+            self.done.add_sections(part_mask(index - 1, lease.done))
+            return
+        for slices in lease.leases:
+            self.done.add_lease(slices.first, slices.first + slices.done)
+        if not self._own:
+            self._own = [
+                _OwnLease(slices.first + slices.done, slices.first + slices.count, 0.0)
+                for slices in lease.leases
+                if slices.done < slices.count and self._is_fit(slices)
+            ][:MAX_UNFINISHED]
+
+    def _respected(self) -> Iterator[tuple[bytes, _Peer]]:
+        """Those whose leases count."""
+        for author, peer in self._peers.items():
+            if peer.mask and author in self._live and author not in self._overdue:
+                yield author, peer
+
+    def _believe_witnesses(self) -> None:
+        """What enough authors say to be done, is: enough is half of those who take part, and never many."""
+        num_others = sum(1 for author in self._peers if author in self._live)
+        needed = max(1, min(MAX_WITNESSES, -(-num_others // 2)))
+        self.done.add_sections(self._witnessed[needed - 1])
+
+    # Time
+
+    def _tick(self, now: float) -> Iterator[Output]:
+        was_asleep = self._ticked_at is not None and now - self._ticked_at > ASLEEP_SECONDS
+        self._ticked_at = now
+        if was_asleep:
+            self._own.clear()
+            self._is_urgent = True
+        self._believe_witnesses()
+        self._finish_leases()
+        yield from self._follow_epoch(now)
+        if not self.is_over:
+            self._give_way(now)
+            self._trim()
+            self._claim(now)
+        yield from self._assign(now)
+        yield from self._announce(now)
+
+    def _follow_epoch(self, now: float) -> Iterator[Output]:
+        """To the next one when all is done, and the others have heard it of our leases; or to where the others are."""
+        others = median_epoch(self._heard, self._live)
+        epoch = self.epoch
+        if others is not None and others > epoch:
+            epoch = min(others, self.num_epochs)
+        elif self.done.is_complete and not self.is_over:
+            if self._completed_at is None:
+                self._completed_at, self._is_urgent = now, True
+            if now - self._completed_at >= SETTLE_SECONDS:
+                epoch += 1
+        if epoch != self.epoch:
+            self._begin_epoch(epoch)
+            yield EpochBegan(epoch)
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self._is_urgent = True
+        self._forget_epoch()
+        for author, entries in self._heard.items():
+            for index, lease in list(entries.items()):
+                if lease.epoch == epoch:
+                    self._take_in(author, index, lease)
+                elif lease.epoch < epoch:
+                    del entries[index]
+
+    # The own leases
+
+    def _note_trained(self, epoch: int, ranges: Iterable[tuple[int, int]], now: float) -> None:
+        if epoch != self.epoch:
+            return
+        for first, count in ranges:
+            for index in range(first, first + count):
+                self.done.add(index)
+            self._pace.note(count, now)
+
+    def _finish_leases(self) -> None:
+        """Put aside what is done; with what others have done of it meanwhile."""
+        for lease in list(self._own):
+            if not self._left(lease):
+                self._own.remove(lease)
+                self._put_aside(lease.first, lease.end)
+
+    def _put_aside(self, first: int, end: int) -> None:
+        if first < end:
+            self._finished.append(LeasedSlices(first, end - first, end - first))
+
+    def _give_way(self, now: float) -> None:
+        """Where another one's lease is on the same sections, and its hash is less."""
+        own_mask = 0
+        for lease in self._own:
+            own_mask |= self.sections.mask(self.done.next(lease.first), lease.end)
+        for author, peer in self._respected():
+            if not peer.mask & own_mask:
+                continue
+            for slices in peer.claims:
+                for lease in list(self._own):
+                    self._give_way_to(author, slices, lease, now)
+
+    def _give_way_to(self, author: bytes, slices: LeasedSlices, lease: _OwnLease, now: float) -> None:
+        sections, position = self.sections, self.done.next(lease.first)
+        theirs = sections.mask(slices.first + slices.done, slices.first + slices.count)
+        contested = theirs & sections.mask(position, lease.end)
+        last = contested.bit_length() - 1  # the first one changes while we work, and each of us sees that later
+        if not contested or self._rank(self._author, last) < self._rank(author, last):
+            return
+        first = next_bit(contested, 0)
+        assert first is not None
+        begin, rest = max(position, sections.begin(first)), sections.end(last)
+        place = self._own.index(lease)
+        self._own.remove(lease)
+        if begin > position:
+            self._own.insert(place, _OwnLease(lease.first, begin, lease.settled_at))
+            place += 1
+        else:
+            self._put_aside(lease.first, position)
+        if rest < lease.end and len(self._own) < MAX_UNFINISHED:
+            self._own.insert(place, _OwnLease(rest, lease.end, max(now, lease.settled_at)))
+        self._is_urgent = True
+
+    def _rank(self, author: bytes, section: int) -> bytes:
+        """32 bytes that nobody chooses."""
+        number = self.epoch.to_bytes(4, "big") + section.to_bytes(4, "big")
+        return hashlib.sha256(framed(b"farandole/lease/1", author, number)).digest()
+
+    def _trim(self) -> None:
+        """Give back what is too much, now that it is known how fast this node is."""
+        pace = self._pace.slices_per_second
+        if pace is None:
+            return
+        budget = int(2 * self._lease_seconds * pace)
+        for lease in self._own:
+            last = self.done.next(lease.first) + budget
+            if last < lease.end and (end := self.sections.end(self.sections.of(last))) < lease.end:
+                lease.end = end
+                self._is_urgent = True
+            budget = max(0, budget - self._left(lease))
+
+    def _claim(self, now: float) -> None:
+        """Lease more, if there will be nothing left to do soon."""
+        pace = self._pace.slices_per_second
+        is_enough = self.num_leased > (0 if pace is None else CLAIM_AHEAD_SECONDS * pace)
+        if is_enough or len(self._own) >= MAX_UNFINISHED:
+            self._idle_since = None
+            return
+        free = self._free()
+        if not free:
+            self._wait(now)
+            return
+        self._idle_since = None
+        first = self._place(free)
+        last = first + min(run_length(free, first), self._wanted(free)) - 1
+        for section in range(first + 1, last + 1):
+            if section in self.done.fronts:
+                last = section - 1
+                break
+        self._cursor = last + 1
+        begin = self.done.next(self.sections.begin(first))
+        self._own.append(_OwnLease(begin, self.sections.end(last), now + SETTLE_SECONDS))
+        self._is_urgent = True
+
+    def _free(self) -> int:
+        taken = self.done.whole
+        for _, peer in self._respected():
+            taken |= peer.mask
+        for lease in self._own:
+            taken |= self.sections.mask(self.done.next(lease.first), lease.end)
+        return self.sections.all & ~taken
+
+    def _place(self, free: int) -> int:
+        """Where to lease: behind the last lease, or else where the hash says and there is much room."""
+        if self._cursor is not None and free >> self._cursor & 1:
+            return self._cursor
+        best, most = 0, 0
+        for _ in range(NUM_PLACES):
+            self._num_claims += 1
+            start = int.from_bytes(self._rank(self._author, self._num_claims)[:8], "big") % self.sections.count
+            place = next_bit(free, start)
+            if place is None:
+                place = next_bit(free, 0)
+            assert place is not None, "something is free"
+            if (room := run_length(free, place)) > most:
+                best, most = place, room
+        return best
+
+    def _wanted(self, free: int) -> int:
+        """Sections of the next lease: some heartbeats' work, or this node's part of half of what is left."""
+        share = -(-free.bit_count() // (2 * (len(self._live) + 1)))
+        pace = self._pace.slices_per_second
+        if pace is None:
+            return max(1, min(share, self._max_sections))
+        least, most = (
+            -(-int(seconds * pace) // self.sections.size) for seconds in (CLAIM_AHEAD_SECONDS, self._lease_seconds)
+        )
+        return max(1, min(max(share, least), most, self._max_sections))
+
+    def _wait(self, now: float) -> None:
+        """All is done, or leased by others. Who holds it and does not finish it is not waited for much longer."""
+        if self._own:
+            self._idle_since = None
+        elif self._idle_since is None:
+            self._idle_since = now
+            self._waited_for = frozenset(author for author, _ in self._respected())
+        elif now - self._idle_since > self.patience:
+            self._overdue |= self._waited_for
+            self._idle_since = None
+
+    def _assign(self, now: float) -> Iterator[Output]:
+        bounds = tuple((lease.first, lease.end) for lease in self._own if now >= lease.settled_at)
+        if (self.epoch, bounds) != self._assigned:
+            self._assigned = (self.epoch, bounds)
+            if bounds:
+                self._pace.go_on(now)
+            else:
+                self._pace.pause()
+            yield self.assignment()
+
+    def assignment(self) -> Assign:
+        """What is left of that which was last assigned: a new trainer begins with it."""
+        epoch, bounds = self._assigned
+        left = [(self.done.next(first), end) for first, end in bounds] if epoch == self.epoch else []
+        return Assign(epoch, tuple((first, end - first) for first, end in left if first < end))
+
+    # What this node says
+
+    def _announce(self, now: float) -> Iterator[Output]:
+        refresh_seconds = min(MAX_REFRESH_SECONDS, max(MIN_REFRESH_SECONDS, float(len(self._live))))
+        if now - self._refreshed_at >= refresh_seconds or len(self._finished) > MAX_FINISHED:
+            is_old = now - self._refreshed_at >= MAX_REFRESH_SECONDS
+            self._refreshed_at = now
+            yield from self._announce_parts(is_old=is_old)
+        if len(self._finished) > MAX_FINISHED:
+            del self._finished[:-2]
+        lease = self._entry()
+        age = now - self._announced_at
+        is_due = self._is_urgent or age >= max(self._period, MIN_ANNOUNCE_SECONDS)
+        if (is_due and lease != self._announced) or age >= MAX_REFRESH_SECONDS:
+            self._announced, self._announced_at, self._is_urgent = lease, now, False
+            yield Announce(0, lease)
+
+    def _announce_parts(self, *, is_old: bool) -> Iterator[Output]:
+        for part, raw in enumerate(parts(self.done.whole)):
+            if raw and (is_old or raw != self._told_parts.get(part)):
+                self._told_parts[part] = raw
+                yield Announce(part + 1, Lease(self.epoch, self.corpus, (), raw))
+
+    def _entry(self) -> Lease:
+        unfinished = tuple(
+            LeasedSlices(lease.first, count := lease.end - lease.first, count - self._left(lease))
+            for lease in self._own
+        )
+        return Lease(self.epoch, self.corpus, (*self._finished, *unfinished))
+
+    def _leave(self, now: float) -> Iterator[Output]:
+        """Release what is not done."""
+        self._has_left = True
+        for lease in self._own:
+            self._put_aside(lease.first, min(self.done.next(lease.first), lease.end))
+        self._own.clear()
+        yield from self._announce_parts(is_old=False)
+        del self._finished[: -MAX_FINISHED - MAX_UNFINISHED]
+        yield Announce(0, self._entry())
+
+    def saved(self) -> list[tuple[int, Lease]]:
+        """What `Heard` of this author would restore, in a life that begins when the run state has forgotten it."""
+        bits = [(part + 1, Lease(self.epoch, self.corpus, (), raw)) for part, raw in enumerate(parts(self.done.whole))]
+        return [(0, self._entry()), *bits]
+
+
+class _Pace:
+    """How fast this node trains, over the last minutes in which it had something to train on."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._count = 0.0
+        self._since: float | None = None
+
+    @property
+    def slices_per_second(self) -> float | None:
+        """None: not known yet."""
+        return self._count / self._seconds if self._count and self._seconds else None
+
+    def go_on(self, now: float) -> None:
+        """There is something to train on."""
+        if self._since is None:
+            self._since = now
+
+    def pause(self) -> None:
+        """There is nothing."""
+        self._since = None
+
+    def note(self, count: int, now: float) -> None:
+        """So many slices more; the time since the last ones is theirs."""
+        if self._since is None:
+            return
+        self._seconds += now - self._since
+        self._count += count
+        self._since = now
+        if self._seconds > PACE_SECONDS:  # the older half counts half
+            self._seconds, self._count = self._seconds / 2, self._count / 2
+
+
+def news(state: RunState, seen: dict[tuple[bytes, int], int], *, of: bytes | None = None) -> Iterator[Heard]:
+    """What the run state has of leases that ``seen`` (author and slot -> tick) has not, of one author or of all."""
+    entries = state.entries(Kind.LEASE) if of is None else state.entries_of(of)
+    for entry in entries:
+        if entry.kind is Kind.LEASE and seen.get((entry.author, entry.index)) != entry.tick:
+            seen[entry.author, entry.index] = entry.tick
+            yield Heard(entry.author, entry.index, entry.payload)
+
+
+def median_epoch(heard: Mapping[bytes, Mapping[int, Lease]], live: Iterable[bytes]) -> int | None:
+    """Where the run is, by what its live members say, the lower one of two; None if nobody says anything."""
+    epochs = [heard[author][0].epoch for author in live if author in heard and 0 in heard[author]]
+    return int(statistics.median_low(epochs)) if epochs else None

@@ -1,0 +1,149 @@
+"""Which slices of an epoch are done: as much as need be known, in a kilobyte or so.
+
+An epoch has up to a million slices, each of which one node trains on once. They are grouped into at most
+`MAX_SECTIONS` *sections* of consecutive slices. Leases begin where a section's undone rest begins, and are worked off
+from the front, so what is done of a section is a front part of it: a number for those few that are begun, and a bit for
+those that are whole. A run with fewer slices has sections of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+# What one author can tell in its entries: seven of 192 bytes (`farandole.protocol.entries`, LEASE but for slot 0).
+PART_BYTES = 192
+NUM_PARTS = 7
+SECTIONS_OF_PART = 8 * PART_BYTES
+MAX_SECTIONS = NUM_PARTS * SECTIONS_OF_PART
+
+
+class Sections:
+    """How slices are grouped: the same for all nodes that have the same text."""
+
+    def __init__(self, num_slices: int) -> None:
+        self.num_slices = num_slices
+        self.size = -(-num_slices // MAX_SECTIONS)
+        self.count = -(-num_slices // self.size)
+        self.all = (1 << self.count) - 1
+        """A bit for each, as in all masks here."""
+
+    def of(self, index: int) -> int:
+        """The section of a slice."""
+        return index // self.size
+
+    def begin(self, section: int) -> int:
+        """Its first slice."""
+        return section * self.size
+
+    def end(self, section: int) -> int:
+        """The slice after its last one."""
+        return min((section + 1) * self.size, self.num_slices)
+
+    def mask(self, first: int, end: int) -> int:
+        """The sections of which there are slices from ``first`` up to ``end``."""
+        return _ones(self.of(first), self.of(end - 1) + 1) if first < end else 0
+
+
+class DoneSlices:
+    """A set of slices that only grows."""
+
+    def __init__(self, sections: Sections) -> None:
+        self.sections = sections
+        self.whole = 0
+        """The sections that are done."""
+        self.fronts: dict[int, int] = {}
+        """Section -> how many of its slices are done, for those that are begun and not whole."""
+        self._ahead: set[int] = set()  # done, but some before them in their section are not
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all are done."""
+        return self.whole == self.sections.all
+
+    @property
+    def count(self) -> int:
+        """Slices that are done."""
+        sections, last = self.sections, self.sections.count - 1
+        whole = self.whole.bit_count() * sections.size
+        if self.whole >> last & 1:
+            whole -= sections.begin(last) + sections.size - sections.num_slices
+        return whole + sum(self.fronts.values())
+
+    def next(self, index: int) -> int:
+        """The first slice from ``index`` on that is not done; the number of slices, if there is none."""
+        sections = self.sections
+        if index >= sections.num_slices:
+            return sections.num_slices
+        section = sections.of(index)
+        if not self.whole >> section & 1:
+            return max(index, sections.begin(section) + self.fronts.get(section, 0))
+        following = next_bit(~self.whole & sections.all, section)
+        if following is None:
+            return sections.num_slices
+        return sections.begin(following) + self.fronts.get(following, 0)
+
+    def add(self, index: int) -> None:
+        """One slice is done."""
+        section = self.sections.of(index)
+        begin = front = self.sections.begin(section)
+        front += self.fronts.get(section, 0)
+        if self.whole >> section & 1 or index < front:
+            return
+        self._ahead.add(index)
+        while front in self._ahead:
+            self._ahead.discard(front)
+            front += 1
+        if front > begin:
+            self._set_front(section, front)
+
+    def add_lease(self, first: int, end: int) -> None:
+        """Those from ``first`` up to ``end`` are done, and so is what is before them in their section.
+
+        (Who leases from the middle of a section on has heard that the rest is done.)
+        """
+        if first >= end:
+            return
+        sections, last = self.sections, self.sections.of(end - 1)
+        self.add_sections(_ones(sections.of(first), last))
+        self._set_front(last, end)
+
+    def add_sections(self, mask: int) -> None:
+        """These are done."""
+        if mask & ~self.whole:
+            self.whole |= mask & self.sections.all
+            self.fronts = {section: done for section, done in self.fronts.items() if not self.whole >> section & 1}
+            self._ahead = {index for index in self._ahead if not self.whole >> self.sections.of(index) & 1}
+
+    def _set_front(self, section: int, front: int) -> None:
+        if front >= self.sections.end(section):
+            self.add_sections(1 << section)
+        elif not self.whole >> section & 1:
+            self.fronts[section] = max(self.fronts.get(section, 0), front - self.sections.begin(section))
+
+
+def next_bit(mask: int, position: int) -> int | None:
+    """Of the least bit that is set in ``mask`` from ``position`` on; None if there is none."""
+    rest = mask >> position
+    return position + (rest & -rest).bit_length() - 1 if rest else None
+
+
+def run_length(mask: int, position: int) -> int:
+    """How many bits are set one after the other from ``position`` on."""
+    rest = ~(mask >> position)
+    return (rest & -rest).bit_length() - 1
+
+
+def parts(mask: int) -> Iterator[bytes]:
+    """A mask cut into `NUM_PARTS` for as many entries, without zeros at their ends."""
+    for part in range(NUM_PARTS):
+        bits = mask >> part * SECTIONS_OF_PART & _ones(0, SECTIONS_OF_PART)
+        yield bits.to_bytes(-(-bits.bit_length() // 8), "little")
+
+
+def part_mask(part: int, raw: bytes) -> int:
+    """The mask of one of these parts."""
+    return int.from_bytes(raw, "little") << part * SECTIONS_OF_PART
+
+
+def _ones(first: int, end: int) -> int:
+    return (1 << end) - (1 << first) if first < end else 0

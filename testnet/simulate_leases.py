@@ -1,0 +1,169 @@
+"""Data leases under simulation: many nodes train on the slices of an epoch, die, leave and join, in virtual time.
+
+Each node is one of `farandole.testnet.simulate_state`, whose run state is really signed, pushed and synced over a bad
+network, with the leases' machine on top, and the very queue that a trainer draws from. A slice takes as long as the
+node's pace says. What each trainer trains on is counted here.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from farandole.protocol.entries import Kind, Lease
+from farandole.protocol.leases import Announce, Assign, Event, Leases, Left, Ticked, Trained, news
+from farandole.training.slices import SliceQueue
+
+from .simulate_state import SimulatedNode, World
+
+CORPUS = b"one text"
+TICK_SECONDS = 1.0
+
+
+class LeasingNode:
+    """A node that trains ``pace`` slices a second while it has any, until it is stopped."""
+
+    def __init__(self, epochs: Epochs, node: SimulatedNode, pace: float) -> None:
+        self.node = node
+        self.pace = pace
+        self.leases = Leases(node.author, epochs.corpus, epochs.num_slices, epochs.num_epochs)
+        self.is_training = True
+        """Whether its trainer works; if not, it leases and never trains."""
+        self._epochs = epochs
+        self._queue = SliceQueue(epochs.num_slices, epochs.corpus)
+        self._credit = 0.0
+        self._seen: dict[tuple[bytes, int], int] = {}
+        self._unwritten: dict[int, Lease] = {}
+
+    def start(self) -> None:
+        """From now on, while the node lives."""
+        self._epochs.world.simulation.call_every(TICK_SECONDS, self._tick)
+
+    def leave(self) -> None:
+        """In good order: the leases are handed over."""
+        self._report()
+        self._handle(Left())
+        self._write()
+
+    def _tick(self) -> bool:
+        if not self.node.is_running:
+            return False
+        for heard in news(self.node.state, self._seen):
+            if heard.author != self.node.author:
+                self._handle(heard)
+        self._train()
+        self._report()
+        liveness = self.node.gossip.liveness
+        self._handle(Ticked(frozenset(liveness.live(self.node.clock.monotonic())), liveness.period))
+        self._write()
+        return True
+
+    def _train(self) -> None:
+        if not self.is_training or not self._queue.has_more:
+            self._credit = 0.0
+            return
+        self._credit += self.pace * TICK_SECONDS
+        while self._credit >= 1.0 and self._queue.has_more:
+            self._credit -= 1.0
+            epoch, index, part = self._queue.draw()
+            self._queue.settle(epoch, index, part, is_kept=True)
+            self._epochs.counts[epoch][index] += 1
+
+    def _report(self) -> None:
+        if ranges := self._queue.take_trained():
+            self._handle(Trained(self._queue.epoch, tuple(ranges)))
+
+    def _handle(self, event: Event) -> None:
+        for output in self.leases.handle(event, self.node.clock.monotonic()):
+            match output:
+                case Announce(index, lease):
+                    self._unwritten[index] = lease
+                case Assign(epoch, ranges):
+                    self._queue.assign(epoch, ranges)
+
+    def _write(self) -> None:
+        """What may be written already; the newest of each slot."""
+        for index, lease in list(self._unwritten.items()):
+            if self.node.writer.delay(Kind.LEASE, index, self.node.clock.unix()) <= 0:
+                self.node.publish(Kind.LEASE, index, lease)
+                del self._unwritten[index]
+
+
+@dataclass
+class Epochs:
+    """A run of ``num_epochs`` of ``num_slices`` each, in a world whose nodes are settled already."""
+
+    world: World
+    num_slices: int
+    num_epochs: int = 1
+    corpus: bytes = CORPUS
+    paces: tuple[float, float] = (0.5, 5.0)
+    """Slices a second, of the slowest and the fastest node."""
+    counts: list[Counter[int]] = field(default_factory=list)
+    """Epoch -> slice -> how often it was trained on."""
+    nodes: list[LeasingNode] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.counts = [Counter() for _ in range(self.num_epochs)]
+        self._rng = random.Random(f"{self.world.simulation.seed} paces")
+
+    def begin(self, node: SimulatedNode, pace: float | None = None) -> LeasingNode:
+        """A node begins to train."""
+        leasing = LeasingNode(self, node, self._rng.uniform(*self.paces) if pace is None else pace)
+        self.nodes.append(leasing)
+        leasing.start()
+        return leasing
+
+    def join(self, preparation: float = 10.0) -> None:
+        """A newcomer syncs its run state, and trains when it has got its weights."""
+        node = self.world.add_node()
+        node.start(self.world.contacts())
+        self.world.simulation.call_after(preparation, lambda: self.begin(node) if node.is_running else None)
+
+    def replace(self, *, leaves: bool) -> None:
+        """One node dies, or leaves in good order, and another one joins."""
+        leasing = self.world.simulation.rng.choice(self.living)
+        if leaves:
+            leasing.leave()
+            self.world.simulation.call_after(TICK_SECONDS, leasing.node.stop)
+        else:
+            leasing.node.stop()
+        self.join()
+
+    @property
+    def living(self) -> list[LeasingNode]:
+        """Those whose node runs."""
+        return [leasing for leasing in self.nodes if leasing.node.is_running]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all living nodes know that it is."""
+        return all(leasing.leases.is_over for leasing in self.living)
+
+    def play(self, seconds: float) -> float:
+        """Until it is over, or for so long; virtual seconds that it took."""
+        began_at = self.world.simulation.now
+        self.world.simulation.run_until(began_at + seconds, self._is_over_now())
+        return self.world.simulation.now - began_at
+
+    def _is_over_now(self) -> Callable[[], bool]:
+        next_at = self.world.simulation.now
+
+        def check() -> bool:
+            nonlocal next_at
+            if self.world.simulation.now < next_at:
+                return False
+            next_at = self.world.simulation.now + TICK_SECONDS
+            return self.is_over
+
+        return check
+
+    def missed(self, epoch: int = 0) -> int:
+        """Slices that nobody trained on."""
+        return self.num_slices - len(self.counts[epoch])
+
+    def mean(self, epoch: int = 0) -> float:
+        """How often a slice was trained on."""
+        return self.counts[epoch].total() / self.num_slices

@@ -1,0 +1,100 @@
+"""Whole epochs of many nodes that come and go, in virtual time; what counts is what the trainers drew."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from farandole.testnet.simulate_leases import Epochs
+from farandole.testnet.simulate_state import World
+
+MAX_MEAN = 1.1
+
+
+def epochs_of(
+    seed: int, num_nodes: int, seconds: float, *, base_period: float = 2.0, num_slices: int | None = None
+) -> Epochs:
+    """About ``seconds`` of work for these nodes, who all begin at once."""
+    world = World(seed, num_nodes, loss=0.03, base_period=base_period)
+    world.settle()
+    epochs = Epochs(world, num_slices or int(num_nodes * 2.75 * seconds))
+    for node in list(world.nodes):
+        epochs.begin(node)
+    return epochs
+
+
+def replace_a_third(epochs: Epochs, seconds: float) -> None:
+    """One after the other; two in three die, the third leaves."""
+    number = len(epochs.world.nodes) // 3
+    for index in range(number):
+        at = seconds * (0.1 + 0.8 * index / number)
+        epochs.world.simulation.call_at(at, partial(epochs.replace, leaves=index % 3 == 2))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_third_of_the_nodes_is_replaced_in_an_epoch(seed: int) -> None:
+    epochs = epochs_of(seed, 9, seconds=100.0)
+    replace_a_third(epochs, 100.0)
+    seconds = epochs.play(600.0)
+    assert epochs.is_over
+    assert epochs.missed() == 0
+    assert epochs.mean() <= MAX_MEAN
+    assert seconds <= 200.0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("num_nodes", "seconds", "num_seeds"), [(24, 200.0, 10), (100, 400.0, 3), (300, 600.0, 1)])
+def test_a_third_of_many_nodes_is_replaced_in_an_epoch(num_nodes: int, seconds: float, num_seeds: int) -> None:
+    """Prints its figures."""
+    for seed in range(num_seeds):
+        epochs = epochs_of(seed, num_nodes, seconds, base_period=10.0)
+        replace_a_third(epochs, seconds)
+        took = epochs.play(6 * seconds)
+        print(
+            f"\n{num_nodes} nodes, {num_nodes // 3} replaced, {epochs.num_slices:,} slices, seed {seed}: over after "
+            f"{took:.0f} s, {epochs.missed()} missed, each trained on {epochs.mean():.4f} times"
+        )
+        assert epochs.is_over
+        assert epochs.missed() == 0
+        assert epochs.mean() <= MAX_MEAN
+
+
+def test_a_network_cut_in_two_does_no_more_twice_than_both_did_meanwhile() -> None:
+    epochs = epochs_of(1, 8, seconds=120.0)
+    simulation, network = epochs.world.simulation, epochs.world.network
+    half = [node.author for node in epochs.world.nodes[:4]]
+    simulation.call_at(40.0, lambda: network.partition([half]))
+    simulation.call_at(60.0, network.heal)
+    epochs.play(600.0)
+    assert epochs.is_over
+    assert epochs.missed() == 0
+    assert epochs.mean() <= MAX_MEAN + 20.0 / 120.0
+
+
+def test_one_after_the_other_two_epochs_and_nobody_mixes_them_up() -> None:
+    epochs = epochs_of(2, 6, seconds=60.0)
+    for leasing in epochs.nodes:
+        leasing.leases.num_epochs = epochs.num_epochs = 2
+    epochs.counts.append(type(epochs.counts[0])())
+    replace_a_third(epochs, 120.0)
+    epochs.play(600.0)
+    assert epochs.is_over
+    assert [epochs.missed(epoch) for epoch in (0, 1)] == [0, 0]
+    assert max(epochs.mean(epoch) for epoch in (0, 1)) <= MAX_MEAN
+
+
+def test_a_million_slices_of_which_one_node_never_does_its_own() -> None:
+    """Fast nodes; one leases, lives and never trains."""
+    world = World(3, 4, base_period=2.0)
+    world.settle()
+    epochs = Epochs(world, 1_000_000, paces=(4_000.0, 8_000.0))
+    for node in list(world.nodes):
+        epochs.begin(node)
+    epochs.nodes[0].is_training = False
+    ideal = epochs.num_slices / sum(leasing.pace for leasing in epochs.nodes[1:])
+    seconds = epochs.play(600.0)
+    assert epochs.is_over
+    assert epochs.missed() == 0
+    assert epochs.mean() <= MAX_MEAN
+    assert seconds <= ideal + 3 * epochs.nodes[1].leases.patience
