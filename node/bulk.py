@@ -123,6 +123,7 @@ class BulkService:
         self._expected: Counter[bytes] = Counter()
         self._races: dict[bytes, _Race] = {}  # by session; at most one a peer that is expected, or was asked
         self._unproven: Counter[str] = Counter()
+        self._is_closed = False
         host.set_handler(BULK_PROTOCOL, self._answer)
 
     # What exchanges ask for
@@ -188,6 +189,8 @@ class BulkService:
 
     def release(self, channel: BulkChannel) -> None:
         """Keep a channel, on which nothing is under way in either direction, for the next exchange."""
+        if self._is_closed:
+            return channel.close()
         channel.idle_since = trio.current_time()
         self._idle[channel.session] = channel
         if len(self._idle) > MAX_IDLE:
@@ -352,7 +355,8 @@ class BulkService:
                     channel.close()
 
     def close(self) -> None:
-        """Close all kept channels."""
+        """Close all kept channels, and from now on those that are released, by handlers that end later."""
+        self._is_closed = True
         while self._idle:
             self._idle.popitem()[1].close()
 
