@@ -1,0 +1,90 @@
+"""Real nodes whose exchanges last, so that something can befall them in the middle of one."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import combinations
+from pathlib import Path
+
+import msgspec
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.node.control import call
+from farandole.node.status import NodeStatus
+from farandole.protocol.manifest import SignedManifest, manifest_from_dict, sign_manifest
+
+from ..daemons import DEADLINE, Daemon
+
+ROUND_SECONDS = 2.0
+EXCHANGE_SECONDS = 6.0
+# 206,000 bytes each way in a second and a half.
+SIZE_OF_MODEL = {"num_layers": 1, "width": 64, "num_heads": 2, "hidden": 96, "context": 16, "vocabulary": 256}
+UPLOAD_MBIT = "1"
+TRANSFER_SECONDS = 1.5
+POLL_INTERVAL = 0.05
+
+
+def make_run(folder: Path) -> tuple[SignedManifest, list[str]]:
+    """A run of slow exchanges, with what each node is started with."""
+    manifest = manifest_from_dict(
+        {
+            "name": "slow exchanges",
+            "model": SIZE_OF_MODEL,
+            "inner": {"batch_size": 2},
+            "rounds": {"inner_steps": 0, "round_seconds": ROUND_SECONDS, "exchange_seconds": EXCHANGE_SECONDS},
+            "data": {"source": "text"},
+        }
+    )
+    signed = sign_manifest(manifest, Ed25519PrivateKey.generate())
+    (folder / "run.manifest").write_bytes(signed.encode())
+    text = folder / "text.txt"
+    text.write_text("".join(f"text number {i}, which goes on and on. " for i in range(4_000)))
+    # A trainer that rests leaves the two cores of a small machine to the others.
+    return signed, ["--data", str(text), "--upload-mbit", UPLOAD_MBIT, "--slow", "20", "--no-mdns"]
+
+
+async def status_of(daemon: Daemon) -> NodeStatus:
+    """What `farandole status` shows."""
+    raw = await trio.to_thread.run_sync(lambda: call(daemon.home, "status", timeout=DEADLINE))
+    return msgspec.convert(raw, NodeStatus)
+
+
+async def until(daemon: Daemon, condition: Callable[[NodeStatus], bool]) -> NodeStatus:
+    """The first status of which that is true."""
+    with trio.fail_after(DEADLINE):
+        while True:
+            status = await status_of(daemon)
+            if condition(status):
+                return status
+            await trio.sleep(POLL_INTERVAL)
+
+
+async def next_round(daemon: Daemon) -> None:
+    """Until it has finished the one that it is in."""
+    now = (await status_of(daemon)).round
+    await until(daemon, lambda status: status.round > now)
+
+
+async def for_each(daemons: Sequence[Daemon], do: Callable[[Daemon], Awaitable[object]]) -> None:
+    """At the same time."""
+    async with trio.open_nursery() as nursery:
+        for daemon in daemons:
+            nursery.start_soon(do, daemon)
+
+
+async def both_or_neither(daemons: Sequence[Daemon]) -> None:
+    """Until they agree, of all exchanges among themselves, in how many both used the other's contribution.
+
+    They exchange meanwhile, so one may count what the other is about to. Where one used a contribution and the other
+    did not, they never agree again.
+    """
+    with trio.fail_after(DEADLINE):
+        while True:
+            statuses = [await status_of(daemon) for daemon in daemons]
+            if all(
+                one.partners.get(other.peer_id, 0) == other.partners.get(one.peer_id, 0)
+                for one, other in combinations(statuses, 2)
+            ):
+                return
+            await trio.sleep(POLL_INTERVAL)
