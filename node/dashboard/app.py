@@ -25,6 +25,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..control import ControlError
+from ..metrics.exposition import CONTENT_TYPE, metrics_text
 from ..status import NodeStatus
 from .history import RunHistory
 from .views import members_view, overview
@@ -79,6 +80,7 @@ class Dashboard:
                 *(Route(path, _file(*served)) for path, served in _PAGE.items()),
                 Route("/api/overview", self._overview),
                 Route("/api/members", self._members),
+                Route("/metrics", self._metrics),
                 Route("/events", self._events),
                 Route("/api/{deed}", self._do, methods=["POST"]),
             ],
@@ -90,6 +92,9 @@ class Dashboard:
 
     async def _members(self, request: Request) -> Response:
         return _json(members_view(self.status(), self.history))
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(metrics_text(self.status()), media_type=CONTENT_TYPE, headers=_HEADERS)
 
     async def _events(self, request: Request) -> Response:
         if self._num_listeners >= MAX_LISTENERS:
