@@ -27,4 +27,4 @@ class Exit(enum.IntEnum):
     HOME_IN_USE = 6, "Another node holds this home's key."
     TRAINER_FAILED = 7, "The trainer process cannot run here: device, memory, data."
     VERDICT_FAILED = 8, "The testnet ran, and its verdict is not a pass."
-    INTERRUPTED = 130, "Ctrl-C before the command was through."
+    INTERRUPTED = 130, "Ctrl-C before the command was through, or a node that was told to leave a second time."

@@ -82,6 +82,6 @@ async def check(survivors: Sequence[Daemon]) -> None:
     failed = sum(status.exchanges_failed for status in statuses)
     alone = sum(status.exchanges_alone for status in statuses)
     print(
-        f"\nhalf of {2 * len(survivors)} nodes killed: {gone_on_after:.1f} s after the last, all others knew and were in "
-        f"their next round; so far {failed} exchanges failed, {alone} rounds alone"
+        f"\nhalf of {2 * len(survivors)} nodes killed: {gone_on_after:.1f} s after the last, all others knew and were "
+        f"in their next round; so far {failed} exchanges failed, {alone} rounds alone"
     )
