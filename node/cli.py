@@ -22,6 +22,7 @@ from .commands.identity import show_id
 from .commands.leaving import leave
 from .commands.looking import dashboard, peers, status
 from .commands.reference import print_reference
+from .commands.resting import pause, resume
 from .commands.runs import run_app
 from .commands.service import service_app
 from .exits import Exit
@@ -39,7 +40,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(service_app, name="service")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.command("id")(show_id)
-for command in (join, relay, status, dashboard, peers, doctor, leave):
+for command in (join, relay, status, dashboard, peers, doctor, pause, resume, leave):
     app.command()(command)
 app.command("reference", hidden=True)(print_reference)
 

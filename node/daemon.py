@@ -15,6 +15,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from datetime import datetime
 from functools import partial
 from typing import Any, Final
 
@@ -40,6 +41,9 @@ from .mdns import open_mdns
 from .member import RunMember
 from .messenger import open_messenger
 from .reporting import Reporter
+from .rest.keeper import RestKeeper
+from .rest.quiet_hours import QuietHoursError, parse_quiet_hours
+from .rest.rest import Rest
 from .settings import NodeSettings
 from .shaping import Shaping
 from .status import NodeStatus
@@ -112,7 +116,7 @@ def _exit_code(error: BaseException) -> Exit:
     match error:
         case IdentityInUseError():
             return Exit.HOME_IN_USE
-        case ManifestError() | IdentityError():
+        case ManifestError() | IdentityError() | QuietHoursError():
             return Exit.BAD_INPUT
         case TrainerError():
             return Exit.TRAINER_FAILED
@@ -151,6 +155,9 @@ class Node(Daemon):
         self._store = store
         self._board = board
         self._started_at = time.time()
+        self._rest = Rest()
+        hours = [parse_quiet_hours(text) for text in settings.quiet_hours]
+        self._rest_keeper = RestKeeper(self._rest, store, hours, datetime.now, board.warn)
 
     async def run(self) -> None:
         """Join, train, stay until told to leave, and leave."""
@@ -178,14 +185,18 @@ class Node(Daemon):
             board.say(f"this node is {host.peer_id}")
             for address in host.addresses:
                 board.say(f"listening on {address}")
+            await self._rest_keeper.begin()
             async with self._open_page(), trio.open_nursery() as nursery:
+                nursery.start_soon(self._rest_keeper.run)
                 await nursery.start(serve_control, settings.control, self._handlers())
                 joined = await self._join(host, target)
                 if joined is not None:
                     manifest, raw = joined
                     if raw != stored:
                         await store.put_fact(MANIFEST_FACT, raw)
-                    member = RunMember(settings, self._key, store, book, board, host, messenger, manifest, raw, shaping)
+                    member = RunMember(
+                        settings, self._key, store, book, board, host, messenger, manifest, raw, shaping, self._rest
+                    )
                     connectivity.members = member.peers
                     self._reporter = member.reporter(self._started_at, connectivity)
                     await member.run(target, self.is_leaving)
@@ -220,6 +231,17 @@ class Node(Daemon):
             self._board.say(f"a page about this node is at {place.url} (`farandole dashboard` knows its token)")
             yield
 
+    def _handlers(self) -> Mapping[str, Handler]:
+        return {**super()._handlers(), **self._deeds()}
+
     def _deeds(self) -> Mapping[str, Handler]:
-        """What the page may ask for."""
-        return {"leave": self._leave}
+        """What the page may ask for, and the command line."""
+        return {"leave": self._leave, "pause": self._pause, "resume": self._resume}
+
+    async def _pause(self, params: dict[str, Any]) -> object:
+        await self._rest_keeper.pause()
+        return "pausing: the trainer saves and ends; the node stays in the mesh"
+
+    async def _resume(self, params: dict[str, Any]) -> object:
+        await self._rest_keeper.resume()
+        return f"still resting: {self._rest.words}" if self._rest.is_on else "training again"

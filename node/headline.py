@@ -50,6 +50,12 @@ def _leaving(status: NodeStatus, now: float) -> Headline | None:
     return Headline("busy", "leaving the run") if status.phase == "leaving" else None
 
 
+def _paused(status: NodeStatus, now: float) -> Headline | None:
+    if status.phase != "paused":
+        return None
+    return Headline("busy", f"not training: {status.phase_detail}")
+
+
 def _trainer_died(status: NodeStatus, now: float) -> Headline | None:
     if status.phase != "preparing" or status.trainer_restarts == 0:
         return None
@@ -149,6 +155,7 @@ def _well(status: NodeStatus, now: float) -> Headline:
 _RULES: Final[tuple[Callable[[NodeStatus, float], Headline | None], ...]] = (
     _failed,
     _leaving,
+    _paused,
     _trainer_died,
     _outside,
     _isolated,

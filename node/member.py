@@ -35,6 +35,7 @@ from .membership import Membership
 from .messenger import Messenger
 from .pipeline import PipelineService
 from .reporting import Reporter
+from .rest.rest import Rest
 from .round_session import RoundsConfig
 from .rounds import Rounds
 from .settings import NodeSettings
@@ -76,6 +77,7 @@ class RunMember:
         manifest: Manifest,
         raw_manifest: bytes,
         shaping: Shaping,
+        rest: Rest,
     ) -> None:
         signed = decode_manifest(raw_manifest)[1]
         self._rng = rng = random.Random()
@@ -130,6 +132,7 @@ class RunMember:
             self._exchanges,
             board,
             self._supervisor,
+            rest,
             before_trainer=self._before_trainer,
             on_saved=lambda saved: self._weights.note_saved(saved),
             on_refused=lambda peer, reason, evidence: self._membership.accuse(peer, reason, evidence),
@@ -148,6 +151,7 @@ class RunMember:
             num_stages=manifest.model.num_stages,
             is_bound=settings.stage is not None,
             on_nodes=self._pipeline.set_nodes if self._pipeline else lambda nodes: None,
+            is_paused=lambda: rest.is_on,
         )
         self._weights = Weights(
             settings, key, board, host, self._membership, manifest, self.run_id, shaping, self._rounds.save_soon

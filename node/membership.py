@@ -80,7 +80,7 @@ class Membership:
 
     ``on_peers`` is told of every change among the live members of this node's stage, ``on_nodes`` of every change of
     `nodes_of_stages`, ``on_lost`` of every peer that could not be reached again. ``is_bound``: this node keeps its
-    stage, whatever the run needs.
+    stage, whatever the run needs. ``is_paused``: whether it has no trainer now, because its owner wants it so.
     """
 
     def __init__(
@@ -97,6 +97,7 @@ class Membership:
         num_stages: int = 1,
         is_bound: bool = False,
         on_nodes: Callable[[Nodes], None] = lambda nodes: None,
+        is_paused: Callable[[], bool] = lambda: False,
     ) -> None:
         self._host = host
         self._state = state
@@ -109,12 +110,15 @@ class Membership:
         self._on_lost = on_lost
         self._on_nodes = on_nodes
         self._is_bound = is_bound
+        self._is_paused = is_paused
         self._stage = 0
         self._others: Nodes = (frozenset(),) * num_stages
+        self._paused: frozenset[bytes] = frozenset()  # of the others
         self._told_live: frozenset[bytes] = frozenset()
         self._told_nodes: Nodes | None = None
         self._announced: tuple[list[str], str] = ([], "")
         self._announced_speed = 0.0
+        self._told_paused = False
         self._unannounced: dict[int, CheckpointNotice] = {}
         self._accusations: deque[Report] = deque(maxlen=MAX_ACCUSATIONS)
         self._next_report = 0
@@ -132,8 +136,8 @@ class Membership:
 
     @property
     def live(self) -> frozenset[bytes]:
-        """Live members of this node's stage, itself excluded."""
-        return self._others[self._stage]
+        """Live members of this node's stage that train, itself excluded."""
+        return self._others[self._stage] - self._paused
 
     @property
     def everyone(self) -> frozenset[bytes]:
@@ -141,17 +145,18 @@ class Membership:
         return frozenset().union(*self._others)
 
     def nodes_of_stages(self) -> Nodes:
-        """Live members of each stage, this node among those of its own."""
-        own = frozenset((self._host.author,))
-        return tuple(peers | own if stage == self._stage else peers for stage, peers in enumerate(self._others))
+        """Live members of each stage that train, this node among those of its own."""
+        own = frozenset() if self._is_paused() else frozenset((self._host.author,))
+        training = (peers - self._paused for peers in self._others)
+        return tuple(peers | own if stage == self._stage else peers for stage, peers in enumerate(training))
 
     def providers(self) -> dict[bytes, Provider]:
-        """Live members with their stages and speeds, as far as they are known; this node excluded."""
+        """Live members that train, with their stages and speeds, as far as they are known; this node excluded."""
         members = self._state.members()
         return {
             peer: Provider(stage, float(members[peer].speed), members[peer].is_bound)
             for stage, peers in enumerate(self._others)
-            for peer in peers
+            for peer in peers - self._paused
             if peer in members
         }
 
@@ -171,8 +176,9 @@ class Membership:
         """The round that the others are in: the median of the live members' heartbeats, 0 if there are none.
 
         Newcomers that are still preparing say nothing about it: a crowd of them must not look like a run that begins.
+        Nor do those that are paused, whose rounds stand still.
         """
-        beats = [beat for peer in self.everyone if (beat := self._state.payload(peer, Beat)) is not None]
+        beats = [beat for peer in self.everyone - self._paused if (beat := self._state.payload(peer, Beat)) is not None]
         rounds = [beat.round for beat in beats if beat.round or beat.inner_steps]
         return int(statistics.median_low(rounds)) if rounds else 0
 
@@ -246,6 +252,7 @@ class Membership:
         addresses, device = self._announced = (self._host.addresses, self._board.device)
         addresses = rank(addresses)
         self._announced_speed = self.speed
+        self._told_paused = self._is_paused()
         member = Member(
             stage=self._stage,
             device=device[:48],
@@ -254,6 +261,7 @@ class Membership:
             left=left,
             incarnation=self._incarnation,
             is_bound=self._is_bound,
+            is_paused=self._told_paused,
         )
         await self._gossip.publish(Kind.MEMBER, 0, member)
 
@@ -312,11 +320,15 @@ class Membership:
         """Work out anew who is live, and tell if that changed."""
         members = self._state.members()
         others: list[set[bytes]] = [set() for _ in range(self.num_stages)]
+        paused: set[bytes] = set()
         for peer in self._liveness.live(trio.current_time()):
             member = members.get(peer)
             if member is not None and member.stage < self.num_stages and not self._liveness.is_suspect(peer):
                 others[member.stage].add(peer)
+                if member.is_paused:
+                    paused.add(peer)
         before, self._others = self.everyone, tuple(frozenset(peers) for peers in others)
+        self._paused = frozenset(paused)
         self._say_who_came(before, self.everyone)
         if self.live != self._told_live:
             self._told_live = self.live
@@ -366,7 +378,10 @@ class Membership:
     async def _announce_addresses(self) -> None:
         while True:
             await trio.sleep(ADDRESSES_INTERVAL)
-            if self._announced[0] != self._host.addresses:
+            if self._told_paused != self._is_paused():
+                await self.announce()
+                self.refresh()
+            elif self._announced[0] != self._host.addresses:
                 await self.announce()
 
     def _has_changed(self) -> bool:

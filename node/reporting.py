@@ -141,6 +141,7 @@ class Reporter:
             is_connected=self.host.is_connected(author),
             path=self.host.path(author),
             last_seen_seconds=None if is_self else self.liveness.seconds_since(author, now),
+            is_paused=self.board.phase == "paused" if is_self else member.is_paused,
             last_partner=peer_id_of(partner) if partner else "",
         )
 

@@ -39,6 +39,7 @@ from .board import Board
 from .exchange import ExchangeService
 from .messenger import Messenger
 from .pipeline import PipelineService
+from .rest.rest import Rest
 from .round_session import RoundsConfig, RoundSession
 from .supervision.supervisor import End, Supervisor
 from .supervision.watchdog import Watchdog
@@ -46,10 +47,12 @@ from .trainer import TrainerError, open_trainer
 
 PAIRING_PROTOCOL: Final = "/farandole/pairing/1"
 MAX_PAIRING_MESSAGE: Final = 256
+# Who wants his machine back does not wait for a large save: what was learnt since the last one is less dear.
+REST_TIMEOUT: Final = 3.0
 
 
 class Rounds:
-    """Trains until ``max_rounds``, restarting the trainer when it dies as ``supervisor`` says.
+    """Trains until ``max_rounds``, restarting the trainer when it dies as ``supervisor`` says, without one at ``rest``.
 
     ``before_trainer`` is waited for before each start of the trainer (it puts weights in place), ``on_saved`` is told
     of every checkpoint, ``on_refused`` of every contribution that the screening refused (peer, reason, SHA-256),
@@ -65,6 +68,7 @@ class Rounds:
         exchanges: ExchangeService,
         board: Board,
         supervisor: Supervisor,
+        rest: Rest,
         *,
         before_trainer: Callable[[], Awaitable[None]],
         on_saved: Callable[[messages.Saved], None],
@@ -79,6 +83,7 @@ class Rounds:
         self._exchanges = exchanges
         self._board = board
         self._supervisor = supervisor
+        self._rest = rest
         self._watchdog = Watchdog(config.hung_seconds)
         self._before_trainer = before_trainer
         self._on_saved = on_saved
@@ -91,6 +96,8 @@ class Rounds:
         self._timer_changed = trio.Event()
         self._session: RoundSession | None = None
         self._ready_at: float | None = None  # of the present trainer
+        self._life = trio.CancelScope()  # likewise
+        self._session_over = trio.Event()  # likewise
         self._ended = trio.Event()
         self._is_leaving = False
         messenger.set_receiver(PAIRING_PROTOCOL, MAX_PAIRING_MESSAGE, self._receive, self._on_undelivered)
@@ -100,6 +107,7 @@ class Rounds:
         failure: TrainerError | None = None
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._run_timer)
+            nursery.start_soon(self._begin_rests)
             try:
                 await self._run_trainers()
             except TrainerError as error:
@@ -178,15 +186,40 @@ class Rounds:
 
     async def _run_trainers(self) -> None:
         while True:
+            await self._rest_out()
             self._ready_at = None
+            self._life = trio.CancelScope()
             try:
-                if await self._run_one_trainer():
-                    return
+                with self._life:
+                    if await self._run_one_trainer() and not self._rest.is_on:
+                        return
             except TrainerError as error:
                 self.handle(Stopped())
                 if self._is_leaving:
                     return
                 await self._recover(error)
+
+    async def _rest_out(self) -> None:
+        """Until there is no reason to rest."""
+        if not self._rest.is_on:
+            return
+        self._board.say(f"resting: {self._rest.words}")
+        while self._rest.is_on:
+            self._board.enter("paused", self._rest.words)
+            await self._rest.changed()
+        self._board.say("training again")
+
+    async def _begin_rests(self) -> None:
+        """Whenever the node is to rest, have the trainer save and end, or else end it: its memory is wanted."""
+        while True:
+            await self._rest.wait(is_on=True)
+            self.handle(Stopped())
+            if self._session is not None:
+                self._session.save_and_end()
+                with trio.move_on_after(REST_TIMEOUT):
+                    await self._session_over.wait()
+            self._life.cancel()
+            await self._rest.wait(is_on=False)
 
     async def _recover(self, error: TrainerError) -> None:
         """Until the next trainer is due. Raises `TrainerError` if none is."""
@@ -238,13 +271,14 @@ class Rounds:
                     pipeline=self._pipeline,
                     stage=prepare.stage,
                 )
-                self._session = session
+                self._session, self._session_over = session, trio.Event()
                 try:
                     is_over = await session.run(max(prepared.round, self._current_round()))
                 except TrainerError as error:
                     failure = error  # raised below, out of the nursery, which would wrap it in a group
                 finally:
                     self._session = None
+                    self._session_over.set()
                     board.trainer_pid = None
                     if self._pipeline is not None:
                         self._pipeline.end()

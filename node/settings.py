@@ -72,6 +72,12 @@ class NodeSettings:
     slow: float = setting(
         1.0, "Rest between inner steps: 2 trains half the time, 1 always.", placeholder="FACTOR", least=1
     )
+    quiet_hours: list[str] = setting(
+        [],
+        "Hours in which this node does not train, in local time: 22:00-07:30, or Sat-Sun 09:00-18:00; repeatable.",
+        placeholder="HOURS",
+        example=["Mon-Fri 18:00-23:00"],
+    )
     microbatch: int = setting(
         0,
         "Sequences of a batch that the trainer takes at a time; 0: as many as fit, which is all of them until its "

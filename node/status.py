@@ -19,6 +19,7 @@ Phase = Literal[
     "pairing",  # contribution ready, waiting for the partner
     "exchanging",  # contributions are moving
     "outer step",  # the trainer applies the result
+    "paused",  # no trainer, because its owner wants it so
     "finished",  # every round is done; still serves its peers
     "relaying",  # a node without a trainer
     "leaving",
@@ -63,6 +64,8 @@ class MemberStatus(msgspec.Struct, frozen=True):
     """Since its heartbeat last advanced on our clock; None: never seen alive."""
     stage: int = 0
     """Of the model, where it is cut into several."""
+    is_paused: bool = False
+    """It has no trainer now, because its owner wants it so."""
     last_partner: str = ""
     """Peer id of the member with whom it averaged in its last round; empty: with nobody, or not known."""
 

@@ -231,4 +231,6 @@ def members_table(members: list[MemberStatus], providers: Sequence[int] = ()) ->
 def _member_state(member: MemberStatus) -> Text:
     if member.has_left:
         return Text("left", style="dim")
+    if member.is_live and member.is_paused:
+        return Text("paused", style="yellow")
     return Text("live", style="green") if member.is_live else Text("gone", style="red")

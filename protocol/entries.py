@@ -79,6 +79,9 @@ class Member(Payload, frozen=True):
     is_bound: bool = False
     """The author keeps its stage, whatever the run needs: others do not wait for it to move. Older entries end before
     this field."""
+    is_paused: bool = False
+    """The author has no trainer for now: nobody averages with it, or sends it microbatches. Older entries end before
+    this field."""
 
 
 class Beat(Payload, frozen=True):

@@ -47,7 +47,7 @@ class MemberView(msgspec.Struct, frozen=True):
 
     peer_id: str
     state: str
-    """``this node``, ``live``, ``gone``, ``left``."""
+    """``this node``, ``live``, ``paused``, ``gone``, ``left``."""
     stage: int
     round: int
     tokens: int
@@ -97,6 +97,8 @@ def _member(member: MemberStatus) -> MemberView:
         state = "this node"
     elif member.has_left:
         state = "left"
+    elif member.is_live and member.is_paused:
+        state = "paused"
     else:
         state = "live" if member.is_live else "gone"
     return MemberView(

@@ -47,6 +47,31 @@ def run(tmp_path: Path) -> SignedManifest:
     return signed
 
 
+async def test_who_pauses_has_his_memory_back_and_goes_on_where_the_others_are(
+    tmp_path: Path, run: SignedManifest, texts: Path
+) -> None:
+    data = ("--data", str(texts))
+    async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:
+        await alice.says("listening on")
+        invite = encode_invite(Invite(run.run_id, alice.addresses))
+        async with joined(tmp_path / "bob", invite, *data) as bob:
+            await bob.says("averaged with", alice.name)
+            trainer = (await trio.to_thread.run_sync(lambda: call(bob.home, "status")))["trainer_pid"]
+
+            await trio.to_thread.run_sync(lambda: call(bob.home, "pause"))
+            await bob.says("resting")
+            status = await trio.to_thread.run_sync(lambda: call(bob.home, "status"))
+            assert (status["phase"], status["is_member"]) == ("paused", True)
+            assert not Path(f"/proc/{trainer}").exists()
+            await alice.says("alone: no peer is live")
+            assert await bob.end(signal.SIGTERM) == Exit.OK
+
+        async with joined(tmp_path / "bob", *data) as bob:
+            await bob.says("resting: paused")
+            assert "training" in await trio.to_thread.run_sync(lambda: call(bob.home, "resume"))
+            await bob.says("averaged with", alice.name)
+
+
 async def test_nodes_average_die_come_back_and_leave(tmp_path: Path, run: SignedManifest, texts: Path) -> None:
     data = ("--data", str(texts))
     async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:

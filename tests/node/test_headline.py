@@ -98,8 +98,10 @@ def test_what_takes_its_usual_time_is_no_trouble() -> None:
     young = changed(phase="joining", is_member=False, started_at=NOW - USUAL_SECONDS / 2)
     fetching = changed(phase="fetching weights", phase_detail="12.0 of 40.0 MB")
     leaving = changed(phase="leaving")
+    paused = changed(phase="paused", phase_detail="paused; `farandole resume` goes on")
 
-    assert [headline(status, NOW).level for status in (young, fetching, leaving)] == ["busy"] * 3
+    assert [headline(status, NOW).level for status in (young, fetching, leaving, paused)] == ["busy"] * 4
+    assert headline(paused, NOW).text == "not training: paused; `farandole resume` goes on"
     assert headline(fetching, NOW).text == "in the run, not training yet: 12.0 of 40.0 MB"
 
 

@@ -19,6 +19,7 @@ from farandole.node.checkpoints.folder import CheckpointFolder
 from farandole.node.errors import PeerUnreachableError
 from farandole.node.joining import Target
 from farandole.node.member import MAX_ISOLATION_INTERVAL, RunMember
+from farandole.node.rest.rest import Rest
 from farandole.node.settings import NodeSettings
 from farandole.node.shaping import Shaping
 from farandole.node.store import StoreError
@@ -64,6 +65,7 @@ def make_member(home: Path) -> RunMember:
         Manifest("tiny", MODEL),
         SIGNED.encode(),
         Shaping(),
+        Rest(),
     )
 
 

@@ -17,6 +17,7 @@ from farandole.node import trainer_messages as messages
 from farandole.node.board import Board
 from farandole.node.contributions import Judge, Outgoing
 from farandole.node.exchange import ExchangeResult
+from farandole.node.rest.rest import BY_HAND, Rest
 from farandole.node.round_session import (
     EXCHANGE_GRACE,
     GIVE_UP_GRACE,
@@ -24,7 +25,7 @@ from farandole.node.round_session import (
     NEWS_SECONDS,
     RoundsConfig,
 )
-from farandole.node.rounds import Rounds
+from farandole.node.rounds import REST_TIMEOUT, Rounds
 from farandole.node.supervision.supervisor import MAX_CRASHES, REST_SECONDS, RESTART_DELAYS, Supervisor
 from farandole.node.supervision.watchdog import WATCH_INTERVAL
 from farandole.node.trainer import TrainerError
@@ -107,6 +108,7 @@ class Story:
         self.pairing = Pairing(b"a" * 32, manifest.rounds, random.Random(1))
         self.batch_size = manifest.inner.batch_size
         self.supervisor = Supervisor(self.batch_size)
+        self.rest = Rest()
         self.rounds = Rounds(
             RoundsConfig(b"r" * 32, lambda: prepare, max_rounds, 1e9, 0, HUNG_SECONDS),
             manifest,
@@ -115,6 +117,7 @@ class Story:
             fake,
             self.board,
             self.supervisor,
+            self.rest,
             before_trainer=trio.lowlevel.checkpoint,
             on_saved=lambda saved: None,
             on_refused=lambda peer, reason, evidence: None,
@@ -215,6 +218,65 @@ async def test_who_leaves_waits_for_the_checkpoint_of_its_leaving(story: Story, 
     assert not story.rounds._ended.is_set()
     await trainer.report(saved())
     assert story.rounds._ended.is_set()
+
+
+async def test_who_rests_saves_and_has_no_trainer_until_the_rest_is_over(story: Story) -> None:
+    (trainer,) = story.trainers
+    await story.play_round()
+    await trainer.report(saved())
+    story.rest.begin(BY_HAND, "the owner plays")
+    await trio.testing.wait_all_tasks_blocked()
+    assert trainer.commands[-1] == messages.Save(is_last=True)
+    await trainer.report(saved())
+    assert (story.board.phase, story.board.detail, story.board.trainer_pid) == ("paused", "the owner plays", None)
+    assert story.pairing.state is State.AWAY
+
+    story.rest.begin("quiet hours", "until 07:00")
+    story.rest.end(BY_HAND)
+    await trio.testing.wait_all_tasks_blocked()
+    assert (story.board.detail, len(story.trainers)) == ("until 07:00", 1)
+
+    story.others_round = 9
+    story.rest.end("quiet hours")
+    await trio.testing.wait_all_tasks_blocked()
+    assert len(story.trainers) == 2
+    assert story.board.round == 9
+    assert story.board.phase == "training"
+
+
+async def test_who_wants_his_machine_back_does_not_wait_for_a_large_save(
+    story: Story, autojump_clock: trio.testing.MockClock
+) -> None:
+    story.rest.begin(BY_HAND, "the owner plays")
+    await trio.sleep(REST_TIMEOUT + 1)
+    assert story.board.phase == "paused"
+    story.rest.end(BY_HAND)
+    await trio.testing.wait_all_tasks_blocked()
+    assert len(story.trainers) == 2
+
+
+async def test_who_rests_when_the_trainer_is_only_starting_starts_none(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @asynccontextmanager
+    async def never_ready(prepare: object, log: object) -> AsyncIterator[FakeTrainer]:
+        await trio.sleep_forever()
+        yield story.trainers[0]
+
+    monkeypatch.setattr(rounds_module, "open_trainer", never_ready)
+    story.rounds.restart_trainer()
+    await trio.testing.wait_all_tasks_blocked()
+    story.rest.begin(BY_HAND, "the owner plays")
+    await trio.testing.wait_all_tasks_blocked()
+    assert story.board.phase == "paused"
+
+
+async def test_who_leaves_while_he_rests_is_gone_at_once(story: Story) -> None:
+    (trainer,) = story.trainers
+    story.rest.begin(BY_HAND, "the owner plays")
+    await trainer.report(saved())
+    with trio.fail_after(5):
+        await story.rounds.leave()
 
 
 async def test_who_slept_takes_newer_weights_and_who_is_slow_does_not(

@@ -66,10 +66,15 @@ def test_the_largest_payload_of_each_kind_fits_and_comes_back(kind: Kind) -> Non
     assert entry.expires_at == entry.tick * rule.quantum + rule.ttl
 
 
-def test_an_older_member_entry_that_ends_before_the_last_field_is_read() -> None:
-    older = msgspec.msgpack.encode(msgspec.to_builtins(Member(3, "cpu", incarnation=7, is_bound=True))[:-1])
+@pytest.mark.parametrize(
+    ("num_missing", "member"),
+    [(1, Member(3, "cpu", incarnation=7, is_bound=True)), (2, Member(3, "cpu", incarnation=7))],
+)
+def test_an_older_member_entry_that_ends_before_the_last_fields_is_read(num_missing: int, member: Member) -> None:
+    newest = Member(3, "cpu", incarnation=7, is_bound=True, is_paused=True)
+    older = msgspec.msgpack.encode(msgspec.to_builtins(newest)[:-num_missing])
     item = sign_body(1, msgspec.msgpack.encode([Kind.MEMBER, 0, tick_at(Kind.MEMBER), msgspec.Raw(older)]))
-    assert CHECKER.check(item).payload == Member(3, "cpu", incarnation=7, is_bound=False)
+    assert CHECKER.check(item).payload == member
 
 
 def test_a_heartbeat_takes_some_hundred_and_thirty_bytes() -> None:
