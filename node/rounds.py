@@ -47,8 +47,9 @@ from .trainer import TrainerError, open_trainer
 
 PAIRING_PROTOCOL: Final = "/farandole/pairing/1"
 MAX_PAIRING_MESSAGE: Final = 256
-# Who wants his machine back does not wait for a large save: what was learnt since the last one is less dear.
-REST_TIMEOUT: Final = 3.0
+# Who wants his machine back has its memory within five seconds. He does not wait for a large save or a long exchange:
+# what was learnt since the last checkpoint is less dear.
+REST_TIMEOUT: Final = 4.0
 
 
 class Rounds:
@@ -185,7 +186,7 @@ class Rounds:
             self.handle(TimerFired())
 
     async def _run_trainers(self) -> None:
-        while True:
+        while not self._is_leaving:
             await self._rest_out()
             self._ready_at = None
             self._life = trio.CancelScope()
@@ -215,8 +216,8 @@ class Rounds:
             await self._rest.wait(is_on=True)
             self.handle(Stopped())
             if self._session is not None:
-                self._session.save_and_end()
                 with trio.move_on_after(REST_TIMEOUT):
+                    await self._session.leave()
                     await self._session_over.wait()
             self._life.cancel()
             await self._rest.wait(is_on=False)

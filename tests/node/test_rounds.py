@@ -274,9 +274,24 @@ async def test_who_rests_when_the_trainer_is_only_starting_starts_none(
 async def test_who_leaves_while_he_rests_is_gone_at_once(story: Story) -> None:
     (trainer,) = story.trainers
     story.rest.begin(BY_HAND, "the owner plays")
+    await trio.testing.wait_all_tasks_blocked()
     await trainer.report(saved())
     with trio.fail_after(5):
         await story.rounds.leave()
+
+
+async def test_who_leaves_while_the_rest_begins_is_gone_with_its_checkpoint(
+    story: Story, nursery: trio.Nursery
+) -> None:
+    (trainer,) = story.trainers
+    story.rest.begin(BY_HAND, "the owner plays")
+    await trio.testing.wait_all_tasks_blocked()
+    nursery.start_soon(story.rounds.leave)
+    await trio.testing.wait_all_tasks_blocked()
+    assert not story.rounds._ended.is_set()
+    await trainer.report(saved())
+    assert story.rounds._ended.is_set()
+    assert trainer.num_saves() == 1
 
 
 async def test_who_slept_takes_newer_weights_and_who_is_slow_does_not(
