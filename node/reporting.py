@@ -20,6 +20,7 @@ from .figures import BYTES_PER_MBIT
 from .host import Host
 from .membership import LOSS_SCALE
 from .pipeline import PipelineService
+from .resources import measure_resources
 from .shaping import Shaping
 from .status import MemberStatus, NodeStatus, RunStatus
 
@@ -98,6 +99,7 @@ class Reporter:
             run=self._run(members),
             members=members,
             warnings=list(board.warnings),
+            resources=measure_resources(board.trainer_pid),
         )
 
     def members(self) -> list[MemberStatus]:

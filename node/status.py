@@ -111,6 +111,19 @@ class PipelineStatus(msgspec.Struct, frozen=True):
     bytes_received: int
 
 
+class Resources(msgspec.Struct, frozen=True):
+    """What a node takes of its machine."""
+
+    memory: int
+    """Resident bytes of the daemon."""
+    trainer_memory: int | None
+    """Of the trainer, if there is one; what both have mapped of shared memory counts in both."""
+    descriptors: int
+    """Open ones, of the daemon."""
+    tasks: int
+    """Of the daemon's trio."""
+
+
 class NodeStatus(msgspec.Struct, frozen=True):
     """Everything that ``farandole status`` shows."""
 
@@ -189,3 +202,5 @@ class NodeStatus(msgspec.Struct, frozen=True):
     """Sequences of a batch that the trainer takes at a time, where there is no memory for more; 0: all."""
     recent_exchanges: list[ExchangeStatus] = []
     """The last few, newest last; `last_exchange` is one of them."""
+    resources: Resources | None = None
+    """None where the system does not say."""

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from .figures import BYTES_PER_MBIT, count, duration, loss, size, sparkline
 from .headline import headline
-from .status import ExchangeStatus, MemberStatus, NodeStatus, PipelineStatus
+from .status import ExchangeStatus, MemberStatus, NodeStatus, PipelineStatus, Resources
 
 SPARKLINE_WIDTH: Final = 40
 MAX_WARNINGS_SHOWN: Final = 3
@@ -71,6 +71,7 @@ def _lines(status: NodeStatus, now: float) -> list[tuple[str, RenderableType]]:
         ("links", _links(status)),
         ("reached", _reached(status)),
         ("traffic", _traffic(status)),
+        *([("takes", _resources(status.resources))] if status.resources else []),
     ]
     lines += [("warning", Text(warning, style="yellow")) for warning in status.warnings[-MAX_WARNINGS_SHOWN:]]
     return lines
@@ -191,6 +192,11 @@ def _traffic(status: NodeStatus) -> str:
     sent = _flow(status.bytes_sent_per_second, status.upload_mbit)
     received = _flow(status.bytes_received_per_second, status.download_mbit)
     return f"sends {sent}; receives {received}"
+
+
+def _resources(resources: Resources) -> str:
+    trainer = "" if resources.trainer_memory is None else f", its trainer {size(resources.trainer_memory)}"
+    return f"{size(resources.memory)} of memory{trainer}; {resources.descriptors} descriptors, {resources.tasks} tasks"
 
 
 def _flow(bytes_per_second: float, cap_mbit: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -25,12 +26,22 @@ def compare(report: Report, clean: Report) -> Beside:
     loss_above = None
     if report.loss_merged is not None and clean.loss_merged:
         loss_above = report.loss_merged / clean.loss_merged - 1
+    others = {node.index for node in report.nodes} - {index for fault in report.faults for index in fault.nodes}
+    mine, theirs = _throughput(report, others), _throughput(clean, others)
     return Beside(
         clean.tokens_per_given_second,
         clean.loss_merged,
         report.tokens_per_given_second / clean.tokens_per_given_second,
         loss_above,
+        throughput_of_others=mine / theirs if mine is not None and theirs else None,
+        spread=report.spread / clean.spread if report.spread is not None and clean.spread else None,
     )
+
+
+def _throughput(report: Report, indices: Collection[int]) -> float | None:
+    nodes = [node for node in report.nodes if node.index in indices]
+    given = sum(node.given_seconds for node in nodes)
+    return sum(node.tokens for node in nodes) / given if given else None
 
 
 def judged(report: Report, clean: Report, scenario: Scenario) -> Report:
@@ -39,6 +50,13 @@ def judged(report: Report, clean: Report, scenario: Scenario) -> Report:
     reasons = [*report.reasons]
     if beside.throughput < scenario.min_throughput:
         reasons.append(f"{beside.throughput:.1%} of the clean run's throughput, not {scenario.min_throughput:.1%}")
+    least = scenario.min_throughput_of_others
+    if least and (beside.throughput_of_others is None or beside.throughput_of_others < least):
+        share = "an unknown share" if beside.throughput_of_others is None else f"{beside.throughput_of_others:.1%}"
+        reasons.append(f"the nodes that no fault befell had {share} of the clean run's throughput, not {least:.1%}")
+    widest = scenario.max_spread_over_clean
+    if widest is not None and (beside.spread is None or beside.spread > widest):
+        reasons.append(f"the weights' spread is {beside.spread or 0:.2f} of the clean run's, not at most {widest:g}")
     most = scenario.max_loss_above_clean
     if most is not None and (beside.loss_above is None or beside.loss_above > most):
         above = "not known" if beside.loss_above is None else f"{beside.loss_above:+.1%}"

@@ -17,9 +17,9 @@ from farandole.protocol.errors import FarandoleError
 
 from .fault import Fault, FaultKind
 
-# Nothing happens before all nodes train, nor in the last minute; in short plays before and after these shares.
-WARM_UP, CALM = 60.0, 60.0
-WARM_UP_SHARE, CALM_SHARE = 0.15, 0.35
+# Seconds in which nothing happens: after all nodes have begun to train, and at the end; in short plays these shares.
+WARM_UP, CALM = 10.0, 60.0
+WARM_UP_SHARE, CALM_SHARE = 0.05, 0.35
 # Until a node has another fault, and counts as back.
 RECOVERY: Final = 15.0
 # Seconds that a fault lasts; in plays shorter than this, so much shorter, but no less than the least.
@@ -52,7 +52,7 @@ class Chaos(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a scenario says of its random faults."""
 
     seconds: Annotated[float, msgspec.Meta(gt=0, le=1e6)]
-    """Of the whole play, about: there is no fault towards the end of these."""
+    """Of the training, about: there is no fault towards the end of these."""
     faults: Annotated[int, msgspec.Meta(ge=1, le=MAX_DRAWN)]
     kinds: _Kinds = tuple(DURATIONS)
     """In turn, so that each has its share."""
@@ -98,7 +98,7 @@ def draw_faults(chaos: Chaos, num_nodes: int, seed: int) -> tuple[Fault, ...]:
                 break
         else:
             raise ChaosError(f"no room for {chaos.faults} faults among {num_nodes} nodes in {chaos.seconds:g} s")
-    return tuple(sorted(faults, key=lambda fault: fault.at_seconds or 0.0))
+    return tuple(sorted(faults, key=lambda fault: fault.after_start or 0.0))
 
 
 def _draw(kind: FaultKind, at: float, seconds: float, num_nodes: int, rng: random.Random) -> Fault:
@@ -108,7 +108,7 @@ def _draw(kind: FaultKind, at: float, seconds: float, num_nodes: int, rng: rando
     return Fault(
         kind=kind,
         nodes=tuple(sorted(rng.sample(range(num_nodes), max(1, count)))),
-        at_seconds=round(at, 1),
+        after_start=round(at, 1),
         duration=round(rng.uniform(least, most), 1),
         factor=rng.choice(FACTORS) if kind == "starve" else 4.0,
         offset=rng.choice(OFFSETS) if kind == "set_clock" else 0.0,
@@ -117,10 +117,10 @@ def _draw(kind: FaultKind, at: float, seconds: float, num_nodes: int, rng: rando
 
 
 def _busy(fault: Fault, recovery: float) -> _Busy:
-    assert fault.at_seconds is not None
+    assert fault.after_start is not None
     assert fault.duration is not None
-    ends_at = fault.at_seconds + fault.duration + recovery
-    return _Busy(frozenset(fault.nodes), fault.at_seconds, ends_at, fault.kind == "partition")
+    ends_at = fault.after_start + fault.duration + recovery
+    return _Busy(frozenset(fault.nodes), fault.after_start, ends_at, fault.kind == "partition")
 
 
 def _has_room(taken: _Busy, busy: Sequence[_Busy], num_nodes: int) -> bool:

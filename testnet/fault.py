@@ -13,6 +13,7 @@ FaultKind = Literal[
     "kill",
     "freeze",
     "restart",
+    "flap",
     "slow",
     "starve",
     "join",
@@ -29,6 +30,7 @@ HOME_FAULTS: Final = ("cut", "unplug", "reboot_router", "change_address", "parti
 _LASTING: Final = (
     "freeze",
     "restart",
+    "flap",
     "starve",
     "fill_disk",
     "set_clock",
@@ -47,7 +49,8 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     kind: FaultKind
     """To a node's processes. ``kill``: SIGKILL for good. ``restart``: SIGKILL, and started again in the same folder
-    after ``duration``. ``freeze``: daemon and trainer stopped (SIGSTOP) for ``duration``. ``starve``: the two get
+    after ``duration``. ``flap``: the same again and again for ``duration``, with ``interval`` between a kill and a
+    start. ``freeze``: daemon and trainer stopped (SIGSTOP) for ``duration``. ``starve``: the two get
     together one part in ``factor`` of a processor, for ``duration``. ``slow``: its trainer gets only one part in
     ``factor`` of the time, for ``duration``, or until the end. ``join``: not started before this moment. ``leave``:
     told to leave.
@@ -66,8 +69,12 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """When the farthest live node is in this round."""
     at_seconds: Annotated[float, msgspec.Meta(ge=0)] | None = None
     """After the launch of the first node."""
+    after_start: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    """Seconds after all nodes but the late joiners have begun to train."""
     duration: _Positive | None = None
     factor: Annotated[float, msgspec.Meta(gt=1, le=1_000)] = 4.0
+    interval: _Positive = 2.0
+    """Seconds, of ``flap``."""
     offset: Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)] = 0.0
     """Seconds, of ``set_clock``."""
     drift: Annotated[float, msgspec.Meta(gt=-1, le=1)] = 0.0
@@ -78,8 +85,8 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"fault {self.kind!r}: say its nodes, or of_stage")
         if self.kind == "join" and self.of_stage is not None:
             raise ValueError("fault 'join': who has not joined holds no stage")
-        if (self.at_round is None) == (self.at_seconds is None):
-            raise ValueError(f"fault {self.kind!r}: say either at_round or at_seconds")
+        if [self.at_round, self.at_seconds, self.after_start].count(None) != 2:
+            raise ValueError(f"fault {self.kind!r}: say one of at_round, at_seconds and after_start")
         if self.kind in _LASTING and self.duration is None:
             raise ValueError(f"fault {self.kind!r}: say its duration in seconds")
         if self.kind in _SUDDEN and self.duration is not None:

@@ -19,6 +19,8 @@ def _line(fault: FaultReport) -> str:
         f"{node}: {'no step any more' if seconds is None else f'{seconds:.1f} s'}"
         for node, seconds in sorted(fault.standstill.items())
     )
+    if fault.kind == "partition":
+        stood += f"; one run state {'not' if fault.healed_in is None else f'{fault.healed_in:.1f} s'} after it"
     lasted = "" if fault.duration is None else f" for {fault.duration:g} s"
     nodes = " ".join(map(str, fault.nodes))
     return (
@@ -45,4 +47,8 @@ def throughput_lines(report: Report) -> list[str]:
             f"beside the clean run: {report.beside.throughput:.2%} of its throughput "
             f"({count(report.beside.tokens_per_given_second)} tokens a given second), held-out loss {above}"
         )
+        if report.beside.throughput_of_others is not None:
+            lines[-1] += f", nodes without a fault {report.beside.throughput_of_others:.2%}"
+        if report.beside.spread is not None:
+            lines[-1] += f", spread {report.beside.spread:.2f} of the clean one's"
     return lines

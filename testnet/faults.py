@@ -21,6 +21,8 @@ from .process import NodeProcess
 SLOW_PERIOD: Final = 0.4
 # What a full disk still takes: files of one block are overwritten in place.
 FULL_DISK_BYTES: Final = 4_096
+# Longer is no healing.
+HEAL_TIMEOUT: Final = 60.0
 # Between two looks whether a node trains again.
 LOOK_INTERVAL: Final = 0.25
 
@@ -36,8 +38,12 @@ class FaultContext:
     """On trio's clock."""
     start: Callable[[NodeProcess], Awaitable[None]]
     """Start a node, for the first time or again."""
+    all_train: trio.Event
+    """Set when all nodes but the late joiners have begun to train."""
     reach_round: Callable[[int], Awaitable[None]]
     """Wait until the farthest live node is in that round."""
+    is_settled: Callable[[float], bool]
+    """Whether all nodes that are there have one run state, by what they told after that moment."""
     say: Callable[[str], None]
 
 
@@ -52,6 +58,8 @@ class Outage:
     standstill: dict[int, float | None]
     """Node -> the longest time without an inner step, from the fault's beginning until the first step after its end;
     None: it took none any more."""
+    healed_in: float | None = None
+    """Seconds from the end of a partition until all nodes had one run state; None: not within `HEAL_TIMEOUT`."""
 
 
 async def run_fault(fault: Fault, context: FaultContext) -> Outage:
@@ -61,18 +69,20 @@ async def run_fault(fault: Fault, context: FaultContext) -> Outage:
     nodes = _targets(fault, context)
     standstill: dict[int, float | None] = {}
     is_over = trio.Event()
+    healed_in = None
     async with trio.open_nursery() as nursery:
         for node in nodes:
             if fault.duration is not None and node.is_running:
                 nursery.start_soon(_watch_standstill, node, is_over, standstill)
         if fault.kind == "partition":
-            await _partition(fault, nodes, context)
+            healed_in = await _partition(fault, nodes, context)
         else:
             async with trio.open_nursery() as doing:
                 for node in nodes:
                     doing.start_soon(_DEEDS[fault.kind], fault, node, context)
         is_over.set()
-    return Outage(fault, tuple(node.record.index for node in nodes), began_at - context.started_at, standstill)
+    indices = tuple(node.record.index for node in nodes)
+    return Outage(fault, indices, began_at - context.started_at, standstill, healed_in)
 
 
 async def _watch_standstill(node: NodeProcess, is_over: trio.Event, standstill: dict[int, float | None]) -> None:
@@ -104,9 +114,11 @@ def _targets(fault: Fault, context: FaultContext) -> list[NodeProcess]:
 async def _moment(fault: Fault, context: FaultContext) -> None:
     if fault.at_seconds is not None:
         await trio.sleep_until(context.started_at + fault.at_seconds)
-        return
-    assert fault.at_round is not None
-    await context.reach_round(fault.at_round)
+    elif fault.after_start is not None:
+        await context.all_train.wait()
+        await trio.sleep(fault.after_start)
+    elif fault.at_round is not None:
+        await context.reach_round(fault.at_round)
 
 
 async def _kill(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
@@ -122,6 +134,21 @@ async def _restart(fault: Fault, node: NodeProcess, context: FaultContext) -> No
     await trio.sleep(fault.duration)
     context.say(f"starting {node.name} again in the same folder, {fault.duration:g} s later")
     await context.start(node)
+
+
+async def _flap(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
+    """Kill it, and start it again, until the time is over; then it is left alone."""
+    assert fault.duration is not None
+    context.say(f"kill -9 {node.name} every {2 * fault.interval:g} s for {fault.duration:g} s{_where(node)}")
+    number, ends_at = 0, trio.current_time() + fault.duration
+    while trio.current_time() < ends_at:
+        node.kill()
+        await node.wait_ended()
+        await trio.sleep(fault.interval)
+        await context.start(node)
+        number += 1
+        await trio.sleep(fault.interval)
+    context.say(f"{node.name} was killed {number} times, and goes on")
 
 
 async def _freeze(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
@@ -189,7 +216,8 @@ async def _set_clock(fault: Fault, node: NodeProcess, context: FaultContext) -> 
     context.say(f"the clock of {node.name} is right again")
 
 
-async def _partition(fault: Fault, nodes: Sequence[NodeProcess], context: FaultContext) -> None:
+async def _partition(fault: Fault, nodes: Sequence[NodeProcess], context: FaultContext) -> float | None:
+    """Cut them off, and heal; returns how long it took then until all had one run state."""
     assert fault.duration is not None
     names = ", ".join(str(node.record.index) for node in nodes)
     context.say(f"nodes {names} are cut off from the others for {fault.duration:g} s")
@@ -200,7 +228,14 @@ async def _partition(fault: Fault, nodes: Sequence[NodeProcess], context: FaultC
     finally:
         with trio.CancelScope(shield=True):
             await trio.to_thread.run_sync(heal, homes)
+    healed_at = trio.current_time()
     context.say(f"nodes {names} are connected with the others again")
+    with trio.move_on_after(HEAL_TIMEOUT):
+        while True:
+            await trio.sleep(LOOK_INTERVAL)
+            if context.is_settled(healed_at):
+                return trio.current_time() - healed_at
+    return None
 
 
 async def _join(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
@@ -262,6 +297,7 @@ def _stage(node: NodeProcess) -> str:
 _DEEDS: Final = {
     "kill": _kill,
     "restart": _restart,
+    "flap": _flap,
     "freeze": _freeze,
     "slow": _slow,
     "starve": _starve,

@@ -30,6 +30,7 @@ from farandole.protocol.invite import Invite, encode_invite
 from farandole.protocol.manifest import Manifest, SignedManifest, sign_manifest
 
 from . import wrong_clock
+from .false_deaths import false_deaths
 from .fault import Fault
 from .faults import FaultContext, Outage, run_fault
 from .leash import Leash, open_leash
@@ -96,6 +97,8 @@ class Testnet:
     _pending_faults: int = 0
     _outages: list[Outage] = field(default_factory=list)
     _vacancies: Vacancies = field(default_factory=Vacancies)
+    _false_deaths: set[tuple[int, int]] = field(default_factory=set)
+    _all_train: trio.Event = field(default_factory=trio.Event)
     _rounds_waited_for: dict[int, trio.Event] = field(default_factory=dict)
     _stage: trio.CancelScope = field(default_factory=trio.CancelScope)
     """What Ctrl-C ends: the training, or the measuring after it."""
@@ -213,7 +216,16 @@ class Testnet:
         async def start(node: NodeProcess) -> None:
             await life.start(node.run, self._source(node, signed))
 
-        context = FaultContext(self._nodes, self._homes(), self._started_at, start, self._reach_round, self._say)
+        context = FaultContext(
+            nodes=self._nodes,
+            homes=self._homes(),
+            started_at=self._started_at,
+            start=start,
+            all_train=self._all_train,
+            reach_round=self._reach_round,
+            is_settled=self._is_settled,
+            say=self._say,
+        )
         async with trio.open_nursery() as nursery:
             self._pending_faults = len(self.scenario.fault)
             for fault in self.scenario.fault:
@@ -224,15 +236,23 @@ class Testnet:
                 await trio.sleep(WATCH_INTERVAL)
         self._watch()
         self._problems += self._vacancies.problems(self.scenario.max_empty_seconds, trio.current_time())
+        if self.scenario.no_false_death:
+            self._problems += [
+                f"node {there} was there, and node {observer} took it for dead"
+                for there, observer in sorted(self._false_deaths)
+            ]
 
     def _homes(self) -> dict[int, Home]:
         return {index: lodging.home for index, lodging in enumerate(self._lodgings) if lodging.home is not None}
 
+    @property
+    def _early_nodes(self) -> list[NodeProcess]:
+        return [node for node in self._nodes if node.record.index not in self.scenario.late_joiners]
+
     def _is_training(self) -> bool:
-        early = [node for node in self._nodes if node.record.index not in self.scenario.late_joiners]
         return (
             self._pending_faults > 0
-            or not all(node.has_joined for node in early)
+            or not all(node.has_joined for node in self._early_nodes)
             or any(node.is_running and not node.record.is_finished for node in self._nodes)
         )
 
@@ -246,6 +266,9 @@ class Testnet:
         trained = [node.record for node in self._nodes if node.is_running and node.record.is_in_pipeline]
         for news in self._vacancies.observe({record.stage for record in trained if record.stage is not None}, now):
             self._say(news)
+        self._false_deaths.update(false_deaths(node.record for node in self._nodes))
+        if all(node.record.trained_at is not None for node in self._early_nodes):
+            self._all_train.set()
         farthest = max((node.record.round for node in self._nodes if node.is_running), default=0)
         for round_index, event in self._rounds_waited_for.items():
             if farthest >= round_index:

@@ -25,12 +25,16 @@ class Ledger:
     given: float = 0.0
     """Seconds, a starved one counted by its share."""
     condition: Condition = "absent"
+    there_since: float = 0.0
+    """When it was last started or thawed."""
     _share: float = 0.0
     _since: float | None = None
 
     def enter(self, condition: Condition, now: float, share: float = 1.0) -> None:
         """The node is in another condition from now on; ``share`` is what it gets of the processor."""
         self.settle(now)
+        if condition in ("starting", "returning"):
+            self.there_since = now
         self.condition = condition
         self._share = 0.0 if condition in ("absent", "frozen", "finished") else share
 

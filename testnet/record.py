@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from farandole.node.status import NodeStatus, PipelineStatus
 
+from .growth import Growth, Samples
 from .ledger import Ledger
 
 
@@ -38,6 +39,10 @@ class NodeRecord:
     ledger: Ledger = field(default_factory=Ledger)
     trained_at: float | None = None
     """When it was last seen to have taken inner steps since the status before, in one life."""
+    samples: Samples = field(default_factory=Samples)
+    """Of the present life."""
+    growths: list[Growth] = field(default_factory=list)
+    """Of past lives that were long enough."""
     _past: Counter[str] = field(default_factory=Counter)
     _loss_first: float | None = None
     _advanced_at: float | None = None
@@ -50,11 +55,14 @@ class NodeRecord:
             self.partners.update(self.status.partners)
             self.paths.update(self.status.paths)
             self.restarts += 1
+            self.growths = self.all_growths
+            self.samples = Samples()
         elif self.status is not None and status.inner_steps > self.status.inner_steps:
             self._note_training(now)
         self.status, self.seen_at = status, now
         if self.is_finished and self.ledger.condition != "finished":
             self.ledger.enter("finished", now)
+        self.samples.note(status.resources, now)
         self.losses.update(status.losses)
         self.pipeline = status.pipeline or self.pipeline
         self.num_parameters = max(self.num_parameters, status.num_parameters)
@@ -119,6 +127,12 @@ class NodeRecord:
     def all_partners(self) -> Counter[str]:
         """Peer id -> committed exchanges."""
         return self.partners + Counter(self.status.partners if self.status else {})
+
+    @property
+    def all_growths(self) -> list[Growth]:
+        """Of each life that was long enough."""
+        growth = self.samples.growth()
+        return [*self.growths, *([growth] if growth else [])]
 
     @property
     def all_paths(self) -> Counter[str]:

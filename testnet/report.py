@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
 from farandole.node.conversion import training_configs
-from farandole.node.status import PipelineStatus
+from farandole.node.status import PipelineStatus, Resources
 from farandole.training.presets import num_parameters
 
 from .faults import Outage
+from .growth import Growth
 from .record import NodeRecord
 from .scenario import Scenario
+
+# Descriptors or tasks: two connections, with what serves them, that one median has and the other has not.
+MAX_MORE: Final = 8
 
 
 class NodeReport(msgspec.Struct, frozen=True):
@@ -66,6 +70,10 @@ class NodeReport(msgspec.Struct, frozen=True):
     """How long it was absent, starting, returning, working, frozen, starved, finished; `farandole.testnet.ledger`."""
     given_seconds: float = 0.0
     """In which its machine let it work; a starved second counts by its share of the processor."""
+    resources: Resources | None = None
+    """What it took of its machine when it was last asked."""
+    growths: list[Growth] = []
+    """Of each life that was long enough to say."""
     links: dict[str, str] = {}
     """Peer id -> ``direct``, ``punched`` or ``relayed``: those that it was connected to at the end of the training."""
 
@@ -81,6 +89,8 @@ class FaultReport(msgspec.Struct, frozen=True):
     standstill: dict[int, float | None]
     """Node -> the longest time without an inner step, from the fault's beginning until the first step after its end;
     None: it took none any more. Seen once a second."""
+    healed_in: float | None = None
+    """Seconds from the end of a partition until all nodes had one run state."""
 
 
 class StageReport(msgspec.Struct, frozen=True):
@@ -110,6 +120,10 @@ class Beside(msgspec.Struct, frozen=True):
     """This run's tokens a given second, over the clean one's."""
     loss_above: float | None
     """By which share this run's merged model is worse than the clean one's; negative if it is better."""
+    throughput_of_others: float | None = None
+    """As ``throughput``, of the nodes that no fault befell, in both runs."""
+    spread: float | None = None
+    """This run's spread over the clean one's."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -188,6 +202,8 @@ def node_report(record: NodeRecord, *, is_alive: bool, home: str = "") -> NodeRe
         home=home,
         condition_seconds=dict(record.ledger.seconds),
         given_seconds=record.ledger.given,
+        resources=status.resources if status else None,
+        growths=record.all_growths,
         links={member.peer_id: member.path for member in status.members if member.path} if status else {},
     )
 
@@ -226,7 +242,7 @@ def make_report(
     outages: Sequence[Outage] = (),
 ) -> Report:
     """Sum up and judge; ``problems`` are reasons against a pass that the nodes' figures do not show."""
-    reasons = [*problems, *_reasons(scenario, nodes, merged)]
+    reasons = [*problems, *_reasons(scenario, nodes, merged), *_heal_problems(scenario, outages)]
     tokens = sum(node.tokens for node in nodes)
     return Report(
         name=str(scenario.run.get("name", "")),
@@ -250,9 +266,20 @@ def make_report(
     )
 
 
+def _heal_problems(scenario: Scenario, outages: Sequence[Outage]) -> list[str]:
+    most = scenario.max_heal_seconds
+    healing = [outage.healed_in for outage in outages if outage.fault.kind == "partition"]
+    if most is None or all(seconds is not None and seconds <= most for seconds in healing):
+        return []
+    words = ", ".join("not at all" if seconds is None else f"{seconds:.1f} s" for seconds in healing)
+    return [f"after partitions all nodes had one run state in: {words}; not within {most:g} s"]
+
+
 def _fault_report(outage: Outage) -> FaultReport:
     fault = outage.fault
-    return FaultReport(fault.kind, list(outage.nodes), outage.at, fault.duration, dict(outage.standstill))
+    return FaultReport(
+        fault.kind, list(outage.nodes), outage.at, fault.duration, dict(outage.standstill), outage.healed_in
+    )
 
 
 def is_state_equal(nodes: Iterable[NodeReport]) -> bool:
@@ -271,6 +298,8 @@ def _reasons(scenario: Scenario, nodes: Sequence[NodeReport], merged: Merged | N
         reasons.append("there is no merged model: no replica left a checkpoint")
     elif scenario.max_loss_merged is not None and not merged.loss < scenario.max_loss_merged:
         reasons.append(f"the merged model's loss is {merged.loss:.3f}, not below {scenario.max_loss_merged:g}")
+    if scenario.max_growth is not None and not any(node.growths for node in nodes):
+        reasons.append("no node lived long enough to see whether it grows")
     if scenario.every_round:
         reasons += _speed_problems(scenario, nodes)
     reasons += _stage_problems(scenario, nodes)
@@ -299,8 +328,21 @@ def _node_problems(scenario: Scenario, node: NodeReport) -> list[str]:
         problems.append("exchanged with nobody after it was started again")
     if node.index in scenario.late_joiners and node.losses and node.losses[0][0] == 0:
         problems.append("joined late and began in round 0: it got no weights from a peer")
+    if scenario.max_growth is not None:
+        problems += [problem for growth in node.growths for problem in _growth_problems(scenario.max_growth, growth)]
     if scenario.every_round and (missed := _rounds_missed(node, scenario.rounds)):
         problems.append(f"took no part in rounds {missed}")
+    return problems
+
+
+def _growth_problems(most: float, growth: Growth) -> list[str]:
+    problems = []
+    for name, share in (("memory", growth.memory), ("trainer's memory", growth.trainer_memory)):
+        if share is not None and share > most:
+            problems.append(f"grew: its {name} by {share:.1%} an hour, over {growth.hours:.1f} h")
+    for name, more in (("descriptors", growth.descriptors), ("tasks", growth.tasks)):
+        if more > MAX_MORE:
+            problems.append(f"grew: {more:g} more {name} after {growth.hours:.1f} h")
     return problems
 
 

@@ -115,6 +115,16 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Faults drawn at random from ``seed``, beside those of ``fault``; `parse_scenario` draws them."""
     min_throughput: Annotated[float, msgspec.Meta(ge=0, le=2)] = 0.0
     """Share of the tokens a given second of the clean run that it is compared with (`farandole.testnet.beside`)."""
+    min_throughput_of_others: Annotated[float, msgspec.Meta(ge=0, le=2)] = 0.0
+    """The same of the nodes that no fault befalls."""
+    max_spread_over_clean: _Positive | None = None
+    """The replicas' spread over the clean run's."""
+    max_heal_seconds: _Positive | None = None
+    """From the end of each partition until all nodes have one run state."""
+    no_false_death: bool = False
+    """Whether no node may take another for dead that is there."""
+    max_growth: _Positive | None = None
+    """Of a node's memory, share an hour (0.01: 1 %); its descriptors and tasks must be flat then, too."""
     max_loss_above_clean: _Positive | None = None
     """Share by which the merged model's loss may be above the clean run's."""
 

@@ -14,7 +14,7 @@ SHORT = Chaos(seconds=75.0, faults=12)
 
 
 def spans(faults: tuple[Fault, ...]) -> list[tuple[Fault, float, float]]:
-    return [(fault, fault.at_seconds or 0.0, (fault.at_seconds or 0.0) + (fault.duration or 0.0)) for fault in faults]
+    return [(fault, fault.after_start or 0.0, (fault.after_start or 0.0) + (fault.duration or 0.0)) for fault in faults]
 
 
 def test_it_is_a_function_of_the_seed() -> None:

@@ -48,8 +48,11 @@ def test_what_the_command_line_says_replaces_what_the_file_says(tmp_path: Path) 
         ({"run": RUN, "upload_mbit": [0.0, 0.1]}, r"a cap is at least 0\.5 Mbit/s"),
         ({"run": RUN, "download_mbit": [1.0] * 9}, "download_mbit has 9 entries for 8 nodes"),
         ({"run": RUN, "fault": [{"kind": "explode", "nodes": [1], "at_round": 1}]}, "explode"),
-        ({"run": RUN, "fault": [{"kind": "kill", "nodes": [1]}]}, "either at_round or at_seconds"),
-        ({"run": RUN, "fault": [{"kind": "kill", "nodes": [1], "at_round": 1, "at_seconds": 1}]}, "either"),
+        ({"run": RUN, "fault": [{"kind": "kill", "nodes": [1]}]}, "say one of at_round"),
+        (
+            {"run": RUN, "fault": [{"kind": "kill", "nodes": [1], "at_round": 1, "at_seconds": 1}]},
+            "say one of at_round",
+        ),
         ({"run": RUN, "fault": [{"kind": "kill", "nodes": [8], "at_round": 1}]}, "names node 8, but the last is 7"),
         ({"run": RUN, "fault": [{"kind": "kill", "nodes": [], "at_round": 1}]}, "nodes"),
         ({"run": RUN, "fault": [{"kind": "kill", "nodes": [1], "of_stage": 1, "at_round": 1}]}, "or of_stage"),

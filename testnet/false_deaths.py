@@ -1,0 +1,29 @@
+"""Nodes that are taken for dead although they are there, however slow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from .record import NodeRecord
+
+# A node that was just started or thawed is heard of a little later.
+GRACE: Final = 15.0
+_THERE: Final = ("working", "starved", "finished")
+
+
+def false_deaths(records: Iterable[NodeRecord]) -> Iterator[tuple[int, int]]:
+    """(who is there, who has just said that it is not)."""
+    records = [*records]
+    for observer in records:
+        status, seen_at = observer.status, observer.seen_at
+        if status is None or seen_at is None or not _is_there(observer, seen_at):
+            continue
+        live = {member.peer_id for member in status.members if member.is_live}
+        for record in records:
+            if record is not observer and _is_there(record, seen_at) and record.peer_id not in live:
+                yield record.index, observer.index
+
+
+def _is_there(record: NodeRecord, at: float) -> bool:
+    return record.ledger.condition in _THERE and at - record.ledger.there_since >= GRACE

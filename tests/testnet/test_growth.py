@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import pytest
+
+from farandole.node.status import Resources
+from farandole.testnet.growth import WARM_UP, Samples
+
+
+def life(hours: float, leak: float) -> Samples:
+    """A minute between two statuses; memory that grows by a share an hour, after a warm-up in which it doubles."""
+    samples = Samples()
+    for second in range(0, int(3_600 * hours), 60):
+        cold = max(0.0, 1 - second / WARM_UP)
+        memory = round(100e6 * (1 - cold / 2) * (1 + leak * second / 3_600))
+        samples.note(Resources(memory, 2 * memory, 40 + (second // 60) % 3, 90), float(second))
+    return samples
+
+
+@pytest.mark.parametrize("leak", [0.0, 0.02, -0.01])
+def test_a_leak_is_seen_and_a_warm_up_is_none(leak: float) -> None:
+    growth = life(2.0, leak).growth()
+    assert growth is not None
+    assert growth.memory == pytest.approx(leak, abs=0.001)
+    assert growth.trainer_memory == pytest.approx(leak, abs=0.001)
+    assert abs(growth.descriptors) <= 1
+    assert growth.tasks == 0
+
+
+def test_a_short_life_says_nothing() -> None:
+    assert life(0.4, 0.5).growth() is None
