@@ -26,7 +26,7 @@ def test_who_is_there_and_not_seen_was_taken_for_dead() -> None:
 
 
 def test_who_was_just_started_or_is_gone_is_not_expected() -> None:
-    alice, young = record(0, ALICE, [ALICE], 0.0), record(1, BOB, [BOB], 5.0)
+    alice, young = record(0, ALICE, [ALICE], 0.0), record(1, BOB, [BOB], 15.0)
     assert list(false_deaths([alice, young])) == [], "it may not have been heard of, nor have heard"
     gone = record(1, BOB, [ALICE, BOB], 0.0)
     gone.ledger.enter("absent", 12.0)
