@@ -105,6 +105,10 @@ class BulkHost(StreamHost, Protocol):
     def is_out_of_reach(self) -> Callable[[bytes], bool]:
         """Whether attempts have shown that nothing but relays leads to a peer."""
 
+    @property
+    def observe_port(self) -> Callable[[int], contextlib.AbstractAsyncContextManager[list[Address]]]:
+        """As whom others see a port of this machine, where its router changes ports, for as long as a block runs."""
+
     def remote_addresses(self, peer: bytes) -> list[str]:
         """The other ends of the connections to a peer, as multiaddrs."""
 
@@ -204,17 +208,18 @@ class BulkService:
 
     async def _ask(self, peer: bytes) -> BulkChannel:
         key = X25519PrivateKey.generate()
-        proposal = self._propose(secrets.token_bytes(SESSION_BYTES), key)
-        stream = await self._host.open_stream(peer, BULK_PROTOCOL, OPEN_TIMEOUT)
-        try:
-            with self._race(proposal, peer) as race:
-                await stream.send_all(frame(encode_proposal(proposal), MAX_PROPOSAL_BYTES))
-                theirs = await _receive_proposal(stream)
-                if theirs.session != proposal.session:
-                    raise RemoteProtocolError("an answer to another proposal")
-                return await self._run_race(race, stream, theirs, key, is_asker=True)
-        finally:
-            await close_stream(stream)
+        async with self._observed() as observed:
+            proposal = self._propose(secrets.token_bytes(SESSION_BYTES), key, observed)
+            stream = await self._host.open_stream(peer, BULK_PROTOCOL, OPEN_TIMEOUT)
+            try:
+                with self._race(proposal, peer) as race:
+                    await stream.send_all(frame(encode_proposal(proposal), MAX_PROPOSAL_BYTES))
+                    theirs = await _receive_proposal(stream)
+                    if theirs.session != proposal.session:
+                        raise RemoteProtocolError("an answer to another proposal")
+                    return await self._run_race(race, stream, theirs, key, is_asker=True)
+            finally:
+                await close_stream(stream)
 
     async def _answer(self, stream: Stream) -> None:
         """A peer proposes a channel; the stream closes when that is done."""
@@ -222,32 +227,48 @@ class BulkService:
             if self._expected[stream.peer]:
                 with trio.move_on_after(OPEN_TIMEOUT):
                     theirs = await _receive_proposal(stream)
-                    if not self._is_busy(stream.peer, theirs.session):
-                        key = X25519PrivateKey.generate()
-                        proposal = self._propose(theirs.session, key)
-                        with self._race(proposal, stream.peer) as race:
-                            await stream.send_all(frame(encode_proposal(proposal), MAX_PROPOSAL_BYTES))
-                            channel = await self._run_race(race, stream, theirs, key, is_asker=False)
-                            self.release(channel)
-                            channel.announce()
+                    async with self._observed() as observed:
+                        if not self._is_busy(stream.peer, theirs.session):
+                            await self._take_part(stream, theirs, observed)
         except (ChannelError, RemoteProtocolError, trio.BrokenResourceError) as error:
             logger.debug("no bulk channel: %s", error)
         finally:
             await close_stream(stream)
 
+    async def _take_part(self, stream: Stream, theirs: Proposal, observed: list[Address]) -> None:
+        """In the negotiation that a peer has begun."""
+        key = X25519PrivateKey.generate()
+        proposal = self._propose(theirs.session, key, observed)
+        with self._race(proposal, stream.peer) as race:
+            await stream.send_all(frame(encode_proposal(proposal), MAX_PROPOSAL_BYTES))
+            channel = await self._run_race(race, stream, theirs, key, is_asker=False)
+            self.release(channel)
+            channel.announce()
+
+    @contextlib.asynccontextmanager
+    async def _observed(self) -> AsyncIterator[list[Address]]:
+        """As whom others see the listener, as far as that has to be asked."""
+        listener = self._listeners.get(socket.AF_INET)
+        if listener is None:
+            yield []
+            return
+        async with self._host.observe_port(listener.getsockname()[1]) as observed:
+            yield observed
+
     def _is_busy(self, peer: bytes, session: bytes) -> bool:
         """One negotiation with a peer at a time; and no name for two channels."""
         return session in self._races or session in self._idle or any(r.peer == peer for r in self._races.values())
 
-    def _propose(self, session: bytes, key: X25519PrivateKey) -> Proposal:
-        """What this node offers: where its router sends on; as whom others see it, and its interfaces, with the port
-        that listens there, since most NATs keep ports where they can (RFC 4787, 4.2.1); its half of the keys.
+    def _propose(self, session: bytes, key: X25519PrivateKey, observed: list[Address]) -> Proposal:
+        """What this node offers: where its router sends on; what others have observed of the listener; as whom they see
+        this node, and its interfaces, with the port that listens, since most NATs keep ports where they can (RFC 4787,
+        4.2.1). And its half of the keys.
         """
         ports = {family: listener.getsockname()[1] for family, listener in self._listeners.items()}
         ips = dict.fromkeys((*self._host.observed_ips, *interfaces(self._host)))
         mapped = [self._host.mapped[port] for port in ports.values() if port in self._host.mapped]
         known = [(ip, ports[f]) for ip in ips if (f := _family(ip)) in ports]
-        addresses = [address for address in dict.fromkeys((*mapped, *known)) if address[1] >= MIN_PORT]
+        addresses = [address for address in dict.fromkeys((*mapped, *observed, *known)) if address[1] >= MIN_PORT]
         return Proposal(
             session=session,
             token=secrets.token_bytes(TOKEN_BYTES),

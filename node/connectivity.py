@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.protocol.reachability import Kind
+from farandole.protocol.reachability import Address, Kind
 from farandole.protocol.records import relay_key
 from farandole.protocol.relay import Limits
 
@@ -76,6 +76,7 @@ class Connectivity:
             self._ports = PortKeeper(host, lambda: self._examiner.note_change(), port_lease)
         prepare = self._ports.has_tried.wait if self._ports else trio.lowlevel.checkpoint
         self._examiner = Examiner(host, self.reachability, rng, prepare)
+        host.observe_port = self._observe_port
         self._puncher = Puncher(host, self._examiner.dialback, self.reachability)
 
     @property
@@ -99,6 +100,17 @@ class Connectivity:
             nursery.start_soon(self._puncher.run)
             if self.server is not None:
                 nursery.start_soon(self._relay_while_public, self.server)
+
+    @asynccontextmanager
+    async def _observe_port(self, port: int) -> AsyncIterator[list[Address]]:
+        """Peers are asked only where it is known that they see another port than this machine's."""
+        listening = [own for _, own in self._host.listening]
+        outer = [seen for _, seen in self.reachability.verdict.addresses]
+        if self.reachability.kind is not Kind.PUNCHABLE or set(outer) <= set(listening):
+            yield []
+            return
+        async with self._examiner.dialback.observed_by_any(port) as seen:
+            yield seen
 
     async def _relay_while_public(self, server: RelayServer) -> None:
         while True:

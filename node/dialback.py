@@ -21,6 +21,7 @@ from farandole.protocol.reachability import (
     DIALBACK_PROTOCOL,
     MAX_MESSAGE_BYTES,
     MAX_PORTS,
+    Address,
     Answer,
     Request,
     Witness,
@@ -42,6 +43,10 @@ logger = logging.getLogger(__name__)
 DIAL_TIMEOUT = 4.0
 REQUEST_TIMEOUT = 5.0
 ANSWER_TIMEOUT = DIAL_TIMEOUT + REQUEST_TIMEOUT
+# To ask peers what they see: two round trips and a handshake. They are asked one after the other, until one has
+# answered.
+OBSERVE_TIMEOUT = 3.0
+NUM_OBSERVERS = 2
 # Nobody's reachability changes faster; a node that has just started asks once.
 DIAL_INTERVAL = 20.0
 # Asked by so many at once: the others are told so, and ask another.
@@ -85,8 +90,12 @@ class Dialback:
                 self._none_asking = trio.Event()
 
     @contextlib.asynccontextmanager
-    async def observed_by(self, peer: bytes, timeout: float = ANSWER_TIMEOUT) -> AsyncIterator[Witness]:
+    async def observed_by(
+        self, peer: bytes, timeout: float = ANSWER_TIMEOUT, port: int | None = None
+    ) -> AsyncIterator[Witness]:
         """As whom the peer sees our listening port; the connection that it sees stays for as long as the block runs.
+
+        ``port``: another one of this machine's, over IPv4, which others may share.
 
         Waits while others dial us, who must not find the hole that this makes. Raises `PeerUnreachableError` where the
         connection, or the answer, takes longer than ``timeout`` seconds from then on.
@@ -94,10 +103,26 @@ class Dialback:
         while self._num_asking:
             await self._none_asking.wait()
         self.holed_at = trio.current_time()
-        async with self._host.open_aside(peer, timeout) as open_stream:
+        async with self._host.open_aside(peer, timeout, port) as open_stream:
             with _deadline(timeout):
                 witness = await _ask_over(await open_stream(DIALBACK_PROTOCOL), Request(()))
             yield witness
+
+    @contextlib.asynccontextmanager
+    async def observed_by_any(self, port: int | None = None) -> AsyncIterator[list[Address]]:
+        """The same by one of those whom we have dialled, as a list that is empty where nobody tells."""
+        peers = [peer for peer in self._host.connected if self._host.is_dialled(peer)]
+        async with contextlib.AsyncExitStack() as stack:
+            seen: list[Address] = []
+            for peer in peers[:NUM_OBSERVERS]:
+                try:
+                    witness = await stack.enter_async_context(self.observed_by(peer, OBSERVE_TIMEOUT, port))
+                except PeerUnreachableError as error:
+                    logger.debug("nobody to tell what it sees: %s", error)
+                else:
+                    seen.append((witness.answer.ip, witness.answer.port))
+                    break
+            yield seen
 
     # Answering
 

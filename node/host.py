@@ -15,7 +15,7 @@ import random
 import re
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, cast
 from weakref import WeakKeyDictionary
 
@@ -90,12 +90,16 @@ class Host:
         self._told_connected: set[bytes] = set()
         self._observed_ips: list[str] = []
         self._circuits: WeakKeyDictionary[YamuxConn, Circuit] = WeakKeyDictionary()  # that we dialled
-        self._asides: dict[bytes, _Aside] = {}
+        self._asides: dict[tuple[bytes, int | None], _Aside] = {}
         self._news = trio.Event()  # a connection has come or gone
         self.bulk_ports: set[int] = set()
         """Other ports of this machine that peers dial (farandole.node.bulk)."""
         self.mapped: dict[int, tuple[str, int]] = {}
         """Ports of this machine -> where its router sends on to them, as the router says (farandole.node.mapping)."""
+        self.observe_port: Callable[[int], AbstractAsyncContextManager[list[tuple[str, int]]]] = lambda port: (
+            nullcontext([])
+        )
+        """As whom others see a port of this machine that is in use, where its router changes ports; else nothing."""
         self._needs: list[Callable[[bytes], bool]] = []
         self.is_out_of_reach: Callable[[bytes], bool] = lambda peer: False
         """Whether hole punching has shown that no direct connection to a peer comes about (farandole.node.punching)."""
@@ -413,18 +417,23 @@ class Host:
             socket.abort()
             raise
 
-    async def dial_from_listener(self, target: tuple[str, int]) -> Socket:
-        """A TCP connection from the port that listens, not authenticated yet; `OSError` if it comes to none."""
-        for local in self.listening:
+    async def dial_from_listener(self, target: tuple[str, int], port: int | None = None) -> Socket:
+        """A TCP connection from the port that listens, not authenticated yet; `OSError` if it comes to none.
+
+        ``port``: from that one instead, over IPv4.
+        """
+        for local in self.listening if port is None else [("0.0.0.0", port)]:
             if (":" in local[0]) == (":" in target[0]):
                 return Socket(await connect_from(local, target))
         raise OSError(f"nothing listens here that could dial {target[0]}")
 
     @asynccontextmanager
     async def open_aside(
-        self, peer: bytes, timeout: float = DIAL_TIMEOUT
+        self, peer: bytes, timeout: float = DIAL_TIMEOUT, port: int | None = None
     ) -> AsyncIterator[Callable[[str], Awaitable[Stream]]]:
         """One more connection to a peer that was dialled, from the port that listens; gives what opens streams on it.
+
+        ``port``: from that one instead, over IPv4.
 
         Nothing but other blocks like this uses it: there can be one from that port to the same place. Raises
         `PeerUnreachableError`.
@@ -433,11 +442,11 @@ class Host:
         if target is None:
             raise PeerUnreachableError(f"{peer_id_of(peer)} has no direct connection")
         with _deadline(peer, timeout):
-            while (aside := self._asides.get(peer)) is not None and aside.is_unused.is_set():
+            while (aside := self._asides.get((peer, port))) is not None and aside.is_unused.is_set():
                 await aside.is_over.wait()
         if aside is None:
-            aside = self._asides[peer] = _Aside()
-            self._nursery.start_soon(self._hold_aside, peer, target, aside)
+            aside = self._asides[peer, port] = _Aside()
+            self._nursery.start_soon(self._hold_aside, (peer, port), target, aside)
         aside.num_users += 1
         try:
             with _deadline(peer, timeout):
@@ -461,13 +470,13 @@ class Host:
             if not aside.num_users:
                 aside.is_unused.set()
 
-    async def _hold_aside(self, peer: bytes, target: tuple[str, int], aside: _Aside) -> None:
+    async def _hold_aside(self, key: tuple[bytes, int | None], target: tuple[str, int], aside: _Aside) -> None:
         """Until nobody uses it."""
         try:
             with trio.fail_after(DIAL_TIMEOUT):
-                socket = await self.dial_from_listener(target)
+                socket = await self.dial_from_listener(target, key[1])
                 socket.leave_nothing()  # else the same could not be dialled again for a minute
-                muxed = await self.upgrade(socket, peer)
+                muxed = await self.upgrade(socket, key[0])
             conn = MendedConn(muxed, self._swarm, "outbound")
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(conn.run)
@@ -479,7 +488,7 @@ class Host:
         except Exception as error:  # whatever the handshakes raise
             aside.error = error
         finally:
-            del self._asides[peer]
+            del self._asides[key]
             aside.is_open.set()
             aside.is_over.set()
 

@@ -26,7 +26,7 @@ from farandole.protocol.punching import DCUTR_PROTOCOL, NUM_ATTEMPTS, offer, tar
 from farandole.protocol.reachability import Address
 
 from .backoff import Backoff
-from .dialback import ANSWER_TIMEOUT, Dialback
+from .dialback import ANSWER_TIMEOUT, NUM_OBSERVERS, OBSERVE_TIMEOUT, Dialback
 from .errors import PeerUnreachableError
 from .punch_messages import encode_connect, encode_sync, receive_connect, receive_sync
 from .reachability import Reachability
@@ -41,10 +41,6 @@ logger = logging.getLogger(__name__)
 ATTEMPT_TIMEOUT: Final = 4.0
 # Where the other end's router refuses instead of dropping, until the way is open.
 REDIAL_INTERVAL: Final = 0.2
-# To ask relays what they see: two round trips and a handshake.
-OBSERVE_TIMEOUT: Final = 3.0
-# Asked one after the other, until one has answered.
-NUM_OBSERVERS: Final = 2
 # Until a peer has asked its own, which may have to wait for a dial-back.
 MESSAGE_TIMEOUT: Final = ANSWER_TIMEOUT + NUM_OBSERVERS * OBSERVE_TIMEOUT
 # Routers do not change; what fails twelve seconds long fails again, unless an address has changed.
@@ -194,17 +190,7 @@ class Puncher:
     @contextlib.asynccontextmanager
     async def _observed(self) -> AsyncIterator[list[Address]]:
         """As whom others see the port that listens, while what they see is held open."""
-        peers = [peer for peer in self._host.connected if self._host.is_dialled(peer)]
-        async with contextlib.AsyncExitStack() as stack:
-            seen: list[Address] = []
-            for peer in peers[:NUM_OBSERVERS]:
-                try:
-                    witness = await stack.enter_async_context(self._dialback.observed_by(peer, OBSERVE_TIMEOUT))
-                except PeerUnreachableError as error:
-                    logger.debug("nobody to tell what it sees: %s", error)
-                else:
-                    seen.append((witness.answer.ip, witness.answer.port))
-                    break
+        async with self._dialback.observed_by_any() as seen:
             yield list(dict.fromkeys((*seen, *self._reachability.verdict.addresses)))
 
     async def _meet(self, peer: bytes, chosen: Sequence[Address], *, is_initiator: bool) -> None:

@@ -1,8 +1,9 @@
-"""Homes in trouble: relays die, bootstrap peers are gone for good, a router reboots, an address changes.
+"""Homes in trouble: relays die, a router reboots, an address changes, bootstrap peers are gone for good.
 
 Real daemons (`farandole.testnet.bench.nat_daemon`) in homes of the NAT lab train a small model together. Relays without
 trainers, in the open, are the only peers that anybody was told of at first. One trouble comes after the other; each is
-timed until its effect is gone, as the daemons themselves tell it.
+timed until its effect is gone, as the daemons themselves tell it. Those relays die for ever last: if the one public
+home that is left had another address after that, nobody could know where.
 """
 
 from __future__ import annotations
@@ -138,10 +139,10 @@ class RecoveryBench:
             await self._lose_relays(relays, near, far)
             mapped = await self._join("mapped", "upnp", await near.make_invite())
             await self._until_begun(mapped, lambda status: status.exchanges_ok > 0 and status.reachability == "public")
-            await self._lose_bootstrap(relays, [near, far, mapped])
-            await self._join_by_member(far)
             await self._reboot_router(near)
             await self._change_address(mapped)
+            await self._lose_bootstrap(relays, [near, far, mapped])
+            await self._join_by_member(far)
         finally:
             for daemon in self._daemons:
                 daemon.kill()

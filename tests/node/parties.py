@@ -109,6 +109,9 @@ class MemoryHost:
     def is_out_of_reach(self, peer: bytes) -> bool:
         return False
 
+    def observe_port(self, port: int) -> contextlib.AbstractAsyncContextManager[list[tuple[str, int]]]:
+        return contextlib.nullcontext([])
+
     def remote_addresses(self, peer: bytes) -> list[str]:
         return ["/ip4/127.0.0.1/tcp/4001"]
 

@@ -83,6 +83,7 @@ class MemoryHost:
     streams_opened: int = 0
     remote_port: int = 4_001
     unreachable: set[bytes] = field(default_factory=set)
+    observed: list[tuple[str, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.network[self.author] = self
@@ -93,6 +94,9 @@ class MemoryHost:
 
     def is_out_of_reach(self, peer: bytes) -> bool:
         return peer in self.unreachable
+
+    def observe_port(self, port: int) -> contextlib.AbstractAsyncContextManager[list[tuple[str, int]]]:
+        return contextlib.nullcontext(self.observed)
 
     def remote_addresses(self, peer: bytes) -> list[str]:
         return [f"/ip4/127.0.0.1/tcp/{self.remote_port}"]
@@ -261,8 +265,9 @@ async def test_who_could_not_be_reached_is_not_tried_at_once_again(
     assert "for 10 s no channel is tried" in message
 
 
-async def test_what_the_router_sends_on_is_offered_first(alice: Party, bob: Party) -> None:
+async def test_what_the_router_sends_on_is_offered_first_and_what_others_observe(alice: Party, bob: Party) -> None:
     bob.host.mapped[bob.port] = ("5.1.1.1", 5_002)
+    bob.host.observed = [("5.1.1.1", 5_003)]
     offered: list[Proposal] = []
 
     def note(proposal: Proposal) -> Proposal:
@@ -273,7 +278,7 @@ async def test_what_the_router_sends_on_is_offered_first(alice: Party, bob: Part
     assert bob.host.bulk_ports == {bob.port}
     for channel in await meet(alice, bob):
         channel.close()
-    assert offered[0].addresses == [("5.1.1.1", 5_002), ("127.0.0.1", bob.port)]
+    assert offered[0].addresses == [("5.1.1.1", 5_002), ("5.1.1.1", 5_003), ("127.0.0.1", bob.port)]
 
 
 async def test_who_is_out_of_reach_costs_no_wait(alice: Party, bob: Party) -> None:
@@ -486,7 +491,7 @@ async def test_idle_channels_close_in_time(
 
 
 async def test_no_two_negotiations_with_one_peer(alice: Party, bob: Party) -> None:
-    proposal = alice.service._propose(b"1" * 16, X25519PrivateKey.generate())
+    proposal = alice.service._propose(b"1" * 16, X25519PrivateKey.generate(), [])
     with bob.service.expecting(ALICE), bob.service._race(proposal, ALICE):
         stream = await alice.host.open_stream(BOB, BULK_PROTOCOL)
         await stream.send_all(frame(encode_proposal(msgspec.structs.replace(proposal, session=b"2" * 16)), 4_096))
