@@ -15,7 +15,7 @@ import msgspec
 
 from farandole.protocol.errors import FarandoleError
 
-from .fault import Fault, FaultKind
+from .fault import MAX_NODES, Fault, FaultKind, NodeIndex
 
 # Seconds in which nothing happens: after all nodes have begun to train, and at the end; in short plays these shares.
 WARM_UP, CALM = 10.0, 60.0
@@ -56,6 +56,8 @@ class Chaos(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     faults: Annotated[int, msgspec.Meta(ge=1, le=MAX_DRAWN)]
     kinds: _Kinds = tuple(DURATIONS)
     """In turn, so that each has its share."""
+    nodes: Annotated[tuple[NodeIndex, ...], msgspec.Meta(max_length=MAX_NODES)] = ()
+    """Whom it befalls; none: anybody. Half of these at a time, at most."""
 
     def __post_init__(self) -> None:
         if unknown := set(self.kinds) - set(DURATIONS):
@@ -78,6 +80,7 @@ class _Busy:
 def draw_faults(chaos: Chaos, num_nodes: int, seed: int) -> tuple[Fault, ...]:
     """So many faults in the order in which they begin; `ChaosError` if there is no room for them."""
     rng = random.Random(f"chaos {seed}")
+    nodes = chaos.nodes or tuple(range(num_nodes))
     begins_at = min(WARM_UP, WARM_UP_SHARE * chaos.seconds)
     ends_at = chaos.seconds - min(CALM, CALM_SHARE * chaos.seconds)
     kinds = [chaos.kinds[index % len(chaos.kinds)] for index in range(chaos.faults)]
@@ -89,25 +92,25 @@ def draw_faults(chaos: Chaos, num_nodes: int, seed: int) -> tuple[Fault, ...]:
         even = begins_at + (ends_at - begins_at) * index / len(kinds)
         for attempt in range(_ATTEMPTS):
             at = even if attempt < _ATTEMPTS // 2 else rng.uniform(begins_at, ends_at)
-            fault = _draw(kind, at, chaos.seconds, num_nodes, rng)
+            fault = _draw(kind, at, chaos.seconds, nodes, rng)
             recovery = min(RECOVERY, RECOVERY * chaos.seconds / FULL_LENGTH)
             taken = _busy(fault, recovery)
-            if taken.ends_at - recovery <= ends_at and _has_room(taken, busy, num_nodes):
+            if taken.ends_at - recovery <= ends_at and _has_room(taken, busy, len(nodes)):
                 faults.append(fault)
                 busy.append(taken)
                 break
         else:
-            raise ChaosError(f"no room for {chaos.faults} faults among {num_nodes} nodes in {chaos.seconds:g} s")
+            raise ChaosError(f"no room for {chaos.faults} faults among {len(nodes)} nodes in {chaos.seconds:g} s")
     return tuple(sorted(faults, key=lambda fault: fault.after_start or 0.0))
 
 
-def _draw(kind: FaultKind, at: float, seconds: float, num_nodes: int, rng: random.Random) -> Fault:
+def _draw(kind: FaultKind, at: float, seconds: float, nodes: Sequence[int], rng: random.Random) -> Fault:
     shortened = min(1.0, seconds / FULL_LENGTH)
     least, most = (max(LEAST_DURATION, bound * shortened) for bound in DURATIONS[kind])
-    count = rng.choice((1, num_nodes // 2)) if kind == "partition" else 1
+    count = rng.choice((1, len(nodes) // 2)) if kind == "partition" else 1
     return Fault(
         kind=kind,
-        nodes=tuple(sorted(rng.sample(range(num_nodes), max(1, count)))),
+        nodes=tuple(sorted(rng.sample(nodes, max(1, count)))),
         after_start=round(at, 1),
         duration=round(rng.uniform(least, most), 1),
         factor=rng.choice(FACTORS) if kind == "starve" else 4.0,

@@ -40,7 +40,7 @@ _LASTING: Final = (
     "partition",
 )
 _SUDDEN: Final = ("kill", "join", "leave", "change_address")
-_NodeIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NODES)]
+NodeIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NODES)]
 _Positive = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 
 
@@ -61,7 +61,7 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     To its home, for ``duration``. ``cut``: nothing goes through its line; ``unplug``: its cable is pulled;
     ``reboot_router``: its router is off, and forgets all; ``partition``: nothing goes between these nodes and the
     others. And ``change_address``: it gets another public address."""
-    nodes: tuple[_NodeIndex, ...] = ()
+    nodes: tuple[NodeIndex, ...] = ()
     of_stage: Annotated[int, msgspec.Meta(ge=0, le=511)] | None = None
     """Instead of ``nodes``: as many as ``count`` of those that hold this stage then, the last ones first."""
     count: Annotated[int, msgspec.Meta(ge=1, le=MAX_NODES)] = 1

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Final
 
-from farandole.node.status import NodeStatus, PipelineStatus
+from farandole.node.status import ExchangeStatus, NodeStatus, PipelineStatus
 
 from .growth import Growth, Samples
 from .ledger import Ledger
+
+# As many as a scenario has rounds.
+MAX_EXCHANGES: Final = 256
 
 
 @dataclass
@@ -39,6 +43,8 @@ class NodeRecord:
     ledger: Ledger = field(default_factory=Ledger)
     trained_at: float | None = None
     """When it was last seen to have taken inner steps since the status before, in one life."""
+    exchanges: dict[float, ExchangeStatus] = field(default_factory=dict)
+    """The newest committed ones, by when they ended."""
     samples: Samples = field(default_factory=Samples)
     """Of the present life."""
     growths: list[Growth] = field(default_factory=list)
@@ -62,6 +68,7 @@ class NodeRecord:
         self.status, self.seen_at = status, now
         if self.is_finished and self.ledger.condition != "finished":
             self.ledger.enter("finished", now)
+        self._note_exchanges(status)
         self.samples.note(status.resources, now)
         self.losses.update(status.losses)
         self.pipeline = status.pipeline or self.pipeline
@@ -71,6 +78,13 @@ class NodeRecord:
         position = (status.round, status.inner_steps)
         if position != self._position:
             self._position, self._advanced_at = position, now
+
+    def _note_exchanges(self, status: NodeStatus) -> None:
+        for exchange in status.recent_exchanges:
+            if exchange.verdict == "committed":
+                self.exchanges[exchange.ended_at] = exchange
+        while len(self.exchanges) > MAX_EXCHANGES:
+            del self.exchanges[min(self.exchanges)]
 
     def _note_training(self, now: float) -> None:
         self.trained_at = now

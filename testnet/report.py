@@ -5,6 +5,7 @@ Fields are added, never renamed: scripts read them.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import Final, Literal
@@ -12,6 +13,7 @@ from typing import Final, Literal
 import msgspec
 
 from farandole.node.conversion import training_configs
+from farandole.node.figures import BYTES_PER_MBIT
 from farandole.node.status import PipelineStatus, Resources
 from farandole.training.presets import num_parameters
 
@@ -70,6 +72,10 @@ class NodeReport(msgspec.Struct, frozen=True):
     """How long it was absent, starting, returning, working, frozen, starved, finished; `farandole.testnet.ledger`."""
     given_seconds: float = 0.0
     """In which its machine let it work; a starved second counts by its share of the processor."""
+    exchange_seconds: list[float] = []
+    """Of each committed exchange, in order."""
+    exchange_bytes: int = 0
+    """What the largest of them sent."""
     resources: Resources | None = None
     """What it took of its machine when it was last asked."""
     growths: list[Growth] = []
@@ -202,6 +208,8 @@ def node_report(record: NodeRecord, *, is_alive: bool, home: str = "") -> NodeRe
         home=home,
         condition_seconds=dict(record.ledger.seconds),
         given_seconds=record.ledger.given,
+        exchange_seconds=[record.exchanges[at].seconds for at in sorted(record.exchanges)],
+        exchange_bytes=max((exchange.bytes_sent for exchange in record.exchanges.values()), default=0),
         resources=status.resources if status else None,
         growths=record.all_growths,
         links={member.peer_id: member.path for member in status.members if member.path} if status else {},
@@ -328,10 +336,30 @@ def _node_problems(scenario: Scenario, node: NodeReport) -> list[str]:
         problems.append("exchanged with nobody after it was started again")
     if node.index in scenario.late_joiners and node.losses and node.losses[0][0] == 0:
         problems.append("joined late and began in round 0: it got no weights from a peer")
+    if scenario.max_exchange_over_ideal is not None:
+        problems += _exchange_problems(scenario, scenario.max_exchange_over_ideal, node)
     if scenario.max_growth is not None:
         problems += [problem for growth in node.growths for problem in _growth_problems(scenario.max_growth, growth)]
     if scenario.every_round and (missed := _rounds_missed(node, scenario.rounds)):
         problems.append(f"took no part in rounds {missed}")
+    return problems
+
+
+def _exchange_problems(scenario: Scenario, most: float, node: NodeReport) -> list[str]:
+    """Beside what the line allows: the contribution at the slower rate, and a round trip."""
+    home = scenario.home[node.index % len(scenario.home)]
+    rate = min(home.up_mbit or math.inf, home.down_mbit or math.inf) * BYTES_PER_MBIT
+    ideal = node.exchange_bytes / rate + 4 * home.delay_ms / 1e3
+    if not node.exchange_seconds:
+        return ["completed no exchange"]
+    median = statistics.median(node.exchange_seconds)
+    problems = []
+    if median > most * ideal:
+        problems.append(
+            f"took {median:.1f} s for an exchange (median), more than {most:g} times the ideal {ideal:.1f} s"
+        )
+    if node.exchanges_failed:
+        problems.append(f"had {node.exchanges_failed} exchanges that failed")
     return problems
 
 

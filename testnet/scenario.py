@@ -121,6 +121,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The replicas' spread over the clean run's."""
     max_heal_seconds: _Positive | None = None
     """From the end of each partition until all nodes have one run state."""
+    max_exchange_over_ideal: _Positive | None = None
+    """Each node's median exchange, over what its home's line allows; and none may fail."""
     no_false_death: bool = False
     """Whether no node may take another for dead that is there."""
     max_growth: _Positive | None = None
@@ -149,6 +151,10 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"upload_mbit, download_mbit: a cap is at least {MIN_CAP_MBIT:g} Mbit/s; 0 is none")
         if self.link and self.home:
             raise ValueError("say link, or home, which has a link of its own")
+        if self.max_exchange_over_ideal is not None and not self.home:
+            raise ValueError("max_exchange_over_ideal: say home, whose line it is")
+        if self.chaos is not None and max(self.chaos.nodes, default=0) >= self.nodes:
+            raise ValueError(f"chaos names node {max(self.chaos.nodes)}, but the last is {self.nodes - 1}")
         if self.min_partners >= self.nodes:
             raise ValueError(
                 f"min_partners is {self.min_partners}: each of {self.nodes} nodes has {self.nodes - 1} others"

@@ -21,6 +21,8 @@ def status(**changes: Any) -> NodeStatus:
         "paths": {},
         "run": RUN,
         "members": [],
+        "recent_exchanges": [],
+        "resources": None,
         "pid": 1,
     }
     return NodeStatus(**{**fields, **changes})

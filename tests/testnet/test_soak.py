@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from farandole.testnet.beside import judged
+from farandole.testnet.fault_table import fault_lines, throughput_lines
 from farandole.testnet.launch import Testnet
 from farandole.testnet.report import Report
 from farandole.testnet.scenario import load_scenario, parse_scenario
@@ -23,10 +25,11 @@ DELIVERED = (
     "stages-churn",
     "stages-unequal",
     "stages-unequal-pinned",
+    "hour",
 )
 
 
-IN_NAMESPACES = ("slow-link", "slow-link-blocking", "homes", "homes-trouble")
+IN_NAMESPACES = ("slow-link", "slow-link-blocking", "homes", "homes-trouble", "bad-line")
 
 
 class Quiet:
@@ -48,6 +51,9 @@ def figures(report: Report) -> str:
     )
 
 
+BESIDE_CLEAN = ("flap", "starved", "halves", "chaos")
+
+
 needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="the extra 'hf' is not installed")
 
 
@@ -62,6 +68,19 @@ async def test_a_scenario_in_namespaces_passes(name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", [*DELIVERED, pytest.param("llama-stages", marks=needs_transformers)])
 async def test_a_delivered_scenario_passes(name: str, tmp_path: Path) -> None:
     await check(name, tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("networks", "faketime")
+@pytest.mark.parametrize("name", BESIDE_CLEAN)
+async def test_faults_cost_no_more_than_they_may(name: str, tmp_path: Path) -> None:
+    clean = await Testnet(load_scenario(name, clean=True), tmp_path / "clean", Quiet()).play()
+    print(f"\n{figures(clean)}")
+    assert clean.reasons == []
+    scenario = load_scenario(name)
+    report = judged(await Testnet(scenario, tmp_path / name, Quiet()).play(), clean, scenario)
+    print("\n".join([figures(report), *fault_lines(report), *throughput_lines(report)]))
+    assert report.reasons == []
 
 
 async def check(name: str, tmp_path: Path) -> None:
