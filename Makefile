@@ -7,7 +7,7 @@ STAMP := $(VENV)/.set-up
 # Tests at once: on two cores more than these, since most tests wait more than they compute.
 NUM_TESTERS ?= 4
 
-.PHONY: help setup demo test lint types unit soak reference bench bench-exchange bench-stages bench-nat wheel clean
+.PHONY: help setup demo test lint types unit soak reference bench bench-exchange bench-join bench-stages bench-nat wheel clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ bench: $(STAMP) bench-exchange bench-stages ## NoLoCo beside its baselines on th
 
 bench-exchange: $(STAMP) ## How fast contributions move, beside hivemind and Lattica (10 minutes)
 	$(BIN)/farandole testnet bench-exchange --out out/bench --write BENCHMARKS.md
+
+bench-join: $(STAMP) ## How fast a newcomer gets its weights, beside hivemind; needs root (5 minutes)
+	$(BIN)/farandole testnet bench-join --out out/bench --write BENCHMARKS.md
 
 bench-stages: $(STAMP) ## How fast a model in stages learns, beside torch's pipelining (10 minutes)
 	$(BIN)/farandole testnet bench-stages --out out/bench --write BENCHMARKS.md

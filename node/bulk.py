@@ -376,10 +376,14 @@ class BulkService:
                     channel.close()
 
     def close(self) -> None:
-        """Close all kept channels, and from now on those that are released, by handlers that end later."""
-        self._is_closed = True
+        """Close all kept channels."""
         while self._idle:
             self._idle.popitem()[1].close()
+
+    def end(self) -> None:
+        """The same, and from now on keep none: the host's handlers may end later, and release theirs."""
+        self._is_closed = True
+        self.close()
 
 
 class _Race:
@@ -467,7 +471,7 @@ async def open_bulk(host: BulkHost, shaping: Shaping | None = None) -> AsyncIter
             yield service
     finally:
         host.bulk_ports.difference_update(ports)
-        service.close()
+        service.end()
         for listener in listeners.values():
             listener.close()
 

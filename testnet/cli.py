@@ -195,6 +195,28 @@ def bench_exchange(
     run_bench(out, sizes or SIZES_MB, repeats, cache if peers else None, section=section)
 
 
+@testnet_app.command("bench-join")
+def bench_join(
+    size: Annotated[int, typer.Option(min=4, help="Megabytes that a newcomer needs.")] = 100,
+    repeats: Annotated[int, typer.Option(min=1, help="Of each measurement; the median counts.")] = 5,
+    peers: Annotated[bool, typer.Option(help="Measure hivemind too, installing it once.")] = True,
+    link: Annotated[bool, typer.Option(help="Measure on a shaped line too; needs Linux and root.")] = True,
+    cache: Annotated[Path, typer.Option(help="Folder in which it is installed.")] = Path(".bench"),
+    out: Annotated[Path, typer.Option(help="Folder for join.json, join.md, a log.")] = Path("out/bench"),
+    write: Write = None,
+) -> None:
+    """Measure how fast a newcomer gets its weights from two donors and from one, beside hivemind, and what it costs.
+
+    Examples: [cyan]farandole testnet bench-join[/cyan];
+    [cyan]farandole testnet bench-join --size 20 --repeats 1 --no-peers --no-link[/cyan]
+    """
+    from .bench.join import run_join_bench
+    from .bench.section import Section
+
+    section = Section(write, "join") if write else None
+    run_join_bench(out, size, repeats, cache if peers else None, section, with_link=link)
+
+
 @testnet_app.command("bench-stages")
 def bench_stages(
     stages: Annotated[int, typer.Option(min=2, help="Into which the model is cut.")] = 4,

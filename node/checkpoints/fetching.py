@@ -118,6 +118,8 @@ class Fetched:
     """Blocks that each donor gave, those included that came twice."""
     num_bytes: int
     """That came, those included that came twice."""
+    total: int
+    """That were needed: of whole blocks."""
     num_kept: int
     """Blocks of an earlier attempt."""
 
@@ -247,7 +249,8 @@ class _Fetch:
                 await run_sync(self._file.make, selection, path)
         finally:
             self._file.close()
-        return Fetched(self._signed, self._index, self._num_by_donor, self._num_bytes, num_kept)
+        total = self._size_of(self._needed)
+        return Fetched(self._signed, self._index, self._num_by_donor, self._num_bytes, total, num_kept)
 
     async def _fetch_wanted(self, wanted: Callable[[str], bool], is_prefix: bool) -> Selection:
         size = self._index.size

@@ -71,6 +71,14 @@ class Peer:
         self._step.result(STEP_TIMEOUT)
         return {"started_at": started_at, "ended_at": time.monotonic()}
 
+    def join(self) -> dict[str, Any]:
+        """Load the other peer's state, as a newcomer does."""
+        averager = self._averagers["fp32"]
+        started_at = time.monotonic()
+        if averager.load_state_from_peers(timeout=STEP_TIMEOUT) is None:
+            raise ConnectionError("nobody gave its state")
+        return {"started_at": started_at, "ended_at": time.monotonic()}
+
     def check(self, codec: str) -> dict[str, Any]:
         """How far the vector is from the mean of both: the 8-bit averaging was seen to succeed and change nothing."""
         with self._averagers[codec].get_tensors() as (tensor,):

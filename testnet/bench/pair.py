@@ -239,7 +239,7 @@ def _checked(averaging: Averaging) -> Averaging:
 @contextlib.contextmanager
 def open_hivemind(python: Path, num_elements: int, log: Path) -> Iterator[dict[str, Average]]:
     """Two `DecentralizedAverager`; what is measured is the all-reduce, from when both have found each other."""
-    with _open_peers("hivemind", python, num_elements, log) as pair:
+    with open_peers("hivemind", python, num_elements, log) as pair:
 
         def average(codec: str) -> Averaging:
             found = ask_both(pair, "find", codec=codec)
@@ -262,7 +262,7 @@ def open_hivemind(python: Path, num_elements: int, log: Path) -> Iterator[dict[s
 @contextlib.contextmanager
 def open_lattica(python: Path, num_elements: int, log: Path) -> Iterator[dict[str, Average]]:
     """Two peers that call each other with their vectors, and average with numpy."""
-    with _open_peers("lattica", python, num_elements, log) as pair:
+    with open_peers("lattica", python, num_elements, log) as pair:
         give_up_at = time.monotonic() + CONNECT_TIMEOUT
         while not all(answer["is_connected"] for answer in ask_both(pair, "empty")):
             if time.monotonic() > give_up_at:
@@ -291,7 +291,7 @@ def open_lattica(python: Path, num_elements: int, log: Path) -> Iterator[dict[st
 
 
 @contextlib.contextmanager
-def _open_peers(name: str, python: Path, num_elements: int, log: Path) -> Iterator[list[Worker]]:
+def open_peers(name: str, python: Path, num_elements: int, log: Path) -> Iterator[list[Worker]]:
     """Two peers of another project, of which the second knows the first."""
     # Not to be seen by the script's imports: the folder in which it lies.
     command = [str(python), "-P", str(Path(__file__).with_name("peer.py")), name]

@@ -128,7 +128,7 @@ async def test_a_donor_of_unfit_weights_is_asked_last_and_a_long_download_is_not
         await trio.sleep(3 * WEIGHTS_TIMEOUT)
         if donor == FROZEN:
             raise FetchError("too slow")
-        return Fetched(signed, index, {donor: 1}, 1, 0)
+        return Fetched(signed, index, {donor: 1}, 1, 1, 0)
 
     monkeypatch.setattr(weights_module, "ask_for_index", ask)
     monkeypatch.setattr(weights_module, "fetch_checkpoint", fetch)

@@ -159,7 +159,7 @@ class World:
             partial_path(path, signed.id).replace(path)
         assert is_prefix is (path.suffix == ".blocks")
         self.fetched_from.append(names)
-        return Fetched(signed, index, dict.fromkeys(names, 1), 1, 0)
+        return Fetched(signed, index, dict.fromkeys(names, 1), 1, 1, 0)
 
     def is_fetched(self, author: bytes, stage: int, round_index: int) -> bool:
         path = self.settings.fetched(stage)

@@ -1,0 +1,303 @@
+"""How fast a newcomer gets its weights, from two donors and from one, and what that costs the others.
+
+A checkpoint lies at each donor; half of it, slow weights and momentum, is what a newcomer needs, and is what counts.
+The clock starts before the first donor is dialled, and stops when the file is verified and durable. Beside it a peer of
+hivemind's loads as much from another (`load_state_from_peers`) in the same run, taking turns; it keeps its connections,
+and writes nothing to a disk. A megabyte is 10^6 bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from rich.console import Console
+
+from farandole.node.checkpoints.folder import index_of
+from farandole.protocol.blocks import (
+    BLOCK_BYTES,
+    Index,
+    encode_signed_index,
+    hash_block,
+    parse_header,
+    sign_index,
+)
+from farandole.protocol.identity import public_bytes
+
+from ..leash import open_leash
+from ..links import open_links
+from ..namespace import NamespaceError, Place
+from ..scenario import Link
+from .environments import obtain_python
+from .grid import Grid
+from .join_node import RUN_ID
+from .pair import open_peers
+from .process import MB, BenchError, Say, Worker, elapsed, open_worker
+from .section import Section, compose
+from .setting import setting
+
+SIZE_MB: Final = 100
+# Of the newcomer whose donor is killed: slow enough for the half to be seen.
+KILL_CAP_MBIT: Final = 400.0
+# A home's line, and how long its round trip takes.
+LINK: Final = Link(up_mbit=20, down_mbit=100, delay_ms=15)
+# The others' rounds: inner steps, and what an exchange moves each way; a little more than a second on that line.
+ROUND_PAUSE: Final = 5.0
+ROUND_MB: Final = 2
+NUM_ROUNDS: Final = 4
+_VECTORS: Final = ("slow", "momentum", "mean", "square")
+
+
+@dataclass(slots=True)
+class Report:
+    """What was measured so far; seconds are medians."""
+
+    setting: dict[str, Any]
+    size_mb: int
+    two_donors_s: float | None = None
+    one_donor_s: float | None = None
+    hivemind_s: float | None = None
+    killed_s: float | None = None
+    killed_extra_mb: float | None = None
+    """What came more than once, where a donor was killed at half."""
+    link_s: float | None = None
+    link_over_ideal: float | None = None
+    """Time over size by rate, on the shaped line."""
+    rounds_slower: float | None = None
+    """By what share the others' rounds took longer meanwhile."""
+    problems: dict[str, str] = field(default_factory=dict)
+
+    def grid(self) -> Grid:
+        """For people."""
+        rows = [
+            ("two donors, loopback", _seconds(self.two_donors_s), ""),
+            ("one donor, loopback", _seconds(self.one_donor_s), ""),
+            ("hivemind, its one donor, loopback", _seconds(self.hivemind_s), ""),
+            (
+                f"two donors, one killed at half, capped to {KILL_CAP_MBIT:g} Mbit/s",
+                _seconds(self.killed_s),
+                "" if self.killed_extra_mb is None else f"{self.killed_extra_mb:.1f} MB fetched twice",
+            ),
+            (
+                f"two donors, {LINK.down_mbit:g}/{LINK.up_mbit:g} Mbit/s",
+                _seconds(self.link_s),
+                ""
+                if self.link_over_ideal is None or self.rounds_slower is None
+                else f"{self.link_over_ideal:.2f} x size / rate; others' rounds {self.rounds_slower:+.1%}",
+            ),
+        ]
+        return Grid(f"A newcomer gets {self.size_mb} MB of state", ("from", "seconds", "and"), rows)
+
+    def markdown(self) -> str:
+        """A document's section."""
+        problems = [f"{name} is missing: {reason}" for name, reason in self.problems.items()]
+        return compose(self.setting, self.grid().markdown(), *problems)
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def make_checkpoint(path: Path, size_mb: int) -> None:
+    """A file of which half is needed by a newcomer, and its signed index beside it."""
+    num_elements = size_mb * MB // 8
+    shape = {"dtype": "F32", "shape": [num_elements]}
+    offsets = itertools.pairwise(4 * num_elements * index for index in range(len(_VECTORS) + 1))
+    header = {f"{name}/w": {**shape, "data_offsets": list(ends)} for name, ends in zip(_VECTORS, offsets, strict=True)}
+    raw = json.dumps(header).encode()
+    rng = np.random.default_rng(0)
+    with path.open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        for _ in _VECTORS:
+            file.write(rng.standard_normal(num_elements, dtype=np.float32).data)
+    key = Ed25519PrivateKey.generate()
+    with path.open("rb") as file:
+        hashes = b"".join(hash_block(block) for block in iter(lambda: file.read(BLOCK_BYTES), b""))
+    index = Index(
+        run_id=RUN_ID,
+        author=public_bytes(key),
+        round=1,
+        inner_steps=1,
+        tokens=1,
+        size=path.stat().st_size,
+        layout=bytes(32),
+        hashes=hashes,
+    )
+    index_of(path).write_bytes(encode_signed_index(sign_index(key, index)))
+
+
+def check_fetched(path: Path, source: Path) -> None:
+    """Raises `BenchError` if what was fetched is not the checkpoint's first half."""
+    with path.open("rb") as ours, source.open("rb") as theirs:
+        mine, whole = ours.read(), theirs.read()
+    own, full = parse_header(mine, len(mine)), parse_header(whole, len(whole))
+    half = [tensor for tensor in full.tensors if tensor.name.startswith(_VECTORS[:2])]
+    if mine[own.num_bytes :] != whole[full.num_bytes : half[-1].end]:
+        raise BenchError("what was fetched is not what was asked for")
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """A newcomer and two donors."""
+
+    newcomer: Worker
+    donors: list[Worker]
+    addresses: list[str]
+    pids: list[int]
+    source: Path
+    target: Path
+
+    def fetch(self, num_donors: int, **options: Any) -> dict[str, Any]:
+        """Fetch from the first donors."""
+        self.target.unlink(missing_ok=True)
+        answer = self.newcomer.ask(
+            "fetch", path=str(self.source), target=str(self.target), donors=self.addresses[:num_donors], **options
+        )
+        check_fetched(self.target, self.source)
+        return answer
+
+
+@contextlib.contextmanager
+def open_nodes(source: Path, log: Path, places: Sequence[Place]) -> Iterator[Nodes]:
+    """The newcomer in the first place."""
+    command = [sys.executable, "-m", "farandole.testnet.bench.join_node"]
+    with contextlib.ExitStack() as stack:
+        workers, opened = [], []
+        for index, place in enumerate(places):
+            name = f"donor {index}" if index else "newcomer"
+            worker = stack.enter_context(open_worker(name, [*place.enter, *command], log))
+            opened.append(worker.ask("open", ip=place.ip))
+            workers.append(worker)
+        addresses = [answer["address"] for answer in opened]
+        for worker in workers:
+            worker.ask("meet", addresses=addresses)
+        for donor in workers[1:]:
+            donor.ask("hold", path=str(source))
+        target = source.with_name("fetched.safetensors")
+        yield Nodes(workers[0], workers[1:], addresses[1:], [answer["pid"] for answer in opened[1:]], source, target)
+
+
+def run_join_bench(
+    out: Path,
+    size_mb: int = SIZE_MB,
+    repeats: int = 5,
+    cache: Path | None = None,
+    section: Section | None = None,
+    *,
+    with_link: bool = True,
+) -> Report:
+    """Measure; ``out`` gets join.json and join.md. Without a cache folder hivemind is left out.
+
+    Raises `BenchError` or `SectionError`.
+    """
+    if section is not None:
+        section.check()
+    out.mkdir(parents=True, exist_ok=True)
+    log, source = out / "join.log", out / "join.safetensors"
+    log.unlink(missing_ok=True)
+    console = Console()
+    report = Report({**setting(), "repeats": repeats}, size_mb)
+    with console.status("starting") as status:
+        try:
+            make_checkpoint(source, size_mb)
+            _measure_loopback(report, source, log, repeats, cache, status.update)
+            _measure_kill(report, source, log, status.update)
+            if with_link:
+                _measure_link(report, source, log, status.update)
+        finally:
+            for leftover in (source, index_of(source), source.with_name("fetched.safetensors")):
+                leftover.unlink(missing_ok=True)
+    (out / "join.json").write_text(json.dumps(asdict(report), indent=2) + "\n")
+    (out / "join.md").write_text(report.markdown())
+    if section is not None:
+        section.write(report.markdown())
+    console.print(report.grid().rich())
+    for name, reason in report.problems.items():
+        console.print(f"{name} is missing: {reason}", style="red", markup=False)
+    return report
+
+
+def _measure_loopback(report: Report, source: Path, log: Path, repeats: int, cache: Path | None, say: Say) -> None:
+    done: dict[str, list[float]] = {}
+    with contextlib.ExitStack() as stack:
+        nodes = stack.enter_context(open_nodes(source, log, [Place()] * 3))
+        contenders: dict[str, Callable[[], float]] = {
+            "two_donors_s": lambda: elapsed([nodes.fetch(2)]),
+            "one_donor_s": lambda: elapsed([nodes.fetch(1)]),
+        }
+        if cache is not None:
+            try:
+                say("starting hivemind")
+                python = obtain_python("hivemind", cache, say)
+                pair = stack.enter_context(open_peers("hivemind", python, report.size_mb * MB // 4, log))
+                contenders["hivemind_s"] = lambda: elapsed([pair[1].ask("join")])
+            except BenchError as error:
+                report.problems["hivemind"] = str(error)
+        for index in range(-1, repeats):
+            for name, join in list(contenders.items()):
+                say(f"{name}: {'warm-up' if index < 0 else f'{index + 1} of {repeats}'}")
+                try:
+                    seconds = join()
+                except BenchError as error:
+                    if name != "hivemind_s":
+                        raise
+                    report.problems["hivemind"] = str(error)
+                    del contenders[name]
+                else:
+                    if index >= 0:
+                        done.setdefault(name, []).append(seconds)
+    for name, all_seconds in done.items():
+        setattr(report, name, statistics.median(all_seconds))
+
+
+def _measure_kill(report: Report, source: Path, log: Path, say: Say) -> None:
+    say("a donor is killed at half")
+    with open_nodes(source, log, [Place()] * 3) as nodes:
+        answer = nodes.fetch(2, cap_mbit=KILL_CAP_MBIT, kill=nodes.pids[0])
+        if not answer["killed"]:
+            raise BenchError("the donor was not killed: it was all over before")
+        report.killed_s = elapsed([answer])
+        report.killed_extra_mb = answer["extra_bytes"] / MB
+
+
+def _measure_link(report: Report, source: Path, log: Path, say: Say) -> None:
+    """Both donors take rounds with each other, first alone and then while the newcomer joins."""
+    say("on a shaped line")
+    try:
+        with open_leash() as leash, open_links(LINK, 3, leash) as places, open_nodes(source, log, places) as nodes:
+
+            def put_rounds(first: int, count: int) -> None:
+                for donor, partner in zip(nodes.donors, nodes.addresses[::-1], strict=True):
+                    donor.put(
+                        "take_rounds",
+                        partner=partner,
+                        first=first,
+                        count=count,
+                        size=ROUND_MB * MB,
+                        pause=ROUND_PAUSE,
+                    )
+
+            def get_rounds() -> float:
+                return statistics.fmean(second for donor in nodes.donors for second in donor.get()["seconds"])
+
+            put_rounds(0, NUM_ROUNDS)
+            alone = get_rounds()
+            put_rounds(NUM_ROUNDS, NUM_ROUNDS)
+            answer = nodes.fetch(2)
+            meanwhile = get_rounds()
+    except NamespaceError as error:
+        report.problems["the shaped line"] = str(error)
+        return
+    rate = min(LINK.down_mbit, 2 * LINK.up_mbit) * 1e6 / 8
+    report.link_s = elapsed([answer])
+    report.link_over_ideal = report.link_s / (report.size_mb * MB / rate)
+    report.rounds_slower = meanwhile / alone - 1

@@ -1,0 +1,43 @@
+"""The benchmark of joining, small, and without hivemind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from farandole.protocol.blocks import BLOCK_BYTES
+from farandole.testnet.bench.join import KILL_CAP_MBIT, run_join_bench
+from farandole.testnet.bench.process import MB
+from farandole.testnet.bench.section import Section
+from farandole.testnet.namespace import NamespaceError, require
+
+
+def test_a_newcomer_joins_from_two_and_from_one_and_loses_little_with_a_donor(tmp_path: Path) -> None:
+    (tmp_path / "FIGURES.md").write_text("Prose.\n\n<!-- begin join -->\n<!-- end join -->\n")
+    section = Section(tmp_path / "FIGURES.md", "join")
+    report = run_join_bench(tmp_path, size_mb=32, repeats=1, section=section, with_link=False)
+    assert report.two_donors_s is not None
+    assert report.one_donor_s is not None
+    assert report.hivemind_s is None
+    assert report.killed_s is not None
+    assert report.killed_s > 0.8 * 32 * 8 / KILL_CAP_MBIT
+    assert report.killed_extra_mb is not None
+    assert report.killed_extra_mb <= 4 * BLOCK_BYTES / MB
+    assert json.loads((tmp_path / "join.json").read_text())["size_mb"] == 32
+    assert "| two donors, loopback | " in (tmp_path / "FIGURES.md").read_text()
+    assert not list(tmp_path.glob("*.safetensors*"))
+
+
+@pytest.mark.soak
+def test_on_a_slow_line_a_newcomer_uses_it_and_the_others_rounds_hardly_notice(tmp_path: Path) -> None:
+    try:
+        require()
+    except NamespaceError as error:
+        pytest.skip(str(error))
+    report = run_join_bench(tmp_path, size_mb=40, repeats=1)
+    assert report.link_over_ideal is not None
+    assert report.link_over_ideal <= 1.5
+    assert report.rounds_slower is not None
+    assert report.rounds_slower <= 0.05
