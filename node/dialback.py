@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ from farandole.protocol.reachability import (
     encode,
 )
 
+from .admission import site_of
 from .errors import PeerUnreachableError
 from .streams import receive_frame
 
@@ -49,8 +50,9 @@ OBSERVE_TIMEOUT = 3.0
 NUM_OBSERVERS = 2
 # Nobody's reachability changes faster; a node that has just started asks once.
 DIAL_INTERVAL = 20.0
-# Asked by so many at once: the others are told so, and ask another.
-MAX_DIALLING = 8
+# Asked by so many at once, and by so many of one address, behind which may be a carrier's customers, or a stranger with
+# many keys: the others are told so, and ask another.
+MAX_DIALLING, MAX_DIALLING_PER_ADDRESS = 8, 4
 # Askers remembered for `DIAL_INTERVAL`; as many as a node has connections.
 MAX_ASKERS = 512
 
@@ -60,7 +62,7 @@ class Dialback:
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self._num_dialling = 0
+        self._dialling: Counter[str] = Counter()
         self._num_asking = 0
         self._none_asking = trio.Event()
         self.holed_at = -math.inf
@@ -131,21 +133,25 @@ class Dialback:
             request = decode_request(await receive_frame(stream, FrameParser(MAX_MESSAGE_BYTES)))
         ip, port = stream.remote_address or ("", 0)
         reached: Sequence[int] = ()
-        may_dial = bool(ip and request.ports) and self._may_dial(stream.peer)
+        site = site_of(ip).address
+        may_dial = bool(ip and request.ports) and self._may_dial(stream.peer, site)
         if may_dial:
-            self._num_dialling += 1
+            self._dialling[site] += 1
             try:
                 reached = await self._dial_all(stream.peer, ip, request.ports)
             finally:
-                self._num_dialling -= 1
+                self._dialling[site] -= 1
+                self._dialling += Counter()  # forgets the zeros
         with trio.fail_after(REQUEST_TIMEOUT):
             answer = Answer(ip.partition("%")[0], port, may_dial, tuple(reached))
             await stream.send_all(frame(encode(answer), MAX_MESSAGE_BYTES))
 
-    def _may_dial(self, peer: bytes) -> bool:
+    def _may_dial(self, peer: bytes, site: str) -> bool:
         now = trio.current_time()
+        if self._dialling.total() >= MAX_DIALLING or self._dialling[site] >= MAX_DIALLING_PER_ADDRESS:
+            return False
         last = self._dialled_at.get(peer)
-        if self._num_dialling >= MAX_DIALLING or (last is not None and now - last < DIAL_INTERVAL):
+        if last is not None and now - last < DIAL_INTERVAL:
             return False
         self._dialled_at[peer] = now
         self._dialled_at.move_to_end(peer)

@@ -220,6 +220,27 @@ async def test_who_asks_too_often_is_not_dialled() -> None:
             assert (answer.has_dialled, answer.reached) == (False, ())
 
 
+async def test_one_address_does_not_keep_others_from_being_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dialback_module, "MAX_DIALLING_PER_ADDRESS", 1)
+    with trio.fail_after(20):
+        async with open_public() as alice, open_public() as bob, open_public() as witness, trio.open_nursery() as tasks:
+            Dialback(witness)
+            is_dialling, go_on = trio.Event(), trio.Event()
+
+            async def hesitate(peer: bytes, target: tuple[str, int]) -> None:
+                is_dialling.set()
+                await go_on.wait()
+
+            monkeypatch.setattr(witness, "prove", hesitate)
+            for host in (alice, bob):
+                await host.connect(witness.author, witness.addresses)
+            tasks.start_soon(Dialback(alice).ask, witness.author)
+            await is_dialling.wait()
+            refused = (await Dialback(bob).ask(witness.author)).answer
+            assert (refused.has_dialled, refused.reached) == (False, ())
+            go_on.set()
+
+
 @pytest.mark.parametrize("raw", [b"\xff\xff\xff\xff", frame(b"nonsense", 256), b""])
 async def test_hostile_witnesses_and_askers_are_refused(raw: bytes) -> None:
     with trio.fail_after(20):
