@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 import trio.testing
@@ -51,8 +53,8 @@ def contributed(round_index: int) -> messages.Contributed:
 class FakeTrainer:
     """Keeps its commands, and reports what the test puts into `reports`."""
 
-    def __init__(self) -> None:
-        self.prepared, self.pid = PREPARED, 1
+    def __init__(self, prepared: messages.Prepared) -> None:
+        self.prepared, self.pid = prepared, 1
         self.outgoing, self.incoming = bytearray(SIZE), bytearray(SIZE)
         self.commands: list[messages.Command] = []
         self.hangs = False
@@ -103,6 +105,8 @@ class Story:
         self.num_cancelled = 0
         self.exchange_seconds = EXCHANGE_SECONDS
         self.given_up = trio.Event()
+        self.prepared = PREPARED
+        self.saved: list[messages.Saved] = []
         self.is_committed = False
         manifest = Manifest("tiny", MODEL, rounds=rounds)
         self.pairing = Pairing(b"a" * 32, manifest.rounds, random.Random(1))
@@ -119,14 +123,14 @@ class Story:
             self.supervisor,
             self.rest,
             before_trainer=trio.lowlevel.checkpoint,
-            on_saved=lambda saved: None,
+            on_saved=self.saved.append,
             on_refused=lambda peer, reason, evidence: None,
             current_round=lambda: self.others_round,
         )
 
     @asynccontextmanager
     async def open_trainer(self, prepare: object, log: object) -> AsyncIterator[FakeTrainer]:
-        self.trainers.append(FakeTrainer())
+        self.trainers.append(FakeTrainer(self.prepared))
         yield self.trainers[-1]
 
     def deliver(self, peer: bytes, protocol: str, payload: bytes) -> None:
@@ -208,6 +212,29 @@ async def test_what_was_never_saved_is_saved_after_its_first_round(story: Story)
     assert trainer.num_saves() == 1  # the next one when checkpoint_seconds have passed
 
 
+async def test_a_save_that_is_due_while_one_is_written_comes_after_it(story: Story) -> None:
+    (trainer,) = story.trainers
+    assert story.rounds._session is not None
+    story.rounds._session._config = replace(story.rounds._session._config, checkpoint_seconds=0.0)
+    await story.play_round()
+    await story.play_round()
+    assert trainer.num_saves() == 1
+    for _ in range(2):
+        await trainer.report(saved())
+        assert trainer.num_saves() == 2
+
+
+async def test_what_a_trainer_goes_on_from_is_told_as_if_it_had_saved_it(
+    story: Story, autojump_clock: trio.testing.MockClock
+) -> None:
+    story.prepared = msgspec.structs.replace(PREPARED, round=7, resumed=saved(), problem="round 8 is damaged")
+    await story.trainers[0].report(TrainerError("the disk went away"))
+    await trio.sleep(RESTART_DELAYS[0] + 1)
+    assert len(story.trainers) == 2
+    assert story.saved == [saved()]
+    assert story.board.warnings[-1] == "going on with an older checkpoint: round 8 is damaged"
+
+
 async def test_who_leaves_waits_for_the_checkpoint_of_its_leaving(story: Story, nursery: trio.Nursery) -> None:
     (trainer,) = story.trainers
     story.rounds.save_soon()
@@ -218,6 +245,7 @@ async def test_who_leaves_waits_for_the_checkpoint_of_its_leaving(story: Story, 
     assert not story.rounds._ended.is_set()
     await trainer.report(saved())
     assert story.rounds._ended.is_set()
+    assert trainer.commands[-1] == messages.Save(is_last=True)
 
 
 async def test_who_rests_saves_and_has_no_trainer_until_the_rest_is_over(story: Story) -> None:

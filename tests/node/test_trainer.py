@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +14,14 @@ import pytest
 import torch
 import trio
 from blake3 import blake3
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node import trainer_messages as messages
-from farandole.node.checkpoints.folder import CheckpointFolder, saved_round
+from farandole.node.checkpoints.folder import CheckpointFolder, index_of, saved_round
 from farandole.node.conversion import training_configs
 from farandole.node.trainer import Trainer, TrainerError, open_trainer
+from farandole.protocol.blocks import Index, encode_signed_index, sign_index
+from farandole.protocol.identity import public_bytes
 from farandole.protocol.manifest import Manifest, ModelConfig, manifest_from_dict
 from farandole.training.blocks import Content, content_of
 from farandole.training.learner import Learner, build_learner
@@ -224,6 +228,8 @@ async def test_an_outer_step_may_come_during_the_next_round(
         assert (await report_of(alice, messages.Saved)).round == 2
 
 
+# Memory for an inner step, and not for a copy of what is saved.
+LITTLE = 40_000_000
 WIDE = {"num_layers": 1, "width": 256, "num_heads": 2, "hidden": 4096, "context": 16, "vocabulary": 256}
 
 
@@ -353,6 +359,76 @@ async def test_a_peers_checkpoint_replaces_the_own_one_only_if_it_is_fit(
         assert (trainer.prepared.resumed.path, trainer.prepared.round) == (str(own), 5)
     assert own.read_bytes() == kept
     assert not fetched.exists()
+
+
+async def train_alone(trainer: Trainer, round_index: int) -> None:
+    await trainer.send(messages.Train(round_index, 1))
+    await report_of(trainer, messages.Contributed)
+    await trainer.send(messages.TakeOuterStep(round_index))
+    await report_of(trainer, messages.OuterStepTaken)
+
+
+async def save_after_round(trainer: Trainer, round_index: int) -> messages.Saved:
+    await train_alone(trainer, round_index)
+    await trainer.send(messages.Save())
+    return await report_of(trainer, messages.Saved)
+
+
+async def test_a_damaged_checkpoint_is_passed_over_and_replaced(prepare: Callable[..., messages.Prepare]) -> None:
+    folder = CheckpointFolder(Path(prepare().checkpoints), 0)
+    async with open_trainer(prepare(), None) as trainer:
+        old, new = [await save_after_round(trainer, round_index) for round_index in (0, 1)]
+        await trainer.send(messages.Save())
+        assert await report_of(trainer, messages.Saved) == new, "there is nothing newer to be saved"
+    good = folder.file(2).read_bytes()
+    key = Ed25519PrivateKey.generate()
+    index = Index(
+        run_id=b"r" * 32,
+        author=public_bytes(key),
+        round=2,
+        inner_steps=2,
+        tokens=1,
+        size=new.size,
+        layout=bytes(32),
+        hashes=new.hashes,
+    )
+    index_of(folder.file(2)).write_bytes(encode_signed_index(sign_index(key, index)))
+    folder.file(2).write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    async with open_trainer(prepare(), None) as trainer:
+        assert trainer.prepared.resumed == old
+        assert "its block 0 is not what was written" in trainer.prepared.problem
+        assert (await save_after_round(trainer, 1)).problem == ""
+    assert folder.files() == [folder.file(2), folder.file(1)]
+    assert folder.file(2).read_bytes() == good, "the same steps from the same checkpoint"
+    assert not index_of(folder.file(2)).exists(), "it was the damaged one's"
+    for path in folder.files():
+        path.write_bytes(b"rubbish")
+    with trio.fail_after(DEADLINE), pytest.raises(TrainerError, match="can be loaded") as caught:
+        async with open_trainer(prepare(), None):
+            pass
+    assert caught.value.cause == "setup"
+
+
+async def test_without_memory_for_a_snapshot_training_waits_for_the_save(
+    prepare: Callable[..., messages.Prepare], manifest: Manifest
+) -> None:
+    wide = msgspec.structs.replace(manifest, model=msgspec.convert(WIDE, ModelConfig))
+    async with open_trainer(prepare(manifest=msgspec.msgpack.encode(wide)), None) as trainer:
+        size = (await save_after_round(trainer, 0)).size
+        assert size > LITTLE
+    async with open_trainer(prepare(manifest=msgspec.msgpack.encode(wide)), None) as trainer:
+        await train_alone(trainer, 7)
+        used = next(
+            int(line.split()[1]) * 1_024
+            for line in Path(f"/proc/{trainer.pid}/status").read_text().splitlines()
+            if line.startswith("VmData:")
+        )
+        resource.prlimit(trainer.pid, resource.RLIMIT_DATA, (used + LITTLE, resource.RLIM_INFINITY))
+        saved = await save_after_round(trainer, 8)
+        assert (saved.problem, saved.round, saved.size) == ("", 9, size)
+        assert "no memory for a snapshot" in saved.note
+        resource.prlimit(trainer.pid, resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert (await save_after_round(trainer, 9)).note == ""
 
 
 async def test_a_run_that_holds_out_no_text_is_not_validated_and_goes_on(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from farandole.node.checkpoints.saving import NICENESS
+from farandole.node.conversion import training_configs
 from farandole.node.learner_process import LearnerProcess
 from farandole.node.run_file import manifest_of
 from farandole.node.shared_memory import map_shared_memory, open_shared_memory
@@ -24,6 +27,8 @@ from farandole.node.trainer_messages import (
     OuterStepTaken,
     Prepare,
     Report,
+    Save,
+    Saved,
     TakeOuterStep,
     Train,
     decode_report,
@@ -31,7 +36,7 @@ from farandole.node.trainer_messages import (
 )
 from farandole.training import replica
 from farandole.training.copying import DeviceCopier, Wait
-from farandole.training.learner import Learner
+from farandole.training.learner import Learner, build_learner
 
 DEADLINE = 60.0  # a hang, not a duration
 MANIFEST = manifest_of({"name": "tiny", "model": "tiny", "inner": {"batch_size": 2}}, Path(), 0.0)
@@ -53,6 +58,9 @@ class LateCopier(DeviceCopier):
             host.copy_(filled)
 
         return wait
+
+    def keep(self, source: Tensor, host: Tensor) -> Wait:
+        return self.send(source.clone(), host)  # what is queued after it may change the source
 
 
 @pytest.fixture
@@ -118,3 +126,43 @@ def test_inner_steps_go_on_while_a_contribution_is_encoded(prepare: Prepare, mon
         OuterStepTaken,
         Contributed,
     ]
+
+
+def test_inner_steps_go_on_while_a_checkpoint_is_written(
+    prepare: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It can be written only when two more inner steps are taken; what is in it is from before them."""
+    may_copy, step = threading.Event(), Learner.inner_step
+    priorities: list[int] = []
+
+    def inner_step(learner: Learner, num_tokens: int, divisor: int = 1) -> None:
+        step(learner, num_tokens, divisor)
+        if learner.steps == 3:
+            may_copy.set()
+
+    class Late(LateCopier):
+        def keep(self, source: Tensor, host: Tensor) -> Wait:
+            wait = super().keep(source, host)
+
+            def noted() -> None:
+                priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+                wait()
+
+            return noted
+
+    monkeypatch.setattr(Learner, "inner_step", inner_step)
+    monkeypatch.setattr(replica, "copier_for", lambda device: Late(may_copy))
+    mesh, trainers = socket.socketpair()
+    with mesh, trainers:
+        trainer = LearnerProcess(Channel(trainers), prepare, MANIFEST)
+        mesh.sendall(encode(Save()))
+        trainer.handle(Train(0, 4))
+        saved = next(report for report in reports_of(mesh) if isinstance(report, Saved))
+    twin = build_learner(
+        *training_configs(MANIFEST), seed=MANIFEST.seed, run_id=prepare.run_id, author=prepare.author, device="cpu"
+    )
+    twin.learn()
+    content = twin.save(tmp_path / "twin")
+    assert (saved.problem, saved.inner_steps, saved.hashes) == ("", 1, content.hashes)
+    assert Path(saved.path).read_bytes() == (tmp_path / "twin").read_bytes()
+    assert set(priorities) == {NICENESS}

@@ -55,6 +55,45 @@ def test_a_run_continues_from_a_checkpoint_bit_for_bit(
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
+def test_a_snapshot_is_what_would_have_been_saved_then(make_replica: MakeReplica, tmp_path: Path) -> None:
+    node = run(make_replica(codec="int4", fragments=2))
+    node.learn()
+    then = node.save(tmp_path / "then")
+    for _ in range(2):  # the second one into the same memory
+        snapshot = node.snapshot()
+        assert snapshot.num_bytes == node.num_bytes
+        run(node, 1)
+        assert snapshot.save(tmp_path / "snapshot") == then
+        assert (tmp_path / "snapshot").read_bytes() == (tmp_path / "then").read_bytes()
+        then = node.save(tmp_path / "then")
+
+
+def test_a_file_that_is_not_what_was_written_is_refused(make_replica: MakeReplica, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.safetensors"
+    node = run(make_replica())
+    content = node.save(path)
+    damaged = bytearray(path.read_bytes())
+    damaged[-1] ^= 1  # the numbers are finite still
+    path.write_bytes(damaged)
+    before = bits(node)
+    with pytest.raises(CheckpointError, match="its block 0 is not what was written"):
+        node.load(path, content.hashes)
+    assert bits(node) == before
+    node.load(path)
+
+
+def test_a_checkpoint_gives_what_a_new_one_would_until_the_next_outer_step(make_replica: MakeReplica) -> None:
+    """With fragments, until the next inner step: the fast weights are in it."""
+    for fragments, is_enough in ((1, True), (2, False)):
+        node = run(make_replica(fragments=fragments))
+        saved = node.counters
+        assert node.is_in(saved.round, saved.steps)
+        node.learn()
+        assert node.is_in(saved.round, saved.steps) == is_enough
+        node.outer_step(None)
+        assert not node.is_in(saved.round, saved.steps)
+
+
 def test_the_error_that_is_fed_back_is_saved_and_may_be_missing(make_replica: MakeReplica, tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.safetensors"
     alice, bob = make_replica(ALICE, codec="int4"), make_replica(BOB, codec="int4")
