@@ -198,8 +198,6 @@ class Saved(msgspec.Struct, frozen=True, tag=True):
     size: int = 0
     hashes: Annotated[bytes, msgspec.Meta(max_length=MAX_HASHES_BYTES)] = b""
     """SHA-256 of each of the file's blocks, one after the other (`farandole.protocol.blocks`)."""
-    sha256: bytes = b""
-    """Of the whole file."""
     problem: str = ""
     note: str = ""
     """What a person should know of a save that went well."""

@@ -20,8 +20,6 @@ class Content:
     """Bytes."""
     hashes: bytes
     """SHA-256 of each `BLOCK_BYTES` of it, one after the other; the last block may be shorter."""
-    sha256: bytes
-    """Of the whole."""
 
 
 class BlockHasher:
@@ -30,7 +28,7 @@ class BlockHasher:
     def __init__(self) -> None:
         self._size = 0
         self._hashes = bytearray()
-        self._block, self._whole = hashlib.sha256(), hashlib.sha256()
+        self._block = hashlib.sha256()
 
     @property
     def room(self) -> int:
@@ -41,7 +39,6 @@ class BlockHasher:
         """The next bytes, no more than there is `room`."""
         is_full = len(data) == self.room
         self._block.update(data)
-        self._whole.update(data)
         self._size += len(data)
         if is_full:
             self._hashes += self._block.digest()
@@ -50,7 +47,7 @@ class BlockHasher:
     def content(self) -> Content:
         """Of all bytes so far."""
         rest = self._block.digest() if self._size % BLOCK_BYTES else b""
-        return Content(self._size, bytes(self._hashes) + rest, self._whole.digest())
+        return Content(self._size, bytes(self._hashes) + rest)
 
 
 def content_of(path: Path) -> Content:

@@ -15,7 +15,6 @@ import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .blocks import BlockHasher, Content, content_of, first_difference
-from .durable import replacing
+from .durable import WholeFile, replacing
 from .errors import CheckpointError
 from .parameters import Layout
 
@@ -115,15 +114,15 @@ def _data(vectors: Mapping[str, Tensor]) -> Iterator[memoryview]:
             yield flat[start : start + _SLICE].cpu().numpy().view(np.uint8).data
 
 
-def _write(file: FileIO, parts: Iterable[memoryview]) -> Content:
+def _write(file: WholeFile, parts: Iterable[memoryview]) -> Content:
     hasher = BlockHasher()
     for part in parts:
         position = 0
         while position < len(part):
             block = part[position : position + hasher.room]
-            num_written = file.write(block)  # less than all, where a disk is almost full
-            hasher.update(block[:num_written])
-            position += num_written
+            file.write(block)
+            hasher.update(block)
+            position += len(block)
     return hasher.content()
 
 

@@ -8,13 +8,28 @@ import tempfile
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 TEMPORARY_SUFFIX: Final = ".tmp"
 
 
+class WholeFile(FileIO):
+    """Without a buffer, and writes all that it is given."""
+
+    def write(self, data: Buffer) -> int:
+        """Returns its size in bytes. A disk that is almost full takes some of it first, and then refuses the rest."""
+        rest = memoryview(data).cast("B")
+        size = len(rest)
+        while rest:
+            rest = rest[super().write(rest) :]
+        return size
+
+
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[FileIO]:
+def replacing(path: Path) -> Iterator[WholeFile]:
     """A new file, which takes its place at ``path`` when the block ends, once it is on the disk for good.
 
     Until then it has a name that no other ever had. Where making it durable fails, it is given up: asked again, the
@@ -25,7 +40,7 @@ def replacing(path: Path) -> Iterator[FileIO]:
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=TEMPORARY_SUFFIX, dir=path.parent)
     temporary = Path(name)
     try:
-        with FileIO(descriptor, "w") as file:
+        with WholeFile(descriptor, "w") as file:
             yield file
             os.fsync(descriptor)
         temporary.replace(path)

@@ -82,7 +82,6 @@ class Saver:
             str(path),
             content.size,
             content.hashes,
-            content.sha256,
         )
         return self._newest
 

@@ -188,7 +188,7 @@ async def test_a_message_that_is_lost_at_once_leaves_the_right_timer(story: Stor
 
 
 def saved(problem: str = "") -> messages.Saved:
-    return messages.Saved(0, 0, 0, "checkpoint", 4, sha256=b"h" * 32, problem=problem)
+    return messages.Saved(0, 0, 0, "checkpoint", 4, problem=problem)
 
 
 async def test_a_thousand_newcomers_ask_for_one_checkpoint(story: Story) -> None:

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from farandole.protocol import blocks as protocol
 from farandole.training.blocks import BLOCK_BYTES, HASH_BYTES, BlockHasher, content_of, first_difference
 
 
@@ -20,7 +21,7 @@ def test_each_block_has_its_hash_however_the_bytes_come(tmp_path: Path, size: in
     content = hasher.content()
 
     assert content.hashes == b"".join(hashlib.sha256(block).digest() for block in blocks)
-    assert (content.size, content.sha256) == (size, hashlib.sha256(data).digest())
+    assert content.size == size
     assert content == content_of(tmp_path / "file")
 
 
@@ -34,3 +35,7 @@ def test_the_first_block_that_differs_is_named(tmp_path: Path) -> None:
     damaged[BLOCK_BYTES] = 1
     path.write_bytes(damaged)
     assert first_difference(content_of(path), good.hashes) == 1
+
+
+def test_blocks_are_those_of_the_protocol() -> None:
+    assert (BLOCK_BYTES, HASH_BYTES) == (protocol.BLOCK_BYTES, protocol.HASH_BYTES)

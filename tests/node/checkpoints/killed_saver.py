@@ -15,7 +15,6 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -100,14 +99,14 @@ class Faults:
             setattr(os, name, wrapped(name, getattr(os, name)))
         meet = self.meet
 
-        class Writer(FileIO):
+        class Writer(durable.WholeFile):
             def write(self, data: Any) -> int:
                 if meet(f"write {_name_of(self.fileno())}"):
                     super().write(memoryview(data)[: len(data) // 2])
                     os.kill(os.getpid(), signal.SIGKILL)
                 return super().write(data)
 
-        vars(durable)["FileIO"] = Writer
+        durable.WholeFile = Writer  # type: ignore[misc]
 
 
 def _name_of(what: Any) -> str:
