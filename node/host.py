@@ -38,6 +38,7 @@ from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import peer_id_of, public_bytes
 
 from .announced import Announced
+from .aside import Asides
 from .circuit import Circuit
 from .connection_events import ConnectionEvents
 from .dht import Dht
@@ -90,7 +91,7 @@ class Host:
         self._told_connected: set[bytes] = set()
         self._observed_ips: list[str] = []
         self._circuits: WeakKeyDictionary[YamuxConn, Circuit] = WeakKeyDictionary()  # that we dialled
-        self._asides: dict[tuple[bytes, int | None], _Aside] = {}
+        self._asides = Asides(self._dial_aside, nursery)
         self._news = trio.Event()  # a connection has come or gone
         self.bulk_ports: set[int] = set()
         """Other ports of this machine that peers dial (farandole.node.bulk)."""
@@ -433,29 +434,10 @@ class Host:
     ) -> AsyncIterator[Callable[[str], Awaitable[Stream]]]:
         """One more connection to a peer that was dialled, from the port that listens; gives what opens streams on it.
 
-        ``port``: from that one instead, over IPv4.
-
-        Nothing but other blocks like this uses it: there can be one from that port to the same place. Raises
+        ``port``: from that one instead, over IPv4. Nothing but other blocks like this uses it. Raises
         `PeerUnreachableError`.
         """
-        target = next((t for a in self.remote_addresses(peer) if (t := dial_target(a, peer)) is not None), None)
-        if target is None:
-            raise PeerUnreachableError(f"{peer_id_of(peer)} has no direct connection")
-        with _deadline(peer, timeout):
-            while (aside := self._asides.get((peer, port))) is not None and aside.is_unused.is_set():
-                await aside.is_over.wait()
-        if aside is None:
-            aside = self._asides[peer, port] = _Aside()
-            self._nursery.start_soon(self._hold_aside, (peer, port), target, aside)
-        aside.num_users += 1
-        try:
-            with _deadline(peer, timeout):
-                await aside.is_open.wait()
-            conn = aside.conn
-            if conn is None:
-                raise PeerUnreachableError(
-                    f"cannot dial {peer_id_of(peer)} from the port that listens: {aside.error!r}"
-                )
+        async with self._asides.open((peer, port), timeout) as conn:
 
             async def open_stream(protocol: str) -> Stream:
                 try:
@@ -465,32 +447,13 @@ class Host:
                 return Stream(stream, peer, protocol)
 
             yield open_stream
-        finally:
-            aside.num_users -= 1
-            if not aside.num_users:
-                aside.is_unused.set()
 
-    async def _hold_aside(self, key: tuple[bytes, int | None], target: tuple[str, int], aside: _Aside) -> None:
-        """Until nobody uses it."""
-        try:
-            with trio.fail_after(DIAL_TIMEOUT):
-                socket = await self.dial_from_listener(target, key[1])
-                socket.leave_nothing()  # else the same could not be dialled again for a minute
-                muxed = await self.upgrade(socket, key[0])
-            conn = MendedConn(muxed, self._swarm, "outbound")
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(conn.run)
-                await conn.event_started.wait()
-                aside.conn = conn
-                aside.is_open.set()
-                await aside.is_unused.wait()
-                nursery.cancel_scope.cancel()
-        except Exception as error:  # whatever the handshakes raise
-            aside.error = error
-        finally:
-            del self._asides[key]
-            aside.is_open.set()
-            aside.is_over.set()
+    async def _dial_aside(self, key: tuple[bytes, int | None]) -> MendedConn:
+        peer, port = key
+        with trio.fail_after(DIAL_TIMEOUT):
+            socket = await self.dial_from_listener(self._dialled_target(peer), port)
+            socket.leave_nothing()
+            return MendedConn(await self.upgrade(socket, peer), self._swarm, "outbound")
 
     def is_dialled(self, peer: bytes) -> bool:
         """Whether it was we who made a direct connection to a peer."""
@@ -597,18 +560,6 @@ def _retire(conn: MendedConn, at: float) -> None:
     streams = [cast("YamuxStream", each.muxed_stream) for each in conn.get_streams()]
     if trio.current_time() >= at or not any(stream.is_bulk for stream in streams):
         conn.event_closed.set()
-
-
-class _Aside:
-    """A connection from the port that listens, for as long as somebody uses it."""
-
-    def __init__(self) -> None:
-        self.num_users = 0
-        self.is_open = trio.Event()  # or has failed
-        self.is_unused = trio.Event()
-        self.is_over = trio.Event()
-        self.conn: MendedConn | None = None
-        self.error: Exception | None = None
 
 
 class _ConnectionNotifee(INotifee):
