@@ -7,7 +7,7 @@ STAMP := $(VENV)/.set-up
 # Tests at once: on two cores more than these, since most tests wait more than they compute.
 NUM_TESTERS ?= 4
 
-.PHONY: help setup demo test lint types unit soak reference bench bench-exchange bench-join bench-stages bench-nat wheel clean
+.PHONY: help setup demo test lint types unit soak reference bench bench-exchange bench-join bench-stages bench-save bench-nat wheel clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,9 @@ bench-join: $(STAMP) ## How fast a newcomer gets its weights, beside hivemind; n
 
 bench-stages: $(STAMP) ## How fast a model in stages learns, beside torch's pipelining (10 minutes)
 	$(BIN)/farandole testnet bench-stages --out out/bench --write BENCHMARKS.md
+
+bench-save: $(STAMP) ## What a checkpoint a round costs training, beside torch.save (10 minutes)
+	$(BIN)/farandole testnet bench-save --out out/bench --write BENCHMARKS.md
 
 bench-nat: $(STAMP) ## How any home reaches any home, in the NAT lab, and back; needs root (15 minutes)
 	@.ci/packages

@@ -239,6 +239,37 @@ def bench_stages(
     run_stages_bench(out, Task(num_stages=stages, steps=steps), repeats, codec_steps, seeds, section)
 
 
+@testnet_app.command("bench-save")
+def bench_save(
+    turns: Annotated[int, typer.Option(min=1, help="Rounds of each way to save; medians count.")] = 7,
+    round_seconds: Annotated[float, typer.Option(min=0.001, help="Length of a round, about.")] = 20.0,
+    device: Annotated[str, typer.Option(help="As for farandole join.")] = "cpu",
+    threads: Annotated[int, typer.Option(min=1, help="Torch threads of a trainer.")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences an inner step.")] = 4,
+    out: Annotated[Path, typer.Option(help="Folder for saving.json, saving.md, a log, checkpoints.")] = Path(
+        "out/bench"
+    ),
+    write: Write = None,
+) -> None:
+    """Measure what a checkpoint a round costs training, beside no checkpoint and a blocking torch.save.
+
+    Examples: [cyan]farandole testnet bench-save[/cyan];
+    [cyan]farandole testnet bench-save --device cuda --batch-size 64[/cyan]
+    """
+    from .bench.saving import run_saving_bench
+    from .bench.section import Section
+
+    run_saving_bench(
+        out,
+        turns=turns,
+        round_seconds=round_seconds,
+        device=device,
+        threads=threads,
+        batch_size=batch_size,
+        section=Section(write, "saving") if write else None,
+    )
+
+
 @testnet_app.command("bench-hostile")
 def bench_hostile(
     silent: Annotated[int, typer.Option(min=1, help="Sockets that say nothing.")] = 1_000,

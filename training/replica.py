@@ -279,7 +279,7 @@ class Replica:
     @property
     def num_bytes(self) -> int:
         """What a checkpoint takes, but for its header."""
-        return sum(flat.nbytes for flat in self._saved().values())
+        return sum(flat.nbytes for flat in self.state().values())
 
     def is_in(self, saved_round: int, saved_steps: int) -> bool:
         """Whether a checkpoint of then gives all that one of now would.
@@ -294,7 +294,7 @@ class Replica:
         A round's unfinished inner steps are not in it: take it right after an outer step to lose none. With fragments
         the fast weights are in it, since most of them await their fragment's turn.
         """
-        return save_checkpoint(path, self._saved(), self.layout, self._run_id, self.counters)
+        return save_checkpoint(path, self.state(), self.layout, self._run_id, self.counters)
 
     @torch.no_grad()
     def snapshot(self) -> Snapshot:
@@ -302,7 +302,7 @@ class Replica:
 
         Raises `MemoryError` if there is no memory for one more copy.
         """
-        vectors = self._saved()
+        vectors = self.state()
         if self._snapshots is None:
             self._snapshots = SnapshotMemory(vectors, self._copier)
         copies, copied = self._snapshots.fill(vectors)
@@ -316,7 +316,7 @@ class Replica:
         those of its blocks, if they are known. Raises `CheckpointError`, with nothing changed, if any of it is not as
         it must be.
         """
-        saved = self._saved()
+        saved = self.state()
         optional = saved.keys() - REQUIRED_VECTORS
         counters, content = load_checkpoint(path, saved, self.layout, self._run_id, optional, hashes)
         if self._outer.fragments == 1 or not bool(self._theta.any()):  # what is not in the file is zeros
@@ -339,7 +339,8 @@ class Replica:
         self._theta.copy_(self._phi)
         self.round, self.steps, self.tokens, self.tokens_this_round = 0, steps, tokens, 0
 
-    def _saved(self) -> dict[str, Tensor]:
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint has beside counters: flat vectors (n,), by name."""
         vectors = {"slow": self._phi, "momentum": self._momentum, "mean": self._mean, "square": self._square}
         if self._outer.fragments > 1:
             vectors["fast"] = self._theta

@@ -30,7 +30,7 @@ def run(node: Learner, rounds: int = 2) -> Learner:
 
 def bits(node: Learner) -> list[bytes]:
     counters = f"{node.round} {node.steps} {node.tokens} {node.tokens_this_round}".encode()
-    return [counters, node.fast_weights().numpy().tobytes(), *(v.numpy().tobytes() for v in node._saved().values())]
+    return [counters, node.fast_weights().numpy().tobytes(), *(v.numpy().tobytes() for v in node.state().values())]
 
 
 @pytest.fixture
@@ -104,10 +104,10 @@ def test_the_error_that_is_fed_back_is_saved_and_may_be_missing(make_replica: Ma
     resumed.load(path)
 
     assert bits(resumed) == bits(alice)
-    assert bool(resumed._saved()["error"].any())
+    assert bool(resumed.state()["error"].any())
     make_replica(ALICE, codec="int4", error_feedback=False).save(path)
     resumed.load(path)
-    assert not bool(resumed._saved()["error"].any())
+    assert not bool(resumed.state()["error"].any())
     assert torch.equal(resumed.slow_weights(), make_replica().slow_weights())
 
 

@@ -36,7 +36,7 @@ def sent(replica: Learner) -> bytes:
 
 
 def state(replica: Learner) -> list[Tensor]:
-    return [vector.clone() for vector in (replica._theta, *replica._saved().values())]
+    return [vector.clone() for vector in (replica._theta, *replica.state().values())]
 
 
 def same(first: list[Tensor], second: list[Tensor]) -> bool:
@@ -145,19 +145,19 @@ def test_errors_that_are_fed_back_do_not_add_up(make_replica: MakeReplica) -> No
         train(alice, 1)
         train(bob, 1)
         if number % 3 == 2:  # nobody to be had: nothing is passed on, and nothing is lost
-            error = alice._saved()["error"].clone()
+            error = alice.state()["error"].clone()
             sent(alice)
             alice.outer_step(None)
-            assert torch.equal(alice._saved()["error"], error)
+            assert torch.equal(alice.state()["error"], error)
             bob.outer_step(None)
             continue
         meant += alice.fast_weights()
         passed_on += codec.decode("int4", sent(alice), len(meant))
         exchange(alice, bob)
 
-    torch.testing.assert_close(passed_on + alice._saved()["error"], meant, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(passed_on + alice.state()["error"], meant, rtol=1e-5, atol=1e-5)
     scale = float(alice.fast_weights().abs().max()) / 7
-    assert 0 < float(alice._saved()["error"].abs().max()) <= scale
+    assert 0 < float(alice.state()["error"].abs().max()) <= scale
 
 
 @pytest.mark.parametrize("feedback", [True, False])

@@ -174,7 +174,7 @@ def test_what_was_left_out_is_sent_some_rounds_later(make_replica: MakeReplica) 
 
     errors = (told - meant).abs()
     assert float(errors.max()) <= float(meant.abs().max()) / 127
-    assert torch.equal(told, alice._saved()["sent"])
+    assert torch.equal(told, alice.state()["sent"])
 
 
 def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_been(make_replica: MakeReplica, tmp_path: Path) -> None:
@@ -212,14 +212,14 @@ def test_fragments_and_their_memory_stay_apart(make_replica: MakeReplica) -> Non
     alice, bob = make_replica(ALICE, **settings), make_replica(BOB, **settings)
     alice.learn()
     bob.learn()
-    part, before = alice.layout.fragment(1, 3), alice._saved()["sent"].clone()
+    part, before = alice.layout.fragment(1, 3), alice.state()["sent"].clone()
     buffers = {node: bytearray(TopK(40).size(part.stop - part.start)) for node in (alice, bob)}
     for node, buffer in buffers.items():
         node.contribution(buffer, 1)
 
     alice.outer_step(buffers[bob], 1, 1)
 
-    after = alice._saved()["sent"]
+    after = alice.state()["sent"]
     assert torch.equal(after[: part.start], before[: part.start])
     assert torch.equal(after[part.stop :], before[part.stop :])
     assert not torch.equal(after[part], before[part])

@@ -78,7 +78,7 @@ def test_several_replicas_are_their_mean_momentum_and_moments_included(
     tensors = load_file(to / CHECKPOINT_NAME)
     layout = replicas[0].layout
     for vector in (*VECTORS, *OPTIMIZER_VECTORS):
-        mean = torch.stack([replica._saved()[vector] for replica in replicas]).double().mean(0).float()
+        mean = torch.stack([replica.state()[vector] for replica in replicas]).double().mean(0).float()
         for name, expected in layout.views(mean).items():
             torch.testing.assert_close(tensors[f"{vector}/{name}"], expected, rtol=1e-6, atol=1e-12)
     assert verify(to).inner_steps == 12

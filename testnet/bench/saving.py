@@ -1,0 +1,241 @@
+"""What saving costs training: the benchmark of saving.
+
+Trainers that save in different ways, each in a process of its own with the same model and data, take turns round by
+round, so that what else the machine does hits all of them alike; the others wait meanwhile. What a way costs in a round
+is how much longer the round takes than that of the trainer that saves nothing, in the same turn; figures are medians.
+How far two rounds that save nothing differ, one after the other, tells what cannot be seen for chance.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import shutil
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+
+from farandole.node.run_file import manifest_of
+
+from .grid import Grid
+from .process import Worker, open_worker
+from .section import Section, compose
+from .setting import setting
+
+# 25.7 M parameters: a checkpoint of 411 MB.
+MODEL: Final[Mapping[str, int]] = {
+    "num_layers": 8,
+    "width": 512,
+    "num_heads": 8,
+    "hidden": 1_408,
+    "context": 256,
+    "vocabulary": 256,
+}
+NONE: Final = "none"
+WAYS: Final = {
+    NONE: "nothing",
+    "behind": "farandole, behind training",
+    "in place": "farandole, training waits",
+    "torch": "torch.save and fsync",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One round of one trainer."""
+
+    way: str
+    turn: int
+    seconds: float
+    held_seconds: float
+    """From when the save was asked for until the trainer went on."""
+    peak_mb: float | None
+    """The greatest resident memory over that before the first round."""
+    write_seconds: float | None = None
+    """Until the checkpoint was durable."""
+    size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one way of saving costs."""
+
+    way: str
+    round_seconds: float
+    lost_seconds: float
+    lost_share: float
+    held_seconds: float
+    peak_mb: float | None
+    write_seconds: float | None
+    size: int
+
+    @property
+    def rate_mb_s(self) -> float | None:
+        """Megabytes a second, from asking to durable."""
+        return None if self.write_seconds is None else self.size / 1e6 / self.write_seconds
+
+
+def rows_of(rounds: Sequence[Round]) -> list[Row]:
+    """A row for each way that has had a turn beside one of saving nothing, in the order of `WAYS`."""
+    base = {each.turn: each.seconds for each in rounds if each.way == NONE}
+    rows = []
+    for way in WAYS:
+        own = [each for each in rounds if each.way == way and each.turn in base]
+        if not own:
+            continue
+        lost = statistics.median(each.seconds - base[each.turn] for each in own)
+        written = [each.write_seconds for each in own if each.write_seconds is not None]
+        peaks = [each.peak_mb for each in own if each.peak_mb is not None]
+        rows.append(
+            Row(
+                way,
+                statistics.median(each.seconds for each in own),
+                lost,
+                lost / statistics.median(base.values()),
+                statistics.median(each.held_seconds for each in own),
+                max(peaks) if peaks else None,
+                statistics.median(written) if written else None,
+                max(each.size for each in own),
+            )
+        )
+    return rows
+
+
+def chance_share(rounds: Sequence[Round]) -> float | None:
+    """How far two rounds that save nothing differ, one after the other: the median, as a share of a round.
+
+    None of fewer than two. What costs less costs nothing that could be seen here.
+    """
+    base = [each.seconds for each in rounds if each.way == NONE]
+    if len(base) < 2:
+        return None
+    return statistics.median(abs(a - b) for a, b in itertools.pairwise(base)) / statistics.median(base)
+
+
+@dataclass(slots=True)
+class Report:
+    """What was measured so far."""
+
+    setting: dict[str, Any]
+    num_parameters: int = 0
+    steps: int = 0
+    rounds: list[Round] = field(default_factory=list)
+
+    def document(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        return {
+            **asdict(self),
+            "rows": [{**asdict(row), "rate_mb_s": row.rate_mb_s} for row in rows_of(self.rounds)],
+            "chance_share": chance_share(self.rounds),
+        }
+
+    def grid(self) -> Grid:
+        """For people."""
+        rows = [
+            [
+                WAYS[row.way],
+                f"{row.round_seconds:.2f}",
+                "" if row.way == NONE else f"{row.lost_seconds:.2f}",
+                "" if row.way == NONE else f"{row.lost_share:.1%}",
+                "" if row.way == NONE else f"{row.held_seconds:.3f}",
+                "?" if row.peak_mb is None else f"{row.peak_mb:,.0f}",
+                "" if row.rate_mb_s is None else f"{row.rate_mb_s:,.0f}",
+            ]
+            for row in rows_of(self.rounds)
+        ]
+        size = max(each.size for each in self.rounds) / 1e6
+        title = (
+            f"A checkpoint of {size:,.0f} MB ({self.num_parameters / 1e6:.1f} M parameters) a round of {self.steps} "
+            "inner steps"
+        )
+        header = ["saves", "round, s", "lost, s", "lost", "trainer held, s", "peak, MB", "MB/s"]
+        return Grid(title, header, rows)
+
+    def words(self) -> str:
+        """What the table does not say."""
+        chance = chance_share(self.rounds)
+        return "" if chance is None else f"Two rounds without a save, one after the other, differ by {chance:.1%}."
+
+    def markdown(self) -> str:
+        """A document's section."""
+        return compose(self.setting, self.grid().markdown(), self.words())
+
+
+def run_saving_bench(
+    out: Path,
+    *,
+    turns: int,
+    round_seconds: float,
+    device: str = "cpu",
+    threads: int = 1,
+    batch_size: int = 4,
+    model: Mapping[str, int] = MODEL,
+    section: Section | None = None,
+) -> Report:
+    """Measure, print; ``out`` gets saving.json and saving.md as it goes, and checkpoints, which are removed.
+
+    Raises `BenchError`, `ManifestError`, `SectionError`.
+    """
+    if section is not None:
+        section.check()
+    run = {"name": "bench-save", "model": dict(model), "inner": {"batch_size": batch_size}}
+    manifest_of(run, Path(), 0.0)  # says what does not fit together
+    folder, log = out / "saving", out / "saving.log"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    log.unlink(missing_ok=True)
+    console = Console()
+    report = Report({**setting(), "turns": turns, "device": device, "threads of a trainer": threads})
+    try:
+        with console.status("starting") as status, contextlib.ExitStack() as stack:
+            trainers = {way: stack.enter_context(_open(way, log)) for way in WAYS}
+            for way, trainer in trainers.items():
+                where = {"device": device, "threads": threads, "folder": str(folder / way)}
+                report.num_parameters = trainer.ask("begin", manifest=run, way=way, **where)["num_parameters"]
+            report.steps = _steps(trainers[NONE], round_seconds)
+            for way, trainer in trainers.items():  # memory for a snapshot, the file's first blocks: obtained once
+                status.update(f"warming up: {WAYS[way]}")
+                trainer.ask("play", steps=1)
+            for turn in range(turns):
+                for way in list(WAYS)[:: 1 if turn % 2 == 0 else -1]:
+                    status.update(f"turn {turn + 1} of {turns}: {WAYS[way]}")
+                    report.rounds.append(_round(way, turn, trainers[way].ask("play", steps=report.steps)))
+                (out / "saving.json").write_text(json.dumps(report.document(), indent=2) + "\n")
+                (out / "saving.md").write_text(report.markdown())
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    console.print(report.grid().rich())
+    console.print(report.words(), highlight=False)
+    if section is not None:
+        section.write(report.markdown())
+    console.print(f"{out / 'saving.json'}, {out / 'saving.md'}", markup=False, highlight=False)
+    return report
+
+
+def _open(way: str, log: Path) -> contextlib.AbstractContextManager[Worker]:
+    return open_worker(f"trainer ({way})", [sys.executable, "-m", f"{__package__}.saving_worker"], log)
+
+
+def _steps(trainer: Worker, round_seconds: float) -> int:
+    """Inner steps that take so long, as those of a short round do."""
+    trainer.ask("play", steps=1)
+    return max(1, math.ceil(round_seconds / float(trainer.ask("play", steps=1)["seconds"])))
+
+
+def _round(way: str, turn: int, answer: dict[str, Any]) -> Round:
+    return Round(
+        way,
+        turn,
+        answer["seconds"],
+        answer["held_seconds"],
+        answer["peak_mb"],
+        answer.get("write_seconds"),
+        answer.get("size", 0),
+    )

@@ -1,0 +1,105 @@
+"""A trainer that saves in one way: ``python -m farandole.testnet.bench.saving_worker SOCKET``.
+
+Requests as in `farandole.testnet.bench.peer`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from farandole.node.checkpoints.folder import CheckpointFolder
+from farandole.node.checkpoints.saving import Saver
+from farandole.node.conversion import training_configs
+from farandole.node.trainer_main import NICENESS
+from farandole.node.trainer_messages import Saved
+from farandole.protocol.manifest import manifest_from_dict
+from farandole.training.durable import sync_folder
+from farandole.training.learner import Learner, build_learner
+
+from .meter import Meter
+from .peer import serve
+
+RUN_ID: Final = bytes(32)
+
+
+class SavingTrainer:
+    """Trains, and saves at the beginning of each round; made by `begin`, once."""
+
+    _learner: Learner
+    _meter: Meter
+    _save: Callable[[], None]
+
+    def __init__(self) -> None:
+        self._reports: list[tuple[float, Saved]] = []
+
+    def begin(self, manifest: dict[str, Any], way: str, device: str, threads: int, folder: str) -> dict[str, Any]:
+        """``way``: none, behind, in place, or torch, which is `torch.save` and fsync."""
+        torch.set_num_threads(threads)
+        checked = manifest_from_dict(manifest)
+        self._learner = build_learner(
+            *training_configs(checked), seed=checked.seed, run_id=RUN_ID, author=bytes(32), device=device
+        )
+        self._folder = CheckpointFolder(Path(folder), 0)
+        self._folder.path.mkdir(parents=True)
+        self._saver = Saver(self._folder, lambda saved: self._reports.append((time.monotonic(), saved)))
+        self._save = {
+            "none": lambda: None,
+            "behind": lambda: self._saver.save_behind(self._learner.snapshot()),
+            "in place": lambda: self._saver.save(self._learner),
+            "torch": self._torch_save,
+        }[way]
+        self._take_step()  # what is obtained once, is
+        self._meter = Meter([])
+        return {"num_parameters": self._learner.layout.num_elements, "device": self._learner.device.description}
+
+    def play(self, steps: int) -> dict[str, Any]:
+        """A round: a save, inner steps, an outer step. For how long, and when the checkpoint was durable."""
+        self._reports.clear()
+        with self._meter.running() as figures:
+            began_at = time.monotonic()
+            self._save()
+            held = time.monotonic() - began_at
+            for _ in range(steps):
+                self._take_step()
+            self._learner.outer_step(None)
+            self._synchronize()
+            seconds = time.monotonic() - began_at
+            self._saver.wait()
+        for durable_at, saved in self._reports:
+            if saved.problem:
+                raise OSError(saved.problem)
+            figures |= {"write_seconds": durable_at - began_at, "size": saved.size}
+        return {**figures, "seconds": seconds, "held_seconds": held}
+
+    def _take_step(self) -> None:
+        self._learner.learn()
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        """What is queued on a GPU is done when it is timed."""
+        if self._learner.device.torch_device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _torch_save(self) -> None:
+        temporary, path = self._folder.path / "torch.tmp", self._folder.path / "torch"
+        with temporary.open("wb") as file:
+            torch.save(self._learner.state(), file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync_folder(self._folder.path)
+        counters = self._learner.counters
+        saved = Saved(counters.round, counters.steps, counters.tokens, str(path), path.stat().st_size)
+        self._reports.append((time.monotonic(), saved))
+
+
+if __name__ == "__main__":
+    os.nice(NICENESS)  # as trainers are
+    serve(int(sys.argv[1]), SavingTrainer())
