@@ -31,6 +31,7 @@ from .address_book import AddressBook
 from .board import Board
 from .connectivity import open_connectivity
 from .console import Console
+from .consolidated.listing import offers_of
 from .control import Handler, serve_control
 from .dashboard.server import open_dashboard
 from .exits import Exit
@@ -158,6 +159,7 @@ class Node(Daemon):
         self._rest = Rest()
         hours = [parse_quiet_hours(text) for text in settings.quiet_hours]
         self._rest_keeper = RestKeeper(self._rest, store, hours, datetime.now, board.warn)
+        self._member: RunMember | None = None
 
     async def run(self) -> None:
         """Join, train, stay until told to leave, and leave."""
@@ -194,7 +196,7 @@ class Node(Daemon):
                     manifest, raw = joined
                     if raw != stored:
                         await store.put_fact(MANIFEST_FACT, raw)
-                    member = RunMember(
+                    member = self._member = RunMember(
                         settings, self._key, store, book, board, host, messenger, manifest, raw, shaping, self._rest
                     )
                     connectivity.members = member.peers
@@ -232,11 +234,14 @@ class Node(Daemon):
             yield
 
     def _handlers(self) -> Mapping[str, Handler]:
-        return {**super()._handlers(), **self._deeds()}
+        return {**super()._handlers(), **self._deeds(), "checkpoints": self._checkpoints}
 
     def _deeds(self) -> Mapping[str, Handler]:
         """What the page may ask for, and the command line."""
         return {"leave": self._leave, "pause": self._pause, "resume": self._resume}
+
+    async def _checkpoints(self, params: dict[str, Any]) -> object:
+        return [] if self._member is None else offers_of(self._member.checkpoint_notices())
 
     async def _pause(self, params: dict[str, Any]) -> object:
         await self._rest_keeper.pause()

@@ -11,7 +11,8 @@ import msgspec
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.protocol.entries import Progress
+from farandole.protocol.block_transfer import Question
+from farandole.protocol.entries import CheckpointNotice, Kind, Progress
 from farandole.protocol.identity import public_bytes
 from farandole.protocol.manifest import Manifest, decode_manifest
 from farandole.protocol.pairing import Pairing
@@ -25,6 +26,7 @@ from .backoff import pauses
 from .board import Board
 from .bulk import open_bulk
 from .checkpoints.giving import BlockService
+from .checkpoints.holdings import Holding
 from .connectivity import Connectivity
 from .exchange import ExchangeService
 from .gossip import GossipService
@@ -41,6 +43,7 @@ from .rounds import Rounds
 from .settings import NodeSettings
 from .shaping import Shaping
 from .stage_keeper import StageKeeper
+from .starting import Start
 from .store import Store, StoreError
 from .supervision.supervisor import Supervisor
 from .trainer import TrainerError
@@ -152,6 +155,7 @@ class RunMember:
             is_bound=settings.stage is not None,
             on_nodes=self._pipeline.set_nodes if self._pipeline else lambda nodes: None,
             is_paused=lambda: rest.is_on,
+            first_step=0 if manifest.start is None else manifest.start.inner_steps,
         )
         self._weights = Weights(
             settings, key, board, host, self._membership, manifest, self.run_id, shaping, self._rounds.save_soon
@@ -167,12 +171,29 @@ class RunMember:
             on_moved=self._note_stage,
         )
         ManifestService(self.run_id, raw_manifest).register(host)
-        self._blocks = BlockService(self.run_id, self._weights.find, shaping, lambda: self._exchanges.is_exchanging)
+        self._start: Start | None = None
+        if manifest.start is not None:
+            self._start = Start(settings, manifest, manifest.start, board, host, self._weights, self._membership)
+        elif settings.start is not None:
+            raise JoinError(f"--start {settings.start}: this run starts from its seed, not from a checkpoint")
+        self._blocks = BlockService(self.run_id, self._find, shaping, lambda: self._exchanges.is_exchanging)
         self._blocks.register(host)
+
+    async def _find(self, question: Question) -> Holding | None:
+        """A checkpoint that is asked for."""
+        found = None if self._start is None else self._start.find(question)
+        return found or await self._weights.find(question)
 
     def peers(self) -> frozenset[bytes]:
         """The live members."""
         return self._membership.everyone
+
+    def checkpoint_notices(self) -> list[tuple[bytes, CheckpointNotice]]:
+        """What this node and the live members say that they hold."""
+        there = {*self.peers(), self._host.author}
+        return [
+            (entry.author, entry.payload) for entry in self._state.entries(Kind.CHECKPOINT) if entry.author in there
+        ]
 
     def reporter(self, started_at: float, connectivity: Connectivity) -> Reporter:
         """What makes this node's status from now on."""
@@ -197,6 +218,9 @@ class RunMember:
                 self._pipeline.channels = channels
                 await nursery.start(self._pipeline.run)
             await nursery.start(self._gossip.run)
+            if self._start is not None:
+                await self._start.open()
+                nursery.start_soon(self._start.run)
             await self._restore_counters()
             await self._sync_state(may_begin=target.manifest is not None)
             self._membership.refresh()
@@ -284,6 +308,7 @@ class RunMember:
             slow=settings.slow,
             checkpoints=str(settings.checkpoints),
             fetched=str(settings.fetched(files)),
+            start=str((self._start and self._start.path_of(stage)) or ""),
             stage=stage,
             microbatch=self._supervisor.microbatch,
             outgoing=0,
@@ -341,6 +366,10 @@ class RunMember:
         elif self._supervisor.microbatch:
             await self._remember_microbatch()
         await self._weights.obtain()
+        while self._start is not None and not await self._weights.is_at_hand():
+            if await self._start.obtain(self._membership.stage):
+                return
+            await self._weights.obtain()  # it may have begun meanwhile, at nodes that have found what it starts from
 
     # Being found, and finding back
 

@@ -58,6 +58,7 @@ MAX_SMALL = 2**31 - 1
 # Slots of a node's notices: its own newest checkpoint, and the copy that it keeps of another's.
 OWN_SLOT = 0
 COPY_SLOT = 1
+START_SLOT = 2  # what the run starts from, where it is not its seed
 # A speed that has changed by this share is told anew.
 SPEED_CHANGE = 0.25
 # Reports wait for the next minute; more refusals in one are the same story.
@@ -81,6 +82,7 @@ class Membership:
     ``on_peers`` is told of every change among the live members of this node's stage, ``on_nodes`` of every change of
     `nodes_of_stages`, ``on_lost`` of every peer that could not be reached again. ``is_bound``: this node keeps its
     stage, whatever the run needs. ``is_paused``: whether it has no trainer now, because its owner wants it so.
+    ``first_step``: the inner step from which the run goes on where another ended.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Membership:
         is_bound: bool = False,
         on_nodes: Callable[[Nodes], None] = lambda nodes: None,
         is_paused: Callable[[], bool] = lambda: False,
+        first_step: int = 0,
     ) -> None:
         self._host = host
         self._state = state
@@ -111,6 +114,7 @@ class Membership:
         self._on_nodes = on_nodes
         self._is_bound = is_bound
         self._is_paused = is_paused
+        self._first_step = first_step
         self._stage = 0
         self._others: Nodes = (frozenset(),) * num_stages
         self._paused: frozenset[bytes] = frozenset()  # of the others
@@ -169,8 +173,8 @@ class Membership:
     def is_young(self) -> bool:
         """Whether no live member has trained yet, as far as this node has heard; nor has it."""
         beats = (self._state.payload(peer, Beat) for peer in self.everyone)
-        has_begun = any(beat is not None and (beat.round or beat.inner_steps) for beat in beats)
-        return not has_begun and not self._board.round and not self._board.inner_steps
+        has_begun = any(beat is not None and (beat.round or beat.inner_steps > self._first_step) for beat in beats)
+        return not has_begun and not self._board.round and self._board.inner_steps <= self._first_step
 
     def current_round(self) -> int:
         """The round that the others are in: the median of the live members' heartbeats, 0 if there are none.
@@ -180,6 +184,8 @@ class Membership:
         """
         beats = [beat for peer in self.everyone - self._paused if (beat := self._state.payload(peer, Beat)) is not None]
         rounds = [beat.round for beat in beats if beat.round or beat.inner_steps]
+        beats = [beat for peer in self.everyone if (beat := self._state.payload(peer, Beat)) is not None]
+        rounds = [beat.round for beat in beats if beat.round or beat.inner_steps > self._first_step]
         return int(statistics.median_low(rounds)) if rounds else 0
 
     def donors(self, after_round: int, stage: int | None = None) -> list[bytes]:
@@ -311,6 +317,15 @@ class Membership:
         self._unannounced[COPY_SLOT if is_copy else OWN_SLOT] = CheckpointNotice(
             min(index.round, MAX_SMALL), index.stage, checkpoint_id, index.size, index.tokens, index.inner_steps
         )
+
+    async def tell_start(self, notice: CheckpointNotice) -> None:
+        """That this node has the checkpoint from which the run starts."""
+        await self._gossip.publish(Kind.CHECKPOINT, START_SLOT, notice)
+
+    def start_holders(self, checkpoint_id: bytes) -> list[bytes]:
+        """Live members that say so of this one."""
+        told = {peer: self._state.payload(peer, CheckpointNotice, START_SLOT) for peer in self.everyone}
+        return [peer for peer, notice in told.items() if notice is not None and notice.id == checkpoint_id]
 
     def accuse(self, peer: bytes, reason: str, evidence: bytes) -> None:
         """That a peer's contribution was refused; told to the run with the next progress, a few at a time."""

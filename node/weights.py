@@ -91,6 +91,7 @@ class Weights:
         self._host = host
         self._membership = membership
         self._model = training_configs(manifest).model
+        self._origin = "seed" if manifest.start is None else "starting checkpoint"
         self._run_id = run_id
         self._shaping = shaping
         self._save_soon = save_soon
@@ -109,6 +110,11 @@ class Weights:
         self._taken: set[bytes] = set()  # ids of checkpoints that this life has fetched
         self._provided: bytes | None = None
         self._measured_rate: float | None = None
+
+    @property
+    def conditions(self) -> Conditions:
+        """Under which this node fetches checkpoints."""
+        return self._conditions
 
     @property
     def channels(self) -> Channels[Any] | None:
@@ -136,6 +142,11 @@ class Weights:
         """The round of this node's own checkpoint of its stage, if there is one."""
         files = CheckpointFolder(self._settings.checkpoints, self._membership.stage).files()
         return await trio.to_thread.run_sync(_newest_round, files)
+
+    async def is_at_hand(self) -> bool:
+        """Whether a trainer would find weights of this node's stage."""
+        fetched = self._settings.fetched(self.file_stage(self._membership.stage))
+        return await self.own_round() is not None or await trio.to_thread.run_sync(saved_round, fetched) is not None
 
     # For this node's trainer
 
@@ -292,7 +303,7 @@ class Weights:
     def _warn_of_seed(self, stage: int) -> None:
         self._board.warn(
             f"NOBODY HAS THE WEIGHTS OF STAGE {stage}: its members are gone, and no backup is to be had. It begins "
-            "again from the run's seed; what it had learnt is lost"
+            f"again from the run's {self._origin}; what it had learnt is lost"
         )
 
     # For others

@@ -331,13 +331,15 @@ class Replica:
     def start_from(self, path: Path, steps: int, tokens: int) -> None:
         """Begin with another run's weights and momentum instead of the seed's (`farandole.training.start`).
 
-        Of a replica that has taken no step yet. The learning rate's schedule goes on at inner step ``steps``. Raises
-        `CheckpointError`, with nothing changed, if the file does not fit.
+        Of a replica that has taken no step yet. The learning rate's schedule goes on at inner step ``steps``; without
+        the state of AdamW it is ramped up, as in `load`. Raises `CheckpointError`, with nothing changed, if the file
+        does not fit.
         """
         state = {"slow": self._phi, "momentum": self._momentum, "mean": self._mean, "square": self._square}
-        load_start(path, state, self.layout, optional=("momentum", "mean", "square"))
+        load_start(path, state, self.layout, optional=state.keys() - {"slow"})
         self._theta.copy_(self._phi)
         self.round, self.steps, self.tokens, self.tokens_this_round = 0, steps, tokens, 0
+        self._means_from = 0 if bool(self._square.any()) else steps
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint has beside counters: flat vectors (n,), by name."""

@@ -125,16 +125,22 @@ class Fetched:
 
 
 async def ask_for_index(
-    conditions: Conditions, donor: bytes, stage: int, max_size: int, checkpoint_id: bytes | None = None
+    conditions: Conditions,
+    donor: bytes,
+    stage: int,
+    max_size: int,
+    checkpoint_id: bytes | None = None,
+    made_by: bytes | None = None,
 ) -> tuple[SignedIndex, Index]:
     """The index of a donor's newest checkpoint of a stage, saved anew if it is old; or of the one with this id.
 
-    Raises `PeerUnreachableError`, of which `DonorBusyError` is one.
+    ``made_by`` is the run that has made it, if that is not the donor's own. Raises `PeerUnreachableError`, of which
+    `DonorBusyError` is one.
     """
     question = Question(conditions.run_id, stage, checkpoint_id)
     try:
         async with open_taking(conditions, donor, question, max_size) as taking:
-            signed, index = taking.signed_index(max_size)
+            signed, index = taking.signed_index(max_size, made_by or conditions.run_id)
     except PeerUnreachableError:
         raise
     except LOST as error:

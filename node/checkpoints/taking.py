@@ -96,9 +96,9 @@ class Taking:
         channel = self._way.channel
         return self.num_received + (0 if channel is None else channel.num_received)
 
-    def signed_index(self, max_size: int) -> tuple[SignedIndex, Index]:
-        """What the donor answered; raises `RemoteProtocolError` if it is no index of this run."""
-        return decode_signed_index(self._answer.index, self._conditions.run_id, max_size)
+    def signed_index(self, max_size: int, run_id: bytes) -> tuple[SignedIndex, Index]:
+        """What the donor answered; raises `RemoteProtocolError` if it is no index of a run's checkpoint."""
+        return decode_signed_index(self._answer.index, run_id, max_size)
 
     def want(self, first: int, count: int) -> None:
         """Ask for blocks; raises `trio.WouldBlock` if the donor has not taken many such messages before."""

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from farandole.protocol.errors import ManifestError
 
-from .options import AsJson, Home
+from ..settings import NodeSettings
+from .options import AsJson, Home, takes_settings
 from .output import print_json
 
 if TYPE_CHECKING:
     from farandole.protocol.manifest import SignedManifest
+
+    from ..consolidated.listing import Offer
+
+# More replicas hardly make the mean better, and each is a download of the whole model.
+MAX_MERGED: Final = 16
 
 checkpoint_app = typer.Typer(
     help="Look at checkpoints; take a whole model out of a run, check it, pass it on, go on from it.",
@@ -31,6 +39,83 @@ Out = Annotated[
     Path | None,
     typer.Option("--out", "-o", metavar="NEW.MANIFEST", help="The new manifest.", show_default="beside RUN.TOML"),
 ]
+
+
+@checkpoint_app.command("list")
+@takes_settings("invite", "listen", "bootstrap", "mdns")
+def list_checkpoints(settings: NodeSettings, as_json: AsJson = False) -> None:
+    """Show the checkpoints in the node's folder, and what the run's members hold: by an invite, or as this node knows.
+
+    Examples: [cyan]farandole checkpoint list[/cyan]; [cyan]farandole checkpoint list farandole1... --json[/cyan]
+    """
+    import msgspec
+    from rich.console import Console
+
+    from ..consolidated.listing import local_checkpoints, node_offers, visit_offers
+    from ..consolidated.view import checkpoints_screen
+    from ..running import run_to_end
+
+    local = local_checkpoints(settings.checkpoints)
+    offers: list[Offer] | None
+    if settings.invite is not None:
+        offers = run_to_end(partial(visit_offers, settings, partial(typer.echo, err=True)))
+    else:
+        offers = node_offers(settings.home)
+    if as_json:
+        print_json({"here": msgspec.to_builtins(local), "run": msgspec.to_builtins(offers)})
+    else:
+        Console().print(checkpoints_screen(settings.checkpoints, local, offers))
+
+
+@checkpoint_app.command("pull")
+@takes_settings("invite", "listen", "bootstrap", "upload_mbit", "download_mbit", "mdns")
+def pull_model(
+    settings: NodeSettings,
+    to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="A new folder.")] = Path("model"),
+    merge: Annotated[
+        int, typer.Option(min=1, max=MAX_MERGED, metavar="K", help="Take K replicas of each stage, and their mean.")
+    ] = 1,
+    optimizer: Annotated[
+        bool, typer.Option("--optimizer", help="Take the inner optimizer's state too: twice the size.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Take the whole model out of a run, as a folder: each stage from the members that hold it, without training.
+
+    Without an invite it is the run of the node that runs here. The mean of several replicas is better than any of them.
+    What was fetched is kept if the pull is interrupted, and used by the next one.
+
+    Examples: [cyan]farandole checkpoint pull farandole1... --to model --merge 4[/cyan]; then
+    [cyan]farandole checkpoint export model --to model-hf[/cyan]
+    """
+    from ..consolidated.pulling import pull
+    from ..identity import load_or_create_key
+    from ..running import run_to_end
+    from .progress import open_progress
+
+    settings = replace(settings, invite=settings.invite or _own_invite(settings.home))
+    key = load_or_create_key(settings.key)
+    with open_progress() as (say, show):
+        task = partial(pull, settings, to, key, merge=merge, with_optimizer=optimizer, say=say, show=show)
+        checkpoint_id = run_to_end(task)
+    if as_json:
+        print_json({"folder": str(to), "id": checkpoint_id.hex()})
+    else:
+        typer.echo(f"{to} holds the model; its id is {checkpoint_id.hex()}")
+
+
+def _own_invite(home: Path) -> str:
+    """To the run of the node that runs here; `NoNodeError` if none does."""
+    from farandole.protocol.invite import Invite, encode_invite
+
+    from ..addresses import choose_bootstrap_addresses
+    from .output import node_status
+
+    status = node_status(home)
+    if not status.run.run_id:
+        raise ManifestError("the node has not found its run yet; `farandole status` says what it waits for")
+    addresses = choose_bootstrap_addresses(status)
+    return encode_invite(Invite(bytes.fromhex(status.run.run_id), tuple(addresses)))
 
 
 @checkpoint_app.command("verify")

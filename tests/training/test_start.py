@@ -42,7 +42,11 @@ def test_weights_momentum_and_schedule_go_on(start: tuple[Learner, Path], make_r
     assert torch.equal(begun.state()["momentum"], learnt.state()["momentum"])
     assert not begun.state()["square"].any()
     assert (begun.round, begun.steps, begun.tokens) == (0, 8, learnt.tokens)
-    assert begun.learning_rate == learnt.learning_rate != learning_rate(0, begun._inner)
+    assert learning_rate(0, begun._inner) != learnt.learning_rate > begun.learning_rate > 0
+    for _ in range(50):
+        begun.steps += 1
+    assert begun.learning_rate == learning_rate(58, begun._inner)
+    begun.steps = 8
     assert begun.validation_loss() == pytest.approx(learnt.validation_loss(), rel=1e-6)
     before = begun.validation_loss()
     for _ in range(8):

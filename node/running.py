@@ -1,0 +1,49 @@
+"""Commands that do something in the mesh and end: run in trio, ended by Ctrl-C in good order."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import trio
+
+from farandole.protocol.errors import FarandoleError
+
+T = TypeVar("T")
+
+
+def run_to_end(task: Callable[[], Awaitable[T]]) -> T:
+    """Run a task to its end, and return what it returns.
+
+    Raises the `FarandoleError` that ended it, wherever it arose, and `KeyboardInterrupt` after Ctrl-C or SIGTERM, when
+    all that the task had opened is closed.
+    """
+
+    async def run() -> T:
+        results: list[T] = []
+        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            async with trio.open_nursery() as nursery:
+
+                async def watch() -> None:
+                    async for _ in signals:
+                        nursery.cancel_scope.cancel()
+                        return
+
+                nursery.start_soon(watch)
+                results.append(await task())
+                nursery.cancel_scope.cancel()
+        if not results:
+            raise KeyboardInterrupt
+        return results[0]
+
+    try:
+        return trio.run(run)
+    except BaseExceptionGroup as group:
+        ours, others = group.split(FarandoleError)
+        if ours is None or others is not None:
+            raise
+        error: BaseException = ours
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None
