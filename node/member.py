@@ -32,6 +32,7 @@ from .exchange import ExchangeService
 from .gossip import GossipService
 from .host import Host
 from .joining import JOIN_TIMEOUT, JoinError, Target, dial, find_members
+from .leases.keeper import LeaseKeeper
 from .manifests import ManifestService
 from .membership import Membership
 from .messenger import Messenger
@@ -120,6 +121,19 @@ class RunMember:
         self._supervisor = Supervisor(
             manifest.inner.batch_size, settings.microbatch, is_cut=manifest.model.num_stages > 1
         )
+        self._leases: LeaseKeeper | None = None
+        if manifest.data.epochs:
+            self._leases = LeaseKeeper(
+                manifest,
+                author,
+                self._state,
+                self._gossip,
+                store,
+                board,
+                origins=lambda: self._membership.nodes_of_stages()[0] - {author},
+                period=lambda: self._gossip.liveness.period,
+                on_over=lambda: self._rounds.finish_round(),
+            )
         self._rounds = Rounds(
             RoundsConfig(
                 run_id=self.run_id,
@@ -141,6 +155,7 @@ class RunMember:
             on_refused=lambda peer, reason, evidence: self._membership.accuse(peer, reason, evidence),
             current_round=lambda: self._membership.current_round(),
             pipeline=self._pipeline,
+            leases=self._leases,
         )
         self._membership = Membership(
             host,
@@ -208,6 +223,7 @@ class RunMember:
             self._state,
             self._gossip.liveness,
             self._pipeline,
+            self._leases,
         )
 
     async def run(self, target: Target, is_leaving: trio.Event) -> None:
@@ -231,6 +247,9 @@ class RunMember:
             await self._membership.beat()
             nursery.start_soon(self._membership.run)
             nursery.start_soon(self._provide)
+            if self._leases is not None:
+                await self._leases.restore()
+                nursery.start_soon(self._leases.run)
             if self._is_cut:
                 nursery.start_soon(self._keeper.run)
             nursery.start_soon(self._weights.run)
@@ -286,6 +305,8 @@ class RunMember:
 
     async def _say_farewell(self) -> None:
         with trio.move_on_after(FAREWELL_TIMEOUT):
+            if self._leases is not None:
+                await self._leases.leave()
             await self._membership.report_progress()
             await self._membership.announce(left=True)
             await self._gossip.flush()

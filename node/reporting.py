@@ -18,6 +18,7 @@ from .board import Board
 from .connectivity import Connectivity
 from .figures import BYTES_PER_MBIT
 from .host import Host
+from .leases.keeper import LeaseKeeper
 from .membership import LOSS_SCALE
 from .pipeline import PipelineService
 from .resources import measure_resources
@@ -42,6 +43,7 @@ class Reporter:
     state: RunState | None = None
     liveness: Liveness | None = None
     pipeline: PipelineService | None = None
+    leases: LeaseKeeper | None = None
 
     def status(self) -> NodeStatus:
         """Everything that ``farandole status`` shows, as of now."""
@@ -91,6 +93,7 @@ class Reporter:
             bytes_received_per_second=self.shaping.down.per_second(),
             num_parameters=board.num_parameters,
             pipeline=None if self.pipeline is None else self.pipeline.status(),
+            data=None if self.leases is None else self.leases.status(),
             connected_peers=len(self.host.connected),
             reachability=self.connectivity.reachability.kind.value,
             relays=[peer_id_of(held.relay) for held in self.connectivity.keeper.held],

@@ -41,6 +41,7 @@ from . import trainer_messages as messages
 from .board import Board
 from .contributions import Outgoing
 from .exchange import ExchangeResult, ExchangeService
+from .leases.keeper import LeaseKeeper
 from .pipeline import PipelineService, Worker
 from .status import Phase
 from .supervision.watchdog import Watchdog, watch
@@ -80,7 +81,8 @@ class RoundSession:
 
     ``tell_pairing`` takes the events, ``on_saved`` and ``on_refused`` are as in `farandole.node.rounds.Rounds`, and so
     is ``current_round``. Exchanges run in the nursery: they end with the session. With a ``pipeline`` the trainer has a
-    stage, and its inner steps are what the pipeline gives it to compute.
+    stage, and its inner steps are what the pipeline gives it to compute. With ``leases`` these say what it trains on,
+    and when all of that is done.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class RoundSession:
         on_refused: Callable[[bytes, str, bytes], None],
         current_round: Callable[[], int],
         pipeline: PipelineService | None = None,
+        leases: LeaseKeeper | None = None,
         stage: int = 0,
     ) -> None:
         self._config = config
@@ -112,6 +115,7 @@ class RoundSession:
         self._on_refused = on_refused
         self._current_round = current_round
         self._pipeline = pipeline
+        self._leases = leases
         self._stage = stage
         self._life = trio.CancelScope()
         self._commands, self._queued = trio.open_memory_channel[messages.Command](MAX_QUEUED_COMMANDS)
@@ -144,6 +148,8 @@ class RoundSession:
         if self._pipeline is not None:
             memory = self._trainer.map_activations(self._manifest.pipeline.in_flight)
             self._pipeline.begin(Worker(self._stage, memory, self._send, self._drained))
+        if self._leases is not None:
+            self._leases.begin(self._trainer.prepared, self._send)
         self._start_round(first_round)
         with self._life:
             while True:
@@ -153,6 +159,10 @@ class RoundSession:
                     break
         self._tell_pairing(Stopped())
         return False
+
+    def finish_round(self) -> None:
+        """There is nothing left to train on."""
+        self.carry_out(FinishRound(self._board.round))
 
     def restart(self) -> None:
         """End this life: what was not saved is lost."""
@@ -262,6 +272,12 @@ class RoundSession:
             self._board.announce("finished", f"all {maximum} rounds are done; staying for the others")
             self._save_and_end()
             return
+        if self._is_data_over:
+            self._board.round = round_index
+            epochs = self._manifest.data.epochs
+            self._board.announce("finished", f"all {epochs} epochs are done; staying for the others")
+            self._save_and_end()
+            return
         self._train(round_index)
         self._tell_pairing(RoundStarted(round_index))
 
@@ -276,7 +292,11 @@ class RoundSession:
 
     def _is_followed(self, round_index: int) -> bool:
         """Whether the next round begins beside this one's exchange."""
-        return self._manifest.rounds.overlap and round_index + 1 != self._config.max_rounds
+        return self._manifest.rounds.overlap and round_index + 1 != self._config.max_rounds and not self._is_data_over
+
+    @property
+    def _is_data_over(self) -> bool:
+        return self._leases is not None and self._leases.is_over
 
     def _drained(self, round_index: int) -> None:
         """Nothing is under way in the pipeline: the contribution can be made."""
@@ -297,6 +317,9 @@ class RoundSession:
                     board.tokens = self._tokens_before + report.tokens
                 board.inner_steps_this_round, board.loss = report.inner_steps_this_round, report.loss
                 board.tokens_per_second = report.tokens_per_second
+            case messages.SlicesTrained():
+                if self._leases is not None:
+                    self._leases.trained(report)
             case messages.Worked(problem):
                 if self._pipeline is not None:
                     self._pipeline.handle(Worked(problem))

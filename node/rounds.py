@@ -37,6 +37,7 @@ from farandole.protocol.pairing_events import (
 from . import trainer_messages as messages
 from .board import Board
 from .exchange import ExchangeService
+from .leases.keeper import LeaseKeeper
 from .messenger import Messenger
 from .pipeline import PipelineService
 from .rest.rest import Rest
@@ -57,7 +58,8 @@ class Rounds:
 
     ``before_trainer`` is waited for before each start of the trainer (it puts weights in place), ``on_saved`` is told
     of every checkpoint, ``on_refused`` of every contribution that the screening refused (peer, reason, SHA-256),
-    ``current_round`` says which round the others are in (0 when alone). ``pipeline`` gives a stage's trainer its work.
+    ``current_round`` says which round the others are in (0 when alone). ``pipeline`` gives a stage's trainer its work;
+    ``leases`` say what of the data it trains on, in runs that count epochs.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Rounds:
         on_refused: Callable[[bytes, str, bytes], None],
         current_round: Callable[[], int],
         pipeline: PipelineService | None = None,
+        leases: LeaseKeeper | None = None,
     ) -> None:
         self._config = config
         self._manifest = manifest
@@ -91,6 +94,7 @@ class Rounds:
         self._on_refused = on_refused
         self._current_round = current_round
         self._pipeline = pipeline
+        self._leases = leases
         self._outputs: deque[Output] = deque()
         self._is_carrying_out = False
         self._timer_at = math.inf
@@ -133,6 +137,11 @@ class Rounds:
         """Write a checkpoint now, for somebody who asks for weights."""
         if self._session is not None:
             self._session.save()
+
+    def finish_round(self) -> None:
+        """There is nothing left to train on: what this round has is exchanged now."""
+        if self._session is not None:
+            self._session.finish_round()
 
     def restart_trainer(self) -> None:
         """Start it anew, with whatever is prepared then; what was not saved is lost."""
@@ -270,6 +279,7 @@ class Rounds:
                     on_refused=self._on_refused,
                     current_round=self._current_round,
                     pipeline=self._pipeline,
+                    leases=self._leases,
                     stage=prepare.stage,
                 )
                 self._session, self._session_over = session, trio.Event()
@@ -283,6 +293,8 @@ class Rounds:
                     board.trainer_pid = None
                     if self._pipeline is not None:
                         self._pipeline.end()
+                    if self._leases is not None:
+                        self._leases.end()
                 nursery.cancel_scope.cancel()
             if failure is not None:
                 raise failure

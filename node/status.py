@@ -124,6 +124,22 @@ class Resources(msgspec.Struct, frozen=True):
     """Of the daemon's trio."""
 
 
+class DataStatus(msgspec.Struct, frozen=True):
+    """How far the run's present epoch is, as a node that draws data knows it."""
+
+    epoch: int
+    """From 1 on."""
+    epochs: int
+    slices: int
+    """Of an epoch."""
+    done: int
+    """By all nodes."""
+    leased: int
+    """By this node, and not trained on yet."""
+    others_texts: int
+    """Live nodes whose text is another, with whom no slices are shared."""
+
+
 class NodeStatus(msgspec.Struct, frozen=True):
     """Everything that ``farandole status`` shows."""
 
@@ -196,6 +212,8 @@ class NodeStatus(msgspec.Struct, frozen=True):
     """Peers that others reach through this node."""
     relayed_circuits: int = 0
     """Pairs of peers that talk through this node now."""
+    data: DataStatus | None = None
+    """Where the run counts epochs, and this node draws data."""
     isolation: str = ""
     """What a node that is connected to no member does about it, in words; empty when it is, or knows of nobody."""
     microbatch: int = 0

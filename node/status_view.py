@@ -13,7 +13,7 @@ from rich.text import Text
 
 from .figures import BYTES_PER_MBIT, count, duration, loss, size, sparkline
 from .headline import headline
-from .status import ExchangeStatus, MemberStatus, NodeStatus, PipelineStatus, Resources
+from .status import DataStatus, ExchangeStatus, MemberStatus, NodeStatus, PipelineStatus, Resources
 
 SPARKLINE_WIDTH: Final = 40
 MAX_WARNINGS_SHOWN: Final = 3
@@ -62,6 +62,7 @@ def _lines(status: NodeStatus, now: float) -> list[tuple[str, RenderableType]]:
         ("waits for", Text(status.waits_for or "nothing", style="yellow" if status.waits_for else "")),
         *([("isolated", Text(status.isolation, style="yellow"))] if status.isolation else []),
         ("progress", _progress(status)),
+        *([("data", _data(status.data))] if status.data else []),
         ("loss", _loss(status)),
         *([("stage", _stage(status))] if len(status.run.providers) > 1 else []),
         *([("microbatches", _microbatches(status.pipeline))] if status.pipeline else []),
@@ -91,6 +92,14 @@ def _progress(status: NodeStatus) -> str:
         f"{count(status.tokens)} tokens at {count(status.tokens_per_second)}/s{_busy(status)}"
         + (f", {status.microbatch} sequences at a time" if status.microbatch else "")
     )
+
+
+def _data(data: DataStatus) -> Text:
+    text = Text(f"epoch {data.epoch} of {data.epochs}, {data.done / data.slices:.1%} of it done by all nodes")
+    text.append(f"; {data.leased:,} of {data.slices:,} slices are this node's now")
+    if data.others_texts:
+        text.append(f"; {data.others_texts} nodes train on another text", style="yellow")
+    return text
 
 
 def _stage(status: NodeStatus) -> Text:

@@ -59,6 +59,9 @@ class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``stdlib``: the sources of the node's own Python; ``text``: files or folders that the volunteer names."""
     held_out: Annotated[float, msgspec.Meta(ge=0, le=0.5)] = 0.05
     """Share of the documents that no node trains on, chosen by the hash of their names."""
+    epochs: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
+    """How often the run trains on the whole of the text, dealt out by leases (`farandole.protocol.leases`); then it is
+    over. 0: each node draws on its own, without end."""
 
 
 class TokenizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,0 +1,104 @@
+"""Six real nodes train on an epoch; two are killed, and two come instead. What counts is what the trainers drew."""
+
+from __future__ import annotations
+
+import ast
+import random
+import re
+import signal
+from collections import Counter
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.node.control import call
+from farandole.protocol.invite import Invite, encode_invite
+from farandole.protocol.manifest import manifest_from_dict, sign_manifest
+
+from ..daemons import Daemon, joined
+
+# An inner step takes some milliseconds; slowed down, six nodes take about half a minute for the epoch.
+NUM_FILES, WORDS_A_FILE, SLOW = 36, 2_000, "40"
+NUM_NODES, NUM_REPLACED = 6, 2
+MAX_MEAN = 1.1
+
+
+def write_texts(folder: Path) -> None:
+    folder.mkdir()
+    rng = random.Random(1)
+    for number in range(NUM_FILES):
+        words = (rng.choice(("dance", "chain", "hand", "open", "free", "turn")) for _ in range(WORDS_A_FILE))
+        (folder / f"{number}.txt").write_text(" ".join(words))
+
+
+def drawn(home: Path) -> Counter[int]:
+    """Slice -> how often its trainer has trained on it, by the daemon's log."""
+    slices: Counter[int] = Counter()
+    for ranges in re.findall(r"trained on slices of epoch 0: (\[.*?\])$", (home / "log").read_text(), re.MULTILINE):
+        for first, count in ast.literal_eval(ranges):
+            slices.update(range(first, first + count))
+    return slices
+
+
+async def data_of(daemon: Daemon) -> dict[str, int]:
+    status = await trio.to_thread.run_sync(lambda: call(daemon.home, "status"))
+    return status["data"] or {"done": 0, "slices": 1}
+
+
+async def share_done(daemon: Daemon, share: float) -> None:
+    while True:
+        data = await data_of(daemon)
+        if data["done"] >= share * data["slices"]:
+            return
+        await trio.sleep(0.2)
+
+
+async def test_an_epoch_is_whole_though_a_third_of_its_nodes_is_replaced(tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    write_texts(texts)
+    manifest = manifest_from_dict(
+        {
+            "name": "one epoch",
+            "model": {"num_layers": 1, "width": 16, "num_heads": 2, "hidden": 32, "context": 32, "vocabulary": 256},
+            "inner": {"batch_size": 8},
+            "rounds": {"round_seconds": 3.0, "exchange_seconds": 3.0},
+            "data": {"source": "text", "epochs": 1},
+        }
+    )
+    signed = sign_manifest(manifest, Ed25519PrivateKey.generate())
+    (tmp_path / "run.manifest").write_bytes(signed.encode())
+    data = ("--data", str(texts), "--slow", SLOW, "--log-level", "debug")
+
+    async with AsyncExitStack() as stack:
+        nodes = [await stack.enter_async_context(joined(tmp_path / "0", str(tmp_path / "run.manifest"), *data))]
+        await nodes[0].says("this node is")
+        await nodes[0].says("listening on")
+        invite = encode_invite(Invite(signed.run_id, nodes[0].addresses))
+
+        async def join() -> None:
+            home = tmp_path / str(len(nodes))
+            nodes.append(await stack.enter_async_context(joined(home, invite, *data)))
+
+        for _ in range(NUM_NODES - 1):
+            await join()
+        with trio.fail_after(180):
+            await share_done(nodes[0], 0.05)
+            for _ in range(NUM_REPLACED):
+                await join()
+            for newcomer in nodes[NUM_NODES:]:
+                await newcomer.says("trainer ready")
+            for doomed in nodes[1 : 1 + NUM_REPLACED]:
+                await doomed.end(signal.SIGKILL)
+            survivors = [nodes[0], *nodes[1 + NUM_REPLACED :]]
+            async with trio.open_nursery() as nursery:
+                for node in survivors:
+                    nursery.start_soon(node.says, "all 1 epochs are done")
+        num_slices = (await data_of(nodes[0]))["slices"]
+
+    counts = sum((drawn(node.home) for node in nodes), Counter[int]())
+    print(f"\n{num_slices:,} slices, each trained on {counts.total() / num_slices:.4f} times")
+    assert set(counts) == set(range(num_slices))
+    assert counts.total() <= MAX_MEAN * num_slices
+    assert all(drawn(node.home) for node in survivors), "a newcomer has no part in it"
