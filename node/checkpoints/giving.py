@@ -99,15 +99,16 @@ class BlockService:
 
     async def serve(self, stream: Stream) -> None:
         """One peer, until it has what it needs."""
+        parser = FrameParser(MAX_MESSAGE_BYTES)
         with trio.fail_after(ANSWER_TIMEOUT):
-            question = decode_question(await receive_frame(stream, FrameParser(MAX_MESSAGE_BYTES)))
+            question = decode_question(await receive_frame(stream, parser))
         if question.run_id != self._run_id:
             await _answer(stream, Absent())
         elif (seconds := self._seconds_until_free(stream.peer)) > 0:
             await _answer(stream, Busy(seconds))
         else:
             with self._turn(stream.peer) as turn:
-                await self._give(stream, question, turn)
+                await self._give(stream, parser, question, turn)
 
     def _seconds_until_free(self, peer: bytes) -> float:
         """0 if there is room now; whoever has been served for long enough is told to make some."""
@@ -126,7 +127,7 @@ class BlockService:
         finally:
             del self._served[peer]
 
-    async def _give(self, stream: Stream, question: Question, turn: _Service) -> None:
+    async def _give(self, stream: Stream, parser: FrameParser, question: Question, turn: _Service) -> None:
         stream.is_bulk = False
         holding = await self._find(question)
         if holding is None:
@@ -137,7 +138,7 @@ class BlockService:
             way = Way(stream.peer, self.channels)
             with way.expecting():
                 await _answer(stream, Here(holding.num_held, index), max_answer_bytes(holding.index.size))
-                giver = _Giver(stream, holding, way, turn, self._shaping, self._is_exchanging)
+                giver = _Giver(stream, parser, holding, way, turn, self._shaping, self._is_exchanging)
                 try:
                     await giver.run()
                 finally:
@@ -171,6 +172,7 @@ class _Giver:
     def __init__(
         self,
         stream: Stream,
+        parser: FrameParser,
         holding: Holding,
         way: Way,
         turn: _Service,
@@ -179,6 +181,7 @@ class _Giver:
     ) -> None:
         self.bytes_sent = 0
         self._stream = stream
+        self._parser = parser
         self._holding = holding
         self._way = way
         self._turn = turn
@@ -202,13 +205,15 @@ class _Giver:
             (self._way.discard if self._is_giving or self._wanted else self._way.keep)()
 
     async def _read(self, scope: trio.CancelScope) -> None:
-        parser = FrameParser(MAX_MESSAGE_BYTES)
-        while data := await self._stream.receive_some(READ_BYTES):
+        while True:
+            while (payload := self._parser.next_frame()) is not None:
+                await self._hear(payload)
+            data = await self._stream.receive_some(READ_BYTES)
+            if not data:
+                break
             if self._stream.is_bulk:
                 self._shaping.down.charge(len(data))
-            parser.receive_data(data)
-            while (payload := parser.next_frame()) is not None:
-                await self._hear(payload)
+            self._parser.receive_data(data)
         scope.cancel()
 
     async def _hear(self, payload: bytes) -> None:
