@@ -75,7 +75,7 @@ class NodeReport(msgspec.Struct, frozen=True):
     exchange_seconds: list[float] = []
     """Of each committed exchange, in order."""
     exchange_bytes: int = 0
-    """What the largest of them sent."""
+    """What the smallest of them sent: nothing twice."""
     resources: Resources | None = None
     """What it took of its machine when it was last asked."""
     growths: list[Growth] = []
@@ -209,7 +209,7 @@ def node_report(record: NodeRecord, *, is_alive: bool, home: str = "") -> NodeRe
         condition_seconds=dict(record.ledger.seconds),
         given_seconds=record.ledger.given,
         exchange_seconds=[record.exchanges[at].seconds for at in sorted(record.exchanges)],
-        exchange_bytes=max((exchange.bytes_sent for exchange in record.exchanges.values()), default=0),
+        exchange_bytes=min((exchange.bytes_sent for exchange in record.exchanges.values()), default=0),
         resources=status.resources if status else None,
         growths=record.all_growths,
         links={member.peer_id: member.path for member in status.members if member.path} if status else {},

@@ -8,7 +8,8 @@ import pytest
 from farandole.testnet.beside import CleanReportError, compare, judged, load_report
 from farandole.testnet.fault_table import throughput_lines
 from farandole.testnet.launch import write_report
-from farandole.testnet.report import FaultReport, Report
+from farandole.testnet.record import NodeRecord
+from farandole.testnet.report import FaultReport, NodeReport, Report, node_report
 from farandole.testnet.scenario import parse_scenario
 
 CLEAN = Report(
@@ -33,6 +34,14 @@ KILL = FaultReport("restart", [3], 10.0, 2.0, {3: 9.0})
 SCENARIO = parse_scenario(
     {"run": {"name": "chaos", "model": "tiny"}, "min_throughput": 0.977, "max_loss_above_clean": 0.03}
 )
+
+OTHERS = parse_scenario({"run": {"name": "chaos", "model": "tiny"}, "min_throughput_of_others": 0.95})
+
+
+def node(index: int, tokens: int) -> NodeReport:
+    """In a hundred seconds."""
+    silent = node_report(NodeRecord(index, f"peer {index}"), is_alive=True)
+    return msgspec.structs.replace(silent, tokens=tokens, given_seconds=100.0)
 
 
 def played(**fields: object) -> Report:
@@ -75,3 +84,20 @@ def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert load_report(tmp_path) == load_report(tmp_path / "report.json") == played()
     with pytest.raises(CleanReportError, match="cannot read"):
         load_report(tmp_path / "nowhere")
+
+
+def test_the_nodes_that_no_fault_befell_are_compared_with_themselves() -> None:
+    clean = msgspec.structs.replace(CLEAN, nodes=[node(0, 1_000), node(3, 1_000)])
+    report = judged(played(nodes=[node(0, 940), node(3, 100)]), clean, OTHERS)
+    assert report.beside is not None
+    assert report.beside.throughput_of_others == pytest.approx(0.94), "node 3 was killed"
+    assert report.reasons == ["the nodes that no fault befell had 94.0% of the clean run's throughput, not 95.0%"]
+    assert judged(played(nodes=[node(0, 960), node(3, 100)]), clean, OTHERS).verdict == "pass"
+
+
+def test_a_spread_that_stays_is_seen() -> None:
+    scenario = msgspec.structs.replace(SCENARIO, max_spread_over_clean=1.25)
+    assert judged(played(spread=0.012), CLEAN, scenario).verdict == "pass"
+    assert judged(played(spread=0.013), CLEAN, scenario).reasons == [
+        "the weights' spread is 1.30 of the clean run's, not at most 1.25"
+    ]

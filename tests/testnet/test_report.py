@@ -5,6 +5,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from farandole.testnet.fault import Fault
+from farandole.testnet.faults import Outage
+from farandole.testnet.growth import Growth
 from farandole.testnet.link_table import link_table
 from farandole.testnet.report import Merged, NodeReport, Report, make_report
 from farandole.testnet.scenario import Scenario, parse_scenario
@@ -124,3 +127,48 @@ def test_every_node_in_every_round_and_slow_ones_with_fewer_steps() -> None:
 def test_problems_outside_the_nodes_come_first() -> None:
     report = make_report(scenario(), bytes(32), [GOOD], MERGED, seconds=1, events=["e"], problems=["interrupted"])
     assert (report.verdict, report.reasons, report.events) == ("fail", ["interrupted"], ["e"])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "failed", "reason"),
+    [
+        ([4.0, 5.0, 9.0], 0, None),
+        ([4.0, 6.0, 6.5], 0, "node 0 took 6.0 s for an exchange (median), more than 3 times the ideal 1.8 s"),
+        ([4.0], 1, "node 0 had 1 exchanges that failed"),
+        ([], 0, "node 0 completed no exchange"),
+    ],
+)
+def test_an_exchange_is_measured_by_its_line(seconds: list[float], failed: int, reason: str | None) -> None:
+    """A megabyte at 5 Mbit/s, with 200 ms there and back."""
+    line = {"kind": "open", "up_mbit": 5, "down_mbit": 20, "delay_ms": 50}
+    slow = node(0, exchange_seconds=seconds, exchange_bytes=1_000_000, exchanges_failed=failed)
+    good = [node(index, exchange_seconds=[2.0], exchange_bytes=1_000_000) for index in (1, 2)]
+    report = judge([slow, *good], max_exchange_over_ideal=3, home=[line])
+    assert report.reasons == ([] if reason is None else [reason])
+
+
+@pytest.mark.parametrize(("memory", "tasks", "is_flat"), [(0.009, 2, True), (0.02, 0, False), (0.0, 20, False)])
+def test_who_grows_does_not_pass(memory: float, tasks: float, is_flat: bool) -> None:
+    growth = Growth(hours=0.5, memory=memory, trainer_memory=None, descriptors=0, tasks=tasks)
+    report = judge([node(0, growths=[growth]), node(1), node(2)], max_growth=0.01)
+    assert (report.reasons == []) == is_flat
+    assert judge([node(0), node(1), node(2)], max_growth=0.01).reasons == [
+        "no node lived long enough to see whether it grows"
+    ]
+
+
+@pytest.mark.parametrize(("seconds", "is_fine"), [(14.0, True), (16.0, False), (None, False)])
+def test_a_partition_heals_in_time_or_not(seconds: float | None, is_fine: bool) -> None:
+    fault = Fault(kind="partition", nodes=(0,), at_round=1, duration=1.0)
+    outage = Outage(fault, (0,), 3.0, {0: 1.0}, seconds)
+    report = make_report(
+        scenario(max_heal_seconds=15),
+        bytes(32),
+        [node(0), node(1), node(2)],
+        MERGED,
+        seconds=10.0,
+        events=[],
+        outages=[outage],
+    )
+    assert (report.reasons == []) == is_fine
+    assert report.faults[0].healed_in == seconds
