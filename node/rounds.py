@@ -239,6 +239,7 @@ class Rounds:
         if isinstance(verdict, End):
             raise TrainerError(verdict.words) from error
         board.trainer_restarts += 1
+        board.tokens_per_second = 0.0
         board.warn(verdict.words)
         if verdict.is_rest:
             board.enter("failed", verdict.words)

@@ -12,6 +12,7 @@ from farandole.training.copying import CudaCopier, copier_for
 from farandole.training.data import Sampler, Text
 from farandole.training.device import choose_device
 from farandole.training.learner import Learner
+from farandole.training.memory import is_out_of_memory
 from farandole.training.model import build_model
 
 from .conftest import ALICE, BOB, RUN_ID
@@ -83,3 +84,9 @@ def test_compiled_inner_steps_learn_the_same(model: ModelConfig, inner: InnerCon
     plain, compiled = (make("cuda", ALICE, "fp32", model, inner, text, flag) for flag in (False, True))
     for _ in range(3):
         torch.testing.assert_close(plain.learn(), compiled.learn(), rtol=2e-2, atol=2e-2)
+
+
+def test_a_gpu_without_memory_is_known_for_that() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**50, dtype=torch.uint8, device="cuda")
+    assert is_out_of_memory(caught.value)

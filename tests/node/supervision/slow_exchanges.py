@@ -77,7 +77,7 @@ async def both_or_neither(daemons: Sequence[Daemon]) -> None:
     """Until they agree, of all exchanges among themselves, in how many both used the other's contribution.
 
     They exchange meanwhile, so one may count what the other is about to. Where one used a contribution and the other
-    did not, they never agree again.
+    did not, they never agree again. All are in their first life, from which they count.
     """
     with trio.fail_after(DEADLINE):
         while True:
