@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from farandole.protocol.identity import peer_id_of
 
+from .metrics.rounds import RoundRecord
 from .status import ExchangeStatus, Phase
 
 # The course of the loss on one screen and in a report; a month's run keeps its newest part here.
@@ -67,6 +68,9 @@ class Board:
     losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MAX_LOSSES))
     validation: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MAX_LOSSES))
     warnings: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_WARNINGS))
+    tell_round: Callable[[RoundRecord], None] | None = None
+    """Tells of a round and keeps it; None: it is said, as everything else."""
+    _told_validation: tuple[int, float] | None = None
 
     def enter(self, phase: Phase, detail: str = "", waits_for: str = "") -> None:
         """A new phase, or new words for the present one."""
@@ -127,17 +131,32 @@ class Board:
         """The newest."""
         return self.recent_exchanges[-1] if self.recent_exchanges else None
 
-    def round_line(self, round_index: int, inner_steps: int, loss: float | None, late_steps: int) -> str:
-        """The round that is over, in one line."""
-        line = f"round {round_index}: {inner_steps} inner steps"
-        if loss is not None:
-            line += f", loss {loss:.3f}"
-        if late_steps:
-            line += f", outer step {late_steps} inner steps late"
+    def finish_round(
+        self, round_index: int, *, inner_steps: int, tokens: int, seconds: float, loss: float | None, late_steps: int
+    ) -> None:
+        """A round is over, and its exchange, if there was one, recorded: tell of it, and keep it."""
         last = self.last_exchange
         if last is None or last.round != round_index:
-            return line
-        if last.verdict != "committed":
-            return f"{line}; {last.verdict}"
-        megabytes = last.bytes_sent / 1e6
-        return f"{line}; averaged with {last.partner[-8:]}, {megabytes:.2f} MB each way in {last.seconds:.2f} s"
+            last = ExchangeStatus(round_index, "", "", 0, 0, 0.0, 0.0)
+        measured = self.validation[-1] if self.validation else None
+        record = RoundRecord(
+            at=self.clock(),
+            round=round_index,
+            inner_steps=inner_steps,
+            tokens=tokens,
+            seconds=seconds,
+            loss=loss,
+            validation=measured[1] if measured and measured != self._told_validation else None,
+            verdict=last.verdict,
+            partner=last.partner,
+            bytes_sent=last.bytes_sent,
+            bytes_received=last.bytes_received,
+            exchange_seconds=last.seconds,
+            path=last.path,
+            late_steps=late_steps,
+        )
+        self._told_validation = measured
+        if self.tell_round is None:
+            self.say(record.line)
+        else:
+            self.tell_round(record)

@@ -21,6 +21,7 @@ from .commands.doctor import doctor
 from .commands.identity import show_id
 from .commands.leaving import leave
 from .commands.looking import dashboard, peers, status
+from .commands.metrics import show_metrics
 from .commands.reference import print_reference
 from .commands.resting import pause, resume
 from .commands.runs import run_app
@@ -35,6 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+run_app.command("metrics")(show_metrics)
 app.add_typer(run_app, name="run")
 app.add_typer(config_app, name="config")
 app.add_typer(service_app, name="service")

@@ -7,8 +7,15 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Mapping
+
+import msgspec
+
+from .logs import ROUNDS
+from .metrics.rounds import RoundRecord
 
 logger = logging.getLogger(__name__)
+rounds = logging.getLogger(ROUNDS)
 
 
 class Console:
@@ -17,15 +24,22 @@ class Console:
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
 
-    def say(self, text: str) -> None:
-        """One event."""
-        logger.info("%s", text)
+    def say(self, text: str, figures: Mapping[str, object] | None = None) -> None:
+        """One event; its ``figures`` are for machines alone."""
+        told = {"figures": figures} if figures else {}
+        logger.info("%s", text, extra=told)
         if self._as_json:
-            line = json.dumps({"at": round(time.time(), 3), "text": text})
+            line = json.dumps({"at": round(time.time(), 3), "text": text, **told})
         else:
             line = f"{time.strftime('%H:%M:%S')}  {text}"
         with contextlib.suppress(OSError, ValueError):
             print(line, file=sys.stdout, flush=True)
+
+    def tell_round(self, record: RoundRecord) -> None:
+        """A round is over; it goes into the file of rounds, too."""
+        figures: dict[str, object] = msgspec.structs.asdict(record)
+        self.say(record.line, figures)
+        rounds.info("%s", json.dumps(figures))
 
     def complain(self, text: str) -> None:
         """Why the node ends."""

@@ -99,7 +99,7 @@ async def run_daemon(settings: NodeSettings, make: MakeDaemon) -> int:
         with locked(settings.lock):
             key = load_or_create_key(settings.key)
             async with open_store(settings.store) as store:
-                return await _run_until_told(make(key, store, Board(say=console.say)))
+                return await _run_until_told(make(key, store, Board(say=console.say, tell_round=console.tell_round)))
     except BaseExceptionGroup as group:
         ours, others = group.split(FarandoleError)
         if ours is None or others is not None:

@@ -25,19 +25,24 @@ MAX_LOG_BYTES: Final = 8 * 1024 * 1024
 MAX_ALIKE_PER_MINUTE: Final = 10
 MAX_KINDS: Final = 1_024
 CONSOLE: Final = "farandole.node.console"
+# Of `farandole.node.metrics.rounds`: two files of some 40,000 rounds each.
+ROUNDS: Final = "farandole.rounds"
+MAX_ROUNDS_BYTES: Final = 16 * 1024 * 1024
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: ``time`` (ISO 8601, UTC), ``level``, ``logger``, ``message``, ``exception``."""
+    """One JSON object a line: ``time`` (ISO 8601), ``level``, ``logger``, ``message``; ``figures``, ``exception``."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The line."""
-        fields = {
+        fields: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
         }
+        if figures := getattr(record, "figures", None):
+            fields["figures"] = figures
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return msgspec.json.encode(fields).decode()
@@ -95,13 +100,14 @@ class _LogFile(logging.handlers.RotatingFileHandler):
 def logging_to_file(settings: NodeSettings) -> Iterator[None]:
     """Log to ``settings.log`` until the context ends. Raises `IdentityError` if the node's folder cannot be used."""
     make_home(settings.home)
-    root, ours = logging.getLogger(), logging.getLogger("farandole")
+    root, ours, rounds = logging.getLogger(), logging.getLogger("farandole"), logging.getLogger(ROUNDS)
     try:
         handler = _LogFile(settings.log, maxBytes=MAX_LOG_BYTES, backupCount=1)
     except OSError as error:
         raise IdentityError(
             f"cannot write {settings.log}: {error.strerror}; name another folder with --home"
         ) from error
+    kept = _LogFile(settings.rounds, maxBytes=MAX_ROUNDS_BYTES, backupCount=1, delay=True)
     if settings.json_log:
         handler.setFormatter(JsonFormatter())
     else:
@@ -109,12 +115,17 @@ def logging_to_file(settings: NodeSettings) -> Iterator[None]:
     previous = root.level, ours.level
     root.setLevel(logging.WARNING)
     ours.setLevel(settings.log_level.upper())
+    rounds.setLevel(logging.INFO)
+    rounds.propagate = False
     handler.addFilter(Throttle())
     root.addHandler(handler)
+    rounds.addHandler(kept)
     try:
         yield
     finally:
         root.removeHandler(handler)
+        rounds.removeHandler(kept)
         handler.close()
+        kept.close()
         root.setLevel(previous[0])
         ours.setLevel(previous[1])

@@ -389,10 +389,13 @@ class RoundSession:
         contributed = self._contributed
         assert contributed is not None, "an outer step follows a contribution"
         self._board.late_steps = report.late_steps
-        self._board.say(
-            self._board.round_line(
-                report.round, contributed.inner_steps_this_round, contributed.loss, report.late_steps
-            )
+        self._board.finish_round(
+            report.round,
+            inner_steps=contributed.inner_steps_this_round,
+            tokens=contributed.tokens_this_round,
+            seconds=contributed.seconds,
+            loss=contributed.loss,
+            late_steps=report.late_steps,
         )
         following = report.round + 1
         every, maximum = self._config.validate_every, self._config.max_rounds

@@ -199,6 +199,11 @@ class NodeSettings:
         return self.home / (f"{name}.safetensors" if stage is None else f"{name}-{stage}.safetensors")
 
     @property
+    def rounds(self) -> Path:
+        """The rounds that are over (`farandole.node.metrics.rounds`)."""
+        return self.home / "rounds.jsonl"
+
+    @property
     def log(self) -> Path:
         """The daemon's log."""
         return self.home / "log"
