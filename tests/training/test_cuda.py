@@ -2,6 +2,7 @@
 
 import logging
 import mmap
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,6 +55,22 @@ def test_a_gpu_and_a_cpu_come_to_the_same_mean(
 
     both = gpu.slow_weights().cpu() == cpu.slow_weights()
     assert bool(both.all()) or name == "topk"
+
+
+def test_a_snapshot_holds_up_nothing_and_is_of_before(
+    model: ModelConfig, inner: InnerConfig, text: Text, tmp_path: Path
+) -> None:
+    node = make("cuda", ALICE, "int8", model, inner, text)
+    for _ in range(3):  # into the same memory
+        node.learn()
+        node.outer_step(None)
+        then = node.save(tmp_path / "then")
+        snapshot = node.snapshot()
+        assert all(flat.is_pinned() for flat in snapshot.vectors.values())
+        for _ in range(5):  # queued behind the copies
+            node.learn()
+        node.outer_step(None)
+        assert snapshot.save(tmp_path / "snapshot") == then
 
 
 def test_shared_memory_is_page_locked(caplog: pytest.LogCaptureFixture) -> None:
