@@ -40,11 +40,6 @@ class NatDaemon:
         self._leash = leash
         self._process: subprocess.Popen[bytes] | None = None
 
-    @property
-    def is_running(self) -> bool:
-        """Whether it was started, and not killed since."""
-        return self._process is not None
-
     def start(self, *arguments: str, port: int = 0) -> None:
         """Run ``farandole`` with these arguments; it listens on this TCP port, or any (0)."""
         place = self.home.host

@@ -140,7 +140,7 @@ class RecoveryBench:
             mapped = await self._join("mapped", "upnp", await near.make_invite())
             await self._until_begun(mapped, lambda status: status.exchanges_ok > 0 and status.reachability == "public")
             await self._reboot_router(near)
-            await self._change_address(mapped)
+            await self._change_address(mapped, [near, far])
             await self._lose_bootstrap(relays, [near, far, mapped])
             await self._join_by_member(far)
         finally:
@@ -257,15 +257,15 @@ class RecoveryBench:
         await trio.to_thread.run_sync(member.home.switch_on)
         await self._time_exchanges("a router reboots", MAX_RETURN_SECONDS, trio.current_time(), [member], [before])
 
-    async def _change_address(self, member: NatDaemon) -> None:
+    async def _change_address(self, member: NatDaemon, others: Sequence[NatDaemon]) -> None:
         """Of a home that others can dial."""
         trouble = "a public home gets another address"
         before = await self._until_begun(member, _is_there)
         await trio.to_thread.run_sync(member.home.change_address)
         back = await self._time_exchanges(trouble, MAX_RETURN_SECONDS, trio.current_time(), [member], [before])
         knows = partial(_knows, before.peer_id, f"/ip4/{member.home.address}/")
-        others = [(daemon, knows) for daemon in self._daemons if daemon.is_running and daemon is not member]
-        await self._time(trouble, "from then on, all others know it", MAX_NEWS_SECONDS, back, others)
+        conditions = [(other, knows) for other in others]
+        await self._time(trouble, "from then on, all others know it", MAX_NEWS_SECONDS, back, conditions)
 
     # Measuring
 
