@@ -38,7 +38,7 @@ def throughput_lines(report: Report) -> list[str]:
     parts = ", ".join(f"{condition} {duration(spent)}" for condition, spent in longest_first)
     given = sum(node.given_seconds for node in report.nodes)
     lines = [
-        f"nodes' time: {parts}; given (not absent, frozen or finished; starved by its share) {duration(given)}",
+        f"nodes' time: {parts}; given (not absent, frozen or finished) {duration(given)}",
         f"tokens a given second: {count(report.tokens_per_given_second or 0.0)}",
     ]
     if report.beside is not None:

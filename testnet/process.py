@@ -160,7 +160,7 @@ class NodeProcess:
         if self._process is None or not self.is_running:
             return
         process = self._process
-        self.record.ledger.enter("starved", trio.current_time(), share)
+        self.record.ledger.enter("starved", trio.current_time())
         try:
             with trio.move_on_after(seconds):
                 while self.is_running and self._process is process:

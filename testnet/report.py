@@ -71,7 +71,7 @@ class NodeReport(msgspec.Struct, frozen=True):
     condition_seconds: dict[str, float] = {}
     """How long it was absent, starting, returning, working, frozen, starved, finished; `farandole.testnet.ledger`."""
     given_seconds: float = 0.0
-    """In which its machine let it work; a starved second counts by its share of the processor."""
+    """In which it was alive, and not done: neither absent, nor frozen, nor finished."""
     exchange_seconds: list[float] = []
     """Of each committed exchange, in order."""
     exchange_bytes: int = 0

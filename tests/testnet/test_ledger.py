@@ -3,22 +3,22 @@ from __future__ import annotations
 from farandole.testnet.ledger import Ledger
 
 
-def test_only_what_the_machine_gave_counts() -> None:
+def test_only_the_time_in_which_it_was_alive_counts() -> None:
     ledger = Ledger()
-    for at, condition, share in (
-        (0, "starting", 1.0),
-        (10, "working", 1.0),
-        (110, "starved", 0.25),
-        (150, "working", 1.0),
-        (200, "frozen", 1.0),
-        (230, "returning", 1.0),
-        (231, "working", 1.0),
-        (300, "absent", 1.0),
-        (320, "returning", 1.0),
-        (328, "working", 1.0),
-        (400, "finished", 1.0),
+    for at, condition in (
+        (0, "starting"),
+        (10, "working"),
+        (110, "starved"),
+        (150, "working"),
+        (200, "frozen"),
+        (230, "returning"),
+        (231, "working"),
+        (300, "absent"),
+        (320, "returning"),
+        (328, "working"),
+        (400, "finished"),
     ):
-        ledger.enter(condition, float(at), share)  # type: ignore[arg-type]
+        ledger.enter(condition, float(at))  # type: ignore[arg-type]
     ledger.settle(500.0)
     assert ledger.seconds == {
         "starting": 10,
@@ -29,4 +29,4 @@ def test_only_what_the_machine_gave_counts() -> None:
         "absent": 20,
         "finished": 100,
     }
-    assert ledger.given == 10 + 291 + 9 + 0.25 * 40
+    assert ledger.given == 10 + 291 + 9 + 40
