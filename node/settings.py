@@ -133,7 +133,7 @@ class NodeSettings:
     upnp: bool = setting(True, "Ask the home's router to send on this node's port, by NAT-PMP or UPnP.")
     dashboard: bool = setting(True, "Serve a page about this node to this machine's browser: `farandole dashboard`.")
     dashboard_port: int = setting(
-        8710, "Of that page, on 127.0.0.1; another one if it is taken.", placeholder="PORT", least=0
+        8710, "Of that page, on 127.0.0.1; another one if it is taken.", placeholder="PORT", least=0, most=65_535
     )
     log_level: LogLevel = setting("info", "What goes into the log file, beside what is worse.")
     json_log: bool = setting(False, "Log lines as JSON objects, for machines.")

@@ -40,6 +40,8 @@ class About:
     """What stands for a value in help, if not the unit: ``FACTOR``."""
     least: float | None = None
     """The smallest number allowed."""
+    most: float | None = None
+    """The largest number allowed, where there is a smallest."""
     or_zero: bool = False
     """0 is allowed beside what ``least`` allows, for none at all."""
     unset: str = ""
@@ -93,7 +95,8 @@ class Setting:
         about = self.about
         if about.least is None:
             return ""
-        return f"at least {about.least:g}, or 0" if about.or_zero else f"at least {about.least:g}"
+        words = f"at least {about.least:g}" if about.most is None else f"{about.least:g} to {about.most:g}"
+        return f"{words}, or 0" if about.or_zero else words
 
     @property
     def choices(self) -> Sequence[object]:
@@ -104,8 +107,10 @@ class Setting:
         """Whether a value of the right type is within its bounds."""
         if isinstance(value, float) and not math.isfinite(value):
             return False
-        least = self.about.least
-        return least is None or value is None or value >= least or (self.about.or_zero and value == 0)
+        about = self.about
+        if value is None or about.least is None or (about.or_zero and value == 0):
+            return True
+        return bool(value >= about.least and (about.most is None or value <= about.most))
 
     def is_valid(self, value: object) -> bool:
         """Whether ``value``, as it stands in a settings file, is of the right type and within its bounds."""

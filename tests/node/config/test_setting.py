@@ -14,6 +14,7 @@ from farandole.node.settings import NodeSettings
 class Party:
     cake: str = setting("apple", "What is baked.")
     guests: int | None = setting(None, "How many.", least=1, unset="whoever comes")
+    door: int = setting(3, "Which bell.", least=0, most=9)
     volume: float = setting(0.0, "Of the music.", least=0.5, or_zero=True)
     is_loud: bool = setting(True, "For the neighbours.")
     dress: Literal["black", "white"] = setting("black", "What is worn.")
@@ -26,7 +27,15 @@ def one(name: str) -> Setting:
 
 
 def test_fields_that_are_no_settings_are_left_out() -> None:
-    assert [each.name for each in settings_of(Party)] == ["cake", "guests", "volume", "is_loud", "dress", "songs"]
+    assert [each.name for each in settings_of(Party)] == [
+        "cake",
+        "guests",
+        "door",
+        "volume",
+        "is_loud",
+        "dress",
+        "songs",
+    ]
 
 
 def test_a_name_makes_flag_and_variable() -> None:
@@ -46,6 +55,7 @@ def test_defaults_are_the_dataclass_s_own_and_lists_are_not_shared() -> None:
     [
         ("cake", ["plum"], [1, None, ["plum"]], "a text in quotes"),
         ("guests", [1, 99], [0, 1.5, "many", True], "a whole number, at least 1"),
+        ("door", [0, 9], [-1, 10, 1.0], "a whole number, 0 to 9"),
         ("volume", [0, 0.5, 11], [0.1, -1, float("inf"), float("nan"), "loud"], "a finite number, at least 0.5, or 0"),
         ("is_loud", [False], [0, "yes"], "true or false"),
         ("dress", ["white"], ["red", 1], "one of black, white"),

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from farandole.node.commands.leaving import LEAVE_TIMEOUT
 from farandole.node.service.launchd import Launchd
-from farandole.node.service.service import Service, ServiceError
+from farandole.node.service.service import STOP_SECONDS, Service, ServiceError
 from farandole.node.service.systemd import Systemd
 
 COMMAND = ["/opt/py thon/bin/python", "-m", "farandole.node", "join", "farandole1abc"]
@@ -62,6 +63,10 @@ def test_a_unit_restarts_within_limits_leaves_in_good_order_and_bounds_what_was_
         assert line in lines
     unbounded = Systemd().text(Service("farandole", COMMAND, Path("/home/alice")))
     assert not any(word in unbounded for word in ("MemoryHigh", "CPUQuota"))
+
+
+def test_a_manager_waits_longer_than_a_node_takes_to_leave() -> None:
+    assert STOP_SECONDS > LEAVE_TIMEOUT
 
 
 def test_a_property_list_restarts_what_failed_and_keeps_every_argument_whole() -> None:
