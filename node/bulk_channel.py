@@ -34,7 +34,7 @@ from farandole.protocol.errors import FarandoleError, RemoteProtocolError
 from farandole.protocol.exchange import Incoming
 from farandole.protocol.record_layer import OVERHEAD_BYTES, Opener, Sealer
 
-from .shaping import Shaping
+from .shaping import Shaping, limit_unsent
 
 # The first record of each end: it has the keys. That of the answerer says too that the channel can be called for.
 _READY = b"ready"
@@ -91,6 +91,10 @@ class BulkChannel:
         except OSError:
             return False
         return False
+
+    def limit_unsent(self, max_bytes: int) -> None:
+        """Let no more wait in the kernel before it is sent, where the system can say so."""
+        limit_unsent(self._connection, max_bytes)
 
     async def send(self, data: memoryview) -> None:
         """Send all of it. Raises `ChannelError`. A channel that broke or was cancelled is no longer fit."""

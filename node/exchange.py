@@ -86,6 +86,7 @@ class ExchangeService:
         self._shaping = shaping or Shaping()
         self._outcomes = Outcomes()
         self._running: dict[Conversation, trio.CancelScope] = {}
+        self._one_ended = trio.Event()
         self._expected: dict[bytes, _Expected] = {}
         self._expected_more = trio.Event()
         self._unclaimed: Counter[bytes] = Counter()
@@ -96,6 +97,11 @@ class ExchangeService:
     def is_exchanging(self) -> bool:
         """Whether contributions are under way."""
         return bool(self._running)
+
+    async def wait_quiet(self) -> None:
+        """Until none are."""
+        while self._running:
+            await self._one_ended.wait()
 
     async def run(
         self, start: StartExchange, offer: Offer, outgoing: Outgoing, incoming: memoryview, judge: Judge
@@ -118,6 +124,8 @@ class ExchangeService:
                 reason = await take_part(start, conversation)
         finally:
             del self._running[conversation]
+            self._one_ended.set()
+            self._one_ended = trio.Event()
             (way.keep if conversation.is_committed else way.discard)()
             if start.is_initiator:
                 self._outcomes.decide(start.session, committed=False)  # unless it is decided already

@@ -191,7 +191,7 @@ class RunMember:
             self._start = Start(settings, manifest, manifest.start, board, host, self._weights, self._membership)
         elif settings.start is not None:
             raise JoinError(f"--start {settings.start}: this run starts from its seed, not from a checkpoint")
-        self._blocks = BlockService(self.run_id, self._find, shaping, lambda: self._exchanges.is_exchanging)
+        self._blocks = BlockService(self.run_id, self._find, shaping, self._exchanges)
         self._blocks.register(host)
 
     async def _find(self, question: Question) -> Holding | None:

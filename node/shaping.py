@@ -209,7 +209,12 @@ class Shaping:
 
         What waits to be read needs no help: for a reader that pauses, Linux keeps to 60 kB by itself.
         """
-        if self.up.rate and hasattr(socket, "TCP_NOTSENT_LOWAT"):
-            unsent = max(MIN_UNSENT_BYTES, self.up.quantum)
-            with contextlib.suppress(OSError):
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, unsent)
+        if self.up.rate:
+            limit_unsent(connection, max(MIN_UNSENT_BYTES, self.up.quantum))
+
+
+def limit_unsent(connection: socket.socket, max_bytes: int) -> None:
+    """Let no more wait in the kernel before it is sent, where the system can say so."""
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, max_bytes)

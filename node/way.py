@@ -25,6 +25,9 @@ class Channel(Protocol):
     def num_received(self) -> int:
         """Bytes that have come over it so far, whether they turn out to be the peer's or not."""
 
+    def limit_unsent(self, max_bytes: int) -> None:
+        """Let no more wait in the kernel before it is sent, where the system can say so."""
+
     async def send(self, data: memoryview) -> None:
         """Send all, or raise `ChannelError`."""
 

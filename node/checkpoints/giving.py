@@ -5,14 +5,15 @@ sends by turns: where there is a cap, the shaper serves pieces in the order in w
 piece at a time under way. Who is too many is told for how long; whoever has been served for a while then makes room,
 so nobody has to wait for all of another's checkpoint, and nobody who takes it slowly keeps others out.
 
-While the node's own exchange is under way, blocks get a tenth of the time: the run's rounds come first.
+While the node's own exchange is under way, blocks get a tenth of the time: the run's rounds come first. For that little
+of what is given may wait in the kernel, where it would go before the exchange.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import trio
 
@@ -59,9 +60,12 @@ TURN_SECONDS: Final = 30.0
 GRACE_SECONDS: Final = 10.0
 # For who is turned out: others have come by then.
 TURNED_OUT_SECONDS: Final = 5.0
-# While an exchange is under way, blocks move in pieces of this size, with rests in between: nine times as long as the
-# piece took, but no rest so long that whoever waits takes this node for dead (`farandole.protocol.download.SILENCE`).
+# Where a block takes long, or an exchange is under way, blocks move in pieces of this size: a tenth of a second of a line
+# of 20 Mbit/s. No more waits in the kernel of a channel.
 PIECE_BYTES: Final = 256 * 1024
+LONG_SECONDS: Final = 0.1
+# A rest between two pieces while an exchange is under way: nine times as long as the piece took, but not so long that
+# whoever waits takes this node for dead (`farandole.protocol.download.SILENCE`).
 REST: Final = 9.0
 MAX_REST: Final = 2.0
 # On the stream itself, a piece is what a frame of other protocols is.
@@ -71,15 +75,26 @@ Find = Callable[[Question], Awaitable[Holding | None]]
 """The checkpoint that is asked for, held for whoever asks; None if it is not here."""
 
 
+class Exchanges(Protocol):
+    """What is used of a `farandole.node.exchange.ExchangeService`."""
+
+    @property
+    def is_exchanging(self) -> bool:
+        """Whether an exchange is under way."""
+
+    async def wait_quiet(self) -> None:
+        """Until none is."""
+
+
 class BlockService:
-    """Gives blocks of what ``find`` finds, of one run. ``is_exchanging``: whether an exchange is under way."""
+    """Gives blocks of what ``find`` finds, of one run. ``exchanges`` are what goes first."""
 
     def __init__(
         self,
         run_id: bytes,
         find: Find,
         shaping: Shaping | None = None,
-        is_exchanging: Callable[[], bool] = lambda: False,
+        exchanges: Exchanges | None = None,
     ) -> None:
         self.channels: Channels[Any] | None = None
         """Ways beside the streams; without them everything goes over the streams."""
@@ -87,7 +102,7 @@ class BlockService:
         self._run_id = run_id
         self._find = find
         self._shaping = shaping or Shaping()
-        self._is_exchanging = is_exchanging
+        self._exchanges = exchanges
         rate = self._shaping.up.rate
         self._max_served = min(MAX_SERVED, max(1, int(rate / (2 * MIN_SHARE)))) if rate else MAX_SERVED
         self._served: dict[bytes, _Service] = {}
@@ -138,7 +153,7 @@ class BlockService:
             way = Way(stream.peer, self.channels)
             with way.expecting():
                 await _answer(stream, Here(holding.num_held, index), max_answer_bytes(holding.index.size))
-                giver = _Giver(stream, parser, holding, way, turn, self._shaping, self._is_exchanging)
+                giver = _Giver(stream, parser, holding, way, turn, self._shaping, self._exchanges)
                 try:
                     await giver.run()
                 finally:
@@ -177,7 +192,7 @@ class _Giver:
         way: Way,
         turn: _Service,
         shaping: Shaping,
-        is_exchanging: Callable[[], bool],
+        exchanges: Exchanges | None,
     ) -> None:
         self.bytes_sent = 0
         self._stream = stream
@@ -186,7 +201,8 @@ class _Giver:
         self._way = way
         self._turn = turn
         self._shaping = shaping
-        self._is_exchanging = is_exchanging
+        self._exchanges = exchanges
+        self._is_slow = False
         self._wanted = Wanted(holding.num_held)
         self._has_more = trio.Event()
         self._is_routed = False
@@ -223,6 +239,8 @@ class _Giver:
                 self._is_routed = True
                 name = self._way.take(channel)
                 self._stream.is_bulk = name is None
+                if self._way.channel is not None and not self._shaping.up.rate:  # else it is limited by that
+                    self._way.channel.limit_unsent(PIECE_BYTES)
                 await self._say(Routed(name))
             case Want() if self._is_routed:
                 self._wanted.add(message)
@@ -257,13 +275,17 @@ class _Giver:
                 await self._send(piece)
                 start += len(piece)
                 self.bytes_sent += len(piece)
-                if self._is_exchanging():
-                    await trio.sleep(min(REST * (trio.current_time() - began_at), MAX_REST))
+                seconds = trio.current_time() - began_at
+                self._is_slow = seconds * BLOCK_BYTES > LONG_SECONDS * len(piece)
+                if self._exchanges is not None:
+                    with trio.move_on_after(min(REST * seconds, MAX_REST)):
+                        await self._exchanges.wait_quiet()
 
     def _piece_bytes(self) -> int:
         if self._way.channel is None:
             return min(CHUNK_BYTES, self._shaping.up.quantum)
-        return PIECE_BYTES if self._is_exchanging() else BLOCK_BYTES
+        is_exchanging = self._exchanges is not None and self._exchanges.is_exchanging
+        return PIECE_BYTES if self._is_slow or is_exchanging else BLOCK_BYTES
 
     async def _send(self, piece: memoryview) -> None:
         if self._way.channel is not None:

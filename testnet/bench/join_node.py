@@ -55,7 +55,7 @@ class JoinNode:
         self._shaping = shaping
         self._holding: Holding | None = None
         self._exchanges = ExchangeService(host, channels, shaping)
-        self._blocks = BlockService(RUN_ID, self._find, shaping, lambda: self._exchanges.is_exchanging)
+        self._blocks = BlockService(RUN_ID, self._find, shaping, self._exchanges)
         self._blocks.channels = channels
         self._blocks.register(host)
 
