@@ -122,7 +122,9 @@ class Saver:
     def _make_way(self, counters: Counters) -> Path:
         """The file's path; the index of one that had this name goes before it does."""
         path = self._folder.file(counters.round)
-        path.parent.mkdir(exist_ok=True)
+        if not path.parent.exists():
+            path.parent.mkdir()
+            sync_folder(path.parent.parent)
         index_of(path).unlink(missing_ok=True)
         return path
 

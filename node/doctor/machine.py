@@ -24,8 +24,8 @@ from .finding import Finding
 PROBE_BYTES: Final = 1 << 20
 # A run state, two log files (`farandole.node.logs`) and a checkpoint of the smallest model.
 MIN_FREE_BYTES: Final = 256 << 20
-# A checkpoint of a model of 125 million parameters, 16 bytes each, and a peer's beside it.
-GOOD_FREE_BYTES: Final = 4 << 30
+# Of a model of 125 million parameters, 16 bytes each: two checkpoints, one that is being written, and a peer's.
+GOOD_FREE_BYTES: Final = 8 << 30
 # PyTorch is a gigabyte, which a slow disk reads for long.
 TORCH_TIMEOUT: Final = 60.0
 # Enough to know that there is something.
