@@ -105,6 +105,7 @@ async def test_who_can_punch_becomes_direct_and_who_cannot_stays_relayed(lab: La
                 await node.dial(two)
             for node in (near, far, hard, harder):
                 await until(has_relays(node))
+            await until(lambda: all(node.told["kind"] != "unknown" for node in nodes))  # relays come before the verdict
             assert {node.told["kind"] for node in (one, two)} == {"public"}
             assert {node.told["kind"] for node in (near, far)} == {"punchable"}
             assert {node.told["kind"] for node in (hard, harder)} == {"relay only"}
