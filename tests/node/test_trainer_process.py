@@ -23,17 +23,22 @@ from farandole.node.trainer_channel import Channel
 from farandole.node.trainer_messages import (
     LENGTH,
     Contributed,
+    DrawSlices,
     Encoded,
+    FinishRound,
     OuterStepTaken,
     Prepare,
+    Prepared,
     Report,
     Save,
     Saved,
+    SlicesTrained,
     TakeOuterStep,
     Train,
     decode_report,
     encode,
 )
+from farandole.protocol.manifest import DataConfig
 from farandole.training import replica
 from farandole.training.copying import DeviceCopier, Wait
 from farandole.training.learner import Learner, build_learner
@@ -166,3 +171,35 @@ def test_inner_steps_go_on_while_a_checkpoint_is_written(
     assert (saved.problem, saved.inner_steps, saved.hashes) == ("", 1, content.hashes)
     assert Path(saved.path).read_bytes() == (tmp_path / "twin").read_bytes()
     assert set(priorities) == {NICENESS}
+
+
+def test_a_learner_draws_the_slices_that_it_is_told_and_waits_for_more_until_the_round_ends(prepare: Prepare) -> None:
+    manifest = msgspec.structs.replace(MANIFEST, data=DataConfig(epochs=2))
+    prepare = msgspec.structs.replace(prepare, manifest=msgspec.msgpack.encode(manifest))
+    mesh, trainers = socket.socketpair()
+    with mesh, trainers:
+        trainer = LearnerProcess(Channel(trainers), prepare, manifest)
+        mesh.sendall(encode(DrawSlices(1, [(2, 3), (7, 1)])))
+        trainer.handle(Train(0, 4))
+        mesh.sendall(encode(TakeOuterStep(0)))
+        mesh.sendall(encode(FinishRound(1)))
+        trainer.handle(trainer._channel.receive())
+        trainer.handle(Train(1, 4))
+
+        prepared, trained, contributed = None, list[int](), list[Contributed]()
+        for report in reports_of(mesh):
+            match report:
+                case Prepared():
+                    prepared = report
+                case SlicesTrained(1, ranges):
+                    trained += [index for first, count in ranges for index in range(first, first + count)]
+                case Contributed():
+                    contributed.append(report)
+            if len(contributed) == 2:
+                break
+    assert prepared is not None
+    assert prepared.num_slices > 7
+    assert len(prepared.corpus) == 8
+    assert trained == [2, 3, 4, 7]
+    assert [report.inner_steps_this_round for report in contributed] == [4, 0]
+    assert contributed[1].loss is None

@@ -9,7 +9,7 @@ import torch
 from farandole.training.config import InnerConfig, ModelConfig, OuterConfig, PipelineConfig
 from farandole.training.data import Sampler, Text
 from farandole.training.device import choose_device
-from farandole.training.errors import ActivationError, TrainingError
+from farandole.training.errors import ActivationError, NoSliceError, TrainingError
 from farandole.training.learner import Learner
 from farandole.training.model import build_model, cross_entropy
 from farandole.training.stage_worker import StageWorker
@@ -286,3 +286,37 @@ def test_lossy_activations_still_learn(deep: ModelConfig, no_clip: InnerConfig, 
     losses = [(learn(workers), learn(exact)) for _ in range(STEPS)]
     assert losses[-1][0] == pytest.approx(losses[-1][1], rel=0.02)
     assert losses[-1][0] < losses[0][0]
+
+
+def test_of_its_slices_the_first_stage_draws_a_lost_part_again(
+    deep: ModelConfig, no_clip: InnerConfig, text: Text
+) -> None:
+    workers = workers_of(deep, no_clip, text, 2, microbatch_size=1)
+    drawing = workers[0]
+    slices = drawing.slices = sampler_of(text, no_clip, deep).slices(num_parts=no_clip.batch_size)
+    buffers = bytearray(drawing.activation_bytes)
+    with pytest.raises(NoSliceError):
+        drawing.draw(0, buffers)
+    slices.assign(0, [(3, 1)])
+
+    send_through(workers)
+    for worker in workers:
+        worker.settle(0, is_kept=False)
+    for _ in range(no_clip.batch_size):
+        assert slices.take_trained() == []
+        send_through(workers)
+        for worker in workers:
+            worker.settle(0, is_kept=True)
+
+    assert slices.take_trained() == [(3, 1)]
+    assert not slices.has_more
+
+
+def test_a_learner_of_slices_sees_what_stages_of_them_see(deep: ModelConfig, no_clip: InnerConfig, text: Text) -> None:
+    workers, learner = workers_of(deep, no_clip, text, 2), whole(deep, no_clip, text)
+    workers[0].slices, learner.slices = (sampler_of(text, no_clip, deep).slices() for _ in range(2))
+    for slices in (workers[0].slices, learner.slices):
+        slices.assign(1, [(5, 2)])
+    for _ in range(2):
+        assert learn(workers) == float(learner.learn())
+    assert learner.slices.take_trained() == workers[0].slices.take_trained() == [(5, 2)]

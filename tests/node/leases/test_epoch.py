@@ -10,12 +10,13 @@ from collections import Counter
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.control import call
 from farandole.protocol.invite import Invite, encode_invite
-from farandole.protocol.manifest import manifest_from_dict, sign_manifest
+from farandole.protocol.manifest import SignedManifest, manifest_from_dict, sign_manifest
 
 from ..daemons import Daemon, joined
 
@@ -25,12 +26,30 @@ NUM_NODES, NUM_REPLACED = 6, 2
 MAX_MEAN = 1.1
 
 
-def write_texts(folder: Path) -> None:
+def write_texts(folder: Path, number: int = NUM_FILES) -> None:
     folder.mkdir()
     rng = random.Random(1)
-    for number in range(NUM_FILES):
+    for name in range(number):
         words = (rng.choice(("dance", "chain", "hand", "open", "free", "turn")) for _ in range(WORDS_A_FILE))
-        (folder / f"{number}.txt").write_text(" ".join(words))
+        (folder / f"{name}.txt").write_text(" ".join(words))
+
+
+def signed_run(folder: Path, model: dict[str, int], **sections: object) -> SignedManifest:
+    """Of one epoch; its manifest is in the folder."""
+    sizes = {"num_layers": 1, "width": 16, "num_heads": 2, "hidden": 32, "context": 32, "vocabulary": 256}
+    manifest = manifest_from_dict(
+        {
+            "name": "one epoch",
+            "model": sizes | model,
+            "inner": {"batch_size": 8},
+            "rounds": {"round_seconds": 3.0, "exchange_seconds": 3.0},
+            "data": {"source": "text", "epochs": 1},
+            **sections,
+        }
+    )
+    signed = sign_manifest(manifest, Ed25519PrivateKey.generate())
+    (folder / "run.manifest").write_bytes(signed.encode())
+    return signed
 
 
 def drawn(home: Path) -> Counter[int]:
@@ -55,20 +74,30 @@ async def share_done(daemon: Daemon, share: float) -> None:
         await trio.sleep(0.2)
 
 
+@pytest.mark.soak
+async def test_where_the_model_is_cut_the_first_stage_draws_every_slice_and_all_finish(tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    write_texts(texts, 4)
+    signed = signed_run(tmp_path, {"num_stages": 2, "num_layers": 2}, pipeline={"microbatch_size": 4})
+    data = ("--data", str(texts), "--log-level", "debug")
+    async with AsyncExitStack() as stack:
+        nodes = [await stack.enter_async_context(joined(tmp_path / "0", str(tmp_path / "run.manifest"), *data))]
+        await nodes[0].says("listening on")
+        invite = encode_invite(Invite(signed.run_id, nodes[0].addresses))
+        nodes += [await stack.enter_async_context(joined(tmp_path / name, invite, *data)) for name in ("1", "2")]
+        async with trio.open_nursery() as nursery:
+            for node in nodes:
+                nursery.start_soon(node.says, "all 1 epochs are done")
+        num_slices = max([(await data_of(node))["slices"] for node in nodes])
+    counts = sum((drawn(node.home) for node in nodes), Counter[int]())
+    assert set(counts) == set(range(num_slices))
+    assert counts.total() <= MAX_MEAN * num_slices
+
+
 async def test_an_epoch_is_whole_though_a_third_of_its_nodes_is_replaced(tmp_path: Path) -> None:
     texts = tmp_path / "texts"
     write_texts(texts)
-    manifest = manifest_from_dict(
-        {
-            "name": "one epoch",
-            "model": {"num_layers": 1, "width": 16, "num_heads": 2, "hidden": 32, "context": 32, "vocabulary": 256},
-            "inner": {"batch_size": 8},
-            "rounds": {"round_seconds": 3.0, "exchange_seconds": 3.0},
-            "data": {"source": "text", "epochs": 1},
-        }
-    )
-    signed = sign_manifest(manifest, Ed25519PrivateKey.generate())
-    (tmp_path / "run.manifest").write_bytes(signed.encode())
+    signed = signed_run(tmp_path, {})
     data = ("--data", str(texts), "--slow", SLOW, "--log-level", "debug")
 
     async with AsyncExitStack() as stack:

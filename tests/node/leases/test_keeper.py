@@ -1,0 +1,207 @@
+"""The keeper beside a real run state and store: what it tells a trainer, says to the run, and keeps."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.node import trainer_messages as messages
+from farandole.node.board import Board
+from farandole.node.leases.keeper import SAVE_SECONDS, LeaseKeeper
+from farandole.node.store import Store, open_store
+from farandole.protocol.entries import Delta, Kind, Lease, LeasedSlices, Payload
+from farandole.protocol.identity import public_bytes
+from farandole.protocol.leases import SETTLE_SECONDS
+from farandole.protocol.manifest import DataConfig, Manifest, ModelConfig
+from farandole.protocol.state import RunState
+from farandole.protocol.writer import Writer
+
+RUN_ID, CORPUS, OTHER_TEXT = b"r" * 32, b"one text", b"another."
+NUM_SLICES = 160
+MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
+MANIFEST = Manifest("tiny", MODEL, data=DataConfig(epochs=2))
+ALICE, BOB = (Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32) for number in (1, 2))
+PREPARED = messages.Prepared("cpu", 1, 1, b"l" * 32, 0, 0, 0, resumed=None)
+# Writers and states must agree on the time; it stands still, so slots are written ever further ahead.
+NOW = 1_800_000_000.0
+
+
+class Run:
+    """The run state, and who writes into it."""
+
+    def __init__(self) -> None:
+        self.state = RunState(RUN_ID, public_bytes(ALICE))
+        self.now = NOW
+
+    async def publish(self, kind: Kind, index: int, payload: Payload) -> None:
+        self.write(ALICE, index, payload, kind)
+        await trio.lowlevel.checkpoint()
+
+    def write(self, key: Ed25519PrivateKey, index: int, payload: Payload, kind: Kind = Kind.LEASE) -> None:
+        self.now += 2.0
+        writer = Writer(key, RUN_ID)
+        if (mark := writer.mark_needed(kind, index, self.now)) is not None:
+            writer.marked(mark)
+        self.state.merge(Delta((writer.write(kind, index, payload, self.now).signed,)), self.now)
+
+    def said(self, index: int = 0) -> Lease:
+        lease = self.state.payload(public_bytes(ALICE), Lease, index)
+        assert lease is not None
+        return lease
+
+
+class Node:
+    """A keeper, with what it told its trainer and its owner."""
+
+    def __init__(self, run: Run, store: Store) -> None:
+        self.drawn: list[messages.DrawSlices] = []
+        self.board = Board(say=lambda text: None)
+        self.num_ends = 0
+        self.origins: frozenset[bytes] = frozenset()
+        self.keeper = LeaseKeeper(
+            MANIFEST,
+            public_bytes(ALICE),
+            run.state,
+            run,
+            store,
+            self.board,
+            origins=lambda: self.origins,
+            period=lambda: 2.0,
+            on_over=self._end,
+        )
+
+    def _end(self) -> None:
+        self.num_ends += 1
+
+    def begin(self, corpus: bytes = CORPUS, num_slices: int = NUM_SLICES) -> None:
+        prepared = messages.Prepared(
+            "cpu", 1, 1, b"l" * 32, 0, 0, 0, resumed=None, num_slices=num_slices, corpus=corpus
+        )
+        self.keeper.begin(prepared, self.drawn.append)
+
+    def train(self) -> None:
+        """All that was assigned last."""
+        if self.drawn and self.drawn[-1].ranges:
+            self.keeper.trained(messages.SlicesTrained(self.drawn[-1].epoch, self.drawn[-1].ranges))
+
+
+@asynccontextmanager
+async def life(run: Run, home: Path) -> AsyncIterator[Node]:
+    """From the start of a daemon to its sudden end."""
+    async with open_store(home / "store.sqlite") as store, trio.open_nursery() as nursery:
+        node = Node(run, store)
+        await node.keeper.restore()
+        nursery.start_soon(node.keeper.run)
+        yield node
+        nursery.cancel_scope.cancel()
+
+
+@pytest.fixture
+def run() -> Run:
+    return Run()
+
+
+async def test_a_lease_is_said_and_then_drawn(run: Run, tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
+    async with life(run, tmp_path) as node:
+        node.begin()
+        await trio.sleep(SETTLE_SECONDS + 2)
+        (lease,) = run.said().leases
+        assert node.drawn[-1].ranges == [(lease.first, lease.count)]
+        status = node.keeper.status()
+        assert status is not None
+        assert (status.epoch, status.epochs, status.slices, status.leased) == (1, 2, NUM_SLICES, lease.count)
+
+
+async def test_all_epochs_go_by_and_the_run_is_over(
+    run: Run, tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with life(run, tmp_path) as node:
+        node.begin()
+        with trio.fail_after(3_000):
+            while not node.keeper.is_over:
+                await trio.sleep(1)
+                node.train()
+        await trio.sleep(5)
+        assert node.num_ends == 1
+        assert run.said() == Lease(2, CORPUS)
+        status = node.keeper.status()
+        assert status is not None
+        assert (status.epoch, status.done) == (2, NUM_SLICES)
+
+
+async def test_another_life_goes_on_though_the_run_has_forgotten(
+    run: Run, tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with life(run, tmp_path) as node:
+        node.begin()
+        for _ in range(40):
+            await trio.sleep(1)
+            node.train()
+        await trio.sleep(SAVE_SECONDS + 1)
+        before = node.keeper.status()
+    assert before is not None
+    assert before.done
+    async with life(Run(), tmp_path) as node:
+        node.begin()
+        after = node.keeper.status()
+        assert after is not None
+        assert (after.epoch, after.done) == (before.epoch, before.done)
+
+
+async def test_a_trainer_that_comes_back_goes_on_with_what_is_left(
+    run: Run, tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with life(run, tmp_path) as node:
+        node.begin()
+        await trio.sleep(SETTLE_SECONDS + 2)
+        ((first, count),) = node.drawn[-1].ranges
+        node.keeper.trained(messages.SlicesTrained(0, [(first, 3)]))
+        node.keeper.end()
+        node.begin()
+        assert node.drawn[-1].ranges == [(first + 3, count - 3)]
+
+
+async def test_who_leaves_hands_over_what_is_left(
+    run: Run, tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with life(run, tmp_path) as node:
+        node.begin()
+        await trio.sleep(SETTLE_SECONDS + 2)
+        ((first, _),) = node.drawn[-1].ranges
+        node.keeper.trained(messages.SlicesTrained(0, [(first, 3)]))
+        await node.keeper.leave()
+        assert run.said().leases == (LeasedSlices(first, 3, 3),)
+
+
+async def test_another_text_is_told_of(run: Run, tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
+    async with life(run, tmp_path) as node:
+        node.origins = frozenset({public_bytes(BOB)})
+        run.write(BOB, 0, Lease(0, OTHER_TEXT))
+        node.begin()
+        await trio.sleep(3)
+        (warning,) = node.board.warnings
+        assert "1 of 1 other nodes train on another text" in warning
+        status = node.keeper.status()
+        assert status is not None
+        assert status.others_texts == 1
+
+
+async def test_a_stage_that_draws_nothing_hears_of_the_end(
+    run: Run, tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with life(run, tmp_path) as node:
+        node.origins = frozenset({public_bytes(BOB)})
+        node.begin(b"", 0)
+        run.write(BOB, 0, Lease(1, CORPUS))
+        await trio.sleep(3)
+        assert node.keeper.status() is None
+        assert not node.keeper.is_over
+        run.write(BOB, 0, Lease(2, CORPUS))
+        await trio.sleep(3)
+        assert node.num_ends == 1
