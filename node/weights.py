@@ -7,9 +7,10 @@ or, where the model is cut, at the nodes of the stage before, so that a stage wh
 
 from __future__ import annotations
 
+import itertools
 import random
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -27,6 +28,7 @@ from farandole.protocol.blocks import (
     required_bytes,
 )
 from farandole.protocol.copies import Choice, choose, copied_author, is_copier
+from farandole.protocol.entries import CheckpointNotice
 from farandole.protocol.identity import short_name
 from farandole.protocol.manifest import Manifest
 from farandole.protocol.records import checkpoint_key, shard_key
@@ -38,7 +40,7 @@ from .checkpoints.fetching import Fetched, Progress, ask_for_index, fetch_checkp
 from .checkpoints.folder import CheckpointFolder, saved_round
 from .checkpoints.holdings import Holding
 from .checkpoints.library import Library
-from .checkpoints.partial import partial_path
+from .checkpoints.partial import has_partial, partial_path
 from .checkpoints.taking import Conditions
 from .conversion import training_configs
 from .errors import PeerUnreachableError
@@ -193,9 +195,11 @@ class Weights:
     async def _fetch(self, stage: int, after_round: int | None, show: _Show) -> bool:
         """What several have, or a member's newest, or a copy of one who is gone; whether that went well."""
         membership, after = self._membership, after_round or 0
-        choice = choose(membership.notices(stage), max(after, membership.current_round() - MAX_ROUNDS_BEHIND - 1))
-        if choice is not None and choice.id not in self._taken and await self._fetch_chosen(choice, stage, show):
-            return True
+        notices = membership.notices(stage)
+        oldest = max(after, membership.current_round() - MAX_ROUNDS_BEHIND - 1)
+        for choice in (self._begun(notices, stage, oldest), choose(notices, oldest)):
+            if choice is not None and choice.id not in self._taken and await self._fetch_chosen(choice, stage, show):
+                return True
         if await self._fetch_newest(membership.donors(after, stage), stage, show):
             return True
         if membership.num_stages == 1:
@@ -208,6 +212,16 @@ class Weights:
             if await self._fetch_chosen(Choice(notice.id, notice.round, tuple(holders)), stage, show):
                 return True
         return await self._take_own_copy(stage, after, show)
+
+    def _begun(
+        self, notices: Mapping[bytes, Sequence[CheckpointNotice]], stage: int, after_round: int
+    ) -> Choice | None:
+        """A checkpoint that an earlier attempt, or life, has in part, and somebody has whole."""
+        path = self._settings.fetched(self.file_stage(stage))
+        for notice in itertools.chain.from_iterable(notices.values()):
+            if notice.round > after_round and has_partial(path, notice.id):
+                return Choice(notice.id, notice.round, tuple(self._membership.holders(stage, notice.id)))
+        return None
 
     async def _fetch_chosen(self, choice: Choice, stage: int, show: _Show) -> bool:
         """A checkpoint by its id; its index from whoever gives that first."""

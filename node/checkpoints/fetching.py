@@ -60,9 +60,9 @@ from .taking import Conditions, DonorBusyError, DonorError, Taking, open_taking
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS: Final = 0.1
-# A download that nobody advances for so long is given up; what is here is kept. Two retries of whoever was lost last;
-# and two of the slowest blocks.
-PATIENCE: Final = 60.0
+# A download that nobody advances for so long, though nobody is busy, is given up; what is here is kept. Some retries of
+# whoever was lost last; and two of the slowest blocks.
+PATIENCE: Final = 20.0
 BLOCK_PATIENCE: Final = 2 * BLOCK_TIMEOUT
 # How often the rate that people see is taken, and how much the newest counts in it.
 RATE_SECONDS: Final = 0.5
@@ -362,6 +362,7 @@ class _Fetch:
                     self._tell(DonorReady(donor, min(taking.num_held, self._index.num_blocks)))
                     await taking.run(size, partial(self._take, contact))
         except DonorBusyError as error:
+            self._heard_at = max(self._heard_at, trio.current_time() + error.seconds)
             ended = DonorBusy(donor, error.seconds)
             self._note_problem(donor, error)
         except LOST as error:

@@ -124,6 +124,11 @@ def partial_path(path: Path, checkpoint_id: bytes) -> Path:
     return path.with_name(f"{path.name}.{checkpoint_id.hex()[:16]}{PARTIAL_SUFFIX}")
 
 
+def has_partial(path: Path, checkpoint_id: bytes) -> bool:
+    """Whether an earlier fetch to ``path`` has begun with a checkpoint."""
+    return partial_path(path, checkpoint_id).exists()
+
+
 def remove_partials(path: Path, kept: bytes | None = None) -> None:
     """Remove what earlier fetches to ``path`` left, but for that of one checkpoint."""
     for leftover in path.parent.glob(f"{path.name}.*{PARTIAL_SUFFIX}"):

@@ -207,6 +207,17 @@ async def test_a_checkpoint_that_two_hold_comes_from_both_unless_there_are_newer
     assert world.is_fetched(CYD, 1, 30)
 
 
+async def test_a_download_that_was_begun_is_ended_though_there_are_newer_checkpoints(
+    world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    world.members = {ANN: 1, BOB: 1, CYD: 1}
+    world.by_peer = {(ANN, 1): (ANN, 29), (BOB, 1): (ANN, 29), (CYD, 1): (CYD, 25)}
+    begun = sign_index(KEY, world.index(CYD, 1)).id
+    partial_path(world.settings.fetched(1), begun).touch()
+    await world.weights.obtain()
+    assert world.is_fetched(CYD, 1, 25)
+
+
 async def test_where_no_member_gives_weights_a_copy_does(world: World, autojump_clock: trio.testing.MockClock) -> None:
     world.members = {ANN: 1, BOB: 0, CYD: 2}
     world.by_peer = {(BOB, 1): (DAN, 20), (CYD, 1): (DAN, 25)}
