@@ -250,9 +250,7 @@ class Leases:
         self._heard.setdefault(author, {})[index] = lease
         if lease.epoch == self.epoch:
             self._take_in(author, index, lease)
-        elif lease.epoch > self.epoch and author in self._peers:  # all is done, it says: believe it of its own leases
-            for slices in self._peers[author].claims:
-                self.done.add_lease(slices.first, slices.first + slices.count)
+        elif lease.epoch > self.epoch and author in self._peers:  # it holds nothing of this one any more
             self._peers[author].claims, self._peers[author].mask = (), 0
         elif author == self._author and self.epoch < lease.epoch <= self.num_epochs:
             self._begin_epoch(lease.epoch)
@@ -309,9 +307,8 @@ class Leases:
                 yield author, peer
 
     def _believe_witnesses(self) -> None:
-        """What enough authors say to be done, is: enough is half of those who take part, and never many."""
-        num_others = sum(1 for author in self._peers if author in self._live)
-        needed = max(1, min(MAX_WITNESSES, -(-num_others // 2)))
+        """What enough authors say to be done, is: enough is half of those who live, and never many."""
+        needed = max(1, min(MAX_WITNESSES, -(-len(self._live) // 2)))
         self.done.add_sections(self._witnessed[needed - 1])
 
     # Time

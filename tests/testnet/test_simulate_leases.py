@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from functools import partial
 
 import pytest
 
-from farandole.testnet.simulate_leases import Epochs
-from farandole.testnet.simulate_state import World
+from farandole.protocol.entries import Kind, Lease, LeasedSlices
+from farandole.protocol.leases import MAX_SHARE
+from farandole.protocol.slices import Sections, parts
+from farandole.testnet.simulate_leases import CORPUS, Epochs
+from farandole.testnet.simulate_state import SimulatedNode, World
 
 MAX_MEAN = 1.1
 
@@ -98,3 +102,47 @@ def test_a_million_slices_of_which_one_node_never_does_its_own() -> None:
     assert epochs.missed() == 0
     assert epochs.mean() <= MAX_MEAN
     assert seconds <= ideal + 3 * epochs.nodes[1].leases.patience
+
+
+class Liar:
+    """Says whatever may do harm, every few seconds, and trains on nothing."""
+
+    def __init__(self, epochs: Epochs, node: SimulatedNode) -> None:
+        self._sections = Sections(epochs.num_slices)
+        self._node = node
+        self._rng = random.Random(f"liar {node.number}")
+        epochs.world.simulation.call_every(3.0, self._lie)
+
+    def _lie(self) -> bool:
+        for index, lease in enumerate((self._leases(), *self._bits())):
+            if self._node.writer.delay(Kind.LEASE, index, self._node.clock.unix()) <= 0:
+                self._node.publish(Kind.LEASE, index, lease)
+        return True
+
+    def _leases(self) -> Lease:
+        num_slices, largest = self._sections.num_slices, self._sections.num_slices // MAX_SHARE
+        firsts = [self._rng.randrange(num_slices - largest) for _ in range(2)]
+        lies = (
+            Lease(0, CORPUS, (LeasedSlices(0, num_slices, 0), LeasedSlices(0, num_slices, num_slices))),  # all is mine
+            Lease(0, CORPUS, tuple(LeasedSlices(first, largest, 0) for first in firsts)),  # what others have, too
+            Lease(2**31 - 1, CORPUS),
+            Lease(1, CORPUS),
+        )
+        return self._rng.choice(lies)
+
+    def _bits(self) -> list[Lease]:
+        return [Lease(0, CORPUS, (), raw) for raw in parts(self._sections.all)]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_two_liars_among_eight_cost_the_others_little(seed: int) -> None:
+    epochs = epochs_of(seed, 8, seconds=60.0)
+    for _ in range(2):
+        node = epochs.world.add_node()
+        node.start(epochs.world.contacts())
+        Liar(epochs, node)
+    seconds = epochs.play(600.0)
+    assert epochs.is_over
+    assert epochs.missed() == 0
+    assert epochs.mean() <= MAX_MEAN
+    assert seconds <= 60.0 + 3 * epochs.nodes[0].leases.patience
