@@ -78,9 +78,17 @@ class Gossip:
         return report
 
     def _note_beats(self, entries: Iterable[Entry], now: float) -> None:
+        came_to_life = []
         for entry in entries:
             if entry.kind is Kind.BEAT and entry.author != self.author:
+                was_live = self.liveness.is_live(entry.author, now)
                 self.liveness.beat(entry.author, entry.tick, now)
+                if not was_live:
+                    came_to_life.append(entry.author)
+        if came_to_life:
+            num_live = len(self.liveness.live(now))
+            for peer in came_to_life:
+                self.push.welcome(peer, num_live, now)
 
     def tick(self, unix: float, now: float) -> list[SendBatch]:
         """To be called every half second: drops what has expired, and says what to push."""

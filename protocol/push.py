@@ -123,6 +123,18 @@ class Push:
                 if pending is not None:
                     pending.known_to.add(peer)
 
+    def welcome(self, peer: bytes, num_live: int, now: float) -> None:
+        """A peer has come to life: perhaps choose it, in the place of another.
+
+        All who see it do so with a chance that gives it as many new neighbours as a node chooses. Without that, halves
+        of a network that find together would each keep to its own neighbours, until those have had their time.
+        """
+        if peer in self._chosen or self._rng.random() * max(1, num_live) >= self._num_chosen:
+            return
+        if len(self._chosen) >= self._num_chosen:
+            del self._chosen[self._rng.choice([*self._chosen])]
+        self._chosen[peer] = _Choice(now + CHOICE_SECONDS * self._rng.uniform(0.5, 1.5), now)
+
     def drop(self, peer: bytes) -> None:
         """The peer cannot be reached, or misbehaves."""
         self._chosen.pop(peer, None)

@@ -155,6 +155,22 @@ def test_a_very_wrong_clock_hurts_its_owner_alone(offset: float) -> None:
     assert all(len(node.gossip.liveness.live(node.clock.monotonic())) == 7 for node in honest)
 
 
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("num_nodes", [8, pytest.param(60, marks=pytest.mark.soak)])
+def test_halves_find_together_and_stay_together(num_nodes: int, seed: int) -> None:
+    """After a minute apart, when each half has long chosen its neighbours among its own."""
+    world = settled(seed, num_nodes, base_period=2.0)
+    half = [node.author for node in world.nodes[: num_nodes // 2]]
+    world.simulation.call_at(20.0, lambda: world.network.partition([half]))
+    world.simulation.call_at(80.0, world.network.heal)
+    publish_all(world, world.nodes, seconds=70.0)
+    assert world.simulation.run_until(95.0, done=lambda: world.simulation.now > 80.0 and world.are_equal())
+    for second in range(96, 141, 3):
+        world.simulation.run_until(float(second))
+        for node in world.nodes:
+            assert len(node.gossip.liveness.live(node.clock.monotonic())) == num_nodes - 1, f"{second - 80} s later"
+
+
 @pytest.mark.parametrize("offset", [3_600.0, -3_600.0, -30 * 86_400.0, 30 * 86_400.0])
 def test_a_clock_that_is_set_right_brings_its_owner_back(offset: float) -> None:
     world = settled(2, 8, base_period=2.0)
