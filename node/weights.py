@@ -7,6 +7,7 @@ or, where the model is cut, at the nodes of the stage before, so that a stage wh
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import shutil
@@ -299,7 +300,11 @@ class Weights:
             return False
         path = self._settings.fetched(self.file_stage(stage))
         kept = self._library.copy_path(stage, copy.id)
-        await trio.to_thread.run_sync(shutil.copyfile, kept, partial_path(path, copy.id))
+        try:
+            await trio.to_thread.run_sync(shutil.copyfile, kept, partial_path(path, copy.id))
+        except OSError as error:
+            self._board.warn(f"this node's own copy of stage {stage} cannot be used: {error}")
+            return False
         return await self._fetch_blocks(copy.signed, copy.index, (), show) is not None
 
     def _is_unheard_of(self, stage: int) -> bool:
@@ -404,7 +409,8 @@ class Weights:
             return
         signed, index = found
         path = self._library.copy_path(stage, signed.id)
-        await trio.to_thread.run_sync(partial(path.parent.mkdir, exist_ok=True))
+        with contextlib.suppress(OSError):  # the download says what is wrong
+            await trio.to_thread.run_sync(partial(path.parent.mkdir, exist_ok=True))
         if await self._download(signed, index, (author,), path, lambda progress: None, is_prefix=True) is not None:
             await self._library.keep_copy(path, index, encode_signed_index(signed))
 

@@ -58,6 +58,8 @@ IDLE_TIMEOUT: Final = 20.0
 # take the block that is under way.
 TURN_SECONDS: Final = 30.0
 GRACE_SECONDS: Final = 10.0
+# For who is served over another stream: that may be about to close.
+CLOSING_SECONDS: Final = 0.5
 # For who is turned out: others have come by then.
 TURNED_OUT_SECONDS: Final = 5.0
 # Where a block takes long, or an exchange is under way, blocks move in pieces of this size: a tenth of a second of a line
@@ -127,7 +129,9 @@ class BlockService:
 
     def _seconds_until_free(self, peer: bytes) -> float:
         """0 if there is room now; whoever has been served for long enough is told to make some."""
-        if peer not in self._served and len(self._served) < self._max_served:
+        if peer in self._served:
+            return CLOSING_SECONDS
+        if len(self._served) < self._max_served:
             return 0.0
         oldest = next(iter(self._served.values()))
         oldest.end_after_turn()

@@ -158,9 +158,8 @@ class Library:
         self._on_held(holding, True)
 
     def _copies(self) -> list[Path]:
-        """The newest first."""
-        found = list(self._folder.glob(f"copy-*{COPY_SUFFIX}"))
-        return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+        """Those that an earlier life left; one, unless it was killed between making a new one and removing the old."""
+        return sorted(self._folder.glob(f"copy-*{COPY_SUFFIX}"))
 
     def _open_copy(self, path: Path, raw_index: bytes | None) -> Holding:
         if raw_index is None:
