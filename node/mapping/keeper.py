@@ -81,6 +81,7 @@ class PortKeeper:
         self._on_change = on_change
         self._lease_seconds = lease_seconds
         self._opened: dict[int, Opened] = {}
+        self._asked: set[int] = set()
         self._renew_at = 0.0
 
     async def run(self) -> None:
@@ -113,7 +114,7 @@ class PortKeeper:
     async def _watch(self, router: Router) -> None:
         """Until ports are to be opened, or opened anew; raises `MappingError`."""
         look_at = trio.current_time() + CHECK_INTERVAL
-        while self._opened.keys() == set(self._ports()) and trio.current_time() < self._renew_at:
+        while self._asked == set(self._ports()) and trio.current_time() < self._renew_at:
             await trio.sleep(PORTS_INTERVAL)
             if trio.current_time() >= look_at:
                 look_at = trio.current_time() + CHECK_INTERVAL
@@ -122,8 +123,16 @@ class PortKeeper:
                     return
 
     async def _open(self, router: Router) -> None:
-        ports = self._ports()
-        opened = {port: await router.open_port(port, self._lease_seconds) for port in ports}
+        """That of libp2p, and of the others those that the router opens."""
+        ports, opened = self._ports(), dict[int, Opened]()
+        self._asked = set(ports)
+        for port in ports:
+            try:
+                opened[port] = await router.open_port(port, self._lease_seconds)
+            except MappingError as error:
+                if not opened:
+                    raise
+                logger.debug("port %d is not sent on: %s", port, error)
         await self._close(router, [each for port, each in self._opened.items() if port not in ports])
         soonest = min((each.seconds for each in opened.values()), default=0.0)
         self._renew_at = trio.current_time() + max(soonest / 2, MIN_RENEWAL_INTERVAL)

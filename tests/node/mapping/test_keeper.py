@@ -33,6 +33,7 @@ class Home:
     is_on: bool = True
     began_at: float = 0.0
     mapped: dict[int, int] = field(default_factory=dict)
+    refused: int = 0
     num_asked: int = 0
 
     def restart(self) -> None:
@@ -41,13 +42,15 @@ class Home:
     async def run(self) -> None:
         while True:
             question, asker = await self.sock.recvfrom(64)
-            answer = struct.pack(">BBHI", 0, 128 + question[1], 0, int(trio.current_time() - self.began_at))
+            inner = int.from_bytes(question[4:6], "big")
+            result = 2 if inner and inner == self.refused else 0
+            answer = struct.pack(">BBHI", 0, 128 + question[1], result, int(trio.current_time() - self.began_at))
             if question[1] == 0:
                 answer += bytes(map(int, OUTER_IP.split(".")))
             else:
-                inner, _, seconds = struct.unpack(">HHI", question[4:])
+                _, _, seconds = struct.unpack(">HHI", question[4:])
                 self.num_asked += 1
-                self.mapped[inner] = seconds
+                self.mapped |= {} if result else {inner: seconds}
                 answer += struct.pack(">HHI", inner, inner if seconds else 0, seconds)
             if self.is_on:
                 await self.sock.sendto(answer, asker)
@@ -96,6 +99,17 @@ async def test_ports_are_kept_open_and_closed_at_the_end(home: Home) -> None:
             await until(lambda: home.mapped[6_000] == 0 and len(host.mapped) == 1)
             assert changes == [1]  # others dial the host where they did before
         assert home.mapped == {port: 0, 6_000: 0}
+
+
+async def test_a_port_that_is_refused_costs_no_other(home: Home) -> None:
+    home.refused = 6_000
+    with trio.fail_after(20):
+        async with open_kept() as (host, kept, _):
+            await kept.has_tried.wait()
+            host.bulk_ports.add(home.refused)
+            asked = home.num_asked
+            await until(lambda: home.num_asked >= asked + 2)
+            assert host.mapped.keys() == {host.listening[0][1]}
 
 
 async def test_a_router_that_begins_anew_is_asked_anew(home: Home) -> None:
