@@ -126,6 +126,15 @@ async def test_a_report_says_where_the_time_went(tmp_path: Path) -> None:
         assert standstill >= (1.0 if fault.kind != "starve" else 0.0)
 
 
+async def test_a_node_that_flaps_is_left_alone_in_the_end(tmp_path: Path) -> None:
+    flap = {"kind": "flap", "nodes": [1], "at_round": 5, "duration": 2.0, "interval": 0.4}
+    report = await testnet(scenario(rounds=60, fault=[flap]), tmp_path).play()
+    assert report.reasons == []
+    assert any("node 1 was killed" in event for event in report.events)
+    assert report.nodes[1].condition_seconds["absent"] > 0.0
+    assert report.nodes[1].rounds == 60
+
+
 async def test_a_full_disk_takes_nothing_and_then_again(tmp_path: Path) -> None:
     full = {"kind": "fill_disk", "nodes": [1], "at_round": 20, "duration": 1.0}
     report = await testnet(scenario(rounds=60, fault=[full]), tmp_path, "--write", "1").play()
