@@ -62,8 +62,8 @@ GRACE_SECONDS: Final = 10.0
 CLOSING_SECONDS: Final = 0.5
 # For who is turned out: others have come by then.
 TURNED_OUT_SECONDS: Final = 5.0
-# Where a block takes long, or an exchange is under way, blocks move in pieces of this size: a tenth of a second of a line
-# of 20 Mbit/s. No more waits in the kernel of a channel.
+# Where a block takes long, or an exchange is under way, blocks move in pieces of this size: a tenth of a second on a
+# line of 20 Mbit/s. No more waits in the kernel of a channel.
 PIECE_BYTES: Final = 256 * 1024
 LONG_SECONDS: Final = 0.1
 # A rest between two pieces while an exchange is under way: nine times as long as the piece took, but not so long that

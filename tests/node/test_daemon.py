@@ -18,7 +18,7 @@ from farandole.protocol.identity import peer_id_of
 from farandole.protocol.invite import Invite, encode_invite
 from farandole.protocol.manifest import SignedManifest, manifest_from_dict, sign_manifest
 
-from .daemons import joined
+from .daemons import Daemon, joined
 
 
 @pytest.fixture
@@ -113,6 +113,35 @@ async def test_nodes_average_die_come_back_and_leave(tmp_path: Path, run: Signed
                 await carol_again.says(bob.name, "is gone")
                 await carol_again.says("alone: no peer is live")
                 assert await carol_again.end(signal.SIGINT) == Exit.OK
+
+
+@pytest.mark.soak
+async def test_who_joins_late_by_invite_alone_exchanges_within_a_minute_and_the_others_hardly_notice(
+    tmp_path: Path, run: SignedManifest, texts: Path
+) -> None:
+    async def seconds_a_round(node: Daemon, watched: float) -> float:
+        before = int((await trio.to_thread.run_sync(lambda: call(node.home, "status")))["round"])
+        began_at = trio.current_time()
+        await trio.sleep(watched)
+        after = int((await trio.to_thread.run_sync(lambda: call(node.home, "status")))["round"])
+        return (trio.current_time() - began_at) / max(1, after - before)
+
+    data = ("--data", str(texts))
+    async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:
+        await alice.says("listening on")
+        invite = encode_invite(Invite(run.run_id, alice.addresses))
+        async with joined(tmp_path / "bob", invite, *data) as bob:
+            await bob.says("averaged with", alice.name)
+            alone = await seconds_a_round(bob, 40.0)
+            async with joined(tmp_path / "carol", invite, *data) as carol, trio.open_nursery() as nursery:
+
+                async def watch() -> None:
+                    assert await seconds_a_round(bob, 40.0) <= 1.05 * alone
+
+                nursery.start_soon(watch)
+                with trio.fail_after(60):
+                    await carol.says("weights of round", "hashes verified")
+                    await carol.says("averaged with")
 
 
 async def test_a_node_that_slept_comes_back_with_newer_weights(
