@@ -39,7 +39,7 @@ from .settings import NodeSettings
 from .weights import Weights
 
 # Between two looks at who has it, while nobody has.
-RETRY_SECONDS: Final = 3.0
+RETRY_SECONDS: Final = 1.0
 # The DHT is asked beside the run state, every so often.
 DHT_INTERVAL: Final = 30.0
 # Members that are asked for it in one turn.

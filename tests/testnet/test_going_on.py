@@ -1,0 +1,125 @@
+"""What `make soak` shows of consolidated models: the mean is better than its parts, and a run goes on, cut otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.node.consolidated.folder import VECTORS, read_folder
+from farandole.node.consolidated.merging import consolidate
+from farandole.node.exits import Exit
+from farandole.protocol.invite import Invite, encode_invite
+from farandole.protocol.manifest import SignedManifest, decode_manifest, sign_manifest
+from farandole.testnet.launch import MANIFEST_NAME, Testnet
+from farandole.testnet.scenario import load_scenario
+
+from ..node.consolidated.validation import learner_of, validation_loss
+from ..node.daemons import Daemon, started
+from .test_soak import Quiet
+
+NUM_BATCHES = 32
+KEY = Ed25519PrivateKey.generate()
+
+
+@pytest.mark.soak
+async def test_the_mean_of_a_demos_replicas_is_better_than_each(tmp_path: Path) -> None:
+    await Testnet(load_scenario("demo"), tmp_path / "demo", Quiet()).play()
+    raw = (tmp_path / "demo" / MANIFEST_NAME).read_bytes()
+    homes = sorted((tmp_path / "demo" / "nodes").iterdir())
+    replicas = [sorted((home / "checkpoints").glob("stage-0-*.safetensors"), key=_round_of)[-1] for home in homes]
+    losses = []
+    for number, replica in enumerate(replicas):
+        consolidate(tmp_path / f"{number}", KEY, raw, [[replica]], VECTORS)
+        losses.append(validation_loss(read_folder(tmp_path / f"{number}"), num_batches=NUM_BATCHES))
+    for count in (2, 4, 8):
+        consolidate(tmp_path / f"mean of {count}", KEY, raw, [replicas[:count]], VECTORS)
+        merged = validation_loss(read_folder(tmp_path / f"mean of {count}"), num_batches=NUM_BATCHES)
+        print(f"\nmean of {count}: {merged:.4f}; replicas: {', '.join(f'{loss:.4f}' for loss in losses)}")
+        assert merged < min(losses[:count])
+
+
+def _round_of(path: Path) -> int:
+    return int(path.stem.rpartition("-")[2])
+
+
+async def farandole(*arguments: object) -> None:
+    """A command in a process of its own, which must end well."""
+    command = [sys.executable, "-m", "farandole.node", *map(str, arguments)]
+    result = await trio.run_process(command, check=False, capture_stdout=True, capture_stderr=True)
+    assert result.returncode == Exit.OK, (result.stdout + result.stderr).decode()
+
+
+async def play(folder: Path, manifest: Path, num_nodes: int, rounds: int, to: Path, start: Sequence[str] = ()) -> None:
+    """Run so many nodes until the first has taken part in so many rounds, pull the model, and end them all."""
+    join = ("join", "--no-mdns", "--heartbeat-seconds", "1", "--checkpoint-seconds", "3", "--validate-every", "0")
+    run_id = decode_manifest(await trio.Path(manifest).read_bytes())[1].run_id
+    async with contextlib.AsyncExitStack() as stack:
+        first = await stack.enter_async_context(started(folder / "0", *join, str(manifest), *start))
+        await first.says("listening on")
+        invite = encode_invite(Invite(run_id, first.addresses))
+        others: list[Daemon] = []
+        for number in range(1, num_nodes):
+            others.append(await stack.enter_async_context(started(folder / f"{number}", *join, invite)))
+        async with trio.open_nursery() as nursery:
+            for other in others:
+                nursery.start_soon(drain, other)
+            taken = 0
+            while taken < rounds:
+                line = await first.says(" inner steps")
+                taken += int(line.partition(": ")[2].split()[0]) > 0
+            nursery.start_soon(drain, first)
+            home = ("--home", folder / "puller", "--listen", "/ip4/127.0.0.1/tcp/0", "--no-mdns")
+            await farandole("checkpoint", "pull", invite, *home, "--to", to, "--merge", "2")
+            nursery.cancel_scope.cancel()
+        for daemon in (first, *others):
+            daemon.process.send_signal(signal.SIGTERM)
+        for daemon in (first, *others):
+            assert await daemon.process.wait() == Exit.OK
+
+
+async def drain(daemon: Daemon) -> None:
+    """So that it never waits for somebody to read what it says."""
+    assert daemon.process.stdout is not None
+    while await daemon.process.stdout.receive_some():
+        pass
+
+
+@pytest.mark.soak
+async def test_four_stages_of_eight_nodes_go_on_as_two_of_five_and_as_a_model_of_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
+    torch: Any = pytest.importorskip("torch")
+    before: SignedManifest = sign_manifest(load_scenario("stages").manifest(0), KEY)
+    (tmp_path / "before.manifest").write_bytes(before.encode())
+    await play(tmp_path / "before", tmp_path / "before.manifest", 8, 12, tmp_path / "model")
+    model = read_folder(tmp_path / "model")
+    last = validation_loss(model, num_batches=NUM_BATCHES)
+
+    (tmp_path / "after.toml").write_text('name = "after"\n[model]\nnum_stages = 2\n[outer]\ncodec = "int8"\n')
+    resume = ("checkpoint", "resume", tmp_path / "model", tmp_path / "after.toml", "-o", tmp_path / "after.manifest")
+    await farandole(*resume, "--home", tmp_path / "creator")
+    start = ("--start", str(tmp_path / "model"))
+    await play(tmp_path / "after", tmp_path / "after.manifest", 5, 1, tmp_path / "again", start)
+    again = read_folder(tmp_path / "again")
+    first = validation_loss(again, num_batches=NUM_BATCHES)
+    print(
+        f"\nloss {last:.4f} at round {model.index.round} of the first run, {model.index.inner_steps} inner steps; "
+        f"{first:.4f} at round {again.index.round} of the second, {again.index.inner_steps} inner steps"
+    )
+    assert again.index.run_id != model.index.run_id
+    assert again.index.inner_steps > model.index.inner_steps
+    assert first < 1.01 * last
+
+    await farandole("checkpoint", "export", tmp_path / "again", "--to", tmp_path / "hf")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    tokens = torch.arange(2 * 64).view(2, 64) * 37 % 256
+    with torch.no_grad():
+        ours = learner_of(again)._module(tokens)
+        torch.testing.assert_close(theirs(tokens).logits, ours, rtol=0, atol=1e-5)
