@@ -1,4 +1,4 @@
-"""What `make soak` shows of consolidated models: the mean is better than its parts, and a run goes on, cut otherwise."""
+"""What `make soak` shows of consolidated models: the mean is better than its parts; a run goes on, cut otherwise."""
 
 from __future__ import annotations
 
@@ -65,9 +65,10 @@ async def play(folder: Path, manifest: Path, num_nodes: int, rounds: int, to: Pa
         first = await stack.enter_async_context(started(folder / "0", *join, str(manifest), *start))
         await first.says("listening on")
         invite = encode_invite(Invite(run_id, first.addresses))
-        others: list[Daemon] = []
-        for number in range(1, num_nodes):
-            others.append(await stack.enter_async_context(started(folder / f"{number}", *join, invite)))
+        others = [
+            await stack.enter_async_context(started(folder / f"{number}", *join, invite))
+            for number in range(1, num_nodes)
+        ]
         async with trio.open_nursery() as nursery:
             for other in others:
                 nursery.start_soon(drain, other)

@@ -83,7 +83,8 @@ async def test_two_stages_are_pulled_and_go_on_as_one(tmp_path: Path, texts: Pat
     await farandole("checkpoint", "verify", tmp_path / "model")
     last = validation_loss(model, texts)
 
-    changes = 'name = "after"\n[model]\nnum_stages = 1\n[outer]\ncodec = "int8"\n[rounds]\ninner_steps = 0\nround_seconds = 5\n'
+    rounds_of_5_seconds = "[rounds]\ninner_steps = 0\nround_seconds = 5\n"
+    changes = f'name = "after"\n[model]\nnum_stages = 1\n[outer]\ncodec = "int8"\n{rounds_of_5_seconds}'
     (tmp_path / "after.toml").write_text(changes)
     resume = ("checkpoint", "resume", "--home", tmp_path / "creator", tmp_path / "model", tmp_path / "after.toml")
     await farandole(*resume, "-o", tmp_path / "after.manifest")
