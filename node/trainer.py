@@ -161,10 +161,12 @@ class Trainer:
             return TrainerError(self._condemned_for)
         if code is None:
             return TrainerError("the trainer process closed its socket")
-        if code == -signal.SIGKILL and count_oom_kills() != self._oom_kills_before:
-            return TrainerError("the trainer was killed, probably by the kernel for want of memory", "memory")
         if code < 0:
-            return TrainerError(f"the trainer process was killed by signal {-code} ({signal.Signals(-code).name})")
+            name = next((known.name for known in signal.Signals if known == -code), "one without a name")
+            words = f"the trainer process was killed by signal {-code} ({name})"
+            if code == -signal.SIGKILL and count_oom_kills() != self._oom_kills_before:
+                return TrainerError(f"{words}, probably by the kernel for want of memory", "memory")
+            return TrainerError(words)
         return TrainerError(f"the trainer exited with {code}")
 
     async def condemn(self, reason: str) -> None:

@@ -66,6 +66,12 @@ async def next_round(daemon: Daemon) -> None:
     await until(daemon, lambda status: status.round > now)
 
 
+async def next_average(daemon: Daemon) -> None:
+    """Until it has used the contribution of one more partner."""
+    now = (await status_of(daemon)).exchanges_ok
+    await until(daemon, lambda status: status.exchanges_ok > now)
+
+
 async def for_each(daemons: Sequence[Daemon], do: Callable[[Daemon], Awaitable[object]]) -> None:
     """At the same time."""
     async with trio.open_nursery() as nursery:

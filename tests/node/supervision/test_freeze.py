@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from .slow_exchanges import (
     TRANSFER_SECONDS,
     both_or_neither,
     make_run,
+    next_average,
     next_round,
     until,
 )
@@ -28,8 +30,8 @@ BACK_WITHIN = 10.0
 SLACK = 10.0
 
 
-async def freeze(node: Daemon, seconds: float) -> None:
-    """Stop its processes in the middle of its next exchange, and let them go on."""
+async def freeze(node: Daemon, seconds: float, others: Sequence[Daemon]) -> None:
+    """Stop its processes in the middle of its next exchange, and let them go on: the others have it back soon."""
     status = await until(node, lambda status: status.phase == "exchanging")
     assert status.trainer_pid is not None
     pids = (node.process.pid, status.trainer_pid)
@@ -38,6 +40,9 @@ async def freeze(node: Daemon, seconds: float) -> None:
     await trio.sleep(seconds)
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
+    with trio.fail_after(BACK_WITHIN):
+        for other in others:
+            await until(other, lambda status: status.run.members_live == 1 + len(others))
 
 
 @pytest.mark.parametrize("lengths", [(1.0, 10.0), pytest.param((100.0,), marks=pytest.mark.soak)])
@@ -55,19 +60,13 @@ async def test_a_node_that_stands_still_in_an_exchange_costs_nobody_more_than_it
             for node in (bob, alice, carol):
                 await node.says("averaged with")
             for seconds in lengths:
-                is_far_behind = seconds > 2 * MAX_ROUNDS_BEHIND * (ROUND_SECONDS + TRANSFER_SECONDS)
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(freeze, bob, seconds)
+                    nursery.start_soon(freeze, bob, seconds, (alice, carol))
                     for node in (alice, carol):
                         nursery.start_soon(keep_finishing_rounds, node, seconds)
-                with trio.fail_after(BACK_WITHIN):
-                    for node in (alice, carol):
-                        await until(node, lambda status: status.run.members_live == 3)
-                    if not is_far_behind:
-                        await next_round(bob)
-                if is_far_behind:
+                if seconds > 2 * MAX_ROUNDS_BEHIND * (ROUND_SECONDS + TRANSFER_SECONDS):
                     await bob.says("rounds behind the others: taking newer weights")
-                await bob.says("averaged with")
+                await next_average(bob)
             await both_or_neither((alice, bob, carol))
 
 

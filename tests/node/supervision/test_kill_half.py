@@ -22,6 +22,7 @@ from .slow_exchanges import (
     both_or_neither,
     for_each,
     make_run,
+    next_average,
     next_round,
     status_of,
     until,
@@ -56,10 +57,11 @@ async def test_half_of_the_nodes_are_killed_in_the_middle_of_their_exchanges(
         await first.says("listening on")
         invite = encode_invite(Invite(signed.run_id, first.addresses))
         nodes = [first, *[await start(tmp_path / str(index), invite) for index in range(1, num_nodes)]]
+        await for_each(nodes, lambda node: node.says("trainer ready"))
         were_killed: set[Path] = set()
         for _ in range(num_times):
-            await for_each(nodes, lambda node: node.says("averaged with"))
             await for_each(nodes, lambda node: until(node, lambda status: status.run.members_live == num_nodes))
+            await for_each(nodes, next_average)
             victims = rng.sample(nodes[num_nodes // 4 :], num_nodes // 2)  # the others count from the beginning
             were_killed |= {victim.home for victim in victims}
             survivors = [node for node in nodes if node not in victims]
@@ -67,7 +69,9 @@ async def test_half_of_the_nodes_are_killed_in_the_middle_of_their_exchanges(
             await check(survivors)
             await both_or_neither([node for node in nodes if node.home not in were_killed])
             if num_times > 1:
-                nodes = [*survivors, *[await start(victim.home, invite) for victim in victims]]
+                again = [await start(victim.home, invite) for victim in victims]
+                await for_each(again, lambda node: node.says("trainer ready"))
+                nodes = survivors + again
         for node in survivors:
             assert await node.end(signal.SIGTERM) == Exit.OK
             told = "\n".join(node.said) + (node.home / "log").read_text()
@@ -86,7 +90,7 @@ async def check(survivors: Sequence[Daemon]) -> None:
 
     await for_each(survivors, notice)
     gone_on_after = trio.current_time() - killed_at
-    await for_each(survivors, lambda node: node.says("averaged with"))
+    await for_each(survivors, next_average)
     statuses = [await status_of(node) for node in survivors]
     assert not any(status.trainer_restarts for status in statuses)
     failed = sum(status.exchanges_failed for status in statuses)
