@@ -70,6 +70,8 @@ LONG_SECONDS: Final = 0.1
 # whoever waits takes this node for dead (`farandole.protocol.download.SILENCE`).
 REST: Final = 9.0
 MAX_REST: Final = 2.0
+# How much of the slowest piece's pace is remembered at the next one.
+FORGETTING: Final = 0.9
 # On the stream itself, a piece is what a frame of other protocols is.
 CHUNK_BYTES: Final = 65_507
 
@@ -206,7 +208,7 @@ class _Giver:
         self._turn = turn
         self._shaping = shaping
         self._exchanges = exchanges
-        self._is_slow = False
+        self._pace = 0.0  # seconds a byte
         self._wanted = Wanted(holding.num_held)
         self._has_more = trio.Event()
         self._is_routed = False
@@ -279,17 +281,21 @@ class _Giver:
                 await self._send(piece)
                 start += len(piece)
                 self.bytes_sent += len(piece)
-                seconds = trio.current_time() - began_at
-                self._is_slow = seconds * BLOCK_BYTES > LONG_SECONDS * len(piece)
+                self._note_pace((trio.current_time() - began_at) / len(piece))
                 if self._exchanges is not None:
-                    with trio.move_on_after(min(REST * seconds, MAX_REST)):
+                    with trio.move_on_after(min(REST * self._pace * len(piece), MAX_REST)):
                         await self._exchanges.wait_quiet()
+
+    def _note_pace(self, pace: float) -> None:
+        """What a piece took is the line's pace only where it had to wait: after a rest there is room in buffers."""
+        rate = self._shaping.up.rate
+        self._pace = max(pace, FORGETTING * self._pace, 1 / rate if rate else 0.0)
 
     def _piece_bytes(self) -> int:
         if self._way.channel is None:
             return min(CHUNK_BYTES, self._shaping.up.quantum)
         is_exchanging = self._exchanges is not None and self._exchanges.is_exchanging
-        return PIECE_BYTES if self._is_slow or is_exchanging else BLOCK_BYTES
+        return PIECE_BYTES if self._pace * BLOCK_BYTES > LONG_SECONDS or is_exchanging else BLOCK_BYTES
 
     async def _send(self, piece: memoryview) -> None:
         if self._way.channel is not None:

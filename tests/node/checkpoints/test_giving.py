@@ -1,0 +1,76 @@
+"""A donor keeps to its cap, and lets its exchanges go first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+from farandole.node.checkpoints import giving
+from farandole.node.checkpoints.fetching import fetch_checkpoint
+from farandole.node.checkpoints.giving import BlockService
+from farandole.node.checkpoints.taking import Conditions
+from farandole.node.shaping import Shaper, Shaping
+from farandole.protocol.block_transfer import Question
+
+from .files import RUN, checkpoint_bytes, hold
+from .test_liars import MemoryHost
+
+CONTENT = checkpoint_bytes(100_000)  # 1.6 MB
+RATE = 200_000.0
+
+
+class Exchanging:
+    """An exchange that goes on until a time."""
+
+    def __init__(self, until: float) -> None:
+        self.until = until
+
+    @property
+    def is_exchanging(self) -> bool:
+        return trio.current_time() < self.until
+
+    async def wait_quiet(self) -> None:
+        await trio.sleep_until(self.until)
+
+
+async def run_here(function: Any, *args: object) -> object:
+    """The clock would jump while a thread works."""
+    await trio.lowlevel.checkpoint()
+    return function(*args)
+
+
+@pytest.mark.parametrize("exchange_seconds", [0.0, 40.0, 4_000.0])
+async def test_while_an_exchange_goes_on_blocks_get_a_tenth_of_the_time(
+    tmp_path: Path,
+    nursery: trio.Nursery,
+    monkeypatch: pytest.MonkeyPatch,
+    autojump_clock: trio.testing.MockClock,
+    exchange_seconds: float,
+) -> None:
+    monkeypatch.setattr(trio.to_thread, "run_sync", run_here)
+    holding = hold(tmp_path / "theirs", CONTENT)
+
+    async def find(question: Question) -> Any:
+        await trio.lowlevel.checkpoint()
+        return holding.hold()
+
+    up = Shaper(RATE, trio.current_time)
+    began_at = trio.current_time()
+    service = BlockService(RUN, find, Shaping(up, Shaper()), Exchanging(began_at + exchange_seconds))
+    host: Any = MemoryHost(nursery, service.serve)
+    conditions = Conditions(host, RUN)
+    donors = [b"d" * 32]
+    await fetch_checkpoint(
+        conditions, holding.signed, holding.index, lambda: donors, lambda name: True, tmp_path / "ours"
+    )
+    seconds = trio.current_time() - began_at
+    assert (tmp_path / "ours").read_bytes() == CONTENT
+    usual = len(CONTENT) / RATE
+    left = max(0.0, usual - exchange_seconds / (1 + giving.REST))
+    expected = exchange_seconds + left if left else usual * (1 + giving.REST)
+    assert 0.8 * expected <= seconds <= 1.2 * expected + 1.0
+    assert service.bytes_sent >= len(CONTENT)
