@@ -70,20 +70,18 @@ def test_kill_at_every_call_leaves_the_old_checkpoint_or_the_new_one(
         if newest == folder.file(new) and newest.read_bytes() == after[newest.name]:
             assert not index_of(newest).exists(), "that of another file"
     assert seen == {before[folder.file(old).name], after[folder.file(new).name]}
+    if case == "new":
+        assert_durable_before_the_old_goes(calls)
 
 
-def test_what_is_new_is_durable_before_it_has_its_name_and_before_the_old_goes(
-    killed: Callable[[str], tuple[list[CheckpointFolder], list[str]]],
-) -> None:
-    _, calls = killed("new")
+def assert_durable_before_the_old_goes(calls: list[str]) -> None:
+    """The file before it has its name, and its name before the oldest goes, whose index goes first."""
     kinds = [call.split()[0] for call in calls if not call.startswith("open")]
     first_write, last_write = kinds.index("write"), len(kinds) - 1 - kinds[::-1].index("write")
     assert set(kinds[first_write : last_write + 1]) == {"write"}
     assert kinds[last_write + 1 :] == ["fsync", "replace", "fsync", "unlink", "unlink"]
-    assert [call.split()[1] for call in calls[-2:]] == [
-        "stage-0-round-1.safetensors.index",
-        "stage-0-round-1.safetensors",
-    ]
+    removed = [call.split()[1] for call in calls[-2:]]
+    assert removed == ["stage-0-round-1.safetensors.index", "stage-0-round-1.safetensors"]
 
 
 class Story:
