@@ -2,9 +2,10 @@
 
 The mean of all replicas is where NoLoCo's random pairs contract to, and it is better than they are in the mean, by 2 %
 of the perplexity late in a run (BENCHMARKS.md): what their last inner steps have wandered apart is noise that averages
-out. Early in a run, when they differ by how far they are, the best of them may be as good. The outer step is linear, and what pulls two
-partners together cancels in their mean, so the mean of the momenta is the very momentum of the mean weights: a run that
-starts from both goes on as the mean replica would.
+out. Early in a run, when they differ by how far they are, the best of them may be as good.
+
+The outer step is linear, and what pulls two partners together cancels in their mean, so the mean of the momenta is the
+very momentum of the mean weights: a run that starts from both goes on as the mean replica would.
 """
 
 from __future__ import annotations
