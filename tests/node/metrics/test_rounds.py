@@ -84,7 +84,11 @@ def test_a_table_for_other_programs() -> None:
     assert (row["round"], row["loss"], row["verdict"]) == ("7", "", "alone: a, b")
 
 
-def test_the_command_prints_rounds_without_a_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_rounds_without_a_node(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
     def run(*arguments: str) -> tuple[object, str, str]:
         with pytest.raises(SystemExit) as ended:
             main(["run", "metrics", "--home", str(tmp_path), *arguments])
