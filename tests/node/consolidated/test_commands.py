@@ -9,8 +9,11 @@ import pytest
 
 from farandole.node.cli import main
 from farandole.node.consolidated.folder import CHECKPOINT_NAME, VECTORS, read_folder
+from farandole.node.consolidated.listing import offers_of
 from farandole.node.consolidated.merging import consolidate
 from farandole.node.exits import Exit
+from farandole.protocol.entries import CheckpointNotice
+from farandole.protocol.identity import peer_id_of
 from farandole.protocol.manifest import decode_manifest
 
 from .runs import KEY, MODELS, manifest_for, save_stages, trained
@@ -84,3 +87,31 @@ def test_a_model_goes_out_and_comes_in_again(folder: Path, tmp_path: Path, capsy
     assert manifest.model.hf is not None
     assert manifest.model.num_stages == 3
     assert code_of("verify", to) == Exit.OK
+
+
+def test_list_shows_what_is_here_and_what_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    home = tmp_path / "home"
+    (home / "checkpoints").mkdir(parents=True)
+    signed = manifest_for(MODELS["own"])
+    (whole,) = save_stages(trained(signed, b"a" * 32, steps=2, rounds=1), signed, tmp_path / "run", "replica")
+    whole.rename(home / "checkpoints" / "stage-0-round-1.safetensors")
+    (home / "checkpoints" / "stage-0-round-2.safetensors").write_bytes(b"half")
+    assert code_of("list", "--home", home, "--json") == Exit.OK
+    listed = json.loads(capsys.readouterr().out)
+    assert listed["run"] is None
+    here = {each["path"]: each for each in listed["here"]}
+    assert here["stage-0-round-1.safetensors"]["inner_steps"] == 2
+    assert "no checkpoint, or not whole" in here["stage-0-round-2.safetensors"]["problem"]
+    assert code_of("list", "--home", home) == Exit.OK
+    said = capsys.readouterr().out
+    assert "damaged" in said
+    assert "no node runs here" in said
+
+
+def test_what_members_tell_is_put_together_by_checkpoint() -> None:
+    ann, bob = b"a" * 32, b"b" * 32
+    old = CheckpointNotice(round=3, stage=1, id=b"o" * 32, size=10, total_tokens=30, inner_steps=12)
+    new = CheckpointNotice(round=9, stage=1, id=b"n" * 32, size=10, total_tokens=90, inner_steps=36)
+    newest, older = offers_of([(ann, old), (ann, new), (bob, new)])
+    assert (newest.id, newest.round, len(newest.holders)) == (new.id.hex(), 9, 2)
+    assert (older.round, older.holders) == (3, (peer_id_of(ann),))
