@@ -84,10 +84,11 @@ def test_several_replicas_are_their_mean_momentum_and_moments_included(
     assert verify(to).inner_steps == 12
 
 
-def test_the_mean_is_better_than_the_replicas(tmp_path: Path) -> None:
-    inner = {"batch_size": 4, "learning_rate": 1e-2, "warmup_steps": 10, "total_steps": 160}
-    run = manifest_for({"preset": "tiny"}, inner=inner)
-    replicas = met(run, [bytes((number,)) * 32 for number in range(8)], rounds=8, steps=10)
+def test_the_mean_is_better_than_every_replica(tmp_path: Path) -> None:
+    """Of a whole run, whose learning rate has come to its end."""
+    inner = {"batch_size": 4, "learning_rate": 1e-2, "warmup_steps": 10, "total_steps": 400}
+    run = manifest_for({"preset": "tiny", "context": 32}, inner=inner)
+    replicas = met(run, [bytes((number,)) * 32 for number in range(4)], rounds=20, steps=20)
     files = [save_stages(replica, run, tmp_path, f"{number}")[0] for number, replica in enumerate(replicas)]
     consolidate(tmp_path / "merged", KEY, run.encode(), [files], VECTORS)
     tensors = load_file(tmp_path / "merged" / CHECKPOINT_NAME)
@@ -95,11 +96,10 @@ def test_the_mean_is_better_than_the_replicas(tmp_path: Path) -> None:
     with torch.no_grad():
         for name, weights in mean._module.named_parameters():
             weights.copy_(tensors[f"slow/{name}"])
-    losses = [replica.validation_loss(32) for replica in replicas]
-    merged = mean.validation_loss(32)
+    losses = [replica.validation_loss(64) for replica in replicas]
+    merged = mean.validation_loss(64)
     print(f"\nmerged {merged:.4f}, replicas {', '.join(f'{loss:.4f}' for loss in losses)}")
-    assert merged < sum(losses) / len(losses)
-    assert sum(merged < loss for loss in losses) >= 6  # of so few batches' chance; of a run of daemons: `make soak`
+    assert merged < min(losses)
 
 
 def damage(path: Path, position: int = -5) -> None:
