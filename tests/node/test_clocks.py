@@ -18,6 +18,7 @@ READ_IN = {
     "address_book.py": "when a peer was reached last, kept from one life to the next",
     "board.py": "since when the phase lasts, shown",
     "checkup.py": "told to whoever asks what time it is",
+    "commands/checkpoints.py": "when a run was made, in its manifest",
     "commands/looking.py": "how long ago something was, shown",
     "commands/runs.py": "when a run was made, in its manifest",
     "console.py": "the time of a line",
