@@ -1,7 +1,7 @@
 """Saving a trainer's checkpoints behind its inner steps: one at a time, each durable before an older one goes.
 
-A thread writes the snapshot, at a lower priority than training's. What goes wrong costs that
-one checkpoint: the older ones stay, and the next save, which has a file of its own, may do better.
+A thread writes the snapshot, at a lower priority than training's. What goes wrong costs that one checkpoint: the older
+ones stay, and the next save, which has a file of its own, may do better.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from farandole.training.blocks import Content
     from farandole.training.checkpoint import Counters
 
-# Of the writing thread. Training (`farandole.node.trainer_main.NICENESS`) goes first, and has three times its share where
-# they compete; with the least priority, 411 MB took 77 s on a machine under load, longer than who leaves can wait.
+# Of the writing thread. Training (`farandole.node.trainer_main.NICENESS`) goes first: where they compete it has three
+# times as much. With the least priority 411 MB took 77 s on a machine under load, longer than who leaves can wait.
 NICENESS: Final = 10
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 
