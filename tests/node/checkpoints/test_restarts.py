@@ -91,9 +91,9 @@ def round_of(words: str) -> int:
 
 
 def trainers_of(daemon: Daemon) -> list[int]:
-    """Process ids."""
-    pid = daemon.process.pid
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """Process ids. A child is its thread's, and processes are started in a thread of their own."""
+    lists = Path(f"/proc/{daemon.process.pid}/task").glob("*/children")
+    return [int(child) for children in lists for child in children.read_text().split()]
 
 
 async def live(daemon: Daemon, num_rounds: int, *, with_trainer: bool) -> tuple[dict[int, float], float]:
@@ -103,6 +103,7 @@ async def live(daemon: Daemon, num_rounds: int, *, with_trainer: bool) -> tuple[
         line = await daemon.says("round", "inner steps")
         said[round_of(line)] = time.monotonic()
     trainers = [os.pidfd_open(pid) for pid in trainers_of(daemon)]
+    assert trainers
     killed_at = time.monotonic()
     daemon.process.kill()
     for trainer in trainers:
