@@ -55,7 +55,7 @@ from ..bulk_channel import ChannelError
 from ..errors import PeerUnreachableError
 from ..nurseries import open_service_nursery
 from .partial import PartialFile, check_room, partial_path, remove_partials
-from .taking import Conditions, DonorBusyError, DonorError, Taking, open_taking
+from .taking import AbsentError, Conditions, DonorBusyError, DonorError, Taking, open_taking
 
 logger = logging.getLogger(__name__)
 
@@ -230,6 +230,7 @@ class _Fetch:
         self._accuse = accuse
         self._contacts: dict[bytes, _Contact] = {}
         self._num_by_donor: dict[bytes, int] = {}
+        self._absent: set[bytes] = set()  # donors that do not have it
         self._num_bytes = 0
         self._needed: frozenset[int] = frozenset()
         self._is_complete = trio.Event()
@@ -367,9 +368,18 @@ class _Fetch:
             self._note_problem(donor, error)
         except LOST as error:
             self._note_problem(donor, error)
+            if isinstance(error, AbsentError):
+                self._absent.add(donor)
         if self._contacts.get(donor) is contact:
             del self._contacts[donor]
             self._tell(ended)
+            self._give_up_if_absent()
+
+    def _give_up_if_absent(self) -> None:
+        """A checkpoint that nobody has any more is not waited for: there are newer ones."""
+        donors = set(self._donors())
+        if donors and donors <= self._absent and not self._contacts:
+            self._fail(FetchError(f"nobody has it any more: {self._last_problem}"))
 
     async def _take(self, contact: _Contact, block: int, data: memoryview) -> None:
         """Something has come that is said to be this block."""

@@ -52,6 +52,13 @@ class DonorError(PeerUnreachableError):
     """A donor gives nothing; another may."""
 
 
+class AbsentError(DonorError):
+    """It does not have the checkpoint: not any more, as a rule, and never again."""
+
+    def __init__(self) -> None:
+        super().__init__("it does not have the checkpoint")
+
+
 class DonorBusyError(DonorError):
     """It serves others first, for ``seconds`` or so."""
 
@@ -206,7 +213,7 @@ class Taking:
 async def open_taking(conditions: Conditions, donor: bytes, question: Question, max_size: int) -> AsyncIterator[Taking]:
     """Ask a donor for a checkpoint of at most ``max_size`` bytes.
 
-    Raises `DonorError`, `DonorBusyError`, `PeerUnreachableError`, `RemoteProtocolError`, `trio.TooSlowError`,
+    Raises `AbsentError`, `DonorBusyError`, `PeerUnreachableError`, `RemoteProtocolError`, `trio.TooSlowError`,
     `trio.BrokenResourceError` or `trio.ClosedResourceError`.
     """
     stream = await conditions.host.open_stream(donor, BLOCKS_PROTOCOL)
@@ -216,7 +223,7 @@ async def open_taking(conditions: Conditions, donor: bytes, question: Question, 
             answer = decode_answered(await receive_frame(stream, FrameParser(max_answer_bytes(max_size))))
         match answer:
             case Absent():
-                raise DonorError("it does not have the checkpoint")
+                raise AbsentError
             case Busy(seconds):
                 raise DonorBusyError(seconds)
             case Here():

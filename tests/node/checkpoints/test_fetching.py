@@ -198,6 +198,21 @@ async def test_nobody_who_has_it_is_said_in_time(tmp_path: Path, monkeypatch: py
             await fetch(newcomer, [], tmp_path / "ours")
 
 
+async def test_what_nobody_has_any_more_is_given_up_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "PATIENCE", 1_000.0)
+    async with open_members(3) as (newcomer, *donors):
+        donors[0].holding = hold(tmp_path / "theirs", checkpoint_bytes(1_000))
+        with pytest.raises(FetchError, match="nobody has it any more"):
+            await fetch(newcomer, donors, tmp_path / "ours")
+
+
+async def test_one_who_has_it_is_asked_though_others_have_it_no_more(tmp_path: Path) -> None:
+    async with open_members(3) as (newcomer, *donors):
+        donors[1].holding = hold(tmp_path / "theirs", CONTENT)
+        await fetch(newcomer, donors, tmp_path / "ours")
+        assert is_what_was_wanted(tmp_path / "ours")
+
+
 async def test_a_disk_without_room_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with open_members(2) as (newcomer, donor):
         donor.holding = hold(tmp_path / "theirs", CONTENT)
