@@ -1,10 +1,9 @@
-"""The keeper beside a real run state and store: what it tells a trainer, says to the run, and keeps."""
+"""The keeper beside a real run state: what it tells a trainer, says to the run, and keeps."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 import trio
@@ -14,7 +13,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node import trainer_messages as messages
 from farandole.node.board import Board
 from farandole.node.leases.keeper import SAVE_SECONDS, LeaseKeeper
-from farandole.node.store import Store, open_store
 from farandole.protocol.entries import Delta, Kind, Lease, LeasedSlices, Payload
 from farandole.protocol.identity import public_bytes
 from farandole.protocol.leases import SETTLE_SECONDS
@@ -56,10 +54,25 @@ class Run:
         return lease
 
 
+class Disk:
+    """Keeps facts from one life to the next. The real store has a thread, for which virtual time does not wait."""
+
+    def __init__(self) -> None:
+        self._facts: dict[str, bytes] = {}
+
+    async def get_fact(self, name: str) -> bytes | None:
+        await trio.lowlevel.checkpoint()
+        return self._facts.get(name)
+
+    async def put_fact(self, name: str, value: bytes) -> None:
+        await trio.lowlevel.checkpoint()
+        self._facts[name] = bytes(value)
+
+
 class Node:
     """A keeper, with what it told its trainer and its owner."""
 
-    def __init__(self, run: Run, store: Store) -> None:
+    def __init__(self, run: Run, disk: Disk) -> None:
         self.drawn: list[messages.DrawSlices] = []
         self.board = Board(say=lambda text: None)
         self.num_ends = 0
@@ -69,7 +82,7 @@ class Node:
             public_bytes(ALICE),
             run.state,
             run,
-            store,
+            disk,
             self.board,
             origins=lambda: self.origins,
             period=lambda: 2.0,
@@ -92,10 +105,10 @@ class Node:
 
 
 @asynccontextmanager
-async def life(run: Run, home: Path) -> AsyncIterator[Node]:
+async def life(run: Run, disk: Disk) -> AsyncIterator[Node]:
     """From the start of a daemon to its sudden end."""
-    async with open_store(home / "store.sqlite") as store, trio.open_nursery() as nursery:
-        node = Node(run, store)
+    async with trio.open_nursery() as nursery:
+        node = Node(run, disk)
         await node.keeper.restore()
         nursery.start_soon(node.keeper.run)
         yield node
@@ -107,8 +120,13 @@ def run() -> Run:
     return Run()
 
 
-async def test_a_lease_is_said_and_then_drawn(run: Run, tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
-    async with life(run, tmp_path) as node:
+@pytest.fixture
+def disk() -> Disk:
+    return Disk()
+
+
+async def test_a_lease_is_said_and_then_drawn(run: Run, disk: Disk, autojump_clock: trio.testing.MockClock) -> None:
+    async with life(run, disk) as node:
         node.begin()
         await trio.sleep(SETTLE_SECONDS + 2)
         (lease,) = run.said().leases
@@ -119,9 +137,9 @@ async def test_a_lease_is_said_and_then_drawn(run: Run, tmp_path: Path, autojump
 
 
 async def test_all_epochs_go_by_and_the_run_is_over(
-    run: Run, tmp_path: Path, autojump_clock: trio.testing.MockClock
+    run: Run, disk: Disk, autojump_clock: trio.testing.MockClock
 ) -> None:
-    async with life(run, tmp_path) as node:
+    async with life(run, disk) as node:
         node.begin()
         with trio.fail_after(3_000):
             while not node.keeper.is_over:
@@ -136,9 +154,9 @@ async def test_all_epochs_go_by_and_the_run_is_over(
 
 
 async def test_another_life_goes_on_though_the_run_has_forgotten(
-    run: Run, tmp_path: Path, autojump_clock: trio.testing.MockClock
+    run: Run, disk: Disk, autojump_clock: trio.testing.MockClock
 ) -> None:
-    async with life(run, tmp_path) as node:
+    async with life(run, disk) as node:
         node.begin()
         for _ in range(40):
             await trio.sleep(1)
@@ -147,7 +165,7 @@ async def test_another_life_goes_on_though_the_run_has_forgotten(
         before = node.keeper.status()
     assert before is not None
     assert before.done
-    async with life(Run(), tmp_path) as node:
+    async with life(Run(), disk) as node:
         node.begin()
         after = node.keeper.status()
         assert after is not None
@@ -155,9 +173,9 @@ async def test_another_life_goes_on_though_the_run_has_forgotten(
 
 
 async def test_a_trainer_that_comes_back_goes_on_with_what_is_left(
-    run: Run, tmp_path: Path, autojump_clock: trio.testing.MockClock
+    run: Run, disk: Disk, autojump_clock: trio.testing.MockClock
 ) -> None:
-    async with life(run, tmp_path) as node:
+    async with life(run, disk) as node:
         node.begin()
         await trio.sleep(SETTLE_SECONDS + 2)
         ((first, count),) = node.drawn[-1].ranges
@@ -167,10 +185,8 @@ async def test_a_trainer_that_comes_back_goes_on_with_what_is_left(
         assert node.drawn[-1].ranges == [(first + 3, count - 3)]
 
 
-async def test_who_leaves_hands_over_what_is_left(
-    run: Run, tmp_path: Path, autojump_clock: trio.testing.MockClock
-) -> None:
-    async with life(run, tmp_path) as node:
+async def test_who_leaves_hands_over_what_is_left(run: Run, disk: Disk, autojump_clock: trio.testing.MockClock) -> None:
+    async with life(run, disk) as node:
         node.begin()
         await trio.sleep(SETTLE_SECONDS + 2)
         ((first, _),) = node.drawn[-1].ranges
@@ -179,8 +195,8 @@ async def test_who_leaves_hands_over_what_is_left(
         assert run.said().leases == (LeasedSlices(first, 3, 3),)
 
 
-async def test_another_text_is_told_of(run: Run, tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
-    async with life(run, tmp_path) as node:
+async def test_another_text_is_told_of(run: Run, disk: Disk, autojump_clock: trio.testing.MockClock) -> None:
+    async with life(run, disk) as node:
         node.origins = frozenset({public_bytes(BOB)})
         run.write(BOB, 0, Lease(0, OTHER_TEXT))
         node.begin()
@@ -193,9 +209,9 @@ async def test_another_text_is_told_of(run: Run, tmp_path: Path, autojump_clock:
 
 
 async def test_a_stage_that_draws_nothing_hears_of_the_end(
-    run: Run, tmp_path: Path, autojump_clock: trio.testing.MockClock
+    run: Run, disk: Disk, autojump_clock: trio.testing.MockClock
 ) -> None:
-    async with life(run, tmp_path) as node:
+    async with life(run, disk) as node:
         node.origins = frozenset({public_bytes(BOB)})
         node.begin(b"", 0)
         run.write(BOB, 0, Lease(1, CORPUS))
