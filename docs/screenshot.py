@@ -43,7 +43,7 @@ def wait_for_page(folder: Path) -> Place:
         for place_file in sorted(folder.glob("nodes/*/dashboard.json")):
             if (place := find_place(place_file)) is not None:
                 return place
-        time.sleep(0.5)
+        time.sleep(0.5)  # the page is said by a file
     raise SystemExit("no node of the demo serves a page")
 
 

@@ -39,7 +39,7 @@ def run_to_end(task: Callable[[], Awaitable[T]]) -> T:
 
     try:
         return trio.run(run)
-    except BaseExceptionGroup as group:
+    except BaseExceptionGroup as group:  # nurseries wrap even a single error
         ours, others = group.split(FarandoleError)
         if ours is None or others is not None:
             raise

@@ -44,7 +44,7 @@ def replacing(path: Path) -> Iterator[WholeFile]:
             yield file
             os.fsync(descriptor)
         temporary.replace(path)
-    except BaseException:
+    except BaseException:  # whatever it is: half a file is of use to nobody
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise

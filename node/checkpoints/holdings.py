@@ -34,7 +34,7 @@ class Holding:
             num_held = index.num_blocks if size >= index.size else size // BLOCK_BYTES
             if not num_held:
                 raise OSError(f"{path.name} holds no block of its checkpoint")
-        except BaseException:
+        except BaseException:  # whatever it is, nobody else would close it
             os.close(descriptor)
             raise
         return cls(signed, index, num_held, descriptor)

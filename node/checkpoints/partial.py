@@ -33,7 +33,7 @@ class PartialFile:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
         try:
             os.ftruncate(self._descriptor, index.size)
-        except BaseException:
+        except BaseException:  # whatever it is, nobody else would close it
             self.close()
             raise
 

@@ -31,5 +31,5 @@ def leave(home: Home) -> None:
         except NoNodeError:
             typer.echo("left")
             return
-        time.sleep(0.2)
+        time.sleep(0.2)  # the daemon cannot say that it is gone, so it is asked
     raise FarandoleError(f"the node still runs after {LEAVE_TIMEOUT:g} s; its log is {home / 'log'}")

@@ -68,7 +68,7 @@ class NatDaemon:
         try:
             told = await trio.to_thread.run_sync(
                 partial(call, self._folder, "status", timeout=STATUS_TIMEOUT),
-                abandon_on_cancel=True,  # type: ignore[call-arg]
+                abandon_on_cancel=True,  # type: ignore[call-arg]  # newer than the stubs that libp2p brings
             )
         except (NoNodeError, ControlError):
             return None

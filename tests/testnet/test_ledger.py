@@ -18,7 +18,7 @@ def test_only_the_time_in_which_it_was_alive_counts() -> None:
         (328, "working"),
         (400, "finished"),
     ):
-        ledger.enter(condition, float(at))  # type: ignore[arg-type]
+        ledger.enter(condition, float(at))  # type: ignore[arg-type]  # the literals of the list above
     ledger.settle(500.0)
     assert ledger.seconds == {
         "starting": 10,

@@ -106,7 +106,7 @@ class Faults:
                     os.kill(os.getpid(), signal.SIGKILL)
                 return super().write(data)
 
-        durable.WholeFile = Writer  # type: ignore[misc]
+        durable.WholeFile = Writer  # type: ignore[misc]  # this process is made to be killed in there
 
 
 def _name_of(what: Any) -> str:

@@ -50,7 +50,7 @@ class MemoryHost:
     async def open_stream(self, peer: bytes, protocol: str, timeout: float = 8.0) -> Any:
         ours, theirs = trio.testing.memory_stream_pair()
         for stream in (ours, theirs):
-            stream.peer, stream.is_bulk = peer, False  # type: ignore[attr-defined]
+            stream.peer, stream.is_bulk = peer, False  # type: ignore[attr-defined]  # as streams of a host have
         self._nursery.start_soon(self._serve, theirs)
         return ours
 

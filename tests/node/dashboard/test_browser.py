@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import trio
 from playwright.sync_api import Page, expect, sync_playwright
+
+from farandole.node.status import NodeStatus
 
 from ..statuses import BOB, STATUS
 from .page import Shown, open_page
@@ -29,11 +32,11 @@ class Browser:
 
 
 @contextmanager
-def open_browser(link: str, **context: object) -> Iterator[Browser]:
+def open_browser(link: str, **context: Any) -> Iterator[Browser]:
     sandbox = [] if os.geteuid() else ["--no-sandbox"]
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=sandbox)
-        page = chromium.new_context(**context).new_page()  # type: ignore[arg-type]
+        page = chromium.new_context(**context).new_page()
         browser = Browser(page)
         page.on("console", lambda message: browser.problems.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: browser.problems.append(str(error)))
@@ -51,9 +54,9 @@ def open_browser(link: str, **context: object) -> Iterator[Browser]:
         chromium.close()
 
 
-async def in_browser(tmp_path: Path, look: Callable[[Shown], None], status: object = STATUS) -> Shown:
+async def in_browser(tmp_path: Path, look: Callable[[Shown], None], status: NodeStatus = STATUS) -> Shown:
     async with open_page(tmp_path) as shown:
-        shown.status = status  # type: ignore[assignment]
+        shown.status = status
         await trio.to_thread.run_sync(look, shown)
         return shown
 
