@@ -41,6 +41,7 @@ from .joining import Target, connect_to_run, find_target, obtain_manifest
 from .mdns import open_mdns
 from .member import RunMember
 from .messenger import open_messenger
+from .nurseries import own_error
 from .reporting import Reporter
 from .rest.keeper import RestKeeper
 from .rest.quiet_hours import QuietHoursError, parse_quiet_hours
@@ -101,12 +102,10 @@ async def run_daemon(settings: NodeSettings, make: MakeDaemon) -> int:
             async with open_store(settings.store) as store:
                 return await _run_until_told(make(key, store, Board(say=console.say, tell_round=console.tell_round)))
     except BaseExceptionGroup as group:
-        ours, others = group.split(FarandoleError)
-        if ours is None or others is not None:
+        found = own_error(group)
+        if found is None:
             raise
-        error: BaseException = ours
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
+        error = found
     except FarandoleError as single:
         error = single
     console.complain(f"error: {error}")

@@ -1,4 +1,4 @@
-"""Nurseries of services: their tasks deal with their own errors."""
+"""Nurseries of services, whose tasks deal with their own errors; and what comes out of nurseries at the end."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import trio
+
+from farandole.protocol.errors import FarandoleError
 
 
 @asynccontextmanager
@@ -22,3 +24,15 @@ async def open_service_nursery() -> AsyncIterator[trio.Nursery]:
         if len(group.exceptions) > 1:
             raise
         raise group.exceptions[0] from None
+
+
+def own_error(group: BaseExceptionGroup[BaseException]) -> FarandoleError | None:
+    """The first of the errors that farandole raises on purpose, out of its groups; None if others are among them."""
+    ours, others = group.split(FarandoleError)
+    if ours is None or others is not None:
+        return None
+    error: BaseException = ours
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, FarandoleError)
+    return error

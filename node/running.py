@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import trio
 
-from farandole.protocol.errors import FarandoleError
+from .nurseries import own_error
 
 T = TypeVar("T")
 
@@ -40,10 +40,7 @@ def run_to_end(task: Callable[[], Awaitable[T]]) -> T:
     try:
         return trio.run(run)
     except BaseExceptionGroup as group:  # nurseries wrap even a single error
-        ours, others = group.split(FarandoleError)
-        if ours is None or others is not None:
+        error = own_error(group)
+        if error is None:
             raise
-        error: BaseException = ours
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
         raise error from None
