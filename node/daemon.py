@@ -27,30 +27,30 @@ from farandole.protocol.identity import public_bytes
 from farandole.protocol.manifest import Manifest
 from farandole.protocol.relay import Limits
 
-from .address_book import AddressBook
-from .board import Board
-from .connectivity import open_connectivity
-from .console import Console
 from .consolidated.listing import offers_of
 from .control import Handler, serve_control
 from .dashboard.server import open_dashboard
 from .exits import Exit
-from .host import Host, open_host
 from .identity import IdentityError, IdentityInUseError, load_or_create_key, locked
-from .joining import Target, connect_to_run, find_target, obtain_manifest
-from .mdns import open_mdns
+from .joining.address_book import AddressBook
+from .joining.joining import Target, connect_to_run, find_target, obtain_manifest
+from .joining.mdns import open_mdns
 from .member import RunMember
-from .messenger import open_messenger
 from .nurseries import own_error
-from .reporting import Reporter
+from .p2p.host import Host, open_host
+from .reach.connectivity import open_connectivity
 from .rest.keeper import RestKeeper
 from .rest.quiet_hours import QuietHoursError, parse_quiet_hours
 from .rest.rest import Rest
+from .run_state.messenger import open_messenger
+from .run_state.store import Store, open_store
 from .settings import NodeSettings
 from .shaping import Shaping
-from .status import NodeStatus
-from .store import Store, open_store
-from .trainer import TrainerError
+from .status.board import Board
+from .status.console import Console
+from .status.reporting import Reporter
+from .status.status import NodeStatus
+from .trainer.trainer import TrainerError
 
 MANIFEST_FACT: Final = "manifest"
 

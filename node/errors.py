@@ -1,4 +1,4 @@
-"""Errors of the network edge: foreign exceptions stop in node/host.py and become these."""
+"""Errors of the network edge: foreign exceptions stop in node/p2p/host.py and become these."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The daemon's log file: its own loggers from the level asked for, libraries' from warnings on.
 
-The terminal is for people and belongs to `farandole.node.console`.
+The terminal is for people and belongs to `farandole.node.status.console`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_LOG_BYTES: Final = 8 * 1024 * 1024
 # Lines a minute that differ in their arguments only, and how many kinds of line are told apart: more than there are.
 MAX_ALIKE_PER_MINUTE: Final = 10
 MAX_KINDS: Final = 1_024
-CONSOLE: Final = "farandole.node.console"
+CONSOLE: Final = "farandole.node.status.console"
 # Of `farandole.node.metrics.rounds`: two files of some 40,000 rounds each.
 ROUNDS: Final = "farandole.rounds"
 MAX_ROUNDS_BYTES: Final = 16 * 1024 * 1024
@@ -51,8 +51,8 @@ class JsonFormatter(logging.Formatter):
 class Throttle(logging.Filter):
     """Lets the same message through a few times a minute, whatever its arguments; then says how many it kept back.
 
-    Strangers cause messages of a few kinds, as many as they like. What `farandole.node.console` tells people is never
-    kept back, nor what somebody has asked for by the level debug.
+    Strangers cause messages of a few kinds, as many as they like. What `farandole.node.status.console` tells people is
+    never kept back, nor what somebody has asked for by the level debug.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -20,35 +20,35 @@ from farandole.protocol.records import run_key, shard_key
 from farandole.protocol.state import RunState
 from farandole.protocol.writer import Writer
 
-from . import trainer_messages as messages
-from .address_book import AddressBook
 from .backoff import pauses
-from .board import Board
-from .bulk import open_bulk
 from .checkpoints.giving import BlockService
 from .checkpoints.holdings import Holding
-from .connectivity import Connectivity
-from .exchange import ExchangeService
-from .gossip import GossipService
-from .host import Host
-from .joining import JOIN_TIMEOUT, JoinError, Target, dial, find_members
+from .exchanges.bulk import open_bulk
+from .exchanges.exchange import ExchangeService
+from .joining.address_book import AddressBook
+from .joining.joining import JOIN_TIMEOUT, JoinError, Target, dial, find_members
+from .joining.manifests import ManifestService
+from .joining.starting import Start
+from .joining.weights import Weights
 from .leases.keeper import LeaseKeeper
-from .manifests import ManifestService
-from .membership import Membership
-from .messenger import Messenger
-from .pipeline import PipelineService
-from .reporting import Reporter
+from .p2p.host import Host
+from .reach.connectivity import Connectivity
 from .rest.rest import Rest
-from .round_session import RoundsConfig
-from .rounds import Rounds
+from .rounds.round_session import RoundsConfig
+from .rounds.rounds import Rounds
+from .run_state.gossip import GossipService
+from .run_state.membership import Membership
+from .run_state.messenger import Messenger
+from .run_state.store import Store, StoreError
 from .settings import NodeSettings
 from .shaping import Shaping
-from .stage_keeper import StageKeeper
-from .starting import Start
-from .store import Store, StoreError
+from .stages.keeper import StageKeeper
+from .stages.pipeline import PipelineService
+from .status.board import Board
+from .status.reporting import Reporter
 from .supervision.supervisor import Supervisor
-from .trainer import TrainerError
-from .weights import Weights
+from .trainer import messages
+from .trainer.trainer import TrainerError
 
 # Leaving: the trainer ends its round and saves, the farewell goes round.
 LEAVE_TIMEOUT: Final = 15.0

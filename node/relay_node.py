@@ -26,19 +26,19 @@ from farandole.protocol.reachability import Kind
 from farandole.protocol.records import relay_key
 from farandole.protocol.relay import Limits
 
-from .address_book import AddressBook
 from .backoff import pauses
-from .board import Board
-from .connectivity import Connectivity, open_connectivity
 from .control import serve_control
 from .daemon import Daemon, run_daemon
-from .host import Host, open_host
-from .joining import FIRST_REDIAL_PAUSE, dial, find_members
-from .mdns import open_mdns
-from .reporting import Reporter
+from .joining.address_book import AddressBook
+from .joining.joining import FIRST_REDIAL_PAUSE, dial, find_members
+from .joining.mdns import open_mdns
+from .p2p.host import Host, open_host
+from .reach.connectivity import Connectivity, open_connectivity
+from .run_state.store import Store, StoreError
 from .settings import NodeSettings
 from .shaping import Shaping
-from .store import Store, StoreError
+from .status.board import Board
+from .status.reporting import Reporter
 
 # Each costs two announcements in the DHT an hour, and a lookup a minute.
 MAX_RUNS: Final = 16

@@ -28,7 +28,7 @@ import trio
 
 from farandole.protocol.record_layer import MAX_SEALED_BYTES
 
-from .figures import BYTES_PER_MBIT
+from .status.figures import BYTES_PER_MBIT
 
 # What may leave at once after a rest: wakeups may be late by so much before the rate suffers, and a line that is as
 # fast as the cap is busy for no longer before it takes a control message.

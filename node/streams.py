@@ -1,4 +1,4 @@
-"""What the services use of a `farandole.node.host.Host` and its streams: so they, and their tests, need no libp2p."""
+"""What services use of a `farandole.node.p2p.host.Host` and its streams: so they, and their tests, need no libp2p."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def _draw(report: Report, folder: Path, console: Console) -> None:
 
 
 def _print_verdict(report: Report, folder: Path, console: Console) -> None:
-    from farandole.node.figures import count, duration, loss
+    from farandole.node.status.figures import count, duration, loss
 
     from .link_table import link_table
 

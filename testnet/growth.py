@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from farandole.node.status import Resources
+from farandole.node.status.status import Resources
 
 # Caches fill, and peers are met, for so long after the start; it says nothing of what follows.
 WARM_UP: Final = 600.0

@@ -22,8 +22,8 @@ import msgspec
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.addresses import rank
 from farandole.node.identity import load_or_create_key
+from farandole.node.joining.addresses import rank
 from farandole.protocol.errors import FarandoleError
 from farandole.protocol.identity import peer_id_of, public_bytes
 from farandole.protocol.invite import Invite, encode_invite

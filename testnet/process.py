@@ -20,7 +20,7 @@ import trio
 from farandole.node.checkpoints.folder import CheckpointFolder
 from farandole.node.control import ControlError, NoNodeError, call
 from farandole.node.settings import NodeSettings
-from farandole.node.status import NodeStatus
+from farandole.node.status.status import NodeStatus
 
 from .leash import Leash, kill_group
 from .record import NodeRecord

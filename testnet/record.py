@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
-from farandole.node.status import ExchangeStatus, NodeStatus, PipelineStatus
+from farandole.node.status.status import ExchangeStatus, NodeStatus, PipelineStatus
 
 from .growth import Growth, Samples
 from .ledger import Ledger

@@ -51,8 +51,8 @@ from farandole.protocol.download import (
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import short_name
 
-from ..bulk_channel import ChannelError
 from ..errors import PeerUnreachableError
+from ..exchanges.bulk_channel import ChannelError
 from ..nurseries import open_service_nursery
 from .partial import PartialFile, check_room, partial_path, remove_partials
 from .taking import AbsentError, Conditions, DonorBusyError, DonorError, Taking, open_taking

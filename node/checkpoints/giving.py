@@ -40,10 +40,10 @@ from farandole.protocol.download import BLOCK_TIMEOUT
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.framing import FrameParser, frame
 
-from ..bulk_channel import ChannelError
+from ..exchanges.bulk_channel import ChannelError
+from ..exchanges.way import Channels, Way
 from ..shaping import Shaping
 from ..streams import READ_BYTES, Stream, StreamHost, receive_frame
-from ..way import Channels, Way
 from .holdings import Holding
 
 # A question and its answer, where no fresh checkpoint has to be saved for it.
@@ -80,7 +80,7 @@ Find = Callable[[Question], Awaitable[Holding | None]]
 
 
 class Exchanges(Protocol):
-    """What is used of a `farandole.node.exchange.ExchangeService`."""
+    """What is used of a `farandole.node.exchanges.exchange.ExchangeService`."""
 
     @property
     def is_exchanging(self) -> bool:

@@ -30,7 +30,7 @@ from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import public_bytes
 from farandole.training.durable import replacing
 
-from ..trainer_messages import Saved
+from ..trainer.messages import Saved
 from .folder import index_of
 from .holdings import Holding
 

@@ -21,14 +21,14 @@ import msgspec
 
 from farandole.training.durable import sync_folder
 
-from ..trainer_messages import Saved
+from ..trainer.messages import Saved
 from .folder import KEPT, CheckpointFolder, index_of
 
 if TYPE_CHECKING:
     from farandole.training.blocks import Content
     from farandole.training.checkpoint import Counters
 
-# Of the writing thread. Training (`farandole.node.trainer_main.NICENESS`) goes first: where they compete it has three
+# Of the writing thread. Training (`farandole.node.trainer.main.NICENESS`) goes first: where they compete it has three
 # times as much. With the least priority 411 MB took 77 s on a machine under load, longer than who leaves can wait.
 NICENESS: Final = 10
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)

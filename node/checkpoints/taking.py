@@ -33,10 +33,10 @@ from farandole.protocol.exchange import BULK_FROM, Incoming
 from farandole.protocol.framing import FrameParser, frame
 
 from ..errors import PeerUnreachableError
+from ..exchanges.way import Channels, Way
 from ..nurseries import open_service_nursery
 from ..shaping import Shaping
 from ..streams import READ_BYTES, Stream, StreamHost, close_stream, receive_frame
-from ..way import Channels, Way
 
 # A question and its answer, for which a fresh checkpoint may have to be saved.
 ANSWER_TIMEOUT: Final = 10.0

@@ -108,7 +108,7 @@ def _own_invite(home: Path) -> str:
     """To the run of the node that runs here; `NoNodeError` if none does."""
     from farandole.protocol.invite import Invite, encode_invite
 
-    from ..addresses import choose_bootstrap_addresses
+    from ..joining.addresses import choose_bootstrap_addresses
     from .output import node_status
 
     status = node_status(home)
@@ -131,7 +131,7 @@ def verify_checkpoint(
     import msgspec
 
     from ..consolidated.verifying import verify
-    from ..figures import count, size
+    from ..status.figures import count, size
 
     verified = verify(path)
     if as_json:

@@ -46,7 +46,7 @@ def peers(home: Home, as_json: AsJson = False) -> None:
     from rich.console import Console
 
     from ..control import call
-    from ..status_view import members_table
+    from ..status.view import members_table
 
     if as_json:
         print_json(call(home, "peers"))
@@ -87,7 +87,7 @@ def _print_status(home: Path, as_json: bool) -> None:
     from rich.console import Console
 
     from ..control import call
-    from ..status_view import status_screen
+    from ..status.view import status_screen
 
     if as_json:
         print_json(call(home, "status"))
@@ -108,7 +108,7 @@ def _watch_json(home: Path, is_interrupted: Event) -> None:
 def _watch_screen(home: Path, is_interrupted: Event) -> None:
     from rich.live import Live
 
-    from ..status_view import status_screen
+    from ..status.view import status_screen
 
     with Live(status_screen(node_status(home), time.time()), auto_refresh=False) as live:
         while not is_interrupted.wait(WATCH_INTERVAL):

@@ -14,7 +14,7 @@ from farandole.protocol.errors import ManifestError
 if TYPE_CHECKING:
     from farandole.protocol.manifest import Manifest, SignedManifest
 
-    from ..status import NodeStatus
+    from ..status.status import NodeStatus
 
 
 def print_json(value: object) -> None:
@@ -27,7 +27,7 @@ def node_status(home: Path) -> NodeStatus:
     import msgspec
 
     from ..control import call
-    from ..status import NodeStatus
+    from ..status.status import NodeStatus
 
     return msgspec.convert(call(home, "status"), NodeStatus)
 

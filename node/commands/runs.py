@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from farandole.protocol.invite import Invite
     from farandole.protocol.manifest import Manifest, SignedManifest
 
-    from ..measuring import MeasuredCut
+    from ..stages.measuring import MeasuredCut
 
 run_app = typer.Typer(help="Start a run, look at one, invite to one.", no_args_is_help=True)
 
@@ -62,7 +62,7 @@ def create_run(
         raise ManifestError(f"{path} is there already; --force replaces it (by another run), --out writes elsewhere")
     measured = None
     if measure:
-        from ..measuring import cut_by_measuring
+        from ..stages.measuring import cut_by_measuring
 
         manifest, measured = cut_by_measuring(manifest)
     signed = sign_manifest(manifest, load_or_create_key(home / "key"))
@@ -88,7 +88,7 @@ def create_run(
 def _show_measured(measured: MeasuredCut) -> None:
     from rich.console import Console
 
-    from ..measuring import cuts_table
+    from ..stages.measuring import cuts_table
 
     typer.echo(
         f"for one microbatch, there and back, a layer takes {measured.layer_seconds:.3g} s and both ends "
@@ -133,7 +133,7 @@ def make_invite(
     """
     from farandole.protocol.invite import Invite, encode_invite
 
-    from ..addresses import choose_bootstrap_addresses
+    from ..joining.addresses import choose_bootstrap_addresses
 
     if manifest is not None:
         if not address:

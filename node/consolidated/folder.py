@@ -35,7 +35,7 @@ from farandole.protocol.manifest import MAX_MANIFEST_BYTES, Manifest, SignedMani
 from farandole.training.blocks import content_of
 from farandole.training.shapes import Shape, shapes_of
 
-from ..conversion import training_configs
+from ..trainer.conversion import training_configs
 from .tensors import ConsolidatedError, Floats, new_folder, write_file, write_tensors
 
 FORMAT: Final = "farandole/consolidated/1"

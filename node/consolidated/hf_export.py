@@ -16,7 +16,7 @@ from farandole.protocol.manifest import Manifest
 from farandole.training.errors import DataError
 from farandole.training.tokenizer import SEPARATORS, Tokenizer, load_tokenizer
 
-from ..conversion import training_configs
+from ..trainer.conversion import training_configs
 from .folder import SLOW, Consolidated
 from .hf_names import Part, config_json, config_of, parts_of
 from .tensors import ConsolidatedError, Floats, TensorFile, new_folder, open_tensors, shards, write_file, write_tensors

@@ -12,9 +12,9 @@ from farandole.protocol.identity import peer_id_of
 from farandole.protocol.invite import decode_invite
 
 from ..control import NoNodeError, call
+from ..joining.visiting import open_visit
 from ..settings import NodeSettings
 from ..shaping import Shaping
-from ..visiting import open_visit
 from .tensors import ConsolidatedError, open_tensors
 
 

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.protocol.manifest import Manifest, decode_manifest
 from farandole.training.shapes import Shape, shapes_of, stage_of
 
-from ..conversion import training_configs
+from ..trainer.conversion import training_configs
 from .folder import Counters, model_shapes, tensor_shapes, write_folder
 from .tensors import ConsolidatedError, Floats, TensorFile, open_tensors
 

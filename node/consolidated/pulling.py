@@ -24,12 +24,12 @@ from farandole.training.cut import stage_parameters
 
 from ..checkpoints.fetching import Progress, ask_for_index, fetch_checkpoint
 from ..checkpoints.taking import Conditions
-from ..conversion import training_configs
 from ..errors import PeerUnreachableError
-from ..round_session import MAX_ROUNDS_BEHIND
+from ..joining.visiting import Visit, open_visit
+from ..rounds.round_session import MAX_ROUNDS_BEHIND
 from ..settings import NodeSettings
 from ..shaping import Shaping
-from ..visiting import Visit, open_visit
+from ..trainer.conversion import training_configs
 from .folder import OPTIMIZER_VECTORS, VECTORS
 from .merging import consolidate
 from .tensors import ConsolidatedError

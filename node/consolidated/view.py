@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from ..figures import count, size
+from ..status.figures import count, size
 from .listing import LocalCheckpoint, Offer
 
 

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..control import ControlError
 from ..metrics.exposition import CONTENT_TYPE, metrics_text
-from ..status import NodeStatus
+from ..status.status import NodeStatus
 from .history import RunHistory
 from .views import members_view, overview
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from ..status import MemberStatus, NodeStatus
+from ..status.status import MemberStatus, NodeStatus
 
 # On a page 600 pixels wide more points than these cannot be told apart.
 MAX_POINTS: Final = 512

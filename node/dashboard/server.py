@@ -15,7 +15,7 @@ import trio
 from hypercorn.config import Config
 from hypercorn.trio import serve
 
-from ..status import NodeStatus
+from ..status.status import NodeStatus
 from .app import Dashboard, Deed
 from .place import Place, stored_place
 

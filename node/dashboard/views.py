@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from ..headline import headline
-from ..status import MemberStatus, NodeStatus
+from ..status.headline import headline
+from ..status.status import MemberStatus, NodeStatus
 from .history import Point, RunHistory
 
 # More curves in one picture are a blur; the page draws these, and the mean of all.

@@ -19,7 +19,7 @@ from farandole.protocol.errors import FarandoleError
 
 from ..control import call
 from ..errors import ListenError
-from ..host import Host, open_host
+from ..p2p.host import Host, open_host
 from ..settings import DEFAULT_LISTEN, NodeSettings
 from .causes import CAUSES, found
 from .finding import Diagnosis, Finding, Level, conclude

@@ -12,9 +12,9 @@ from farandole.protocol.identity import short_name
 from farandole.protocol.invite import PREFIX, VERSION, InviteError, decode_invite, is_invite, split_address
 from farandole.protocol.manifest import decode_manifest
 
-from ..address_book import AddressBook
 from ..daemon import MANIFEST_FACT
-from ..store import StoreError, open_store
+from ..joining.address_book import AddressBook
+from ..run_state.store import StoreError, open_store
 from .causes import found
 from .finding import Finding
 

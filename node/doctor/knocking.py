@@ -15,7 +15,7 @@ import trio
 from farandole.protocol.reachability import HTTPS_PORT, is_global
 
 from ..errors import StrangerError
-from ..host import Host
+from ..p2p.host import Host
 from .causes import found, lessen
 from .finding import Finding
 

@@ -17,15 +17,15 @@ from farandole.protocol.reachability import Kind, Verdict
 from farandole.protocol.records import run_key
 from farandole.protocol.state import MAX_AHEAD
 
-from ..checkup import ask_echo, ask_time
 from ..errors import PeerUnreachableError
-from ..figures import BYTES_PER_MBIT
-from ..host import Host
-from ..joining import dial
-from ..manifests import fetch_manifest
-from ..reachability import Examiner, Reachability
+from ..joining.joining import dial
+from ..joining.manifests import fetch_manifest
+from ..p2p.host import Host
+from ..reach.checkup import ask_echo, ask_time
+from ..reach.reachability import Examiner, Reachability
+from ..reach.speed import measure
 from ..settings import MIN_CAP_MBIT
-from ..speed import measure
+from ..status.figures import BYTES_PER_MBIT
 from .causes import found
 from .finding import Finding
 

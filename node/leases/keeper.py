@@ -16,10 +16,10 @@ from typing import Final, Protocol
 import msgspec
 import trio
 
-from farandole.node import trainer_messages as messages
-from farandole.node.board import Board
-from farandole.node.status import DataStatus
-from farandole.node.store import StoreError
+from farandole.node.run_state.store import StoreError
+from farandole.node.status.board import Board
+from farandole.node.status.status import DataStatus
+from farandole.node.trainer import messages
 from farandole.protocol.entries import Kind, Lease, Payload
 from farandole.protocol.leases import (
     Announce,
@@ -50,14 +50,14 @@ _Saved = tuple[bytes, list[tuple[int, Lease]]]
 
 
 class Publisher(Protocol):
-    """Writes this node's entries: what `farandole.node.gossip.GossipService` is, as far as it is used here."""
+    """Writes this node's entries: of `farandole.node.run_state.gossip.GossipService` what is used here."""
 
     async def publish(self, kind: Kind, index: int, payload: Payload) -> None:
         """Say something to the run."""
 
 
 class FactStore(Protocol):
-    """Keeps small facts on disk: what `farandole.node.store.Store` is, as far as it is used here."""
+    """Keeps small facts on disk: what `farandole.node.run_state.store.Store` is, as far as it is used here."""
 
     async def get_fact(self, name: str) -> bytes | None:
         """What was put, or None."""

@@ -20,7 +20,7 @@ from .router import MappingError, Opened, Router
 from .upnp import find_upnp_router
 
 if TYPE_CHECKING:
-    from ..host import Host
+    from ..p2p.host import Host
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Final
 
 import trio
 
-from ..store import Store, StoreError
+from ..run_state.store import Store, StoreError
 from .quiet_hours import QuietHours, quiet_until
 from .rest import BY_HAND, Rest
 

@@ -1,7 +1,7 @@
 """What becomes of a node whose trainer has died: another one at once, or later, or with less in memory at a time.
 
-Here it is only decided; `farandole.node.rounds` carries it out. A trainer goes on from its last checkpoint; the node's
-partners see an exchange that came to nothing, and the mesh process nothing at all.
+Here it is only decided; `farandole.node.rounds.rounds` carries it out. A trainer goes on from its last checkpoint; the
+node's partners see an exchange that came to nothing, and the mesh process nothing at all.
 
 - *Out of memory*: the next trainer takes half as many sequences at a time, down to one. Its inner steps are the same
   within rounding (`farandole.training.learner`). The size stays for this node's later lives.
@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from ..trainer import TrainerError
+from ..trainer.trainer import TrainerError
 
 # A trainer that dies is started again from its checkpoint after these many seconds, the last one again and again; a
 # machine that cannot train does not spin.

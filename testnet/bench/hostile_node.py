@@ -23,8 +23,8 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.errors import PeerUnreachableError
-from farandole.node.host import Host, open_host
-from farandole.node.libp2p_stream import Stream
+from farandole.node.p2p.host import Host, open_host
+from farandole.node.p2p.libp2p_stream import Stream
 from farandole.protocol.identity import public_key_of
 
 from .hostile_attacks import Target, attack

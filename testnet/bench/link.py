@@ -1,4 +1,4 @@
-"""What a mesh process of the benchmark says to its trainer in a round, as `farandole.node.round_session` does."""
+"""What a mesh process of the benchmark tells its trainer in a round, as `farandole.node.rounds.round_session` does."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Final
 
 import trio
 
-from farandole.node import trainer_messages as messages
-from farandole.node.contributions import Outgoing
-from farandole.node.trainer import TrainerStream
+from farandole.node.exchanges.contributions import Outgoing
+from farandole.node.trainer import messages
+from farandole.node.trainer.trainer import TrainerStream
 
 # Of one round: what has come, the screening, the outer step.
 MAX_COMMANDS: Final = messages.MAX_STEPS + 8

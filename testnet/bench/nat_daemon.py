@@ -12,9 +12,9 @@ from typing import Final
 import msgspec
 import trio
 
-from farandole.node.addresses import choose_bootstrap_addresses
 from farandole.node.control import ControlError, NoNodeError, call
-from farandole.node.status import NodeStatus
+from farandole.node.joining.addresses import choose_bootstrap_addresses
+from farandole.node.status.status import NodeStatus
 from farandole.protocol.invite import Invite, encode_invite
 
 from ..leash import Leash, kill_group

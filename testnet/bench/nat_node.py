@@ -26,19 +26,19 @@ import trio
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.board import Board
-from farandole.node.bulk import open_bulk
-from farandole.node.connectivity import Connectivity, open_connectivity
-from farandole.node.contributions import Outgoing
-from farandole.node.exchange import ExchangeService
-from farandole.node.gossip import GossipService
-from farandole.node.host import Host, open_host
-from farandole.node.joining import Target, connect_to_run
+from farandole.node.exchanges.bulk import open_bulk
+from farandole.node.exchanges.contributions import Outgoing
+from farandole.node.exchanges.exchange import ExchangeService
+from farandole.node.joining.joining import Target, connect_to_run
 from farandole.node.mapping.router import LEASE_SECONDS
-from farandole.node.membership import Membership
-from farandole.node.messenger import open_messenger
+from farandole.node.p2p.host import Host, open_host
+from farandole.node.reach.connectivity import Connectivity, open_connectivity
+from farandole.node.run_state.gossip import GossipService
+from farandole.node.run_state.membership import Membership
+from farandole.node.run_state.messenger import open_messenger
+from farandole.node.run_state.store import open_store
 from farandole.node.shaping import Shaping
-from farandole.node.store import open_store
+from farandole.node.status.board import Board
 from farandole.protocol.exchange import Offer
 from farandole.protocol.pairing_events import StartExchange
 from farandole.protocol.reachability import Kind

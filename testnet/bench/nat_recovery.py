@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.console import Console
 
 from farandole.node.run_file import manifest_of
-from farandole.node.status import NodeStatus
+from farandole.node.status.status import NodeStatus
 from farandole.protocol.invite import Invite, encode_invite
 from farandole.protocol.manifest import SignedManifest, sign_manifest
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from farandole.node.shared_memory import map_shared_memory, open_shared_memory
+from farandole.node.trainer.shared_memory import map_shared_memory, open_shared_memory
 from farandole.protocol.errors import FarandoleError
 
 MB: Final = 1_000_000

@@ -17,14 +17,14 @@ from typing import Any, Final
 import msgspec
 import trio
 
-from farandole.node import trainer_messages as messages
-from farandole.node.bulk import open_bulk
-from farandole.node.host import Host, open_host
-from farandole.node.messenger import open_messenger
+from farandole.node.exchanges.bulk import open_bulk
 from farandole.node.nurseries import open_service_nursery
-from farandole.node.pipeline import PipelineService, Worker
+from farandole.node.p2p.host import Host, open_host
+from farandole.node.run_state.messenger import open_messenger
 from farandole.node.shaping import Shaping
-from farandole.node.trainer import Trainer, open_trainer
+from farandole.node.stages.pipeline import PipelineService, Worker
+from farandole.node.trainer import messages
+from farandole.node.trainer.trainer import Trainer, open_trainer
 from farandole.protocol import pipeline_events as machine
 from farandole.protocol.identity import public_bytes
 from farandole.protocol.manifest import Manifest, manifest_from_dict

@@ -12,16 +12,16 @@ import trio
 import trio.testing
 from blake3 import blake3
 
-from farandole.node.bulk_channel import ChannelError
-from farandole.node.contributions import Outgoing
 from farandole.node.errors import PeerUnreachableError
-from farandole.node.exchange import (
+from farandole.node.exchanges.bulk_channel import ChannelError
+from farandole.node.exchanges.contributions import Outgoing
+from farandole.node.exchanges.exchange import (
     EXCHANGE_PROTOCOL,
     ExchangeResult,
     ExchangeService,
 )
+from farandole.node.exchanges.way import Channels
 from farandole.node.streams import Stream
-from farandole.node.way import Channels
 from farandole.protocol.exchange import (
     CHUNK_BYTES,
     Incoming,

@@ -11,10 +11,10 @@ import trio
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.bulk import BulkService, open_bulk
-from farandole.node.contributions import Outgoing
-from farandole.node.exchange import ExchangeResult, ExchangeService
-from farandole.node.host import Host, open_host
+from farandole.node.exchanges.bulk import BulkService, open_bulk
+from farandole.node.exchanges.contributions import Outgoing
+from farandole.node.exchanges.exchange import ExchangeResult, ExchangeService
+from farandole.node.p2p.host import Host, open_host
 from farandole.protocol.exchange import BULK_FROM, Offer
 from farandole.protocol.manifest import Codec
 from farandole.protocol.pairing_events import StartExchange

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import trio.testing
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.host import Host, open_host
 from farandole.node.nurseries import open_service_nursery
-from farandole.node.relay_server import RelayServer
+from farandole.node.p2p.host import Host, open_host
+from farandole.node.reach.relay_server import RelayServer
 from farandole.node.shaping import Shaping
 from farandole.protocol.relay import Limits
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from farandole.node.status import ExchangeStatus, MemberStatus, NodeStatus, RunStatus
+from farandole.node.status.status import ExchangeStatus, MemberStatus, NodeStatus, RunStatus
 from farandole.protocol.identity import peer_id_of
 
 ALICE = "12D3KooWPexrH79BHenTqWcGfyd8U9ZzX9LYthJM72n2PH1jRzfK"

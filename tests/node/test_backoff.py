@@ -7,7 +7,7 @@ import random
 from collections import Counter
 
 from farandole.node.backoff import MAX_PEERS, Backoff, pauses
-from farandole.node.joining import FIRST_REDIAL_PAUSE, MAX_REDIAL_PAUSE
+from farandole.node.joining.joining import FIRST_REDIAL_PAUSE, MAX_REDIAL_PAUSE
 
 ALICE, BOB = b"a" * 32, b"b" * 32
 PATH = ["/ip4/192.0.2.1/tcp/4001"]

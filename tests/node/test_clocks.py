@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from farandole.node.relay_client import MIN_RESERVATION_SECONDS, seconds_left
-from farandole.node.relay_messages import Answer
+from farandole.node.p2p.relay_client import MIN_RESERVATION_SECONDS, seconds_left
+from farandole.node.p2p.relay_messages import Answer
 from farandole.protocol.relay import RESERVATION_SECONDS, Status
 
 NODE = Path(__file__).parents[2] / "node"

@@ -12,8 +12,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.control import call
 from farandole.node.exits import Exit
-from farandole.node.host import open_host
-from farandole.node.round_session import MAX_ROUNDS_BEHIND
+from farandole.node.p2p.host import open_host
+from farandole.node.rounds.round_session import MAX_ROUNDS_BEHIND
 from farandole.protocol.identity import peer_id_of
 from farandole.protocol.invite import Invite, encode_invite
 from farandole.protocol.manifest import SignedManifest, manifest_from_dict, sign_manifest

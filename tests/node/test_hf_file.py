@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from farandole.node.conversion import training_configs
 from farandole.node.hf_file import MAX_CONFIG_BYTES
 from farandole.node.run_file import load_run_file, manifest_of
+from farandole.node.trainer.conversion import training_configs
 from farandole.protocol.errors import ManifestError
 from farandole.protocol.hf_config import DefaultRope, GPT2Config, LinearRope, Llama3Rope, LlamaConfig
 from farandole.training.cut import stage_parameters

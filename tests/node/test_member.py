@@ -11,19 +11,19 @@ import trio
 import trio.testing
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node import weights as weights_module
-from farandole.node.address_book import AddressBook
-from farandole.node.board import Board
 from farandole.node.checkpoints.fetching import Fetched, FetchError
 from farandole.node.checkpoints.folder import CheckpointFolder
 from farandole.node.errors import PeerUnreachableError
-from farandole.node.joining import Target
+from farandole.node.joining import weights as weights_module
+from farandole.node.joining.address_book import AddressBook
+from farandole.node.joining.joining import Target
+from farandole.node.joining.weights import WEIGHTS_TIMEOUT
 from farandole.node.member import MAX_ISOLATION_INTERVAL, RunMember
 from farandole.node.rest.rest import Rest
+from farandole.node.run_state.store import StoreError
 from farandole.node.settings import NodeSettings
 from farandole.node.shaping import Shaping
-from farandole.node.store import StoreError
-from farandole.node.weights import WEIGHTS_TIMEOUT
+from farandole.node.status.board import Board
 from farandole.protocol.blocks import Index, SignedIndex
 from farandole.protocol.identity import public_bytes
 from farandole.protocol.manifest import Manifest, ModelConfig, sign_manifest

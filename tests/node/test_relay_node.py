@@ -11,9 +11,9 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.control import call
-from farandole.node.dialback import Dialback
 from farandole.node.exits import Exit
-from farandole.node.host import Host, open_host
+from farandole.node.p2p.host import Host, open_host
+from farandole.node.reach.dialback import Dialback
 from farandole.protocol.identity import short_name
 from farandole.protocol.invite import Invite, encode_invite, split_address
 from farandole.protocol.records import relay_key, run_key

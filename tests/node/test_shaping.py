@@ -18,14 +18,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.node.bulk_channel import BulkChannel, open_channel
 from farandole.node.checkpoints.fetching import fetch_checkpoint
 from farandole.node.checkpoints.giving import MAX_SERVED, BlockService
 from farandole.node.checkpoints.holdings import Holding
 from farandole.node.checkpoints.taking import Conditions
-from farandole.node.conversation import SILENT_FOR
-from farandole.node.figures import BYTES_PER_MBIT
-from farandole.node.host import open_host
+from farandole.node.exchanges.bulk_channel import BulkChannel, open_channel
+from farandole.node.exchanges.conversation import SILENT_FOR
+from farandole.node.p2p.host import open_host
 from farandole.node.shaping import (
     BULK_SHARE,
     MAX_DEBT_SECONDS,
@@ -35,6 +34,7 @@ from farandole.node.shaping import (
     Shaper,
     Shaping,
 )
+from farandole.node.status.figures import BYTES_PER_MBIT
 from farandole.protocol.block_transfer import Question
 from farandole.protocol.bulk import Secrets
 from farandole.protocol.manifest import RoundConfig

@@ -11,7 +11,7 @@ import pytest
 import trio
 
 from farandole.node.control import call
-from farandole.node.status import NodeStatus
+from farandole.node.status.status import NodeStatus
 from farandole.testnet.chaos import DURATIONS
 from farandole.testnet.launch import Testnet
 from farandole.testnet.scenario import Scenario, parse_scenario

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.node.status import Resources
+from farandole.node.status.status import Resources
 from farandole.testnet.growth import WARM_UP, Samples
 
 

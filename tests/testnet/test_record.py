@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from farandole.node.status import MemberStatus, NodeStatus, RunStatus
+from farandole.node.status.status import MemberStatus, NodeStatus, RunStatus
 from farandole.testnet.record import NodeRecord
 from farandole.testnet.report import node_report
 

@@ -22,7 +22,7 @@ import torch
 
 from farandole.node.checkpoints.folder import CheckpointFolder, index_of
 from farandole.node.checkpoints.saving import Saver
-from farandole.node.trainer_messages import Saved
+from farandole.node.trainer.messages import Saved
 from farandole.training import durable
 from farandole.training.blocks import BLOCK_BYTES, content_of
 from farandole.training.checkpoint import Counters, save_checkpoint

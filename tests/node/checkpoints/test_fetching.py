@@ -13,14 +13,14 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.numpy import load, load_file
 
-from farandole.node.bulk import BulkService, open_bulk
 from farandole.node.checkpoints import fetching, giving
 from farandole.node.checkpoints import partial as partial_module
 from farandole.node.checkpoints.fetching import Fetched, FetchError, Progress, ask_for_index, fetch_checkpoint
 from farandole.node.checkpoints.giving import BlockService
 from farandole.node.checkpoints.holdings import Holding
 from farandole.node.checkpoints.taking import Conditions, DonorError
-from farandole.node.host import Host, open_host
+from farandole.node.exchanges.bulk import BulkService, open_bulk
+from farandole.node.p2p.host import Host, open_host
 from farandole.node.shaping import Shaping
 from farandole.protocol.block_transfer import Question
 from farandole.protocol.blocks import BLOCK_BYTES, num_blocks

@@ -15,11 +15,11 @@ import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node import trainer_messages as messages
 from farandole.node.checkpoints.folder import CheckpointFolder
 from farandole.node.exits import Exit
 from farandole.node.settings import NodeSettings
-from farandole.node.trainer import Trainer, open_trainer
+from farandole.node.trainer import messages
+from farandole.node.trainer.trainer import Trainer, open_trainer
 from farandole.protocol.manifest import Manifest, manifest_from_dict, sign_manifest
 from farandole.training.blocks import BLOCK_BYTES
 

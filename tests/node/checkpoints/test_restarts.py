@@ -15,9 +15,9 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.checkpoints.folder import CheckpointFolder
-from farandole.node.conversion import training_configs
 from farandole.node.identity import load_or_create_key
 from farandole.node.settings import NodeSettings
+from farandole.node.trainer.conversion import training_configs
 from farandole.protocol.identity import public_bytes
 from farandole.protocol.manifest import Manifest, manifest_from_dict, sign_manifest
 from farandole.training.learner import Learner, build_learner

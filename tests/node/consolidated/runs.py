@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from farandole.node.conversion import training_configs
 from farandole.node.run_file import manifest_of
+from farandole.node.trainer.conversion import training_configs
 from farandole.protocol.manifest import Manifest, SignedManifest, sign_manifest
 from farandole.training.learner import Learner, build_learner
 from farandole.training.shapes import stage_of

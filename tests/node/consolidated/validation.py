@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from farandole.node.consolidated.folder import Consolidated
-from farandole.node.conversion import training_configs
+from farandole.node.trainer.conversion import training_configs
 from farandole.training.learner import Learner, build_learner
 
 

@@ -13,7 +13,7 @@ import msgspec
 from farandole.node.control import ControlError
 from farandole.node.dashboard.place import Place
 from farandole.node.dashboard.server import open_dashboard
-from farandole.node.status import NodeStatus
+from farandole.node.status.status import NodeStatus
 
 from ..statuses import NOW, STATUS
 

@@ -15,7 +15,7 @@ import pytest
 import trio
 from playwright.sync_api import Page, expect, sync_playwright
 
-from farandole.node.status import NodeStatus
+from farandole.node.status.status import NodeStatus
 
 from ..statuses import BOB, STATUS
 from .page import Shown, open_page

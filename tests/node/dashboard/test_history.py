@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 
 from farandole.node.dashboard.history import MAX_POINTS_A_NODE, Curve, RunHistory
-from farandole.node.status import MemberStatus, NodeStatus
+from farandole.node.status.status import MemberStatus, NodeStatus
 
 from ..statuses import ALICE, BOB, NOW, STATUS
 

@@ -14,21 +14,21 @@ import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.address_book import AddressBook
 from farandole.node.cli import main
-from farandole.node.connectivity import open_connectivity
 from farandole.node.daemon import MANIFEST_FACT
 from farandole.node.doctor.causes import CAUSES
 from farandole.node.doctor.examination import Examination
 from farandole.node.doctor.finding import Diagnosis, Finding, Level, conclude
 from farandole.node.doctor.machine import check_data, check_disk, check_home, check_key, check_ports, judge_torch
 from farandole.node.exits import Exit
-from farandole.node.host import Host, open_host
 from farandole.node.identity import load_or_create_key, locked
-from farandole.node.manifests import ManifestService
+from farandole.node.joining.address_book import AddressBook
+from farandole.node.joining.manifests import ManifestService
+from farandole.node.p2p.host import Host, open_host
+from farandole.node.reach.connectivity import open_connectivity
+from farandole.node.run_state.store import open_store
 from farandole.node.settings import NodeSettings
 from farandole.node.shaping import Shaping
-from farandole.node.store import open_store
 from farandole.protocol.invite import Invite, encode_invite
 from farandole.protocol.manifest import Manifest, ModelConfig, sign_manifest
 

@@ -10,9 +10,9 @@ import trio
 import trio.testing
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node import trainer_messages as messages
-from farandole.node.board import Board
 from farandole.node.leases.keeper import SAVE_SECONDS, LeaseKeeper
+from farandole.node.status.board import Board
+from farandole.node.trainer import messages
 from farandole.protocol.entries import Delta, Kind, Lease, LeasedSlices, Payload
 from farandole.protocol.identity import public_bytes
 from farandole.protocol.leases import SETTLE_SECONDS

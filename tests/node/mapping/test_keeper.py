@@ -11,13 +11,13 @@ import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.host import Host, open_host
 from farandole.node.mapping import keeper
 from farandole.node.mapping.gateway import Gateway
 from farandole.node.mapping.keeper import PortKeeper
 from farandole.node.mapping.natpmp import NatPmpRouter
 from farandole.node.mapping.router import MappingError, Router
 from farandole.node.nurseries import open_service_nursery
+from farandole.node.p2p.host import Host, open_host
 
 from ..relayed import LOOPBACK, until
 

@@ -10,7 +10,7 @@ import trio
 from prometheus_client.parser import text_string_to_metric_families
 
 from farandole.node.metrics.exposition import metrics_text
-from farandole.node.status import NodeStatus, PipelineStatus
+from farandole.node.status.status import NodeStatus, PipelineStatus
 
 from ..dashboard.page import open_page
 from ..statuses import ALICE, STATUS

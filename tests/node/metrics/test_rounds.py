@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from farandole.node.board import Board
 from farandole.node.cli import main
-from farandole.node.console import Console
 from farandole.node.exits import Exit
 from farandole.node.logs import logging_to_file
 from farandole.node.metrics.rounds import RoundRecord, read_rounds, write_csv
 from farandole.node.settings import NodeSettings
+from farandole.node.status.board import Board
+from farandole.node.status.console import Console
 from farandole.protocol.identity import peer_id_of
 
 BOB = b"b" * 32

@@ -11,7 +11,7 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.control import call
-from farandole.node.status import NodeStatus
+from farandole.node.status.status import NodeStatus
 from farandole.protocol.manifest import SignedManifest, manifest_from_dict, sign_manifest
 
 from ..daemons import DEADLINE, Daemon

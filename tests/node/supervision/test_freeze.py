@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from farandole.node.round_session import MAX_ROUNDS_BEHIND
+from farandole.node.rounds.round_session import MAX_ROUNDS_BEHIND
 from farandole.protocol.invite import Invite, encode_invite
 
 from ..daemons import Daemon, joined

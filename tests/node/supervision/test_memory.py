@@ -13,11 +13,11 @@ import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node import trainer_messages as messages
 from farandole.node.control import call
 from farandole.node.exits import Exit
 from farandole.node.supervision.kernel import count_oom_kills
-from farandole.node.trainer import Trainer, TrainerError, open_trainer
+from farandole.node.trainer import messages
+from farandole.node.trainer.trainer import Trainer, TrainerError, open_trainer
 from farandole.protocol.manifest import Manifest, manifest_from_dict, sign_manifest
 
 from ..daemons import joined

@@ -11,7 +11,7 @@ from farandole.node.supervision.supervisor import (
     End,
     Supervisor,
 )
-from farandole.node.trainer import TrainerError
+from farandole.node.trainer.trainer import TrainerError
 
 CRASH = TrainerError("the trainer process was killed by signal 11 (SIGSEGV)")
 NO_MEMORY = TrainerError("the trainer is out of memory", "memory")

@@ -12,9 +12,9 @@ import msgspec
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.connectivity import Connectivity, open_connectivity
 from farandole.node.errors import PeerUnreachableError
-from farandole.node.host import Host, open_host
+from farandole.node.p2p.host import Host, open_host
+from farandole.node.reach.connectivity import Connectivity, open_connectivity
 from farandole.node.shaping import Shaping
 from farandole.protocol.relay import Limits
 

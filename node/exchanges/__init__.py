@@ -1,0 +1,1 @@
+"""Contributions between two partners: the conversation, and the ways on which the bytes go."""

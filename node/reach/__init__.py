@@ -1,0 +1,1 @@
+"""How a node is reached behind its home, and helps others to be."""

@@ -1,0 +1,302 @@
+"""The training loop: one pairing machine, and one trainer after another if they die, round after round.
+
+A round: the trainer takes inner steps while `farandole.protocol.pairing` agrees on a partner; its contribution is
+encoded; both move theirs (`farandole.node.exchanges.exchange`); the trainer takes the outer step with the partner's, or
+alone. Here is only the carrying out: what to do when is decided by the pairing machine, which never waits beyond its
+deadline, so neither does a round. What is said to a trainer, and what follows from its reports, is in
+`farandole.node.rounds.round_session`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import trio
+
+from farandole.protocol.manifest import Manifest
+from farandole.protocol.pairing import Pairing
+from farandole.protocol.pairing_events import (
+    Event,
+    FinishRound,
+    GoAlone,
+    MessageReceived,
+    Output,
+    PeerLost,
+    PeersChanged,
+    SendMessage,
+    SetTimer,
+    StartExchange,
+    Stopped,
+    TimerFired,
+    UseFragment,
+)
+
+from ..exchanges.exchange import ExchangeService
+from ..leases.keeper import LeaseKeeper
+from ..rest.rest import Rest
+from ..run_state.messenger import Messenger
+from ..stages.pipeline import PipelineService
+from ..status.board import Board
+from ..supervision.supervisor import End, Supervisor
+from ..supervision.watchdog import Watchdog
+from ..trainer import messages
+from ..trainer.trainer import TrainerError, open_trainer
+from .round_session import RoundsConfig, RoundSession
+
+PAIRING_PROTOCOL: Final = "/farandole/pairing/1"
+MAX_PAIRING_MESSAGE: Final = 256
+# Who wants his machine back has its memory within five seconds. He does not wait for a large save or a long exchange:
+# what was learnt since the last checkpoint is less dear.
+REST_TIMEOUT: Final = 4.0
+
+
+class Rounds:
+    """Trains until ``max_rounds``, restarting the trainer when it dies as ``supervisor`` says, without one at ``rest``.
+
+    ``before_trainer`` is waited for before each start of the trainer (it puts weights in place), ``on_saved`` is told
+    of every checkpoint, ``on_refused`` of every contribution that the screening refused (peer, reason, SHA-256),
+    ``current_round`` says which round the others are in (0 when alone). ``pipeline`` gives a stage's trainer its work;
+    ``leases`` say what of the data it trains on, in runs that count epochs.
+    """
+
+    def __init__(
+        self,
+        config: RoundsConfig,
+        manifest: Manifest,
+        pairing: Pairing,
+        messenger: Messenger,
+        exchanges: ExchangeService,
+        board: Board,
+        supervisor: Supervisor,
+        rest: Rest,
+        *,
+        before_trainer: Callable[[], Awaitable[None]],
+        on_saved: Callable[[messages.Saved], None],
+        on_refused: Callable[[bytes, str, bytes], None],
+        current_round: Callable[[], int],
+        pipeline: PipelineService | None = None,
+        leases: LeaseKeeper | None = None,
+    ) -> None:
+        self._config = config
+        self._manifest = manifest
+        self._pairing = pairing
+        self._messenger = messenger
+        self._exchanges = exchanges
+        self._board = board
+        self._supervisor = supervisor
+        self._rest = rest
+        self._watchdog = Watchdog(config.hung_seconds)
+        self._before_trainer = before_trainer
+        self._on_saved = on_saved
+        self._on_refused = on_refused
+        self._current_round = current_round
+        self._pipeline = pipeline
+        self._leases = leases
+        self._outputs: deque[Output] = deque()
+        self._is_carrying_out = False
+        self._timer_at = math.inf
+        self._timer_changed = trio.Event()
+        self._session: RoundSession | None = None
+        self._ready_at: float | None = None  # of the present trainer
+        self._life = trio.CancelScope()  # likewise
+        self._session_over = trio.Event()  # likewise
+        self._ended = trio.Event()
+        self._is_leaving = False
+        messenger.set_receiver(PAIRING_PROTOCOL, MAX_PAIRING_MESSAGE, self._receive, self._on_undelivered)
+
+    async def run(self) -> None:
+        """Returns when every round is done; raises `TrainerError` when no trainer can be had here."""
+        failure: TrainerError | None = None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._run_timer)
+            nursery.start_soon(self._begin_rests)
+            try:
+                await self._run_trainers()
+            except TrainerError as error:
+                failure = error  # raised below, out of the nursery, which would wrap it in a group
+            finally:
+                self.handle(Stopped())
+                self._ended.set()
+            nursery.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+
+    async def leave(self) -> None:
+        """Meet nobody any more, end the exchange that runs, save what the last outer step gave, and end."""
+        self._is_leaving = True
+        self.handle(Stopped())
+        if self._session is None:
+            return
+        await self._session.leave()
+        await self._ended.wait()
+
+    def save_soon(self) -> None:
+        """Write a checkpoint now, for somebody who asks for weights."""
+        if self._session is not None:
+            self._session.save()
+
+    def finish_round(self) -> None:
+        """There is nothing left to train on: what this round has is exchanged now."""
+        if self._session is not None:
+            self._session.finish_round()
+
+    def restart_trainer(self) -> None:
+        """Start it anew, with whatever is prepared then; what was not saved is lost."""
+        if self._session is not None:
+            self._session.restart()
+
+    def set_peers(self, peers: frozenset[bytes]) -> None:
+        """The live peers of this node's stage changed."""
+        self.handle(PeersChanged(peers))
+
+    def lose_peer(self, peer: bytes) -> None:
+        """A connection broke, or a message was not delivered."""
+        self.handle(PeerLost(peer))
+
+    def handle(self, event: Event) -> None:
+        """Give an event to the pairing machine and carry out what it asks for."""
+        self._outputs.extend(self._pairing.handle(event, trio.current_time()))
+        if self._is_carrying_out:
+            return  # a message could not even be queued, which is an event too: its outputs come after the others
+        self._is_carrying_out = True
+        try:
+            while self._outputs:
+                self._carry_out(self._outputs.popleft())
+        finally:
+            self._is_carrying_out = False
+
+    def _receive(self, peer: bytes, payload: bytes) -> None:
+        self.handle(MessageReceived(peer, payload))
+
+    def _on_undelivered(self, peer: bytes, protocol: str) -> None:
+        self.handle(PeerLost(peer))
+
+    def _carry_out(self, output: Output) -> None:
+        match output:
+            case SendMessage(peer, payload):
+                self._messenger.send_nowait(peer, PAIRING_PROTOCOL, payload)
+            case SetTimer(at):
+                self._timer_at = at
+                self._timer_changed.set()
+            case UseFragment() | FinishRound() | StartExchange() | GoAlone():
+                if self._session is not None:
+                    self._session.carry_out(output)
+
+    async def _run_timer(self) -> None:
+        while True:
+            changed = self._timer_changed = trio.Event()
+            with trio.move_on_at(self._timer_at):
+                await changed.wait()
+                continue
+            self._timer_at = math.inf
+            self.handle(TimerFired())
+
+    async def _run_trainers(self) -> None:
+        while not self._is_leaving:
+            await self._rest_out()
+            self._ready_at = None
+            self._life = trio.CancelScope()
+            try:
+                with self._life:
+                    if await self._run_one_trainer() and not self._rest.is_on:
+                        return
+            except TrainerError as error:
+                self.handle(Stopped())
+                if self._is_leaving:
+                    return
+                await self._recover(error)
+
+    async def _rest_out(self) -> None:
+        """Until there is no reason to rest."""
+        if not self._rest.is_on:
+            return
+        self._board.say(f"resting: {self._rest.words}")
+        while self._rest.is_on:
+            self._board.enter("paused", self._rest.words)
+            await self._rest.changed()
+        self._board.say("training again")
+
+    async def _begin_rests(self) -> None:
+        """Whenever the node is to rest, have the trainer save and end, or else end it: its memory is wanted."""
+        while True:
+            await self._rest.wait(is_on=True)
+            self.handle(Stopped())
+            if self._session is not None:
+                with trio.move_on_after(REST_TIMEOUT):
+                    await self._session.leave()
+                    await self._session_over.wait()
+            self._life.cancel()
+            await self._rest.wait(is_on=False)
+
+    async def _recover(self, error: TrainerError) -> None:
+        """Until the next trainer is due. Raises `TrainerError` if none is."""
+        board = self._board
+        lived = None if self._ready_at is None else trio.current_time() - self._ready_at
+        verdict = self._supervisor.judge(error, lived)
+        if isinstance(verdict, End):
+            raise TrainerError(verdict.words) from error
+        board.trainer_restarts += 1
+        board.tokens_per_second = 0.0
+        board.warn(verdict.words)
+        if verdict.is_rest:
+            board.enter("failed", verdict.words)
+        else:
+            board.enter("preparing", "the trainer died", f"{verdict.delay:g} s before it starts again")
+        await trio.sleep(verdict.delay)
+
+    async def _run_one_trainer(self) -> bool:
+        """Whether every round is done, or the node leaves; else new weights are due."""
+        board = self._board
+        await self._before_trainer()
+        board.announce("preparing", "starting the trainer: loading torch, the text and the model", "the trainer")
+        prepare = self._config.prepare()
+        async with open_trainer(prepare, log=None) as trainer:
+            prepared = trainer.prepared
+            board.device, board.trainer_pid = prepared.device, trainer.pid
+            board.inner_steps, board.num_parameters = prepared.inner_steps, prepared.num_parameters
+            board.microbatch = prepare.microbatch
+            self._ready_at = trio.current_time()
+            origin = "seed" if self._manifest.start is None else "starting checkpoint"
+            how = f"resumed at round {prepared.round}" if prepared.resumed else f"from the run's {origin}"
+            board.say(f"trainer ready on {prepared.device}: {prepared.num_parameters:,} parameters, {how}")
+            if prepared.problem:
+                board.warn(f"going on with an older checkpoint: {prepared.problem}")
+            failure: TrainerError | None = None
+            is_over = False
+            async with trio.open_nursery() as nursery:
+                session = RoundSession(
+                    self._config,
+                    self._manifest,
+                    self._exchanges,
+                    board,
+                    trainer,
+                    nursery,
+                    self._watchdog,
+                    tell_pairing=self.handle,
+                    on_saved=self._on_saved,
+                    on_refused=self._on_refused,
+                    current_round=self._current_round,
+                    pipeline=self._pipeline,
+                    leases=self._leases,
+                    stage=prepare.stage,
+                )
+                self._session, self._session_over = session, trio.Event()
+                try:
+                    is_over = await session.run(max(prepared.round, self._current_round()))
+                except TrainerError as error:
+                    failure = error  # raised below, out of the nursery, which would wrap it in a group
+                finally:
+                    self._session = None
+                    self._session_over.set()
+                    board.trainer_pid = None
+                    if self._pipeline is not None:
+                        self._pipeline.end()
+                    if self._leases is not None:
+                        self._leases.end()
+                nursery.cancel_scope.cancel()
+            if failure is not None:
+                raise failure
+            return is_over

@@ -1,0 +1,1 @@
+"""Microbatches between the stages of a model that is cut, and who holds which stage."""

@@ -1,0 +1,1 @@
+"""What a node tells of itself: collected, and shown in words."""

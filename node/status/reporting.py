@@ -1,0 +1,169 @@
+"""Making the status: the board, the run state and the connections as one value for people and scripts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import trio
+
+from farandole.protocol.entries import PARTNER_BYTES, Beat, Member, Progress
+from farandole.protocol.identity import peer_id_of
+from farandole.protocol.liveness import Liveness
+from farandole.protocol.state import RunState
+
+from ..leases.keeper import LeaseKeeper
+from ..p2p.host import Host
+from ..reach.connectivity import Connectivity
+from ..run_state.membership import LOSS_SCALE
+from ..shaping import Shaping
+from ..stages.pipeline import PipelineService
+from .board import Board
+from .figures import BYTES_PER_MBIT
+from .resources import measure_resources
+from .status import MemberStatus, NodeStatus, RunStatus
+
+# One screen, and one answer of the control socket; a run of thousands is summed up in `RunStatus`.
+MAX_MEMBERS_SHOWN = 1_000
+
+
+@dataclass(frozen=True)
+class Reporter:
+    """Reads the node's parts; owns nothing. ``state`` and ``liveness`` are None until the run is known."""
+
+    host: Host
+    board: Board
+    run_id: bytes
+    run_name: str
+    started_at: float
+    shaping: Shaping
+    connectivity: Connectivity
+    state: RunState | None = None
+    liveness: Liveness | None = None
+    pipeline: PipelineService | None = None
+    leases: LeaseKeeper | None = None
+
+    def status(self) -> NodeStatus:
+        """Everything that ``farandole status`` shows, as of now."""
+        board = self.board
+        members = self.members()
+        return NodeStatus(
+            version=version("farandole"),
+            peer_id=self.host.peer_id,
+            pid=os.getpid(),
+            started_at=self.started_at,
+            addresses=self.host.addresses,
+            phase=board.phase,
+            phase_detail=board.detail,
+            phase_since=board.phase_since,
+            is_member=any(member.is_self and not member.has_left for member in members),
+            stage=board.stage,
+            round=board.round,
+            inner_steps=board.inner_steps,
+            inner_steps_this_round=board.inner_steps_this_round,
+            tokens=board.tokens,
+            tokens_per_second=board.tokens_per_second,
+            utilisation=board.utilisation,
+            recent_utilisation=board.recent_utilisation,
+            late_steps=board.late_steps,
+            loss=board.loss,
+            losses=list(board.losses),
+            loss_first=board.loss_first,
+            validation=list(board.validation),
+            device=board.device,
+            trainer_pid=board.trainer_pid,
+            trainer_restarts=board.trainer_restarts,
+            microbatch=board.microbatch,
+            exchanges_ok=board.exchanges_ok,
+            exchanges_alone=board.exchanges_alone,
+            exchanges_failed=board.exchanges_failed,
+            partners=dict(board.partners),
+            paths=dict(board.paths),
+            bytes_sent=board.bytes_sent,
+            bytes_received=board.bytes_received,
+            last_exchange=board.last_exchange,
+            recent_exchanges=list(board.recent_exchanges),
+            waits_for=board.waits_for,
+            isolation=board.isolation,
+            upload_mbit=self.shaping.up.rate / BYTES_PER_MBIT,
+            download_mbit=self.shaping.down.rate / BYTES_PER_MBIT,
+            bytes_sent_per_second=self.shaping.up.per_second(),
+            bytes_received_per_second=self.shaping.down.per_second(),
+            num_parameters=board.num_parameters,
+            pipeline=None if self.pipeline is None else self.pipeline.status(),
+            data=None if self.leases is None else self.leases.status(),
+            connected_peers=len(self.host.connected),
+            reachability=self.connectivity.reachability.kind.value,
+            relays=[peer_id_of(held.relay) for held in self.connectivity.keeper.held],
+            relayed_peers=self.connectivity.num_reservations,
+            relayed_circuits=self.connectivity.num_circuits,
+            run=self._run(members),
+            members=members,
+            warnings=list(board.warnings),
+            resources=measure_resources(board.trainer_pid),
+        )
+
+    def members(self) -> list[MemberStatus]:
+        """Live ones first."""
+        if self.state is None or self.liveness is None:
+            return []
+        now = trio.current_time()
+        liveness = self.liveness
+        live = {peer for peer in liveness.live(now) if not liveness.is_suspect(peer)}
+        partners = {author[:PARTNER_BYTES]: author for author in self.state.authors}
+        members = [
+            self._member(author, member, author in live, now, partners)
+            for author in self.state.authors
+            if (member := self.state.payload(author, Member)) is not None
+        ]
+        members.sort(key=lambda member: (not member.is_live, not member.is_self, member.peer_id))
+        return members[:MAX_MEMBERS_SHOWN]
+
+    def _member(
+        self, author: bytes, member: Member, is_live: bool, now: float, partners: Mapping[bytes, bytes]
+    ) -> MemberStatus:
+        assert self.state is not None
+        assert self.liveness is not None
+        beat = self.state.payload(author, Beat) or Beat(0, 0, None, 0)
+        progress = self.state.payload(author, Progress)
+        is_self = author == self.host.author
+        partner = self.board.last_partner if is_self else partners.get(beat.partner)
+        return MemberStatus(
+            peer_id=peer_id_of(author),
+            is_live=(is_live or is_self) and not member.left,
+            is_self=is_self,
+            has_left=member.left,
+            stage=self.board.stage if is_self else member.stage,
+            round=self.board.round if is_self else beat.round,
+            inner_steps=self.board.inner_steps if is_self else beat.inner_steps,
+            tokens=self.board.tokens if is_self else progress.tokens if progress else 0,
+            tokens_per_second=self.board.tokens_per_second if is_self else float(beat.tokens_per_second),
+            loss=self.board.loss if is_self else None if beat.loss is None else beat.loss / LOSS_SCALE,
+            device=member.device,
+            addresses=list(member.addresses),
+            is_connected=self.host.is_connected(author),
+            path=self.host.path(author),
+            last_seen_seconds=None if is_self else self.liveness.seconds_since(author, now),
+            is_paused=self.board.phase == "paused" if is_self else member.is_paused,
+            last_partner=peer_id_of(partner) if partner else "",
+        )
+
+    def _run(self, members: list[MemberStatus]) -> RunStatus:
+        live = [member for member in members if member.is_live]
+        losses = [member.loss for member in live if member.loss is not None]
+        gone_tokens = self.state.total_progress().tokens if self.state is not None else 0
+        return RunStatus(
+            run_id=self.run_id.hex(),
+            name=self.run_name,
+            members_live=len(live),
+            members_gone=len(members) - len(live),
+            tokens=max(gone_tokens, sum(member.tokens for member in members)),
+            tokens_per_second=sum(member.tokens_per_second for member in live),
+            loss_mean=sum(losses) / len(losses) if losses else None,
+            loss_min=min(losses, default=None),
+            loss_max=max(losses, default=None),
+            state_root=self.state.root.hex() if self.state is not None else "",
+            providers=list(self.board.providers),
+        )

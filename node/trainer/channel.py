@@ -1,0 +1,51 @@
+"""The trainer's end of the socket pair over which it is told what to do."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+from collections import deque
+
+from .messages import LENGTH, MAX_MESSAGE_BYTES, Command, Report, decode_command, encode
+
+
+class Channel:
+    """The trainer's end of the socket pair: blocking, with a look ahead between inner steps."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()  # on a GPU, a thread encodes and tells of it
+        self._pending: deque[Command] = deque()
+
+    def send(self, report: Report) -> None:
+        """Raises `BrokenPipeError` when the mesh process is gone."""
+        with self._sending:
+            self._connection.sendall(encode(report))
+
+    def receive(self) -> Command:
+        """The next command; `EOFError` when the mesh process is gone."""
+        return self._pending.popleft() if self._pending else self._read()
+
+    def poll(self, wait_seconds: float | None) -> Command | None:
+        """A command that comes within ``wait_seconds`` (None: whenever it comes), past those that were put off."""
+        return self._read() if select.select([self._connection], [], [], wait_seconds)[0] else None
+
+    def put_off(self, command: Command) -> None:
+        """Receive it again, after those put off before."""
+        self._pending.append(command)
+
+    def _read(self) -> Command:
+        (length,) = LENGTH.unpack(self._read_exactly(LENGTH.size))
+        if length > MAX_MESSAGE_BYTES:
+            raise EOFError("the mesh process sent a message that is too long")
+        return decode_command(self._read_exactly(length))
+
+    def _read_exactly(self, size: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < size:
+            part = self._connection.recv(size - len(parts))
+            if not part:
+                raise EOFError("the mesh process is gone")
+            parts += part
+        return bytes(parts)

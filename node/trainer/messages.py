@@ -1,0 +1,362 @@
+"""What the mesh process and the trainer process say to each other: msgspec structs over a socket pair.
+
+Commands go to the trainer, reports come back. Tensors do not travel here: contributions lie in two shared memory
+files (`farandole.node.trainer.shared_memory`), one for what this node sends and one for what it received.
+"""
+
+from __future__ import annotations
+
+import signal
+import struct
+from typing import Annotated, Final, Literal
+
+import msgspec
+
+from farandole.protocol.blocks import HASH_BYTES, MAX_BLOCKS
+
+# Of the hashes of a checkpoint's blocks.
+MAX_HASHES_BYTES: Final = MAX_BLOCKS * HASH_BYTES
+# Both ends are ours; the bound catches a torn stream, not an enemy. Beside hashes the most is Prepare's manifest.
+MAX_MESSAGE_BYTES: Final = MAX_HASHES_BYTES + (1 << 20)
+LENGTH: Final = struct.Struct(">I")
+# At it a trainer writes down where each of its threads is, as at its death by another signal (`faulthandler`).
+TRACEBACK_SIGNAL: Final = signal.SIGUSR1
+# How far a contribution is encoded, or has arrived, is told in steps of so many bytes: little beside what is moved
+# meanwhile, much beside what a message costs.
+STEP_BYTES: Final = 1 << 22
+# And at most so often: while the trainer takes an inner step, messages to it wait in the socket.
+MAX_STEPS: Final = 32
+
+
+class Steps:
+    """Which of the news about a contribution of ``size`` bytes are worth a message."""
+
+    def __init__(self, size: int) -> None:
+        self._step = max(STEP_BYTES, -(-size // MAX_STEPS))
+        self._due_at = self._step
+
+    def is_due(self, position: int) -> bool:
+        """Whether to tell that so many bytes are there. That all are, another message tells."""
+        if position < self._due_at:
+            return False
+        self._due_at = position + self._step
+        return True
+
+
+class Prepare(msgspec.Struct, frozen=True, tag=True):
+    """Load torch, data and model, then continue from the checkpoint, if there is one."""
+
+    run_id: bytes
+    author: bytes
+    manifest: bytes
+    data: list[str]
+    tokenizer: str | None
+    device: str
+    threads: int
+    slow: float
+    """Each inner step is followed by a pause of (slow - 1) times its own length."""
+    checkpoints: str
+    """The folder (`farandole.node.checkpoints.folder`) in which it saves, and from which it goes on."""
+    outgoing: int
+    """File descriptors of the shared memory, inherited."""
+    incoming: int
+    fetched: str = ""
+    """Where a peer's checkpoint may lie: if it is fit it becomes this node's newest, else it is removed."""
+    start: str = ""
+    """Where the weights lie that the manifest starts from, for a node that has no checkpoint of its own."""
+    stage: int = 0
+    """Which stage of the model this is, where it is cut into several."""
+    microbatch: int = 0
+    """Sequences of a batch that are taken at a time, 0: all; of a model that is not cut."""
+    activations: int = 0
+    """As ``outgoing``; slot i has its incoming activations at 2 i times their size, its outgoing ones after them."""
+
+
+class Train(msgspec.Struct, frozen=True, tag=True):
+    """Take inner steps until ``max_steps`` are done (0: no cap) or `FinishRound` comes.
+
+    It may come while the round before still awaits its `TakeOuterStep`.
+    """
+
+    round: int
+    max_steps: int
+
+
+class UseFragment(msgspec.Struct, frozen=True, tag=True):
+    """The round's contribution shall be of this fragment, as those after it until the next such command."""
+
+    round: int
+    fragment: int
+
+
+class DrawSlices(msgspec.Struct, frozen=True, tag=True):
+    """From now on the batches are these slices, (first, count) each, without those that were drawn already."""
+
+    epoch: int
+    ranges: list[tuple[int, int]]
+
+
+class Work(msgspec.Struct, frozen=True, tag=True):
+    """Compute something for the microbatch in a slot; of a stage, between `Train` and `FinishRound`."""
+
+    work: Literal["draw", "forward", "tail", "backward", "keep", "drop"]
+    """As `farandole.protocol.pipeline` says."""
+    slot: int
+    is_following: bool = False
+    """Whether what begins is for the inner step after the next `TakeInnerStep`."""
+
+
+class TakeInnerStep(msgspec.Struct, frozen=True, tag=True):
+    """The gradients of a stage's inner step are summed."""
+
+
+class FinishRound(msgspec.Struct, frozen=True, tag=True):
+    """The round's box in time is over: stop after the present inner step."""
+
+    round: int
+
+
+class TakeIn(msgspec.Struct, frozen=True, tag=True):
+    """So many bytes of the partner's contribution lie in the incoming memory: decode them, while the rest arrives.
+
+    They are not known to be right; what is known so is named by `Screen`. With less than before it begins anew.
+    """
+
+    round: int
+    """The round of the own contribution."""
+    num_received: int
+
+
+class Screen(msgspec.Struct, frozen=True, tag=True):
+    """Judge the contribution of ``size`` bytes that lies in the incoming memory."""
+
+    size: int
+    number: int = 0
+    """Told again with the verdict: an exchange that broke does not wait for its own, and the next one must not take
+    it."""
+
+
+class TakeOuterStep(msgspec.Struct, frozen=True, tag=True):
+    """Take the outer step: with the contribution in the incoming memory, or alone (``partner_size`` 0)."""
+
+    round: int
+    partner: bytes = b""
+    partner_size: int = 0
+    partner_tokens: int = 0
+
+
+class Save(msgspec.Struct, frozen=True, tag=True):
+    """Write a checkpoint, behind the inner steps; `Saved` says when it is there.
+
+    Another `Save` before that would wait for it, and the inner steps with it.
+    """
+
+    is_last: bool = False
+    """Nothing is to be trained any more: all the machine's strength is for this one."""
+
+
+class Validate(msgspec.Struct, frozen=True, tag=True):
+    """Measure the loss of the slow weights on held-out text."""
+
+    num_batches: int
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Give a sign of life, between two inner steps or when there is nothing else to do."""
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """End the process."""
+
+
+Command = (
+    Prepare
+    | Train
+    | UseFragment
+    | DrawSlices
+    | Work
+    | TakeInnerStep
+    | FinishRound
+    | TakeIn
+    | Screen
+    | TakeOuterStep
+    | Save
+    | Validate
+    | Ping
+    | Stop
+)
+
+
+class Saved(msgspec.Struct, frozen=True, tag=True):
+    """A checkpoint is on the disk, or why it is not (``problem``)."""
+
+    round: int
+    inner_steps: int
+    tokens: int
+    path: str = ""
+    """The file, under the name that it keeps until it is removed."""
+    size: int = 0
+    hashes: Annotated[bytes, msgspec.Meta(max_length=MAX_HASHES_BYTES)] = b""
+    """SHA-256 of each of the file's blocks, one after the other (`farandole.protocol.blocks`)."""
+    problem: str = ""
+    note: str = ""
+    """What a person should know of a save that went well."""
+
+
+class Prepared(msgspec.Struct, frozen=True, tag=True):
+    """Ready to train."""
+
+    device: str
+    num_parameters: int
+    contribution_bytes: int
+    layout: bytes
+    """SHA-256 over names, shapes and codec: partners' must be equal."""
+    round: int
+    inner_steps: int
+    tokens: int
+    activation_bytes: int = 0
+    """Of one microbatch, as it travels; 0 where the model is not cut."""
+    num_slices: int = 0
+    """Of an epoch; 0 where the run counts none, or this stage draws no data."""
+    corpus: bytes = b""
+    """Hash of this node's text, where there are slices."""
+    resumed: Saved | None = None
+    """The checkpoint that it goes on from, checked; None: from the run's seed."""
+    problem: str = ""
+    """What is wrong with newer checkpoints, which were passed over."""
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """Sent between inner steps, at most twice a second."""
+
+    round: int
+    inner_steps: int
+    inner_steps_this_round: int
+    tokens: int
+    loss: float | None
+    """Mean of the round; None where none is known: at all stages but the first."""
+    tokens_per_second: float
+
+
+class SlicesTrained(msgspec.Struct, frozen=True, tag=True):
+    """These slices, (first, count) each, have been trained on since the last such report."""
+
+    epoch: int
+    ranges: list[tuple[int, int]]
+
+
+class Worked(msgspec.Struct, frozen=True, tag=True):
+    """The oldest `Work` is done, or why it came to nothing (``problem``)."""
+
+    problem: str = ""
+
+
+class InnerStepTaken(msgspec.Struct, frozen=True, tag=True):
+    """By a stage; or not, since its gradients were not finite."""
+
+    is_taken: bool
+
+
+class Contributed(msgspec.Struct, frozen=True, tag=True):
+    """The inner steps of a round are done, and the contribution is being encoded; `Encoded` tells how far that is."""
+
+    round: int
+    size: int
+    tokens_this_round: int
+    inner_steps_this_round: int
+    inner_steps: int
+    tokens: int
+    loss: float | None
+    seconds: float
+    """Spent in inner steps and with commands between them."""
+    fragment: int
+    utilisation: float
+    """Share of the trainer's time, since its first round began, that went into inner steps."""
+    busy_seconds: float = 0.0
+    """Of the round, spent in inner steps."""
+
+
+class Encoded(msgspec.Struct, frozen=True, tag=True):
+    """So many bytes of the contribution, from the front, lie in the outgoing memory."""
+
+    round: int
+    num_ready: int
+    digest: bytes | None = None
+    """BLAKE3 of the contribution, when it is whole."""
+
+
+class Screened(msgspec.Struct, frozen=True, tag=True):
+    """The verdict on a contribution: empty, or why it is refused."""
+
+    reason: str
+    number: int = 0
+    """As `Screen` said."""
+
+
+class OuterStepTaken(msgspec.Struct, frozen=True, tag=True):
+    """The outer step is taken: fast weights are the new slow weights, and the inner steps taken since."""
+
+    round: int
+    late_steps: int = 0
+    """Inner steps between the contribution and the outer step."""
+
+
+class Validated(msgspec.Struct, frozen=True, tag=True):
+    """Loss of the slow weights on held-out text, or why there is none (``problem``)."""
+
+    round: int
+    loss: float
+    problem: str = ""
+
+
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    """The sign of life."""
+
+
+Cause = Literal["setup", "weights", "memory", "fault"]
+"""Why a trainer ended: what it was to train with will not do (no text, no such device, no room for the model), a
+peer's weights are unfit, its memory was used up while it trained, or something else."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The trainer cannot go on; it ends after this."""
+
+    message: str
+    cause: Cause
+
+
+Report = (
+    Prepared
+    | Progress
+    | SlicesTrained
+    | Worked
+    | InnerStepTaken
+    | Contributed
+    | Encoded
+    | Screened
+    | OuterStepTaken
+    | Saved
+    | Validated
+    | Pong
+    | Failed
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+_reports: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
+
+
+def encode(message: Command | Report) -> bytes:
+    """A message with its length in front."""
+    body = _encoder.encode(message)
+    return LENGTH.pack(len(body)) + body
+
+
+def decode_command(raw: bytes) -> Command:
+    """What the mesh process said."""
+    return _commands.decode(raw)
+
+
+def decode_report(raw: bytes) -> Report:
+    """What the trainer said."""
+    return _reports.decode(raw)

@@ -1,0 +1,221 @@
+"""The mesh process's handle on its trainer process: start it, talk to it, end it, and never outlive it by a zombie."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import trio
+
+from farandole.protocol.errors import FarandoleError
+
+from ..supervision.kernel import count_oom_kills
+from .messages import (
+    LENGTH,
+    MAX_MESSAGE_BYTES,
+    TRACEBACK_SIGNAL,
+    Cause,
+    Command,
+    Failed,
+    Prepare,
+    Prepared,
+    Report,
+    Stop,
+    decode_report,
+    encode,
+)
+from .shared_memory import map_shared_memory, open_shared_memory
+
+logger = logging.getLogger(__name__)
+
+# Importing torch and CUDA, reading 2 GiB of text and loading a checkpoint of gigabytes from a slow disk.
+PREPARE_TIMEOUT = 600.0
+# A trainer sees Stop between two inner steps; one that does not within this time is killed (nothing is lost: it saves
+# by rename).
+STOP_TIMEOUT = 5.0
+# A trainer that hangs has so long to write down where.
+TRACEBACK_SECONDS = 1.0
+# Some hundred frames for each of its threads.
+MAX_TRACEBACK_BYTES = 64 * 1_024
+
+
+class TrainerError(FarandoleError):
+    """The trainer died or cannot go on."""
+
+    def __init__(self, message: str, cause: Cause = "fault") -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+class TrainerStream:
+    """The mesh process's end of the socket pair. Both raise `trio.BrokenResourceError` when the trainer is gone."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._stream = trio.SocketStream(trio.socket.from_stdlib_socket(connection))
+        self._send_lock = trio.Lock()
+        self._buffer = bytearray()
+        self.aclose = self._stream.aclose
+
+    async def send(self, command: Command) -> None:
+        """Any number of tasks may."""
+        async with self._send_lock:
+            await self._stream.send_all(encode(command))
+
+    async def receive(self) -> Report:
+        """The next report; for one task."""
+        (length,) = LENGTH.unpack(await self._receive_exactly(LENGTH.size))
+        if length > MAX_MESSAGE_BYTES:
+            raise TrainerError("the trainer sent a message that is too long")
+        return decode_report(await self._receive_exactly(length))
+
+    async def _receive_exactly(self, size: int) -> bytes:
+        while len(self._buffer) < size:
+            part = await self._stream.receive_some()
+            if not part:
+                raise trio.BrokenResourceError("the trainer closed its end")
+            self._buffer += part
+        taken = bytes(self._buffer[:size])
+        del self._buffer[:size]
+        return taken
+
+
+class Descriptors(NamedTuple):
+    """Of the memory that is shared with a trainer."""
+
+    outgoing: int
+    incoming: int
+    activations: int
+
+
+class Trainer:
+    """One trainer process that has reported `Prepared`."""
+
+    def __init__(self, process: trio.Process, stream: TrainerStream, descriptors: Descriptors, tracebacks: int) -> None:
+        self.pid = process.pid
+        self.outgoing: mmap.mmap
+        """The contribution that this node sends."""
+        self.incoming: mmap.mmap
+        """The partner's contribution."""
+        self.prepared: Prepared
+        self._process = process
+        self._stream = stream
+        self._descriptors = descriptors
+        self._tracebacks = tracebacks
+        self._condemned_for = ""
+        self._oom_kills_before = count_oom_kills()
+
+    async def prepare(self, command: Prepare) -> None:
+        """Raises `TrainerError` with the trainer's own words if it cannot be made ready."""
+        with trio.move_on_after(PREPARE_TIMEOUT):
+            await self.send(msgspec.structs.replace(command, **self._descriptors._asdict()))
+            report = await self.receive()
+            if not isinstance(report, Prepared):
+                raise TrainerError(f"the trainer said {type(report).__name__} before it was ready")
+            self.prepared = report
+            self.outgoing = map_shared_memory(self._descriptors.outgoing, report.contribution_bytes)
+            self.incoming = map_shared_memory(self._descriptors.incoming, report.contribution_bytes)
+            return
+        raise TrainerError(f"the trainer was not ready after {PREPARE_TIMEOUT:.0f} s")
+
+    def map_activations(self, num_slots: int) -> memoryview:
+        """Where microbatches' activations lie: of each slot what came in, and what goes out."""
+        size = 2 * num_slots * self.prepared.activation_bytes
+        return memoryview(map_shared_memory(self._descriptors.activations, size))[:size]
+
+    async def send(self, command: Command) -> None:
+        """Raises `TrainerError` when the process is gone."""
+        try:
+            await self._stream.send(command)
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            raise await self._epitaph() from error
+
+    async def receive(self) -> Report:
+        """The next report; raises `TrainerError` when the process is gone or says that it failed."""
+        try:
+            report = await self._stream.receive()
+        except trio.BrokenResourceError as error:
+            raise await self._epitaph() from error
+        if isinstance(report, Failed):
+            raise TrainerError(report.message, report.cause)
+        return report
+
+    async def _epitaph(self) -> TrainerError:
+        """How the process ended."""
+        code = None
+        with trio.move_on_after(STOP_TIMEOUT):
+            code = await self._process.wait()
+        if traceback := os.pread(self._tracebacks, MAX_TRACEBACK_BYTES, 0):
+            logger.error("the trainer's last words:\n%s", traceback.decode(errors="replace"))
+        if self._condemned_for:
+            return TrainerError(self._condemned_for)
+        if code is None:
+            return TrainerError("the trainer process closed its socket")
+        if code < 0:
+            name = next((known.name for known in signal.Signals if known == -code), "one without a name")
+            words = f"the trainer process was killed by signal {-code} ({name})"
+            if code == -signal.SIGKILL and count_oom_kills() != self._oom_kills_before:
+                return TrainerError(f"{words}, probably by the kernel for want of memory", "memory")
+            return TrainerError(words)
+        return TrainerError(f"the trainer exited with {code}")
+
+    async def condemn(self, reason: str) -> None:
+        """Kill a trainer that hangs: `receive` raises `TrainerError` for this reason, and where it hung is logged."""
+        self._condemned_for = reason
+        self._process.send_signal(TRACEBACK_SIGNAL)
+        await trio.sleep(TRACEBACK_SECONDS)
+        self._process.kill()
+
+    async def stop(self) -> None:
+        """Ask it to stop, and kill it when it does not, or at once where this is cancelled."""
+        grace = 0.0 if trio.current_effective_deadline() == -math.inf else STOP_TIMEOUT
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + grace):
+            with contextlib.suppress(TrainerError):
+                await self.send(Stop())
+            await self._stream.aclose()
+            await self._process.wait()
+        if self._process.returncode is None:
+            self._process.kill()
+            with trio.CancelScope(shield=True):
+                await self._process.wait()
+
+
+@contextlib.asynccontextmanager
+async def open_trainer(command: Prepare, log: Path | None) -> AsyncIterator[Trainer]:
+    """Start a trainer process, make it ready, and end it on the way out.
+
+    ``log`` is where its output goes (the terminal if None). Raises `TrainerError`.
+    """
+    ours, theirs = socket.socketpair()
+    with contextlib.ExitStack() as memories:
+        shared = Descriptors(*(memories.enter_context(open_shared_memory(name)) for name in Descriptors._fields))
+        tracebacks = memories.enter_context(open_shared_memory("tracebacks"))
+        with theirs, open(log or os.devnull, "ab") as log_file:  # noqa: ASYNC230 - opening a local log does not block
+            try:
+                process = await trio.lowlevel.open_process(
+                    [sys.executable, "-m", "farandole.node.trainer.main", str(theirs.fileno()), str(tracebacks)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log_file if log else None,
+                    stderr=log_file if log else None,
+                    pass_fds=(theirs.fileno(), tracebacks, *shared),
+                    env={**os.environ, "OMP_NUM_THREADS": str(command.threads)},
+                )
+            except OSError as error:  # no memory, or no process more, just now
+                ours.close()
+                raise TrainerError(f"no trainer process can be started: {error}") from error
+        trainer = Trainer(process, TrainerStream(ours), shared, tracebacks)
+        try:
+            await trainer.prepare(command)
+            yield trainer
+        finally:
+            await trainer.stop()

@@ -1,0 +1,159 @@
+"""What two nodes make of each other's weights, over real hosts, streams and channels, is the mean that float64 has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import Tensor, nn
+
+from farandole.protocol.exchange import BULK_FROM, Offer
+from farandole.protocol.manifest import Codec
+from farandole.training import noloco
+from farandole.training.codec import CODECS, decode, encode, encoded_size
+from farandole.training.config import InnerConfig, ModelConfig, OuterConfig
+from farandole.training.data import Sampler, Text
+from farandole.training.device import choose_device
+from farandole.training.learner import Learner
+from farandole.training.model import build_model
+from farandole.training.parameters import flatten_, layout_of
+
+from ..real_nodes import TOKENS, open_nodes, swap
+
+Float64s = npt.NDArray[np.float64]
+
+
+def bound(codec: str, values: Tensor) -> Float64s:
+    """How far each decoded value may be off, as `farandole.training.codec` states it; (n,)."""
+    x = values.double().abs().numpy()
+    if codec == "fp32":
+        return np.zeros_like(x)
+    if codec in ("bf16", "fp16"):
+        return np.maximum(x * 2.0 ** (-8 if codec == "bf16" else -11), 2.0**-25)
+    length, levels = (256, 127) if codec == "int8" else (64, 7)
+    blocks = np.pad(x, (0, -len(x) % length)).reshape(-1, length)
+    scales = np.maximum(blocks.max(axis=1) / levels, 2.0**-126) * (1 + 2.0**-20)
+    return np.repeat(scales * (0.5 + 2.0**-15), length)[: len(x)]
+
+
+def exact_mean(codec: str, values: list[Tensor]) -> tuple[Float64s, Float64s]:
+    """The mean of two contributions by the tokens behind them, in float64, and how far from it two nodes may come."""
+    first, second = (share / sum(TOKENS) for share in TOKENS)
+    exact = first * values[0].double().numpy() + second * values[1].double().numpy()
+    allowed = first * bound(codec, values[0]) + second * bound(codec, values[1])
+    largest = np.maximum(*(value.double().abs().numpy() for value in values))
+    return exact, allowed + 2.0**-22 * largest  # the mean itself is taken in fp32
+
+
+def num_elements_around(codec: str, size: int) -> Iterator[int]:
+    """The most elements that take less than ``size`` bytes, and the fewest that take so many."""
+    low, high = 0, size
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if encoded_size(codec, middle) < size else (low, middle)
+    yield from (low, high)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+async def test_means_are_exact_to_the_codecs_error_over_every_path(codec: Codec) -> None:
+    around = list(num_elements_around(codec, BULK_FROM))
+    async with open_nodes() as nodes:
+        for num_elements in (1, 2, 63, 257, 7_919, *around, around[-1] + 7_907):
+            generator = torch.Generator().manual_seed(num_elements)
+            values = [torch.randn(num_elements, generator=generator) * scale for scale in (1.0, 1e-3)]
+            for node, own in zip(nodes, values, strict=True):
+                node.outgoing = bytearray(encoded_size(codec, num_elements))
+                encode(codec, own, node.outgoing)
+            exact, allowed = exact_mean(codec, values)
+            for path in ("bulk", "stream"):
+                await swap(nodes, codec, path)
+                first, second = nodes
+                means = [  # each from what it sent and what it received
+                    noloco.weighted_mean(
+                        decode(codec, node.outgoing if node is first else node.incoming, num_elements),
+                        decode(codec, node.incoming if node is first else node.outgoing, num_elements),
+                        noloco.partner_shares(*TOKENS),
+                    )
+                    for node in (first, second)
+                ]
+                assert torch.equal(*means), "bit for bit"
+                assert (np.abs(means[0].double().numpy() - exact) <= allowed).all()
+
+
+@pytest.mark.parametrize("path", ["bulk", "stream"])
+@pytest.mark.parametrize("codec", CODECS)
+async def test_replicas_come_to_the_same_mean_over_every_path(codec: Codec, path: str) -> None:
+    text = Text(np.zeros(600, np.uint8), np.zeros(100, np.uint8), 2)
+    model = ModelConfig(num_layers=1, width=256, num_heads=2, hidden=4_001, context=16, vocabulary=64)
+    outer = OuterConfig(alpha=0.0, beta=1.0, gamma=1.0, codec=codec)  # the new slow weights are the mean
+    async with open_nodes() as nodes:
+        replicas: list[Learner] = []
+        weights: list[Tensor] = []
+        for index, node in enumerate(nodes):
+            sampler = Sampler(text, run_id=bytes(32), author=node.host.author, batch_size=1, context=16)
+            device = choose_device("cpu")
+            replica = Learner(
+                build_model(model, seed=7), InnerConfig(), outer, sampler, run_id=bytes(32), device=device
+            )
+            generator = torch.Generator().manual_seed(index)
+            replica._theta.add_(torch.randn(len(replica._theta), generator=generator) * 1e-2)
+            weights.append(replica.fast_weights())
+            node.outgoing = bytearray(replica.contribution_bytes)
+            replica.contribution(node.outgoing)
+            replicas.append(replica)
+        await swap(nodes, codec, path, replicas[0].layout.hash)
+        for index, (node, replica) in enumerate(zip(nodes, replicas, strict=True)):
+            assert replica.refusal(node.incoming) == ""
+            replica.outer_step(node.incoming, TOKENS[index], TOKENS[1 - index], own_first=index == 0)
+    mean = replicas[0].slow_weights()
+    assert torch.equal(mean, replicas[1].slow_weights()), "bit for bit"
+    exact, allowed = exact_mean(codec, weights)
+    assert (np.abs(mean.double().numpy() - exact) <= allowed).all()
+
+
+class Odd(nn.Module):
+    """A scalar, a parameter without elements, and others around it."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        for name, shape in {"scalar": (), "empty": (0, 3), "row": (1, 7), "vector": (257,)}.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator)))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+async def test_parameters_of_odd_shapes_come_back_in_their_places(codec: Codec) -> None:
+    modules = [Odd(seed) for seed in (1, 2)]
+    layout = layout_of(modules[0], codec)
+    values = [flatten_(module, layout)[0] for module in modules]
+    async with open_nodes() as nodes:
+        for node, own in zip(nodes, values, strict=True):
+            node.outgoing = bytearray(encoded_size(codec, layout.num_elements))
+            encode(codec, own, node.outgoing)
+        await swap(nodes, codec, "stream", layout.hash)
+        received = layout.views(decode(codec, nodes[0].incoming, layout.num_elements))
+    allowed = layout.views(torch.from_numpy(bound(codec, values[1])))
+    for name, parameter in modules[1].named_parameters():
+        assert received[name].shape == parameter.shape
+        assert ((received[name].double() - parameter.double()).abs() <= allowed[name]).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_parameters_of_half_precision_become_whole_and_keep_their_values(dtype: torch.dtype) -> None:
+    module = Odd(1)
+    halves = torch.tensor([0.5, -3.0, 1024.0], dtype=dtype)
+    module.register_parameter("halves", nn.Parameter(halves))
+    weights, _ = flatten_(module, layout_of(module, "fp32"))
+    assert {parameter.dtype for parameter in (weights, *module.parameters())} == {torch.float32}
+    assert torch.equal(module.get_parameter("halves"), halves.float())
+
+
+def test_nothing_at_all_has_no_contribution() -> None:
+    """An offer has at least a byte: a run whose model has no parameters is none."""
+    assert all(encoded_size(codec, 0) == 0 for codec in CODECS)
+    with pytest.raises(msgspec.ValidationError, match=r"\$\[7\]"):
+        msgspec.convert([1, 2, bytes(32), bytes(16), 0, bytes(32), "fp32", 0, 0, 0, 1.0], Offer)

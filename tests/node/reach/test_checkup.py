@@ -1,0 +1,69 @@
+"""What nodes tell each other of clocks, datagrams and speed, over real hosts on loopback."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.node.errors import PeerUnreachableError
+from farandole.node.p2p.host import Host, open_host
+from farandole.node.reach import checkup
+from farandole.node.reach.checkup import CheckupService, ask_echo, ask_time
+from farandole.node.reach.speed import MAX_AT_ONCE, SpeedService, measure
+from farandole.node.shaping import Shaping
+from farandole.protocol.checkup import SPEED_SECONDS
+
+LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
+NOON = 1_800_000_000.0
+
+
+@contextlib.asynccontextmanager
+async def open_pair(shaping: Shaping | None = None) -> AsyncIterator[tuple[Host, Host]]:
+    """The asker, and the witness, whose clock says noon."""
+    async with (
+        open_host(Ed25519PrivateKey.generate(), LOOPBACK) as asker,
+        open_host(Ed25519PrivateKey.generate(), LOOPBACK) as witness,
+    ):
+        CheckupService(witness, lambda: NOON)
+        SpeedService(witness, shaping or Shaping())
+        await asker.connect(witness.author, witness.addresses)
+        with trio.fail_after(60):
+            yield asker, witness
+
+
+async def test_a_clock_is_compared_to_within_half_the_round_trip() -> None:
+    async with open_pair() as (asker, witness):
+        offset = await ask_time(asker, witness.author, lambda: NOON + 3_600)
+        assert offset.error < 5
+        assert abs(offset.seconds - 3_600) <= offset.error + 0.001
+
+
+async def test_a_datagram_comes_back() -> None:
+    async with open_pair() as (asker, witness):
+        assert await ask_echo(asker, witness.author)
+
+
+async def test_who_echoes_for_many_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkup, "MAX_ECHOING", 0)
+    async with open_pair() as (asker, witness):
+        with pytest.raises(PeerUnreachableError, match="echoes nothing"):
+            await ask_echo(asker, witness.author)
+
+
+@pytest.mark.parametrize("is_up", [True, False])
+async def test_a_capped_line_is_measured_as_it_is(is_up: bool) -> None:
+    async with open_pair(Shaping.of_mbit(8, 8)) as (asker, witness):
+        rate = await measure(asker, witness.author, is_up=is_up)
+        assert 0 < rate < 8_000_000 / SPEED_SECONDS
+
+
+async def test_nobody_measures_again_and_again() -> None:
+    async with open_pair() as (asker, witness):
+        for _ in range(MAX_AT_ONCE):
+            assert await measure(asker, witness.author, is_up=False) > 0
+        with pytest.raises(PeerUnreachableError, match="no time"):
+            await measure(asker, witness.author, is_up=False)

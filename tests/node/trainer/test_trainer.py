@@ -1,0 +1,462 @@
+"""The trainer in its own process: commands in, reports out, and no way of dying that the daemon does not see."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import pytest
+import torch
+import trio
+from blake3 import blake3
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.node.checkpoints.folder import CheckpointFolder, index_of, saved_round
+from farandole.node.trainer import messages
+from farandole.node.trainer.conversion import training_configs
+from farandole.node.trainer.trainer import Trainer, TrainerError, open_trainer
+from farandole.protocol.blocks import Index, encode_signed_index, sign_index
+from farandole.protocol.identity import public_bytes
+from farandole.protocol.manifest import Manifest, ModelConfig, manifest_from_dict
+from farandole.training.blocks import Content, content_of
+from farandole.training.learner import Learner, build_learner
+
+DEADLINE = 120  # a hang, not a duration: a loaded machine imports torch in a quarter of this
+ReportType = TypeVar("ReportType")
+
+
+@pytest.fixture
+def manifest() -> Manifest:
+    return manifest_from_dict(
+        {
+            "name": "tiny",
+            "model": {"num_layers": 1, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256},
+            "inner": {"learning_rate": 3e-3, "warmup_steps": 2, "batch_size": 2},
+            "data": {"source": "text"},
+        }
+    )
+
+
+@pytest.fixture
+def prepare(tmp_path: Path, manifest: Manifest) -> Callable[..., messages.Prepare]:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for i in range(40):
+        (texts / f"{i}.txt").write_text(f"text number {i}, which goes on and on. " * 20)
+
+    def make(author: bytes = b"a" * 32, **changes: object) -> messages.Prepare:
+        command = messages.Prepare(
+            run_id=b"r" * 32,
+            author=author,
+            manifest=msgspec.msgpack.encode(manifest),
+            data=[str(texts)],
+            tokenizer=None,
+            device="cpu",
+            threads=1,
+            slow=1.0,
+            checkpoints=str(tmp_path / author[:1].decode()),
+            outgoing=0,
+            incoming=0,
+        )
+        return msgspec.structs.replace(command, **changes)
+
+    return make
+
+
+async def report_of(trainer: Trainer, kind: type[ReportType]) -> ReportType:
+    """The next report of a kind, past those of progress and of encoding."""
+    with trio.fail_after(DEADLINE):
+        while True:
+            report = await trainer.receive()
+            if isinstance(report, kind):
+                return report
+            assert isinstance(report, messages.Progress | messages.Encoded)
+
+
+async def digest_of(trainer: Trainer) -> bytes:
+    """Of the contribution, when all of it is encoded."""
+    while (encoded := await report_of(trainer, messages.Encoded)).digest is None:
+        pass
+    return encoded.digest
+
+
+async def test_two_trainers_average_to_the_very_mean(
+    prepare: Callable[..., messages.Prepare], manifest: Manifest
+) -> None:
+    """Alpha 0, beta = gamma = 1: after the outer step both have the mean of both contributions, bit for bit."""
+    exact = msgspec.structs.replace(
+        manifest, outer=msgspec.structs.replace(manifest.outer, alpha=0.0, beta=1.0, gamma=1.0)
+    )
+    raw = msgspec.msgpack.encode(exact)
+    async with (
+        open_trainer(prepare(b"a" * 32, manifest=raw), None) as alice,
+        open_trainer(prepare(b"b" * 32, manifest=raw), None) as bob,
+    ):
+        assert alice.prepared.layout == bob.prepared.layout
+        contributed = {}
+        for trainer in (alice, bob):
+            await trainer.send(messages.Train(0, 3))
+            contributed[trainer] = report = await report_of(trainer, messages.Contributed)
+            assert report.inner_steps == 3
+            digest = await digest_of(trainer)
+            assert digest == blake3(trainer.outgoing[: report.size]).digest()
+        assert alice.outgoing[: contributed[alice].size] != bob.outgoing[: contributed[bob].size]
+        for own, partner, author in ((alice, bob, b"b" * 32), (bob, alice, b"a" * 32)):
+            theirs = contributed[partner]
+            own.incoming[: theirs.size] = partner.outgoing[: theirs.size]
+            await own.send(messages.Screen(theirs.size))
+            assert (await report_of(own, messages.Screened)).reason == ""
+            await own.send(messages.TakeOuterStep(0, author, theirs.size, theirs.tokens_this_round))
+            await report_of(own, messages.OuterStepTaken)
+            await own.send(messages.Save())
+        saved = [await report_of(trainer, messages.Saved) for trainer in (alice, bob)]
+        assert [report.problem for report in saved] == ["", ""]
+
+        from safetensors.numpy import load_file
+
+        weights = [load_file(report.path) for report in saved]
+        slow = [{name: value for name, value in each.items() if name.startswith("slow/")} for each in weights]
+        assert all((slow[0][name] == slow[1][name]).all() for name in slow[0])
+        import numpy as np
+
+        flat = np.concatenate([slow[0][name].ravel() for name in sorted(slow[0])])
+        sent = [np.frombuffer(t.outgoing[: contributed[t].size], dtype=np.float32) for t in (alice, bob)]
+        mean = sent[0] * np.float32(0.5) + sent[1] * np.float32(0.5)
+        assert np.array_equal(np.sort(flat), np.sort(mean))
+
+
+async def test_a_bad_contribution_is_refused_and_leaves_the_weights_alone(
+    prepare: Callable[..., messages.Prepare],
+) -> None:
+    async with open_trainer(prepare(), None) as trainer:
+        await trainer.send(messages.Train(0, 2))
+        size = (await report_of(trainer, messages.Contributed)).size
+        trainer.incoming[:size] = b"\xff" * size  # NaN in fp32
+        await trainer.send(messages.Screen(size))
+        assert "finite" in (await report_of(trainer, messages.Screened)).reason
+        await trainer.send(messages.TakeOuterStep(0))
+        await report_of(trainer, messages.OuterStepTaken)
+
+
+async def test_a_box_ends_a_round_and_a_checkpoint_is_written_in_the_middle_of_one(
+    prepare: Callable[..., messages.Prepare],
+) -> None:
+    command = prepare()
+    folder = CheckpointFolder(Path(command.checkpoints), 0)
+    assert folder.files() == []
+    async with open_trainer(command, None) as trainer:
+        await trainer.send(messages.Train(7, 0))
+        await trainer.send(messages.Save())
+        saved = await report_of(trainer, messages.Saved)
+        assert folder.files() == [Path(saved.path)] == [folder.file(7)]
+        assert content_of(folder.file(7)) == Content(saved.size, saved.hashes)
+        await trainer.send(messages.FinishRound(6))  # of another round: ignored
+        await trainer.send(messages.FinishRound(7))
+        assert (await report_of(trainer, messages.Contributed)).inner_steps_this_round >= 1
+        await trainer.send(messages.TakeOuterStep(7))
+        await report_of(trainer, messages.OuterStepTaken)
+        await trainer.send(messages.Validate(1))
+        loss = (await report_of(trainer, messages.Validated)).loss
+        await trainer.send(messages.Save())
+        last = await report_of(trainer, messages.Saved)
+    assert [saved_round(path) for path in folder.files()] == [8, 7]
+    async with open_trainer(command, None) as again:
+        assert again.prepared.resumed == last
+        assert again.prepared.round == 8
+        await again.send(messages.Validate(1))
+        assert (await report_of(again, messages.Validated)).loss == loss
+
+
+async def test_an_outer_step_may_come_during_the_next_round(
+    prepare: Callable[..., messages.Prepare], manifest: Manifest
+) -> None:
+    """Alice trains on while her first contribution is exchanged; the same calls in this process give the same bits."""
+    names = ("a", "b")
+    twins = {name: _twin(prepare(name.encode() * 32), manifest) for name in names}
+    sent = {name: bytearray(twin.contribution_bytes) for name, twin in twins.items()}
+    for name in names:
+        for _ in range(3):
+            twins[name].learn()
+        twins[name].contribution(sent[name])
+    async with open_trainer(prepare(b"a" * 32), None) as alice:
+        await alice.send(messages.Train(0, 3))
+        first = await report_of(alice, messages.Contributed)
+        size = first.size
+        await digest_of(alice)
+        await alice.send(messages.Train(1, 4))  # four steps, which end before the exchange does
+        await alice.send(messages.FinishRound(0))  # crossed the contribution: not of this round
+        await alice.send(messages.Validate(1))  # waits for the round's end
+        alice.incoming[:size] = b"\xff" * size  # NaN: what a first partner sent
+        await alice.send(messages.TakeIn(0, size))
+        await alice.send(messages.Screen(size))
+        assert "finite" in (await report_of(alice, messages.Screened)).reason
+        await alice.send(messages.TakeIn(0, size))
+        await alice.send(messages.TakeIn(0, 0))  # that exchange came to nothing
+        await alice.send(messages.Save())
+        assert (await report_of(alice, messages.Saved)).round == 0
+        assert alice.outgoing[:size] == bytes(sent["a"])  # still what is being sent
+        alice.incoming[:size] = bytes(sent["b"])
+        await alice.send(messages.TakeIn(0, size))
+        await alice.send(messages.Screen(size))
+        assert (await report_of(alice, messages.Screened)).reason == ""
+        await alice.send(messages.TakeOuterStep(0, b"b" * 32, size, 70))
+        taken = await report_of(alice, messages.OuterStepTaken)
+        assert taken.round == 0
+        assert 0 <= taken.late_steps <= 4
+
+        for step in range(5):
+            if step == taken.late_steps:
+                assert twins["a"].outer_step(sent["b"], first.tokens_this_round, 70, own_first=True) == step
+            if step < 4:
+                twins["a"].learn()
+        twins["a"].contribution(sent["a"])
+
+        second = await report_of(alice, messages.Contributed)
+        assert (second.round, second.inner_steps_this_round, second.inner_steps) == (1, 4, 7)
+        assert second.tokens_this_round == 4 * 2 * 16
+        await digest_of(alice)
+        assert alice.outgoing[:size] == bytes(sent["a"])
+        await report_of(alice, messages.Validated)
+        await alice.send(messages.TakeOuterStep(1))
+        assert (await report_of(alice, messages.OuterStepTaken)).late_steps == 0
+        await alice.send(messages.Save())
+        assert (await report_of(alice, messages.Saved)).round == 2
+
+
+# Memory with which a checkpoint can be written, but not copied.
+LITTLE = 20_000_000
+WIDE = {"num_layers": 1, "width": 256, "num_heads": 2, "hidden": 4096, "context": 16, "vocabulary": 256}
+
+
+async def test_a_contribution_is_sent_while_it_is_encoded_and_taken_in_while_it_comes(
+    prepare: Callable[..., messages.Prepare], manifest: Manifest
+) -> None:
+    wide = msgspec.structs.replace(manifest, model=msgspec.convert(WIDE, ModelConfig))
+    twins = [_twin(prepare(author), wide) for author in (b"a" * 32, b"b" * 32)]
+    sent = [bytearray(twin.contribution_bytes) for twin in twins]
+    for twin, contribution in zip(twins, sent, strict=True):
+        twin.learn()
+        twin.contribution(contribution)
+    async with open_trainer(prepare(b"a" * 32, manifest=msgspec.msgpack.encode(wide)), None) as alice:
+        await alice.send(messages.Train(0, 1))
+        first = await report_of(alice, messages.Contributed)
+        assert first.size == len(sent[0]) > 2 * messages.STEP_BYTES
+        ready = 0
+        while True:
+            encoded = await report_of(alice, messages.Encoded)
+            assert ready < encoded.num_ready
+            assert alice.outgoing[ready : encoded.num_ready] == sent[0][ready : encoded.num_ready]
+            ready = encoded.num_ready
+            if encoded.digest is not None:
+                break
+            assert ready < first.size
+        assert encoded == messages.Encoded(0, first.size, blake3(sent[0]).digest())
+
+        await alice.send(messages.TakeIn(7, first.size))  # of another round: not looked at
+        for end in (1, messages.STEP_BYTES, messages.STEP_BYTES + 1, first.size - 1, first.size):
+            alice.incoming[:end] = bytes(sent[1][:end])
+            await alice.send(messages.TakeIn(0, end))
+        await alice.send(messages.Screen(first.size))
+        assert (await report_of(alice, messages.Screened)).reason == ""
+        await alice.send(messages.TakeOuterStep(0, b"b" * 32, first.size, 70))
+        await report_of(alice, messages.OuterStepTaken)
+        await alice.send(messages.Train(1, 1))
+        await report_of(alice, messages.Contributed)
+        digest = await digest_of(alice)
+
+    twins[0].outer_step(sent[1], first.tokens_this_round, 70, own_first=True)
+    twins[0].learn()
+    assert twins[0].contribution(sent[0]) == (first.size, digest), "bit for bit"
+
+
+def _twin(command: messages.Prepare, manifest: Manifest) -> Learner:
+    """The replica that a trainer process would build."""
+    torch.set_num_threads(1)
+    return build_learner(
+        *training_configs(manifest),
+        seed=manifest.seed,
+        run_id=command.run_id,
+        author=command.author,
+        device=command.device,
+        text_paths=[Path(path) for path in command.data],
+    )
+
+
+async def test_a_killed_trainer_is_noticed_and_said(prepare: Callable[..., messages.Prepare]) -> None:
+    with trio.fail_after(DEADLINE), pytest.raises(TrainerError, match="killed by signal 9"):
+        async with open_trainer(prepare(), None) as trainer:
+            await trainer.send(messages.Train(0, 0))
+            await report_of(trainer, messages.Progress)
+            os.kill(trainer.pid, signal.SIGKILL)
+            while True:
+                await trainer.receive()
+
+
+async def test_where_a_trainer_crashed_or_hung_is_logged(
+    prepare: Callable[..., messages.Prepare], caplog: pytest.LogCaptureFixture
+) -> None:
+    with trio.fail_after(DEADLINE), pytest.raises(TrainerError, match=r"killed by signal 11 \(SIGSEGV\)"):
+        async with open_trainer(prepare(), None) as trainer:
+            os.kill(trainer.pid, signal.SIGSEGV)
+            await trainer.receive()
+    assert "Segmentation fault" in caplog.text
+    assert "trainer/main.py" in caplog.text
+    caplog.clear()
+    with trio.fail_after(DEADLINE), pytest.raises(TrainerError, match="it hung"):
+        async with open_trainer(prepare(), None) as trainer:
+            await trainer.send(messages.Train(0, 0))
+            await report_of(trainer, messages.Progress)
+            await trainer.condemn("it hung")
+            while True:
+                await trainer.receive()
+    assert "in _take_inner_steps" in caplog.text
+
+
+async def test_a_trainer_answers_whatever_it_does(prepare: Callable[..., messages.Prepare]) -> None:
+    async with open_trainer(prepare(), None) as trainer:
+        await trainer.send(messages.Ping())
+        await report_of(trainer, messages.Pong)
+        await trainer.send(messages.Train(0, 0))
+        await trainer.send(messages.Ping())
+        await report_of(trainer, messages.Pong)
+        await trainer.send(messages.FinishRound(0))
+        await report_of(trainer, messages.Contributed)
+        await trainer.send(messages.Train(1, 1))  # which ends before round 0 has its outer step
+        await trainer.send(messages.Ping())
+        await report_of(trainer, messages.Pong)
+
+
+async def test_a_peers_checkpoint_replaces_the_own_one_only_if_it_is_fit(
+    prepare: Callable[..., messages.Prepare], tmp_path: Path
+) -> None:
+    own, fetched = CheckpointFolder(tmp_path / "a", 0).file(5), tmp_path / "fetched.safetensors"
+    async with open_trainer(prepare(), None) as trainer:
+        await trainer.send(messages.Train(4, 1))
+        await report_of(trainer, messages.Contributed)
+        await trainer.send(messages.TakeOuterStep(4))
+        await report_of(trainer, messages.OuterStepTaken)
+        await trainer.send(messages.Save())
+        await report_of(trainer, messages.Saved)
+    kept = own.read_bytes()
+    unfit = bytearray(kept)
+    unfit[-4:] = b"\xff\xff\xff\x7f"  # NaN
+    for content in (bytes(unfit), b"rubbish"):
+        fetched.write_bytes(content)
+        with trio.fail_after(DEADLINE), pytest.raises(TrainerError, match="a peer's weights are unfit") as caught:
+            async with open_trainer(prepare(fetched=str(fetched)), None):
+                pass
+        assert caught.value.cause == "weights"  # another peer's may do
+        assert own.read_bytes() == kept
+        assert not fetched.exists()
+    own.replace(fetched)
+    async with open_trainer(prepare(fetched=str(fetched)), None) as trainer:
+        assert trainer.prepared.resumed is not None
+        assert (trainer.prepared.resumed.path, trainer.prepared.round) == (str(own), 5)
+    assert own.read_bytes() == kept
+    assert not fetched.exists()
+
+
+async def train_alone(trainer: Trainer, round_index: int) -> None:
+    await trainer.send(messages.Train(round_index, 1))
+    await report_of(trainer, messages.Contributed)
+    await trainer.send(messages.TakeOuterStep(round_index))
+    await report_of(trainer, messages.OuterStepTaken)
+
+
+async def save_after_round(trainer: Trainer, round_index: int) -> messages.Saved:
+    await train_alone(trainer, round_index)
+    await trainer.send(messages.Save())
+    return await report_of(trainer, messages.Saved)
+
+
+async def test_a_damaged_checkpoint_is_passed_over_and_replaced(prepare: Callable[..., messages.Prepare]) -> None:
+    folder = CheckpointFolder(Path(prepare().checkpoints), 0)
+    async with open_trainer(prepare(), None) as trainer:
+        old, new = [await save_after_round(trainer, round_index) for round_index in (0, 1)]
+        await trainer.send(messages.Save())
+        assert await report_of(trainer, messages.Saved) == new, "there is nothing newer to be saved"
+    good = folder.file(2).read_bytes()
+    key = Ed25519PrivateKey.generate()
+    index = Index(
+        run_id=b"r" * 32,
+        author=public_bytes(key),
+        round=2,
+        inner_steps=2,
+        tokens=1,
+        size=new.size,
+        layout=bytes(32),
+        hashes=new.hashes,
+    )
+    index_of(folder.file(2)).write_bytes(encode_signed_index(sign_index(key, index)))
+    folder.file(2).write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    async with open_trainer(prepare(), None) as trainer:
+        assert trainer.prepared.resumed == old
+        assert "its block 0 is not what was written" in trainer.prepared.problem
+        assert (await save_after_round(trainer, 1)).problem == ""
+    assert folder.files() == [folder.file(2), folder.file(1)]
+    assert folder.file(2).read_bytes() == good, "the same steps from the same checkpoint"
+    assert not index_of(folder.file(2)).exists(), "it was the damaged one's"
+    for path in folder.files():
+        path.write_bytes(b"rubbish")
+    with trio.fail_after(DEADLINE), pytest.raises(TrainerError, match="can be loaded") as caught:
+        async with open_trainer(prepare(), None):
+            pass
+    assert caught.value.cause == "setup"
+
+
+async def test_without_memory_for_a_snapshot_training_waits_for_the_save(
+    prepare: Callable[..., messages.Prepare], manifest: Manifest
+) -> None:
+    wide = msgspec.structs.replace(manifest, model=msgspec.convert(WIDE, ModelConfig))
+    async with open_trainer(prepare(manifest=msgspec.msgpack.encode(wide)), None) as trainer:
+        size = (await save_after_round(trainer, 0)).size
+        assert size > LITTLE
+    async with open_trainer(prepare(manifest=msgspec.msgpack.encode(wide)), None) as trainer:
+        await train_alone(trainer, 7)  # it waits, and needs no more memory than it has
+        used = next(
+            int(line.split()[1]) * 1_024
+            for line in Path(f"/proc/{trainer.pid}/status").read_text().splitlines()
+            if line.startswith("VmData:")
+        )
+        resource.prlimit(trainer.pid, resource.RLIMIT_DATA, (used + LITTLE, resource.RLIM_INFINITY))
+        await trainer.send(messages.Save())
+        saved = await report_of(trainer, messages.Saved)
+        assert (saved.problem, saved.round, saved.size) == ("", 8, size)
+        assert "no memory for a snapshot" in saved.note
+        resource.prlimit(trainer.pid, resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert (await save_after_round(trainer, 8)).note == ""
+
+
+async def test_a_run_that_holds_out_no_text_is_not_validated_and_goes_on(
+    prepare: Callable[..., messages.Prepare], manifest: Manifest
+) -> None:
+    nothing = msgspec.structs.replace(manifest, data=msgspec.structs.replace(manifest.data, held_out=0.0))
+    async with open_trainer(prepare(manifest=msgspec.msgpack.encode(nothing)), None) as trainer:
+        await trainer.send(messages.Validate(1))
+        assert "too little text is held out" in (await report_of(trainer, messages.Validated)).problem
+        await trainer.send(messages.Train(0, 1))
+        await report_of(trainer, messages.Contributed)
+
+
+async def test_what_cannot_be_set_up_is_said_in_words(prepare: Callable[..., messages.Prepare], tmp_path: Path) -> None:
+    for changes, words in (({"device": "cuda:7"}, "cuda"), ({"data": [str(tmp_path / "nowhere")]}, "nowhere")):
+        with trio.fail_after(DEADLINE), pytest.raises(TrainerError, match=words) as caught:
+            async with open_trainer(prepare(**changes), None):
+                pass
+        assert caught.value.cause == "setup"
+
+
+async def test_a_frozen_trainer_does_not_outlive_its_node(
+    prepare: Callable[..., messages.Prepare], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farandole.node.trainer.trainer.STOP_TIMEOUT", 0.2)
+    with trio.fail_after(DEADLINE):
+        async with open_trainer(prepare(), None) as trainer:
+            os.kill(trainer.pid, signal.SIGSTOP)
+    with pytest.raises(ProcessLookupError):
+        os.kill(trainer.pid, 0)
