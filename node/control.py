@@ -1,23 +1,17 @@
 """The control API: how the CLI and scripts talk to the daemon on this machine.
 
-A Unix socket in the node's home folder, for the owner alone; one JSON object a line:
+A socket for its owner alone (`farandole.node.system.endpoint`); one JSON object a line:
 
     {"method": "status", "params": {}}  ->  {"ok": ...}  or  {"error": {"code": "...", "message": "..."}}
-
-A socket and not a port: the file system's permissions are the authentication, and two nodes never clash.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
-import os
 import socket
-import stat
-import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,6 +19,8 @@ import msgspec
 import trio
 
 from farandole.protocol.errors import FarandoleError
+
+from .system.endpoint import Endpoint, bound_endpoint, connect
 
 # Requests name a method and a few settings.
 MAX_REQUEST_BYTES: Final = 64 * 1024
@@ -34,8 +30,8 @@ MAX_RESPONSE_BYTES: Final = 16 * 1024 * 1024
 MAX_CONNECTIONS: Final = 32
 REQUEST_TIMEOUT: Final = 30.0
 IDLE_TIMEOUT: Final = 300.0
-# sockaddr_un holds 108 bytes with the final zero on Linux, 104 on macOS.
-MAX_SOCKET_PATH_BYTES: Final = 103
+# Whoever must say a token says it at once.
+TOKEN_TIMEOUT: Final = 5.0
 
 if TYPE_CHECKING:
     # libp2p installs trio-typing's stubs, which hide trio's own types from checkers and keep this one elsewhere.
@@ -73,23 +69,6 @@ class _Response(msgspec.Struct, omit_defaults=True):
     error: _ErrorBody | msgspec.UnsetType = msgspec.UNSET
 
 
-def socket_path(path: Path) -> Path:
-    """Where the socket for ``path`` really lies: there, or, if that is too long, in a private temporary folder.
-
-    The place follows from the path alone, so both ends compute the same.
-    """
-    absolute = path.absolute()
-    if len(os.fsencode(absolute)) <= MAX_SOCKET_PATH_BYTES:
-        return absolute
-    digest = hashlib.sha256(os.fsencode(absolute)).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"farandole-{os.getuid()}" / f"{digest}.sock"
-
-
-def _record_of(path: Path) -> Path:
-    """The file beside ``path`` that says where the socket is, when it is elsewhere (TMPDIR differs between shells)."""
-    return path.with_suffix(".path")
-
-
 # --- the daemon's end -------------------------------------------------------------------------------------------
 
 
@@ -98,60 +77,28 @@ async def serve_control(
 ) -> None:
     """Serve requests at ``path`` until cancelled; started once the socket listens.
 
-    The caller holds the home's lock: a socket that lies there already is of a dead process and is replaced. A handler
-    refuses with `ControlError`; whatever else it raises is logged, and costs the request only.
+    The caller holds the home's lock. A handler refuses with `ControlError`; whatever else it raises is logged, and
+    costs the request only.
     """
-    with _listening(path) as listener:
-        listener.listen(MAX_CONNECTIONS)
+    with bound_endpoint(path) as endpoint:
+        endpoint.listener.listen(MAX_CONNECTIONS)
         slots = trio.CapacityLimiter(MAX_CONNECTIONS)
         async with trio.open_nursery() as nursery:
             task_status.started()
             while True:
-                accepted, _ = await listener.accept()
-                nursery.start_soon(_serve_connection, trio.SocketStream(accepted), handlers, slots)
-
-
-@contextlib.contextmanager
-def _listening(path: Path) -> Iterator[trio.socket.SocketType]:
-    """A bound socket with mode 0600, and no trace of it afterwards."""
-    real = socket_path(path)
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    _make_private(real.parent)
-    real.unlink(missing_ok=True)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        _bind_privately(listener, real)
-        if real != path.absolute():
-            _record_of(path).write_text(str(real))
-        try:
-            yield trio.socket.from_stdlib_socket(listener)
-        finally:
-            real.unlink(missing_ok=True)
-            _record_of(path).unlink(missing_ok=True)
-
-
-def _make_private(folder: Path) -> None:
-    """Make the folder of a socket if need be, and refuse one in the temporary folder that somebody else prepared."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if folder.stat().st_uid != os.getuid():
-        raise FarandoleError(f"{folder} belongs to another user: give the node a shorter --home")
-
-
-def _bind_privately(listener: socket.socket, path: Path) -> None:
-    """Bind with mode 0600 from the first moment."""
-    previous = os.umask(0o177)
-    try:
-        listener.bind(os.fspath(path))
-    finally:
-        os.umask(previous)
+                accepted, _ = await endpoint.listener.accept()
+                nursery.start_soon(_serve_connection, trio.SocketStream(accepted), endpoint, handlers, slots)
 
 
 async def _serve_connection(
-    stream: trio.SocketStream, handlers: Mapping[str, Handler], slots: trio.CapacityLimiter
+    stream: trio.SocketStream, endpoint: Endpoint, handlers: Mapping[str, Handler], slots: trio.CapacityLimiter
 ) -> None:
     # A client that goes away in the middle is no event.
     with contextlib.suppress(trio.BrokenResourceError, trio.TooSlowError):
         async with stream, slots:
             buffer = bytearray()
+            if endpoint.token and not await _is_owner(stream, buffer, endpoint):
+                return
             while True:
                 with trio.fail_after(IDLE_TIMEOUT):
                     line = await _receive_line(stream, buffer)
@@ -159,6 +106,16 @@ async def _serve_connection(
                     return
                 with trio.fail_after(REQUEST_TIMEOUT + 5.0):
                     await stream.send_all(await _answer(line, handlers))
+
+
+async def _is_owner(stream: trio.SocketStream, buffer: bytearray, endpoint: Endpoint) -> bool:
+    """Whether the first line is the token; if not, nothing that follows is read."""
+    with trio.fail_after(TOKEN_TIMEOUT):
+        line = await _receive_line(stream, buffer)
+        if line is not None and endpoint.is_token(line):
+            return True
+        await stream.send_all(_refusal(ControlError("unauthorized", "say the token of this node's folder first")))
+    return False
 
 
 async def _receive_line(stream: trio.SocketStream, buffer: bytearray) -> bytes | None:
@@ -180,7 +137,11 @@ async def _answer(line: bytes, handlers: Mapping[str, Handler]) -> bytes:
         result = msgspec.json.encode(await _handle(line, handlers))
         return msgspec.json.encode(_Response(ok=msgspec.Raw(result))) + b"\n"
     except ControlError as error:
-        return msgspec.json.encode(_Response(error=_ErrorBody(error.code, str(error)))) + b"\n"
+        return _refusal(error)
+
+
+def _refusal(error: ControlError) -> bytes:
+    return msgspec.json.encode(_Response(error=_ErrorBody(error.code, str(error)))) + b"\n"
 
 
 async def _handle(line: bytes, handlers: Mapping[str, Handler]) -> object:
@@ -214,7 +175,11 @@ def call(home: Path, method: str, *, timeout: float = 10.0, **params: object) ->
     refuses.
     """
     request = msgspec.json.encode(_Request(method, params)) + b"\n"
-    response = msgspec.json.decode(_exchange(home, request, time.monotonic() + timeout), type=_Response)
+    raw = _exchange(home, request, time.monotonic() + timeout)
+    try:
+        response = msgspec.json.decode(raw, type=_Response)
+    except msgspec.MsgspecError as error:  # a port that was a node's may be another program's now
+        raise NoNodeError(f"what answers for {home} is no node") from error
     if response.error is not msgspec.UNSET:
         raise ControlError(response.error.code, response.error.message)
     return None if response.ok is msgspec.UNSET else msgspec.json.decode(response.ok)
@@ -222,30 +187,19 @@ def call(home: Path, method: str, *, timeout: float = 10.0, **params: object) ->
 
 def _exchange(home: Path, request: bytes, deadline: float) -> bytes:
     """Send one line, receive one line."""
-    path = home / "control.sock"
     advice = "start one with `farandole join INVITE`, or name another folder with --home"
-    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as connection:
-        try:
-            connection.settimeout(_remaining(deadline))
-            connection.connect(os.fspath(_find_socket(path)))
+    try:
+        with contextlib.closing(connect(home / "control.sock", _remaining(deadline))) as connection:
             connection.sendall(request)
             return _receive_response(connection, deadline)
-        except (FileNotFoundError, ConnectionError) as error:
-            raise NoNodeError(f"no node runs in {home}: {advice}") from error
-        except TimeoutError as error:
-            raise NoNodeError(
-                f"the node in {home} does not answer: is it stopped or overloaded? its log is {home / 'log'}"
-            ) from error
-        except PermissionError as error:
-            raise NoNodeError(f"the node in {home} belongs to another user ({error})") from error
-
-
-def _find_socket(path: Path) -> Path:
-    record = _record_of(path)
-    real = Path(record.read_text()) if record.exists() else socket_path(path)
-    if not stat.S_ISSOCK(real.stat().st_mode):
-        raise FileNotFoundError(real)
-    return real
+    except (FileNotFoundError, ConnectionError) as error:
+        raise NoNodeError(f"no node runs in {home}: {advice}") from error
+    except TimeoutError as error:
+        raise NoNodeError(
+            f"the node in {home} does not answer: is it stopped or overloaded? its log is {home / 'log'}"
+        ) from error
+    except PermissionError as error:
+        raise NoNodeError(f"the node in {home} belongs to another user ({error})") from error
 
 
 def _receive_response(connection: socket.socket, deadline: float) -> bytes:

@@ -7,15 +7,16 @@ courtesy: it guards the identity.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.protocol.errors import FarandoleError
+
+from .system.files import open_binary, others_may
+from .system.locking import HeldError, locked_file
 
 KEY_BYTES = 32
 
@@ -55,8 +56,7 @@ def load_or_create_key(path: Path) -> Ed25519PrivateKey:
         raise IdentityError(
             f"{path} is not a farandole key ({len(raw)} bytes instead of {KEY_BYTES}): restore or remove it"
         )
-    mode = stat.S_IMODE(path.stat().st_mode)
-    if mode & 0o077:
+    if mode := others_may(path):
         raise IdentityError(f"{path} can be read by others (mode {mode:o}): chmod 600 {path}")
     return Ed25519PrivateKey.from_private_bytes(raw)
 
@@ -64,9 +64,8 @@ def load_or_create_key(path: Path) -> Ed25519PrivateKey:
 def _create_key(path: Path) -> None:
     """Write a new key under another name and link it into place, so that a crash leaves a whole key or none."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.new")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with os.fdopen(open_binary(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
             file.write(Ed25519PrivateKey.generate().private_bytes_raw())
             file.flush()
             os.fsync(file.fileno())
@@ -82,22 +81,14 @@ def locked(path: Path) -> Iterator[None]:
     Raises `IdentityInUseError` if another process holds it, `IdentityError` if the folder cannot be written to.
     """
     make_home(path.parent)
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise IdentityError(f"cannot write {path}: {error.strerror}; name another folder with --home") from error
-    try:
+    with contextlib.ExitStack() as held:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(descriptor, 32).decode("ascii", "replace").strip()
+            held.enter_context(locked_file(path))
+        except HeldError as error:
             raise IdentityInUseError(
-                f"another farandole process{f' (pid {holder})' if holder else ''} runs in {path.parent}: "
+                f"another farandole process{f' (pid {error})' if str(error) else ''} runs in {path.parent}: "
                 "stop it with `farandole leave`, or give this one a folder of its own with --home"
             ) from None
-        with contextlib.suppress(OSError):  # the pid is for people: a full disk keeps no node from starting
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
+        except OSError as error:
+            raise IdentityError(f"cannot write {path}: {error.strerror}; name another folder with --home") from error
         yield
-    finally:
-        os.close(descriptor)

@@ -1,0 +1,47 @@
+"""Files by descriptors, the same way on every system."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import threading
+from pathlib import Path
+from typing import Final
+
+from .features import HAS_FILE_MODES, HAS_POSITIONED_IO
+
+# Without it Windows writes each line feed as two bytes.
+_BINARY: Final = getattr(os, "O_BINARY", 0)
+OWNER_ALONE: Final = 0o600
+# Where reading at a position is two calls, of which nobody may come between.
+_positioning = threading.Lock()
+
+
+def open_binary(path: Path, flags: int) -> int:
+    """A descriptor; a file that this makes is its owner's alone, from the first moment. Raises `OSError`."""
+    return os.open(path, flags | _BINARY, OWNER_ALONE)
+
+
+def read_at(descriptor: int, size: int, position: int) -> bytes:
+    """At most ``size`` bytes; any thread may."""
+    if sys.platform != "win32" and HAS_POSITIONED_IO:
+        return os.pread(descriptor, size, position)
+    with _positioning:
+        os.lseek(descriptor, position, os.SEEK_SET)
+        return os.read(descriptor, size)
+
+
+def write_at(descriptor: int, data: bytes | memoryview, position: int) -> int:
+    """How much of it was written; any thread may."""
+    if sys.platform != "win32" and HAS_POSITIONED_IO:
+        return os.pwrite(descriptor, data, position)
+    with _positioning:
+        os.lseek(descriptor, position, os.SEEK_SET)
+        return os.write(descriptor, data)
+
+
+def others_may(path: Path) -> int:
+    """The file's mode if others than its owner may do something with it, or else 0."""
+    mode = stat.S_IMODE(path.stat().st_mode)
+    return mode if HAS_FILE_MODES and mode & 0o077 else 0

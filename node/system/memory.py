@@ -1,0 +1,90 @@
+"""Memory that two processes share: a file, mapped by both.
+
+Where a child inherits descriptors it is a file without a name, which cannot be left behind: the kernel frees it with
+its last user, kill -9 included. On Linux it is a memfd and never touches a disk. Elsewhere it has a name in a folder of
+its own, under which the child opens it; what a killed process left there goes when the next one begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from .features import HAS_MEMFD, INHERITS_DESCRIPTORS
+from .files import open_binary
+
+_SUFFIX: Final = ".shared"
+# On Windows: keep it in memory as long as there is room.
+_SHORT_LIVED: Final = getattr(os, "O_SHORT_LIVED", 0)
+
+
+@dataclass(frozen=True)
+class SharedFile:
+    """An empty shared file; `map_shared_memory` gives it its size."""
+
+    descriptor: int
+    place: int | str
+    """For another process: the descriptor that it inherits, or the path."""
+
+
+@contextlib.contextmanager
+def open_shared_memory(name: str, folder: Path) -> Iterator[SharedFile]:
+    """``folder``: where it lies if it must have a name, made if need be; of nobody else. Raises `OSError`."""
+    if not INHERITS_DESCRIPTORS:
+        with _named(folder / f"{name}-{secrets.token_hex(8)}{_SUFFIX}") as shared:
+            yield shared
+        return
+    if sys.platform == "linux" and HAS_MEMFD:
+        descriptor = os.memfd_create(f"farandole-{name}")
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    try:
+        yield SharedFile(descriptor, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[SharedFile]:
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor = open_binary(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SHORT_LIVED)
+    try:
+        yield SharedFile(descriptor, str(path))
+    finally:
+        os.close(descriptor)
+        with contextlib.suppress(OSError):  # still mapped, which keeps it on Windows: it goes when the next begins
+            path.unlink(missing_ok=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """What was left in the folder by a process that was killed; for whoever knows that no other uses it."""
+    for path in folder.glob(f"*{_SUFFIX}"):
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def map_shared_memory(place: int | str, size: int) -> mmap.mmap:
+    """Map ``size`` bytes of what a `SharedFile` names, growing it if it is smaller; at least one page. `OSError`."""
+    if isinstance(place, int):
+        return _map(place, size)
+    descriptor = open_binary(Path(place), os.O_RDWR)
+    try:
+        return _map(descriptor, size)
+    finally:
+        os.close(descriptor)
+
+
+def _map(descriptor: int, size: int) -> mmap.mmap:
+    size = max(size, mmap.PAGESIZE)
+    if os.fstat(descriptor).st_size < size:
+        os.ftruncate(descriptor, size)
+    return mmap.mmap(descriptor, size)
