@@ -109,10 +109,16 @@ class DoneSlices:
 
     def add_sections(self, mask: int) -> None:
         """These are done."""
-        if mask & ~self.whole:
-            self.whole |= mask & self.sections.all
-            self.fronts = {section: done for section, done in self.fronts.items() if not self.whole >> section & 1}
-            self._ahead = {index for index in self._ahead if not self.whole >> self.sections.of(index) & 1}
+        new = mask & self.sections.all & ~self.whole
+        if not new:
+            return
+        self.whole |= new
+        if new.bit_count() > 1:
+            self.fronts = {section: done for section, done in self.fronts.items() if not new >> section & 1}
+        else:  # most calls, in runs that have thousands of fronts
+            self.fronts.pop(new.bit_length() - 1, None)
+        if self._ahead:
+            self._ahead = {index for index in self._ahead if not new >> self.sections.of(index) & 1}
 
     def _set_front(self, section: int, front: int) -> None:
         if front >= self.sections.end(section):
