@@ -39,6 +39,8 @@ from .member import RunMember
 from .nurseries import own_error
 from .p2p.host import Host, open_host
 from .reach.connectivity import open_connectivity
+from .rest.idle import IdleWatch
+from .rest.idle_keeper import IdleKeeper
 from .rest.keeper import RestKeeper
 from .rest.quiet_hours import QuietHoursError, parse_quiet_hours
 from .rest.rest import Rest
@@ -158,6 +160,12 @@ class Node(Daemon):
         self._rest = Rest()
         hours = [parse_quiet_hours(text) for text in settings.quiet_hours]
         self._rest_keeper = RestKeeper(self._rest, store, hours, datetime.now, board.warn)
+        self._idle_keeper: IdleKeeper | None = None
+        if settings.only_when_idle:
+            watch = IdleWatch(settings.idle_cpu_percent / 100, may_use_battery=settings.on_battery)
+            self._idle_keeper = IdleKeeper(
+                self._rest, watch, lambda: board.trainer_pid, board.warn, looks_at_gpu=settings.device != "cpu"
+            )
         self._member: RunMember | None = None
 
     async def run(self) -> None:
@@ -187,8 +195,12 @@ class Node(Daemon):
             for address in host.addresses:
                 board.say(f"listening on {address}")
             await self._rest_keeper.begin()
+            if self._idle_keeper is not None:
+                await self._idle_keeper.look()
             async with self._open_page(), trio.open_nursery() as nursery:
                 nursery.start_soon(self._rest_keeper.run)
+                if self._idle_keeper is not None:
+                    nursery.start_soon(self._idle_keeper.run)
                 await nursery.start(serve_control, settings.control, self._handlers())
                 joined = await self._join(host, target)
                 if joined is not None:

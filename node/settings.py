@@ -78,6 +78,18 @@ class NodeSettings:
         placeholder="HOURS",
         example=["Mon-Fri 18:00-23:00"],
     )
+    only_when_idle: bool = setting(
+        False, "Train only while nobody else uses this machine's NVIDIA GPU, and while it is not on its battery."
+    )
+    on_battery: bool = setting(False, "With --only-when-idle: train on the battery too.")
+    idle_cpu_percent: float = setting(
+        0.0,
+        "With --only-when-idle: rest while other programs take more than this of all cores; 0: they may. On Linux.",
+        unit="percent",
+        least=1.0,
+        most=100.0,
+        or_zero=True,
+    )
     microbatch: int = setting(
         0,
         "Sequences of a batch that the trainer takes at a time; 0: as many as fit, which is all of them until its "
