@@ -327,6 +327,7 @@ class RunMember:
             device=settings.device,
             threads=settings.threads,
             slow=settings.slow,
+            step_seconds=settings.step_seconds,
             checkpoints=str(settings.checkpoints),
             fetched=str(settings.fetched(files)),
             start=str((self._start and self._start.path_of(stage)) or ""),

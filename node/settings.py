@@ -72,6 +72,14 @@ class NodeSettings:
     slow: float = setting(
         1.0, "Rest between inner steps: 2 trains half the time, 1 always.", placeholder="FACTOR", least=1
     )
+    step_seconds: float = setting(
+        0.0,
+        "An inner step takes at least so long, and the rest of it is rest: a pace that does not depend on what else "
+        "the machine does. Of models that are not cut; 0: no bound.",
+        unit="seconds",
+        least=0,
+        example=0.5,
+    )
     quiet_hours: list[str] = setting(
         [],
         "Hours in which this node does not train, in local time: 22:00-07:30, or Sat-Sun 09:00-18:00; repeatable.",

@@ -170,6 +170,7 @@ class Testnet:
             "--device": scenario.device,
             "--max-rounds": scenario.rounds,
             "--slow": scenario.slowness(index),
+            "--step-seconds": scenario.step_seconds,
             "--heartbeat-seconds": scenario.heartbeat_seconds,
             "--checkpoint-seconds": scenario.checkpoint_seconds,
             "--validate-every": scenario.validate_every,

@@ -77,6 +77,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of the run; replaces ``run.seed``."""
     slow: Annotated[tuple[Annotated[float, msgspec.Meta(ge=1, le=1_000)], ...], msgspec.Meta(max_length=MAX_NODES)] = ()
     """How many times slower each node computes, from node 0 on; the others are as fast as they can."""
+    step_seconds: Annotated[float, msgspec.Meta(ge=0, le=600)] = 0.0
+    """Each node takes at least so long for an inner step: as independent of each other as machines of their own."""
     stage: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=511)], ...], msgspec.Meta(max_length=MAX_NODES)] = ()
     """The stage that each node holds for good, from node 0 on; the others choose, and move where they are needed."""
     upload_mbit: _Caps = ()

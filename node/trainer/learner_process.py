@@ -41,6 +41,7 @@ class LearnerProcess(TrainerProcess):
         super().__init__(channel, prepare, self._learner)
         # Of the newest inner steps: the shortest is what one takes. One in the middle of which the machine slept, or
         # worked for somebody else, says nothing of how long to pause.
+        self._pace = prepare.step_seconds
         self._step_seconds = deque[float](maxlen=STEPS_REMEMBERED)
 
     def _take_inner_steps(self, command: Train) -> tuple[int, float | None]:
@@ -57,7 +58,7 @@ class LearnerProcess(TrainerProcess):
             self._report_progress(steps, partial(_mean, losses, steps))
             seconds = time.monotonic() - step_started_at
             self._step_seconds.append(seconds)
-            pause = (self._slow - 1.0) * min(self._step_seconds)
+            pause = max((self._slow - 1.0) * min(self._step_seconds), self._pace - seconds)
             self._busy_seconds += seconds + pause
             is_over = self._is_round_over(command.round, step_started_at + seconds + pause)
         return steps, _mean(losses, steps) if steps else None

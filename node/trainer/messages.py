@@ -55,6 +55,8 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     threads: int
     slow: float
     """Each inner step is followed by a pause of (slow - 1) times its own length."""
+    step_seconds: float
+    """An inner step and its pause take at least so long; of a model that is not cut."""
     checkpoints: str
     """The folder (`farandole.node.checkpoints.folder`) in which it saves, and from which it goes on."""
     outgoing: int

@@ -85,6 +85,7 @@ class StageNode:
             device="cpu",
             threads=1,
             slow=1.0,
+            step_seconds=0.0,
             checkpoints=folder,
             outgoing=0,
             incoming=0,

@@ -54,6 +54,7 @@ def prepare(manifest: Manifest, tmp_path: Path) -> messages.Prepare:
         device="cpu",
         threads=1,
         slow=1.0,
+        step_seconds=0.0,
         checkpoints=str(tmp_path / "checkpoints"),
         outgoing=0,
         incoming=0,

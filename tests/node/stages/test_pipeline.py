@@ -117,6 +117,7 @@ def prepare(manifest: Manifest, author: bytes, stage: int, folder: Path) -> mess
         device="cpu",
         threads=1,
         slow=1.0,
+        step_seconds=0.0,
         checkpoints=str(folder),
         outgoing=0,
         incoming=0,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -80,6 +82,7 @@ def prepare(tmp_path: Path) -> Iterator[Prepare]:
             device="cpu",
             threads=1,
             slow=1.0,
+            step_seconds=0.0,
             checkpoints=str(tmp_path),
             outgoing=outgoing,
             incoming=incoming,
@@ -131,6 +134,23 @@ def test_inner_steps_go_on_while_a_contribution_is_encoded(prepare: Prepare, mon
         OuterStepTaken,
         Contributed,
     ]
+
+
+def test_an_inner_step_takes_as_long_as_its_pace_says(prepare: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the beginning of one to that of the next, however fast the machine is."""
+    pace, begun, learn = 0.05, list[float](), Learner.learn
+
+    def noted(learner: Learner) -> Tensor:
+        begun.append(time.monotonic())
+        return learn(learner)
+
+    monkeypatch.setattr(Learner, "learn", noted)
+    mesh, trainers = socket.socketpair()
+    with mesh, trainers:
+        trainer = LearnerProcess(Channel(trainers), msgspec.structs.replace(prepare, step_seconds=pace), MANIFEST)
+        trainer.handle(Train(0, 4))
+    assert len(begun) == 4
+    assert all(later - before >= pace for before, later in pairwise(begun))
 
 
 def test_inner_steps_go_on_while_a_checkpoint_is_written(

@@ -59,6 +59,7 @@ def prepare(tmp_path: Path, manifest: Manifest) -> Callable[..., messages.Prepar
             device="cpu",
             threads=1,
             slow=1.0,
+            step_seconds=0.0,
             checkpoints=str(tmp_path / author[:1].decode()),
             outgoing=0,
             incoming=0,
