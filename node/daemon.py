@@ -28,7 +28,7 @@ from farandole.protocol.manifest import Manifest
 from farandole.protocol.relay import Limits
 
 from .consolidated.listing import offers_of
-from .control import Handler, serve_control
+from .control import ControlError, Handler, serve_control
 from .dashboard.server import open_dashboard
 from .exits import Exit
 from .identity import IdentityError, IdentityInUseError, load_or_create_key, locked
@@ -49,8 +49,9 @@ from .run_state.store import Store, open_store
 from .settings import NodeSettings
 from .shaping import Shaping
 from .status.board import Board
+from .status.chronicle import keep_chronicle
 from .status.console import Console
-from .status.reporting import Reporter
+from .status.reporting import MAX_MEMBERS_SHOWN, Reporter
 from .status.status import NodeStatus
 from .trainer.trainer import TrainerError
 
@@ -77,7 +78,10 @@ class Daemon(abc.ABC):
         return self._reporter.status()
 
     async def _status(self, params: dict[str, Any]) -> object:
-        return self._status_now()
+        max_members = params.get("max_members", MAX_MEMBERS_SHOWN)
+        if not isinstance(max_members, int):
+            raise ControlError("bad_request", "max_members is a number")
+        return self._reporter.status(max(0, max_members))
 
     async def _peers(self, params: dict[str, Any]) -> object:
         return self._reporter.members()
@@ -201,6 +205,7 @@ class Node(Daemon):
                 nursery.start_soon(self._rest_keeper.run)
                 if self._idle_keeper is not None:
                     nursery.start_soon(self._idle_keeper.run)
+                nursery.start_soon(keep_chronicle, lambda: self._reporter.connections(), board.note)
                 await nursery.start(serve_control, settings.control, self._handlers())
                 joined = await self._join(host, target)
                 if joined is not None:

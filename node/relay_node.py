@@ -38,6 +38,7 @@ from .run_state.store import Store, StoreError
 from .settings import NodeSettings
 from .shaping import Shaping
 from .status.board import Board
+from .status.chronicle import keep_chronicle
 from .status.reporting import Reporter
 
 # Each costs two announcements in the DHT an hour, and a lookup a minute.
@@ -101,6 +102,7 @@ class RelayNode(Daemon):
                 board.say(f"listening on {address}")
             async with trio.open_nursery() as nursery:
                 await nursery.start(serve_control, settings.control, self._handlers())
+                nursery.start_soon(keep_chronicle, self._reporter.connections, board.note)
                 nursery.start_soon(self._seek_members, host, runs)
                 nursery.start_soon(self._tell_reachability, host, connectivity, runs)
                 await self.is_leaving.wait()

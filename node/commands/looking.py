@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,26 +16,46 @@ from .output import node_status, print_json
 if TYPE_CHECKING:
     from threading import Event
 
-WATCH_INTERVAL: Final = 1.0
+    from ..watch.feed import Feed
+
+From = Annotated[
+    Path | None,
+    typer.Option(
+        "--from",
+        metavar="FILE",
+        help="Of another machine's node: lines of its `farandole status --json --watch`, - for standard input.",
+        allow_dash=True,
+        dir_okay=False,
+    ),
+]
 
 
 def status(
     home: Home,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh every second until Ctrl-C.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="On the whole screen, every second: q quits, p pauses.")
+    ] = False,
     as_json: AsJson = False,
+    source: From = None,
 ) -> None:
     """Say what the node that runs here is doing: in or not, with whom it exchanged, whether the loss falls.
 
-    Examples: [cyan]farandole status --watch[/cyan]; [cyan]farandole status --json | jq .loss[/cyan]
+    With --json and --watch, a line a second, which names the 64 members closest to the node at most.
+
+    Examples: [cyan]farandole status --watch[/cyan]; [cyan]farandole status --json | jq .loss[/cyan];
+    [cyan]ssh host farandole status --json --watch | farandole status --watch --from -[/cyan]
     """
-    if not watch:
-        _print_status(home, as_json)
-        return
+    if source is not None and as_json:
+        raise typer.BadParameter("what comes from there is JSON already", param_hint="--from")
     with interruptible() as is_interrupted:
-        if as_json:
+        if watch and as_json:
             _watch_json(home, is_interrupted)
+        elif watch:
+            _watch(_feed(home, source), is_interrupted)
+        elif source is not None:
+            _print_first(_feed(home, source), is_interrupted)
         else:
-            _watch_screen(home, is_interrupted)
+            _print_status(home, as_json)
 
 
 def peers(home: Home, as_json: AsJson = False) -> None:
@@ -95,21 +115,56 @@ def _print_status(home: Path, as_json: bool) -> None:
         Console().print(status_screen(node_status(home), time.time()))
 
 
-def _watch_json(home: Path, is_interrupted: Event) -> None:
-    """One line a second: a stream for scripts."""
-    from ..control import call
+def _feed(home: Path, source: Path | None) -> Feed:
+    from ..watch.feed import HomeFeed, LinesFeed
 
+    return HomeFeed(home) if source is None else LinesFeed(source)
+
+
+def _print_first(feed: Feed, is_interrupted: Event) -> None:
+    from rich.console import Console
+
+    from farandole.protocol.errors import FarandoleError
+
+    from ..status.view import status_screen
+    from ..watch.view import Lost
+
+    news = next(feed.news(is_interrupted), Lost("there is no status in it"))
+    if isinstance(news, Lost):
+        raise FarandoleError(news.why)
+    Console().print(status_screen(news.status, news.status.at))
+
+
+def _watch_json(home: Path, is_interrupted: Event) -> None:
+    """One line a second: a stream for scripts. A node that was there may go away, and come back."""
+    from farandole.protocol.errors import FarandoleError
+
+    from ..control import call
+    from ..watch.feed import INTERVAL, MAX_MEMBERS, error_line
+
+    was_there = False
     while True:
-        typer.echo(json.dumps(call(home, "status")))
-        if is_interrupted.wait(WATCH_INTERVAL):
+        try:
+            typer.echo(json.dumps(call(home, "status", max_members=MAX_MEMBERS)))
+            was_there = True
+        except FarandoleError as error:
+            if not was_there:
+                raise
+            typer.echo(error_line(error))
+        if is_interrupted.wait(INTERVAL):
             return
 
 
-def _watch_screen(home: Path, is_interrupted: Event) -> None:
-    from rich.live import Live
+def _watch(feed: Feed, is_interrupted: Event) -> None:
+    """On the whole screen if there is one, else what happens, line by line."""
+    from ..watch.terminal import has_screen, keys_from_terminal
 
-    from ..status.view import status_screen
+    if not has_screen():
+        from ..watch.lines import print_lines
 
-    with Live(status_screen(node_status(home), time.time()), auto_refresh=False) as live:
-        while not is_interrupted.wait(WATCH_INTERVAL):
-            live.update(status_screen(node_status(home), time.time()), refresh=True)
+        print_lines(feed, is_interrupted, typer.echo)
+        return
+    keys_from_terminal()
+    from ..watch.app import WatchApp
+
+    WatchApp(feed).run()

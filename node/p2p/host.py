@@ -203,6 +203,16 @@ class Host:
             return "punched"
         return "direct" if direct else "relayed"
 
+    def round_trip(self, peer: bytes) -> float | None:
+        """Seconds to a peer and back, as last measured on the way that its streams take; None if not yet."""
+        path = self.path(peer)
+        measured = (
+            cast("MendedConn", conn).muxed_conn.round_trip
+            for conn in self._live_connections(peer)
+            if is_relayed(conn) == (path == "relayed")
+        )
+        return min((seconds for seconds in measured if seconds is not None), default=None)
+
     def is_direct(self, peer: bytes) -> bool:
         """Whether a connection to a peer goes through no relay."""
         return self.path(peer) not in ("", "relayed")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from libp2p.peer.id import ID
 
-from farandole.protocol.identity import peer_id_of, public_key_of
+from farandole.protocol.identity import peer_id_bytes, public_key_of_bytes
 
 
 def id_of(peer: bytes) -> ID:
     """The library's name for a peer."""
-    return ID.from_base58(peer_id_of(peer))
+    return ID(peer_id_bytes(peer))
 
 
 def peer_of(peer_id: ID) -> bytes:
     """A peer by the library's name; `RemoteProtocolError` if its key is not Ed25519."""
-    return public_key_of(peer_id.to_base58())
+    return public_key_of_bytes(peer_id.to_bytes())

@@ -250,7 +250,8 @@ class YamuxStream(IMuxedStream):
             return
         now = trio.current_time()
         increment = self._consumed
-        if now - self._credited_at < GROW_WITHIN_ROUND_TRIPS * self._conn.round_trip and self._window < self.max_window:
+        soon = GROW_WITHIN_ROUND_TRIPS * (self._conn.round_trip or ASSUMED_ROUND_TRIP)
+        if now - self._credited_at < soon and self._window < self.max_window:
             increment += self._window
             self._window *= 2
         self._credited_at = now
@@ -306,7 +307,8 @@ class YamuxConn(IMuxedConn):
         self.on_close: Callable[[], Awaitable[None]] | None = None
         self.num_received = 0
         self.num_unread = 0
-        self.round_trip = ASSUMED_ROUND_TRIP
+        self.round_trip: float | None = None
+        """Seconds, as last measured; None: not yet."""
         self._shaping = shaping or Shaping()
         self._commons = commons or Commons()
         self._useless = TokenBucket(USELESS_BURST, USELESS_PER_SECOND, trio.current_time())

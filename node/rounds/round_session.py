@@ -282,8 +282,10 @@ class RoundSession:
         self._tell_pairing(RoundStarted(round_index))
 
     def _train(self, round_index: int) -> None:
-        self._board.round = round_index
-        self._board.inner_steps_this_round = 0
+        board, rounds = self._board, self._manifest.rounds
+        board.round, board.round_since = round_index, board.clock()
+        board.round_steps, board.round_seconds = rounds.inner_steps, rounds.round_seconds
+        board.inner_steps_this_round = 0
         self._board.enter("training", f"inner steps of round {round_index}")
         max_steps = self._manifest.rounds.inner_steps
         self._send(messages.Train(round_index, max_steps))
@@ -458,6 +460,7 @@ class RoundSession:
         if not is_overlapped:
             if result.is_broken:
                 self._show("pairing", f"the exchange of round {start.round} broke", "another partner")
+                board.note(f"another partner is sought for round {start.round}")
             self._tell_pairing(ExchangeEnded(start.session, result.committed, result.is_broken))
 
     def take_in(self, round_index: int, num_received: int) -> None:

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from farandole.protocol.identity import peer_id_of
 
 from ..metrics.rounds import RoundRecord
-from .status import ExchangeStatus, Phase
+from .status import REFUSED_HERE, REFUSED_THERE, Event, ExchangeStatus, Phase
 
 # The course of the loss on one screen and in a report; a month's run keeps its newest part here.
 MAX_LOSSES = 256
 MAX_WARNINGS = 20
 # What the first line of the status, and a screen, look back upon.
 MAX_EXCHANGES = 16
+# Whoever looks again after a quarter of an hour of ordinary rounds has missed nothing; some 20 kB of each status.
+MAX_EVENTS = 128
+# A line of the screen or two; what peers give as a reason is no longer than that.
+MAX_EVENT_CHARS = 400
+# Partners of late: as many as links are shown, and twice as many rounds.
+MAX_PARTNERS_REMEMBERED = 128
 
 
 @dataclass
 class Board:
-    """Counters and words. ``say`` tells a person at the terminal, ``clock`` is Unix time."""
+    """Counters and words. ``say`` tells a person at the terminal, ``clock`` is Unix time.
+
+    What is told is also kept as events, and so are things that only who looks at them wants to know (`note`).
+    """
 
     say: Callable[[str], None]
     clock: Callable[[], float] = time.time
@@ -39,6 +48,11 @@ class Board:
     round: int = 0
     inner_steps: int = 0
     inner_steps_this_round: int = 0
+    round_steps: int = 0
+    """Inner steps of a round; 0: as many as its time allows."""
+    round_seconds: float = 0.0
+    """Of a round that is boxed in time; 0: it is not."""
+    round_since: float = 0.0
     tokens: int = 0
     tokens_per_second: float = 0.0
     utilisation: float | None = None
@@ -53,6 +67,9 @@ class Board:
     device: str = ""
     trainer_pid: int | None = None
     trainer_restarts: int = 0
+    device_memory: int | None = None
+    """Bytes of the GPU that the trainer has taken; None where there is none."""
+    device_memory_total: int | None = None
     microbatch: int = 0
     """Sequences that the trainer takes at a time, where it has no memory for a whole batch; 0: all."""
     exchanges_ok: int = 0
@@ -64,13 +81,30 @@ class Board:
     """The public key of whom the last round was averaged with; None: nobody."""
     recent_exchanges: deque[ExchangeStatus] = field(default_factory=lambda: deque(maxlen=MAX_EXCHANGES))
     partners: Counter[str] = field(default_factory=Counter)
+    last_exchanges: OrderedDict[str, ExchangeStatus] = field(default_factory=OrderedDict)
+    """Peer id -> the last exchange with it, the newest at the end."""
+    bandwidths: dict[str, float] = field(default_factory=dict)
+    """Peer id -> bytes a second, both ways together, of the last exchange with it that was committed."""
     paths: Counter[str] = field(default_factory=Counter)
     losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MAX_LOSSES))
     validation: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MAX_LOSSES))
     warnings: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_WARNINGS))
     tell_round: Callable[[RoundRecord], None] | None = None
     """Tells of a round and keeps it; None: it is said, as everything else."""
+    events: deque[Event] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     _told_validation: tuple[int, float] | None = None
+    _tell: Callable[[str], None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._tell, self.say = self.say, self._say
+
+    def _say(self, text: str) -> None:
+        self.note(text)
+        self._tell(text)
+
+    def note(self, text: str, *, is_warning: bool = False) -> None:
+        """Something happened that need not be told at the terminal."""
+        self.events.append(Event(self.clock(), text[:MAX_EVENT_CHARS], is_warning))
 
     def enter(self, phase: Phase, detail: str = "", waits_for: str = "") -> None:
         """A new phase, or new words for the present one."""
@@ -87,7 +121,8 @@ class Board:
         """Something a person should know; kept, and told once in a row."""
         if not self.warnings or self.warnings[-1] != text:
             self.warnings.append(text)
-            self.say(f"warning: {text}")
+            self.note(text, is_warning=True)
+            self._tell(f"warning: {text}")
 
     def record_loss(self, round_index: int, loss: float | None) -> None:
         """Mean training loss of a finished round, where it is known."""
@@ -118,13 +153,35 @@ class Board:
             self.paths[path] += 1
         elif partner:
             self.exchanges_failed += 1
+            self._note_failure(name, round_index, verdict)
         else:
             self.exchanges_alone += 1
         self.bytes_sent += sent
         self.bytes_received += received
-        self.recent_exchanges.append(
-            ExchangeStatus(round_index, name, verdict, sent, received, seconds, self.clock(), path)
-        )
+        exchange = ExchangeStatus(round_index, name, verdict, sent, received, seconds, self.clock(), path)
+        self.recent_exchanges.append(exchange)
+        if name:
+            self._remember_partner(exchange)
+
+    def _note_failure(self, name: str, round_index: int, verdict: str) -> None:
+        reason = verdict.removeprefix("failed: ")
+        if reason.startswith(REFUSED_HERE):
+            return  # which is warned of, with the reason
+        if reason.startswith(REFUSED_THERE):
+            text = f"{name[-8:]} refused this node's contribution: {reason.removeprefix(REFUSED_THERE).strip()}"
+        else:
+            text = f"the exchange of round {round_index} with {name[-8:]} failed: {reason}"
+        self.note(text)
+
+    def _remember_partner(self, exchange: ExchangeStatus) -> None:
+        name = exchange.partner
+        self.last_exchanges.pop(name, None)
+        self.last_exchanges[name] = exchange
+        if exchange.verdict == "committed" and exchange.seconds > 0:
+            self.bandwidths[name] = (exchange.bytes_sent + exchange.bytes_received) / exchange.seconds
+        if len(self.last_exchanges) > MAX_PARTNERS_REMEMBERED:
+            forgotten, _ = self.last_exchanges.popitem(last=False)
+            self.bandwidths.pop(forgotten, None)
 
     @property
     def last_exchange(self) -> ExchangeStatus | None:
@@ -159,4 +216,5 @@ class Board:
         if self.tell_round is None:
             self.say(record.line)
         else:
+            self.note(record.line)
             self.tell_round(record)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from .figures import count, duration, loss
-from .status import ExchangeStatus, NodeStatus
+from .status import REFUSED_HERE, REFUSED_THERE, ExchangeStatus, NodeStatus
 
 Level = Literal["well", "busy", "trouble"]
 
@@ -19,8 +19,8 @@ Level = Literal["well", "busy", "trouble"]
 USUAL_SECONDS: Final = 60.0
 # One exchange fails for many reasons that are nobody's business; so many in a row have a cause.
 FAILURES_IN_A_ROW: Final = 3
-_REFUSED_HERE: Final = "failed: refused:"
-_REFUSED_THERE: Final = "failed: the partner aborted: refused:"
+_REFUSED_HERE: Final = f"failed: {REFUSED_HERE}"
+_REFUSED_THERE: Final = f"failed: {REFUSED_THERE}"
 
 
 @dataclass(frozen=True, slots=True)

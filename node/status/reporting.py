@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 
+import msgspec
 import trio
 
 from farandole.protocol.entries import PARTNER_BYTES, Beat, Member, Progress
-from farandole.protocol.identity import peer_id_of
+from farandole.protocol.identity import peer_id_of, short_name
 from farandole.protocol.liveness import Liveness
 from farandole.protocol.state import RunState
 
@@ -21,9 +22,10 @@ from ..run_state.membership import LOSS_SCALE
 from ..shaping import Shaping
 from ..stages.pipeline import PipelineService
 from .board import Board
+from .chronicle import Connections
 from .figures import BYTES_PER_MBIT
 from .resources import measure_resources
-from .status import MemberStatus, NodeStatus, RunStatus
+from .status import MAX_LINKS, ExchangeStatus, LinkStatus, MemberStatus, NodeStatus, Resources, RunStatus
 
 # One screen, and one answer of the control socket; a run of thousands is summed up in `RunStatus`.
 MAX_MEMBERS_SHOWN = 1_000
@@ -45,10 +47,13 @@ class Reporter:
     pipeline: PipelineService | None = None
     leases: LeaseKeeper | None = None
 
-    def status(self) -> NodeStatus:
-        """Everything that ``farandole status`` shows, as of now."""
+    def status(self, max_members: int = MAX_MEMBERS_SHOWN) -> NodeStatus:
+        """Everything that ``farandole status`` shows, as of now, with so many members, connected ones first."""
         board = self.board
         members = self.members()
+        shown = members
+        if len(members) > max_members:
+            shown = sorted(members, key=lambda member: not (member.is_self or member.is_connected))[:max_members]
         return NodeStatus(
             version=version("farandole"),
             peer_id=self.host.peer_id,
@@ -79,7 +84,7 @@ class Reporter:
             exchanges_ok=board.exchanges_ok,
             exchanges_alone=board.exchanges_alone,
             exchanges_failed=board.exchanges_failed,
-            partners=dict(board.partners),
+            partners=dict(board.partners.most_common(max_members)),
             paths=dict(board.paths),
             bytes_sent=board.bytes_sent,
             bytes_received=board.bytes_received,
@@ -100,9 +105,56 @@ class Reporter:
             relayed_peers=self.connectivity.num_reservations,
             relayed_circuits=self.connectivity.num_circuits,
             run=self._run(members),
-            members=members,
+            members=shown,
             warnings=list(board.warnings),
-            resources=measure_resources(board.trainer_pid),
+            resources=self._resources(),
+            at=board.clock(),
+            round_steps=board.round_steps,
+            round_seconds=board.round_seconds,
+            round_since=board.round_since,
+            links=self.links(),
+            events=list(board.events),
+        )
+
+    def _resources(self) -> Resources | None:
+        board = self.board
+        taken = measure_resources(board.trainer_pid)
+        if taken is None or board.trainer_pid is None:
+            return taken
+        return msgspec.structs.replace(
+            taken, device_memory=board.device_memory, device_memory_total=board.device_memory_total
+        )
+
+    def connections(self) -> Connections:
+        """How the node is connected, for its chronicle."""
+        return Connections(
+            self.connectivity.reachability.kind.value,
+            frozenset(short_name(held.relay) for held in self.connectivity.keeper.held),
+            {short_name(peer): self.host.path(peer) for peer in self.host.connected},
+        )
+
+    def links(self) -> list[LinkStatus]:
+        """Connections first, and of these the ones with whom the last exchanges were."""
+        last_exchanges = self.board.last_exchanges
+        connected = {peer_id_of(peer): peer for peer in self.host.connected}
+        names = sorted(
+            connected.keys() | last_exchanges.keys(),
+            key=lambda name: (name not in connected, -_ended_at(last_exchanges.get(name)), name),
+        )
+        return [self._link(name, connected.get(name)) for name in names[:MAX_LINKS]]
+
+    def _link(self, name: str, peer: bytes | None) -> LinkStatus:
+        board = self.board
+        last = board.last_exchanges.get(name)
+        return LinkStatus(
+            peer_id=name,
+            path="" if peer is None else self.host.path(peer),
+            round_trip_seconds=None if peer is None else self.host.round_trip(peer),
+            bytes_per_second=board.bandwidths.get(name),
+            committed=board.partners[name],
+            last_round=None if last is None else last.round,
+            last_verdict="" if last is None else last.verdict,
+            last_at=_ended_at(last),
         )
 
     def members(self) -> list[MemberStatus]:
@@ -112,9 +164,10 @@ class Reporter:
         now = trio.current_time()
         liveness = self.liveness
         live = {peer for peer in liveness.live(now) if not liveness.is_suspect(peer)}
+        connected = self.host.connected
         partners = {author[:PARTNER_BYTES]: author for author in self.state.authors}
         members = [
-            self._member(author, member, author in live, now, partners)
+            self._member(author, member, author in live, author in connected, now, partners)
             for author in self.state.authors
             if (member := self.state.payload(author, Member)) is not None
         ]
@@ -122,7 +175,13 @@ class Reporter:
         return members[:MAX_MEMBERS_SHOWN]
 
     def _member(
-        self, author: bytes, member: Member, is_live: bool, now: float, partners: Mapping[bytes, bytes]
+        self,
+        author: bytes,
+        member: Member,
+        is_live: bool,
+        is_connected: bool,
+        now: float,
+        partners: Mapping[bytes, bytes],
     ) -> MemberStatus:
         assert self.state is not None
         assert self.liveness is not None
@@ -143,8 +202,8 @@ class Reporter:
             loss=self.board.loss if is_self else None if beat.loss is None else beat.loss / LOSS_SCALE,
             device=member.device,
             addresses=list(member.addresses),
-            is_connected=self.host.is_connected(author),
-            path=self.host.path(author),
+            is_connected=is_connected,
+            path=self.host.path(author) if is_connected else "",
             last_seen_seconds=None if is_self else self.liveness.seconds_since(author, now),
             is_paused=self.board.phase == "paused" if is_self else member.is_paused,
             last_partner=peer_id_of(partner) if partner else "",
@@ -167,3 +226,7 @@ class Reporter:
             state_root=self.state.root.hex() if self.state is not None else "",
             providers=list(self.board.providers),
         )
+
+
+def _ended_at(exchange: ExchangeStatus | None) -> float:
+    return 0.0 if exchange is None else exchange.ended_at

@@ -27,6 +27,13 @@ Phase = Literal[
 ]
 
 
+# How the verdict of an exchange goes on after ``failed: ``, where a contribution was refused.
+REFUSED_HERE = "refused:"
+REFUSED_THERE = "the partner aborted: refused:"
+# Who wants to see all members looks at these.
+MAX_LINKS = 32
+
+
 class ExchangeStatus(msgspec.Struct, frozen=True):
     """The last outer step that needed a partner, or would have."""
 
@@ -68,6 +75,34 @@ class MemberStatus(msgspec.Struct, frozen=True):
     """It has no trainer now, because its owner wants it so."""
     last_partner: str = ""
     """Peer id of the member with whom it averaged in its last round; empty: with nobody, or not known."""
+
+
+class LinkStatus(msgspec.Struct, frozen=True):
+    """What lies between this node and another: one that it is connected to, or has lately exchanged with."""
+
+    peer_id: str
+    path: str
+    """As in `MemberStatus`."""
+    round_trip_seconds: float | None = None
+    """As last measured on the connection; None: not yet, or there is none."""
+    bytes_per_second: float | None = None
+    """Both ways together, mean of the last exchange that was committed, its waits included: the line gives at least
+    that. None: none was, of late."""
+    committed: int = 0
+    """Exchanges."""
+    last_round: int | None = None
+    """Of the last exchange; None: there was none, of late."""
+    last_verdict: str = ""
+    """As in `ExchangeStatus`."""
+    last_at: float = 0.0
+
+
+class Event(msgspec.Struct, frozen=True):
+    """Something that happened, in words."""
+
+    at: float
+    text: str
+    is_warning: bool = False
 
 
 class RunStatus(msgspec.Struct, frozen=True):
@@ -122,6 +157,10 @@ class Resources(msgspec.Struct, frozen=True):
     """Open ones, of the daemon."""
     tasks: int
     """Of the daemon's trio."""
+    device_memory: int | None = None
+    """Of the GPU, taken by the trainer; None where it computes on the CPU."""
+    device_memory_total: int | None = None
+    """That the GPU has."""
 
 
 class DataStatus(msgspec.Struct, frozen=True):
@@ -222,3 +261,15 @@ class NodeStatus(msgspec.Struct, frozen=True):
     """The last few, newest last; `last_exchange` is one of them."""
     resources: Resources | None = None
     """None where the system does not say."""
+    at: float = 0.0
+    """When this was said."""
+    round_steps: int = 0
+    """Inner steps of a round; 0: as many as its time allows."""
+    round_seconds: float = 0.0
+    """Of a round that is boxed in time; 0: it is not."""
+    round_since: float = 0.0
+    """When the round began."""
+    links: list[LinkStatus] = []
+    """Connections, and then partners of before, at most `MAX_LINKS`; of each, who exchanged last comes first."""
+    events: list[Event] = []
+    """What happened lately, newest last."""

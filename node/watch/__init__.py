@@ -1,0 +1,1 @@
+"""``farandole status --watch``: a node on a full screen, this machine's or another's."""

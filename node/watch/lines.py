@@ -1,0 +1,39 @@
+"""A node watched line by line, where there is no screen: its first line whenever it says another thing, and events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from threading import Event
+
+from .feed import Feed
+from .view import View
+
+
+def print_lines(
+    feed: Feed, is_over: Event, echo: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+) -> None:
+    """Until ``is_over`` is set, or nothing more can come. ``clock``: seconds, never backwards."""
+    view = View(read_at=clock())
+    told: tuple[str, str, str] | None = None
+    told_until = None
+    for news in feed.news(is_over):
+        now = clock()
+        view = view.told(news, now)
+        events = view.events()
+        if told_until is not None:
+            for event in events:
+                if event.at > told_until:
+                    stamp = time.strftime("%H:%M:%S", time.localtime(event.at))
+                    echo(f"{stamp}  {'warning: ' if event.is_warning else ''}{event.text}")
+        told_until = events[-1].at if events else 0.0
+        found = view.headline(now)
+        essence = found.level, _without_figures(found.text), found.remedy
+        if essence != told:
+            told = essence
+            echo(f"{found.level}: {found.text}{f'. {found.remedy}' if found.remedy else ''}")
+
+
+def _without_figures(text: str) -> str:
+    """Durations and counts go on changing; that is nothing new."""
+    return "".join(character for character in text if not character.isdigit())

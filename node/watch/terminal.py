@@ -1,0 +1,33 @@
+"""Whether there is a terminal to draw on, and to read keys from."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Final
+
+_TERMINAL: Final = "CONIN$" if os.name == "nt" else "/dev/tty"
+_STANDARD_INPUT: Final = 0
+
+
+def has_screen() -> bool:
+    """Whether people see what is printed, and can press keys."""
+    if not (sys.stdout.isatty() and sys.stderr.isatty()):  # Textual draws on the latter
+        return False
+    try:
+        os.close(os.open(_TERMINAL, os.O_RDWR))
+    except OSError:
+        return False
+    return True
+
+
+def keys_from_terminal() -> None:
+    """Read keys from the terminal, though something else comes in by standard input: Textual reads descriptor 0.
+
+    Whoever reads what comes in has its own descriptor by then.
+    """
+    if sys.stdin.isatty():
+        return
+    terminal = os.open(_TERMINAL, os.O_RDWR)
+    os.dup2(terminal, _STANDARD_INPUT)
+    os.close(terminal)
