@@ -27,10 +27,11 @@ from __future__ import annotations
 
 import hashlib
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from .entries import Kind, Lease, LeasedSlices
+from .entries import Entry, Kind, Lease, LeasedSlices
 from .identity import framed
 from .slices import DoneSlices, Sections, next_bit, part_mask, parts, run_length
 from .state import RunState
@@ -263,9 +264,7 @@ class Leases:
         if index:
             said = part_mask(index - 1, lease.done) & self.sections.all & ~peer.told
             peer.told |= said
-            for number in range(MAX_WITNESSES - 1, 0, -1):
-                self._witnessed[number] |= self._witnessed[number - 1] & said
-            self._witnessed[0] |= said
+            _witness(self._witnessed, said)
             return
         fit = [slices for slices in lease.leases if self._is_fit(slices)]
         for slices in fit:
@@ -307,9 +306,8 @@ class Leases:
                 yield author, peer
 
     def _believe_witnesses(self) -> None:
-        """What enough authors say to be done, is: enough is half of those who live, and never many."""
-        needed = max(1, min(MAX_WITNESSES, -(-len(self._live) // 2)))
-        self.done.add_sections(self._witnessed[needed - 1])
+        """What enough authors say to be done, is."""
+        self.done.add_sections(self._witnessed[_num_needed(len(self._live)) - 1])
 
     # Time
 
@@ -598,6 +596,57 @@ def news(state: RunState, seen: dict[tuple[bytes, int], int], *, of: bytes | Non
         if entry.kind is Kind.LEASE and seen.get((entry.author, entry.index)) != entry.tick:
             seen[entry.author, entry.index] = entry.tick
             yield Heard(entry.author, entry.index, entry.payload)
+
+
+@dataclass(frozen=True, slots=True)
+class EpochProgress:
+    """How far a run's epochs are."""
+
+    corpus: bytes
+    epoch: int
+    done: int
+    """The sections of this epoch that are done."""
+
+
+def epoch_progress(state: RunState, live: Iterable[bytes]) -> EpochProgress | None:
+    """How far the run is, by what those of its live members say who have the text that most have; None if nobody does.
+
+    What was done of late, for which the members had no need to tell all that is done, is missing.
+    """
+    said = {author: lease for author in live if (lease := state.payload(author, Lease)) is not None}
+    if not said:
+        return None
+    [(corpus, _)] = Counter(lease.corpus for lease in said.values()).most_common(1)
+    heard = {author: {0: lease} for author, lease in said.items() if lease.corpus == corpus}
+    epoch = median_epoch(heard, heard)
+    assert epoch is not None, "somebody has this text"
+    witnessed = [0] * MAX_WITNESSES
+    for author in heard:
+        _witness(witnessed, _told(state.entries_of(author), corpus, epoch))
+    return EpochProgress(corpus, epoch, witnessed[_num_needed(len(heard)) - 1])
+
+
+def _told(entries: Iterable[Entry], corpus: bytes, epoch: int) -> int:
+    """The sections that an author's entries say to be done."""
+    told = 0
+    for entry in entries:
+        if entry.kind is Kind.LEASE and entry.index:
+            lease: Lease = entry.payload
+            if (lease.corpus, lease.epoch) == (corpus, epoch):
+                told |= part_mask(entry.index - 1, lease.done)
+    return told
+
+
+def _witness(witnessed: list[int], said: int) -> None:
+    """One author more says that these are done: take them into the masks of what one, two, ... authors say."""
+    for number in range(len(witnessed) - 1, 0, -1):
+        witnessed[number] |= witnessed[number - 1] & said
+    witnessed[0] |= said
+
+
+def _num_needed(num_live: int) -> int:
+    """Authors who must say that a section is done: half of those who live, and never many."""
+    return max(1, min(MAX_WITNESSES, -(-num_live // 2)))
 
 
 def median_epoch(heard: Mapping[bytes, Mapping[int, Lease]], live: Iterable[bytes]) -> int | None:

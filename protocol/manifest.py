@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from .errors import ManifestError
 from .hf_config import Context, HFConfig, Hidden, NumHeads, NumLayers, Vocabulary, Width
 from .identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, is_signed_by, public_bytes, sign
+from .slices import NUM_PARTS, PART_BYTES
 
 # A manifest holds settings, not data: 64 fields at most a few hundred bytes each. Checked before anything is parsed.
 MAX_MANIFEST_BYTES = 16 * 1024
@@ -145,6 +146,28 @@ class PipelineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
 
+class EpochsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How far the epochs of the data are in the run from whose checkpoint another one starts, which goes on there."""
+
+    run_id: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
+    """The run whose order of the slices it is."""
+    corpus: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}$")]
+    """Hash of the text. Nodes with another one begin with the first epoch."""
+    epoch: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
+    done: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{2})*$", max_length=2 * NUM_PARTS * PART_BYTES)] = ""
+    """Of this epoch: a bit for each section (`farandole.protocol.slices`), the least significant first."""
+
+    @property
+    def order(self) -> bytes:
+        """Id of the run whose order it is, 32 bytes."""
+        return bytes.fromhex(self.run_id)
+
+    @property
+    def mask(self) -> int:
+        """The sections that are done."""
+        return int.from_bytes(bytes.fromhex(self.done), "little")
+
+
 class StartConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The weights that a run starts from, instead of from its seed: a consolidated checkpoint, by its content."""
 
@@ -156,6 +179,8 @@ class StartConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where the learning rate's schedule goes on."""
     tokens: Annotated[int, msgspec.Meta(ge=0, le=2**56)] = 0
     """That its weights have seen."""
+    epochs: EpochsConfig | None = None
+    """Null: the first epoch of the data, or no epochs."""
 
     @property
     def checkpoint(self) -> bytes:

@@ -37,6 +37,8 @@ class DataConfig:
     """Share of the documents that no node trains on, chosen by the hash of their names."""
     epochs: int = 0
     """How often the run trains on the whole of the text, slice by slice; 0: each node draws on its own."""
+    order: bytes = b""
+    """Id of the run in whose order slices are, if this one goes on with its epochs; empty: this run's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

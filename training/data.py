@@ -176,12 +176,22 @@ class Sampler:
     """
 
     def __init__(
-        self, text: Text, *, run_id: bytes, author: bytes, batch_size: int, context: int, vocabulary: int = 256
+        self,
+        text: Text,
+        *,
+        run_id: bytes,
+        author: bytes,
+        batch_size: int,
+        context: int,
+        vocabulary: int = 256,
+        order: bytes = b"",
     ) -> None:
+        """``order``: the run in whose order slices are; this one, if it is empty."""
         self.batch_size = batch_size
         self.context = context
         self._text = text
         self._key = (run_id, author)
+        self._order = order or run_id
         if len(text.training) < context + 1:
             raise DataError(
                 f"too little text to train on: {len(text.training)} tokens in {text.num_documents} documents, and a "
@@ -206,7 +216,7 @@ class Sampler:
     def slice_batch(self, epoch: int, index: int) -> npt.NDArray[np.int64]:
         """Tokens (B, T + 1) of slice ``index`` of an epoch; the last one is filled up with windows of the first."""
         places = (index * self.batch_size + np.arange(self.batch_size)) % self._num_windows
-        order = permute(places, self._num_windows, self._key[0], epoch.to_bytes(8, "little"))
+        order = permute(places, self._num_windows, self._order, epoch.to_bytes(8, "little"))
         return _cut_out(self._text.training, order * self.context, self.context)
 
     def held_out_batch(self, index: int) -> npt.NDArray[np.int64]:
@@ -253,4 +263,5 @@ def build_sampler(
         batch_size=inner.batch_size,
         context=model.context,
         vocabulary=model.vocabulary,
+        order=data.order,
     )

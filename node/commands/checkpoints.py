@@ -151,7 +151,8 @@ def verify_checkpoint(
 def resume_run(home: Home, folder: Folder, run_file: RunFile, out: Out = None, as_json: AsJson = False) -> None:
     """Make a new run that goes on from a checkpoint: with other stages, nodes, codec or length, the model the same.
 
-    The run file may be two lines; what it leaves out is as it was. The learning rate's schedule goes on where it was.
+    The run file may be two lines; what it leaves out is as it was. The learning rate's schedule goes on where it was,
+    and so do epochs of the data.
 
     Example: [cyan]farandole checkpoint resume model run.toml -o more.manifest[/cyan], then
     [cyan]farandole join more.manifest --start model[/cyan]
@@ -159,17 +160,26 @@ def resume_run(home: Home, folder: Folder, run_file: RunFile, out: Out = None, a
     from farandole.protocol.manifest import sign_manifest
 
     from ..consolidated.folder import read_folder
-    from ..consolidated.resuming import resumed_manifest
+    from ..consolidated.resuming import other_slices, resumed_manifest
     from ..identity import load_or_create_key
     from ..run_file import read_toml
 
     path = _new_file(out, run_file)
     try:
-        manifest = resumed_manifest(read_folder(folder), read_toml(run_file), run_file.parent, time.time())
+        before = read_folder(folder)
+        manifest = resumed_manifest(before, read_toml(run_file), run_file.parent, time.time())
     except ManifestError as error:
         raise ManifestError(f"{run_file}: {error}") from error
     signed = sign_manifest(manifest, load_or_create_key(home / "key"))
     _write_manifest(path, signed, folder, as_json)
+    if manifest.data.epochs and not as_json:
+        assert manifest.start is not None, "it is resumed"
+        epochs, why = manifest.start.epochs, other_slices(before.manifest, manifest)
+        typer.echo(
+            f"its data begins anew, with epoch 1: {why or 'the folder does not say how far that was'}"
+            if epochs is None
+            else f"its data goes on in epoch {epochs.epoch + 1} of {manifest.data.epochs}, at nodes with the same text"
+        )
 
 
 @checkpoint_app.command("import")

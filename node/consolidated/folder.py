@@ -5,6 +5,7 @@
     checkpoint.index         the hashes of its blocks, signed (`farandole.protocol.blocks`): its SHA-256 is the
                              checkpoint's id, by which the manifest of a run that starts from it names it
     manifest                 of the run that it comes from; of an imported model, of the run that starts from it
+    epochs.json              of a run that counts epochs of its data: how far these were (`EpochsConfig`)
 
 As in Universal Checkpointing (arXiv 2406.18820), nothing in it depends on how many nodes or stages have made it. What
 belongs to one replica alone is left out: what its codec fed back, and its inner steps since the last outer step.
@@ -19,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.protocol.blocks import (
@@ -31,7 +33,7 @@ from farandole.protocol.blocks import (
 )
 from farandole.protocol.errors import ManifestError, RemoteProtocolError
 from farandole.protocol.identity import public_bytes
-from farandole.protocol.manifest import MAX_MANIFEST_BYTES, Manifest, SignedManifest, decode_manifest
+from farandole.protocol.manifest import MAX_MANIFEST_BYTES, EpochsConfig, Manifest, SignedManifest, decode_manifest
 from farandole.training.blocks import content_of
 from farandole.training.shapes import Shape, shapes_of
 
@@ -42,6 +44,7 @@ FORMAT: Final = "farandole/consolidated/1"
 CHECKPOINT_NAME: Final = "checkpoint.safetensors"
 INDEX_NAME: Final = "checkpoint.index"
 MANIFEST_NAME: Final = "manifest"
+EPOCHS_NAME: Final = "epochs.json"
 
 SLOW: Final = "slow"
 VECTORS: Final = (SLOW, "momentum")
@@ -70,6 +73,8 @@ class Consolidated:
     id: bytes
     """32 bytes: SHA-256 of the index."""
     index: Index
+    epochs: EpochsConfig | None = None
+    """How far its run was in the data, if that counts epochs."""
 
     @property
     def checkpoint(self) -> Path:
@@ -99,9 +104,14 @@ def read_folder(path: Path) -> Consolidated:
         max_size = max_file_bytes(manifest)
         raw_index = _read(path / INDEX_NAME, max_index_bytes(max_size))
         index_id, index = _decode_index(raw_index, manifest, signed, max_size)
-    except (ManifestError, RemoteProtocolError) as error:
+        epochs = _read_epochs(path / EPOCHS_NAME)
+    except (ManifestError, RemoteProtocolError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConsolidatedError(f"{path} is no consolidated checkpoint: {error}") from error
-    return Consolidated(path, manifest, signed, index_id, index)
+    return Consolidated(path, manifest, signed, index_id, index, epochs)
+
+
+def _read_epochs(path: Path) -> EpochsConfig | None:
+    return msgspec.json.decode(_read(path, MAX_MANIFEST_BYTES), type=EpochsConfig) if path.exists() else None
 
 
 def _decode_index(raw: bytes, manifest: Manifest, signed: SignedManifest, max_size: int) -> tuple[bytes, Index]:
@@ -141,6 +151,7 @@ def write_folder(
     counters: Counters,
     tensor_of: Callable[[str], Floats],
     manifest_of: Callable[[bytes], bytes],
+    epochs: EpochsConfig | None = None,
 ) -> bytes:
     """Write a consolidated checkpoint, all of it or nothing; returns its id.
 
@@ -167,6 +178,8 @@ def write_folder(
         signed = sign_index(key, index)
         write_file(folder / INDEX_NAME, encode_signed_index(signed))
         write_file(folder / MANIFEST_NAME, manifest_of(signed.id))
+        if epochs is not None:
+            write_file(folder / EPOCHS_NAME, msgspec.json.encode(epochs))
     return signed.id
 
 

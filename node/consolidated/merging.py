@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.protocol.manifest import Manifest, decode_manifest
+from farandole.protocol.manifest import EpochsConfig, Manifest, decode_manifest
 from farandole.training.shapes import Shape, shapes_of, stage_of
 
 from ..trainer.conversion import training_configs
@@ -30,11 +30,16 @@ MAX_COUNTER: Final = 2**53  # exact in JSON everywhere
 
 
 def consolidate(
-    to: Path, key: Ed25519PrivateKey, raw_manifest: bytes, stages: Sequence[Sequence[Path]], vectors: Sequence[str]
+    to: Path,
+    key: Ed25519PrivateKey,
+    raw_manifest: bytes,
+    stages: Sequence[Sequence[Path]],
+    vectors: Sequence[str],
+    epochs: EpochsConfig | None = None,
 ) -> bytes:
     """Write the folder ``to`` from checkpoints of a run, ``stages[s]`` of so many replicas of stage s; returns its id.
 
-    Raises `ConsolidatedError`.
+    ``epochs``: how far the run is in its data, if it counts epochs. Raises `ConsolidatedError`.
     """
     manifest, signed = decode_manifest(raw_manifest)
     with open_merger(manifest, signed.run_id, stages, vectors) as merger:
@@ -47,6 +52,7 @@ def consolidate(
             merger.counters(),
             merger.tensor,
             lambda checkpoint_id: raw_manifest,
+            epochs,
         )
 
 

@@ -20,6 +20,8 @@ from farandole.protocol.blocks import MAX_HEADER_BYTES, Index, SignedIndex
 from farandole.protocol.errors import FarandoleError
 from farandole.protocol.identity import short_name
 from farandole.protocol.invite import decode_invite
+from farandole.protocol.leases import epoch_progress
+from farandole.protocol.manifest import EpochsConfig
 from farandole.training.cut import stage_parameters
 
 from ..checkpoints.fetching import Progress, ask_for_index, fetch_checkpoint
@@ -29,7 +31,7 @@ from ..joining.visiting import Visit, open_visit
 from ..rounds.round_session import MAX_ROUNDS_BEHIND
 from ..settings import NodeSettings
 from ..shaping import Shaping
-from ..trainer.conversion import training_configs
+from ..trainer.conversion import slice_order, training_configs
 from .folder import OPTIMIZER_VECTORS, VECTORS
 from .merging import consolidate
 from .tensors import ConsolidatedError
@@ -111,13 +113,29 @@ class Pull:
             self._parts.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConsolidatedError(f"cannot write {self._parts}: {error.strerror}") from error
+        epochs = self._epochs()  # before the weights, which then have all of what it says
         stages = [await self._fetch_stage(stage) for stage in range(self._model.num_stages)]
         self._say("putting the stages together" if len(stages) > 1 or self._merge > 1 else "writing the model")
         checkpoint_id = await trio.to_thread.run_sync(
-            consolidate, self._to, self._key, self._visit.raw_manifest, stages, self._vectors
+            consolidate, self._to, self._key, self._visit.raw_manifest, stages, self._vectors, epochs
         )
         shutil.rmtree(self._parts, ignore_errors=True)
         return checkpoint_id
+
+    def _epochs(self) -> EpochsConfig | None:
+        """How far the run is in its data, by what its members say."""
+        visit = self._visit
+        if not visit.manifest.data.epochs:
+            return None
+        progress = epoch_progress(visit.state, visit.live())
+        if progress is None:
+            return None
+        return EpochsConfig(
+            run_id=slice_order(visit.manifest, visit.run_id).hex(),
+            corpus=progress.corpus.hex(),
+            epoch=progress.epoch,
+            done=progress.done.to_bytes(-(-progress.done.bit_length() // 8), "little").hex(),
+        )
 
     async def _fetch_stage(self, stage: int) -> list[Path]:
         problem = ""

@@ -44,7 +44,27 @@ def resumed_manifest(folder: Consolidated, settings: Mapping[str, Any], place: P
     merged["start"] = msgspec.to_builtins(start)
     manifest = manifest_of(merged, place, now)
     _check_same_model(folder.manifest, manifest)
-    return manifest
+    if folder.epochs is None or other_slices(folder.manifest, manifest):
+        return manifest
+    if folder.epochs.epoch >= manifest.data.epochs:
+        raise ManifestError(
+            f"data.epochs is {manifest.data.epochs}, and so many are done: say how many there are to be in all, or 0 "
+            "for text that is drawn at random, without end"
+        )
+    return msgspec.structs.replace(manifest, start=msgspec.structs.replace(start, epochs=folder.epochs))
+
+
+def other_slices(before: Manifest, after: Manifest) -> str:
+    """Why slices of the data that are done before say nothing after; empty if they are the same ones, in one order."""
+    if not before.data.epochs or not after.data.epochs:
+        return "one of the runs counts no epochs"
+    settings = {
+        "inner.batch_size": (before.inner.batch_size, after.inner.batch_size),
+        "model.context": (before.model.context, after.model.context),
+        "data.source": (before.data.source, after.data.source),
+        "data.held_out": (before.data.held_out, after.data.held_out),
+    }
+    return next((f"{name} is {new}, and was {old}" for name, (old, new) in settings.items() if old != new), "")
 
 
 def _model(before: Mapping[str, Any], model: object) -> object:

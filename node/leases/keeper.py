@@ -36,6 +36,7 @@ from farandole.protocol.leases import (
     news,
 )
 from farandole.protocol.manifest import Manifest
+from farandole.protocol.slices import parts
 from farandole.protocol.state import RunState
 
 logger = logging.getLogger(__name__)
@@ -167,12 +168,29 @@ class LeaseKeeper:
             self._manifest.data.epochs,
             exchange_seconds=self._manifest.rounds.exchange_seconds,
         )
+        self._go_on_from_start()
         if self._restored is not None and self._restored[0] == corpus:
             for index, lease in self._restored[1]:
                 self._handle(Heard(self._author, index, lease))
         self._seen.clear()
         for heard in news(self._state, self._seen):
             self._handle(heard)
+
+    def _go_on_from_start(self) -> None:
+        """Where the run was from whose checkpoint this one starts: as if this node itself had said so."""
+        leases, start = self._leases, self._manifest.start
+        assert leases is not None, "they have begun"
+        if start is None or start.epochs is None:
+            return
+        epochs = start.epochs
+        if bytes.fromhex(epochs.corpus) != leases.corpus:
+            self._board.warn("the text is another than that of the run which this one goes on from: epoch 1 begins")
+            return
+        done = [Lease(epochs.epoch, leases.corpus, (), raw) for raw in parts(epochs.mask & leases.sections.all)]
+        for index, lease in enumerate((Lease(epochs.epoch, leases.corpus), *done)):
+            self._handle(Heard(self._author, index, lease))
+        share = leases.done.count / leases.sections.num_slices
+        self._board.say(f"the data goes on in epoch {epochs.epoch + 1} of {leases.num_epochs}, {share:.0%} of it done")
 
     def trained(self, report: messages.SlicesTrained) -> None:
         """The trainer has trained on slices."""

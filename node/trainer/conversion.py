@@ -36,9 +36,18 @@ def training_configs(manifest: Manifest) -> TrainingConfigs:
         ModelConfig(**{**asdict(model), "hf": hf}),
         InnerConfig(**asdict(manifest.inner)),
         OuterConfig(**asdict(manifest.outer)),
-        DataConfig(**asdict(manifest.data)),
+        DataConfig(**asdict(manifest.data), order=slice_order(manifest)),
         TokenizerConfig(**asdict(manifest.tokenizer)),
     )
+
+
+def slice_order(manifest: Manifest, run_id: bytes = b"") -> bytes:
+    """The run in whose order the slices of the data are, if it counts epochs: ``run_id``, or one that it goes on from.
+
+    (A run that starts where another one's epochs were, has its order.)
+    """
+    start = manifest.start
+    return run_id if start is None or start.epochs is None else start.epochs.order
 
 
 def pipeline_config(manifest: Manifest) -> PipelineConfig:

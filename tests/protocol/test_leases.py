@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from farandole.protocol.entries import Lease, LeasedSlices
+from farandole.protocol.entries import Delta, Kind, Lease, LeasedSlices
 from farandole.protocol.leases import (
     ASLEEP_SECONDS,
     MAX_SHARE,
@@ -14,6 +14,7 @@ from farandole.protocol.leases import (
     Announce,
     Assign,
     EpochBegan,
+    EpochProgress,
     Event,
     Heard,
     Leases,
@@ -21,8 +22,12 @@ from farandole.protocol.leases import (
     Output,
     Ticked,
     Trained,
+    epoch_progress,
 )
 from farandole.protocol.slices import parts
+from farandole.protocol.state import RunState
+
+from .authors import CREATOR, NOW, RUN_ID, author_of, signed, tick_at
 
 ALICE, BOB, CAROL = b"a" * 32, b"b" * 32, b"c" * 32
 CORPUS, OTHER_TEXT = b"one text", b"another."
@@ -242,6 +247,22 @@ def test_bits_count_when_enough_authors_say_them() -> None:
         alice.hear(author, *everything)
     alice.tick()
     assert alice.leases.done.is_complete
+
+
+def test_a_visitor_learns_how_far_the_epochs_are() -> None:
+    state, done, live = RunState(RUN_ID, CREATOR), (1 << 3_000) - 1, [author_of(number) for number in range(1, 6)]
+    assert epoch_progress(state, live) is None
+    for number in range(1, 6):
+        corpus, epoch = (OTHER_TEXT, 0) if number == 5 else (CORPUS, 1)
+        said = done if number < 4 else (1 << 5_000) - 1
+        leases = [
+            (0, Lease(epoch, corpus)),
+            *((part + 1, Lease(epoch, corpus, (), raw)) for part, raw in enumerate(parts(said))),
+        ]
+        entries = [signed(number, Kind.LEASE, index, tick_at(Kind.LEASE), lease) for index, lease in leases]
+        state.merge(Delta(tuple(entries)), NOW)
+    assert epoch_progress(state, live) == EpochProgress(CORPUS, 1, done)
+    assert epoch_progress(state, live[4:]) == EpochProgress(OTHER_TEXT, 0, (1 << 5_000) - 1)
 
 
 def test_who_never_finishes_is_waited_for_once() -> None:

@@ -66,6 +66,16 @@ def test_epochs_have_orders_of_their_own_which_do_not_depend_on_the_author() -> 
     assert not np.array_equal(alice.slice_batch(0, 2), alice.slice_batch(1, 2))
 
 
+def test_a_run_can_have_the_order_of_another() -> None:
+    text = tokenise([Document("a", bytes(range(250)))], ByteTokenizer(), 0.0, is_shared=True)
+    first, other, same = (
+        Sampler(text, run_id=run_id, author=b"alice", batch_size=BATCH, context=CONTEXT, order=order)
+        for run_id, order in ((b"r", b""), (b"s", b""), (b"s", b"r"))
+    )
+    assert np.array_equal(same.slice_batch(1, 2), first.slice_batch(1, 2))
+    assert not np.array_equal(other.slice_batch(1, 2), first.slice_batch(1, 2))
+
+
 def test_the_same_documents_make_the_same_corpus_wherever_they_lie(tmp_path: Path) -> None:
     for home, folders in (("alice", ("x", "y")), ("bob", ("y", "x"))):
         for folder in folders:

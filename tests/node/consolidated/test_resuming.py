@@ -17,8 +17,9 @@ from farandole.node.consolidated.merging import consolidate
 from farandole.node.consolidated.resuming import import_model, resumed_manifest
 from farandole.node.consolidated.tensors import ConsolidatedError
 from farandole.node.consolidated.verifying import verify
+from farandole.node.trainer.conversion import training_configs
 from farandole.protocol.errors import ManifestError
-from farandole.protocol.manifest import Manifest
+from farandole.protocol.manifest import EpochsConfig, Manifest, decode_manifest, sign_manifest
 
 from .runs import GPT2, KEY, LLAMA, MODELS, decoded, manifest_for, save_stages, trained
 
@@ -59,6 +60,41 @@ def test_stages_codec_and_rounds_may_be_others(folder: Consolidated) -> None:
     assert (after.outer.codec, after.rounds.round_seconds) == ("int4", 9.0)
     again = resumed(folder, {**settings, "start": {"id": "0" * 64}})
     assert again.start == after.start
+
+
+EPOCHS = EpochsConfig(run_id="ab" * 32, corpus="cd" * 8, epoch=1, done="ff07")
+
+
+def with_epochs(tmp_path: Path) -> Consolidated:
+    """Of a run that is in the second of three epochs."""
+    signed = manifest_for(MODELS["own"], data={"epochs": 3})
+    stages = save_stages(trained(signed, b"a" * 32, steps=0), signed, tmp_path, "replica")
+    consolidate(tmp_path / "pulled", KEY, signed.encode(), [stages], VECTORS, EPOCHS)
+    return read_folder(tmp_path / "pulled")
+
+
+def test_epochs_of_the_data_go_on_where_they_were(tmp_path: Path) -> None:
+    folder = with_epochs(tmp_path)
+    assert folder.epochs == EPOCHS
+    after = resumed(folder, {"model": {"num_stages": 2}})
+    assert after.start is not None
+    assert after.start.epochs == EPOCHS
+    assert training_configs(after).data.order == bytes.fromhex(EPOCHS.run_id)
+    assert decode_manifest(sign_manifest(after, KEY).encode())[0] == after
+
+
+@pytest.mark.parametrize(
+    "settings", [{"inner": {"batch_size": 4}}, {"data": {"epochs": 0}}, {"data": {"held_out": 0.1}}]
+)
+def test_where_slices_are_others_epochs_begin_anew(tmp_path: Path, settings: dict[str, Any]) -> None:
+    after = resumed(with_epochs(tmp_path), settings)
+    assert after.start is not None
+    assert after.start.epochs is None
+
+
+def test_who_has_done_all_epochs_is_asked_how_many_more(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match="so many are done"):
+        resumed(with_epochs(tmp_path), {"data": {"epochs": 1}})
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ async def share_done(daemon: Daemon, share: float) -> None:
 @pytest.mark.soak
 async def test_where_the_model_is_cut_the_first_stage_draws_every_slice_and_all_finish(tmp_path: Path) -> None:
     texts = tmp_path / "texts"
-    write_texts(texts, 4)
+    write_texts(texts, 2)
     signed = signed_run(tmp_path, {"num_stages": 2, "num_layers": 2}, pipeline={"microbatch_size": 4})
     data = ("--data", str(texts), "--log-level", "debug")
     async with AsyncExitStack() as stack:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 import trio
 import trio.testing
@@ -16,7 +17,7 @@ from farandole.node.trainer import messages
 from farandole.protocol.entries import Delta, Kind, Lease, LeasedSlices, Payload
 from farandole.protocol.identity import public_bytes
 from farandole.protocol.leases import SETTLE_SECONDS
-from farandole.protocol.manifest import DataConfig, Manifest, ModelConfig
+from farandole.protocol.manifest import DataConfig, EpochsConfig, Manifest, ModelConfig, StartConfig
 from farandole.protocol.state import RunState
 from farandole.protocol.writer import Writer
 
@@ -72,13 +73,13 @@ class Disk:
 class Node:
     """A keeper, with what it told its trainer and its owner."""
 
-    def __init__(self, run: Run, disk: Disk) -> None:
+    def __init__(self, run: Run, disk: Disk, manifest: Manifest = MANIFEST) -> None:
         self.drawn: list[messages.DrawSlices] = []
         self.board = Board(say=lambda text: None)
         self.num_ends = 0
         self.origins: frozenset[bytes] = frozenset()
         self.keeper = LeaseKeeper(
-            MANIFEST,
+            manifest,
             public_bytes(ALICE),
             run.state,
             run,
@@ -105,10 +106,10 @@ class Node:
 
 
 @asynccontextmanager
-async def life(run: Run, disk: Disk) -> AsyncIterator[Node]:
+async def life(run: Run, disk: Disk, manifest: Manifest = MANIFEST) -> AsyncIterator[Node]:
     """From the start of a daemon to its sudden end."""
     async with trio.open_nursery() as nursery:
-        node = Node(run, disk)
+        node = Node(run, disk, manifest)
         await node.keeper.restore()
         nursery.start_soon(node.keeper.run)
         yield node
@@ -170,6 +171,27 @@ async def test_another_life_goes_on_though_the_run_has_forgotten(
         after = node.keeper.status()
         assert after is not None
         assert (after.epoch, after.done) == (before.epoch, before.done)
+
+
+DONE = [*range(40), *range(80, NUM_SLICES)]
+DONE_BITS = sum(1 << index for index in DONE).to_bytes(NUM_SLICES // 8, "little")
+GOES_ON = EpochsConfig(run_id="ab" * 32, corpus=CORPUS.hex(), epoch=1, done=DONE_BITS.hex())
+
+
+@pytest.mark.parametrize(("corpus", "epoch", "done"), [(CORPUS, 2, len(DONE)), (OTHER_TEXT, 1, 0)])
+async def test_a_run_that_starts_where_another_was_goes_on_with_its_epoch_if_the_text_is_the_same(
+    run: Run, disk: Disk, autojump_clock: trio.testing.MockClock, corpus: bytes, epoch: int, done: int
+) -> None:
+    start = StartConfig("cd" * 32, "ab" * 32, epochs=GOES_ON)
+    async with life(run, disk, msgspec.structs.replace(MANIFEST, start=start)) as node:
+        node.begin(corpus)
+        status = node.keeper.status()
+        assert status is not None
+        assert (status.epoch, status.done) == (epoch, done)
+        assert len(node.board.warnings) == (corpus != CORPUS)
+        await trio.sleep(SETTLE_SECONDS + 2)
+        for first, count in node.drawn[-1].ranges:
+            assert not done or not set(DONE) & set(range(first, first + count))
 
 
 async def test_a_trainer_that_comes_back_goes_on_with_what_is_left(
