@@ -290,6 +290,31 @@ def bench_hostile(
     run_hostile_bench(out, silent, garbage, rate, cycles, Section(write, "hostile") if write else None)
 
 
+@testnet_app.command("bench-faults")
+def bench_faults(
+    scenarios: Annotated[
+        list[str] | None, typer.Argument(metavar="[SCENARIO]...", help="Which of them.", show_default="all")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for each play's report, faults.json, faults.md.")] = Path(
+        "out/faults"
+    ),
+    write: Write = None,
+) -> None:
+    """Play the scenarios of faults, some beside the same without, and measure what the faults cost.
+
+    It takes three hours, and goes on where it was stopped: a play whose report is in the folder is not played again.
+    Needs Linux, root, nftables, libfaketime. Scenarios: starved, halves, bad-line, flap, chaos, hour.
+
+    Examples: [cyan]sudo farandole testnet bench-faults[/cyan];
+    [cyan]sudo farandole testnet bench-faults starved halves --out /tmp/faults[/cyan]
+    """
+    from .bench.faults import run_faults_bench
+    from .bench.section import Section
+
+    report = run_faults_bench(out, scenarios or (), Section(write, "faults") if write else None)
+    raise typer.Exit(Exit.VERDICT_FAILED if report.reasons else Exit.OK)
+
+
 @testnet_app.command("bench-nat")
 def bench_nat(
     pairs: Annotated[

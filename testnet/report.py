@@ -345,13 +345,17 @@ def _node_problems(scenario: Scenario, node: NodeReport) -> list[str]:
     return problems
 
 
-def _exchange_problems(scenario: Scenario, most: float, node: NodeReport) -> list[str]:
-    """Beside what the line allows: the contribution at the slower rate, and a round trip."""
+def ideal_exchange_seconds(scenario: Scenario, node: NodeReport) -> float:
+    """What its home's line allows: its contribution at the slower rate, and a round trip."""
     home = scenario.home[node.index % len(scenario.home)]
     rate = min(home.up_mbit or math.inf, home.down_mbit or math.inf) * BYTES_PER_MBIT
-    ideal = node.exchange_bytes / rate + 4 * home.delay_ms / 1e3
+    return node.exchange_bytes / rate + 4 * home.delay_ms / 1e3
+
+
+def _exchange_problems(scenario: Scenario, most: float, node: NodeReport) -> list[str]:
     if not node.exchange_seconds:
         return ["completed no exchange"]
+    ideal = ideal_exchange_seconds(scenario, node)
     median = statistics.median(node.exchange_seconds)
     problems = []
     if median > most * ideal:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from farandole.testnet.bench.faults import BESIDE_CLEAN
 from farandole.testnet.beside import judged
 from farandole.testnet.fault_table import fault_lines, throughput_lines
 from farandole.testnet.launch import Testnet
@@ -49,9 +50,6 @@ def figures(report: Report) -> str:
         f"{failed} exchanges failed, merged loss {report.loss_merged or 0:.3f}, "
         f"wedged {sum(node.wedged for node in report.nodes)}"
     )
-
-
-BESIDE_CLEAN = ("flap", "starved", "halves", "chaos")
 
 
 needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="the extra 'hf' is not installed")

@@ -1,0 +1,169 @@
+"""What faults cost a run: the delivered scenarios of faults, some of them played without their faults first.
+
+A play whose report lies in the folder is not played again: together they take hours, and go on where they were stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import trio
+from rich.console import Console
+
+from ..beside import judged, load_report
+from ..launch import REPORT_NAME, Testnet, write_report
+from ..live import open_view
+from ..report import Report as Play
+from ..report import ideal_exchange_seconds
+from ..scenario import Scenario, ScenarioError, load_scenario
+from .grid import Grid
+from .section import Section, compose
+from .setting import setting
+
+SCENARIOS: Final = {
+    "starved": "two of 8 at 5 % of a processor for 60 s",
+    "halves": "8 nodes in halves for 60 s",
+    "bad-line": "200 ms, 5 % loss, 20/5 Mbit/s",
+    "flap": "one of 8 killed and started every 2 s, 10 min",
+    "chaos": "16 nodes, 28 min, 60 faults of six kinds",
+    "hour": "8 nodes, an hour, four come and go",
+}
+BESIDE_CLEAN: Final = ("starved", "halves", "flap", "chaos")
+"""Judged beside the same without faults."""
+HEADER: Final = ("what befalls them", "what is measured", "measured", "limit")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure of one scenario, and what it may be."""
+
+    scenario: str
+    what: str
+    measured: str
+    limit: str
+
+
+@dataclass(slots=True)
+class Report:
+    """What was measured."""
+
+    setting: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    """Why a play is no pass."""
+
+    def add(self, name: str, play: Play, scenario: Scenario) -> None:
+        """The figures of a play that is over and judged."""
+        self.rows += [Row(name, *cells) for cells in _figures(play, scenario)]
+        self.reasons += [f"{name}: {reason}" for reason in play.reasons]
+
+    def document(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        return {"setting": self.setting, "rows": [asdict(row) for row in self.rows], "reasons": self.reasons}
+
+    def grid(self) -> Grid:
+        """Everything, for people; a scenario is named where it begins."""
+        rows, before = [], ""
+        for row in self.rows:
+            name = "" if row.scenario == before else f"`{row.scenario}`: {SCENARIOS[row.scenario]}"
+            rows.append([name, row.what, row.measured, row.limit])
+            before = row.scenario
+        return Grid("Faults, and what they cost", HEADER, rows, num_left=2)
+
+    def markdown(self) -> str:
+        """A document's section."""
+        return compose(self.setting, self.grid().markdown(), *(f"- {reason}" for reason in self.reasons))
+
+
+def run_faults_bench(out: Path, names: Sequence[str] = (), section: Section | None = None) -> Report:
+    """Play what has no report yet, and print; ``out`` gets a folder a scenario, faults.json, faults.md.
+
+    Raises `SectionError`, `ScenarioError`; `KeyboardInterrupt` after a play that the user has ended, which is not kept.
+    """
+    if unknown := set(names) - set(SCENARIOS):
+        raise ScenarioError(f"no scenario of faults: {', '.join(sorted(unknown))}; there are {', '.join(SCENARIOS)}")
+    if section is not None:
+        section.check()
+    scenarios = {name: load_scenario(name) for name in names or SCENARIOS}
+    out.mkdir(parents=True, exist_ok=True)
+    console, report = Console(), Report(setting())
+    for name, scenario in scenarios.items():
+        folder = out / name
+        clean = _play(name, folder / "clean", console, clean=True) if name in BESIDE_CLEAN else None
+        play = _play(name, folder / "faults", console, clean=False)
+        report.add(name, judged(play, clean, scenario) if clean else play, scenario)
+        (out / "faults.json").write_text(json.dumps(report.document(), indent=2) + "\n")
+        (out / "faults.md").write_text(report.markdown())
+    console.print(report.grid().rich())
+    for reason in report.reasons:
+        console.print(f"  - {reason}", style="red", markup=False, soft_wrap=True)
+    if section is not None:
+        section.write(report.markdown())
+    console.print(f"{out / 'faults.json'}, {out / 'faults.md'}", markup=False, highlight=False)
+    return report
+
+
+def _play(name: str, folder: Path, console: Console, *, clean: bool) -> Play:
+    if (folder / REPORT_NAME).exists():
+        console.print(f"{name}: {folder / REPORT_NAME} is there already", markup=False, highlight=False)
+        return load_report(folder)
+    with open_view(console) as view:
+        testnet = Testnet(load_scenario(name, clean=clean), folder.absolute(), view)
+        play = trio.run(testnet.play)
+    if testnet.is_interrupted:
+        raise KeyboardInterrupt
+    write_report(play, folder)
+    return play
+
+
+def _figures(play: Play, scenario: Scenario) -> Iterator[tuple[str, str, str]]:
+    """What, measured, limit: of all that the scenario sets a limit to."""
+    wedged = sum(node.wedged for node in play.nodes)
+    verdict = f"{play.verdict} in {play.seconds / 60:.1f} min, {wedged} wedged"
+    yield f"verdict (faults: {len(play.faults)})", verdict, "pass, 0"
+    if play.beside is not None:
+        yield from _beside(play, scenario)
+    if scenario.max_heal_seconds is not None:
+        healed = [fault.healed_in for fault in play.faults if fault.kind == "partition"]
+        words = ", ".join("never" if seconds is None else f"{seconds:.1f} s" for seconds in healed)
+        yield "one run state after healing", words, f"{scenario.max_heal_seconds:g} s"
+    if scenario.max_exchange_over_ideal is not None:
+        taken = [node for node in play.nodes if node.exchange_seconds]
+        over = max(statistics.median(node.exchange_seconds) / ideal_exchange_seconds(scenario, node) for node in taken)
+        failed = sum(node.exchanges_failed for node in play.nodes)
+        yield "an exchange over the ideal (median, worst node)", f"{over:.2f}", f"{scenario.max_exchange_over_ideal:g}"
+        yield "exchanges that failed for good", f"{failed}", "0"
+    if scenario.max_growth is not None:
+        yield from _growth(play, scenario.max_growth)
+
+
+def _beside(play: Play, scenario: Scenario) -> Iterator[tuple[str, str, str]]:
+    beside = play.beside
+    assert beside is not None
+    if scenario.min_throughput:
+        yield "tokens a second of the living, of clean", f"{beside.throughput:.1%}", f"{scenario.min_throughput:.1%}"
+    if scenario.min_throughput_of_others and beside.throughput_of_others is not None:
+        least = f"{scenario.min_throughput_of_others:.1%}"
+        yield "tokens a second of the others, of clean", f"{beside.throughput_of_others:.1%}", least
+    if scenario.max_loss_above_clean is not None and beside.loss_above is not None:
+        losses = f"{beside.loss_above:+.1%} ({beside.loss_merged or 0:.3f} -> {play.loss_merged or 0:.3f})"
+        yield "held-out loss beside clean", losses, f"{scenario.max_loss_above_clean:+.1%}"
+    if scenario.max_spread_over_clean is not None and beside.spread is not None:
+        yield "spread of the weights, of clean", f"{beside.spread:.2f}", f"{scenario.max_spread_over_clean:g}"
+
+
+def _growth(play: Play, most: float) -> Iterator[tuple[str, str, str]]:
+    growths = [growth for node in play.nodes for growth in node.growths]
+    if not growths:
+        return
+    trainers = [growth.trainer_memory for growth in growths if growth.trainer_memory is not None]
+    yield "memory an hour, worst life", f"{max(growth.memory for growth in growths):+.2%}", f"{most:+.1%}"
+    if trainers:
+        yield "trainer's memory an hour, worst life", f"{max(trainers):+.2%}", f"{most:+.1%}"
+    more = f"{max(growth.descriptors for growth in growths):+g}, {max(growth.tasks for growth in growths):+g}"
+    yield "descriptors, tasks, worst life", more, "flat"

@@ -1,0 +1,95 @@
+"""The benchmark of faults over plays whose reports are there: what it makes of them, and what is no pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from farandole.testnet.bench.faults import run_faults_bench
+from farandole.testnet.bench.section import Section
+from farandole.testnet.growth import Growth
+from farandole.testnet.launch import write_report
+from farandole.testnet.record import NodeRecord
+from farandole.testnet.report import FaultReport, NodeReport, Report, node_report
+from farandole.testnet.scenario import ScenarioError
+
+DOCUMENT = "# Figures\n\n<!-- begin faults -->\nold\n<!-- end faults -->\n"
+PLAY = Report(
+    name="",
+    run_id="00",
+    verdict="pass",
+    reasons=[],
+    nodes=[],
+    loss_first=5.5,
+    loss_last=2.0,
+    loss_start=5.5,
+    loss_merged=2.0,
+    spread=0.01,
+    tokens=1_000,
+    tokens_per_second=10.0,
+    seconds=120.0,
+    state_equal=True,
+    events=[],
+    tokens_per_given_second=10.0,
+)
+
+
+def node(index: int, **fields: object) -> NodeReport:
+    silent = node_report(NodeRecord(index, f"peer {index}"), is_alive=True)
+    return msgspec.structs.replace(silent, tokens=1_000, given_seconds=100.0, **fields)
+
+
+def keep(report: Report, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    write_report(report, folder)
+
+
+def halves(out: Path, loss_merged: float) -> None:
+    clean = msgspec.structs.replace(PLAY, name="halves", nodes=[node(index) for index in range(8)])
+    keep(clean, out / "halves" / "clean")
+    partition = FaultReport("partition", [0, 1, 2, 3], 40.0, 60.0, {}, healed_in=7.25)
+    keep(
+        msgspec.structs.replace(clean, faults=[partition], loss_merged=loss_merged, spread=0.011),
+        out / "halves" / "faults",
+    )
+
+
+def test_plays_that_are_there_are_judged_and_shown_not_played_again(tmp_path: Path) -> None:
+    halves(tmp_path, loss_merged=2.02)
+    growth = Growth(hours=0.6, memory=0.004, trainer_memory=-0.001, descriptors=1, tasks=0)
+    hour = msgspec.structs.replace(PLAY, name="hour", nodes=[node(0, growths=[growth]), node(1)])
+    keep(hour, tmp_path / "hour" / "faults")
+    line = [node(index, exchange_seconds=[3.0, 4.0, 5.0], exchange_bytes=1_000_000) for index in range(4)]
+    keep(msgspec.structs.replace(PLAY, name="bad-line", nodes=line), tmp_path / "bad-line" / "faults")
+    document = tmp_path / "figures.md"
+    document.write_text(DOCUMENT)
+
+    report = run_faults_bench(tmp_path, ["halves", "bad-line", "hour"], Section(document, "faults"))
+    assert report.reasons == []
+    figures = {(row.scenario, row.what): (row.measured, row.limit) for row in report.rows}
+    assert figures["halves", "one run state after healing"] == ("7.2 s", "15 s")
+    assert figures["halves", "held-out loss beside clean"] == ("+1.0% (2.000 -> 2.020)", "+3.0%")
+    assert figures["halves", "spread of the weights, of clean"] == ("1.10", "1.25")
+    # 1 MB at 5 Mbit/s takes 1.6 s, and the round trip 0.2 s.
+    assert figures["bad-line", "an exchange over the ideal (median, worst node)"] == ("2.22", "3")
+    assert figures["hour", "memory an hour, worst life"] == ("+0.40%", "+1.0%")
+    assert figures["hour", "descriptors, tasks, worst life"] == ("+1, +0", "flat")
+    written = document.read_text()
+    assert "old" not in written
+    assert (
+        "| `halves`: 8 nodes in halves for 60 s | verdict (1 faults) | pass in 2.0 min, 0 wedged | pass, 0 |" in written
+    )
+
+
+def test_what_misses_its_limit_is_said(tmp_path: Path) -> None:
+    halves(tmp_path, loss_merged=2.2)
+    report = run_faults_bench(tmp_path, ["halves"])
+    assert report.reasons == ["halves: the merged model's loss beside the clean run's is +10.0%, not at most +3.0%"]
+    assert report.reasons[0] in (tmp_path / "faults.md").read_text()
+
+
+def test_it_plays_scenarios_of_faults_alone(tmp_path: Path) -> None:
+    with pytest.raises(ScenarioError, match="no scenario of faults: demo; there are starved"):
+        run_faults_bench(tmp_path, ["demo"])
