@@ -15,6 +15,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from typing import Any, Final
@@ -53,6 +54,7 @@ from .status.chronicle import keep_chronicle
 from .status.console import Console
 from .status.reporting import MAX_MEMBERS_SHOWN, Reporter
 from .status.status import NodeStatus
+from .traffic.keeper import TrafficKeeper
 from .trainer.trainer import TrainerError
 
 MANIFEST_FACT: Final = "manifest"
@@ -180,6 +182,10 @@ class Node(Daemon):
         await book.load()
         target = find_target(settings, self._author, stored, book.peers())
         shaping = Shaping.of_mbit(settings.upload_mbit, settings.download_mbit)
+        limit = round(settings.monthly_traffic * 1e9)
+        traffic = TrafficKeeper(limit, self._rest, store, shaping, datetime.now, board.warn)
+        await traffic.begin()
+        shaping = replace(shaping, may_spend=traffic.may_spend)
         async with (
             open_host(self._key, settings.listen, shaping=shaping) as host,
             open_messenger(host) as messenger,
@@ -194,7 +200,9 @@ class Node(Daemon):
             ) as connectivity,
             open_mdns(host, [target.run_id], is_on=settings.mdns),
         ):
-            self._reporter = Reporter(host, board, target.run_id, "", self._started_at, shaping, connectivity)
+            self._reporter = Reporter(
+                host, board, target.run_id, "", self._started_at, shaping, connectivity, traffic=traffic
+            )
             board.say(f"this node is {host.peer_id}")
             for address in host.addresses:
                 board.say(f"listening on {address}")
@@ -203,11 +211,13 @@ class Node(Daemon):
                 await self._idle_keeper.look()
             async with self._open_page(), trio.open_nursery() as nursery:
                 nursery.start_soon(self._rest_keeper.run)
+                nursery.start_soon(traffic.run)
+                nursery.start_soon(self._keep_offline, host, traffic)
                 if self._idle_keeper is not None:
                     nursery.start_soon(self._idle_keeper.run)
                 nursery.start_soon(keep_chronicle, lambda: self._reporter.connections(), board.note)
                 await nursery.start(serve_control, settings.control, self._handlers())
-                joined = await self._join(host, target)
+                joined = await self._join(host, target, traffic)
                 if joined is not None:
                     manifest, raw = joined
                     if raw != stored:
@@ -215,12 +225,22 @@ class Node(Daemon):
                     member = self._member = RunMember(
                         settings, self._key, store, book, board, host, messenger, manifest, raw, shaping, self._rest
                     )
+                    traffic.needs_traffic = manifest.model.num_stages > 1
                     connectivity.members = member.peers
-                    self._reporter = member.reporter(self._started_at, connectivity)
+                    self._reporter = member.reporter(self._started_at, connectivity, traffic)
                     await member.run(target, self.is_leaving)
                 nursery.cancel_scope.cancel()
 
-    async def _join(self, host: Host, target: Target) -> tuple[Manifest, bytes] | None:
+    async def _keep_offline(self, host: Host, traffic: TrafficKeeper) -> None:
+        """While a month's traffic is spent."""
+        while True:
+            await traffic.wait_offline()
+            self._board.warn(self._rest.words)
+            await host.go_offline()
+            await traffic.wait_online()
+            host.go_online()
+
+    async def _join(self, host: Host, target: Target, traffic: TrafficKeeper) -> tuple[Manifest, bytes] | None:
         """The run's manifest, with a connection to the run; None if told to leave meanwhile."""
         joined: tuple[Manifest, bytes] | None = None
 
@@ -231,6 +251,9 @@ class Node(Daemon):
                 nursery.cancel_scope.cancel()
 
             nursery.start_soon(give_up_when_leaving)
+            if traffic.is_spent:
+                self._board.enter("paused", self._rest.words)
+                await traffic.wait_online()
             await connect_to_run(host, target, self._board)
             joined = await obtain_manifest(host, target, self._board)
             nursery.cancel_scope.cancel()

@@ -47,6 +47,7 @@ from .stages.pipeline import PipelineService
 from .status.board import Board
 from .status.reporting import Reporter
 from .supervision.supervisor import Supervisor
+from .traffic.keeper import TrafficKeeper
 from .trainer import messages
 from .trainer.trainer import TrainerError
 
@@ -156,6 +157,7 @@ class RunMember:
             current_round=lambda: self._membership.current_round(),
             pipeline=self._pipeline,
             leases=self._leases,
+            may_spend=shaping.may_spend,
         )
         self._membership = Membership(
             host,
@@ -210,7 +212,7 @@ class RunMember:
             (entry.author, entry.payload) for entry in self._state.entries(Kind.CHECKPOINT) if entry.author in there
         ]
 
-    def reporter(self, started_at: float, connectivity: Connectivity) -> Reporter:
+    def reporter(self, started_at: float, connectivity: Connectivity, traffic: TrafficKeeper) -> Reporter:
         """What makes this node's status from now on."""
         return Reporter(
             self._host,
@@ -224,6 +226,7 @@ class RunMember:
             self._gossip.liveness,
             self._pipeline,
             self._leases,
+            traffic,
         )
 
     async def run(self, target: Target, is_leaving: trio.Event) -> None:

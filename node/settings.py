@@ -147,6 +147,14 @@ class NodeSettings:
     download_mbit: float = setting(
         0.0, "Receive no faster than this in all; 0: no cap.", unit="Mbit/s", least=MIN_CAP_MBIT, or_zero=True
     )
+    monthly_traffic: float = setting(
+        0.0,
+        "Move no more than this in a calendar month, both ways together; 0: no budget. It is spent evenly: rounds for "
+        "which there is none yet are not exchanged.",
+        unit="GB",
+        least=1.0,
+        or_zero=True,
+    )
     # Within `farandole.protocol.relay.Limits`.
     relay: bool = setting(True, "Pass on to each other peers behind NAT, while this node is publicly reachable.")
     mdns: bool = setting(True, "Find others of the run in the local network, by multicast, and be found there.")

@@ -130,6 +130,8 @@ class Shaper:
         """Most bytes to reserve at once."""
         self.burst = max(BURST_SECONDS * rate, self.quantum)
         """Most bytes that move at once after a rest."""
+        self.total = 0
+        """Bytes so far."""
         self._clock = clock
         self._lock = threading.Lock()
         self._account = _Account(self.burst, rate, clock()) if rate else None
@@ -142,16 +144,20 @@ class Shaper:
         """
         with self._lock:
             now = self._clock()
-            self._meter.add(count, now)
+            self._add(count, now)
             return 0.0 if self._account is None else self._account.reserve(count, now)
 
     def charge(self, count: int) -> None:
         """Control's way: ``count`` bytes have moved or do so now, whatever the cap says."""
         with self._lock:
             now = self._clock()
-            self._meter.add(count, now)
+            self._add(count, now)
             if self._account is not None:
                 self._account.charge(count, now)
+
+    def _add(self, count: int, now: float) -> None:
+        self.total += count
+        self._meter.add(count, now)
 
     def has(self, count: int) -> bool:
         """Whether so many bytes could move at once, and nobody waits for them."""
@@ -198,6 +204,8 @@ class Shaping:
 
     up: Shaper = field(default_factory=Shaper)
     down: Shaper = field(default_factory=Shaper)
+    may_spend: Callable[[int], bool] = field(default=lambda num_bytes: True, kw_only=True)
+    """Whether bulk of so many bytes, both ways together, may begin now (`farandole.node.traffic`)."""
 
     @classmethod
     def of_mbit(cls, up: float, down: float) -> Shaping:

@@ -53,6 +53,7 @@ from .pairing_events import (
     State,
     Stopped,
     TimerFired,
+    TrafficSaved,
     Trigger,
     UseFragment,
 )
@@ -155,6 +156,7 @@ class Pairing:
         self._timers: dict[_Timer, float] = {}
         self._timer_set_at: float | None = None
         self._outputs: list[Output] = []
+        self._is_saving = False
         self._num_exchanged = [0] * num_fragments  # by fragment, alone or not
         # Of the present round:
         self._fragment = 0
@@ -209,6 +211,10 @@ class Pairing:
                 self._timer_set_at = None
             case ExchangeEnded():
                 self._end_exchange(event, now)
+            case TrafficSaved(is_on=is_on):
+                self._is_saving = is_on
+                if self.state is State.SEEKING:
+                    self._seek(now)
             case Stopped():
                 self._stop()
         self._fire_due_timers(now)
@@ -312,10 +318,15 @@ class Pairing:
             return
         self._timers.pop(_Timer.PROPOSE, None)
         if self._ready_at is not None:
-            self._go_alone("no peer is free" if self._peers else "no peer is live")
+            self._go_alone(self._why_alone())
+
+    def _why_alone(self) -> str:
+        if self._is_saving:
+            return "this node saves its traffic"
+        return "no peer is free" if self._peers else "no peer is live"
 
     def _next_ask_at(self) -> float:
-        if not self._peers or self._num_proposals >= MAX_PROPOSALS:
+        if self._is_saving or not self._peers or self._num_proposals >= MAX_PROPOSALS:
             return math.inf
         has_unasked = len(self._ask_at) < len(self._peers)
         return self._propose_at if has_unasked else max(self._propose_at, min(self._ask_at.values()))
@@ -494,6 +505,8 @@ class Pairing:
                 return Busy(session, self._retry_after())
             case State.SEEKING | State.PROPOSED if self.is_ready and self._fragment_of(session) != self._fragment:
                 return Refuse(session, "fragment")
+            case State.SEEKING | State.PROPOSED if self._is_saving:
+                return Refuse(session, "away")
             case State.SEEKING | State.PROPOSED if peer in self._peers:
                 wait = self._wait_between(proposal.seconds_left, now)
                 share = MEETING_SHARE if self._config.round_seconds else WAIT_SHARE

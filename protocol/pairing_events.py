@@ -67,12 +67,30 @@ class ExchangeEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class TrafficSaved:
+    """From now on exchanges are too dear for this node's traffic, or no longer: it trains on, and meets nobody.
+
+    A partner that is agreed on is met all the same.
+    """
+
+    is_on: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Stopped:
     """The node pauses or leaves: it meets nobody until its next `RoundStarted`."""
 
 
 Event = (
-    RoundStarted | ContributionReady | PeersChanged | MessageReceived | PeerLost | TimerFired | ExchangeEnded | Stopped
+    RoundStarted
+    | ContributionReady
+    | PeersChanged
+    | MessageReceived
+    | PeerLost
+    | TimerFired
+    | ExchangeEnded
+    | TrafficSaved
+    | Stopped
 )
 
 

@@ -40,7 +40,8 @@ class Refuse(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     session: Session
     reason: Literal["matched", "away", "fragment"]
-    """``matched``: the sender has a partner; ``away``: it pauses or leaves; ``fragment``: it has another one ready."""
+    """``matched``: the sender has a partner; ``away``: it pauses, leaves or saves its traffic; ``fragment``: it has
+    another one ready."""
 
 
 class Busy(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=4):

@@ -62,6 +62,8 @@ GRACE_SECONDS: Final = 10.0
 CLOSING_SECONDS: Final = 0.5
 # For who is turned out: others have come by then.
 TURNED_OUT_SECONDS: Final = 5.0
+# For everybody while this node saves its month's traffic, which takes hours: others give meanwhile.
+SAVING_SECONDS: Final = 30.0
 # Where a block takes long, or an exchange is under way, blocks move in pieces of this size: a tenth of a second on a
 # line of 20 Mbit/s. No more waits in the kernel of a channel.
 PIECE_BYTES: Final = 256 * 1024
@@ -123,6 +125,8 @@ class BlockService:
             question = decode_question(await receive_frame(stream, parser))
         if question.run_id != self._run_id:
             await _answer(stream, Absent())
+        elif not self._shaping.may_spend(BLOCK_BYTES):
+            await _answer(stream, Busy(SAVING_SECONDS))
         elif (seconds := self._seconds_until_free(stream.peer)) > 0:
             await _answer(stream, Busy(seconds))
         else:
@@ -257,7 +261,7 @@ class _Giver:
                 raise RemoteProtocolError(f"{type(message).__name__} out of turn")
 
     async def _give_wanted(self) -> None:
-        while not self._turn.is_over:
+        while not self._turn.is_over and self._shaping.may_spend(BLOCK_BYTES):
             if not self._wanted:
                 self._has_more = trio.Event()
                 with trio.move_on_after(IDLE_TIMEOUT) as patience:

@@ -398,6 +398,8 @@ class Weights:
         author = copied_author(self._run_id, stage, announced)
         if author is None or author == self._host.author:
             return
+        if not self._shaping.may_spend(required_bytes(stage_parameters(self._model, stage))):
+            return
         members = membership.nodes_of_stages()[stage]
         if not is_cut and not is_copier(self._run_id, stage, members, author, self._host.author):
             return

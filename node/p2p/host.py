@@ -101,6 +101,7 @@ class Host:
             nullcontext([])
         )
         """As whom others see a port of this machine that is in use, where its router changes ports; else nothing."""
+        self._is_offline = False
         self._needs: list[Callable[[bytes], bool]] = []
         self.is_out_of_reach: Callable[[bytes], bool] = lambda peer: False
         """Whether `farandole.node.reach.punching` has shown that no direct connection to a peer comes about."""
@@ -224,6 +225,16 @@ class Host:
 
     def _live_connections(self, peer: bytes) -> list[INetConn]:
         return [conn for conn in self._swarm.get_connections(id_of(peer)) if not conn.is_closed]
+
+    async def go_offline(self) -> None:
+        """End all connections, and begin and accept none, until `go_online`."""
+        self._is_offline = self._swarm.is_offline = True
+        for peer in self.connected:
+            await self.disconnect(peer)
+
+    def go_online(self) -> None:
+        """As before."""
+        self._is_offline = self._swarm.is_offline = False
 
     async def disconnect(self, peer: bytes) -> None:
         """End every connection to a peer."""
@@ -352,6 +363,8 @@ class Host:
         try:
             if peer == self.author:
                 raise PeerUnreachableError("this is myself")
+            if self._is_offline:
+                raise PeerUnreachableError("this node is offline for now")
             dial.offer(self.addresses_of(peer))
             with trio.move_on_after(DIAL_TIMEOUT):
                 await self._race(peer, dial)

@@ -463,6 +463,8 @@ class MendedSwarm(Swarm):
         self.ping_interval = ping_interval
         self.ping_timeout = ping_timeout
         self.max_connections = MAX_CONNECTIONS
+        self.is_offline = False
+        """Whether connections that come are refused, and those that are under way given up."""
         self.commons = upgrader.commons
         self._upgrader = upgrader
         self._handshakes = Handshakes()
@@ -490,7 +492,7 @@ class MendedSwarm(Swarm):
 
     def _admit(self, connection: socket.socket, host: str) -> None:
         """A connection has come: begin its handshake, or refuse it."""
-        if not self._handshakes.make_room(site_of(host)):
+        if self.is_offline or not self._handshakes.make_room(site_of(host)):
             connection.close()
             return
         pending = Socket(trio.SocketStream(trio.socket.from_stdlib_socket(connection)), self.turns)
@@ -544,6 +546,9 @@ class MendedSwarm(Swarm):
         """Run a multiplexed connection and tell the others of it; `SwarmException` if it is one too many."""
         assert isinstance(muxed_conn, YamuxConn)
         assert self.background_nursery is not None
+        if self.is_offline:
+            await muxed_conn.secured_conn.close()
+            raise SwarmException("this node is offline for now")
         if len(self._live_connections()) >= self.max_connections and not self._make_room(muxed_conn.peer_id):
             await muxed_conn.secured_conn.close()
             raise SwarmException("too many connections, and all of use")

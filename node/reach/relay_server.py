@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import trio
@@ -59,6 +60,7 @@ class RelayServer:
         self._limits = limits or Limits()
         self._table = RelayTable(self._limits)
         shaping = shaping or Shaping()
+        self._may_spend = shaping.may_spend
         self._shapers = (shaping.down, shaping.up)
         self._leftovers = (Leftover(shaping.down), Leftover(shaping.up))
         host.protect(self._table.has_reservation)
@@ -108,6 +110,8 @@ class RelayServer:
 
     def _reserve(self, stream: Stream) -> Answer:
         ip, _ = stream.remote_address or ("", 0)
+        if not self._may_spend(WINDOW_BYTES):
+            return Answer(Status.RESOURCE_LIMIT_EXCEEDED)
         status = self._table.reserve(stream.peer, site_of(ip).address, trio.current_time())
         if status is not Status.OK:
             return Answer(status)
@@ -124,6 +128,9 @@ class RelayServer:
     # Circuits
 
     async def _connect(self, source: Stream, peer: bytes) -> None:
+        if not self._may_spend(WINDOW_BYTES):
+            await self._answer(source, Answer(Status.RESOURCE_LIMIT_EXCEEDED))
+            return
         status = self._table.open_circuit(source.peer, peer, trio.current_time())
         if status is not Status.OK:
             await self._answer(source, Answer(status))
@@ -147,7 +154,7 @@ class RelayServer:
             await self._answer(
                 source, Answer(Status.OK, max_bytes=limits.circuit_bytes, max_seconds=limits.circuit_seconds)
             )
-            await _Pipe(self._limits, self._shapers, self._leftovers).run(source, target)
+            await _Pipe(self._limits, self._shapers, self._leftovers, self._may_spend).run(source, target)
         finally:
             target.reset()
 
@@ -174,8 +181,15 @@ class RelayServer:
 class _Pipe:
     """Two streams, copied to each other until both have ended, or one breaks, or a limit is reached."""
 
-    def __init__(self, limits: Limits, shapers: tuple[Shaper, Shaper], leftovers: tuple[Leftover, Leftover]) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        shapers: tuple[Shaper, Shaper],
+        leftovers: tuple[Leftover, Leftover],
+        may_spend: Callable[[int], bool],
+    ) -> None:
         self._limits = limits
+        self._may_spend = may_spend
         self._piece_bytes = min(PIECE_BYTES, *(shaper.quantum for shaper in shapers))
         self._leftovers = leftovers
         self._num_moved = 0
@@ -201,7 +215,7 @@ class _Pipe:
             while data := await source.receive_some(self._piece_bytes):
                 self._put_off_end()
                 self._num_moved += len(data)
-                if self._num_moved > self._limits.circuit_bytes:
+                if self._num_moved > self._limits.circuit_bytes or not self._may_spend(2 * len(data)):
                     logger.debug("a circuit has moved all that it may")
                     self._scope.cancel()
                 for leftover in self._leftovers:

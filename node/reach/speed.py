@@ -50,7 +50,8 @@ class SpeedService:
     async def _serve(self, stream: Stream) -> None:
         with trio.fail_after(ANSWER_TIMEOUT):
             request = decode_speed_request(await receive_frame(stream, FrameParser(MAX_MESSAGE_BYTES)))
-        if stream.is_relayed or self._is_busy or not self._leave.take(trio.current_time()):
+        is_dear = not self._shaping.may_spend(MAX_SPEED_BYTES)
+        if stream.is_relayed or self._is_busy or is_dear or not self._leave.take(trio.current_time()):
             await _answer(stream, SpeedAnswer(0))
             return
         self._is_busy = True

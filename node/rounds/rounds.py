@@ -31,6 +31,7 @@ from farandole.protocol.pairing_events import (
     StartExchange,
     Stopped,
     TimerFired,
+    TrafficSaved,
     UseFragment,
 )
 
@@ -51,6 +52,8 @@ MAX_PAIRING_MESSAGE: Final = 256
 # Who wants his machine back has its memory within five seconds. He does not wait for a large save or a long exchange:
 # what was learnt since the last checkpoint is less dear.
 REST_TIMEOUT: Final = 4.0
+# How often it is asked whether there is traffic for an exchange: a partner is found in less than a round.
+TRAFFIC_INTERVAL: Final = 1.0
 
 
 class Rounds:
@@ -59,7 +62,8 @@ class Rounds:
     ``before_trainer`` is waited for before each start of the trainer (it puts weights in place), ``on_saved`` is told
     of every checkpoint, ``on_refused`` of every contribution that the screening refused (peer, reason, SHA-256),
     ``current_round`` says which round the others are in (0 when alone). ``pipeline`` gives a stage's trainer its work;
-    ``leases`` say what of the data it trains on, in runs that count epochs.
+    ``leases`` say what of the data it trains on, in runs that count epochs. ``may_spend`` says whether there is traffic
+    for an exchange of so many bytes.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class Rounds:
         current_round: Callable[[], int],
         pipeline: PipelineService | None = None,
         leases: LeaseKeeper | None = None,
+        may_spend: Callable[[int], bool] = lambda num_bytes: True,
     ) -> None:
         self._config = config
         self._manifest = manifest
@@ -95,6 +100,8 @@ class Rounds:
         self._current_round = current_round
         self._pipeline = pipeline
         self._leases = leases
+        self._may_spend = may_spend
+        self._exchange_bytes = 0  # both contributions
         self._outputs: deque[Output] = deque()
         self._is_carrying_out = False
         self._timer_at = math.inf
@@ -113,6 +120,7 @@ class Rounds:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._run_timer)
             nursery.start_soon(self._begin_rests)
+            nursery.start_soon(self._watch_traffic)
             try:
                 await self._run_trainers()
             except TrainerError as error:
@@ -231,6 +239,14 @@ class Rounds:
             self._life.cancel()
             await self._rest.wait(is_on=False)
 
+    async def _watch_traffic(self) -> None:
+        is_saving = False
+        while True:
+            if is_saving == self._may_spend(self._exchange_bytes):
+                is_saving = not is_saving
+                self.handle(TrafficSaved(is_saving))
+            await trio.sleep(TRAFFIC_INTERVAL)
+
     async def _recover(self, error: TrainerError) -> None:
         """Until the next trainer is due. Raises `TrainerError` if none is."""
         board = self._board
@@ -259,6 +275,7 @@ class Rounds:
             board.inner_steps, board.num_parameters = prepared.inner_steps, prepared.num_parameters
             board.microbatch = prepare.microbatch
             self._ready_at = trio.current_time()
+            self._exchange_bytes = 2 * prepared.contribution_bytes
             origin = "seed" if self._manifest.start is None else "starting checkpoint"
             how = f"resumed at round {prepared.round}" if prepared.resumed else f"from the run's {origin}"
             board.say(f"trainer ready on {prepared.device}: {prepared.num_parameters:,} parameters, {how}")

@@ -21,6 +21,7 @@ from ..reach.connectivity import Connectivity
 from ..run_state.membership import LOSS_SCALE
 from ..shaping import Shaping
 from ..stages.pipeline import PipelineService
+from ..traffic.keeper import TrafficKeeper
 from .board import Board
 from .chronicle import Connections
 from .figures import BYTES_PER_MBIT
@@ -46,6 +47,7 @@ class Reporter:
     liveness: Liveness | None = None
     pipeline: PipelineService | None = None
     leases: LeaseKeeper | None = None
+    traffic: TrafficKeeper | None = None
 
     def status(self, max_members: int = MAX_MEMBERS_SHOWN) -> NodeStatus:
         """Everything that ``farandole status`` shows, as of now, with so many members, connected ones first."""
@@ -107,6 +109,7 @@ class Reporter:
             run=self._run(members),
             members=shown,
             warnings=list(board.warnings),
+            traffic=None if self.traffic is None else self.traffic.status(),
             resources=self._resources(),
             at=board.clock(),
             round_steps=board.round_steps,

@@ -163,6 +163,19 @@ class Resources(msgspec.Struct, frozen=True):
     """That the GPU has."""
 
 
+class TrafficStatus(msgspec.Struct, frozen=True):
+    """A month's budget, where there is one."""
+
+    limit: int
+    """Bytes, both ways together."""
+    used: int
+    """Of them, since the calendar month began."""
+    is_saved: bool
+    """Whether bulk waits for more to come in."""
+    resumes_at: float
+    """Unix time until which it does at most, if it does."""
+
+
 class DataStatus(msgspec.Struct, frozen=True):
     """How far the run's present epoch is, as a node that draws data knows it."""
 
@@ -259,6 +272,8 @@ class NodeStatus(msgspec.Struct, frozen=True):
     """Sequences of a batch that the trainer takes at a time, where there is no memory for more; 0: all."""
     recent_exchanges: list[ExchangeStatus] = []
     """The last few, newest last; `last_exchange` is one of them."""
+    traffic: TrafficStatus | None = None
+    """None without a budget."""
     resources: Resources | None = None
     """None where the system does not say."""
     at: float = 0.0

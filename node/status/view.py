@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Final
 
 from rich.console import Group, RenderableType
@@ -13,7 +14,7 @@ from rich.text import Text
 
 from .figures import BYTES_PER_MBIT, count, duration, loss, size, sparkline
 from .headline import headline
-from .status import DataStatus, ExchangeStatus, MemberStatus, NodeStatus, PipelineStatus, Resources
+from .status import DataStatus, ExchangeStatus, MemberStatus, NodeStatus, PipelineStatus, Resources, TrafficStatus
 
 SPARKLINE_WIDTH: Final = 40
 MAX_WARNINGS_SHOWN: Final = 3
@@ -72,6 +73,7 @@ def _lines(status: NodeStatus, now: float) -> list[tuple[str, RenderableType]]:
         ("links", _links(status)),
         ("reached", _reached(status)),
         ("traffic", _traffic(status)),
+        *([("this month", _budget(status.traffic))] if status.traffic else []),
         *([("takes", _resources(status.resources))] if status.resources else []),
     ]
     lines += [("warning", Text(warning, style="yellow")) for warning in status.warnings[-MAX_WARNINGS_SHOWN:]]
@@ -201,6 +203,13 @@ def _traffic(status: NodeStatus) -> str:
     sent = _flow(status.bytes_sent_per_second, status.upload_mbit)
     received = _flow(status.bytes_received_per_second, status.download_mbit)
     return f"sends {sent}; receives {received}"
+
+
+def _budget(traffic: TrafficStatus) -> str:
+    text = f"{size(traffic.used)} of {size(traffic.limit)} moved"
+    if traffic.is_saved:
+        text += f", exchanges wait until {datetime.fromtimestamp(traffic.resumes_at):%a %d %b %H:%M}"
+    return text
 
 
 def _resources(resources: Resources) -> str:

@@ -345,6 +345,24 @@ async def test_a_killed_peer_breaks_its_streams() -> None:
         await process.wait()
 
 
+async def test_who_is_offline_has_no_connection_and_makes_none_until_he_is_online() -> None:
+    with trio.fail_after(60):
+        async with host_at_loopback() as alice, host_at_loopback() as bob, host_at_loopback() as carol:
+            await alice.connect(bob.author, bob.addresses)
+            await bob.go_offline()
+            assert not bob.connected
+            with pytest.raises(PeerUnreachableError, match="offline"):
+                await bob.connect(carol.author, carol.addresses)
+            with pytest.raises(PeerUnreachableError):
+                await carol.connect(bob.author, bob.addresses, timeout=3.0)
+            assert not bob.connected
+
+            bob.go_online()
+            await carol.connect(bob.author, bob.addresses)
+            await bob.connect(alice.author, alice.addresses)
+            assert bob.connected == {alice.author, carol.author}
+
+
 async def test_addresses_are_real_ones() -> None:
     async with open_host(new_key(), ["/ip4/0.0.0.0/tcp/0", "/ip4/127.0.0.1/tcp/0"]) as host:
         assert host.addresses

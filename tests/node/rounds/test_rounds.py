@@ -25,7 +25,7 @@ from farandole.node.rounds.round_session import (
     NEWS_SECONDS,
     RoundsConfig,
 )
-from farandole.node.rounds.rounds import REST_TIMEOUT, Rounds
+from farandole.node.rounds.rounds import REST_TIMEOUT, TRAFFIC_INTERVAL, Rounds
 from farandole.node.status.board import Board
 from farandole.node.supervision.supervisor import MAX_CRASHES, REST_SECONDS, RESTART_DELAYS, Supervisor
 from farandole.node.supervision.watchdog import WATCH_INTERVAL
@@ -113,6 +113,7 @@ class Story:
         self.batch_size = manifest.inner.batch_size
         self.supervisor = Supervisor(self.batch_size)
         self.rest = Rest()
+        self.traffic = 1e9  # for so many bytes of an exchange
         self.rounds = Rounds(
             RoundsConfig(b"r" * 32, lambda: prepare, max_rounds, 1e9, 0, HUNG_SECONDS),
             manifest,
@@ -126,6 +127,7 @@ class Story:
             on_saved=self.saved.append,
             on_refused=lambda peer, reason, evidence: None,
             current_round=lambda: self.others_round,
+            may_spend=lambda num_bytes: num_bytes <= self.traffic,
         )
 
     @asynccontextmanager
@@ -189,6 +191,23 @@ async def test_a_message_that_is_lost_at_once_leaves_the_right_timer(story: Stor
 
 def saved(problem: str = "") -> messages.Saved:
     return messages.Saved(0, 0, 0, "checkpoint", 4, problem=problem)
+
+
+async def test_a_round_for_which_there_is_no_traffic_is_not_exchanged(
+    story: Story, autojump_clock: trio.testing.MockClock
+) -> None:
+    story.peers_that_answer = {b"b" * 32}
+    story.rounds.set_peers(frozenset(story.peers_that_answer))
+    story.traffic = 2 * SIZE - 1
+    await trio.sleep(2 * TRAFFIC_INTERVAL)
+    await story.play_round()
+    assert not story.exchanges
+    assert story.board.recent_exchanges[-1].verdict == "alone: this node saves its traffic"
+
+    story.traffic = 2 * SIZE
+    await trio.sleep(2 * TRAFFIC_INTERVAL)
+    await story.trainers[-1].report(contributed(1))
+    assert len(story.exchanges) == 1
 
 
 async def test_a_thousand_newcomers_ask_for_one_checkpoint(story: Story) -> None:

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import io
+from datetime import datetime
 
 import msgspec
 import pytest
 from rich.console import Console, RenderableType
 
 from farandole.node.status import figures
-from farandole.node.status.status import NodeStatus, PipelineStatus
+from farandole.node.status.status import NodeStatus, PipelineStatus, TrafficStatus
 from farandole.node.status.view import members_table, status_screen
 
 from ..statuses import BOB, NOW, STATUS
@@ -58,6 +59,13 @@ def test_the_caps_and_what_moves_are_shown() -> None:
         STATUS, upload_mbit=5.0, bytes_sent_per_second=500_000.0, bytes_received_per_second=100_000.0
     )
     assert "sends 4.00 Mbit/s (at most 5); receives 0.80 Mbit/s (no cap)" in line(capped, "traffic")
+
+
+def test_a_months_traffic_is_shown_where_it_is_bounded() -> None:
+    traffic = TrafficStatus(limit=100 * 10**9, used=25 * 10**9, is_saved=False, resumes_at=0.0)
+    assert "25.0 GB of 100 GB moved" in line(msgspec.structs.replace(STATUS, traffic=traffic), "this month")
+    saved = msgspec.structs.replace(traffic, is_saved=True, resumes_at=datetime(2026, 11, 24, 14).timestamp())
+    assert "until Tue 24 Nov 14:00" in line(msgspec.structs.replace(STATUS, traffic=saved), "this month")
 
 
 def test_what_becomes_of_microbatches_is_shown_where_there_are_stages() -> None:

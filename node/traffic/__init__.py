@@ -1,0 +1,1 @@
+"""What a node may move in a calendar month: counted, kept, and spent evenly."""
