@@ -23,7 +23,7 @@ from libp2p.peer.peerinfo import PeerInfo
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import public_key_of
 
-from .mends import MendedHost
+from .mends.host import MendedHost
 
 logger = logging.getLogger(__name__)
 

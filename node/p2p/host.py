@@ -48,7 +48,11 @@ from .dht import Dht
 from .dialling import DIRECT_HEAD_START, MAX_ADDRESSES_PER_PEER, Dial, dial_target, is_multiaddr
 from .libp2p_names import id_of, peer_of
 from .libp2p_stream import Stream
-from .mends import CLOSE_TIMEOUT, HANDSHAKE_TIMEOUT, MendedConn, MendedHost, MendedSwarm, MendedUpgrader, Socket
+from .mends.connection import CLOSE_TIMEOUT, MendedConn
+from .mends.host import MendedHost
+from .mends.sockets import Socket
+from .mends.swarm import HANDSHAKE_TIMEOUT, MendedSwarm
+from .mends.upgrading import MendedUpgrader
 from .relay_client import RelayClient
 from .reuse import connect_from
 from .yamux import YamuxConn, YamuxStream

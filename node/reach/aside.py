@@ -16,7 +16,7 @@ import trio
 from ..errors import PeerUnreachableError
 
 if TYPE_CHECKING:
-    from ..p2p.mends import MendedConn
+    from ..p2p.mends.connection import MendedConn
 
 Key = tuple[bytes, int | None]
 """A peer, and the port; None: that of libp2p."""

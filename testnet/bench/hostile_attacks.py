@@ -20,7 +20,7 @@ from libp2p.network.connection.raw_connection import RawConnection
 
 from farandole.node.p2p.host import make_upgrader
 from farandole.node.p2p.libp2p_names import id_of
-from farandole.node.p2p.mends import Socket
+from farandole.node.p2p.mends.sockets import Socket
 from farandole.protocol.errors import FarandoleError
 
 MULTISTREAM: Final = "/multistream/1.0.0"

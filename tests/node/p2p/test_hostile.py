@@ -13,10 +13,11 @@ import trio.lowlevel
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from trio.testing import wait_all_tasks_blocked
 
-from farandole.node.p2p import mends, yamux
+from farandole.node.p2p import yamux
 from farandole.node.p2p.admission import MAX_HANDSHAKES, MAX_HANDSHAKES_PER_ADDRESS
 from farandole.node.p2p.host import Host, open_host
 from farandole.node.p2p.libp2p_stream import Stream
+from farandole.node.p2p.mends.connection import MAX_NEGOTIATIONS_PER_CONNECTION, MendedConn
 from farandole.testnet.bench.hostile_attacks import ATTACKS, AUTHENTICATED, RAW, Target, TargetError, attack
 
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
@@ -111,9 +112,9 @@ async def test_a_connection_negotiates_few_streams_at_once() -> None:
             while not (conns := bob._swarm.get_connections()):
                 await trio.lowlevel.checkpoint()
             (conn,) = conns
-            assert isinstance(conn, mends.MendedConn)
+            assert isinstance(conn, MendedConn)
             while not conn.is_closed:
-                assert len(conn._negotiating) <= mends.MAX_NEGOTIATIONS_PER_CONNECTION
+                assert len(conn._negotiating) <= MAX_NEGOTIATIONS_PER_CONNECTION
                 await trio.lowlevel.checkpoint()
 
 

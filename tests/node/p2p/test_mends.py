@@ -1,4 +1,4 @@
-"""What libp2p 0.8.1 does wrong and node/p2p/mends.py mends: the library's way, where cheap to show, and ours."""
+"""What libp2p 0.8.1 does wrong and node/p2p/mends mends: the library's way, where cheap to show, and ours."""
 
 import os
 import random
@@ -31,10 +31,13 @@ from multiaddr import Multiaddr
 from trio.testing import wait_all_tasks_blocked
 
 from farandole.node.errors import PeerUnreachableError
-from farandole.node.p2p import mends
 from farandole.node.p2p.admission import MAX_HANDSHAKES_PER_ADDRESS
 from farandole.node.p2p.host import Host, open_host
 from farandole.node.p2p.libp2p_stream import Stream
+from farandole.node.p2p.mends import swarm
+from farandole.node.p2p.mends.connection import MendedConn
+from farandole.node.p2p.mends.host import MAX_LIBRARY_BYTES
+from farandole.node.p2p.mends.sockets import Socket
 from farandole.protocol.identity import public_bytes, public_key_of
 
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
@@ -157,7 +160,7 @@ async def test_an_honest_dial_succeeds_while_a_thousand_sockets_are_silent() -> 
 
 
 async def test_an_unfinished_handshake_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mends, "HANDSHAKE_TIMEOUT", 0.05)
+    monkeypatch.setattr(swarm, "HANDSHAKE_TIMEOUT", 0.05)
     with trio.fail_after(5):
         async with host_at_loopback() as bob, silent_sockets(port_of(bob), 1) as (socket,):
             while await socket.receive_some():
@@ -379,7 +382,7 @@ async def test_a_living_peer_is_not_given_up() -> None:
         ):
             await alice.connect(bob.author, bob.addresses)
             (connection,) = alice._swarm.connections[ID.from_base58(bob.peer_id)]
-            assert isinstance(connection, mends.MendedConn)
+            assert isinstance(connection, MendedConn)
             before = connection.muxed_conn.num_received
             while connection.muxed_conn.num_received < before + 20 * 12:
                 await connection.muxed_conn.ping()
@@ -422,14 +425,14 @@ async def test_connections_of_one_peer_are_bounded() -> None:
     with trio.fail_after(10):
         async with host_at_loopback() as alice, host_at_loopback() as bob:
             bob.set_handler(ECHO, echo)
-            for _ in range(mends.MAX_CONNECTIONS_PER_PEER + 3):
+            for _ in range(swarm.MAX_CONNECTIONS_PER_PEER + 3):
                 stream = await trio.open_tcp_stream("127.0.0.1", port_of(bob))
-                muxed = await alice._swarm.upgrade(mends.Socket(stream), ID.from_base58(bob.peer_id))
+                muxed = await alice._swarm.upgrade(Socket(stream), ID.from_base58(bob.peer_id))
                 await alice._swarm.add_conn(muxed, "outbound")
             async with await alice.open_stream(bob.author, ECHO) as echoing:
                 await echoing.send_all(b"x")
                 assert await echoing.receive_some() == b"x"
-            assert len(bob._swarm.get_connections(ID.from_base58(alice.peer_id))) <= mends.MAX_CONNECTIONS_PER_PEER
+            assert len(bob._swarm.get_connections(ID.from_base58(alice.peer_id))) <= swarm.MAX_CONNECTIONS_PER_PEER
 
 
 async def test_a_peer_whose_key_is_not_ed25519_is_refused() -> None:
@@ -468,4 +471,4 @@ async def test_nobody_sends_the_library_megabytes(protocol: str) -> None:
                     await stream.send_all(bytes(16 * 1024))
                     num_sent += 16 * 1024
                     await wait_all_tasks_blocked()
-            assert num_sent <= 2 * mends.MAX_LIBRARY_BYTES
+            assert num_sent <= 2 * MAX_LIBRARY_BYTES
