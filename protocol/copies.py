@@ -21,8 +21,9 @@ from .identity import framed
 NUM_COPIERS = 2
 # Donors that are worth waiting for less: a checkpoint that so many hold is taken, though there are newer ones.
 MIN_HOLDERS = 2
-# By how many rounds these may be newer.
-MAX_ROUNDS_OLDER = 2
+# By how many rounds these may be newer: where rounds are short, copies lag, as checkpoints are as far apart as ever. As
+# old may be what a single donor gives without saving anew; to copy more often would cost more than it saves.
+MAX_ROUNDS_OLDER = 5
 
 
 def ranked(run_id: bytes, stage: int, members: Iterable[bytes]) -> list[bytes]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 import torch
@@ -19,9 +18,8 @@ from torch import Tensor
 from .blocks import Content
 from .checkpoint import Counters, save_checkpoint
 from .copying import Copier, Wait
+from .host_memory import available_bytes
 from .parameters import Layout
-
-_MEMINFO: Final = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,7 @@ class SnapshotMemory:
 
     def __init__(self, vectors: Mapping[str, Tensor], copier: Copier) -> None:
         num_elements = sum(map(len, vectors.values()))
-        available = _available_bytes()
+        available = available_bytes()
         if available is not None and 4 * num_elements > available:
             raise MemoryError(f"{4 * num_elements} bytes are wanted, {available} available")
         memory = np.empty(num_elements, dtype=np.float32)
@@ -66,11 +64,3 @@ class SnapshotMemory:
         """Copy them; what was copied before is overwritten. The copies, and what waits for them."""
         copied = [self._copier.keep(flat, self._copies[name]) for name, flat in vectors.items()]
         return self._copies, copied
-
-
-def _available_bytes() -> int | None:
-    """What the system can give without swapping; None where it does not say. It promises more than it has."""
-    if not _MEMINFO.exists():
-        return None
-    line = next(line for line in _MEMINFO.read_text().splitlines() if line.startswith("MemAvailable:"))
-    return 1_024 * int(line.split()[1])

@@ -28,7 +28,7 @@ from farandole.protocol.blocks import (
     max_checkpoint_bytes,
     required_bytes,
 )
-from farandole.protocol.copies import Choice, choose, copied_author, is_copier
+from farandole.protocol.copies import MAX_ROUNDS_OLDER, Choice, choose, copied_author, is_copier
 from farandole.protocol.entries import CheckpointNotice
 from farandole.protocol.identity import short_name
 from farandole.protocol.manifest import Manifest
@@ -198,7 +198,8 @@ class Weights:
         membership, after = self._membership, after_round or 0
         notices = membership.notices(stage)
         oldest = max(after, membership.current_round() - MAX_ROUNDS_BEHIND - 1)
-        for choice in (self._begun(notices, stage, oldest), choose(notices, oldest)):
+        recent = max(after, membership.current_round() - MAX_ROUNDS_OLDER - 1)
+        for choice in (self._begun(notices, stage, oldest), choose(notices, recent)):
             if choice is not None and choice.id not in self._taken and await self._fetch_chosen(choice, stage, show):
                 return True
         if await self._fetch_newest(membership.donors(after, stage), stage, show):
@@ -339,7 +340,7 @@ class Weights:
 
     async def _fresh_checkpoint(self) -> Holding | None:
         newest = self._library.newest
-        if newest is None or self._board.round - newest.index.round > MAX_ROUNDS_BEHIND // 2:
+        if newest is None or self._board.round - newest.index.round > MAX_ROUNDS_OLDER:
             if self._has_saved.is_set():  # else another newcomer waits for the same
                 self._has_saved = trio.Event()
             self._save_soon()
