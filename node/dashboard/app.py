@@ -65,11 +65,19 @@ class Dashboard:
     clock: Callable[[], float]
     history: RunHistory = field(default_factory=RunHistory)
     _num_listeners: int = 0
+    _seen: tuple[float, NodeStatus] | None = None
+
+    def _look(self) -> NodeStatus:
+        """The status, the same for all pages that ask within half a second: one of a large run takes its time."""
+        now = trio.current_time()
+        if self._seen is None or now - self._seen[0] >= OVERVIEW_INTERVAL / 2:
+            self._seen = now, self.status()
+        return self._seen[1]
 
     async def run(self) -> None:
         """Look at the run, until cancelled."""
         while True:
-            status = self.status()
+            status = self._look()
             self.history.observe(status, self.clock())
             await trio.sleep(OVERVIEW_INTERVAL if len(status.members) <= SMALL_RUN else MEMBERS_INTERVAL)
 
@@ -88,10 +96,10 @@ class Dashboard:
         )
 
     async def _overview(self, request: Request) -> Response:
-        return _json(overview(self.status(), self.history, self.clock()))
+        return _json(overview(self._look(), self.history, self.clock()))
 
     async def _members(self, request: Request) -> Response:
-        return _json(members_view(self.status(), self.history))
+        return _json(members_view(self._look(), self.history))
 
     async def _metrics(self, request: Request) -> Response:
         return Response(metrics_text(self.status()), media_type=CONTENT_TYPE, headers=_HEADERS)
@@ -107,7 +115,7 @@ class Dashboard:
         try:
             members_at = 0.0
             while True:
-                status, now = self.status(), trio.current_time()
+                status, now = self._look(), trio.current_time()
                 yield _event("overview", overview(status, self.history, self.clock()))
                 if len(status.members) <= SMALL_RUN or now >= members_at:
                     members_at = now + MEMBERS_INTERVAL

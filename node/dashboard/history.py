@@ -59,6 +59,11 @@ class Meeting:
     """Peer ids."""
     other: str
 
+    @property
+    def key(self) -> tuple[int, frozenset[str]]:
+        """The same for both."""
+        return self.round, frozenset((self.one, self.other))
+
 
 @dataclass(slots=True)
 class RunHistory:
@@ -72,7 +77,10 @@ class RunHistory:
     """(round, this node's loss on held-out text)."""
     throughput: Curve = field(default_factory=lambda: Curve(MAX_POINTS))
     """(Unix seconds, tokens a second of the whole run)."""
-    meetings: deque[Meeting] = field(default_factory=lambda: deque(maxlen=MAX_EXCHANGES))
+    meetings: deque[Meeting] = field(default_factory=deque)
+    """The last `MAX_EXCHANGES`."""
+    _known: set[tuple[int, frozenset[str]]] = field(default_factory=set)
+    """Round and peer ids of these."""
     _last_rounds: dict[str, int] = field(default_factory=dict)
 
     def observe(self, status: NodeStatus, now: float) -> None:
@@ -101,9 +109,10 @@ class RunHistory:
         self._last_rounds[member.peer_id] = member.round
         if before is None or before == member.round or not member.last_partner:
             return
-        is_known = any(
-            meeting.round == member.round and {meeting.one, meeting.other} == {member.peer_id, member.last_partner}
-            for meeting in self.meetings
-        )
-        if not is_known:  # its partner may have told of it first
-            self.meetings.append(Meeting(now, member.round, member.peer_id, member.last_partner))
+        meeting = Meeting(now, member.round, member.peer_id, member.last_partner)
+        if meeting.key in self._known:  # its partner has told of it first
+            return
+        self._known.add(meeting.key)
+        self.meetings.append(meeting)
+        if len(self.meetings) > MAX_EXCHANGES:
+            self._known.discard(self.meetings.popleft().key)

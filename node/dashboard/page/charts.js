@@ -89,10 +89,18 @@ export function drawMeetings(canvas, peers, own, meetings, now, fadeSeconds) {
   }
   context.globalAlpha = 1;
   const dot = peers.length > 100 ? 2 : 6;
-  for (const [peer, [px, py]] of place) {
-    context.fillStyle = colour(peer === own ? "held" : "many");
+  const circle = (x, y, radius) => {
+    context.moveTo(x + radius, y);
+    context.arc(x, y, radius, 0, 2 * Math.PI);
+  };
+  context.fillStyle = colour("many");
+  context.beginPath();
+  for (const [px, py] of place.values()) circle(px, py, dot);
+  context.fill();
+  if (place.has(own)) {
+    context.fillStyle = colour("held");
     context.beginPath();
-    context.arc(px, py, peer === own ? dot + 2 : dot, 0, 2 * Math.PI);
+    circle(...place.get(own), dot + 2);
     context.fill();
   }
 }

@@ -1,11 +1,12 @@
 // The page: events of the node come in, and what they say is shown. Text from the network only ever becomes text nodes.
 import { drawLines, drawMeetings } from "./charts.js";
 
+// A page of the table: whatever the run's size, so much is drawn of it and no more.
 const ROWS = 100;
 const byId = (id) => document.getElementById(id);
 let overview = null;
 let membersView = { members: [], curves: {}, meetings: [] };
-let showsAll = false;
+let firstRow = 0;
 
 // The token came in the address, and goes from there: it shall not be copied with the address.
 if (location.hash.length > 1) {
@@ -113,9 +114,13 @@ function showMembers() {
   const wanted = byId("filter").value.trim().toLowerCase();
   const found = members.filter((member) => !wanted ||
     [member.peer_id, member.state, member.device, member.link, member.reach].some((text) => text.toLowerCase().includes(wanted)));
-  const shown = showsAll ? found : found.slice(0, ROWS);
+  if (firstRow >= found.length) firstRow = 0;
+  const shown = found.slice(firstRow, firstRow + ROWS);
   byId("members-count").textContent = found.length === members.length ? `${members.length}` : `${found.length} of ${members.length}`;
-  byId("more").hidden = shown.length === found.length;
+  byId("pages").hidden = found.length <= ROWS;
+  byId("rows").textContent = `${firstRow + 1} to ${firstRow + shown.length}`;
+  byId("before").disabled = firstRow === 0;
+  byId("after").disabled = firstRow + ROWS >= found.length;
   byId("members").replaceChildren(...shown.map((member) => row([
     brief(member.peer_id), member.state, String(member.stage), String(member.round), figure(member.tokens),
     figure(member.tokens_per_second), loss(member.loss), member.link || "-", member.reach || "-", member.device,
@@ -147,8 +152,14 @@ for (const deed of ["pause", "resume"]) byId(deed).addEventListener("click", () 
 byId("leave").addEventListener("click", () => {
   if (confirm("Leave the run? This ends the node on this machine.")) ask("leave");
 });
-byId("filter").addEventListener("input", showMembers);
-byId("more").addEventListener("click", () => { showsAll = true; showMembers(); });
+function turnTo(row) {
+  firstRow = row;
+  showMembers();
+}
+
+byId("filter").addEventListener("input", () => turnTo(0));
+byId("before").addEventListener("click", () => turnTo(firstRow - ROWS));
+byId("after").addEventListener("click", () => turnTo(firstRow + ROWS));
 window.addEventListener("resize", () => { if (overview) { showOverview(); showMembers(); } });
 
 const events = new EventSource("events");
