@@ -27,6 +27,17 @@ class Device:
             self.torch_device.type, dtype=self.autocast_dtype or torch.bfloat16, enabled=self.autocast_dtype is not None
         )
 
+    def memory(self) -> tuple[int, int] | None:
+        """Bytes that PyTorch has taken of a GPU's memory here, and that the GPU has; None for the CPU."""
+        match self.torch_device.type:
+            case "cuda":
+                total = torch.cuda.get_device_properties(self.torch_device).total_memory
+                return torch.cuda.memory_reserved(self.torch_device), total
+            case "mps":
+                return torch.mps.driver_allocated_memory(), torch.mps.recommended_max_memory()
+            case _:
+                return None
+
 
 def choose_device(name: str = "auto") -> Device:
     """The device called ``name``: ``cuda``, ``cuda:1``, ``mps``, ``cpu``, or ``auto`` for the best there is.

@@ -319,6 +319,7 @@ class RoundSession:
                     board.tokens = self._tokens_before + report.tokens
                 board.inner_steps_this_round, board.loss = report.inner_steps_this_round, report.loss
                 board.tokens_per_second = report.tokens_per_second
+                board.device_memory = report.device_memory
             case messages.SlicesTrained():
                 if self._leases is not None:
                     self._leases.trained(report)

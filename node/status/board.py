@@ -67,9 +67,8 @@ class Board:
     device: str = ""
     trainer_pid: int | None = None
     trainer_restarts: int = 0
-    device_memory: int | None = None
-    """Bytes of the GPU that the trainer has taken; None where there is none."""
-    device_memory_total: int | None = None
+    device_memory: tuple[int, int] | None = None
+    """Bytes of the GPU that the trainer has taken, and that it has; None where there is none."""
     microbatch: int = 0
     """Sequences that the trainer takes at a time, where it has no memory for a whole batch; 0: all."""
     exchanges_ok: int = 0

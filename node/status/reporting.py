@@ -122,11 +122,10 @@ class Reporter:
     def _resources(self) -> Resources | None:
         board = self.board
         taken = measure_resources(board.trainer_pid)
-        if taken is None or board.trainer_pid is None:
+        if taken is None or board.trainer_pid is None or board.device_memory is None:
             return taken
-        return msgspec.structs.replace(
-            taken, device_memory=board.device_memory, device_memory_total=board.device_memory_total
-        )
+        device_memory, total = board.device_memory
+        return msgspec.structs.replace(taken, device_memory=device_memory, device_memory_total=total)
 
     def connections(self) -> Connections:
         """How the node is connected, for its chronicle."""

@@ -238,6 +238,8 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
     loss: float | None
     """Mean of the round; None where none is known: at all stages but the first."""
     tokens_per_second: float
+    device_memory: tuple[int, int] | None = None
+    """Bytes taken of the GPU's, and that it has; None on the CPU."""
 
 
 class SlicesTrained(msgspec.Struct, frozen=True, tag=True):

@@ -243,6 +243,7 @@ class TrainerProcess(abc.ABC):
                 tokens=replica.tokens,
                 loss=loss(),
                 tokens_per_second=(replica.tokens - self._tokens_before) / (now - self._round_began_at),
+                device_memory=replica.device.memory(),
             )
         )
 

@@ -11,6 +11,17 @@ def test_the_cpu_always_works_in_full_precision() -> None:
     assert device.torch_device == torch.device("cpu")
     assert device.autocast_dtype is None
     assert device.description.startswith("CPU")
+    assert device.memory() is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_what_is_taken_of_a_gpu_is_told() -> None:
+    device = choose_device("cuda")
+    kept = torch.zeros(2**20, device=device.torch_device)
+    memory = device.memory()
+    assert memory is not None
+    taken, total = memory
+    assert kept.nbytes <= taken < total
 
 
 def test_auto_prefers_an_accelerator() -> None:

@@ -1,0 +1,243 @@
+"""A thousand members of a run in one process, for whoever knows of them: their entries, not their training.
+
+    python -m farandole.testnet.bench.crowd ADDRESS RUN_ID CREATOR NUM_MEMBERS
+
+A few of them are real hosts, connected to the node at the address: they push everybody's signed entries to it, each by
+two of them, as its neighbours in a real run would, and give the run state to whom asks. The others have no address.
+Rounds, losses and partners go on as in a run; RUN_ID and CREATOR are hexadecimal. It ends when it is told to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+
+import msgspec
+import trio
+
+from farandole.node.p2p.host import Host, open_host
+from farandole.node.run_state.gossip import GossipService
+from farandole.node.run_state.messenger import Messenger, open_messenger
+from farandole.protocol.entries import (
+    PARTNER_BYTES,
+    Beat,
+    Entry,
+    Kind,
+    Member,
+    Payload,
+    Progress,
+    Signed,
+    deltas_of,
+)
+from farandole.protocol.identity import public_key_of
+from farandole.protocol.liveness import BASE_PERIOD, PEERS_A_SECOND
+from farandole.protocol.push import MAX_BATCH_BYTES, NUM_CHOSEN, Batch
+from farandole.protocol.push import PROTOCOL as PUSH_PROTOCOL
+from farandole.protocol.state import RunState
+from farandole.protocol.writer import Mark, Writer
+
+from ..simulate_state import SharedChecker, key_of
+
+# As many connections as a node of a large run keeps.
+NUM_HOSTS: Final = 12
+ROUND_SECONDS: Final = 30.0
+TOKENS_PER_SECOND: Final = 10_000
+PROGRESS_PERIOD: Final = 60.0
+# A neighbour's push leaves so often.
+TICK_SECONDS: Final = 0.5
+# Two in three say that they are here, where nobody listens; the others say nothing.
+NOBODY: Final = "/ip4/127.0.0.1/tcp/9"
+# Ahead of the nodes of any other benchmark, whose numbers are their keys.
+FIRST_NUMBER: Final = 1_000_000
+
+
+class Extra:
+    """One member."""
+
+    def __init__(self, number: int, run_id: bytes) -> None:
+        self.key = key_of(FIRST_NUMBER + number)
+        self._writer = Writer(self.key, run_id)
+        self._writer.resume(())
+        self._number = number
+        self.author = self._writer.author
+
+    def write(self, payload: Payload, kind: Kind, now: float) -> Entry:
+        """Its next entry of that kind; ``now``: Unix seconds."""
+        mark = self._writer.mark_needed(kind, 0, now)
+        if mark is not None:
+            self._writer.marked(mark)
+        return self._writer.write(kind, 0, payload, now)
+
+    def member(self) -> Member:
+        """What it says of itself."""
+        device = "cpu" if self._number % 2 else "NVIDIA GeForce RTX 4090"
+        return Member(device=device, addresses=(NOBODY,) if self._number % 3 else ())
+
+    def beat(self, seconds: float, partner: bytes) -> Beat:
+        """After so many seconds of the run."""
+        round_index = int(seconds / ROUND_SECONDS)
+        loss = 3.0 + 7.0 * math.exp(-round_index / 20) + 0.1 * math.sin(self._number + round_index)
+        return Beat(round_index * 100, round_index, int(loss * 1e6), TOKENS_PER_SECOND, partner[:PARTNER_BYTES])
+
+    def progress(self, seconds: float) -> Progress:
+        """Likewise."""
+        rounds = int(seconds / ROUND_SECONDS)
+        return Progress(rounds * 100, rounds, int(seconds) * TOKENS_PER_SECOND, rounds * 1_000_000, rounds * 1_000_000)
+
+
+class Crowd:
+    """All members, and what they say when."""
+
+    def __init__(self, run_id: bytes, num_members: int, rng: random.Random) -> None:
+        self.members = [Extra(number, run_id) for number in range(num_members)]
+        self._rng = rng
+        self._began_at = time.time()
+        self._partners: dict[bytes, bytes] = {}
+        self._round = -1
+        period = max(BASE_PERIOD, num_members / PEERS_A_SECOND)
+        self._beats = itertools.cycle(self.members)
+        self._progresses = itertools.cycle(self.members)
+        self._beats_due, self._beats_a_second = 0.0, num_members / period
+        self._progresses_due, self._progresses_a_second = 0.0, num_members / PROGRESS_PERIOD
+
+    def all_at_once(self) -> list[Entry]:
+        """What a newcomer is told."""
+        now = time.time()
+        return [
+            entry
+            for member in self.members
+            for entry in (
+                member.write(member.member(), Kind.MEMBER, now),
+                member.write(member.progress(0.0), Kind.PROGRESS, now),
+                member.write(member.beat(0.0, b""), Kind.BEAT, now),
+            )
+        ]
+
+    def due(self, seconds: float) -> list[Entry]:
+        """What they say in the next so many seconds."""
+        now = time.time()
+        since = now - self._began_at
+        self._pair(int(since / ROUND_SECONDS))
+        self._beats_due += seconds * self._beats_a_second
+        self._progresses_due += seconds * self._progresses_a_second
+        entries = []
+        while self._beats_due >= 1:
+            self._beats_due -= 1
+            member = next(self._beats)
+            entries.append(member.write(member.beat(since, self._partners.get(member.author, b"")), Kind.BEAT, now))
+        while self._progresses_due >= 1:
+            self._progresses_due -= 1
+            member = next(self._progresses)
+            entries.append(member.write(member.progress(since), Kind.PROGRESS, now))
+        return entries
+
+    def _pair(self, round_index: int) -> None:
+        if round_index == self._round:
+            return
+        self._round = round_index
+        authors = [member.author for member in self.members]
+        self._rng.shuffle(authors)
+        half = len(authors) // 2
+        pairs = zip(authors[:half], authors[half:], strict=False)
+        self._partners = {author: other for pair in pairs for author, other in (pair, pair[::-1])}
+
+
+class Wire:
+    """A messenger whose incoming pushes may also be made here."""
+
+    def __init__(self, messenger: Messenger) -> None:
+        self._messenger = messenger
+        self.send_nowait = messenger.send_nowait
+        self.push: Callable[[bytes, bytes], None]
+
+    def set_receiver(
+        self,
+        protocol: str,
+        max_bytes: int,
+        receive: Callable[[bytes, bytes], None],
+        on_failed: Callable[[bytes, str], None] | None = None,
+    ) -> None:
+        """As `Messenger.set_receiver`."""
+        self.push = receive
+        self._messenger.set_receiver(protocol, max_bytes, receive, on_failed)
+
+
+class NoStore:
+    """Forgets: the crowd lives once."""
+
+    async def load_authors(self) -> dict[bytes, bytes]:
+        """None."""
+        return {}
+
+    async def save_authors(self, rows: Mapping[bytes, bytes | None]) -> None:
+        """Nowhere."""
+
+    async def load_mark(self) -> Mark:
+        """None."""
+        return ()
+
+    async def save_mark(self, mark: Mark) -> None:
+        """Nowhere."""
+
+
+class Neighbour:
+    """A member that is a host, connected to the node."""
+
+    def __init__(self, host: Host, messenger: Messenger, extra: Extra, state: RunState, rng: random.Random) -> None:
+        self.host = host
+        self.wire = Wire(messenger)
+        writer = Writer(extra.key, state.run_id)
+        self.gossip = GossipService(state, writer, host, self.wire, NoStore(), rng)
+
+
+def batches_of(entries: Iterable[Entry]) -> list[bytes]:
+    """The messages that carry these."""
+    signed: list[Signed] = [entry.signed for entry in entries]
+    return [
+        msgspec.msgpack.encode(Batch(is_choice=True, delta=delta)) for delta in deltas_of(signed, (), MAX_BATCH_BYTES)
+    ]
+
+
+async def run_crowd(address: str, run_id: bytes, creator: bytes, num_members: int) -> None:
+    """Until cancelled."""
+    rng = random.Random(0)
+    crowd = Crowd(run_id, num_members, rng)
+    checker = SharedChecker(run_id, creator)
+    node = public_key_of(address.rpartition("/")[2])
+    async with contextlib.AsyncExitStack() as stack:
+        neighbours = []
+        for extra in crowd.members[:NUM_HOSTS]:
+            host = await stack.enter_async_context(open_host(extra.key, ["/ip4/127.0.0.1/tcp/0"]))
+            messenger = await stack.enter_async_context(open_messenger(host))
+            state = RunState(run_id, creator, checker=checker)
+            neighbours.append(Neighbour(host, messenger, extra, state, random.Random(rng.random())))
+        async with trio.open_nursery() as nursery:
+            for neighbour in neighbours:
+                await nursery.start(neighbour.gossip.run)
+                await neighbour.host.connect(node, [address])
+            await spread(neighbours, node, crowd.all_at_once(), rng)
+            while True:
+                await trio.sleep(TICK_SECONDS)
+                await spread(neighbours, node, crowd.due(TICK_SECONDS), rng)
+
+
+async def spread(neighbours: list[Neighbour], node: bytes, entries: list[Entry], rng: random.Random) -> None:
+    """All neighbours hear of the entries, and as many of them as a node has chosen tell it."""
+    told_by = rng.sample(neighbours, min(NUM_CHOSEN, len(neighbours)))
+    for batch in batches_of(entries):
+        for neighbour in neighbours:
+            neighbour.wire.push(neighbours[0].host.author, batch)
+        for neighbour in told_by:
+            neighbour.wire.send_nowait(node, PUSH_PROTOCOL, batch)
+        await trio.lowlevel.checkpoint()
+
+
+if __name__ == "__main__":
+    where, run, creator_key, number = sys.argv[1:]
+    trio.run(run_crowd, where, bytes.fromhex(run), bytes.fromhex(creator_key), int(number))
