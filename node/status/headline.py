@@ -21,6 +21,20 @@ USUAL_SECONDS: Final = 60.0
 FAILURES_IN_A_ROW: Final = 3
 _REFUSED_HERE: Final = f"failed: {REFUSED_HERE}"
 _REFUSED_THERE: Final = f"failed: {REFUSED_THERE}"
+# What an exchange's verdict may begin with, what is to be said if the last ones all do so, and the remedy. Where two
+# contributions are far apart both ends refuse, and it is chance whose word comes first.
+_REFUSALS: Final = (
+    (
+        (_REFUSED_HERE,),
+        "this node refuses what its partners send",
+        "nothing to do, if the loss below falls; else `farandole peers` shows whose differs, theirs or ours",
+    ),
+    (
+        (_REFUSED_THERE, _REFUSED_HERE),
+        "others refuse this node's contributions",
+        "if its loss is far from the others' below, stop it, move away the folder `checkpoints` and join again",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,20 +104,9 @@ def _failing(status: NodeStatus, now: float) -> Headline | None:
     if len(last) < FAILURES_IN_A_ROW or any(exchange.verdict == "committed" for exchange in last):
         return None
     num_failed = _failures_at_end(tried)
-    for prefix, text, remedy in (
-        (
-            _REFUSED_THERE,
-            "others refuse this node's contributions",
-            "if its loss is far from the others' below, stop it, move away the folder `checkpoints` and join again",
-        ),
-        (
-            _REFUSED_HERE,
-            "this node refuses what its partners send",
-            "nothing to do, if the loss below falls; else `farandole peers` shows whose differs, theirs or ours",
-        ),
-    ):
-        if all(exchange.verdict.startswith(prefix) for exchange in last):
-            reason = last[-1].verdict.removeprefix(prefix).strip()
+    for prefixes, text, remedy in _REFUSALS:
+        if all(exchange.verdict.startswith(prefixes) for exchange in last):
+            reason = last[-1].verdict.rpartition("refused:")[2].strip()
             return Headline("trouble", f"{text}, the last {num_failed} in a row: {reason}", remedy)
     reason = last[-1].verdict.removeprefix("failed:").strip()
     return Headline(

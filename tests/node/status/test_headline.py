@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from farandole.node.status.headline import FAILURES_IN_A_ROW, USUAL_SECONDS, headline
-from farandole.node.status.status import ExchangeStatus, NodeStatus
+from farandole.node.status.status import REFUSED_HERE, REFUSED_THERE, ExchangeStatus, NodeStatus
 
 from ..statuses import BOB, NOW, STATUS
 
@@ -57,6 +57,11 @@ def test_a_healthy_node_says_that_there_is_nothing_to_do() -> None:
             changed(recent_exchanges=exchanges(*["failed: refused: the norm is off"] * 3)),
             "this node refuses what its partners send, the last 3 in a row: the norm is off",
             "farandole peers",
+        ),
+        (
+            changed(recent_exchanges=exchanges(*[f"failed: {REFUSED_HERE} far", f"failed: {REFUSED_THERE} far"] * 2)),
+            "others refuse this node's contributions, the last 4 in a row: far",
+            "move away the folder",
         ),
         (
             changed(recent_exchanges=exchanges("committed", *["failed: the contributions took too long"] * 5)),
