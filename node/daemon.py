@@ -28,6 +28,7 @@ from farandole.protocol.identity import public_bytes
 from farandole.protocol.manifest import Manifest
 from farandole.protocol.relay import Limits
 
+from .checkpoints.room import DiskError
 from .consolidated.listing import offers_of
 from .control import ControlError, Handler, serve_control
 from .dashboard.server import open_dashboard
@@ -124,7 +125,7 @@ def _exit_code(error: BaseException) -> Exit:
     match error:
         case IdentityInUseError():
             return Exit.HOME_IN_USE
-        case ManifestError() | IdentityError() | QuietHoursError():
+        case ManifestError() | IdentityError() | QuietHoursError() | DiskError():
             return Exit.BAD_INPUT
         case TrainerError():
             return Exit.TRAINER_FAILED

@@ -329,6 +329,8 @@ class RunMember:
             tokenizer=str(settings.tokenizer) if settings.tokenizer else None,
             device=settings.device,
             threads=settings.threads,
+            num_kept=self._weights.plan.num_kept,
+            gpu_memory=round(settings.gpu_memory * 1e9),
             slow=settings.slow,
             step_seconds=settings.step_seconds,
             checkpoints=str(settings.checkpoints),

@@ -69,6 +69,14 @@ class NodeSettings:
         unset="trains as long as it runs",
         example=1000,
     )
+    disk: float = setting(
+        0.0,
+        "What this node's folder takes at most; 0: what it needs. Given up first: the copy of another's checkpoint, "
+        "then the second newest of its own.",
+        unit="GB",
+        least=0.2,
+        or_zero=True,
+    )
     slow: float = setting(
         1.0, "Rest between inner steps: 2 trains half the time, 1 always.", placeholder="FACTOR", least=1
     )
@@ -139,7 +147,15 @@ class NodeSettings:
     # The base period T of the run state's heartbeats; the testnet, with few nodes, takes 2.
     heartbeat_seconds: float = setting(10.0, "Between heartbeats.", unit="seconds", least=0.1)
     # One is the fastest where several nodes share a machine.
-    threads: int = setting(1, "Threads of the trainer.", unit="threads", least=1)
+    threads: int = setting(1, "Threads of the trainer: the cores that training takes at most.", unit="threads", least=1)
+    gpu_memory: float = setting(
+        0.0,
+        "Of the GPU's memory, what the trainer takes at most; 0: what it needs. With little it takes few sequences at "
+        "a time.",
+        unit="GB",
+        least=1.0,
+        or_zero=True,
+    )
     validate_every: int = setting(10, "Rounds between measurements on held-out text; 0: never.", unit="rounds", least=0)
     upload_mbit: float = setting(
         0.0, "Send no faster than this in all; 0: no cap.", unit="Mbit/s", least=MIN_CAP_MBIT, or_zero=True

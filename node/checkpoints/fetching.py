@@ -54,7 +54,7 @@ from farandole.protocol.identity import short_name
 from ..errors import PeerUnreachableError
 from ..exchanges.bulk_channel import ChannelError
 from ..nurseries import open_service_nursery
-from .partial import PartialFile, check_room, partial_path, remove_partials
+from .partial import PartialFile, partial_path, remove_partials
 from .taking import AbsentError, Conditions, DonorBusyError, DonorError, Taking, open_taking
 
 logger = logging.getLogger(__name__)
@@ -268,7 +268,7 @@ class _Fetch:
         blocks = range(selection.blocks[-1] + 1) if is_prefix else selection.blocks
         made = selection.size if selection.header and not is_prefix else 0
         num_bytes = self._size_of(set(blocks) - self._have) + made
-        await trio.to_thread.run_sync(check_room, self._file.path.parent, num_bytes)
+        await trio.to_thread.run_sync(self._conditions.room.check, self._file.path.parent, num_bytes)
         await self._fetch(blocks)
         return selection
 

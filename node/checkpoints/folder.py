@@ -55,6 +55,10 @@ class CheckpointFolder:
                     index_of(path).unlink(missing_ok=True)
                     path.unlink(missing_ok=True)
 
+    def trim(self, num_kept: int) -> None:
+        """Remove all but so many of the newest of this stage."""
+        self.keep(self.files()[:num_kept])
+
     def clean(self) -> None:
         """Remove what was left by trainers that were killed while they saved; for whoever knows that none saves now."""
         for path in self._entries():

@@ -146,6 +146,13 @@ class Library:
                 self._take_copy(await trio.to_thread.run_sync(self._open_copy, path, None))
                 return
 
+    async def give_up_copies(self) -> None:
+        """There is no room for any."""
+        self.drop_copy()
+        for path in await trio.to_thread.run_sync(lambda: list(self._folder.glob(f"copy-*{COPY_SUFFIX}*"))):
+            with contextlib.suppress(OSError):
+                await trio.to_thread.run_sync(path.unlink)
+
     def drop_copy(self) -> None:
         """It is of no more use here."""
         if self.copy is not None:

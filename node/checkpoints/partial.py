@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
@@ -18,9 +17,9 @@ from typing import Final
 from farandole.protocol.blocks import BLOCK_BYTES, Index, Selection, block_range, blocks_between
 from farandole.training.durable import replacing, sync_folder
 
+from .room import Room
+
 PARTIAL_SUFFIX: Final = ".part"
-# Beside what is about to be written: the run state, the log, and others' need.
-SPARE_BYTES: Final = 64 << 20
 
 
 class PartialFile:
@@ -85,7 +84,7 @@ class PartialFile:
         if not selection.header:
             self._take_name(path)
         else:
-            check_room(path.parent, selection.size)
+            Room().check(path.parent, selection.size)
             with replacing(path) as file:
                 _write_all(file, selection.header)
                 for start, end in selection.pieces:
@@ -134,14 +133,6 @@ def remove_partials(path: Path, kept: bytes | None = None) -> None:
     for leftover in path.parent.glob(f"{path.name}.*{PARTIAL_SUFFIX}"):
         if kept is None or leftover != partial_path(path, kept):
             leftover.unlink(missing_ok=True)
-
-
-def check_room(folder: Path, num_bytes: int) -> None:
-    """Raise `OSError` if a folder's disk has no room for so many bytes more."""
-    free = shutil.disk_usage(folder).free
-    if free < num_bytes + SPARE_BYTES:
-        needed = (num_bytes + SPARE_BYTES) / 1e6
-        raise OSError(errno.ENOSPC, f"{needed:.0f} MB of room are needed in {folder}, {free / 1e6:.0f} MB are free")
 
 
 def _write_all(file: FileIO, data: bytes) -> None:

@@ -50,12 +50,15 @@ class Savable(Protocol):
 
 
 class Saver:
-    """Writes one stage's checkpoints, and tells by ``report``, from whatever thread, how each save went."""
+    """Writes one stage's checkpoints, and tells by ``report``, from whatever thread, how each save went.
 
-    def __init__(self, folder: CheckpointFolder, report: Callable[[Saved], None]) -> None:
+    ``num_kept``: how many it keeps.
+    """
+
+    def __init__(self, folder: CheckpointFolder, report: Callable[[Saved], None], num_kept: int = KEPT) -> None:
         self._folder = folder
         self._report = report
-        self._kept: deque[Path] = deque(maxlen=KEPT)
+        self._kept: deque[Path] = deque(maxlen=num_kept)
         self._newest: Saved | None = None
         self._writing: threading.Thread | None = None
 

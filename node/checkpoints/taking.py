@@ -37,6 +37,7 @@ from ..exchanges.way import Channels, Way
 from ..nurseries import open_service_nursery
 from ..shaping import Shaping
 from ..streams import READ_BYTES, Stream, StreamHost, close_stream, receive_frame
+from .room import Room
 
 # A question and its answer, for which a fresh checkpoint may have to be saved.
 ANSWER_TIMEOUT: Final = 10.0
@@ -76,6 +77,8 @@ class Conditions:
     shaping: Shaping = field(default_factory=Shaping)
     channels: Channels[Any] | None = None
     """Ways beside the streams; without them everything goes over the streams."""
+    room: Room = field(default_factory=Room)
+    """For what is fetched."""
 
 
 class Taking:

@@ -21,6 +21,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.protocol.block_transfer import Question
 from farandole.protocol.blocks import (
+    BLOCK_BYTES,
+    MAX_HEADER_BYTES,
     Index,
     SignedIndex,
     encode_signed_index,
@@ -40,6 +42,7 @@ from ..checkpoints.folder import CheckpointFolder, saved_round
 from ..checkpoints.holdings import Holding
 from ..checkpoints.library import Library
 from ..checkpoints.partial import has_partial, partial_path
+from ..checkpoints.room import DiskPlan, Room, plan_disk
 from ..checkpoints.taking import Conditions
 from ..errors import PeerUnreachableError
 from ..exchanges.way import Channels
@@ -98,7 +101,8 @@ class Weights:
         self._run_id = run_id
         self._shaping = shaping
         self._save_soon = save_soon
-        self._conditions = Conditions(host, run_id, shaping)
+        self._disk = round(settings.disk * 1e9)
+        self._conditions = Conditions(host, run_id, shaping, room=Room(settings.home, self._disk))
         self._library = Library(
             settings.checkpoints,
             key,
@@ -141,6 +145,17 @@ class Weights:
         rate = self._measured_rate or self._shaping.down.rate or USUAL_RATE
         return required_bytes(stage_parameters(self._model, stage)) / rate
 
+    @property
+    def plan(self) -> DiskPlan:
+        """What this node keeps on its disk, by its stage. Raises `DiskError` where it may not keep even the least."""
+        stage, copied = self._membership.stage, self._copied_stage
+        copy_bytes = required_bytes(stage_parameters(self._model, copied)) + MAX_HEADER_BYTES + BLOCK_BYTES
+        return plan_disk(self._disk, self.max_bytes(stage), copy_bytes)
+
+    @property
+    def _copied_stage(self) -> int:
+        return (self._membership.stage + 1) % self._membership.num_stages
+
     async def own_round(self) -> int | None:
         """The round of this node's own checkpoint of its stage, if there is one."""
         files = CheckpointFolder(self._settings.checkpoints, self._membership.stage).files()
@@ -156,10 +171,14 @@ class Weights:
     async def obtain(self) -> None:
         """Before each start of the trainer: where the run is under way, weights that are not too old for it.
 
-        Raises `JoinError` if the run is under way, this node has none, and nobody gives any.
+        Raises `JoinError` if the run is under way, this node has none, and nobody gives any; `DiskError` if there may
+        not be room for any.
         """
         board, stage = self._board, self._membership.stage
-        await trio.to_thread.run_sync(CheckpointFolder(self._settings.checkpoints, stage).clean)
+        folder = CheckpointFolder(self._settings.checkpoints, stage)
+        await trio.to_thread.run_sync(folder.clean)
+        if self._disk:
+            await trio.to_thread.run_sync(folder.trim, self.plan.num_kept)
         own_round = await self.own_round()
         fetched = await trio.to_thread.run_sync(saved_round, self._settings.fetched(self.file_stage(stage)))
         newest = own_round if fetched is None else max(fetched, own_round or 0)
@@ -368,7 +387,10 @@ class Weights:
 
     async def run(self) -> None:
         """Open what the trainer saves, and keep copies of what others save, until cancelled."""
-        await self._library.recall_copy()
+        if self.plan.has_copy:
+            await self._library.recall_copy()
+        else:
+            await self._library.give_up_copies()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._open_saved)
             nursery.start_soon(self._keep_copies)
@@ -394,10 +416,10 @@ class Weights:
     async def _copy_newest(self) -> None:
         membership = self._membership
         is_cut = membership.num_stages > 1
-        stage = (membership.stage + 1) % membership.num_stages
+        stage = self._copied_stage
         announced = membership.announced(stage)
         author = copied_author(self._run_id, stage, announced)
-        if author is None or author == self._host.author:
+        if author is None or author == self._host.author or not self.plan.has_copy:
             return
         if not self._shaping.may_spend(required_bytes(stage_parameters(self._model, stage))):
             return

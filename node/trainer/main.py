@@ -52,10 +52,16 @@ def _make_trainer(channel: Channel, prepare: Prepare) -> TrainerProcess:
     """Torch is imported here, where Prepare has said with how many threads."""
     import torch
 
+    from farandole.training.device import choose_device, limit_memory
+
     from .learner_process import LearnerProcess
     from .stage_process import StageProcess
 
+    # Inside an operation, and of operations beside each other: one of these has the other's whole share.
     torch.set_num_threads(prepare.threads)
+    torch.set_num_interop_threads(1)
+    if prepare.gpu_memory:
+        limit_memory(choose_device(prepare.device), prepare.gpu_memory)
     manifest = msgspec.msgpack.decode(prepare.manifest, type=Manifest)
     kind = LearnerProcess if manifest.model.num_stages == 1 else StageProcess
     return kind(channel, prepare, manifest)

@@ -72,6 +72,10 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     """Sequences of a batch that are taken at a time, 0: all; of a model that is not cut."""
     activations: int = 0
     """As ``outgoing``; slot i has its incoming activations at 2 i times their size, its outgoing ones after them."""
+    num_kept: int = 2
+    """Of its checkpoints, beside the one that is being written."""
+    gpu_memory: int = 0
+    """Most bytes that the process takes of the GPU's memory; 0: any."""
 
 
 class Train(msgspec.Struct, frozen=True, tag=True):

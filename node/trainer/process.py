@@ -85,7 +85,7 @@ class TrainerProcess(abc.ABC):
         self._slow = prepare.slow
         self._run_id = prepare.run_id
         self._checkpoints = CheckpointFolder(Path(prepare.checkpoints), prepare.stage)
-        self._saver = Saver(self._checkpoints, channel.send)
+        self._saver = Saver(self._checkpoints, channel.send, prepare.num_kept)
         self._fragment = 0
         self._aside = ThreadPoolExecutor(1)
         self._encoding: Future[None] | None = None  # where the replica encodes aside

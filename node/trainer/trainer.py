@@ -44,6 +44,14 @@ PREPARE_TIMEOUT = 600.0
 # A trainer sees Stop between two inner steps; one that does not within this time is killed (nothing is lost: it saves
 # by rename).
 STOP_TIMEOUT = 5.0
+# Who else would start a thread for each core: OpenMP (torch), MKL, OpenBLAS and Accelerate (numpy), Rayon (tokenizers).
+THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+    "RAYON_NUM_THREADS",
+)
 # A trainer that hangs has so long to write down where.
 TRACEBACK_SECONDS = 1.0
 # Some hundred frames for each of its threads.
@@ -208,7 +216,7 @@ async def open_trainer(command: Prepare, log: Path | None) -> AsyncIterator[Trai
                     stdout=log_file if log else None,
                     stderr=log_file if log else None,
                     pass_fds=(theirs.fileno(), tracebacks, *shared),
-                    env={**os.environ, "OMP_NUM_THREADS": str(command.threads)},
+                    env={**os.environ, **dict.fromkeys(THREAD_VARIABLES, str(command.threads))},
                 )
             except OSError as error:  # no memory, or no process more, just now
                 ours.close()

@@ -11,7 +11,7 @@ from farandole.training import codec
 from farandole.training.config import InnerConfig, ModelConfig, OuterConfig
 from farandole.training.copying import CudaCopier, copier_for
 from farandole.training.data import Sampler, Text
-from farandole.training.device import choose_device
+from farandole.training.device import CONTEXT_BYTES, choose_device, limit_memory
 from farandole.training.learner import Learner
 from farandole.training.memory import is_out_of_memory
 from farandole.training.model import build_model
@@ -19,6 +19,18 @@ from farandole.training.model import build_model
 from .conftest import ALICE, BOB, RUN_ID
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch finds no CUDA device here")
+
+
+def test_no_more_memory_is_taken_than_was_allowed() -> None:
+    device = choose_device("cuda")
+    try:
+        limit_memory(device, CONTEXT_BYTES + 512 * 2**20)
+        torch.empty(256 * 2**20, dtype=torch.uint8, device=device.torch_device)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            torch.empty(768 * 2**20, dtype=torch.uint8, device=device.torch_device)
+        assert is_out_of_memory(caught.value)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device.torch_device.index)
 
 
 def make(

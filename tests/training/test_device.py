@@ -1,8 +1,12 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from farandole.training.device import choose_device
+from farandole.training.device import CONTEXT_BYTES, Device, choose_device, limit_memory
 from farandole.training.errors import TrainingError
+
+GB = 10**9
 
 
 def test_the_cpu_always_works_in_full_precision() -> None:
@@ -28,6 +32,26 @@ def test_auto_prefers_an_accelerator() -> None:
     has_accelerator = torch.cuda.is_available() or torch.backends.mps.is_available()
 
     assert (choose_device().torch_device.type != "cpu") == has_accelerator
+
+
+def test_memory_is_bounded_where_there_is_a_gpu_alone() -> None:
+    with pytest.raises(TrainingError, match="no GPU memory"):
+        limit_memory(choose_device("cpu"), 8 * GB)
+
+
+def test_what_cuda_itself_takes_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    bounded: list[tuple[float, int]] = []
+    properties = SimpleNamespace(total_memory=16 * GB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda share, index: bounded.append((share, index))
+    )
+    gpu = Device(torch.device("cuda", 1), None, "a GPU")
+    limit_memory(gpu, 8 * GB)
+    limit_memory(gpu, 20 * GB)
+    with pytest.raises(TrainingError, match="driver"):
+        limit_memory(gpu, CONTEXT_BYTES)
+    assert bounded == [((8 * GB - CONTEXT_BYTES) / (16 * GB), 1), (1.0, 1)]
 
 
 @pytest.mark.parametrize("name", ["tpu", "", "cpu:x", "cuda:99"])

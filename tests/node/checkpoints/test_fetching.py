@@ -14,10 +14,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.numpy import load, load_file
 
 from farandole.node.checkpoints import fetching, giving
-from farandole.node.checkpoints import partial as partial_module
+from farandole.node.checkpoints import room as room_module
 from farandole.node.checkpoints.fetching import Fetched, FetchError, Progress, ask_for_index, fetch_checkpoint
 from farandole.node.checkpoints.giving import BlockService
 from farandole.node.checkpoints.holdings import Holding
+from farandole.node.checkpoints.room import Room, used_bytes
 from farandole.node.checkpoints.taking import Conditions, DonorError
 from farandole.node.exchanges.bulk import BulkService, open_bulk
 from farandole.node.p2p.host import Host, open_host
@@ -218,9 +219,27 @@ async def test_a_disk_without_room_is_said(tmp_path: Path, monkeypatch: pytest.M
         donor.holding = hold(tmp_path / "theirs", CONTENT)
         with pytest.raises(FetchError, match="cannot be stored"):
             await fetch(newcomer, [donor], tmp_path / "nowhere" / "ours")
-        monkeypatch.setattr(partial_module, "SPARE_BYTES", 1 << 60)
+        monkeypatch.setattr(room_module, "SPARE_BYTES", 1 << 60)
         with pytest.raises(FetchError, match="room are needed"):
             await fetch(newcomer, [donor], tmp_path / "ours")
+
+
+async def test_what_is_more_than_the_owner_allows_is_refused_before_any_weights_move(tmp_path: Path) -> None:
+    """The first block has the header, which says how much it is."""
+    async with open_members(2) as (newcomer, donor):
+        donor.holding = hold(tmp_path / "theirs", CONTENT)
+        home = tmp_path / "home"
+        home.mkdir()
+        newcomer.conditions.room = Room(home, limit=round(1.9 * len(CONTENT)))
+        (home / "own").write_bytes(bytes(len(CONTENT)))
+        with pytest.raises(FetchError, match="--disk leaves"):
+            await fetch(newcomer, [donor], home / "ours")
+        assert used_bytes(home) <= len(CONTENT) + 2 * BLOCK_BYTES
+
+        (home / "own").unlink()
+        await fetch(newcomer, [donor], home / "ours")
+        assert is_what_was_wanted(home / "ours")
+        assert used_bytes(home) <= 1.9 * len(CONTENT)
 
 
 async def test_who_is_too_many_waits_for_a_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

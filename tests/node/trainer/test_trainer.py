@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -17,6 +18,8 @@ from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.checkpoints.folder import CheckpointFolder, index_of, saved_round
+from farandole.node.rest.probing import cpu_times
+from farandole.node.system.features import HAS_PROC
 from farandole.node.trainer import messages
 from farandole.node.trainer.conversion import training_configs
 from farandole.node.trainer.trainer import Trainer, TrainerError, open_trainer
@@ -84,6 +87,41 @@ async def digest_of(trainer: Trainer) -> bytes:
     while (encoded := await report_of(trainer, messages.Encoded)).digest is None:
         pass
     return encoded.digest
+
+
+async def test_gpu_memory_cannot_be_bounded_where_there_is_no_gpu(prepare: Callable[..., messages.Prepare]) -> None:
+    with pytest.raises(TrainerError, match="no GPU memory") as caught:
+        async with open_trainer(prepare(gpu_memory=4 * 10**9), None):
+            pass
+    assert caught.value.cause == "setup"
+
+
+@pytest.mark.skipif(not HAS_PROC, reason="reads a process's time in /proc")
+@pytest.mark.parametrize("threads", [1, 2])
+async def test_training_takes_no_more_cores_than_it_has_threads(
+    prepare: Callable[..., messages.Prepare], manifest: Manifest, threads: int
+) -> None:
+    """With operations that are worth many threads."""
+    model = msgspec.structs.replace(manifest.model, width=256, hidden=1_024, context=64, num_layers=2)
+    inner = msgspec.structs.replace(manifest.inner, batch_size=16)
+    raw = msgspec.msgpack.encode(msgspec.structs.replace(manifest, model=model, inner=inner))
+    async with open_trainer(prepare(manifest=raw, threads=threads), None) as trainer:
+        await trainer.send(messages.Train(0, 2))
+        await report_of(trainer, messages.Contributed)
+        began, taken = time.monotonic(), cpu_seconds(trainer.pid)
+        await trainer.send(messages.TakeOuterStep(0))
+        await trainer.send(messages.Train(1, 20))
+        await report_of(trainer, messages.OuterStepTaken)
+        await report_of(trainer, messages.Contributed)
+        share = (cpu_seconds(trainer.pid) - taken) / (time.monotonic() - began)
+    assert 0 < share <= 1.1 * threads
+
+
+def cpu_seconds(pid: int) -> float:
+    """What a process has taken of all cores so far."""
+    times = cpu_times([pid])
+    assert times is not None
+    return times.own[pid] / os.sysconf("SC_CLK_TCK")
 
 
 async def test_two_trainers_average_to_the_very_mean(

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farandole.node.checkpoints.folder import CheckpointFolder
+from farandole.node.checkpoints.room import OTHER_BYTES, DiskError, DiskPlan, Room, plan_disk, used_bytes
+from farandole.node.checkpoints.saving import Saver
+from farandole.training.blocks import Content
+from farandole.training.checkpoint import Counters
+from farandole.training.durable import replacing
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (0, DiskPlan(2, has_copy=True)),
+        (100 * GB, DiskPlan(2, has_copy=True)),
+        (4 * GB + OTHER_BYTES, DiskPlan(2, has_copy=True)),
+        (4 * GB + OTHER_BYTES - 1, DiskPlan(2, has_copy=False)),
+        (3 * GB + OTHER_BYTES - 1, DiskPlan(1, has_copy=False)),
+        (2 * GB + OTHER_BYTES, DiskPlan(1, has_copy=False)),
+    ],
+)
+def test_first_the_copy_is_given_up_then_the_second_newest(limit: int, expected: DiskPlan) -> None:
+    assert plan_disk(limit, own_bytes=GB, copy_bytes=GB // 2) == expected
+
+
+def test_what_is_too_little_is_said_with_what_is_enough() -> None:
+    with pytest.raises(DiskError, match=r"take 2\.13 GB at least"):
+        plan_disk(2 * GB, own_bytes=GB, copy_bytes=GB // 2)
+
+
+@given(st.integers(1, 100 * GB), st.integers(1, 10 * GB), st.integers(1, 10 * GB))
+def test_whatever_is_planned_fits(limit: int, own: int, copy: int) -> None:
+    try:
+        plan = plan_disk(limit, own, copy)
+    except DiskError:
+        assert limit < OTHER_BYTES + 2 * own
+    else:
+        assert (plan.num_kept + 1) * own + 2 * plan.has_copy * copy + OTHER_BYTES <= limit
+
+
+def test_it_measures_as_du_does(tmp_path: Path) -> None:
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "deep" / "er" / "file").write_bytes(os.urandom(300_000))
+    with (tmp_path / "holes").open("wb") as file:
+        file.truncate(1 << 30)
+        file.write(os.urandom(10_000))
+    os.link(tmp_path / "holes", tmp_path / "again")
+    du = int(subprocess.run(["du", "-s", "-B1", tmp_path], capture_output=True, check=True).stdout.split()[0])
+    folders = 3 * os.lstat(tmp_path).st_blocks * 512
+    assert abs(used_bytes(tmp_path) - (du - folders)) <= folders
+
+
+def test_no_room_is_the_disks_or_the_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(bytes(1_000_000))
+    Room(tmp_path, 3_000_000).check(tmp_path, 1_900_000)
+    with pytest.raises(OSError, match="--disk leaves 2 MB"):
+        Room(tmp_path, 3_000_000).check(tmp_path, 2_100_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1_000))
+    with pytest.raises(OSError, match="are free"):
+        Room().check(tmp_path, 1)
+
+
+class Growing:
+    """A replica's snapshot of a megabyte, which measures its folder while it is written."""
+
+    num_bytes = 1_000_000
+
+    def __init__(self, round_index: int, folder: Path, measured: list[int]) -> None:
+        self.counters = Counters(round_index, round_index, 8 * round_index)
+        self._folder = folder
+        self._measured = measured
+
+    def save(self, path: Path) -> Content:
+        with replacing(path) as file:
+            file.write(os.urandom(self.num_bytes))
+            self._measured.append(used_bytes(self._folder))
+        return Content(self.num_bytes, b"h" * 32)
+
+
+@pytest.mark.parametrize("num_kept", [1, 2])
+def test_saves_never_take_more_than_was_planned(tmp_path: Path, num_kept: int) -> None:
+    folder, measured = tmp_path / "checkpoints", list[int]()
+    saver = Saver(CheckpointFolder(folder, 0), lambda saved: None, num_kept)
+    for round_index in range(1, 6):
+        saver.save(Growing(round_index, folder, measured))
+    assert max(measured) <= (num_kept + 1) * 1.05e6
+    assert used_bytes(folder) <= num_kept * 1.05e6
+    assert len(CheckpointFolder(folder, 0).files()) == num_kept
+    CheckpointFolder(folder, 0).trim(1)
+    assert [path.name for path in CheckpointFolder(folder, 0).files()] == ["stage-0-round-5.safetensors"]

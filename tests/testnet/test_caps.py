@@ -1,0 +1,90 @@
+"""Whether caps hold where a provider would count: at the network devices of two nodes in namespaces of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from farandole.testnet.leash import open_leash
+from farandole.testnet.links import open_links
+from farandole.testnet.namespace import NamespaceError, Place
+from farandole.testnet.scenario import Link
+
+LINK = Link(up_mbit=100, down_mbit=100, delay_ms=5)
+MBIT = 12.0
+SETTLE_SECONDS = 2.0
+ROOT = Path(__file__).parents[2]
+_RECEIVED, _SENT = 0, 8  # columns of /proc/net/dev
+
+
+@pytest.fixture
+def places() -> Iterator[list[Place]]:
+    with open_leash() as leash:
+        try:
+            with open_links(LINK, 2, leash) as places:
+                yield places
+        except NamespaceError as error:
+            pytest.skip(str(error))
+
+
+@contextmanager
+def node(place: Place, *arguments: str) -> Iterator[str]:
+    """A node in a place, until the block ends; what it says first."""
+    command = [*place.enter, sys.executable, "-m", "tests.testnet.capped_node", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().strip()
+        finally:
+            process.kill()
+
+
+def count(place: Place, column: int) -> int:
+    """Bytes of packets so far, with all their headers, at the place's device."""
+    table = subprocess.run([*place.enter, "cat", "/proc/net/dev"], capture_output=True, text=True, check=True).stdout
+    line = next(line for line in table.splitlines() if line.strip().startswith("link:"))
+    return int(line.partition(":")[2].split()[column])
+
+
+def measure(places: list[Place], tmp_path: Path, seconds: float, *, caps_upload: bool) -> tuple[float, float]:
+    """The least and the greatest rate that the capped node's device may have had, Mbit/s."""
+    near, far = places
+    up, down = (MBIT, 0.0) if caps_upload else (0.0, MBIT)
+    capped, column = (near, _SENT) if caps_upload else (far, _RECEIVED)
+    with (
+        node(near, "give", near.ip, str(up), str(tmp_path)) as address,
+        node(far, "take", address, far.ip, str(down), str(tmp_path)) as said,
+    ):
+        assert said == "taking"
+        time.sleep(SETTLE_SECONDS)
+        times = [time.monotonic()]
+        before = count(capped, column)
+        times.append(time.monotonic())
+        time.sleep(seconds)
+        times.append(time.monotonic())
+        after = count(capped, column)
+        times.append(time.monotonic())
+    mbit = (after - before) * 8 / 1e6
+    return mbit / (times[3] - times[0]), mbit / (times[2] - times[1])
+
+
+@pytest.mark.parametrize("caps_upload", [True, False], ids=["upload", "download"])
+def test_a_cap_is_not_exceeded_at_the_device(places: list[Place], tmp_path: Path, caps_upload: bool) -> None:
+    """A busy machine may make it slower; nothing may make it faster."""
+    at_least, _ = measure(places, tmp_path, 4.0, caps_upload=caps_upload)
+    assert 0 < at_least <= 1.1 * MBIT
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("caps_upload", [True, False], ids=["upload", "download"])
+def test_a_cap_holds_within_a_tenth_over_half_a_minute(places: list[Place], tmp_path: Path, caps_upload: bool) -> None:
+    at_least, at_most = measure(places, tmp_path, 27.0, caps_upload=caps_upload)
+    print(f"capped at {MBIT:g} Mbit/s: {at_least:.2f} to {at_most:.2f} Mbit/s at the device")
+    assert at_most >= 0.9 * MBIT
+    assert at_least <= 1.1 * MBIT
