@@ -5,12 +5,11 @@ A play whose report lies in the folder is not played again: together they take h
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import trio
 from rich.console import Console
@@ -22,7 +21,8 @@ from ..report import Report as Play
 from ..report import ideal_exchange_seconds
 from ..scenario import Scenario, ScenarioError, load_scenario
 from .grid import Grid
-from .section import Section, compose
+from .rows import RowsReport
+from .section import Section
 from .setting import setting
 
 SCENARIOS: Final = {
@@ -47,13 +47,15 @@ class Row:
     measured: str
     limit: str
 
+    def misses(self) -> list[str]:
+        """Plays are judged as a whole."""
+        return []
+
 
 @dataclass(slots=True)
-class Report:
+class Report(RowsReport[Row]):
     """What was measured."""
 
-    setting: dict[str, Any]
-    rows: list[Row] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     """Why a play is no pass."""
 
@@ -62,9 +64,10 @@ class Report:
         self.rows += [Row(name, *cells) for cells in _figures(play, scenario)]
         self.reasons += [f"{name}: {reason}" for reason in play.reasons]
 
-    def document(self) -> dict[str, Any]:
-        """Everything, for JSON."""
-        return {"setting": self.setting, "rows": [asdict(row) for row in self.rows], "reasons": self.reasons}
+    @property
+    def misses(self) -> list[str]:
+        """Of all plays."""
+        return self.reasons
 
     def grid(self) -> Grid:
         """Everything, for people; a scenario is named where it begins."""
@@ -75,15 +78,12 @@ class Report:
             before = row.scenario
         return Grid("Faults, and what they cost", HEADER, rows, num_left=2)
 
-    def markdown(self) -> str:
-        """A document's section."""
-        return compose(self.setting, self.grid().markdown(), *(f"- {reason}" for reason in self.reasons))
-
 
 def run_faults_bench(out: Path, names: Sequence[str] = (), section: Section | None = None) -> Report:
     """Play what has no report yet, and print; ``out`` gets a folder a scenario, faults.json, faults.md.
 
-    Raises `SectionError`, `ScenarioError`; `KeyboardInterrupt` after a play that the user has ended, which is not kept.
+    Raises `BenchError` if a play is no pass, `SectionError`, `ScenarioError`; `KeyboardInterrupt` after a play that the
+    user has ended, which is not kept.
     """
     if unknown := set(names) - set(SCENARIOS):
         raise ScenarioError(f"no scenario of faults: {', '.join(sorted(unknown))}; there are {', '.join(SCENARIOS)}")
@@ -97,14 +97,8 @@ def run_faults_bench(out: Path, names: Sequence[str] = (), section: Section | No
         clean = _play(name, folder / "clean", console, clean=True) if name in BESIDE_CLEAN else None
         play = _play(name, folder / "faults", console, clean=False)
         report.add(name, judged(play, clean, scenario) if clean else play, scenario)
-        (out / "faults.json").write_text(json.dumps(report.document(), indent=2) + "\n")
-        (out / "faults.md").write_text(report.markdown())
-    console.print(report.grid().rich())
-    for reason in report.reasons:
-        console.print(f"  - {reason}", style="red", markup=False, soft_wrap=True)
-    if section is not None:
-        section.write(report.markdown())
-    console.print(f"{out / 'faults.json'}, {out / 'faults.md'}", markup=False, highlight=False)
+        report.write(out, "faults")
+    report.publish(out, "faults", console, section)
     return report
 
 

@@ -8,12 +8,11 @@ The attackers aim at the port that the benchmark has opened on loopback, and at 
 from __future__ import annotations
 
 import contextlib
-import json
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,8 +20,9 @@ from rich.console import Console
 
 from .grid import Grid
 from .hostile_attacks import ATTACKS, RAW
-from .process import BenchError, Say, Worker, open_worker
-from .section import Section, compose
+from .process import Say, Worker, open_worker
+from .rows import RowsReport
+from .section import Section
 from .setting import setting
 
 # What must hold.
@@ -97,26 +97,8 @@ def floods(silent: int, garbage: int, per_second: float) -> list[Flood]:
 
 
 @dataclass(slots=True)
-class Report:
+class Report(RowsReport[Row]):
     """What was measured so far."""
-
-    setting: dict[str, Any]
-    rows: list[Row] = field(default_factory=list)
-
-    @property
-    def misses(self) -> list[str]:
-        """Of all parts."""
-        return [miss for row in self.rows for miss in row.misses()]
-
-    def document(self) -> dict[str, Any]:
-        """Everything, for JSON."""
-        limits = {"dial_seconds": MAX_DIAL_SECONDS, "over_mb": MAX_OVER_MB, "left_over": MAX_LEFT_OVER}
-        return {
-            "setting": self.setting,
-            "limits": limits,
-            "rows": [asdict(row) for row in self.rows],
-            "misses": self.misses,
-        }
 
     def grid(self) -> Grid:
         """Everything, for people."""
@@ -148,9 +130,10 @@ class Report:
         ]
         return Grid("A node among strangers, and honest newcomers that dial it meanwhile", header, [limits, *cells])
 
-    def markdown(self) -> str:
-        """A document's section."""
-        return compose(self.setting, self.grid().markdown())
+    def document(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        limits = {"dial_seconds": MAX_DIAL_SECONDS, "over_mb": MAX_OVER_MB, "left_over": MAX_LEFT_OVER}
+        return {**RowsReport.document(self), "limits": limits}
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,12 +244,5 @@ def run_hostile_bench(
     report = Report(setting())
     with console.status("starting") as status:
         report.rows += measure(floods(silent, garbage, per_second), cycles, log, status.update)
-    (out / "hostile.json").write_text(json.dumps(report.document(), indent=2) + "\n")
-    (out / "hostile.md").write_text(report.markdown())
-    console.print(report.grid().rich())
-    console.print(f"{out / 'hostile.json'}, {out / 'hostile.md'}", markup=False, highlight=False)
-    if report.misses:
-        raise BenchError("; ".join(report.misses))
-    if section is not None:
-        section.write(report.markdown())
+    report.publish(out, "hostile", console, section)
     return report

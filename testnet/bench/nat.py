@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -34,7 +34,8 @@ from ..natlab.lab import Lab, open_lab
 from .grid import Grid
 from .process import BenchError
 from .requests import read_requests
-from .section import Section, compose
+from .rows import RowsReport
+from .section import Section
 from .setting import setting
 
 # What must hold.
@@ -130,27 +131,15 @@ def _seconds(value: float | None) -> str:
 
 
 @dataclass(slots=True)
-class Report:
+class Report(RowsReport[Row]):
     """What was measured so far."""
-
-    setting: dict[str, Any]
-    rows: list[Row] = field(default_factory=list)
-
-    @property
-    def misses(self) -> list[str]:
-        """Of all pairs."""
-        return [miss for row in self.rows for miss in row.misses()]
-
-    def document(self) -> dict[str, Any]:
-        """Everything, for JSON."""
-        return {"setting": self.setting, "rows": [asdict(row) for row in self.rows], "misses": self.misses}
 
     def grid(self) -> Grid:
         """Everything, for people."""
         title = f"Two homes behind routers of these kinds, and an exchange of {EXCHANGE_BYTES // 10**6} MB both ways"
         return Grid(title, HEADER, [row.cells() for row in self.rows])
 
-    def summary(self) -> str:
+    def words(self) -> str:
         """The verdict in words."""
         total = len(self.rows)
         connected = [row.connected_s for row in self.rows if row.connected_s is not None]
@@ -163,10 +152,6 @@ class Report:
             f"{max(connected, default=0.0):.1f} s. Direct: {len(direct)}; plain sockets get through in {possible}. "
             f"Exchanges: {exchanged} of {total}."
         )
-
-    def markdown(self) -> str:
-        """A document's section."""
-        return compose(self.setting, self.summary(), self.grid().markdown())
 
 
 @dataclass
@@ -415,13 +400,5 @@ def run_nat_bench(out: Path, pairs: Sequence[Pair] = (), at_once: int = 3, secti
     if rows is None:
         raise KeyboardInterrupt
     report.rows = rows
-    (out / "nat.json").write_text(json.dumps(report.document(), indent=2) + "\n")
-    (out / "nat.md").write_text(report.markdown())
-    console.print(report.grid().rich())
-    console.print(report.summary(), markup=False, highlight=False)
-    console.print(f"{out / 'nat.json'}, {out / 'nat.md'}, {logs}", markup=False, highlight=False)
-    if report.misses:
-        raise BenchError("; ".join(report.misses))
-    if section is not None:
-        section.write(report.markdown())
+    report.publish(out, "nat", console, section, [logs])
     return report

@@ -8,11 +8,10 @@ home that is left had another address after that, nobody could know where.
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -33,7 +32,8 @@ from .grid import Grid
 from .nat import gather, run_unless_interrupted
 from .nat_daemon import NatDaemon
 from .process import BenchError
-from .section import Section, compose
+from .rows import RowsReport
+from .section import Section
 from .setting import setting
 
 # What must hold, in seconds.
@@ -77,12 +77,12 @@ class Row:
     limit: float
     unit: str = " s"
 
-    def miss(self) -> str:
-        """What should hold and does not; "" if it does."""
+    def misses(self) -> list[str]:
+        """What should hold and does not."""
         if self.measured is not None and self.measured <= self.limit:
-            return ""
+            return []
         found = "never" if self.measured is None else f"{self.measured:.0f}{self.unit}"
-        return f"{self.trouble}: {self.effect}: {found}, not within {self.limit:g}{self.unit}"
+        return [f"{self.trouble}: {self.effect}: {found}, not within {self.limit:g}{self.unit}"]
 
     def cells(self) -> list[str]:
         """Of the table."""
@@ -92,28 +92,12 @@ class Row:
 
 
 @dataclass(slots=True)
-class Report:
+class Report(RowsReport[Row]):
     """What was measured."""
-
-    setting: dict[str, Any]
-    rows: list[Row] = field(default_factory=list)
-
-    @property
-    def misses(self) -> list[str]:
-        """Of all rows."""
-        return [miss for row in self.rows if (miss := row.miss())]
-
-    def document(self) -> dict[str, Any]:
-        """Everything, for JSON."""
-        return {"setting": self.setting, "rows": [asdict(row) for row in self.rows], "misses": self.misses}
 
     def grid(self) -> Grid:
         """Everything, for people."""
         return Grid("Homes in trouble", HEADER, [row.cells() for row in self.rows], num_left=2)
-
-    def markdown(self) -> str:
-        """A document's section."""
-        return compose(self.setting, self.grid().markdown())
 
 
 @dataclass
@@ -353,7 +337,7 @@ def run_recovery_bench(out: Path, section: Section | None = None) -> Report:
     report = Report(setting())
 
     def tell(row: Row) -> None:
-        style = "red" if row.miss() else None
+        style = "red" if row.misses() else None
         console.print(": ".join(row.cells()[:3]), style=style, highlight=False, markup=False)
 
     with open_leash() as leash, open_lab(leash) as lab, console.status("starting") as status:
@@ -362,12 +346,5 @@ def run_recovery_bench(out: Path, section: Section | None = None) -> Report:
     if rows is None:
         raise KeyboardInterrupt
     report.rows = rows
-    (out / "nat-recovery.json").write_text(json.dumps(report.document(), indent=2) + "\n")
-    (out / "nat-recovery.md").write_text(report.markdown())
-    console.print(report.grid().rich())
-    console.print(f"{out / 'nat-recovery.json'}, {out / 'nat-recovery.md'}, {folder}", markup=False, highlight=False)
-    if report.misses:
-        raise BenchError("; ".join(report.misses))
-    if section is not None:
-        section.write(report.markdown())
+    report.publish(out, "nat-recovery", console, section, [folder])
     return report

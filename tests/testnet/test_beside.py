@@ -8,40 +8,18 @@ import pytest
 from farandole.testnet.beside import CleanReportError, compare, judged, load_report
 from farandole.testnet.fault_table import throughput_lines
 from farandole.testnet.launch import write_report
-from farandole.testnet.record import NodeRecord
-from farandole.testnet.report import FaultReport, NodeReport, Report, node_report
+from farandole.testnet.report import FaultReport, Report
 from farandole.testnet.scenario import parse_scenario
 
-CLEAN = Report(
-    name="chaos",
-    run_id="00",
-    verdict="pass",
-    reasons=[],
-    nodes=[],
-    loss_first=5.5,
-    loss_last=2.0,
-    loss_start=5.5,
-    loss_merged=2.0,
-    spread=0.01,
-    tokens=1_000,
-    tokens_per_second=10.0,
-    seconds=100.0,
-    state_equal=True,
-    events=[],
-    tokens_per_given_second=10.0,
-)
+from .reports import PASSED as CLEAN
+from .reports import node
+
 KILL = FaultReport("restart", [3], 10.0, 2.0, {3: 9.0})
 SCENARIO = parse_scenario(
     {"run": {"name": "chaos", "model": "tiny"}, "min_throughput": 0.977, "max_loss_above_clean": 0.03}
 )
 
 OTHERS = parse_scenario({"run": {"name": "chaos", "model": "tiny"}, "min_throughput_of_others": 0.95})
-
-
-def node(index: int, tokens: int) -> NodeReport:
-    """In a hundred seconds."""
-    silent = node_report(NodeRecord(index, f"peer {index}"), is_alive=True)
-    return msgspec.structs.replace(silent, tokens=tokens, given_seconds=100.0)
 
 
 def played(**fields: object) -> Report:

@@ -2,43 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from farandole.testnet.bench.faults import run_faults_bench
+from farandole.testnet.bench.process import BenchError
 from farandole.testnet.bench.section import Section
 from farandole.testnet.growth import Growth
 from farandole.testnet.launch import write_report
-from farandole.testnet.record import NodeRecord
-from farandole.testnet.report import FaultReport, NodeReport, Report, node_report
+from farandole.testnet.report import FaultReport, Report
 from farandole.testnet.scenario import ScenarioError
 
+from ..reports import PASSED, node
+
 DOCUMENT = "# Figures\n\n<!-- begin faults -->\nold\n<!-- end faults -->\n"
-PLAY = Report(
-    name="",
-    run_id="00",
-    verdict="pass",
-    reasons=[],
-    nodes=[],
-    loss_first=5.5,
-    loss_last=2.0,
-    loss_start=5.5,
-    loss_merged=2.0,
-    spread=0.01,
-    tokens=1_000,
-    tokens_per_second=10.0,
-    seconds=120.0,
-    state_equal=True,
-    events=[],
-    tokens_per_given_second=10.0,
-)
-
-
-def node(index: int, **fields: object) -> NodeReport:
-    silent = node_report(NodeRecord(index, f"peer {index}"), is_alive=True)
-    return msgspec.structs.replace(silent, tokens=1_000, given_seconds=100.0, **fields)
+PLAY = msgspec.structs.replace(PASSED, seconds=120.0)
 
 
 def keep(report: Report, folder: Path) -> None:
@@ -83,9 +64,10 @@ def test_plays_that_are_there_are_judged_and_shown_not_played_again(tmp_path: Pa
 
 def test_what_misses_its_limit_is_said(tmp_path: Path) -> None:
     halves(tmp_path, loss_merged=2.2)
-    report = run_faults_bench(tmp_path, ["halves"])
-    assert report.reasons == ["halves: the merged model's loss beside the clean run's is +10.0%, not at most +3.0%"]
-    assert report.reasons[0] in (tmp_path / "faults.md").read_text()
+    reason = "halves: the merged model's loss beside the clean run's is +10.0%, not at most +3.0%"
+    with pytest.raises(BenchError, match=re.escape(reason)):
+        run_faults_bench(tmp_path, ["halves"])
+    assert reason in (tmp_path / "faults.json").read_text()
 
 
 def test_it_plays_scenarios_of_faults_alone(tmp_path: Path) -> None:
