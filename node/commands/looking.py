@@ -53,7 +53,7 @@ def status(
         elif watch:
             _watch(_feed(home, source), is_interrupted)
         elif source is not None:
-            _print_first(_feed(home, source), is_interrupted)
+            _print_first(_feed(home, source))
         else:
             _print_status(home, as_json)
 
@@ -121,7 +121,9 @@ def _feed(home: Path, source: Path | None) -> Feed:
     return HomeFeed(home) if source is None else LinesFeed(source)
 
 
-def _print_first(feed: Feed, is_interrupted: Event) -> None:
+def _print_first(feed: Feed) -> None:
+    from threading import Event
+
     from rich.console import Console
 
     from farandole.protocol.errors import FarandoleError
@@ -129,7 +131,9 @@ def _print_first(feed: Feed, is_interrupted: Event) -> None:
     from ..status.view import status_screen
     from ..watch.view import Lost
 
-    news = next(feed.news(is_interrupted), Lost("there is no status in it"))
+    no_more = Event()
+    no_more.set()
+    news = next(feed.news(no_more), Lost("there is no status in it"))
     if isinstance(news, Lost):
         raise FarandoleError(news.why)
     Console().print(status_screen(news.status, news.status.at))

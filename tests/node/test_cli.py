@@ -235,6 +235,32 @@ def test_leave_waits_until_the_node_is_gone(run: Run, node: FakeNode) -> None:
     assert run("status")[0] == Exit.NO_NODE
 
 
+def test_a_stream_of_statuses_goes_on_when_the_node_goes_away(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "farandole.node", "status", "--watch", "--json", "--home", str(tmp_path / "home")]
+    with FakeNode(tmp_path / "home") as node:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["round"] == 7
+    with process:
+        said = map(json.loads, process.stdout)
+        assert next(each["error"]["code"] for each in said if "error" in each) == "no_node"
+        with FakeNode(node.home):
+            assert next(each["round"] for each in said if "round" in each) == 7
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == Exit.OK
+
+
+def test_a_status_that_was_kept_is_shown_again(run: Run, tmp_path: Path) -> None:
+    kept = tmp_path / "statuses"
+    kept.write_bytes(msgspec.json.encode(STATUS) + b"\n")
+    code, out, _ = run("status", "--from", str(kept))
+    assert code == Exit.OK
+    assert "inner steps of round 7" in out
+    assert "JSON already" in run("status", "--json", "--from", str(kept))[2]
+    kept.write_text("")
+    assert "there is no status in it" in run("status", "--from", str(kept))[2]
+
+
 def test_ctrl_c_ends_watching_cleanly(node: FakeNode) -> None:
     command = [sys.executable, "-m", "farandole.node", "status", "--watch", "--json", "--home", str(node.home)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
