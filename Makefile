@@ -44,8 +44,10 @@ soak: $(STAMP) ## The long tests: 100 starts of a testnet, churn, many simulated
 	@.ci/packages
 	$(BIN)/pytest -m soak -s
 
-reference: $(STAMP) ## Write docs/reference.md from the code
+reference: $(STAMP) ## Write docs/reference.md, docs/errors.md and the figures of docs/faq.md from the code
 	$(BIN)/farandole reference > docs/reference.md
+	$(BIN)/farandole reference --errors > docs/errors.md
+	$(BIN)/farandole testnet traffic --write docs/faq.md
 
 bench: $(STAMP) bench-exchange bench-stages ## NoLoCo beside its baselines on the same tokens, three seeds; and the others
 	$(BIN)/farandole testnet compare --out out/bench --write BENCHMARKS.md

@@ -174,6 +174,18 @@ def compare(
     run_compare(nodes, steps, seeds, out / "compare.json" if out else None, interval, methods or (), section)
 
 
+@testnet_app.command("traffic", hidden=True)
+def traffic(write: Write = None) -> None:
+    """Print what exchanges send, by the model's size and codec, as Markdown."""
+    from .bench.section import Section
+    from .traffic import traffic_table
+
+    table = traffic_table()
+    if write:
+        Section(write, "traffic").write(table)
+    typer.echo(table, nl=False)
+
+
 @testnet_app.command("bench-exchange")
 def bench_exchange(
     out: Annotated[Path, typer.Option(help="Folder for exchange.json, exchange.md, a log.")] = Path("out/bench"),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -29,10 +30,18 @@ write a list in the file, whose relative paths start at its folder.
 """
 
 
-def print_reference(context: typer.Context) -> None:
-    """Print the reference of all commands, settings and exit codes, as Markdown."""
-    root = context.find_root()
-    typer.echo("\n".join([_HEAD, *_commands(root.command, root), *_settings(), *_exits()]), nl=False)
+def print_reference(
+    context: typer.Context, errors: Annotated[bool, typer.Option("--errors", help="What can be wrong instead.")] = False
+) -> None:
+    """Print the reference of all commands, settings and exit codes, or what can be wrong, as Markdown."""
+    if errors:
+        from .catalogue import catalogue
+
+        parts = catalogue()
+    else:
+        root = context.find_root()
+        parts = itertools.chain([_HEAD], _commands(root.command, root), _settings(), _exits())
+    typer.echo("\n".join(parts), nl=False)
 
 
 def _commands(command: Any, context: Any) -> Iterator[str]:

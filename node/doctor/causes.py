@@ -26,6 +26,28 @@ class Cause:
 _OK, _WARNING, _FAILED, _SKIPPED = Level.OK, Level.WARNING, Level.FAILED, Level.SKIPPED
 _NEWER_INVITE: Final = "ask for a newer invite: any member can make one (`farandole run invite`)"
 
+CHECKS: Final = {
+    "home": "the node's folder",
+    "node": "the node that runs with it, if one does",
+    "key": "its key, which is its identity",
+    "disk": "room for checkpoints",
+    "torch": "PyTorch and the device",
+    "data": "text of your own",
+    "port": "the addresses to listen on",
+    "invite": "the invite, or the run that the folder knows",
+    "dns": "names in addresses",
+    "egress": "whether a firewall lets TCP out",
+    "bootstrap": "the peers of the invite, each dialled",
+    "run": "whether a peer is in the run",
+    "clock": "this machine's clock beside the peers'",
+    "udp": "whether UDP gets out and back",
+    "nat": "how others reach this machine",
+    "upnp": "whether the router opens ports",
+    "relay": "whether somebody relays to this node",
+    "speed": "the line to a peer (`--bandwidth`)",
+}
+"""What is looked at, in the order of the report."""
+
 CAUSES: Final = {
     # The folder
     "home-fine": Cause("home", _OK, "{home} can be written to"),

@@ -21,7 +21,7 @@ from ..control import call
 from ..errors import ListenError
 from ..p2p.host import Host, open_host
 from ..settings import DEFAULT_LISTEN, NodeSettings
-from .causes import CAUSES, found
+from .causes import CHECKS, found
 from .finding import Diagnosis, Finding, Level, conclude
 from .invitation import Invitation, read_invitation
 from .knocking import examine_egress, judge_doors, knock_at_all, make_doors, resolve
@@ -30,8 +30,6 @@ from .mesh import check_clock, check_nat, check_relay, check_run, check_speed, c
 from .router import check_upnp
 
 CONTROL_TIMEOUT: Final = 3.0
-# The order of the report.
-CHECKS: Final = tuple(dict.fromkeys(cause.check for cause in CAUSES.values()))
 # Peers known from before that are dialled beside the invite's.
 MAX_REMEMBERED: Final = 16
 
@@ -57,7 +55,8 @@ class Examination:
 
     def conclude(self) -> Diagnosis:
         """What was found so far."""
-        return conclude(sorted(self.findings, key=lambda finding: CHECKS.index(finding.check)))
+        order = list(CHECKS)
+        return conclude(sorted(self.findings, key=lambda finding: order.index(finding.check)))
 
     # This machine
 

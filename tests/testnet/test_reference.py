@@ -1,4 +1,4 @@
-"""docs/reference.md says what the commands say; `make reference` writes it."""
+"""What `make reference` writes is what the code says: docs/reference.md, docs/errors.md, figures of docs/faq.md."""
 
 from __future__ import annotations
 
@@ -7,17 +7,37 @@ from pathlib import Path
 import pytest
 
 from farandole.node.config.file import SETTINGS
+from farandole.node.doctor.causes import CAUSES
 from farandole.node.exits import Exit
 from farandole.testnet.cli import main
 
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    return capsys.readouterr().out
+
 
 def test_the_reference_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["reference"])
-    text = capsys.readouterr().out
-    kept = (Path(__file__).parents[2] / "docs" / "reference.md").read_text()
-    assert text == kept, "make reference"
+    text = said(capsys, "reference")
+    assert text == (DOCS / "reference.md").read_text(), "make reference"
     for heading in ("join", "run create", "config show", "testnet run"):
         assert f"\n## farandole {heading}\n" in text
     assert all(f"\n| `{setting.name}` |" in text for setting in SETTINGS)
     assert all(f"\n| {code.value} | {code.name} |" in text for code in Exit)
+
+
+def test_the_catalogue_of_errors_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "reference", "--errors")
+    assert text == (DOCS / "errors.md").read_text(), "make reference"
+    assert all(f"| {code.value} | {code.name} | {code.meaning} |" in text for code in Exit)
+    assert all(code.remedy for code in Exit if code is not Exit.OK)
+    assert all(f"\n| `{name}` | {cause.level} |" in text for name, cause in CAUSES.items())
+    assert "{" not in text
+
+
+def test_figures_of_traffic_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "testnet", "traffic")
+    assert f"<!-- begin traffic -->\n\n{text}\n<!-- end traffic -->" in (DOCS / "faq.md").read_text(), "make reference"
