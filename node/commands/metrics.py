@@ -48,9 +48,10 @@ def show_metrics(
 
 def _print_table(records: Iterable[RoundRecord], path: Path) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("at", "round", "loss", "held out", "tokens", "seconds", "outer step", box=None)
+    figures = (Column(name, no_wrap=True) for name in ("at", "round", "loss", "held out", "tokens", "seconds"))
+    table = Table(*figures, "outer step", box=None)
     for record in records:
         partner = f"with {record.partner[-8:]}, {record.bytes_sent / 1e6:.2f} MB in {record.exchange_seconds:.2f} s"
         table.add_row(
