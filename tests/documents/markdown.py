@@ -1,0 +1,114 @@
+"""The parts of a Markdown page that tests look at: fenced blocks with what is said of them, links, headings, code.
+
+A comment on the line before a block says how it is played (`tests.documents.player`):
+
+    <!-- play: on=second stays="in the run" -->
+    ```console
+    $ farandole join farandole1...
+    ```
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+_FENCE = re.compile(r"(?P<indent> *)```(?P<language>[a-z]*)$")
+_PLAY = re.compile(r"\s*<!-- play: (.*) -->$")
+_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+_CODE = re.compile(r"``(.+?)``|`([^`]+)`", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block."""
+
+    language: str
+    text: str
+    line: int
+    """Of the page, from 1, on which its fence stands."""
+    play: Mapping[str, str] = field(default_factory=dict)
+    """What the comment before it says."""
+
+    @property
+    def commands(self) -> list[Command]:
+        """Of a ``console`` block, in which lines with ``$ `` are typed and the others are their output; of ``sh``, all
+        lines but comments."""
+        commands: list[Command] = []
+        for number, line in enumerate(self.text.splitlines(), self.line + 1):
+            if self.language == "sh" and line and not line.startswith("#"):
+                commands.append(Command(line, (), number))
+            elif self.language == "console" and line.startswith("$ "):
+                commands.append(Command(line.removeprefix("$ "), (), number))
+            elif self.language == "console" and line.strip():
+                last = commands.pop()
+                commands.append(Command(last.text, (*last.output, line), last.line))
+        return commands
+
+
+@dataclass(frozen=True)
+class Command:
+    """What is typed at a terminal."""
+
+    text: str
+    """A line for a shell, with its comment, if it has one."""
+    output: tuple[str, ...]
+    """Lines that the page shows below it."""
+    line: int
+
+    @property
+    def words(self) -> list[str]:
+        """Of its first program, without ``sudo``, variables that are set before it, and what a shell does with it."""
+        lexer = shlex.shlex(self.text, posix=True, punctuation_chars="|&;<>()")
+        lexer.whitespace_split, lexer.commenters = True, "#"
+        words: list[str] = []
+        for word in lexer:
+            if word[0] in "|&;<>()":
+                break
+            if words or not (word == "sudo" or re.fullmatch(r"[A-Z_]+=.*", word)):
+                words.append(word)
+        return words
+
+
+def blocks(page: str) -> Iterator[Block]:
+    """The fenced blocks of a page, from the top."""
+    lines = iter(enumerate(page.splitlines(), 1))
+    play: dict[str, str] = {}
+    for number, line in lines:
+        if found := _PLAY.match(line):
+            play = dict(word.partition("=")[::2] for word in shlex.split(found[1]))
+        elif found := _FENCE.match(line):
+            indent, taken = found["indent"], []
+            for _, inner in lines:
+                if inner.strip() == "```":
+                    break
+                taken.append(inner.removeprefix(indent))
+            yield Block(found["language"], "".join(f"{each}\n" for each in taken), number, play)
+            play = {}
+        elif line.strip():
+            play = {}
+
+
+def prose(page: str) -> str:
+    """What stands outside of fenced and indented blocks and of comments."""
+    without = re.sub(r"^ *```.*?^ *```$", "", page, flags=re.DOTALL | re.MULTILINE)
+    without = re.sub(r"<!--.*?-->", "", without, flags=re.DOTALL)
+    return re.sub(r"(?:^|(?<=\n))(?:    .*\n)+", "", without)
+
+
+def links(page: str) -> list[str]:
+    """Targets of links and pictures."""
+    return _LINK.findall(_CODE.sub("", prose(page)))
+
+
+def code_spans(page: str) -> list[str]:
+    """What stands in backticks, in one line each."""
+    return [" ".join((long or short).split()) for long, short in _CODE.findall(prose(page))]
+
+
+def anchors(page: str) -> set[str]:
+    """Of headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -1,0 +1,328 @@
+"""Plays a page: its commands one after the other, in shells of their own, as a reader would type them.
+
+Everything is real: daemons are processes, and talk over TCP. A page is played on *machines*, each with a folder in
+which commands are typed and a home folder for its node. By default these are one computer's, and nodes listen on its
+loopback interface; a test may place them in homes behind routers instead. What a page leaves to its reader is filled
+in:
+
+- an invite, wherever a command says ``farandole1...``: the last one that a command has printed;
+- port 4001 and the dashboard's 8710: free ones (two machines may be one computer).
+
+Examples are played with a smaller model and shorter rounds than they have (`SMALLER`), since tests are waited for.
+
+What a command prints must be what the page shows: each line that is shown matches one that is printed, in this order.
+Figures, times, peer ids, run ids and invites may differ, ``...`` stands for anything, and so do blanks.
+
+Comments before blocks (`tests.documents.markdown`) say what cannot be seen:
+
+| on=second               | typed on that machine; else on the one of the block before, the first of all being "here" |
+| stays="in the run"      | its last command goes on, in a terminal of its own; the page, when it has said this |
+| when="training" types=q | its last command has a terminal, at which this is typed when it has said that |
+| until                   | its commands are repeated until they print what is shown: a node takes its time |
+| exit=3                  | its last command ends with this code, and not with 0 |
+| not-played="why"        | only looked at: programs, options |
+| file=run.toml           | of a block that is no command's: it becomes this file |
+
+At the end whatever still goes on gets SIGTERM, and must end in good order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from farandole.node.exits import Exit
+
+from .changes import apply
+from .markdown import Block, Command, blocks
+from .pages import ROOT
+from .usage import is_played
+
+PATIENCE = 600  # a hang, not a duration
+SMALLER = {'model = "3M"': 'model = "tiny"', "round_seconds = 60": "round_seconds = 2"}
+INVITE = re.compile(r"farandole1[0-9a-z]{30,}")
+_PLACEHOLDER = re.compile(r"farandole1[0-9a-z]*\.\.\.")
+_ANY = {
+    r"\.\.\.": r".*",
+    r"farandole1\w+": r"farandole1\w+",
+    r"12D3KooW\w+": r"12D3KooW\w+",
+    r"\b[0-9a-f]{16,64}\b": r"[0-9a-f]{16,64}",
+    r"\b(?=\w{8}\b)(?=\w*[A-Z])(?=\w*[a-z])\w+\b(?=[ ,;:]|$)": r"\w{8}",  # the end of a peer id
+    r"\d+(?:[.,:-]\d+)*": r"\d+(?:[.,:-]\d+)*",
+    r"\s+": r"\s+",
+}
+_SPECIAL = re.compile("|".join(f"({pattern})" for pattern in _ANY))
+_FARANDOLE = "from farandole.testnet.cli import main; main()"
+
+
+def pattern_of(line: str) -> re.Pattern[str]:
+    """What a printed line must look like where a page shows this one."""
+    found, at = "", 0
+    for special in _SPECIAL.finditer(line.strip()):
+        kind = list(_ANY.values())[(special.lastindex or 1) - 1]
+        found += re.escape(line.strip()[at : special.start()]) + kind
+        at = special.end()
+    return re.compile(found + re.escape(line.strip()[at:]))
+
+
+def first_missing(shown: Sequence[str], printed: str) -> str | None:
+    """The first line that a page shows and that was not printed; None if all were, in this order."""
+    lines = iter(printed.splitlines())
+    return next((line for line in shown if not any(pattern_of(line).fullmatch(each.strip()) for each in lines)), None)
+
+
+@dataclass
+class Machine:
+    """Where commands are typed."""
+
+    folder: Path
+    """In which they are typed; the home folder is beside it."""
+    environment: dict[str, str]
+    enter: Sequence[str] = ()
+    """The command that takes another one to the machine."""
+    ports: dict[str, str] = field(default_factory=dict)
+    """What stands in pages -> what is typed."""
+
+    async def open_shell(self, text: str, **options: Any) -> trio.Process:
+        """Type a line, in a session of its own."""
+        command = [*self.enter, "bash", "-euo", "pipefail", "-c", text]
+        options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **options}
+        return await trio.lowlevel.open_process(
+            command, cwd=self.folder, env=self.environment, start_new_session=True, **options
+        )
+
+
+MakeMachine = Callable[[str, Path], Machine]
+
+
+def on_this_computer(name: str, folder: Path) -> Machine:
+    """One whose node listens on the loopback interface."""
+    ports = {"tcp/4001": f"tcp/{free_port()}", "8710": str(free_port())}
+    return a_machine(folder / name, ports, FARANDOLE_LISTEN="/ip4/127.0.0.1/tcp/0", FARANDOLE_MDNS="false")
+
+
+def with_the_code(name: str, folder: Path) -> Machine:
+    """One with a copy of the repository, which may be changed."""
+    machine = on_this_computer(name, folder)
+    ignored = shutil.ignore_patterns(
+        ".git", ".venv", ".bench", "out", "*cache*", ".hypothesis", "*.egg-info", "examples"
+    )
+    shutil.copytree(ROOT, machine.folder, symlinks=True, ignore=ignored, dirs_exist_ok=True)
+    machine.environment["PYTHONPATH"] = str(machine.folder / ".typing")
+    return machine
+
+
+def a_machine(folder: Path, ports: dict[str, str], enter: Sequence[str] = (), **variables: str) -> Machine:
+    """With the examples and ``farandole``; the tests' own settings would stand in a reader's settings file."""
+    work, program = folder / "work", folder / "bin" / "farandole"
+    for made in (work, program.parent, folder / "home"):
+        made.mkdir(parents=True)
+    shutil.copytree(ROOT / "examples", work / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    for run_file in work.rglob("*.toml"):
+        run_file.write_text(smaller(run_file.read_text()))
+    program.write_text(f"#!{sys.executable}\n{_FARANDOLE}\n")
+    program.chmod(0o755)
+    path = os.pathsep.join([str(program.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
+    mine = {name: value for name, value in os.environ.items() if not name.startswith("FARANDOLE_")}
+    given: dict[str, str] = {
+        "PATH": path,
+        "HOME": str(folder / "home"),
+        "COLUMNS": "120",
+        "NO_COLOR": "1",
+        "FARANDOLE_DEVICE": "cpu",
+        "FARANDOLE_UPNP": "false",
+        "FARANDOLE_HEARTBEAT_SECONDS": "1",
+        "FARANDOLE_CHECKPOINT_SECONDS": "3",
+        "FARANDOLE_DASHBOARD_PORT": ports.get("8710", "8710"),
+    }
+    return Machine(work, {**mine, **given, **variables}, enter, ports)
+
+
+def smaller(text: str) -> str:
+    """A run file that is played in seconds."""
+    for usual, played in SMALLER.items():
+        text = text.replace(usual, played)
+    return text
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+class Shell:
+    """One line that was typed, and what has come of it so far."""
+
+    def __init__(self, command: Command, process: trio.Process) -> None:
+        self.command = command
+        self.process = process
+        self.printed = ""
+        self.has_ended = trio.Event()
+        self._has_news = trio.Event()
+
+    async def listen(self, stream: trio.abc.ReceiveStream) -> None:
+        """Hear all that it says, so that it never waits for that; ends with it."""
+        with contextlib.suppress(trio.BrokenResourceError):  # a terminal whose program has ended
+            async with stream:
+                async for data in stream:
+                    self.printed += data.decode(errors="replace")
+                    self._tell()
+        await self.process.wait()
+        self.has_ended.set()
+        self._tell()
+
+    def _tell(self) -> None:
+        self._has_news.set()
+        self._has_news = trio.Event()
+
+    async def says(self, words: str) -> None:
+        """Wait until it has said this."""
+        with trio.move_on_after(PATIENCE):
+            while words not in self.printed and not self.has_ended.is_set():
+                await self._has_news.wait()
+        assert words in self.printed, self.told(f"did not say {words!r}")
+
+    async def ends(self, *codes: int) -> None:
+        """Wait for its end, with one of these exit codes."""
+        with trio.move_on_after(PATIENCE):
+            await self.has_ended.wait()
+        assert self.has_ended.is_set(), self.told("does not end")
+        assert self.process.returncode in codes, self.told(f"ended with {self.process.returncode}, not {codes}")
+
+    def told(self, what: str) -> str:
+        """For who reads a failed test."""
+        return f"line {self.command.line}: {self.command.text}\n{what}. It printed:\n{self.printed}"
+
+    def kill(self) -> None:
+        """With all that it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+
+@dataclass
+class Player:
+    """Plays one page."""
+
+    folder: Path
+    make_machine: MakeMachine
+    nursery: trio.Nursery
+    invite: str = ""
+    machines: dict[str, Machine] = field(default_factory=dict)
+    shells: list[Shell] = field(default_factory=list)
+    _at: str = "here"
+
+    async def play(self, page: str) -> None:
+        """From the top to the end."""
+        for block in blocks(page):
+            self._at = block.play.get("on", self._at)
+            if "not-played" not in block.play:
+                await self._play(block)
+        await self.end()
+
+    async def end(self) -> None:
+        """End what goes on, in good order."""
+        going = [shell for shell in self.shells if not shell.has_ended.is_set()]
+        for shell in going:
+            shell.process.send_signal(signal.SIGTERM)
+        for shell in going:
+            await shell.ends(Exit.OK)
+
+    def machine(self) -> Machine:
+        """The one that a block is about."""
+        if self._at not in self.machines:
+            self.machines[self._at] = self.make_machine(self._at, self.folder)
+        return self.machines[self._at]
+
+    async def _play(self, block: Block) -> None:
+        if "file" in block.play:
+            path = self.machine().folder / block.play["file"]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(smaller(block.text))
+        elif block.language == "diff":
+            apply(block.text, self.machine().folder)
+        commands = [command for command in block.commands if is_played(command.words)]
+        for command in commands:
+            is_last = command is commands[-1]
+            if is_last and "stays" in block.play:
+                shell = await self._open(command)
+                await shell.says(block.play["stays"])
+            elif is_last and "types" in block.play:
+                await self._converse(command, block.play["when"], block.play["types"])
+            elif "until" in block.play:
+                await self._repeat(command)
+            else:
+                code = int(block.play.get("exit", Exit.OK)) if is_last else Exit.OK
+                shell = await self._open(command)
+                await shell.ends(code)
+                missing = first_missing(command.output, shell.printed)
+                assert missing is None, shell.told(f"The page shows: {missing}")
+                self._learn(shell)
+
+    async def _repeat(self, command: Command) -> None:
+        told = ""
+        with trio.move_on_after(PATIENCE):
+            while True:
+                shell = await self._open(command)
+                await shell.ends(*Exit)
+                missing = first_missing(command.output, shell.printed)
+                if missing is None and shell.process.returncode == Exit.OK:
+                    return self._learn(shell)
+                told = shell.told(f"The page shows: {missing}")
+                await trio.sleep(1)
+        raise AssertionError(told)
+
+    async def _converse(self, command: Command, words: str, answer: str) -> None:
+        ours, theirs = os.openpty()
+        shell = await self._open(command, trio.lowlevel.FdStream(ours), stdin=theirs, stdout=theirs, stderr=theirs)
+        os.close(theirs)
+        await shell.says(words)
+        os.write(ours, answer.encode())
+        await shell.ends(Exit.OK)
+
+    async def _open(self, command: Command, terminal: trio.abc.ReceiveStream | None = None, **options: Any) -> Shell:
+        process = await self.machine().open_shell(self._filled_in(command.text), **options)
+        stream = terminal or process.stdout
+        assert stream is not None
+        self.shells.append(Shell(command, process))
+        self.nursery.start_soon(self.shells[-1].listen, stream)
+        return self.shells[-1]
+
+    def _learn(self, shell: Shell) -> None:
+        if found := INVITE.findall(shell.printed):
+            self.invite = found[-1]
+
+    def _filled_in(self, text: str) -> str:
+        if _PLACEHOLDER.search(text):
+            assert self.invite, f"{text}: no command has printed an invite yet"
+        text = _PLACEHOLDER.sub(self.invite, text).removeprefix("sudo ")
+        for shown, typed in self.machine().ports.items():
+            text = text.replace(shown, typed)
+        return text
+
+
+@contextlib.asynccontextmanager
+async def open_player(folder: Path, make_machine: MakeMachine = on_this_computer) -> AsyncIterator[Player]:
+    """One whose commands are all gone when the block has ended, however it does."""
+    async with trio.open_nursery() as nursery:
+        player = Player(folder, make_machine, nursery)
+        try:
+            yield player
+        finally:
+            with trio.CancelScope(shield=True):  # killed processes keep nobody waiting
+                for shell in player.shells:
+                    shell.kill()
+                    await shell.process.wait()

@@ -1,0 +1,102 @@
+"""What pages name is there: links, files, commands and their options."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from .markdown import Block, anchors, blocks, code_spans, links
+from .pages import PAGES, ROOT, name_of
+from .player import INVITE, first_missing, pattern_of
+from .usage import check, check_farandole
+
+pages = pytest.mark.parametrize("page", PAGES, ids=name_of)
+# Folders of the repository; what stands before them is no path of it.
+_PATH = re.compile(r"(?:\.ci|\.typing|docs|examples|grafana|node|protocol|testnet|tests|training)/[\w./-]*")
+# In comments of files that people read: "#   farandole join ...".
+_IN_A_COMMENT = re.compile(r"^#\s+((?:docker|farandole) .*)$", re.MULTILINE)
+
+
+@pages
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in links(page.read_text()):
+        path, _, anchor = link.partition("#")
+        if ":" in path:
+            assert path.startswith("https://"), link
+            continue
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{link}: there is no {target}"
+        assert not anchor or anchor in anchors(target.read_text()), f"{link}: no such heading"
+
+
+@pages
+def test_files_are_there(page: Path) -> None:
+    named = [span for span in code_spans(page.read_text()) if _PATH.fullmatch(span)]
+    missing = [span for span in named if not (ROOT / span).exists()]
+    assert not missing
+
+
+@pages
+def test_commands_could_be_typed(page: Path) -> None:
+    for block in blocks(page.read_text()):
+        for command in block.commands:
+            check(command.words)
+
+
+@pages
+def test_commands_within_lines_could_be_typed(page: Path) -> None:
+    for span in code_spans(page.read_text()):
+        program, *arguments = Block("sh", span, 0).commands[0].words if span.startswith("farandole ") else [""]
+        # A command's name alone stands for all that it can do.
+        if program and any(word.startswith("-") or "1" in word for word in arguments):
+            check_farandole([*arguments])
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "examples/run.toml", "examples/llama-3-stages/run.toml"])
+def test_commands_in_comments_could_be_typed(name: str) -> None:
+    for line in _IN_A_COMMENT.findall((ROOT / name).read_text()):
+        check(Block("sh", line, 0).commands[0].words)
+
+
+@pages
+def test_every_page_of_blocks_says_what_they_are(page: Path) -> None:
+    languages = {block.language for block in blocks(page.read_text())}
+    assert languages <= {"console", "sh", "toml", "python", "diff", "json", "text"}
+    known = {"on", "stays", "when", "types", "until", "exit", "not-played", "file"}
+    assert not {key for block in blocks(page.read_text()) for key in block.play} - known
+
+
+def test_a_guide_begins_with_what_its_reader_will_have() -> None:
+    for page in ROOT.glob("docs/*.md"):
+        if page.name not in ("reference.md", "errors.md", "faq.md"):
+            paragraph = page.read_text().split("\n\n")[1]
+            assert paragraph.startswith("At the end of this page "), page
+
+
+def test_whoever_types_a_wrong_option_is_told() -> None:
+    check_farandole(["join", "farandole1...", "--upload-mbit", "3"])
+    for wrong in (["join", "--uplod-mbit", "3"], ["jion"], ["run", "create"], ["pause", "now"], ["run"]):
+        with pytest.raises(Exception, match=r"(?i)no such option|no command|needs|takes no argument"):
+            check_farandole(wrong)
+    with pytest.raises(AssertionError, match="no target"):
+        check(["make", "tea"])
+    with pytest.raises(AssertionError, match="list it in"):
+        check(["rm", "-r", "/"])
+
+
+def test_what_is_printed_is_what_is_shown() -> None:
+    line = "training with 1 other, round 9, 5.70 k tokens/s, loss 2.232; averaged 2.1 s ago with LSfKGh6V"
+    assert pattern_of(line).fullmatch(
+        "training with 1 other, round 12, 510 k tokens/s, loss 11.1; averaged 20 s ago with aaaaGGGG"
+    )
+    assert not pattern_of(line).fullmatch("training alone")
+    assert pattern_of("node  ...  ok").fullmatch("node 17 is     ok")
+    assert not pattern_of("a.b").fullmatch("axb")
+    assert pattern_of("farandole1spcc...").fullmatch("farandole1" + "a" * 40)
+    assert pattern_of("farandole1...").fullmatch("farandole1" + "a" * 40)
+    shown = ("run 2f777047d3e4bba1", "...", "verdict PASS")
+    assert first_missing(shown, "some\nrun 00007047d3e4bba1\nmore\nverdict PASS\n") is None
+    assert first_missing(shown, "verdict PASS\nrun 00007047d3e4bba1\nmore") == "verdict PASS"
+    assert INVITE.findall(f"say farandole1{'a' * 40} to others") == [f"farandole1{'a' * 40}"]

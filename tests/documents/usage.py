@@ -1,0 +1,90 @@
+"""Whether a documented command could be typed: its program is there, and takes these options."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from farandole.node.cli import app
+from farandole.testnet import cli
+
+from .pages import ROOT
+
+# What pages may tell people to run beside farandole and `make`: why tests do not play it, or None where they do.
+PROGRAMS = {
+    "apt": "changes the system",
+    "cat": None,
+    "cd": None,
+    "chmod": None,
+    "chown": "needs root",
+    "cp": None,
+    "curl": None,
+    "docker": "needs a daemon, and downloads images",
+    "git": "needs the network, or changes the repository",
+    "grep": None,
+    "jq": None,
+    "kill": None,
+    "ls": None,
+    "mkdir": None,
+    "mypy": None,
+    "nvidia-smi": "needs a GPU",
+    "pip": "needs the network",
+    "pre-commit": "needs the network",
+    "pytest": None,
+    "python": None,
+    "python3": None,
+    "ruff": None,
+    "lint-imports": None,
+    "source": None,
+    "ssh": "needs another machine",
+    "systemctl": "changes the system",
+    "loginctl": "changes the system",
+    "journalctl": "needs systemd",
+    "timedatectl": "changes the system",
+    "make": "sets up an environment; what its targets run is tested by itself",
+}
+
+
+def check(words: Sequence[str]) -> None:
+    """Raises an error that says what is wrong with a command line."""
+    program = Path(words[0]).name
+    if program == "farandole":
+        check_farandole(words[1:])
+    elif program == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+        unknown = [word for word in words[1:] if "=" not in word and word not in targets]
+        assert not unknown, f"no target of the Makefile: {unknown}"
+    else:
+        assert program in PROGRAMS, f"{program}: list it in {__name__}.PROGRAMS, and say whether tests may play it"
+
+
+def check_farandole(arguments: Sequence[str]) -> None:
+    """Parse as typer does, without looking at values: typer has no public types for what it makes of an application."""
+    assert cli.testnet_app  # which is one of its commands
+    command: Any = typer.main.get_command(app)
+    context: Any = typer.Context(command, info_name="farandole", **command.context_settings)
+    while True:
+        given, rest, _ = command.make_parser(context).parse_args(list(arguments))
+        if not (hasattr(command, "list_commands") and rest):
+            break
+        name, *arguments = rest
+        command = command.get_command(context, name)
+        assert command is not None, f"no command {name!r} in {context.command_path}"
+        context = typer.Context(command, info_name=name, parent=context)
+    if given.get("help"):
+        return
+    assert not rest, f"{context.command_path} takes no argument {rest}"
+    assert given or not hasattr(command, "list_commands"), f"{context.command_path} needs a command"
+    missing = [each.name for each in command.params if each.required and not given.get(each.name)]
+    assert not missing, f"{context.command_path} needs {missing}"
+
+
+def is_played(words: Sequence[str]) -> bool:
+    """Whether tests may run it on the machine that they run on."""
+    program = Path(words[0]).name
+    return program == "farandole" or (PROGRAMS[program] is None and shutil.which(program) is not None)

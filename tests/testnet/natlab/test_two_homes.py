@@ -1,0 +1,54 @@
+"""The README's "Two machines", played in homes behind routers; where there can be no homes, on one computer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from farandole.testnet.leash import open_leash
+from farandole.testnet.namespace import NamespaceError
+from farandole.testnet.natlab.lab import Lab, open_lab
+
+from ...documents.pages import ROOT
+from ...documents.player import Machine, MakeMachine, a_machine, on_this_computer, open_player
+
+
+def in_homes(lab: Lab, kinds: dict[str, str]) -> MakeMachine:
+    """Each machine in a home of a kind."""
+
+    def at_home(name: str, folder: Path) -> Machine:
+        return a_machine(folder / name, {}, lab.add_home(kinds[name]).host.enter, FARANDOLE_UPNP="true")
+
+    return at_home
+
+
+@pytest.fixture
+def machines() -> Iterator[MakeMachine]:
+    with ExitStack() as stack:
+        try:
+            lab = stack.enter_context(open_lab(stack.enter_context(open_leash())))
+        except NamespaceError:
+            yield on_this_computer
+        else:
+            yield in_homes(lab, {"first": "open", "second": "port-restricted", "helper": "open"})
+
+
+def two_machines() -> str:
+    """The part of the page that is about them."""
+    page = (ROOT / "README.md").read_text()
+    return page[page.index("## Two machines") : page.index("## Guides")]
+
+
+async def test_two_machines_do_as_the_readme_says(machines: MakeMachine, tmp_path: Path) -> None:
+    async with open_player(tmp_path, machines) as player:
+        await player.play(two_machines())
+
+
+@pytest.mark.soak
+async def test_so_do_two_homes_one_of_which_opens_a_port_when_asked(full_lab: Lab, tmp_path: Path) -> None:
+    kinds = {"first": "upnp", "second": "symmetric", "helper": "open"}
+    async with open_player(tmp_path, in_homes(full_lab, kinds)) as player:
+        await player.play(two_machines())
