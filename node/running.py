@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import trio
 
 from .nurseries import own_error
+from .system.signals import STOP_SIGNALS
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ def run_to_end(task: Callable[[], Awaitable[T]]) -> T:
 
     async def run() -> T:
         results: list[T] = []
-        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        with trio.open_signal_receiver(*STOP_SIGNALS) as signals:
             async with trio.open_nursery() as nursery:
 
                 async def watch() -> None:

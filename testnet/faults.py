@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -13,6 +11,7 @@ import trio
 
 from . import wrong_clock
 from .fault import Fault
+from .groups import freeze, thaw
 from .natlab.home import Home
 from .partition import heal, part
 from .process import NodeProcess
@@ -169,19 +168,13 @@ async def _slow(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
         while not node.record.is_finished:
             trainer = node.record.status.trainer_pid if node.record.status and node.is_running else None
             try:
-                _signal(trainer, signal.SIGSTOP)
+                if trainer is not None:
+                    freeze(trainer, whole_group=False)
                 await trio.sleep(SLOW_PERIOD * (1 - 1 / fault.factor))
             finally:
-                _signal(trainer, signal.SIGCONT)
+                if trainer is not None:  # it may have been restarted; the next status names its successor
+                    thaw(trainer, whole_group=False)
             await trio.sleep(SLOW_PERIOD / fault.factor)
-
-
-def _signal(pid: int | None, number: signal.Signals) -> None:
-    if pid is not None:
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            return  # it was restarted; the next status names its successor
 
 
 async def _starve(fault: Fault, node: NodeProcess, context: FaultContext) -> None:

@@ -9,12 +9,12 @@ does not reach trainers whose daemon is frozen.
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from typing import IO
+
+from .groups import OF_ITS_OWN, kill_group
 
 
 class Leash:
@@ -36,15 +36,9 @@ class Leash:
 def open_leash() -> Iterator[Leash]:
     """Start the watching process; at the end it kills what is still held, and goes."""
     command = [sys.executable, "-m", "farandole.testnet.leash"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True) as process:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, **OF_ITS_OWN) as process:
         assert process.stdin is not None
         yield Leash(process.stdin)
-
-
-def kill_group(group: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Signal a whole process group; one that is gone is no error."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, number)
 
 
 def main() -> None:

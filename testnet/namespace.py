@@ -8,7 +8,6 @@ root: the kernel gives nobody else a namespace with a device that it may shape.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import struct
@@ -21,7 +20,8 @@ from typing import Any, Final
 
 from farandole.protocol.errors import FarandoleError
 
-from .leash import Leash, kill_group
+from .groups import OF_ITS_OWN, kill_group
+from .leash import Leash
 
 # linux/if_tun.h
 _TUNSETIFF: Final = 0x400454CA
@@ -91,7 +91,7 @@ def open_namespace(leash: Leash) -> Iterator[Namespace]:
 def held(command: Sequence[str], leash: Leash, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
     """A process that ends with the block, or with the testnet; ``options`` are those of `subprocess.Popen`."""
     options = {"stdin": subprocess.DEVNULL, **options}
-    with subprocess.Popen(command, start_new_session=True, **options) as process:
+    with subprocess.Popen(command, **OF_ITS_OWN, **options) as process:
         leash.hold(process.pid)
         try:
             yield process
@@ -104,6 +104,8 @@ def held(command: Sequence[str], leash: Leash, **options: Any) -> Iterator[subpr
 @contextlib.contextmanager
 def open_tun(namespace: Namespace, name: str) -> Iterator[int]:
     """A TUN device in the namespace, up, without an address; the descriptor reads and writes IP packets."""
+    import fcntl  # Linux alone comes here (`require`)
+
     descriptor = os.open(_TUN, os.O_RDWR | os.O_CLOEXEC)
     try:
         # It is born outside, where another testnet may have one of that name: the kernel numbers it.

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import resource
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +19,8 @@ from farandole.node.control import ControlError, NoNodeError, call
 from farandole.node.settings import NodeSettings
 from farandole.node.status.status import NodeStatus
 
-from .leash import Leash, kill_group
+from .groups import OF_ITS_OWN, ask_to_end, freeze, kill_group, limit_files, thaw
+from .leash import Leash
 from .record import NodeRecord
 
 if TYPE_CHECKING:
@@ -85,7 +83,7 @@ class NodeProcess:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**_environment(), **self.environment},
-                start_new_session=True,
+                **OF_ITS_OWN,
             )
         # Between starting and holding there is no checkpoint: a cancellation cannot come between.
         self.leash.hold(process.pid)
@@ -144,12 +142,12 @@ class NodeProcess:
         if self._process is not None and self.is_running:
             self.is_frozen = True
             self.record.ledger.enter("frozen", trio.current_time())
-            kill_group(self._process.pid, signal.SIGSTOP)
+            freeze(self._process.pid)
 
     def thaw(self) -> None:
         """Let a frozen node go on."""
         if self._process is not None and self.is_running:
-            kill_group(self._process.pid, signal.SIGCONT)
+            thaw(self._process.pid)
             if self.is_frozen:
                 self.record.ledger.enter("returning", trio.current_time())
             self.is_frozen = False
@@ -164,13 +162,13 @@ class NodeProcess:
         try:
             with trio.move_on_after(seconds):
                 while self.is_running and self._process is process:
-                    kill_group(process.pid, signal.SIGSTOP)
+                    freeze(process.pid)
                     await trio.sleep(TURN * (1 - share))
-                    kill_group(process.pid, signal.SIGCONT)
+                    thaw(process.pid)
                     await trio.sleep(TURN * share)
         finally:
             if self.is_running and self._process is process:
-                kill_group(process.pid, signal.SIGCONT)
+                thaw(process.pid)
                 self.record.ledger.enter("working", trio.current_time())
 
     def limit_files(self, most: int | None) -> None:
@@ -179,12 +177,8 @@ class NodeProcess:
         What a full disk does, without root and without a disk: what is overwritten in place still succeeds, all else
         fails. The error is EFBIG and not ENOSPC; both are an `OSError` like any other.
         """
-        if self._process is None or not self.is_running:
-            return
-        for pid in processes_of(self._process.pid):
-            with contextlib.suppress(ProcessLookupError):
-                hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
-                resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard if most is None else most, hard))
+        if self._process is not None and self.is_running:
+            limit_files(self._process.pid, most)
 
     async def leave(self) -> None:
         """Tell it to leave in good order, and wait until it has; after `STOP_TIMEOUT` it is killed."""
@@ -192,7 +186,7 @@ class NodeProcess:
             return
         self.is_expected_to_end = True
         self.thaw()
-        self._process.terminate()
+        ask_to_end(self._process)
         with trio.move_on_after(STOP_TIMEOUT):
             await self._ended.wait()
             return
@@ -205,18 +199,7 @@ class NodeProcess:
             await self._ended.wait()
 
 
-def processes_of(group: int) -> list[int]:
-    """The processes of a group, where there is /proc."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):  # it has ended meanwhile
-                if os.getpgid(int(entry.name)) == group:
-                    found.append(int(entry.name))
-    return found
-
-
 def _environment() -> dict[str, str]:
     """This process's, without settings that the caller has for a node of his own."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("FARANDOLE_")}
-    return {**kept, "PYTHONUNBUFFERED": "1", "COLUMNS": "120"}
+    return {**kept, "PYTHONUNBUFFERED": "1", "COLUMNS": "120", "FARANDOLE_LOG_FORMAT": "human"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from io import FileIO
@@ -52,7 +53,12 @@ def replacing(path: Path) -> Iterator[WholeFile]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make what was created, renamed and removed in it durable; raises `OSError`."""
+    """Make what was created, renamed and removed in it durable; raises `OSError`.
+
+    Windows lets nobody do so, and NTFS keeps a journal of it.
+    """
+    if sys.platform == "win32":
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from farandole.protocol.blocks import BLOCK_BYTES, Index, SignedIndex, block_range
 
+from ..system.files import open_binary
 from .partial import read
 
 
@@ -28,7 +29,7 @@ class Holding:
     @classmethod
     def open(cls, path: Path, signed: SignedIndex, index: Index) -> Holding:
         """As much of the checkpoint as the file has. Blocks for a moment; raises `OSError`."""
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        descriptor = open_binary(path, os.O_RDONLY)
         try:
             size = os.fstat(descriptor).st_size
             num_held = index.num_blocks if size >= index.size else size // BLOCK_BYTES

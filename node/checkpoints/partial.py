@@ -17,6 +17,7 @@ from typing import Final
 from farandole.protocol.blocks import BLOCK_BYTES, Index, Selection, block_range, blocks_between
 from farandole.training.durable import replacing, sync_folder
 
+from ..system.files import open_binary, read_at, write_at
 from .room import Room
 
 PARTIAL_SUFFIX: Final = ".part"
@@ -29,7 +30,8 @@ class PartialFile:
         """Open it, or create it, readable and writable by its owner alone."""
         self.path = path
         self._index = index
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+        self._descriptor = open_binary(path, os.O_RDWR | os.O_CREAT)
+        self._is_open = True
         try:
             os.ftruncate(self._descriptor, index.size)
         except BaseException:  # whatever it is, nobody else would close it
@@ -37,8 +39,10 @@ class PartialFile:
             raise
 
     def close(self) -> None:
-        """Keep it for later."""
-        os.close(self._descriptor)
+        """Keep it for later. It may be closed already."""
+        if self._is_open:
+            self._is_open = False
+            os.close(self._descriptor)
 
     def blocks(self) -> set[int]:
         """Those that are here and right."""
@@ -67,7 +71,7 @@ class PartialFile:
             return False
         position = block * BLOCK_BYTES
         while data:
-            num_written = os.pwrite(self._descriptor, data, position)
+            num_written = write_at(self._descriptor, data, position)
             data, position = data[num_written:], position + num_written
         return True
 
@@ -89,6 +93,7 @@ class PartialFile:
                 _write_all(file, selection.header)
                 for start, end in selection.pieces:
                     self._copy(start, end, file)
+            self.close()  # Windows neither removes nor renames a file that is open
             self.path.unlink(missing_ok=True)
 
     def make_prefix(self, num_blocks: int, path: Path) -> None:
@@ -98,6 +103,7 @@ class PartialFile:
 
     def _take_name(self, path: Path) -> None:
         os.fsync(self._descriptor)
+        self.close()
         self.path.replace(path)
         sync_folder(path.parent)
 
@@ -109,9 +115,9 @@ class PartialFile:
 
 def read(descriptor: int, start: int, end: int) -> bytes:
     """A part of a file, which must have it; raises `OSError`."""
-    data = os.pread(descriptor, end - start, start)
+    data = read_at(descriptor, end - start, start)
     while len(data) < end - start:
-        more = os.pread(descriptor, end - start - len(data), start + len(data))
+        more = read_at(descriptor, end - start - len(data), start + len(data))
         if not more:
             raise OSError(errno.EIO, f"the file ends before byte {end}")
         data += more

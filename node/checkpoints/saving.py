@@ -10,7 +10,6 @@ import contextlib
 import errno
 import os
 import shutil
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import msgspec
 
 from farandole.training.durable import sync_folder
 
+from ..system.priority import lower_thread_priority
 from ..trainer.messages import Saved
 from .folder import KEPT, CheckpointFolder, index_of
 
@@ -107,8 +107,7 @@ class Saver:
             self._writing = None
 
     def _work(self, source: Savable) -> None:
-        if sys.platform == "linux":  # where a thread's priority is its own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        lower_thread_priority(NICENESS)
         saved = self._write(source)
         with contextlib.suppress(OSError):  # the mesh process is gone: the trainer sees it too, and ends
             self._report(saved)

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from farandole.protocol.blocks import Header, header_size, parse_header
 from farandole.protocol.errors import FarandoleError, RemoteProtocolError
+from farandole.training.durable import sync_folder
 from farandole.training.shapes import Shape
 
 Floats = npt.NDArray[np.float32]
@@ -143,9 +144,11 @@ def new_folder(path: Path, num_bytes: int) -> Iterator[Path]:
                 "free some, or name a folder elsewhere with --to"
             )
         yield temporary
-        _sync(temporary)
+        sync_folder(temporary)
+        if path.exists():
+            path.rmdir()  # it is empty; Windows puts no folder in another's place
         temporary.replace(path)
-        _sync(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         raise ConsolidatedError(f"cannot write {path}: {_what_failed(error)}") from error
     finally:
@@ -158,15 +161,6 @@ def write_file(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Make the names in it durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _what_failed(error: OSError) -> str:

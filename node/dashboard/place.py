@@ -9,6 +9,8 @@ from pathlib import Path
 
 import msgspec
 
+from ..system.files import open_binary
+
 
 class Place(msgspec.Struct, frozen=True):
     """Where a node's page is: the file beside its control socket."""
@@ -34,8 +36,7 @@ def find_place(place_file: Path) -> Place | None:
 def stored_place(place_file: Path, place: Place) -> Iterator[Place]:
     """Tell where it is, meanwhile; the owner alone, from the first moment."""
     place_file.unlink(missing_ok=True)
-    descriptor = os.open(place_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
+    with os.fdopen(open_binary(place_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
         file.write(msgspec.json.encode(place))
     try:
         yield place

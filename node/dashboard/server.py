@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import trio
-from hypercorn.config import Config
-from hypercorn.trio import serve
+from hypercorn.config import Config, Sockets
+from hypercorn.trio.run import worker_serve
+from hypercorn.utils import wrap_app
 
 from ..status.status import NodeStatus
+from ..system.sockets import LOOPBACK, listen_alone
 from .app import Dashboard, Deed
 from .place import Place, stored_place
 
-ADDRESS: Final = "127.0.0.1"
 # A page that was closed without a word is found out by then; its own stream speaks every second.
 KEEP_ALIVE_SECONDS: Final = 10.0
 # Requests have no bodies, and headers of a browser's size.
 MAX_HEADER_BYTES: Final = 16 * 1024
 MAX_BACKLOG: Final = 32
+_MAX_WSGI_BODY_BYTES: Final = 0  # of applications of another kind
 
 
 @asynccontextmanager
@@ -37,25 +38,25 @@ async def open_dashboard(
 ) -> AsyncIterator[Place]:
     """Serve meanwhile, at the place that ``place_file`` says; at another port if ``port`` is not free."""
     dashboard = Dashboard(status, deeds, secrets.token_urlsafe(24), clock)
+    application: Any = dashboard.application()  # by Starlette's and Hypercorn's types ASGI is two things
     with _listening(port) as listener, stored_place(place_file, _place(listener, dashboard.token)) as place:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(dashboard.run)
             nursery.start_soon(
-                partial(serve, shutdown_trigger=trio.sleep_forever, mode="asgi"),
-                dashboard.application(),
-                _config(listener),
+                partial(worker_serve, sockets=Sockets([], [listener], []), shutdown_trigger=trio.sleep_forever),
+                wrap_app(application, _MAX_WSGI_BODY_BYTES, "asgi"),
+                _config(),
             )
             yield place
             nursery.cancel_scope.cancel()
 
 
 def _place(listener: socket.socket, token: str) -> Place:
-    return Place(f"http://{ADDRESS}:{listener.getsockname()[1]}/", token)
+    return Place(f"http://{LOOPBACK}:{listener.getsockname()[1]}/", token)
 
 
-def _config(listener: socket.socket) -> Config:
+def _config() -> Config:
     config = Config()
-    config.bind = [f"fd://{os.dup(listener.fileno())}"]  # which Hypercorn closes
     config.errorlog = None
     config.accesslog = None
     config.keep_alive_timeout = KEEP_ALIVE_SECONDS
@@ -66,11 +67,10 @@ def _config(listener: socket.socket) -> Config:
 
 def _listening(port: int) -> socket.socket:
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    if os.name == "posix":
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listen_alone(listener)
     try:
-        listener.bind((ADDRESS, port))
+        listener.bind((LOOPBACK, port))
     except (OSError, OverflowError):  # taken, not ours to take, or no port at all
-        listener.bind((ADDRESS, 0))
+        listener.bind((LOOPBACK, 0))
     listener.listen(MAX_BACKLOG)
     return listener

@@ -49,6 +49,8 @@ from ..nurseries import open_service_nursery
 from ..p2p.reuse import calm
 from ..shaping import Shaping
 from ..streams import READ_BYTES, Stream, StreamHost, close_stream, receive_frame
+from ..system.features import SHARES_PORTS
+from ..system.sockets import share_port
 from .bulk_channel import BulkChannel, ChannelError, open_channel
 
 logger = logging.getLogger(__name__)
@@ -297,7 +299,7 @@ class BulkService:
             nursery.start_soon(_cancel_at_end, stream, nursery.cancel_scope)
             for address in dialable(theirs.addresses, _direct_ips(self._host.remote_addresses(race.peer))):
                 nursery.start_soon(self._dial, race, address, False)
-                if hasattr(socket, "SO_REUSEPORT"):
+                if SHARES_PORTS:
                     nursery.start_soon(self._dial, race, address, True)
             await (race.await_choice() if is_asker else race.choose())
             nursery.cancel_scope.cancel()
@@ -321,7 +323,7 @@ class BulkService:
                 listener = self._listeners.get(family)
                 if listener is None:
                     return
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                share_port(connection)
                 await connection.bind(listener.getsockname())
                 calm(connection)
             await connection.connect(address)
@@ -485,8 +487,7 @@ async def _open_listeners(ips: list[str]) -> dict[socket.AddressFamily, trio.soc
             continue
         listener = trio.socket.socket(family, socket.SOCK_STREAM)
         try:
-            if hasattr(socket, "SO_REUSEPORT"):
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            share_port(listener)
             if family is socket.AF_INET6:
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             await listener.bind((own[0] if len(own) == 1 else wildcard, 0))

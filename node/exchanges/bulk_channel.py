@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import trio
 
@@ -35,6 +35,7 @@ from farandole.protocol.exchange import Incoming
 from farandole.protocol.record_layer import OVERHEAD_BYTES, Opener, Sealer
 
 from ..shaping import Shaping, limit_unsent
+from ..system.sockets import prefer_congestion_control
 
 # The first record of each end: it has the keys. That of the answerer says too that the channel can be called for.
 _READY = b"ready"
@@ -50,10 +51,7 @@ def prefer_bbr(connection: socket.socket) -> None:
     CUBIC takes each lost packet for congestion: over 5 Mbit/s, 200 ms and 5 % loss 1 MB took it 14 to 29 s and BBR
     3 to 4 s. Linux only, and for root, or where the system allows it (``net.ipv4.tcp_allowed_congestion_control``).
     """
-    option = getattr(socket, "TCP_CONGESTION", None)
-    if option is not None:
-        with contextlib.suppress(OSError):
-            connection.setsockopt(socket.IPPROTO_TCP, option, b"bbr")
+    prefer_congestion_control(connection, "bbr")
 
 
 class BulkChannel:
@@ -85,12 +83,22 @@ class BulkChannel:
         if self._is_broken_off.is_set() or not self._opener.is_clean:
             return False
         try:
-            self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            with self._without_waiting():
+                self._connection.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return True
         except OSError:
             return False
         return False
+
+    @contextlib.contextmanager
+    def _without_waiting(self) -> Iterator[None]:
+        """Nothing may be moving. A flag for the one call (MSG_DONTWAIT) Windows has not."""
+        self._connection.setblocking(False)
+        try:
+            yield
+        finally:
+            self._connection.setblocking(True)
 
     def limit_unsent(self, max_bytes: int) -> None:
         """Let no more wait in the kernel before it is sent, where the system can say so."""
@@ -115,8 +123,8 @@ class BulkChannel:
 
     def announce(self) -> None:
         """Tell the other end that this one is ready: a few bytes, which a fresh connection takes at once."""
-        with contextlib.suppress(OSError):
-            self._connection.send(self._sealer.seal(memoryview(_READY)), socket.MSG_DONTWAIT)
+        with contextlib.suppress(OSError), self._without_waiting():
+            self._connection.send(self._sealer.seal(memoryview(_READY)))
 
     async def confirm(self) -> None:
         """Wait until the other end has announced itself. Otherwise as `send`."""

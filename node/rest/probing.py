@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 import shutil
 import sys
 from collections.abc import Collection, Mapping
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Final
 
 import trio
+
+from ..system.processes import may_exist
 
 # A game, and not a desktop, a browser or a film.
 GRAPHICS_PERCENT: Final = 25
@@ -78,20 +79,8 @@ def gpu_users(processes: Collection[GpuProcess], own: Collection[int]) -> tuple[
     In a container the driver names processes by numbers of outside. Such a number says nothing here, so it is passed
     over; it may as well be our own trainer.
     """
-    users = [p for p in processes if p.pid not in own and p.is_in_earnest and _exists(p.pid)]
+    users = [p for p in processes if p.pid not in own and p.is_in_earnest and may_exist(p.pid)]
     return tuple(f"{process.name} (process {process.pid})" for process in users[:MAX_NAMED])
-
-
-def _exists(pid: int) -> bool:
-    if sys.platform == "win32":  # where this is no question, and there are no such containers
-        return True
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # somebody else's
-        return True
-    return True
 
 
 async def probe_gpu(own: Collection[int]) -> tuple[str, ...]:

@@ -23,6 +23,8 @@ import trio
 from farandole.protocol.errors import FarandoleError
 from farandole.protocol.writer import MAX_SPANS, Mark
 
+from ..system.files import open_binary, write_at
+
 logger = logging.getLogger(__name__)
 
 MAX_FACT_BYTES = 1024 * 1024
@@ -115,9 +117,9 @@ class Store:
         lines = [_MARK_LINE % span for span in (*mark, *[_NO_SPAN] * (MAX_SPANS - len(mark)))]
 
         def work() -> None:
-            descriptor = os.open(self._mark_path, os.O_WRONLY | os.O_CREAT, 0o600)
+            descriptor = open_binary(self._mark_path, os.O_WRONLY | os.O_CREAT)
             try:
-                os.pwrite(descriptor, b"".join(lines), 0)
+                write_at(descriptor, b"".join(lines), 0)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)

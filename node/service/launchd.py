@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..system.files import user_id
 from .service import RESTART_SECONDS, STOP_SECONDS, Command, Service
 
 
@@ -65,7 +65,7 @@ def _label(name: str) -> str:
 
 
 def _domain() -> str:
-    return f"gui/{os.getuid()}"
+    return f"gui/{user_id()}"
 
 
 def _output(home: Path) -> Path:

@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import trio
 
+from ..system.proc import count_descriptors, resident_bytes
 from .status import Resources
-
-_PROC = Path("/proc")
 
 
 def measure_resources(trainer_pid: int | None) -> Resources | None:
-    """Of this process, in which trio runs, and of its trainer; None where there is no /proc (macOS)."""
-    own = _PROC / str(os.getpid())
-    memory = _resident_bytes(own)
-    if memory is None:
+    """Of this process, in which trio runs, and of its trainer; None where nobody tells (macOS, Windows)."""
+    memory, descriptors = resident_bytes(os.getpid()), count_descriptors()
+    if memory is None or descriptors is None:
         return None
     return Resources(
         memory=memory,
-        trainer_memory=None if trainer_pid is None else _resident_bytes(_PROC / str(trainer_pid)),
-        descriptors=len(os.listdir(own / "fd")),
+        trainer_memory=None if trainer_pid is None else resident_bytes(trainer_pid),
+        descriptors=descriptors,
         tasks=trio.lowlevel.current_statistics().tasks_living,
     )
-
-
-def _resident_bytes(process: Path) -> int | None:
-    """Its pages in memory (proc(5), ``statm``, the second number); None if it is gone."""
-    try:
-        return int((process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-_VMSTAT = Path("/proc/vmstat")
+from ..system.proc import read_proc
 
 
 def count_oom_kills() -> int | None:
@@ -12,8 +10,5 @@ def count_oom_kills() -> int | None:
 
     None where nobody counts them. In a container, those of the whole machine.
     """
-    try:
-        lines = _VMSTAT.read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
+    lines = read_proc("vmstat")
+    return next((int(line.split()[1]) for line in (lines or "").splitlines() if line.startswith("oom_kill ")), None)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -20,13 +20,11 @@ from typing import IO, Any, Final, NamedTuple
 
 import trio
 
-from .features import INHERITS_DESCRIPTORS
-from .ports import LOOPBACK, listen_alone
-from .signals import NEEDS_INPUT
+from .features import HAS_TRACEBACK_SIGNAL, INHERITS_DESCRIPTORS
+from .parent import CONNECT_SECONDS, PORT, SECRET_BYTES
+from .signals import ASK
+from .sockets import LOOPBACK, listen_alone
 
-SECRET_BYTES: Final = 32
-# A process that is to connect must start Python first: on a machine under load, from a slow disk.
-CONNECT_SECONDS: Final = 120.0
 # Whoever has connected shows its secret at once.
 GREETING_SECONDS: Final = 5.0
 # Strangers who have connected and are silent, or wait for it.
@@ -47,7 +45,7 @@ async def start_child(
     output: IO[bytes] | None,
     environment: Mapping[str, str],
 ) -> Child:
-    """Run ``python -m module PARENT *arguments``; there, `connect_to_parent` makes of PARENT the other end.
+    """Run ``python -m module PARENT *arguments``; there, `farandole.node.system.parent` makes of PARENT the other end.
 
     ``inherited``: descriptors that stay open in it, where `INHERITS_DESCRIPTORS`. ``output``: where what it prints
     goes, here if None. Raises `OSError`. The caller ends the process.
@@ -59,7 +57,7 @@ async def start_child(
             with theirs:
                 process = await trio.lowlevel.open_process(
                     [sys.executable, "-m", module, str(theirs.fileno()), *arguments],
-                    stdin=subprocess.PIPE if NEEDS_INPUT else subprocess.DEVNULL,
+                    stdin=subprocess.DEVNULL if HAS_TRACEBACK_SIGNAL else subprocess.PIPE,
                     pass_fds=(theirs.fileno(), *inherited),
                     **options,
                 )
@@ -75,7 +73,7 @@ async def start_child(
         listener = trio.socket.from_stdlib_socket(unbound)
         listener.listen(MAX_WAITING)
         process = await trio.lowlevel.open_process(
-            [sys.executable, "-m", module, f"port:{listener.getsockname()[1]}", *arguments],
+            [sys.executable, "-m", module, f"{PORT}{listener.getsockname()[1]}", *arguments],
             stdin=subprocess.PIPE,
             **options,
         )
@@ -141,32 +139,10 @@ async def _receive_exactly(stream: trio.SocketStream, size: int) -> bytes:
     return received
 
 
-def connect_to_parent(parent: str) -> socket.socket:
-    """In the child, once, before anything else reads its input. Raises `OSError`."""
-    if not parent.startswith("port:"):
-        return socket.socket(fileno=int(parent))
-    shown = _read_exactly(2 * SECRET_BYTES)
-    connection = socket.create_connection((LOOPBACK, int(parent.removeprefix("port:"))), CONNECT_SECONDS)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.sendall(shown[:SECRET_BYTES])
-    answer = b""
-    while len(answer) < SECRET_BYTES:
-        part = connection.recv(SECRET_BYTES - len(answer))
-        if not part:
-            break
-        answer += part
-    if not hmac.compare_digest(answer, shown[SECRET_BYTES:]):
-        raise ConnectionRefusedError("the port is another process's now")
-    connection.settimeout(None)
-    return connection
-
-
-def _read_exactly(size: int) -> bytes:
-    """Of the standard input, by its descriptor, of which `tell_where` reads on."""
-    received = b""
-    while len(received) < size:
-        part = os.read(0, size - len(received))
-        if not part:
-            raise ConnectionResetError("the parent is gone")
-        received += part
-    return received
+async def ask_where(process: trio.Process) -> None:
+    """Ask a child that has called `tell_where` what it is doing; an answer is not promised."""
+    if sys.platform != "win32" and HAS_TRACEBACK_SIGNAL:
+        process.send_signal(signal.SIGUSR1)
+    elif process.stdin is not None:
+        with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+            await process.stdin.send_all(ASK)

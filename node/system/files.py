@@ -41,6 +41,13 @@ def write_at(descriptor: int, data: bytes | memoryview, position: int) -> int:
         return os.write(descriptor, data)
 
 
+def user_id() -> int:
+    """Of whom this process is; 0 where users have no numbers."""
+    if sys.platform != "win32":
+        return os.getuid()
+    return 0
+
+
 def others_may(path: Path) -> int:
     """The file's mode if others than its owner may do something with it, or else 0."""
     mode = stat.S_IMODE(path.stat().st_mode)

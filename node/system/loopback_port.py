@@ -20,7 +20,7 @@ import trio
 
 from .endpoint import Endpoint
 from .files import open_binary
-from .ports import LOOPBACK, listen_alone
+from .sockets import LOOPBACK, listen_alone
 
 
 class _Port(msgspec.Struct, frozen=True):

@@ -72,11 +72,16 @@ def remove_leftovers(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def open_shared(place: str) -> int:
+    """A descriptor of what `SharedFile.place` names, as a process reads it from its command line. Raises `OSError`."""
+    return int(place) if place.isdigit() else open_binary(Path(place), os.O_RDWR)
+
+
 def map_shared_memory(place: int | str, size: int) -> mmap.mmap:
     """Map ``size`` bytes of what a `SharedFile` names, growing it if it is smaller; at least one page. `OSError`."""
     if isinstance(place, int):
         return _map(place, size)
-    descriptor = open_binary(Path(place), os.O_RDWR)
+    descriptor = open_shared(place)
     try:
         return _map(descriptor, size)
     finally:

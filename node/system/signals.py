@@ -9,33 +9,18 @@ import sys
 import threading
 from typing import Final
 
-import trio
-
-from .features import HAS_PRIORITIES, HAS_TRACEBACK_SIGNAL
+from .features import HAS_TRACEBACK_SIGNAL
 
 STOP_SIGNALS: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM)
 """Ctrl-C; what service managers send; and on Windows Ctrl-Break, which one process can send another."""
 if sys.platform == "win32":
     STOP_SIGNALS += (signal.SIGBREAK,)
 # Where there is no signal for it, this much comes over the process's standard input.
-_ASK: Final = b"?"
-NEEDS_INPUT: Final = not HAS_TRACEBACK_SIGNAL
-"""Whether a process that is to tell must be started with a pipe as its standard input."""
-
-
-async def ask_where(process: trio.Process) -> None:
-    """Ask a process that has called `tell_where` what it is doing; an answer is not promised."""
-    if sys.platform != "win32" and HAS_TRACEBACK_SIGNAL:
-        process.send_signal(signal.SIGUSR1)
-    elif process.stdin is not None:
-        try:
-            await process.stdin.send_all(_ASK)
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            return
+ASK: Final = b"?"
 
 
 def tell_where(descriptor: int) -> None:
-    """Write there the stacks of all threads, whenever this process crashes or is asked by `ask_where`."""
+    """Write there the stacks of all threads when this process crashes, or its parent asks (`children.ask_where`)."""
     faulthandler.enable(descriptor)
     if sys.platform != "win32" and HAS_TRACEBACK_SIGNAL:
         faulthandler.register(signal.SIGUSR1, descriptor)
@@ -45,7 +30,7 @@ def tell_where(descriptor: int) -> None:
 
 def _tell_when_asked(descriptor: int) -> None:
     """Until the input ends. By its descriptor: who reads the buffered object keeps the interpreter from ending."""
-    while os.read(0, len(_ASK)):
+    while os.read(0, len(ASK)):
         faulthandler.dump_traceback(descriptor)
 
 
@@ -53,12 +38,6 @@ def ignore_stop_signals() -> None:
     """Of a process that another one ends: what is sent to the whole group is for that one."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-
-
-def lower_priority(niceness: int) -> None:
-    """Of this process. On Windows it is said when the process starts (`farandole.node.system.children`)."""
-    if sys.platform != "win32" and HAS_PRIORITIES:
-        os.nice(niceness)
 
 
 def signal_name(number: int) -> str:

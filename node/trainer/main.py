@@ -1,28 +1,26 @@
-"""Entry point of the trainer process: ``python -m farandole.node.trainer.main SOCKET TRACEBACKS``, two descriptors."""
+"""Entry point of the trainer process: ``python -m farandole.node.trainer.main PARENT TRACEBACKS``."""
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
-import os
-import signal
-import socket
 import sys
-from pathlib import Path
 
 import msgspec
 
 from farandole.protocol.manifest import Manifest
 
+from ..system.memory import open_shared
+from ..system.parent import connect_to_parent
+from ..system.priority import lower_priority
+from ..system.proc import write_proc
+from ..system.signals import ignore_stop_signals, tell_where
 from .channel import Channel
-from .messages import TRACEBACK_SIGNAL, Failed, Prepare
+from .messages import Failed, Prepare
 from .process import TrainerProcess, UnfitWeightsError
 
 # Below everybody's interactive programs, and below the mesh process, whose answers others wait for.
 NICENESS = 5
 # Where memory is used up, the kernel ends this process and neither the mesh process nor anybody's editor: halfway to a
 # process that is always ended first. Linux alone.
-OOM_SCORE = Path("/proc/self/oom_score_adj")
 OOM_SCORE_ADJUSTMENT = 500
 # Of torch's message about memory: the allocator's name, how much was tried, and how much there is.
 MAX_QUOTED_CHARS = 200
@@ -30,17 +28,13 @@ MAX_QUOTED_CHARS = 200
 
 def main() -> None:
     """Serve the mesh process until it is gone."""
+    parent, tracebacks = sys.argv[1:]
     # Ctrl-C, and a service manager's SIGTERM to the whole group, are for the daemon, which stops us in its own time.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    tracebacks = int(sys.argv[2])
-    faulthandler.enable(tracebacks)
-    if hasattr(faulthandler, "register"):
-        faulthandler.register(TRACEBACK_SIGNAL, tracebacks)
-    os.nice(NICENESS)
-    with contextlib.suppress(OSError):
-        OOM_SCORE.write_text(str(OOM_SCORE_ADJUSTMENT))
-    with socket.socket(fileno=int(sys.argv[1])) as connection:
+    ignore_stop_signals()
+    with connect_to_parent(parent) as connection:
+        tell_where(open_shared(tracebacks))
+        lower_priority(NICENESS)
+        write_proc("self/oom_score_adj", str(OOM_SCORE_ADJUSTMENT))
         channel = Channel(connection)
         try:
             _serve(channel)

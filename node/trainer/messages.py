@@ -1,12 +1,11 @@
 """What the mesh process and the trainer process say to each other: msgspec structs over a socket pair.
 
 Commands go to the trainer, reports come back. Tensors do not travel here: contributions lie in two shared memory
-files (`farandole.node.trainer.shared_memory`), one for what this node sends and one for what it received.
+files (`farandole.node.system.memory`), one for what this node sends and one for what it received.
 """
 
 from __future__ import annotations
 
-import signal
 import struct
 from typing import Annotated, Final, Literal
 
@@ -19,8 +18,6 @@ MAX_HASHES_BYTES: Final = MAX_BLOCKS * HASH_BYTES
 # Both ends are ours; the bound catches a torn stream, not an enemy. Beside hashes the most is Prepare's manifest.
 MAX_MESSAGE_BYTES: Final = MAX_HASHES_BYTES + (1 << 20)
 LENGTH: Final = struct.Struct(">I")
-# At it a trainer writes down where each of its threads is, as at its death by another signal (`faulthandler`).
-TRACEBACK_SIGNAL: Final = signal.SIGUSR1
 # How far a contribution is encoded, or has arrived, is told in steps of so many bytes: little beside what is moved
 # meanwhile, much beside what a message costs.
 STEP_BYTES: Final = 1 << 22
@@ -59,9 +56,9 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     """An inner step and its pause take at least so long; of a model that is not cut."""
     checkpoints: str
     """The folder (`farandole.node.checkpoints.folder`) in which it saves, and from which it goes on."""
-    outgoing: int
-    """File descriptors of the shared memory, inherited."""
-    incoming: int
+    outgoing: int | str
+    """Places of the shared memory (`farandole.node.system.memory`)."""
+    incoming: int | str
     fetched: str = ""
     """Where a peer's checkpoint may lie: if it is fit it becomes this node's newest, else it is removed."""
     start: str = ""
@@ -70,7 +67,7 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     """Which stage of the model this is, where it is cut into several."""
     microbatch: int = 0
     """Sequences of a batch that are taken at a time, 0: all; of a model that is not cut."""
-    activations: int = 0
+    activations: int | str = 0
     """As ``outgoing``; slot i has its incoming activations at 2 i times their size, its outgoing ones after them."""
     num_kept: int = 2
     """Of its checkpoints, beside the one that is being written."""

@@ -35,6 +35,7 @@ from farandole.training.errors import CheckpointError
 
 from ..checkpoints.folder import CheckpointFolder, known_hashes
 from ..checkpoints.saving import Saver
+from ..system.memory import map_shared_memory
 from .channel import Channel
 from .messages import (
     Command,
@@ -64,7 +65,6 @@ from .messages import (
     Validated,
     Work,
 )
-from .shared_memory import map_shared_memory
 
 if TYPE_CHECKING:
     from farandole.training.replica import Replica

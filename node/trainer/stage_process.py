@@ -13,11 +13,11 @@ from farandole.protocol.manifest import Manifest
 from farandole.training.errors import ActivationError, NoSliceError
 from farandole.training.stage_worker import StageWorker, build_stage_worker
 
+from ..system.memory import map_shared_memory
 from .channel import Channel
 from .conversion import pipeline_config, training_configs
 from .messages import InnerStepTaken, Prepare, TakeInnerStep, Train, Validated, Work, Worked
 from .process import TrainerProcess
-from .shared_memory import map_shared_memory
 
 
 class StageProcess(TrainerProcess):

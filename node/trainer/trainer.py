@@ -7,10 +7,6 @@ import logging
 import math
 import mmap
 import os
-import signal
-import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import NamedTuple
@@ -21,10 +17,13 @@ import trio
 from farandole.protocol.errors import FarandoleError
 
 from ..supervision.kernel import count_oom_kills
+from ..system.children import ask_where, start_child
+from ..system.files import read_at
+from ..system.memory import SharedFile, map_shared_memory, open_shared_memory, remove_leftovers
+from ..system.signals import signal_name
 from .messages import (
     LENGTH,
     MAX_MESSAGE_BYTES,
-    TRACEBACK_SIGNAL,
     Cause,
     Command,
     Failed,
@@ -35,7 +34,6 @@ from .messages import (
     decode_report,
     encode,
 )
-from .shared_memory import map_shared_memory, open_shared_memory
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +65,10 @@ class TrainerError(FarandoleError):
 
 
 class TrainerStream:
-    """The mesh process's end of the socket pair. Both raise `trio.BrokenResourceError` when the trainer is gone."""
+    """The mesh process's end of the connection. Both raise `trio.BrokenResourceError` when the trainer is gone."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._stream = trio.SocketStream(trio.socket.from_stdlib_socket(connection))
+    def __init__(self, stream: trio.SocketStream) -> None:
+        self._stream = stream
         self._send_lock = trio.Lock()
         self._buffer = bytearray()
         self.aclose = self._stream.aclose
@@ -98,18 +96,19 @@ class TrainerStream:
         return taken
 
 
-class Descriptors(NamedTuple):
-    """Of the memory that is shared with a trainer."""
+class Memory(NamedTuple):
+    """What is shared with a trainer."""
 
-    outgoing: int
-    incoming: int
-    activations: int
+    outgoing: SharedFile
+    incoming: SharedFile
+    activations: SharedFile
+    tracebacks: SharedFile
 
 
 class Trainer:
     """One trainer process that has reported `Prepared`."""
 
-    def __init__(self, process: trio.Process, stream: TrainerStream, descriptors: Descriptors, tracebacks: int) -> None:
+    def __init__(self, process: trio.Process, stream: TrainerStream, memory: Memory) -> None:
         self.pid = process.pid
         self.outgoing: mmap.mmap
         """The contribution that this node sends."""
@@ -118,28 +117,40 @@ class Trainer:
         self.prepared: Prepared
         self._process = process
         self._stream = stream
-        self._descriptors = descriptors
-        self._tracebacks = tracebacks
+        self._memory = memory
+        self._mapped: list[mmap.mmap] = []
         self._condemned_for = ""
         self._oom_kills_before = count_oom_kills()
 
     async def prepare(self, command: Prepare) -> None:
         """Raises `TrainerError` with the trainer's own words if it cannot be made ready."""
         with trio.move_on_after(PREPARE_TIMEOUT):
-            await self.send(msgspec.structs.replace(command, **self._descriptors._asdict()))
+            shared = self._memory
+            await self.send(
+                msgspec.structs.replace(
+                    command,
+                    outgoing=shared.outgoing.place,
+                    incoming=shared.incoming.place,
+                    activations=shared.activations.place,
+                )
+            )
             report = await self.receive()
             if not isinstance(report, Prepared):
                 raise TrainerError(f"the trainer said {type(report).__name__} before it was ready")
             self.prepared = report
-            self.outgoing = map_shared_memory(self._descriptors.outgoing, report.contribution_bytes)
-            self.incoming = map_shared_memory(self._descriptors.incoming, report.contribution_bytes)
+            self.outgoing = self._map(shared.outgoing, report.contribution_bytes)
+            self.incoming = self._map(shared.incoming, report.contribution_bytes)
             return
         raise TrainerError(f"the trainer was not ready after {PREPARE_TIMEOUT:.0f} s")
 
     def map_activations(self, num_slots: int) -> memoryview:
         """Where microbatches' activations lie: of each slot what came in, and what goes out."""
         size = 2 * num_slots * self.prepared.activation_bytes
-        return memoryview(map_shared_memory(self._descriptors.activations, size))[:size]
+        return memoryview(self._map(self._memory.activations, size))[:size]
+
+    def _map(self, shared: SharedFile, size: int) -> mmap.mmap:
+        self._mapped.append(map_shared_memory(shared.place, size))
+        return self._mapped[-1]
 
     async def send(self, command: Command) -> None:
         """Raises `TrainerError` when the process is gone."""
@@ -163,16 +174,16 @@ class Trainer:
         code = None
         with trio.move_on_after(STOP_TIMEOUT):
             code = await self._process.wait()
-        if traceback := os.pread(self._tracebacks, MAX_TRACEBACK_BYTES, 0):
+        if traceback := read_at(self._memory.tracebacks.descriptor, MAX_TRACEBACK_BYTES, 0):
             logger.error("the trainer's last words:\n%s", traceback.decode(errors="replace"))
         if self._condemned_for:
             return TrainerError(self._condemned_for)
         if code is None:
             return TrainerError("the trainer process closed its socket")
         if code < 0:
-            name = next((known.name for known in signal.Signals if known == -code), "one without a name")
+            name = signal_name(-code)
             words = f"the trainer process was killed by signal {-code} ({name})"
-            if code == -signal.SIGKILL and count_oom_kills() != self._oom_kills_before:
+            if name == "SIGKILL" and count_oom_kills() != self._oom_kills_before:
                 return TrainerError(f"{words}, probably by the kernel for want of memory", "memory")
             return TrainerError(words)
         return TrainerError(f"the trainer exited with {code}")
@@ -180,9 +191,15 @@ class Trainer:
     async def condemn(self, reason: str) -> None:
         """Kill a trainer that hangs: `receive` raises `TrainerError` for this reason, and where it hung is logged."""
         self._condemned_for = reason
-        self._process.send_signal(TRACEBACK_SIGNAL)
+        await ask_where(self._process)
         await trio.sleep(TRACEBACK_SECONDS)
         self._process.kill()
+
+    def close(self) -> None:
+        """Give up the shared memory, but for what somebody still looks at."""
+        for memory in self._mapped:
+            with contextlib.suppress(BufferError):
+                memory.close()
 
     async def stop(self) -> None:
         """Ask it to stop, and kill it when it does not, or at once where this is cancelled."""
@@ -204,26 +221,25 @@ async def open_trainer(command: Prepare, log: Path | None) -> AsyncIterator[Trai
 
     ``log`` is where its output goes (the terminal if None). Raises `TrainerError`.
     """
-    ours, theirs = socket.socketpair()
-    with contextlib.ExitStack() as memories:
-        shared = Descriptors(*(memories.enter_context(open_shared_memory(name)) for name in Descriptors._fields))
-        tracebacks = memories.enter_context(open_shared_memory("tracebacks"))
-        with theirs, open(log or os.devnull, "ab") as log_file:  # noqa: ASYNC230 - opening a local log does not block
-            try:
-                process = await trio.lowlevel.open_process(
-                    [sys.executable, "-m", "farandole.node.trainer.main", str(theirs.fileno()), str(tracebacks)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log_file if log else None,
-                    stderr=log_file if log else None,
-                    pass_fds=(theirs.fileno(), tracebacks, *shared),
-                    env={**os.environ, **dict.fromkeys(THREAD_VARIABLES, str(command.threads))},
-                )
-            except OSError as error:  # no memory, or no process more, just now
-                ours.close()
-                raise TrainerError(f"no trainer process can be started: {error}") from error
-        trainer = Trainer(process, TrainerStream(ours), shared, tracebacks)
+    folder = Path(command.checkpoints) / "shared"
+    remove_leftovers(folder)
+    with contextlib.ExitStack() as held:
+        try:
+            memory = Memory(*(held.enter_context(open_shared_memory(name, folder)) for name in Memory._fields))
+            output = held.enter_context(log.open("ab")) if log else None
+            child = await start_child(
+                "farandole.node.trainer.main",
+                [str(memory.tracebacks.place)],
+                [shared.descriptor for shared in memory],
+                output,
+                {**os.environ, **dict.fromkeys(THREAD_VARIABLES, str(command.threads))},
+            )
+        except OSError as error:  # no memory, or no process more, just now
+            raise TrainerError(f"no trainer process can be started: {error}") from error
+        trainer = Trainer(child.process, TrainerStream(child.stream), memory)
         try:
             await trainer.prepare(command)
             yield trainer
         finally:
             await trainer.stop()
+            trainer.close()

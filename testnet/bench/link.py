@@ -21,7 +21,7 @@ class TrainerLink:
     """Over a socket, round after round; judges what the partner sends by the trainer's word."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._stream = TrainerStream(connection)
+        self._stream = TrainerStream(trio.SocketStream(trio.socket.from_stdlib_socket(connection)))
 
     @contextlib.asynccontextmanager
     async def round(self, memory: memoryview) -> AsyncIterator[Outgoing]:

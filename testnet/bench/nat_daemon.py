@@ -17,7 +17,8 @@ from farandole.node.joining.addresses import choose_bootstrap_addresses
 from farandole.node.status.status import NodeStatus
 from farandole.protocol.invite import Invite, encode_invite
 
-from ..leash import Leash, kill_group
+from ..groups import kill_group
+from ..leash import Leash
 from ..natlab.home import Home
 from .process import BenchError
 

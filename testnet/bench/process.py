@@ -10,13 +10,14 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from farandole.node.trainer.shared_memory import map_shared_memory, open_shared_memory
+from farandole.node.system.memory import map_shared_memory, open_shared_memory
 from farandole.protocol.errors import FarandoleError
 
 MB: Final = 1_000_000
@@ -169,12 +170,12 @@ def _checked(size: int) -> list[slice]:
 def open_payload(name: str, size: int) -> Iterator[Payload]:
     """So many bytes of shared memory."""
     with (
-        open_shared_memory(name) as descriptor,
-        map_shared_memory(descriptor, size) as mapped,
+        open_shared_memory(name, Path(tempfile.gettempdir())) as shared,
+        map_shared_memory(shared.place, size) as mapped,
         memoryview(mapped) as whole,
         whole[:size] as memory,
     ):
-        yield Payload(descriptor, memory)
+        yield Payload(shared.descriptor, memory)
 
 
 def ask_both(pair: Sequence[Worker], do: str, **request: Any) -> list[dict[str, Any]]:

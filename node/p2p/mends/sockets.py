@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import socket
-import struct
 from collections.abc import Callable
 
 import trio
@@ -13,6 +12,7 @@ from libp2p.abc import IListener
 from libp2p.io.exceptions import ConnectionClosedError
 from multiaddr import Multiaddr
 
+from ...system.sockets import leave_nothing
 from ..admission import Turns, site_of
 from ..bounded_reads import BoundedReads
 
@@ -74,8 +74,8 @@ class Socket(BoundedReads):
         await self._stream.aclose()
 
     def leave_nothing(self) -> None:
-        """When it ends, end it without a word (RST): the kernel remembers no such connection then (TIME_WAIT)."""
-        self._stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        """As `farandole.node.system.sockets.leave_nothing`."""
+        leave_nothing(self._stream)
 
     def abort(self) -> None:
         """`close` without a checkpoint."""

@@ -17,9 +17,9 @@ from libp2p.network.exceptions import SwarmException
 from libp2p.network.swarm import Swarm
 from libp2p.peer.id import ID
 
+from ...system.sockets import listen_alone, share_port
 from ..admission import Handshakes, Turns, site_of
 from ..circuit import Circuit
-from ..reuse import let_dials_share
 from ..yamux import YamuxConn
 from .connection import MendedConn
 from .sockets import Listener, Socket
@@ -80,11 +80,11 @@ class MendedSwarm(Swarm):
         """Accept connections at an address of this machine; `OSError` if it cannot be had."""
         listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listen_alone(listening)
             if listening.family is socket.AF_INET6:
                 listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             listening.bind((host, port))
-            let_dials_share(listening)
+            share_port(listening)  # once it is bound, so that no second listener can take the same port
             listening.listen(LISTEN_BACKLOG)
         except BaseException:
             listening.close()

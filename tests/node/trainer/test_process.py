@@ -18,6 +18,7 @@ from torch import Tensor
 
 from farandole.node.checkpoints.saving import NICENESS
 from farandole.node.run_file import manifest_of
+from farandole.node.system.memory import map_shared_memory, open_shared_memory
 from farandole.node.trainer.channel import Channel
 from farandole.node.trainer.conversion import training_configs
 from farandole.node.trainer.learner_process import LearnerProcess
@@ -39,7 +40,6 @@ from farandole.node.trainer.messages import (
     decode_report,
     encode,
 )
-from farandole.node.trainer.shared_memory import map_shared_memory, open_shared_memory
 from farandole.protocol.manifest import DataConfig
 from farandole.training import replica
 from farandole.training.copying import DeviceCopier, Wait
@@ -72,7 +72,7 @@ class LateCopier(DeviceCopier):
 
 @pytest.fixture
 def prepare(tmp_path: Path) -> Iterator[Prepare]:
-    with open_shared_memory("outgoing") as outgoing, open_shared_memory("incoming") as incoming:
+    with open_shared_memory("outgoing", tmp_path) as outgoing, open_shared_memory("incoming", tmp_path) as incoming:
         yield Prepare(
             run_id=b"r" * 32,
             author=b"a" * 32,
@@ -84,8 +84,8 @@ def prepare(tmp_path: Path) -> Iterator[Prepare]:
             slow=1.0,
             step_seconds=0.0,
             checkpoints=str(tmp_path),
-            outgoing=outgoing,
-            incoming=incoming,
+            outgoing=outgoing.place,
+            incoming=incoming.place,
         )
 
 
