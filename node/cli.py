@@ -27,6 +27,7 @@ from .commands.resting import pause, resume
 from .commands.runs import run_app
 from .commands.service import service_app
 from .exits import Exit
+from .system.terminal import show_all_characters
 
 app = typer.Typer(
     name="farandole",
@@ -71,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def run_app_and_exit(application: typer.Typer, arguments: Sequence[str] | None = None) -> NoReturn:
     """Turn the errors that farandole raises on purpose into one line and an exit code; others are defects."""
+    show_all_characters()
     try:
         application(args=arguments)
     except FarandoleError as error:

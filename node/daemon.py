@@ -11,7 +11,7 @@ Up to the messenger here; from the run state on in `farandole.node.member`.
 from __future__ import annotations
 
 import abc
-import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -37,6 +37,7 @@ from .identity import IdentityError, IdentityInUseError, load_or_create_key, loc
 from .joining.address_book import AddressBook
 from .joining.joining import Target, connect_to_run, find_target, obtain_manifest
 from .joining.mdns import open_mdns
+from .logs import is_for_machines
 from .member import RunMember
 from .nurseries import own_error
 from .p2p.host import Host, open_host
@@ -55,6 +56,7 @@ from .status.chronicle import keep_chronicle
 from .status.console import Console
 from .status.reporting import MAX_MEMBERS_SHOWN, Reporter
 from .status.status import NodeStatus
+from .system.signals import STOP_SIGNALS
 from .traffic.keeper import TrafficKeeper
 from .trainer.trainer import TrainerError
 
@@ -64,9 +66,11 @@ MANIFEST_FACT: Final = "manifest"
 class Daemon(abc.ABC):
     """What runs until it is told to leave, and answers meanwhile what `serve_control` asks."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: NodeSettings, board: Board) -> None:
         self.is_leaving = trio.Event()
         """Set when it is told."""
+        self._settings = settings
+        self._board = board
         self._reporter: Reporter
 
     @abc.abstractmethod
@@ -75,7 +79,24 @@ class Daemon(abc.ABC):
 
     def _handlers(self) -> Mapping[str, Handler]:
         """For `serve_control`, once there is something to report."""
-        return {"status": self._status, "peers": self._peers, "leave": self._leave}
+        return {"status": self._status, "peers": self._peers, **self._deeds()}
+
+    def _deeds(self) -> Mapping[str, Handler]:
+        """What the page may ask for, and the command line."""
+        return {"leave": self._leave}
+
+    @asynccontextmanager
+    async def _open_page(self) -> AsyncIterator[None]:
+        """Serve the dashboard meanwhile, and the figures for Prometheus, if they are wanted."""
+        settings = self._settings
+        if not settings.dashboard:
+            yield
+            return
+        async with open_dashboard(
+            settings.dashboard_place, settings.dashboard_port, self._status_now, self._deeds(), time.time
+        ) as place:
+            self._board.say(f"a page about this node is at {place.url} (`farandole dashboard` knows its token)")
+            yield
 
     def _status_now(self) -> NodeStatus:
         return self._reporter.status()
@@ -104,7 +125,7 @@ async def run_node(settings: NodeSettings) -> int:
 
 async def run_daemon(settings: NodeSettings, make: MakeDaemon) -> int:
     """Run what ``make`` makes, with this home's key and store, until it is told to leave; the exit code (`Exit`)."""
-    console = Console(settings.json_log)
+    console = Console(as_json=is_for_machines(settings.log_format, sys.stdout))
     try:
         with locked(settings.lock):
             key = load_or_create_key(settings.key)
@@ -136,7 +157,7 @@ def _exit_code(error: BaseException) -> Exit:
 async def _run_until_told(daemon: Daemon) -> Exit:
     """A first SIGINT or SIGTERM, or ``farandole leave``, means leave in good order; a second one means now."""
     code = Exit.OK
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+    with trio.open_signal_receiver(*STOP_SIGNALS) as signals:
         async with trio.open_nursery() as nursery:
 
             async def watch() -> None:
@@ -157,12 +178,10 @@ class Node(Daemon):
     """A node's parts, and the order in which they begin and end."""
 
     def __init__(self, settings: NodeSettings, key: Ed25519PrivateKey, store: Store, board: Board) -> None:
-        super().__init__()
-        self._settings = settings
+        super().__init__(settings, board)
         self._key = key
         self._author = public_bytes(key)
         self._store = store
-        self._board = board
         self._started_at = time.time()
         self._rest = Rest()
         hours = [parse_quiet_hours(text) for text in settings.quiet_hours]
@@ -260,25 +279,11 @@ class Node(Daemon):
             nursery.cancel_scope.cancel()
         return joined
 
-    @asynccontextmanager
-    async def _open_page(self) -> AsyncIterator[None]:
-        """Serve the dashboard meanwhile, if it is wanted."""
-        settings = self._settings
-        if not settings.dashboard:
-            yield
-            return
-        async with open_dashboard(
-            settings.dashboard_place, settings.dashboard_port, self._status_now, self._deeds(), time.time
-        ) as place:
-            self._board.say(f"a page about this node is at {place.url} (`farandole dashboard` knows its token)")
-            yield
-
     def _handlers(self) -> Mapping[str, Handler]:
-        return {**super()._handlers(), **self._deeds(), "checkpoints": self._checkpoints}
+        return {**super()._handlers(), "checkpoints": self._checkpoints}
 
     def _deeds(self) -> Mapping[str, Handler]:
-        """What the page may ask for, and the command line."""
-        return {"leave": self._leave, "pause": self._pause, "resume": self._resume}
+        return {**super()._deeds(), "pause": self._pause, "resume": self._resume}
 
     async def _checkpoints(self, params: dict[str, Any]) -> object:
         return [] if self._member is None else offers_of(self._member.checkpoint_notices())

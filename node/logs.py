@@ -1,6 +1,7 @@
 """The daemon's log file: its own loggers from the level asked for, libraries' from warnings on.
 
-The terminal is for people and belongs to `farandole.node.status.console`.
+What is told at the terminal is `farandole.node.status.console`'s. Both are lines for people, or the same JSON objects:
+the standard library's logging does that in a few lines, so structlog, which does more, is not needed.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from typing import Final
+from typing import Final, TextIO
 
 import msgspec
 
 from .identity import IdentityError, make_home
-from .settings import NodeSettings
+from .settings import LogFormat, NodeSettings
+from .system.terminal import is_journal
 
 # Two files of 8 MB: some weeks of an ordinary node's lines, and never a full disk.
 MAX_LOG_BYTES: Final = 8 * 1024 * 1024
@@ -46,6 +48,13 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return msgspec.json.encode(fields).decode()
+
+
+def is_for_machines(log_format: LogFormat, stream: TextIO | None) -> bool:
+    """Whether lines that go there (None: to a file) are JSON objects."""
+    if log_format == "auto":
+        return stream is None or not (stream.isatty() or is_journal(stream))
+    return log_format == "json"
 
 
 class Throttle(logging.Filter):
@@ -102,13 +111,13 @@ def logging_to_file(settings: NodeSettings) -> Iterator[None]:
     make_home(settings.home)
     root, ours, rounds = logging.getLogger(), logging.getLogger("farandole"), logging.getLogger(ROUNDS)
     try:
-        handler = _LogFile(settings.log, maxBytes=MAX_LOG_BYTES, backupCount=1)
+        handler = _LogFile(settings.log, maxBytes=MAX_LOG_BYTES, backupCount=1, encoding="utf-8")
     except OSError as error:
         raise IdentityError(
             f"cannot write {settings.log}: {error.strerror}; name another folder with --home"
         ) from error
-    kept = _LogFile(settings.rounds, maxBytes=MAX_ROUNDS_BYTES, backupCount=1, delay=True)
-    if settings.json_log:
+    kept = _LogFile(settings.rounds, maxBytes=MAX_ROUNDS_BYTES, backupCount=1, encoding="utf-8", delay=True)
+    if is_for_machines(settings.log_format, None):
         handler.setFormatter(JsonFormatter())
     else:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

@@ -61,13 +61,11 @@ class RelayNode(Daemon):
     def __init__(
         self, settings: NodeSettings, invites: Sequence[str], key: Ed25519PrivateKey, store: Store, board: Board
     ) -> None:
-        super().__init__()
-        self._settings = settings
+        super().__init__(settings, board)
         self._invites = [decode_invite(invite) for invite in invites]
         self._key = key
         self._store = store
         self._book = AddressBook(store)
-        self._board = board
         self._started_at = time.time()
         self._named: dict[bytes, list[str]] = {}
         self._members: dict[bytes, list[bytes]] = {}
@@ -100,7 +98,7 @@ class RelayNode(Daemon):
             board.say(f"this node is {host.peer_id}")
             for address in host.addresses:
                 board.say(f"listening on {address}")
-            async with trio.open_nursery() as nursery:
+            async with self._open_page(), trio.open_nursery() as nursery:
                 await nursery.start(serve_control, settings.control, self._handlers())
                 nursery.start_soon(keep_chronicle, self._reporter.connections, board.note)
                 nursery.start_soon(self._seek_members, host, runs)

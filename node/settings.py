@@ -20,6 +20,7 @@ DEFAULT_LISTEN = "/ip4/0.0.0.0/tcp/0"
 MIN_CAP_MBIT: Final = 0.5
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["auto", "human", "json"]
 
 
 def default_home() -> Path:
@@ -180,7 +181,11 @@ class NodeSettings:
         8710, "Of that page, on 127.0.0.1; another one if it is taken.", placeholder="PORT", least=0, most=65_535
     )
     log_level: LogLevel = setting("info", "What goes into the log file, beside what is worse.")
-    json_log: bool = setting(False, "Log lines as JSON objects, for machines.")
+    log_format: LogFormat = setting(
+        "auto",
+        "What this node tells of itself: human, lines for people, or json, an object a line for machines; auto: for "
+        "people at a terminal and in systemd's journal, for machines in the log file and wherever else.",
+    )
     memory_gb: float = setting(
         0.0,
         "Of a service: the memory above which systemd slows it down (MemoryHigh); 0: no bound.",

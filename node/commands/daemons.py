@@ -32,7 +32,10 @@ def join(settings: NodeSettings) -> None:
     raise typer.Exit(code)
 
 
-@takes_settings("listen", "bootstrap", "upload_mbit", "download_mbit", "mdns", "upnp", "log_level", "json_log")
+@takes_settings(
+    *("listen", "bootstrap", "upload_mbit", "download_mbit", "mdns", "upnp"),
+    *("dashboard", "dashboard_port", "log_level", "log_format"),
+)
 def relay(
     settings: NodeSettings,
     invites: Annotated[

@@ -26,10 +26,14 @@ def show_metrics(
         int | None, typer.Option("--last", "-n", min=1, metavar="N", show_default="20, or all as CSV", help="So many.")
     ] = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print a table with all columns, for other programs.")] = False,
+    tensorboard: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write them there for TensorBoard, which need not be here.")
+    ] = None,
 ) -> None:
     """Print this node's rounds: when, with whom, loss, bytes, seconds. No node need run for that.
 
-    Examples: [cyan]farandole run metrics[/cyan]; [cyan]farandole run metrics --csv > rounds.csv[/cyan]
+    Examples: [cyan]farandole run metrics[/cyan]; [cyan]farandole run metrics --csv > rounds.csv[/cyan];
+    [cyan]farandole run metrics --tensorboard runs/mine[/cyan], then [cyan]tensorboard --logdir runs[/cyan]
     """
     from ..metrics.rounds import read_rounds, write_csv
     from ..settings import NodeSettings
@@ -40,10 +44,22 @@ def show_metrics(
     if first is None:
         raise FarandoleError(f"no round is over yet: {path} has none; name another folder with --home")
     records = itertools.chain([first], records)
-    if as_csv:
+    if tensorboard is not None:
+        _write_events(deque(records, last) if last else records, tensorboard)
+    elif as_csv:
         write_csv(deque(records, last) if last else records, sys.stdout)
     else:
         _print_table(deque(records, last or 20), path)
+
+
+def _write_events(records: Iterable[RoundRecord], folder: Path) -> None:
+    from ..metrics.tensorboard import write_events
+
+    try:
+        path = write_events(records, folder)
+    except OSError as error:
+        raise FarandoleError(f"cannot write into {folder}: {error.strerror}") from error
+    typer.echo(f"{path} is written; look at it with: tensorboard --logdir {folder}")
 
 
 def _print_table(records: Iterable[RoundRecord], path: Path) -> None:

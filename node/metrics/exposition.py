@@ -45,19 +45,24 @@ class _Moment(Collector):
                 "reachability": status.reachability,
             },
         )
-        yield from _training(status)
-        yield from _exchanges(status)
+        yield from _node(status)
+        if status.phase != "relaying":  # a relay trains nothing, and is no member who knows what others do
+            yield from _training(status)
+            yield from _exchanges(status)
+            yield from _run(status.run)
         yield from _network(status)
-        yield from _run(status.run)
         if status.pipeline is not None:
             yield from _pipeline(status.pipeline)
 
 
-def _training(status: NodeStatus) -> Iterator[Metric]:
+def _node(status: NodeStatus) -> Iterator[Metric]:
     phase = GaugeMetricFamily("farandole_phase", "1 for what the node is doing.", labels=["phase"])
     phase.add_metric([status.phase], 1)
     yield phase
     yield GaugeMetricFamily("farandole_start_time_seconds", "When the node began, Unix time.", status.started_at)
+
+
+def _training(status: NodeStatus) -> Iterator[Metric]:
     yield GaugeMetricFamily("farandole_round", "The round under way.", status.round)
     yield CounterMetricFamily("farandole_inner_steps", "Inner steps taken.", status.inner_steps)
     yield CounterMetricFamily("farandole_tokens", "Tokens trained on.", status.tokens)

@@ -8,10 +8,11 @@ import logging
 import sys
 import time
 from collections.abc import Mapping
+from typing import TextIO
 
 import msgspec
 
-from ..logs import ROUNDS
+from ..logs import ROUNDS, JsonFormatter
 from ..metrics.rounds import RoundRecord
 
 logger = logging.getLogger(__name__)
@@ -23,17 +24,11 @@ class Console:
 
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
+        self._formatter = JsonFormatter()
 
     def say(self, text: str, figures: Mapping[str, object] | None = None) -> None:
         """One event; its ``figures`` are for machines alone."""
-        told = {"figures": figures} if figures else {}
-        logger.info("%s", text, extra=told)
-        if self._as_json:
-            line = json.dumps({"at": round(time.time(), 3), "text": text, **told})
-        else:
-            line = f"{time.strftime('%H:%M:%S')}  {text}"
-        with contextlib.suppress(OSError, ValueError):
-            print(line, file=sys.stdout, flush=True)
+        self._tell(logging.INFO, text, f"{time.strftime('%H:%M:%S')}  {text}", sys.stdout, figures)
 
     def tell_round(self, record: RoundRecord) -> None:
         """A round is over; it goes into the file of rounds, too."""
@@ -43,6 +38,15 @@ class Console:
 
     def complain(self, text: str) -> None:
         """Why the node ends."""
-        logger.error("%s", text)
+        self._tell(logging.ERROR, text, text, sys.stderr)
+
+    def _tell(
+        self, level: int, text: str, line: str, stream: TextIO, figures: Mapping[str, object] | None = None
+    ) -> None:
+        """``line``: for people."""
+        extra = {"figures": figures} if figures else {}
+        record = logger.makeRecord(logger.name, level, "", 0, "%s", (text,), None, extra=extra)
+        if logger.isEnabledFor(level):
+            logger.handle(record)
         with contextlib.suppress(OSError, ValueError):
-            print(text, file=sys.stderr, flush=True)
+            print(self._formatter.format(record) if self._as_json else line, file=stream, flush=True)

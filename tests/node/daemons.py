@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -72,6 +73,7 @@ async def started(home: Path, *arguments: str) -> AsyncIterator[Daemon]:
             *("--home", str(home), "--listen", "/ip4/127.0.0.1/tcp/0"),
         ],
         stdin=subprocess.DEVNULL,
+        env={"FARANDOLE_LOG_FORMAT": "human", **os.environ},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 from pathlib import Path
@@ -9,14 +10,45 @@ from pathlib import Path
 import pytest
 
 from farandole.node.identity import IdentityError
-from farandole.node.logs import CONSOLE, MAX_ALIKE_PER_MINUTE, MAX_KINDS, Throttle, logging_to_file
-from farandole.node.settings import NodeSettings
+from farandole.node.logs import CONSOLE, MAX_ALIKE_PER_MINUTE, MAX_KINDS, Throttle, is_for_machines, logging_to_file
+from farandole.node.settings import LogFormat, NodeSettings
+from farandole.node.status.console import Console
+from farandole.node.system.terminal import show_all_characters
 
 FULL_DISK = Path("/dev/full")
 
 
+@pytest.mark.parametrize(
+    ("log_format", "at_terminal", "elsewhere", "in_file"),
+    [("auto", False, True, True), ("human", False, False, False), ("json", True, True, True)],
+)
+def test_lines_are_for_people_or_for_machines(
+    log_format: LogFormat, at_terminal: bool, elsewhere: bool, in_file: bool
+) -> None:
+    main, terminal = os.openpty()
+    with open(main, "rb"), open(terminal, "w", encoding="utf-8") as shown, io.StringIO() as piped:
+        found = [is_for_machines(log_format, where) for where in (shown, piped, None)]
+    assert found == [at_terminal, elsewhere, in_file]
+
+
+def test_systemds_journal_is_read_by_people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "journal").open("w", encoding="utf-8") as journal, io.StringIO() as other:
+        told = os.fstat(journal.fileno())
+        monkeypatch.setenv("JOURNAL_STREAM", f"{told.st_dev}:{told.st_ino}")
+        assert not is_for_machines("auto", journal)
+        assert is_for_machines("auto", other)
+
+
+def test_a_terminal_that_has_not_all_characters_is_told_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="cp1252"))
+    show_all_characters()
+    Console(as_json=False).say("Zoë → 名")
+    assert written.getvalue().decode("cp1252").rstrip().endswith("Zoë ? ?")
+
+
 def test_lines_go_to_the_file(tmp_path: Path) -> None:
-    settings = NodeSettings(home=tmp_path)
+    settings = NodeSettings(home=tmp_path, log_format="human")
     with logging_to_file(settings):
         logging.getLogger("farandole.test").info("a line")
     assert "INFO farandole.test: a line" in settings.log.read_text()

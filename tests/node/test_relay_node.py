@@ -5,15 +5,18 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.control import call
+from farandole.node.dashboard.place import find_place
 from farandole.node.exits import Exit
 from farandole.node.p2p.host import Host, open_host
 from farandole.node.reach.dialback import Dialback
+from farandole.node.settings import NodeSettings
 from farandole.protocol.identity import short_name
 from farandole.protocol.invite import Invite, encode_invite, split_address
 from farandole.protocol.records import relay_key, run_key
@@ -38,6 +41,14 @@ async def providers(host: Host, key: bytes, wanted: bytes) -> None:
         found.update(dict(await host.find_providers(key, 5.0)))
 
 
+def figures_of(relay: Daemon) -> str:
+    """What Prometheus reads."""
+    place = find_place(NodeSettings(home=relay.home).dashboard_place)
+    assert place is not None
+    with urllib.request.urlopen(f"{place.url}metrics") as answer:
+        return str(answer.read().decode())
+
+
 async def test_it_introduces_members_and_relays_for_each_of_its_runs(tmp_path: Path) -> None:
     with trio.fail_after(60):
         async with open_public() as alice, open_public() as bob:
@@ -60,6 +71,10 @@ async def test_it_introduces_members_and_relays_for_each_of_its_runs(tmp_path: P
                     status = await trio.to_thread.run_sync(lambda: call(relay.home, "status"))
                     assert (status["phase"], status["relayed_peers"]) == ("relaying", 1)
                     assert not status["is_member"]
+                    figures = await trio.to_thread.run_sync(figures_of, relay)
+                    assert 'farandole_phase{phase="relaying"} 1.0' in figures
+                    assert "farandole_relayed_peers 1.0" in figures
+                    assert "farandole_tokens" not in figures
                 assert await relay.end(signal.SIGTERM) == Exit.OK
 
 

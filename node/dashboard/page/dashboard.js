@@ -89,7 +89,7 @@ function showNode(status, now) {
   ];
   byId("node").replaceChildren(...facts.flatMap(([name, value]) => [element("dt", name), element("dd", value)]));
   const isPaused = status.phase === "paused";
-  byId("pause").hidden = isPaused;
+  byId("pause").hidden = isPaused || status.phase === "relaying"; // it does not train
   byId("resume").hidden = !isPaused;
 }
 

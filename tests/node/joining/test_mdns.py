@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -96,6 +97,7 @@ async def joined_at(place: Namespace, home: Path, *arguments: str) -> AsyncItera
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        env={"FARANDOLE_LOG_FORMAT": "human", **os.environ},
     )
     try:
         yield Daemon(process, home)

@@ -34,7 +34,7 @@ def played(board: Board, num_rounds: int) -> None:
 
 
 def test_a_round_is_told_to_people_and_kept_for_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = NodeSettings(home=tmp_path)
+    settings = NodeSettings(home=tmp_path, log_format="human")
     with logging_to_file(settings):
         console = Console(as_json=False)
         played(Board(say=console.say, tell_round=console.tell_round, clock=lambda: 1_000.0), 3)
@@ -53,15 +53,16 @@ def test_a_round_is_told_to_people_and_kept_for_machines(tmp_path: Path, capsys:
 
 
 def test_as_json_a_line_has_the_figures_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = NodeSettings(home=tmp_path, json_log=True)
+    settings = NodeSettings(home=tmp_path, log_format="json")
     with logging_to_file(settings):
         console = Console(as_json=True)
         console.say("hello")
         played(Board(say=console.say, tell_round=console.tell_round), 1)
     hello, told = map(json.loads, capsys.readouterr().out.splitlines())
-    assert "figures" not in hello
+    assert (hello["message"], hello["level"], "figures" in hello) == ("hello", "info", False)
     assert told["figures"]["loss"] == 4.0
-    logged = map(json.loads, settings.log.read_text().splitlines())
+    logged = list(map(json.loads, settings.log.read_text().splitlines()))
+    assert logged == [hello, told]  # the log has the same
     assert [line.get("figures", {}).get("round") for line in logged] == [None, 0]
 
 
