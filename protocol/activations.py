@@ -95,6 +95,8 @@ class Forward(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     seconds_left: Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS_LEFT)]
     """Until its origin gives it up."""
     is_bulk: bool = False
+    is_held_out: bool = False
+    """It goes forward alone: its origin measures its loss, and drops it."""
 
 
 class Gradient(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=5):

@@ -50,6 +50,10 @@ class Microbatch:
     slot: int
     deadline: float
     step: Step
+    is_held_out: bool = False
+    """Its loss is measured, and nothing is learned of it: it belongs to no inner step, and never comes back."""
+    number: int = 0
+    """Of what is measured: which one it is, at its origin."""
     inward: Hop | None = None
     """Where it came from; None where it was drawn."""
     onward: Hop | None = None

@@ -42,6 +42,8 @@ from .pipeline_events import (
     LinkClosed,
     LinkFailed,
     LinkOpened,
+    Measure,
+    Measured,
     NodesChanged,
     OpenLink,
     Output,
@@ -131,6 +133,8 @@ class Pipeline:
             quota=lambda: self.quota,
             num_coming=self._num_coming,
         )
+        self._measuring: dict[int, int] = {}  # number of a held-out microbatch -> how often it may still be drawn
+        self._to_measure: deque[int] = deque()  # of these, those that are not under way
         self._ahead = MIN_AHEAD
         self._draw_after = -math.inf
         self._outputs: list[Output] = []
@@ -197,6 +201,9 @@ class Pipeline:
                 self._schedule.begin_round(event)
             case RoundEnds():
                 self._schedule.end_round(self._now)
+            case Measure(num_microbatches):
+                self._measuring = dict.fromkeys(range(num_microbatches), MAX_ATTEMPTS)
+                self._to_measure = deque(self._measuring)
             case TimerFired():
                 pass  # what is due is looked at after every event
 
@@ -357,6 +364,7 @@ class Pipeline:
             self._schedule.note_arrival(self._settings.microbatch_seconds - seconds, self._now)
             deadline = self._now + seconds + GRACE_SECONDS
             microbatch = self._add(event.ticket, event.origin, deadline, Step.COMING)
+            microbatch.is_held_out = event.is_held_out
             microbatch.inward = (event.link, event.index)
         link.open[event.index] = microbatch
         self._outputs.append(Place(event.link, event.index, microbatch.slot))
@@ -468,6 +476,7 @@ class Pipeline:
                 microbatch.origin,
                 self._schedule.round,
                 max(0.0, microbatch.deadline - self._now),
+                microbatch.is_held_out,
             )
         )
 
@@ -486,21 +495,33 @@ class Pipeline:
 
     def _give_work(self) -> None:
         while self._schedule.is_open and len(self._jobs) < MAX_JOBS:
-            work = next((work for work in _PRIORITIES if self._waiting[work] and self._may_do(work)), None)
-            if work is not None:
-                self._work(work, self._waiting[work].popleft())
-            elif self._may_draw():
+            job = self._next_job()
+            if job is not None:
+                self._work(*job)
+            elif self._can_draw() and (self._to_measure or self._schedule.may_begin(self._now)):
                 ticket = self._rng.randbytes(TICKET_BYTES)
                 deadline = self._now + self._settings.microbatch_seconds
-                self._work("draw", self._add(ticket, self._settings.author, deadline, Step.QUEUED))
+                microbatch = self._add(ticket, self._settings.author, deadline, Step.QUEUED)
+                if self._to_measure:
+                    microbatch.is_held_out, microbatch.number = True, self._to_measure.popleft()
+                self._work("draw", microbatch)
             else:
                 return
 
-    def _may_do(self, work: Work) -> bool:
-        return work != "forward" or self._schedule.may_begin(self._now)
+    def _next_job(self) -> tuple[Work, Microbatch] | None:
+        """What waits, the most urgent first; forward passes as the inner step allows, but for what is held out."""
+        for work in _PRIORITIES:
+            waiting = self._waiting[work]
+            may_do = work != "forward" or self._schedule.may_begin(self._now)
+            microbatch = next((each for each in waiting if may_do or each.is_held_out), None)
+            if microbatch is not None:
+                waiting.remove(microbatch)
+                return work, microbatch
+        return None
 
-    def _may_draw(self) -> bool:
-        if self._settings.stage or not self._free_slots or not self._schedule.may_begin(self._now):
+    def _can_draw(self) -> bool:
+        """Whether what is drawn has a slot, and somewhere to go."""
+        if self._settings.stage or not self._free_slots:
             return False
         if self._now < self._draw_after:
             return False
@@ -511,23 +532,28 @@ class Pipeline:
     def _work(self, work: Work, microbatch: Microbatch) -> None:
         microbatch.is_working = True
         if work in ("draw", "forward"):
-            microbatch.inner_step = self._schedule.begin(self._now)
+            if not microbatch.is_held_out:
+                microbatch.inner_step = self._schedule.begin(self._now)
+                self.counts.begun += 1
             microbatch.step, microbatch.has_begun, microbatch.begun_at = Step.STARTING, True, self._now
-            self.counts.begun += 1
         self._jobs.append((work, microbatch))
-        self._outputs.append(Compute(work, microbatch.slot, microbatch.inner_step is self._schedule.following))
+        is_following = microbatch.inner_step is self._schedule.following
+        self._outputs.append(Compute(work, microbatch.slot, is_following, microbatch.is_held_out, microbatch.number))
 
     def _worked(self, problem: str) -> None:
         work, microbatch = self._jobs.popleft()
         microbatch.is_working = False
         if work in ("keep", "drop"):
-            assert microbatch.inner_step is not None, "it has begun"
-            microbatch.inner_step.num_kept += work == "keep"
+            if microbatch.inner_step is not None:
+                microbatch.inner_step.num_kept += work == "keep"
             self._release(microbatch)
             return
         if problem and work in ("draw", "forward"):
             microbatch.has_begun = False  # the trainer has kept nothing
             self._draw_after = self._now + DRAW_INTERVAL
+            if work == "draw" and microbatch.is_held_out:  # there is no such text: the trainer says so, in the end
+                self._to_measure.clear()
+                self._measuring = {microbatch.number: 1} if microbatch.number in self._measuring else {}
         if microbatch.is_kept is not None:  # dropped meanwhile
             self._tell_trainer(microbatch)
         elif problem:
@@ -538,6 +564,9 @@ class Pipeline:
     def _go_on(self, work: Work, microbatch: Microbatch) -> None:
         if work in ("draw", "forward"):
             microbatch.step = Step.ROUTING
+        elif work == "tail" and microbatch.is_held_out:
+            self._measure_no_more(microbatch.number)
+            self._end(microbatch, is_kept=False)
         elif work == "tail":
             microbatch.step = Step.HOME_OUT
             self._send_back(microbatch.homeward, microbatch)
@@ -558,9 +587,10 @@ class Pipeline:
         if microbatch.is_kept is not None:
             return
         reason = reason.encode("ascii", "replace").decode()[:MAX_REASON_CHARS]
-        self.counts.dropped += 1
-        self.counts.note(reason)
-        self.counts.taken_out += microbatch.step in SUMMED
+        if not microbatch.is_held_out:
+            self.counts.dropped += 1
+            self.counts.note(reason)
+            self.counts.taken_out += microbatch.step in SUMMED
         is_untouched = microbatch.step in UNTOUCHED
         if microbatch.inward is not None:
             self._outputs.append(SendDropped(*microbatch.inward, reason, is_untouched))
@@ -581,6 +611,8 @@ class Pipeline:
         microbatch.onward = microbatch.inward = microbatch.homeward = None
         if microbatch.origin == self._settings.author:
             self._outcomes[microbatch.ticket] = is_kept
+            if microbatch.is_held_out:
+                self._note_measured(microbatch.number)
             if len(self._outcomes) > MAX_OUTCOMES:
                 self._outcomes.popitem(last=False)
         for waiting in self._waiting.values():
@@ -588,6 +620,23 @@ class Pipeline:
                 waiting.remove(microbatch)
         if not microbatch.is_working:
             self._tell_trainer(microbatch)
+
+    def _measure_no_more(self, number: int) -> None:
+        """However this one ends."""
+        if number in self._measuring:
+            self._measuring[number] = 1
+
+    def _note_measured(self, number: int) -> None:
+        """One has come to its end; if it was lost on its way, it is drawn again."""
+        if number not in self._measuring:
+            return
+        self._measuring[number] -= 1
+        if self._measuring[number]:
+            self._to_measure.append(number)
+            return
+        del self._measuring[number]
+        if not self._measuring:
+            self._outputs.append(Measured())
 
     def _tell_trainer(self, microbatch: Microbatch) -> None:
         if microbatch.has_begun:

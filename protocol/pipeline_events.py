@@ -67,6 +67,7 @@ class Arriving:
     origin: bytes
     round: int
     seconds_left: float
+    is_held_out: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +146,13 @@ class RoundBegan:
 
 
 @dataclass(frozen=True, slots=True)
+class Measure:
+    """The loss of so many microbatches of held-out text, before others are drawn; `Measured` follows. At stage 0."""
+
+    num_microbatches: int
+
+
+@dataclass(frozen=True, slots=True)
 class RoundEnds:
     """What is under way for the round comes to its end, then `RoundDrained`."""
 
@@ -170,6 +178,7 @@ Event = (
     | Worked
     | Stepped
     | RoundBegan
+    | Measure
     | RoundEnds
     | TimerFired
 )
@@ -212,6 +221,7 @@ class SendForward:
     origin: bytes
     round: int
     seconds_left: float
+    is_held_out: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +285,10 @@ class Compute:
     slot: int
     is_following: bool = False
     """Whether what is begun is for the inner step after the next one that is taken."""
+    is_held_out: bool = False
+    """Whether what is begun is for its loss alone."""
+    number: int = 0
+    """Which microbatch of the held-out text is drawn, if one is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +301,11 @@ class RoundDrained:
     """Nothing is under way for the round: the contribution can be made. No jobs come until the next one begins."""
 
     round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The trainer has the losses of what was to be measured; not all, if some were lost again and again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,5 +329,6 @@ Output = (
     | Compute
     | TakeStep
     | RoundDrained
+    | Measured
     | SetTimer
 )

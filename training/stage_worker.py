@@ -35,11 +35,14 @@ from .codec import Buffer, decode, encode, encoded_size
 from .config import DataConfig, InnerConfig, ModelConfig, OuterConfig, PipelineConfig, TokenizerConfig
 from .data import Sampler, build_sampler
 from .device import Device, choose_device
-from .errors import ActivationError, CodecError, TrainingError
+from .errors import ActivationError, CodecError, DataError, TrainingError
 from .model import cross_entropy
 from .parameters import bind_
 from .replica import Replica
 from .stages import as_stage, build_stage
+
+# The inner step of microbatches that are of none: their loss is measured, and nothing is learned of them.
+_HELD_OUT = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +64,9 @@ class _Microbatch:
 
     version: _Version
     number: int
-    """Of the inner step to which it belongs, from the first one of this life."""
+    """Of the inner step to which it belongs, from the first one of this life; `_HELD_OUT`: of none."""
+    held_out: int = 0
+    """Which one of the held-out text it is, where that was drawn."""
     tokens: Tensor | None = None
     """(B, T + 1), where it was drawn."""
     drawn: tuple[int, int, int] | None = None
@@ -102,6 +107,7 @@ class StageWorker(Replica):
         self._shape = (pipeline.microbatch_size, model.context, model.width)
         self._microbatches: dict[int, _Microbatch] = {}
         self._num_drawn = 0
+        self._held_out_losses: dict[int, float] = {}
         self._number = 0  # of the inner step that is taken next
         self._num_summed = [0, 0]  # microbatches in the sum for it, and in that for the following one
         self._versions = [] if pipeline.overlap else [_Version(self._module, self._theta)]
@@ -157,23 +163,62 @@ class StageWorker(Replica):
             self._settle_slice(microbatch, is_kept=False)
             raise
 
-    def forward(self, slot: int, data: Buffer, out: Buffer, *, is_following: bool = False) -> None:
+    def draw_held_out(self, slot: int, out: Buffer, number: int) -> None:
+        """Begin microbatch ``number`` of the held-out text as `draw` does, for its loss alone (`validation_loss`).
+
+        Raises `DataError` if too little is held out.
+        """
+        if self._sampler is None:
+            raise TrainingError("only stage 0 draws data")
+        size = self._pipeline.microbatch_size
+        index, part = divmod(number, self._sampler.batch_size // size)
+        batch = self._sampler.held_out_batch(index)
+        microbatch = _Microbatch(self._newest_version(), _HELD_OUT, held_out=number)
+        microbatch.tokens = torch.as_tensor(batch[part * size : (part + 1) * size]).to(self.device.torch_device)
+        self._start(slot, microbatch, out)
+
+    def validation_loss(self, num_batches: int) -> float:
+        """Mean loss of so many held-out batches, in nats a token, which have gone through all stages since last asked.
+
+        Raises `DataError` if some of them have not.
+        """
+        assert self._sampler is not None, "only stage 0 draws data"
+        self._sampler.held_out_batch(0)  # or why there is none
+        losses, self._held_out_losses = self._held_out_losses, {}
+        num_microbatches = num_batches * (self._sampler.batch_size // self._pipeline.microbatch_size)
+        if len(losses) < num_microbatches:
+            raise DataError(
+                f"{num_microbatches - len(losses)} of {num_microbatches} microbatches were lost on their way"
+            )
+        return sum(losses.values()) / num_microbatches
+
+    def forward(
+        self, slot: int, data: Buffer, out: Buffer, *, is_following: bool = False, is_held_out: bool = False
+    ) -> None:
         """Take the activations ``data`` through this stage, and write those that come out to ``out``.
 
-        ``is_following`` as in `draw`. Raises `ActivationError` if they are unfit, and keeps nothing of them.
+        ``is_following`` as in `draw`; ``is_held_out``: for its loss alone, nothing comes back. Raises `ActivationError`
+        if they are unfit, and keeps nothing of them.
         """
         x = self._decode_activations(data)
         microbatch = self._new_microbatch(is_following)
+        if is_held_out:
+            microbatch.number = _HELD_OUT
         microbatch.x = x
         self._start(slot, microbatch, out)
 
     def tail(self, slot: int, data: Buffer, out: Buffer) -> Tensor:
         """The loss of a drawn microbatch whose last activations are ``data``; writes their gradient to ``out``.
 
-        A scalar left on the device, in nats a token. Raises `ActivationError` if they are unfit, with nothing added.
+        Of held-out text there is no gradient, and the loss is kept for `validation_loss`. A scalar left on the device,
+        in nats a token. Raises `ActivationError` if they are unfit, with nothing added.
         """
         microbatch = self._microbatches[slot]
         last = self._decode_activations(data)
+        if microbatch.number == _HELD_OUT:
+            loss = self._loss(microbatch, last.detach())
+            self._held_out_losses[microbatch.held_out] = float(loss)
+            return loss
         loss = self._add_tail(microbatch, last, 1.0)
         microbatch.last = last.detach()
         assert last.grad is not None
@@ -260,10 +305,11 @@ class StageWorker(Replica):
     def _start(self, slot: int, microbatch: _Microbatch, out: Buffer) -> None:
         if slot in self._microbatches:
             raise TrainingError(f"slot {slot} has a microbatch that is not settled")
-        with torch.set_grad_enabled(not self._pipeline.recompute):
+        is_to_come_back = microbatch.number != _HELD_OUT
+        with torch.set_grad_enabled(is_to_come_back and not self._pipeline.recompute):
             y = self._advance(microbatch)
         self._encode_activations(y.detach(), out)
-        microbatch.y = None if self._pipeline.recompute else y
+        microbatch.y = y if y.requires_grad else None
         microbatch.version.num_users += 1
         self._microbatches[slot] = microbatch
 
@@ -295,13 +341,16 @@ class StageWorker(Replica):
         return gradient
 
     def _add_tail(self, microbatch: _Microbatch, last: Tensor, sign: float) -> Tensor:
-        assert microbatch.tokens is not None
-        stage = as_stage(microbatch.version.module)
-        with self.device.autocast():
-            loss = cross_entropy(stage.logits(last), microbatch.tokens[:, 1:])
+        loss = self._loss(microbatch, last)
         self._sum_up(microbatch)
         (sign * loss).backward()
         return loss.detach()
+
+    def _loss(self, microbatch: _Microbatch, last: Tensor) -> Tensor:
+        assert microbatch.tokens is not None
+        stage = as_stage(microbatch.version.module)
+        with self.device.autocast(), torch.set_grad_enabled(last.requires_grad):
+            return cross_entropy(stage.logits(last), microbatch.tokens[:, 1:])
 
     def _decode_activations(self, data: Buffer, *, is_input: bool = True) -> Tensor:
         try:

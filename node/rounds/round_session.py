@@ -35,7 +35,7 @@ from farandole.protocol.pairing_events import (
     Stopped,
     UseFragment,
 )
-from farandole.protocol.pipeline_events import RoundBegan, RoundEnds, Stepped, Worked
+from farandole.protocol.pipeline_events import Measure, RoundBegan, RoundEnds, Stepped, Worked
 
 from ..exchanges.contributions import Outgoing
 from ..exchanges.exchange import ExchangeResult, ExchangeService
@@ -147,9 +147,11 @@ class RoundSession:
         self._nursery.start_soon(self._watch)
         if self._pipeline is not None:
             memory = self._trainer.map_activations(self._manifest.pipeline.in_flight)
-            self._pipeline.begin(Worker(self._stage, memory, self._send, self._drained))
+            self._pipeline.begin(Worker(self._stage, memory, self._send, self._drained, self._measured))
         if self._leases is not None:
             self._leases.begin(self._trainer.prepared, self._send)
+        if self._is_from_start and self._config.validate_every:
+            self._validate()
         self._start_round(first_round)
         with self._life:
             while True:
@@ -305,6 +307,22 @@ class RoundSession:
         self._send(messages.FinishRound(round_index))
 
     @property
+    def _is_from_start(self) -> bool:
+        """Whether this life began with the weights that the manifest names."""
+        return self._manifest.start is not None and self._trainer.prepared.resumed is None
+
+    def _validate(self) -> None:
+        """Measure the loss on held-out text; where the model is cut, those who draw data do, through all stages."""
+        if self._pipeline is None:
+            self._measured()
+        elif self._stage == 0:
+            num_parts = self._manifest.inner.batch_size // self._manifest.pipeline.microbatch_size
+            self._pipeline.handle(Measure(VALIDATION_BATCHES * num_parts))
+
+    def _measured(self) -> None:
+        self._send(messages.Validate(VALIDATION_BATCHES))
+
+    @property
     def _counts_tokens(self) -> bool:
         """Every stage sees all tokens: the first one counts them for the run."""
         return self._stage == 0
@@ -345,6 +363,8 @@ class RoundSession:
                 if report.problem:
                     board.warn(report.problem)
                 else:
+                    if self._is_from_start and not board.validation:
+                        board.say(f"the weights that this run starts from have a held-out loss of {loss:.4f}")
                     board.validation.append((round_index, loss))
             case messages.Saved():
                 self._num_saving -= 1
@@ -402,8 +422,8 @@ class RoundSession:
         )
         following = report.round + 1
         every, maximum = self._config.validate_every, self._config.max_rounds
-        if every and self._pipeline is None and (following % every == 0 or following == maximum):
-            self._send(messages.Validate(VALIDATION_BATCHES))
+        if every and (following % every == 0 or following == maximum):
+            self._validate()
         if following != maximum and trio.current_time() - self._saved_at >= self._config.checkpoint_seconds:
             self._is_save_due = True
             self.save()

@@ -70,6 +70,8 @@ class Worker:
     send: Callable[[messages.Command], None]
     on_drained: Callable[[int], None]
     """The round has nothing under way any more."""
+    on_measured: Callable[[], None]
+    """The trainer has the losses of the held-out text."""
 
 
 class PipelineService:
@@ -212,12 +214,14 @@ class PipelineService:
                 if at != self._timer_at:
                     self._timer_at = at
                     self._timer_changed.set()
-            case machine.Compute(work, slot, is_following):
-                worker.send(messages.Work(work, slot, is_following))
+            case machine.Compute(work, slot, is_following, is_held_out, number):
+                worker.send(messages.Work(work, slot, is_following, is_held_out, number))
             case machine.TakeStep():
                 worker.send(messages.TakeInnerStep())
             case machine.RoundDrained(round_index):
                 worker.on_drained(round_index)
+            case machine.Measured():
+                worker.on_measured()
             case machine.OpenLink(peer, is_return):
                 assert self._nursery is not None, "links are opened while the service runs"
                 self._nursery.start_soon(self._open, peer, is_return)
@@ -235,8 +239,9 @@ class PipelineService:
                 link.close()
             case machine.Place(_, index, slot):
                 self._places[link.number, index] = self._incoming(slot)
-            case machine.SendForward(_, slot, ticket, origin, round_index, seconds_left):
-                link.send(Forward(ticket, origin, round_index, seconds_left), self._outgoing(slot))
+            case machine.SendForward(_, slot, ticket, origin, round_index, seconds_left, is_held_out):
+                forward = Forward(ticket, origin, round_index, seconds_left, is_held_out=is_held_out)
+                link.send(forward, self._outgoing(slot))
             case machine.SendGradient(_, index, slot):
                 link.send(Gradient(index), self._outgoing(slot))
             case machine.SendDropped(_, index, reason, is_untouched):
@@ -337,9 +342,9 @@ class PipelineService:
     def _hear(self, link: ActivationLink, event: Event) -> None:
         number = link.number
         match event:
-            case Forward(ticket, origin, round_index, seconds_left):
+            case Forward(ticket, origin, round_index, seconds_left, _, is_held_out):
                 index = link.link.num_forwarded - 1
-                self.handle(machine.Arriving(number, index, ticket, origin, round_index, seconds_left))
+                self.handle(machine.Arriving(number, index, ticket, origin, round_index, seconds_left, is_held_out))
                 self._place(link, index)
             case Gradient(index):
                 self.handle(machine.GradientArriving(number, index))

@@ -107,6 +107,10 @@ class Work(msgspec.Struct, frozen=True, tag=True):
     slot: int
     is_following: bool = False
     """Whether what begins is for the inner step after the next `TakeInnerStep`."""
+    is_held_out: bool = False
+    """Whether what begins is for its loss alone; `Validate` asks for that of all of them."""
+    number: int = 0
+    """Which microbatch of the held-out text is drawn, if one is."""
 
 
 class TakeInnerStep(msgspec.Struct, frozen=True, tag=True):
@@ -159,7 +163,7 @@ class Save(msgspec.Struct, frozen=True, tag=True):
 
 
 class Validate(msgspec.Struct, frozen=True, tag=True):
-    """Measure the loss of the slow weights on held-out text."""
+    """Measure the loss on held-out text; of a stage, what has gone through all of them (`Work.is_held_out`)."""
 
     num_batches: int
 

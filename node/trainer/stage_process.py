@@ -10,13 +10,13 @@ import time
 from pathlib import Path
 
 from farandole.protocol.manifest import Manifest
-from farandole.training.errors import ActivationError, NoSliceError
+from farandole.training.errors import ActivationError, DataError, NoSliceError
 from farandole.training.stage_worker import StageWorker, build_stage_worker
 
 from ..system.memory import map_shared_memory
 from .channel import Channel
 from .conversion import pipeline_config, training_configs
-from .messages import InnerStepTaken, Prepare, TakeInnerStep, Train, Validated, Work, Worked
+from .messages import InnerStepTaken, Prepare, TakeInnerStep, Train, Validate, Validated, Work, Worked
 from .process import TrainerProcess
 
 
@@ -58,6 +58,8 @@ class StageProcess(TrainerProcess):
                     self._spend(started_at)
                     self._channel.send(InnerStepTaken(is_taken))
                     self._report_progress(steps, self._mean_loss)
+                case Validate(num_batches):
+                    self._channel.send(self._validate(num_batches))
                 case _ if self._obey(told, command.round):
                     break
         return steps, self._mean_loss()
@@ -78,19 +80,33 @@ class StageProcess(TrainerProcess):
         incoming, outgoing = self._memory[first:middle], self._memory[middle : middle + self._activation_bytes]
         try:
             match told.work:
+                case "draw" if told.is_held_out:
+                    worker.draw_held_out(told.slot, outgoing, told.number)
                 case "draw":
                     worker.draw(told.slot, outgoing, is_following=told.is_following)
                 case "forward":
-                    worker.forward(told.slot, incoming, outgoing, is_following=told.is_following)
+                    worker.forward(
+                        told.slot,
+                        incoming,
+                        outgoing,
+                        is_following=told.is_following,
+                        is_held_out=told.is_held_out,
+                    )
                 case "tail":
-                    self._losses.append(float(worker.tail(told.slot, incoming, outgoing)))
+                    loss = float(worker.tail(told.slot, incoming, outgoing))
+                    if not told.is_held_out:
+                        self._losses.append(loss)
                 case "backward":
                     worker.backward(told.slot, incoming, outgoing)
                 case "keep" | "drop":
                     worker.settle(told.slot, told.work == "keep")
-        except (ActivationError, NoSliceError) as error:
+        except (ActivationError, NoSliceError, DataError) as error:
             return str(error)
         return ""
 
     def _validate(self, num_batches: int) -> Validated:
-        return Validated(self._worker.round, 0.0, "no validation: no node holds the whole model")
+        """Of what has gone through the stages since it was last asked."""
+        try:
+            return Validated(self._worker.round, self._worker.validation_loss(num_batches))
+        except DataError as error:
+            return Validated(self._worker.round, 0.0, f"no validation: {error}")

@@ -102,7 +102,9 @@ class StageNode:
         with trio.fail_after(ANSWER_TIMEOUT):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._obey, receiver)
-                worker = Worker(self._stage, memory, sender.send_nowait, lambda _: sender.send_nowait(finish))
+                worker = Worker(
+                    self._stage, memory, sender.send_nowait, lambda _: sender.send_nowait(finish), lambda: None
+                )
                 self._service.begin(worker)
                 sender.send_nowait(messages.Train(0, 0))
                 self._service.handle(machine.RoundBegan(0, steps))

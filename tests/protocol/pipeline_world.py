@@ -13,7 +13,6 @@ from functools import partial
 from farandole.protocol import activations as wire
 from farandole.protocol import pipeline_events as machine
 from farandole.protocol.pipeline import Pipeline, PipelineSettings
-from farandole.protocol.pipeline_events import Work
 
 SIZE = 3 * wire.DATA_BYTES // 2  # two frames
 HELLO = wire.Hello(run_id=bytes(32), stage=0, shape=bytes(32))
@@ -50,6 +49,10 @@ class Node:
         self.tickets: dict[int, bytes] = {}
         self.sums: list[set[bytes]] = [set(), set()]  # gradients of this inner step, and of the following one
         self.began: dict[int, int] = {}  # slots of which the trainer holds something, and to which sum it belongs
+        self.held_out: set[int] = set()  # slots with text whose loss is measured
+        self.has_held_out = True
+        self.measured: list[int] = []
+        self.num_measured = 0  # how often the pipeline was through with it
         self.kept: list[bytes] = []
         self.steps: list[int] = []
         self.drained: list[int] = []
@@ -84,9 +87,9 @@ class Node:
                 world.close(world.wires[link])
             case machine.Place(link, index, slot):
                 self.world.placed = slot
-            case machine.SendForward(link, slot, ticket, origin, round_index, seconds_left):
+            case machine.SendForward(link, slot, ticket, origin, round_index, seconds_left, is_held_out):
                 self.tickets[slot] = ticket
-                message = wire.Forward(ticket, origin, round_index, seconds_left)
+                message = wire.Forward(ticket, origin, round_index, seconds_left, is_held_out=is_held_out)
                 world.send(self, link, message, self.out[slot])
             case machine.SendGradient(link, index, slot):
                 if index in world.wires[link].ends[self.author].open:
@@ -103,8 +106,10 @@ class Node:
                 world.tell(self, origin, machine.Asked(self.author, ticket))
             case machine.Tell(peer, ticket, is_kept):
                 world.tell(self, peer, machine.Told(self.author, ticket, is_kept))
-            case machine.Compute(work, slot, is_following):
-                self.compute(work, slot, is_following)
+            case machine.Compute():
+                self.compute(output)
+            case machine.Measured():
+                self.num_measured += 1
             case machine.TakeStep():
                 self.work(self.seconds, self.step)
             case machine.RoundDrained(round_index):
@@ -135,15 +140,21 @@ class Node:
         self.began = dict.fromkeys(self.began, 0)
         self.handle(machine.Stepped())
 
-    def compute(self, work: Work, slot: int, is_following: bool) -> None:
-        problem = ""
+    def compute(self, job: machine.Compute) -> None:
+        work, slot = job.work, job.slot
 
         def done() -> None:
             if not self.is_alive:
                 return
+            if work == "draw" and job.is_held_out and not self.has_held_out:
+                self.handle(machine.Worked("nothing is held out"))
+                return
             if work in ("draw", "forward"):
-                assert slot not in self.began
-                self.began[slot] = int(is_following)
+                assert slot not in self.began.keys() | self.held_out
+                if job.is_held_out:
+                    self.held_out.add(slot)
+                else:
+                    self.began[slot] = int(job.is_following)
             if work == "draw":
                 self.tickets[slot] = self.pipeline._jobs[0][1].ticket
                 self.out[slot] = self.tickets[slot] + b"a0"
@@ -154,17 +165,22 @@ class Node:
             elif work == "tail":
                 assert self.memory[slot] == self.tickets[slot] + b"a%d" % (self.world.num_stages - 1)
                 self.out[slot] = self.tickets[slot] + b"g%d" % self.world.num_stages
+                if job.is_held_out:
+                    self.measured.append(job.number)
             elif work == "backward":
                 assert self.memory[slot] == self.tickets[slot] + b"g%d" % (self.stage + 1)
                 self.sums[self.began[slot]].add(self.tickets[slot])
                 self.out[slot] = self.tickets[slot] + b"g%d" % self.stage
+            elif job.is_held_out:
+                assert work == "drop"
+                self.held_out.remove(slot)
             else:
                 sum_ = self.sums[self.began.pop(slot)]
                 if work == "keep":
                     assert self.tickets[slot] in sum_
                 else:
                     sum_.discard(self.tickets.get(slot, b""))
-            self.handle(machine.Worked(problem))
+            self.handle(machine.Worked())
 
         self.work(0.0 if work in ("keep", "drop") else self.seconds, done)
 
@@ -291,9 +307,11 @@ class World:
         while (event := end.next_event()) is not None:
             self.placed = None
             match event:
-                case wire.Forward(ticket, origin, round_index, seconds_left):
+                case wire.Forward(ticket, origin, round_index, seconds_left, _, is_held_out):
                     index = end.num_forwarded - 1
-                    node.handle(machine.Arriving(wire_.number, index, ticket, origin, round_index, seconds_left))
+                    node.handle(
+                        machine.Arriving(wire_.number, index, ticket, origin, round_index, seconds_left, is_held_out)
+                    )
                     self.place(wire_, node, end)
                 case wire.Gradient(index):
                     node.handle(machine.GradientArriving(wire_.number, index))

@@ -239,6 +239,64 @@ def test_a_round_may_end_by_its_steps() -> None:
     assert node.drained == [0]
 
 
+def measure(world: World, number: int) -> None:
+    for origin in world.of_stage(0):
+        origin.handle(machine.Measure(number))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("stages", [[1, 1], [2, 3, 2]])
+def test_held_out_text_goes_forward_alone_and_is_learned_by_nobody(stages: list[int], overlap: bool) -> None:
+    world = World(stages, overlap=overlap)
+    measure(world, 11)
+    world.run(5)
+    for origin in world.of_stage(0):
+        assert sorted(origin.measured) == list(range(11))
+        assert origin.num_measured == 1
+    world.run(5)
+    assert not any(node.held_out for node in world.nodes.values())
+    world.end()
+    kept = world.kept()
+    assert len(kept) > 50
+    assert set(kept.values()) == {len(stages)}
+
+
+def test_what_is_measured_comes_before_what_is_learned() -> None:
+    world = World([1, 1])
+    origin, other = world.nodes.values()
+    measure(world, 20)
+    while not origin.num_measured:
+        assert not other.steps
+        world.run(0.01)
+    world.run(5)
+    assert other.steps
+
+
+def test_held_out_text_that_was_lost_with_a_node_is_measured_all_the_same() -> None:
+    world = World([2, 3, 2], latency=0.05)
+    measure(world, 30)
+    world.run(0.6)
+    world.kill(world.of_stage(1)[0])
+    world.run(2.0)
+    world.announce()
+    world.run(20)
+    for origin in world.of_stage(0):
+        assert sorted(set(origin.measured)) == list(range(30))
+        assert origin.num_measured == 1
+    world.end()
+    assert settled_alike(world, 3)
+
+
+def test_where_nothing_is_held_out_the_training_goes_on() -> None:
+    world = World([1, 1])
+    (origin,) = world.of_stage(0)
+    origin.has_held_out = False
+    measure(world, 8)
+    world.run(5)
+    assert origin.num_measured == 1
+    assert origin.steps
+
+
 def settings(stage: int, num_stages: int = 3, in_flight: int = 2) -> PipelineSettings:
     return PipelineSettings(b"me" * 16, stage, num_stages, 4, in_flight, 10.0)
 

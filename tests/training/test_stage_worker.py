@@ -9,7 +9,7 @@ import torch
 from farandole.training.config import InnerConfig, ModelConfig, OuterConfig, PipelineConfig
 from farandole.training.data import Sampler, Text
 from farandole.training.device import choose_device
-from farandole.training.errors import ActivationError, NoSliceError, TrainingError
+from farandole.training.errors import ActivationError, DataError, NoSliceError, TrainingError
 from farandole.training.learner import Learner
 from farandole.training.model import build_model, cross_entropy
 from farandole.training.stage_worker import StageWorker
@@ -104,6 +104,40 @@ def test_stages_learn_what_the_whole_model_learns_bit_for_bit(
     expected = learner.layout.views(learner.fast_weights())
     assert all(torch.equal(weights, expected[name]) for name, weights in by_name(workers).items())
     assert [worker.tokens for worker in workers] == [learner.tokens] * num_stages
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_held_out_text_has_the_loss_that_the_whole_model_has_and_teaches_nothing(
+    deep: ModelConfig, no_clip: InnerConfig, text: Text, num_stages: int, overlap: bool
+) -> None:
+    size = no_clip.batch_size // 2
+    workers = workers_of(deep, no_clip, text, num_stages, microbatch_size=size, overlap=overlap)
+    untold = workers_of(deep, no_clip, text, num_stages, microbatch_size=size, overlap=overlap)
+    for _ in range(2):
+        learn(workers, 2)
+        learn(untold, 2)
+    slots = range(1, 5)
+    buffers = {slot: bytearray(workers[0].activation_bytes) for slot in slots}
+    for slot in slots:
+        workers[0].draw_held_out(slot, buffers[slot], slot - 1)
+        for worker in workers[1:]:
+            worker.forward(slot, buffers[slot], buffers[slot], is_held_out=True)
+    for slot in slots:
+        workers[0].tail(slot, buffers[slot], bytearray())
+    learn(workers, 2)  # before others know that it is at its end
+    learn(untold, 2)
+    for slot in slots:
+        for worker in workers:
+            worker.settle(slot, is_kept=False)
+
+    learner = whole(deep, no_clip, text)
+    for _ in range(2):
+        learner.learn()
+    assert workers[0].validation_loss(2) == pytest.approx(learner.validation_loss(2), rel=1e-5)
+    assert all(torch.equal(a.fast_weights(), b.fast_weights()) for a, b in zip(workers, untold, strict=True))
+    with pytest.raises(DataError, match="were lost"):
+        workers[0].validation_loss(2)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])

@@ -33,6 +33,7 @@ from farandole.training.learner import build_learner
 
 PATIENCE = 120.0
 STEPS = 20
+NUM_HELD_OUT = 2  # batches, which are microbatches here
 RUN_ID = b"r" * 32
 
 
@@ -51,7 +52,7 @@ def manifest_of(num_stages: int, context: int = 16, width: int = 16) -> Manifest
             },
             "inner": {"learning_rate": 3e-3, "warmup_steps": 2, "batch_size": 4, "clip": 0.0},
             "pipeline": {"codec": "fp32", "microbatch_size": 4, "in_flight": 4},
-            "data": {"source": "text"},
+            "data": {"source": "text", "held_out": 0.2},
         }
     )
 
@@ -78,8 +79,18 @@ class Node:
             nursery.start_soon(obey)
             memory = self.trainer.map_activations(manifest.pipeline.in_flight)
             finish = messages.FinishRound(0)
-            self.service.begin(Worker(stage, memory, sender.send_nowait, lambda _: sender.send_nowait(finish)))
+            self.service.begin(
+                Worker(
+                    stage,
+                    memory,
+                    sender.send_nowait,
+                    lambda _: sender.send_nowait(finish),
+                    lambda: sender.send_nowait(messages.Validate(NUM_HELD_OUT)),
+                )
+            )
             sender.send_nowait(messages.Train(0, 0))
+            if stage == 0:
+                self.service.handle(machine.Measure(NUM_HELD_OUT))
             self.service.handle(machine.RoundBegan(0, steps))
             while not self.saved.is_set():
                 report = await self.trainer.receive()
@@ -112,7 +123,7 @@ def prepare(manifest: Manifest, author: bytes, stage: int, folder: Path) -> mess
         run_id=RUN_ID,
         author=author,
         manifest=msgspec.msgpack.encode(manifest),
-        data=[str(folder / "text.txt")],
+        data=[str(folder / "texts")],
         tokenizer=None,
         device="cpu",
         threads=1,
@@ -128,7 +139,9 @@ def prepare(manifest: Manifest, author: bytes, stage: int, folder: Path) -> mess
 @contextlib.asynccontextmanager
 async def open_nodes(manifest: Manifest, folder: Path, *, with_channels: bool = False) -> AsyncIterator[list[Node]]:
     """One node a stage, connected with each other; the trainers are ready."""
-    folder.joinpath("text.txt").write_text("one text, which goes on and on; " * 2_000)
+    folder.joinpath("texts").mkdir()
+    for number in range(20):
+        folder.joinpath("texts", f"{number}.txt").write_text(f"text {number}, which goes on and on; " * 100)
     async with contextlib.AsyncExitStack() as stack:
         nodes: list[Node] = []
         authors: list[bytes] = []
@@ -179,6 +192,7 @@ async def test_nodes_of_one_stage_each_learn_what_one_node_learns_alone(
             assert [node.has_used_channels for node in nodes] == [is_bulk] * num_stages
             author = nodes[0].host.author
             loss = nodes[0].loss
+            validated = [report.loss for report in nodes[0].reports if isinstance(report, messages.Validated)]
             parameters = [node.trainer.prepared.num_parameters for node in nodes]
 
     alone = build_learner(
@@ -187,8 +201,9 @@ async def test_nodes_of_one_stage_each_learn_what_one_node_learns_alone(
         run_id=RUN_ID,
         author=author,
         device="cpu",
-        text_paths=[tmp_path / "text.txt"],
+        text_paths=[tmp_path / "texts"],
     )
+    assert validated == [pytest.approx(alone.validation_loss(NUM_HELD_OUT), rel=1e-6)]
     losses = [float(alone.learn()) for _ in range(steps)]
     assert loss == pytest.approx(sum(losses) / steps, rel=1e-6)
     assert sum(parameters) == alone.layout.num_elements
@@ -226,7 +241,7 @@ async def test_who_falls_silent_in_the_middle_of_activations_gives_the_slot_back
             )
             await nursery.start(service.run)
             memory = memoryview(bytearray(2 * manifest.pipeline.in_flight * size))
-            service.begin(Worker(1, memory, lambda command: None, lambda round_index: None))
+            service.begin(Worker(1, memory, lambda command: None, lambda round_index: None, lambda: None))
             service.set_nodes([frozenset({neighbour}), frozenset({author})])
             service.handle(machine.RoundBegan(0, 1))
             await near.connect(author, far.addresses)
