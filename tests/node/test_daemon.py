@@ -64,6 +64,12 @@ async def test_who_pauses_has_his_memory_back_and_goes_on_where_the_others_are(
             assert (status["phase"], status["is_member"]) == ("paused", True)
             assert not Path(f"/proc/{trainer}").exists()
             await alice.says("alone: no peer is live")
+
+            assert "training" in await trio.to_thread.run_sync(lambda: call(bob.home, "resume"))
+            await bob.says("trainer ready")
+            await bob.says("averaged with", alice.name)
+            await trio.to_thread.run_sync(lambda: call(bob.home, "pause"))
+            await bob.says("resting")
             assert await bob.end(signal.SIGTERM) == Exit.OK
 
         async with joined(tmp_path / "bob", *data) as bob:

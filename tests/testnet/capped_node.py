@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from farandole.node.checkpoints.fetching import ask_for_index, fetch_checkpoint
 from farandole.node.checkpoints.giving import BlockService
 from farandole.node.checkpoints.holdings import Holding
 from farandole.node.checkpoints.taking import Conditions
+from farandole.node.errors import PeerUnreachableError
 from farandole.node.exchanges.bulk import open_bulk
 from farandole.node.p2p.host import open_host
 from farandole.node.shaping import Shaping
@@ -51,9 +53,12 @@ async def take(address: str, ip: str, mbit: float, folder: Path) -> None:
     ):
         host.add_addresses(donor, [address])
         conditions = Conditions(host, RUN, shaping, channels)
-        signed, index = await ask_for_index(conditions, donor, 0, 1 << 30)
-        print("taking", flush=True)
-        await fetch_checkpoint(conditions, signed, index, lambda: [donor], lambda name: True, folder / "ours")
+        while True:  # a busy machine may be too slow to answer at first
+            with contextlib.suppress(PeerUnreachableError):
+                signed, index = await ask_for_index(conditions, donor, 0, 1 << 30)
+                print("taking", flush=True)
+                await fetch_checkpoint(conditions, signed, index, lambda: [donor], lambda name: True, folder / "ours")
+                return
 
 
 if __name__ == "__main__":
