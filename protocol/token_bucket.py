@@ -4,7 +4,10 @@ from __future__ import annotations
 
 
 class TokenBucket:
-    """Starts full. Time is any clock that does not run backwards; if it does, nothing is refilled."""
+    """Starts full. Time is any clock; when it is set back, the bucket fills from then on.
+
+    Otherwise one that was an hour fast for a moment would be refilled no more for an hour after it was right again.
+    """
 
     __slots__ = ("_at", "_tokens", "capacity", "rate")
 
@@ -17,9 +20,8 @@ class TokenBucket:
 
     def available(self, now: float) -> float:
         """Tokens there are at ``now``."""
-        if now > self._at:
-            self._tokens = min(self.capacity, self._tokens + (now - self._at) * self.rate)
-            self._at = now
+        self._tokens = min(self.capacity, self._tokens + max(0.0, now - self._at) * self.rate)
+        self._at = now
         return self._tokens
 
     def take(self, now: float, count: float = 1.0) -> bool:

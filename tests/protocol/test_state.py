@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from itertools import permutations
 
@@ -21,7 +22,7 @@ from farandole.protocol.entries import (
     Signed,
     decode_delta,
 )
-from farandole.protocol.state import METERED_BURST, NUM_BUCKETS, Outcome, RunState, bucket_of
+from farandole.protocol.state import METERED_BURST, METERED_RATE, NUM_BUCKETS, Outcome, RunState, bucket_of
 
 from .authors import (
     CREATOR,
@@ -283,6 +284,19 @@ def test_long_lived_entries_are_metered() -> None:
     assert outcomes.count(Outcome.DEFERRED) == 150 - METERED_BURST
     assert state.merge(Delta((metric(2),)), NOW).outcomes == [Outcome.NEW]
     assert state.merge(Delta((metric(1),)), NOW + 2).outcomes == [Outcome.NEW]
+
+
+def test_an_author_is_heard_as_ever_once_a_clock_that_was_fast_is_right_again() -> None:
+    """Entries of an hour at the rate that is allowed: a node that takes none of them knows nothing new of anybody."""
+    state = RunState(RUN_ID, CREATOR)
+    first = tick_at(Kind.PROGRESS) - 2 * METERED_BURST
+    state.merge(Delta((progress(1, 0, first - 1),)), NOW + 3_600)
+    step = math.ceil(1 / METERED_RATE)
+    outcomes = [
+        state.merge(Delta((progress(1, 0, first + number),)), NOW + number * step).outcomes
+        for number in range(2 * METERED_BURST)
+    ]
+    assert outcomes == [[Outcome.NEW]] * len(outcomes)
 
 
 def test_an_author_has_so_many_slots_and_no_more() -> None:

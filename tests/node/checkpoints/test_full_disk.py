@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
 import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -24,6 +23,7 @@ from farandole.protocol.manifest import Manifest, manifest_from_dict, sign_manif
 from farandole.training.blocks import BLOCK_BYTES
 
 from ..daemons import Daemon, joined
+from ..trainer_commands import prepare_for
 
 DEADLINE = 120  # a hang, not a duration
 VECTORS = 4
@@ -45,20 +45,7 @@ def manifest() -> Manifest:
 
 @pytest.fixture
 def prepare(manifest: Manifest, tmp_path: Path) -> messages.Prepare:
-    return messages.Prepare(
-        run_id=b"r" * 32,
-        author=b"a" * 32,
-        manifest=msgspec.msgpack.encode(manifest),
-        data=[],
-        tokenizer=None,
-        device="cpu",
-        threads=1,
-        slow=1.0,
-        step_seconds=0.0,
-        checkpoints=str(tmp_path / "checkpoints"),
-        outgoing=0,
-        incoming=0,
-    )
+    return prepare_for(manifest, tmp_path / "checkpoints")
 
 
 async def report_of(trainer: Trainer, kind: type[ReportType]) -> ReportType:

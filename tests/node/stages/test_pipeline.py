@@ -31,6 +31,8 @@ from farandole.protocol.identity import public_bytes
 from farandole.protocol.manifest import Manifest, PipelineConfig, manifest_from_dict
 from farandole.training.learner import build_learner
 
+from ..trainer_commands import prepare_for
+
 PATIENCE = 120.0
 STEPS = 20
 NUM_HELD_OUT = 2  # batches, which are microbatches here
@@ -119,21 +121,7 @@ class Node:
 
 
 def prepare(manifest: Manifest, author: bytes, stage: int, folder: Path) -> messages.Prepare:
-    return messages.Prepare(
-        run_id=RUN_ID,
-        author=author,
-        manifest=msgspec.msgpack.encode(manifest),
-        data=[str(folder / "texts")],
-        tokenizer=None,
-        device="cpu",
-        threads=1,
-        slow=1.0,
-        step_seconds=0.0,
-        checkpoints=str(folder),
-        outgoing=0,
-        incoming=0,
-        stage=stage,
-    )
+    return prepare_for(manifest, folder, run_id=RUN_ID, author=author, data=[str(folder / "texts")], stage=stage)
 
 
 @contextlib.asynccontextmanager

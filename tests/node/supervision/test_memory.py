@@ -8,7 +8,6 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -21,6 +20,7 @@ from farandole.node.trainer.trainer import Trainer, TrainerError, open_trainer
 from farandole.protocol.manifest import Manifest, manifest_from_dict, sign_manifest
 
 from ..daemons import joined
+from ..trainer_commands import prepare_for
 
 DEADLINE = 120  # a hang, not a duration
 BATCH = 64
@@ -44,20 +44,7 @@ def manifest() -> Manifest:
 
 @pytest.fixture
 def prepare(manifest: Manifest, tmp_path: Path) -> messages.Prepare:
-    return messages.Prepare(
-        run_id=b"r" * 32,
-        author=b"a" * 32,
-        manifest=msgspec.msgpack.encode(manifest),
-        data=[],
-        tokenizer=None,
-        device="cpu",
-        threads=1,
-        slow=1.0,
-        step_seconds=0.0,
-        checkpoints=str(tmp_path / "checkpoints"),
-        outgoing=0,
-        incoming=0,
-    )
+    return prepare_for(manifest, tmp_path / "checkpoints")
 
 
 def used(pid: int, what: str) -> int:

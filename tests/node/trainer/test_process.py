@@ -45,6 +45,8 @@ from farandole.training import replica
 from farandole.training.copying import DeviceCopier, Wait
 from farandole.training.learner import Learner, build_learner
 
+from ..trainer_commands import prepare_for
+
 DEADLINE = 60.0  # a hang, not a duration
 MANIFEST = manifest_of({"name": "tiny", "model": "tiny", "inner": {"batch_size": 2}}, Path(), 0.0)
 
@@ -73,20 +75,7 @@ class LateCopier(DeviceCopier):
 @pytest.fixture
 def prepare(tmp_path: Path) -> Iterator[Prepare]:
     with open_shared_memory("outgoing", tmp_path) as outgoing, open_shared_memory("incoming", tmp_path) as incoming:
-        yield Prepare(
-            run_id=b"r" * 32,
-            author=b"a" * 32,
-            manifest=msgspec.msgpack.encode(MANIFEST),
-            data=[],
-            tokenizer=None,
-            device="cpu",
-            threads=1,
-            slow=1.0,
-            step_seconds=0.0,
-            checkpoints=str(tmp_path),
-            outgoing=outgoing.place,
-            incoming=incoming.place,
-        )
+        yield prepare_for(MANIFEST, tmp_path, outgoing=outgoing.place, incoming=incoming.place)
 
 
 def reports_of(mesh: socket.socket) -> Iterator[Report]:

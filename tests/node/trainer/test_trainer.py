@@ -29,6 +29,8 @@ from farandole.protocol.manifest import Manifest, ModelConfig, manifest_from_dic
 from farandole.training.blocks import Content, content_of
 from farandole.training.learner import Learner, build_learner
 
+from ..trainer_commands import prepare_for
+
 DEADLINE = 120  # a hang, not a duration: a loaded machine imports torch in a quarter of this
 ReportType = TypeVar("ReportType")
 
@@ -53,21 +55,8 @@ def prepare(tmp_path: Path, manifest: Manifest) -> Callable[..., messages.Prepar
         (texts / f"{i}.txt").write_text(f"text number {i}, which goes on and on. " * 20)
 
     def make(author: bytes = b"a" * 32, **changes: object) -> messages.Prepare:
-        command = messages.Prepare(
-            run_id=b"r" * 32,
-            author=author,
-            manifest=msgspec.msgpack.encode(manifest),
-            data=[str(texts)],
-            tokenizer=None,
-            device="cpu",
-            threads=1,
-            slow=1.0,
-            step_seconds=0.0,
-            checkpoints=str(tmp_path / author[:1].decode()),
-            outgoing=0,
-            incoming=0,
-        )
-        return msgspec.structs.replace(command, **changes)
+        folder = tmp_path / author[:1].decode()
+        return prepare_for(manifest, folder, author=author, data=[str(texts)], **changes)
 
     return make
 
