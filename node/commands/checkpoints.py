@@ -97,7 +97,11 @@ def pull_model(
     key = load_or_create_key(settings.key)
     with open_progress() as (say, show):
         task = partial(pull, settings, to, key, merge=merge, with_optimizer=optimizer, say=say, show=show)
-        checkpoint_id = run_to_end(task)
+        try:
+            checkpoint_id = run_to_end(task)
+        except KeyboardInterrupt:
+            say(f"interrupted: the next pull to {to} goes on with what has come")
+            raise
     if as_json:
         print_json({"folder": str(to), "id": checkpoint_id.hex()})
     else:
