@@ -50,7 +50,7 @@ def test_a_third_of_the_nodes_is_replaced_in_an_epoch(seed: int) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize(("num_nodes", "seconds", "num_seeds"), [(24, 200.0, 10), (100, 400.0, 2), (300, 300.0, 1)])
 def test_a_third_of_many_nodes_is_replaced_in_an_epoch(num_nodes: int, seconds: float, num_seeds: int) -> None:
-    """Prints its figures. The largest takes ten minutes: every node hears of every lease, and all that in one process."""
+    """Prints its figures. The largest takes ten minutes: every node hears of every lease, in one process."""
     for seed in range(num_seeds):
         epochs = epochs_of(seed, num_nodes, seconds, base_period=10.0)
         replace_a_third(epochs, seconds)
