@@ -7,7 +7,7 @@ STAMP := $(VENV)/.set-up
 # Tests at once: on two cores more than these, since most tests wait more than they compute.
 NUM_TESTERS ?= 4
 
-.PHONY: help setup demo test lint types unit soak reference bench bench-exchange bench-join bench-stages bench-save bench-faults bench-nat wheel clean
+.PHONY: help setup demo test lint types lint-platforms unit soak reference bench bench-exchange bench-join bench-stages bench-save bench-faults bench-nat wheel clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,11 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
+
+lint-platforms: $(STAMP) ## Type-check what runs on volunteers' machines as Windows and macOS would (2 minutes)
+	for system in win32 darwin; do \
+	  $(BIN)/mypy --platform $$system --cache-dir .mypy_cache/$$system $(addprefix .typing/farandole/,node protocol training) || exit; \
+	done
 
 unit: $(STAMP)
 	@.ci/packages

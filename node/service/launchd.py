@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..system.files import user_id
 from .service import RESTART_SECONDS, STOP_SECONDS, Command, Service
 
 
@@ -65,6 +64,8 @@ def _label(name: str) -> str:
 
 
 def _domain() -> str:
+    from ..system.files import user_id  # with what ``--help`` does not need
+
     return f"gui/{user_id()}"
 
 

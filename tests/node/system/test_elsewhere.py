@@ -71,10 +71,12 @@ async def test_three_nodes_train_one_is_killed_and_comes_back_all_leave(
                 assert (await ask(carol, "status"))["run"]["members_live"] == 3
                 assert not (homes[2] / "control.sock").exists()
                 assert stat.S_IMODE((homes[2] / "control.port").stat().st_mode) == 0o600
-                assert list((homes[2] / "checkpoints" / "shared").iterdir())
+                before = set((homes[2] / "checkpoints" / "shared").iterdir())
+                assert before
                 await carol.end(signal.SIGKILL)
             async with joined(homes[2], *data) as carol:
                 await carol.says("trainer ready", "resumed at round")
+                assert not before & set((homes[2] / "checkpoints" / "shared").iterdir()), "memory is left behind"
                 await carol.says("averaged with")
                 await ask(carol, "pause")
                 await carol.says("paused")
@@ -87,7 +89,6 @@ async def test_three_nodes_train_one_is_killed_and_comes_back_all_leave(
                         assert await daemon.process.wait() == Exit.OK
     for home in homes:
         assert not (home / "control.port").exists()
-        assert list((home / "checkpoints" / "shared").iterdir()) == [], "memory is left behind"
         assert any((home / "checkpoints").glob("*.safetensors"))
     # An older checkpoint that others may still ask for stays until the next save.
     assert [line for line in denied.read_text().splitlines() if "os.rename" in line or ".safetensors" not in line] == []
