@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import json
 import textwrap
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, get_args
@@ -40,6 +39,8 @@ def read_config(path: Path) -> dict[str, Any]:
 
     Raises `ConfigError`.
     """
+    import tomllib  # not needed for ``--help``, as long as there is no such file
+
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_CONFIG_BYTES + 1)

@@ -14,8 +14,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
-import msgspec
-
 VARIABLE_PREFIX: Final = "FARANDOLE_"
 _ABOUT: Final = "about"
 _NOUNS: Final[dict[object, str]] = {
@@ -114,6 +112,8 @@ class Setting:
 
     def is_valid(self, value: object) -> bool:
         """Whether ``value``, as it stands in a settings file, is of the right type and within its bounds."""
+        import msgspec  # not needed for ``--help``
+
         try:
             converted = msgspec.convert(value, self.kind, dec_hook=_path)
         except msgspec.ValidationError:
@@ -154,4 +154,4 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 def _path(kind: type, value: object) -> object:
     if isinstance(value, str):
         return kind(value)
-    raise msgspec.ValidationError
+    raise TypeError("neither a path nor a text")
