@@ -86,24 +86,23 @@ async def test_gpu_memory_cannot_be_bounded_where_there_is_no_gpu(prepare: Calla
 
 
 @pytest.mark.skipif(not HAS_PROC, reason="reads a process's time in /proc")
-@pytest.mark.parametrize("threads", [1, 2])
 async def test_training_takes_no_more_cores_than_it_has_threads(
-    prepare: Callable[..., messages.Prepare], manifest: Manifest, threads: int
+    prepare: Callable[..., messages.Prepare], manifest: Manifest
 ) -> None:
-    """With operations that are worth many threads."""
+    """With operations that are worth many threads; it has one."""
     model = msgspec.structs.replace(manifest.model, width=256, hidden=1_024, context=64, num_layers=2)
     inner = msgspec.structs.replace(manifest.inner, batch_size=16)
     raw = msgspec.msgpack.encode(msgspec.structs.replace(manifest, model=model, inner=inner))
-    async with open_trainer(prepare(manifest=raw, threads=threads), None) as trainer:
+    async with open_trainer(prepare(manifest=raw), None) as trainer:
         await trainer.send(messages.Train(0, 2))
         await report_of(trainer, messages.Contributed)
         began, taken = time.monotonic(), cpu_seconds(trainer.pid)
         await trainer.send(messages.TakeOuterStep(0))
-        await trainer.send(messages.Train(1, 20))
+        await trainer.send(messages.Train(1, 8))
         await report_of(trainer, messages.OuterStepTaken)
         await report_of(trainer, messages.Contributed)
         share = (cpu_seconds(trainer.pid) - taken) / (time.monotonic() - began)
-    assert 0 < share <= 1.1 * threads
+    assert 0 < share <= 1.1
 
 
 def cpu_seconds(pid: int) -> float:
