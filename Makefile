@@ -7,7 +7,7 @@ STAMP := $(VENV)/.set-up
 # Tests at once: on two cores more than these, since most tests wait more than they compute.
 NUM_TESTERS ?= 4
 
-.PHONY: help setup demo test lint types lint-platforms unit soak reference bench bench-exchange bench-join bench-stages bench-save bench-faults bench-nat wheel clean
+.PHONY: help setup demo test lint types lint-platforms unit soak reference bench bench-exchange bench-join bench-stages bench-save bench-faults bench-nat bench-dashboard wheel clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,6 +72,10 @@ bench-save: $(STAMP) ## What a checkpoint a round costs training, beside torch.s
 bench-faults: $(STAMP) ## What kills, freezes, partitions, bad lines cost a run; needs root (3 hours, goes on if stopped)
 	@.ci/packages
 	$(BIN)/farandole testnet bench-faults --out out/faults --write BENCHMARKS.md
+
+bench-dashboard: $(STAMP) ## What a page about a run of 1,000 members costs; needs Chromium (5 minutes)
+	@.ci/packages
+	$(BIN)/farandole testnet bench-dashboard --out out/bench --write BENCHMARKS.md
 
 bench-nat: $(STAMP) ## How any home reaches any home, in the NAT lab, and back; needs root (15 minutes)
 	@.ci/packages

@@ -326,6 +326,23 @@ def bench_faults(
     run_faults_bench(out, scenarios or (), Section(write, "faults") if write else None)
 
 
+@testnet_app.command("bench-dashboard")
+def bench_dashboard(
+    members: Annotated[int, typer.Option(min=1, help="Of the run, beside the node whose page it is.")] = 1_000,
+    seconds: Annotated[float, typer.Option(min=1, help="Of each part: without a page, and with one.")] = 60.0,
+    out: Annotated[Path, typer.Option(help="Folder for dashboard.json, dashboard.md, logs.")] = Path("out/bench"),
+    write: Write = None,
+) -> None:
+    """Measure what a page about a large run costs its browser and the daemon; fails where a limit is not kept.
+
+    Needs Chromium and the extra dev. Example: [cyan]farandole testnet bench-dashboard --members 200 --seconds 20[/cyan]
+    """
+    from .bench.dashboard import run_dashboard_bench
+    from .bench.section import Section
+
+    run_dashboard_bench(out, members, seconds, Section(write, "dashboard") if write else None)
+
+
 @testnet_app.command("bench-nat")
 def bench_nat(
     pairs: Annotated[

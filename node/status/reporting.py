@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 
 import msgspec
@@ -30,6 +30,16 @@ from .status import MAX_LINKS, ExchangeStatus, LinkStatus, MemberStatus, NodeSta
 
 # One screen, and one answer of the control socket; a run of thousands is summed up in `RunStatus`.
 MAX_MEMBERS_SHOWN = 1_000
+# A look at a thousand members takes 10 ms, so more than so many are looked at once in so many seconds.
+MANY_MEMBERS, MEMBERS_AGE = 64, 3.0
+
+
+@dataclass
+class _Seen:
+    """The members, as of that moment of trio's clock."""
+
+    at: float = 0.0
+    members: list[MemberStatus] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,7 @@ class Reporter:
     pipeline: PipelineService | None = None
     leases: LeaseKeeper | None = None
     traffic: TrafficKeeper | None = None
+    _seen: _Seen = field(default_factory=_Seen)
 
     def status(self, max_members: int = MAX_MEMBERS_SHOWN) -> NodeStatus:
         """Everything that ``farandole status`` shows, as of now, with so many members, connected ones first."""
@@ -160,10 +171,15 @@ class Reporter:
         )
 
     def members(self) -> list[MemberStatus]:
-        """Live ones first."""
+        """Live ones first. Those of a large run may be a few seconds old: pages and screens ask every second."""
+        now = trio.current_time()
+        if len(self._seen.members) <= MANY_MEMBERS or now - self._seen.at >= MEMBERS_AGE:
+            self._seen.at, self._seen.members = now, self._look(now)
+        return self._seen.members
+
+    def _look(self, now: float) -> list[MemberStatus]:
         if self.state is None or self.liveness is None:
             return []
-        now = trio.current_time()
         liveness = self.liveness
         live = {peer for peer in liveness.live(now) if not liveness.is_suspect(peer)}
         connected = self.host.connected

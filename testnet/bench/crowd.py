@@ -67,12 +67,14 @@ class Extra:
         self._number = number
         self.author = self._writer.author
 
-    def write(self, payload: Payload, kind: Kind, now: float) -> Entry:
-        """Its next entry of that kind; ``now``: Unix seconds."""
+    def write(self, payload: Payload, kind: Kind, now: float) -> list[Entry]:
+        """Its next entry of that kind, or none if the last is too young; ``now``: Unix seconds."""
+        if self._writer.delay(kind, 0, now) > 0:
+            return []
         mark = self._writer.mark_needed(kind, 0, now)
         if mark is not None:
             self._writer.marked(mark)
-        return self._writer.write(kind, 0, payload, now)
+        return [self._writer.write(kind, 0, payload, now)]
 
     def member(self) -> Member:
         """What it says of itself."""
@@ -113,9 +115,9 @@ class Crowd:
             entry
             for member in self.members
             for entry in (
-                member.write(member.member(), Kind.MEMBER, now),
-                member.write(member.progress(0.0), Kind.PROGRESS, now),
-                member.write(member.beat(0.0, b""), Kind.BEAT, now),
+                *member.write(member.member(), Kind.MEMBER, now),
+                *member.write(member.progress(0.0), Kind.PROGRESS, now),
+                *member.write(member.beat(0.0, b""), Kind.BEAT, now),
             )
         ]
 
@@ -126,15 +128,15 @@ class Crowd:
         self._pair(int(since / ROUND_SECONDS))
         self._beats_due += seconds * self._beats_a_second
         self._progresses_due += seconds * self._progresses_a_second
-        entries = []
+        entries: list[Entry] = []
         while self._beats_due >= 1:
             self._beats_due -= 1
             member = next(self._beats)
-            entries.append(member.write(member.beat(since, self._partners.get(member.author, b"")), Kind.BEAT, now))
+            entries += member.write(member.beat(since, self._partners.get(member.author, b"")), Kind.BEAT, now)
         while self._progresses_due >= 1:
             self._progresses_due -= 1
             member = next(self._progresses)
-            entries.append(member.write(member.progress(since), Kind.PROGRESS, now))
+            entries += member.write(member.progress(since), Kind.PROGRESS, now)
         return entries
 
     def _pair(self, round_index: int) -> None:

@@ -1,0 +1,297 @@
+"""What a page about a run of a thousand members costs: its browser a refresh, and the node's daemon all the time.
+
+The daemon is a real one, at rest, so that its trainer is not measured. Its run has a thousand members more
+(`farandole.testnet.bench.crowd`), whose entries come as they would in such a run. The page is open in Chromium, without
+a screen; a refresh is what the page does with one event: reading it, drawing, and what the browser then lays out and
+paints, each by the browser's own clock, without what it waits for between. A daemon's seconds are those of all of its
+threads, in the kernel too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from rich.console import Console
+
+from farandole.node.control import ControlError, NoNodeError, call
+from farandole.node.dashboard.place import find_place
+from farandole.node.settings import NodeSettings
+from farandole.node.status.status import NodeStatus
+from farandole.protocol.manifest import SignedManifest, manifest_from_dict, sign_manifest
+
+from .grid import Grid
+from .process import BenchError, Say
+from .rows import RowsReport
+from .section import Section
+from .setting import setting
+
+# What must hold.
+MAX_REFRESH_MS: Final = 100.0
+MAX_DAEMON_SHARE: Final = 0.05
+# A busy machine takes so long to start a daemon, and to verify three thousand signatures.
+START_TIMEOUT: Final = 180.0
+# Caches fill, the first entries are on disk, and the page has drawn once.
+SETTLE_SECONDS: Final = 10.0
+LOOK_INTERVAL: Final = 0.25
+
+# Runs in the page before its own script: times each event's listener, and the frame in which what it has changed is
+# laid out and painted. What is posted in a frame's callback comes after that frame.
+_METER: Final = """
+window.refreshes = [];
+const add = EventSource.prototype.addEventListener;
+EventSource.prototype.addEventListener = function (kind, listener) {
+  add.call(this, kind, (event) => {
+    const began = performance.now();
+    listener(event);
+    const scripted = performance.now() - began;
+    requestAnimationFrame(() => {
+      const frame = performance.now();
+      const { port1, port2 } = new MessageChannel();
+      port1.onmessage = () => window.refreshes.push([kind, scripted, performance.now() - frame]);
+      port2.postMessage(null);
+    });
+  });
+};
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What was measured of the page, or of the daemon."""
+
+    name: str
+    number: int
+    """Of refreshes."""
+    median: str
+    """Of one, in words."""
+    worst_ms: float | None = None
+    """Of one, all together."""
+    share: float | None = None
+    """Of a core."""
+    is_judged: bool = True
+
+    @property
+    def cells(self) -> list[str]:
+        """Of the table."""
+        if self.share is not None:
+            limit = f"max {MAX_DAEMON_SHARE:.0%}" if self.is_judged else ""
+            return [self.name, "", self.median, f"{self.share:.1%} of a core", limit]
+        return [
+            self.name,
+            str(self.number),
+            self.median,
+            f"{self.worst_ms or 0.0:.1f} ms",
+            f"max {MAX_REFRESH_MS:g} ms",
+        ]
+
+    def misses(self) -> list[str]:
+        """The limits that were not kept."""
+        if self.worst_ms is not None and self.worst_ms > MAX_REFRESH_MS:
+            return [f"{self.name}: a refresh took {self.worst_ms:.0f} ms"]
+        if self.share is not None and self.is_judged and self.share > MAX_DAEMON_SHARE:
+            return [f"{self.name}: {self.share:.1%} of a core"]
+        return []
+
+
+@dataclass(slots=True)
+class Report(RowsReport[Row]):
+    """What was measured."""
+
+    num_members: int = 0
+    seconds: float = 0.0
+    """Of each part."""
+    overview_bytes: int = 0
+    members_bytes: int = 0
+
+    def grid(self) -> Grid:
+        """Everything, for people."""
+        title = f"A page about a run of {self.num_members:,} members, {self.seconds:.0f} s each"
+        return Grid(title, ["what", "refreshes", "median", "worst", "limit"], [row.cells for row in self.rows])
+
+    def words(self) -> str:
+        """What comes to the page."""
+        return (
+            f"Every second {self.overview_bytes / 1e3:.0f} kB come to the page, and every five seconds the members, "
+            f"{self.members_bytes / 1e3:.0f} kB."
+        )
+
+
+def run_dashboard_bench(out: Path, num_members: int, seconds: float, section: Section | None = None) -> Report:
+    """Measure, print and write; raises `BenchError` if a limit is not kept, or nothing can be measured."""
+    if section is not None:
+        section.check()
+    out.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    with console.status("starting") as status:
+        report = measure(out, num_members, seconds, status.update)
+    report.publish(out, "dashboard", console, section)
+    return report
+
+
+def measure(folder: Path, num_members: int, seconds: float, say: Say) -> Report:
+    """Start a daemon, its run's members and a browser, and look at them."""
+    of_when = setting()
+    home = folder / "dashboard-node"
+    shutil.rmtree(home, ignore_errors=True)
+    say("starting a daemon")
+    with _running_daemon(folder, home) as (daemon, signed):
+        status = _wait(home, lambda status: status.phase == "paused")
+        say(f"{num_members} members more join the run")
+        with _running_crowd(folder, status.addresses[0], signed, num_members):
+            _wait(home, lambda status: status.run.members_live >= num_members)
+            time.sleep(SETTLE_SECONDS)
+            say("the daemon without a page")
+            share_without = _share(daemon.pid, seconds)
+            say("the daemon with a page, and the page")
+            with _open_page(home) as page:
+                page.wait_for_function(
+                    f"parseInt(document.getElementById('members-count').textContent) >= {num_members}"
+                )
+                time.sleep(SETTLE_SECONDS)
+                page.evaluate("window.refreshes.length = 0")
+                share_with = _share(daemon.pid, seconds)
+                seen = page.evaluate("window.refreshes")
+                sizes = [
+                    page.evaluate(f"fetch('api/{name}').then((answer) => answer.text()).then((text) => text.length)")
+                    for name in ("overview", "members")
+                ]
+    rows = [
+        *_sum_up(seen),
+        Row("the daemon, with the page open", 0, "", share=share_with),
+        Row("the daemon, without a page", 0, "", share=share_without, is_judged=False),
+    ]
+    return Report(of_when, rows, num_members, seconds, *sizes)
+
+
+def _sum_up(seen: Sequence[tuple[str, float, float]]) -> list[Row]:
+    kinds = sorted({kind for kind, _, _ in seen} - {"error"})
+    if kinds != ["members", "overview"]:
+        raise BenchError(f"the page was told of {kinds or 'nothing'} only")
+    rows = []
+    for kind in kinds:
+        times = [(script, frame) for each, script, frame in seen if each == kind]
+        script, frame = (statistics.median(each) for each in zip(*times, strict=True))
+        words = f"{script:.1f} ms in its script, {frame:.1f} ms to lay out and paint"
+        rows.append(Row(f"the page, told of {kind}", len(times), words, max(map(sum, times))))
+    return rows
+
+
+@contextlib.contextmanager
+def _running_daemon(folder: Path, home: Path) -> Iterator[tuple[subprocess.Popen[bytes], SignedManifest]]:
+    """A node that rests, alone in a run of its own."""
+    signed = sign_manifest(manifest_from_dict(_RUN), Ed25519PrivateKey.generate())
+    manifest, text = folder / "dashboard.manifest", folder / "dashboard.txt"
+    manifest.write_bytes(signed.encode())
+    text.write_text("Nobody trains on this text. " * 1_000)
+    options = ["--home", str(home), "--data", str(text), "--listen", "/ip4/127.0.0.1/tcp/0", "--no-mdns", "--no-upnp"]
+    command = [sys.executable, "-m", "farandole.node", "join", str(manifest), *options]
+    with _running(command, folder / "dashboard-node.log") as process:
+        _ask(home, "pause")
+        yield process, signed
+
+
+# The model is as small as one can be: it is loaded once at most, before the pause.
+_RUN: Final[Mapping[str, Any]] = {
+    "name": "a large run",
+    "model": {"num_layers": 1, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256},
+    "inner": {"batch_size": 2},
+    "rounds": {"inner_steps": 0, "round_seconds": 30.0, "exchange_seconds": 5.0},
+    "data": {"source": "text"},
+}
+
+
+@contextlib.contextmanager
+def _running_crowd(folder: Path, address: str, signed: SignedManifest, num_members: int) -> Iterator[None]:
+    arguments = [address, signed.run_id.hex(), signed.creator.hex(), str(num_members)]
+    command = [sys.executable, "-m", "farandole.testnet.bench.crowd", *arguments]
+    with _running(command, folder / "dashboard-crowd.log"):
+        yield
+
+
+@contextlib.contextmanager
+def _running(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(10.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def _open_page(home: Path) -> Iterator[Any]:
+    """The node's page, in a browser without a screen."""
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError as error:
+        raise BenchError("playwright is missing: pip install 'farandole[dev]'") from error
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        raise BenchError("there is no Chromium: on Debian, apt install chromium")
+    place = find_place(NodeSettings(home=home).dashboard_place)
+    if place is None:
+        raise BenchError(f"the daemon serves no page; see {home / 'log'}")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=[] if os.geteuid() else ["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1280, "height": 1600})
+        page.add_init_script(_METER)
+        page.set_default_timeout(START_TIMEOUT * 1_000)
+        page.goto(place.link)
+        yield page
+        browser.close()
+
+
+def _ask(home: Path, method: str, **parameters: Any) -> Any:
+    """The answer, once there is somebody to give it."""
+    deadline = time.monotonic() + START_TIMEOUT
+    while True:
+        try:
+            return call(home, method, **parameters)
+        except (NoNodeError, ControlError) as error:
+            if time.monotonic() > deadline:
+                raise BenchError(f"the daemon is not to be had: {error}; see {home / 'log'}") from error
+            time.sleep(LOOK_INTERVAL)
+
+
+def _wait(home: Path, is_so: Callable[[NodeStatus], bool]) -> NodeStatus:
+    deadline = time.monotonic() + START_TIMEOUT
+    while True:
+        status = msgspec.convert(_ask(home, "status", max_members=0), NodeStatus)
+        if is_so(status):
+            return status
+        if time.monotonic() > deadline:
+            raise BenchError(f"the daemon does not come so far: {status.phase}, {status.run.members_live} live members")
+        time.sleep(LOOK_INTERVAL)
+
+
+def _share(pid: int, seconds: float) -> float:
+    """Of one core, over so many seconds from now."""
+    before, began_at = _cpu_seconds(pid), time.monotonic()
+    time.sleep(seconds)
+    return (_cpu_seconds(pid) - before) / (time.monotonic() - began_at)
+
+
+def _cpu_seconds(pid: int) -> float:
+    """All that a process has used (proc(5), ``stat``, the 14th and 15th field)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError as error:
+        raise BenchError(f"the daemon has ended, or this system has no /proc: {error}") from error
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
