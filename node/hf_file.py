@@ -41,6 +41,8 @@ _AS_USUAL: Final[Mapping[str, object]] = {
     "scale_attn_by_inverse_layer_idx": False,
     "scale_attn_weights": True,
 }
+_TOKENIZER_FILE: Final = "tokenizer.json"
+_OTHER_TOKENIZER_FILES: Final = ("tokenizer.model", "vocab.json", "spiece.model", "vocab.txt", "tokenizer_config.json")
 _FAMILIES: Final = ("llama", "gpt2")
 
 
@@ -52,6 +54,24 @@ def hf_model(model: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """
     config = hf_config_from_dict(_reduced(_settings(model["hf"], folder)))
     return {"context": config.max_context, **config.sizes, **model, "hf": msgspec.to_builtins(config)}
+
+
+def hf_tokenizer(hf: object, folder: Path) -> dict[str, Any]:
+    """The ``tokenizer`` table of a run file that has none, for a configuration's folder: its ``tokenizer.json``.
+
+    Raises `ManifestError` if the folder has a tokenizer, but not as that one file.
+    """
+    if not isinstance(hf, str) or not (place := folder / hf).is_dir():
+        return {}
+    if (place / _TOKENIZER_FILE).exists():
+        return {"file": str(place / _TOKENIZER_FILE)}
+    if other := [name for name in _OTHER_TOKENIZER_FILES if (place / name).exists()]:
+        raise ManifestError(
+            f"tokenizer: {place} has {other[0]}, but no {_TOKENIZER_FILE}, which is what farandole reads. Make one by "
+            "`AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)` of transformers, or write "
+            'tokenizer = {kind = "bytes"} to train on bytes'
+        )
+    return {}
 
 
 def _settings(hf: object, folder: Path) -> dict[str, Any]:

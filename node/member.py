@@ -31,6 +31,7 @@ from .joining.manifests import ManifestService
 from .joining.starting import Start
 from .joining.weights import Weights
 from .leases.keeper import LeaseKeeper
+from .own_model import require_allowed_model
 from .p2p.host import Host
 from .reach.connectivity import Connectivity
 from .rest.rest import Rest
@@ -68,7 +69,7 @@ MICROBATCH_FACT: Final = "microbatch"
 
 
 class RunMember:
-    """This node in its run. Made once the manifest is known."""
+    """This node in its run. Made once the manifest is known; raises `JoinError` unless its owner allows the model."""
 
     def __init__(
         self,
@@ -84,6 +85,7 @@ class RunMember:
         shaping: Shaping,
         rest: Rest,
     ) -> None:
+        require_allowed_model(manifest, settings.allow_model)
         signed = decode_manifest(raw_manifest)[1]
         self._rng = rng = random.Random()
         author = public_bytes(key)
@@ -338,6 +340,10 @@ class RunMember:
             start=str((self._start and self._start.path_of(stage)) or ""),
             stage=stage,
             microbatch=self._supervisor.microbatch,
+            data_field=settings.data_field,
+            streams=settings.stream,
+            cache=str(settings.tokens),
+            allowed_models=settings.allow_model,
             outgoing=0,
             incoming=0,
         )

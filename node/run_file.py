@@ -1,14 +1,14 @@
 """``run.toml``: a run as a person writes it, turned into a manifest.
 
-The manifest's own fields, and three conveniences: a model by its preset's name or by its Hugging Face configuration
-(`farandole.node.hf_file`), and a tokenizer by its file.
+The manifest's own fields, and some conveniences: a model by its preset's name, by its Hugging Face configuration
+(`farandole.node.hf_file`) or by the function that makes it (`farandole.node.own_model`), and a tokenizer by its file.
 """
 
 from __future__ import annotations
 
 import hashlib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,17 +16,22 @@ from farandole.protocol.errors import ManifestError
 from farandole.protocol.manifest import Manifest, manifest_from_dict
 from farandole.training.presets import PRESETS
 
-from .hf_file import hf_model
+from .hf_file import hf_model, hf_tokenizer
+from .own_model import own_model
 
 # A run file is a page of settings.
 MAX_RUN_FILE_BYTES: Final = 256 * 1024
+_HF_PREFIX: Final = "hf:"
 
 
-def load_run_file(path: Path, now: float) -> Manifest:
-    """The manifest that ``path`` describes, made at ``now`` (Unix seconds); `ManifestError` says what to mend."""
+def load_run_file(path: Path, now: float, allowed_models: Collection[str] = ()) -> Manifest:
+    """The manifest that ``path`` describes, made at ``now`` (Unix seconds); `ManifestError` says what to mend.
+
+    ``allowed_models`` are the functions that may be called to make one's own module.
+    """
     settings = read_toml(path)
     try:
-        return manifest_of(settings, path.parent, now)
+        return manifest_of(settings, path.parent, now, allowed_models)
     except ManifestError as error:
         raise ManifestError(f"{path}: {error}") from error
 
@@ -45,26 +50,45 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ManifestError(f"{path} is not TOML: {error}") from error
 
 
-def manifest_of(settings: Mapping[str, Any], folder: Path, now: float) -> Manifest:
+def manifest_of(
+    settings: Mapping[str, Any], folder: Path, now: float, allowed_models: Collection[str] = ()
+) -> Manifest:
     """The manifest from a parsed run file; ``folder`` is where its relative paths start.
 
-    Raises `ManifestError`, which names the field.
+    ``allowed_models`` as in `load_run_file`. Raises `ManifestError`, which names the field.
     """
     complete = dict(settings)
     if "model" not in complete:
-        raise ManifestError(f"model is missing: name a preset ({', '.join(PRESETS)}) or write a [model] table")
-    complete["model"] = _model(complete["model"], folder)
-    if "tokenizer" in complete:
-        complete["tokenizer"] = _tokenizer(complete["tokenizer"], folder)
+        raise ManifestError(
+            f"model is missing: name a preset ({', '.join(PRESETS)}), a folder (hf:FOLDER) or a function "
+            "(package.module:function), or write a [model] table"
+        )
+    model = _table(complete["model"])
+    complete["model"] = _model(model, folder, allowed_models)
+    if "tokenizer" not in complete and isinstance(model, Mapping) and "hf" in model:
+        complete["tokenizer"] = hf_tokenizer(model["hf"], folder)
+    complete["tokenizer"] = _tokenizer(complete.get("tokenizer", {}), folder)
     complete.setdefault("created_at", int(now))
     return manifest_from_dict(complete)
 
 
-def _model(model: object, folder: Path) -> object:
-    """``"3M"``, or a table, which may start from a preset, ``{preset = "3M", context = 512}``, or from ``hf``."""
-    if isinstance(model, str):
-        model = {"preset": model}
-    if isinstance(model, Mapping) and "hf" in model:
+def _table(model: object) -> object:
+    """``"3M"``, ``"hf:FOLDER"`` and ``"package.module:function"`` as tables."""
+    match model:
+        case str() if model.startswith(_HF_PREFIX):
+            return {"hf": model.removeprefix(_HF_PREFIX)}
+        case str() if ":" in model:
+            return {"own": model}
+        case str():
+            return {"preset": model}
+    return model
+
+
+def _model(model: object, folder: Path, allowed_models: Collection[str]) -> object:
+    """A table, which may start from a preset, ``{preset = "3M", context = 512}``, from ``hf``, or from ``own``."""
+    if isinstance(model, Mapping) and isinstance(model.get("own"), str):
+        return own_model(model, allowed_models)
+    if isinstance(model, Mapping) and model.get("hf") is not None:
         return hf_model(model, folder)
     if not isinstance(model, Mapping) or "preset" not in model:
         return model

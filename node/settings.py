@@ -53,7 +53,10 @@ class NodeSettings:
     )
     device: str = setting("auto", "What trains: auto, cpu, cuda, cuda:1, mps.", placeholder="DEVICE")
     data: list[Path] = setting(
-        [], "File or folder of text, for runs that ask for it; repeatable.", placeholder="PATH", example=["texts"]
+        [],
+        "File or folder of text, JSON lines, Parquet, or a saved data set, for runs that ask for text; repeatable.",
+        placeholder="PATH",
+        example=["texts"],
     )
     tokenizer: Path | None = setting(
         None,
@@ -61,6 +64,25 @@ class NodeSettings:
         placeholder="FILE",
         unset="none, for runs that need none",
         example="tokenizer.json",
+    )
+    data_field: str = setting(
+        "text",
+        "Of JSON lines the field, of Parquet files and data sets the column, that has the text.",
+        placeholder="NAME",
+    )
+    stream: list[str] = setting(
+        [],
+        "A Hugging Face data set to train on while it is downloaded, instead of --data: OWNER/NAME, or "
+        "OWNER/NAME:CONFIG, or a folder that has one; repeatable. Needs the extra data.",
+        placeholder="DATASET",
+        example=["HuggingFaceFW/fineweb-edu:sample-10BT"],
+    )
+    allow_model: list[str] = setting(
+        [],
+        "A function of an installed package that may make the run's model, for runs that bring one of their own; "
+        "repeatable. It runs with your rights.",
+        placeholder="PACKAGE.MODULE:FUNCTION",
+        example=["mypackage.models:build"],
     )
     max_rounds: int | None = setting(
         None,
@@ -234,6 +256,11 @@ class NodeSettings:
     def checkpoints(self) -> Path:
         """Replicas: slow weights, momentum, optimizer, position in the data (`farandole.node.checkpoints.folder`)."""
         return self.home / "checkpoints"
+
+    @property
+    def tokens(self) -> Path:
+        """The text that this node brings, tokenised (`farandole.training.token_cache`)."""
+        return self.home / "tokens"
 
     @property
     def dashboard_place(self) -> Path:

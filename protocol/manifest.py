@@ -15,12 +15,14 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from .errors import ManifestError
-from .hf_config import Context, HFConfig, Hidden, NumHeads, NumLayers, Vocabulary, Width
+from .hf_config import Context, HFConfig, NumLayers, Vocabulary
 from .identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, is_signed_by, public_bytes, sign
+from .own_model import MAX_PARAMETERS, OwnModel
 from .slices import NUM_PARTS, PART_BYTES
 
-# A manifest holds settings, not data: 64 fields at most a few hundred bytes each. Checked before anything is parsed.
-MAX_MANIFEST_BYTES = 16 * 1024
+# A manifest holds settings, not data: 64 fields at most a few hundred bytes each, and of one's own module without
+# sections the shapes of some 1,000 parameters. Checked before anything is parsed.
+MAX_MANIFEST_BYTES = 64 * 1024
 RUN_ID_BYTES = 32
 _DOMAIN = b"farandole/manifest/1"
 
@@ -31,17 +33,22 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"^[\w .:+-]+$")]
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
 _NonNegative = Annotated[float, msgspec.Meta(ge=0)]
+# Zero of one's own module alone, which has them in its own way.
+_Width = Annotated[int, msgspec.Meta(ge=0, le=65_536)]
+_NumHeads = Annotated[int, msgspec.Meta(ge=0, le=1_024)]
+_Hidden = Annotated[int, msgspec.Meta(ge=0, le=262_144)]
 _UnitInterval = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A decoder-only transformer: RMSNorm, rotary embeddings, SwiGLU, tied embeddings; or one of transformers'."""
+    """A decoder-only transformer: RMSNorm, rotary embeddings, SwiGLU, tied embeddings; or another kind of model."""
 
     num_layers: NumLayers
-    width: Width
-    num_heads: NumHeads
-    hidden: Hidden
-    """Width of the SwiGLU layer."""
+    width: _Width
+    """Of what goes from layer to layer; at least 8."""
+    num_heads: _NumHeads
+    hidden: _Hidden
+    """Width of the SwiGLU layer; at least 8."""
     context: Context
     """Tokens a sequence."""
     vocabulary: Vocabulary
@@ -51,6 +58,9 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Layers of each stage; empty: cut by what is counted. Stage 0, which has both ends of the model, may have none."""
     hf: HFConfig | None = None
     """A Hugging Face model's own settings, which the sizes above follow from; null: farandole's own model."""
+    own: OwnModel | None = None
+    """One's own module, made by a function that each volunteer has installed and allowed; null: none. Of the sizes
+    above it has no ``num_heads`` and ``hidden``, and without sections no ``width``: these are 0."""
 
 
 class DataConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -255,7 +265,9 @@ def _problems(manifest: Manifest) -> list[str]:
         problems.append("outer.error_feedback is set, but the codec fp32 is exact: it makes no error to feed back")
     if outer.error_feedback is not None and outer.codec == "topk":
         problems.append("outer.error_feedback is set, but the codec topk feeds back in its own way, and always")
-    if model.hf is not None:
+    if model.own is not None:
+        problems += _problems_of_own(model, model.own)
+    elif model.hf is not None:
         problems += [
             f"model.{name} is {getattr(model, name)}, but model.hf makes it {size}"
             for name, size in model.hf.sizes.items()
@@ -263,6 +275,11 @@ def _problems(manifest: Manifest) -> list[str]:
         ]
         if model.context > model.hf.max_context:
             problems.append(f"model.context is {model.context}, but model.hf goes to {model.hf.max_context}")
+    elif model.width < 8 or model.num_heads < 1 or model.hidden < 8:
+        problems.append(
+            f"model.width ({model.width}) and model.hidden ({model.hidden}) must be at least 8, model.num_heads "
+            f"({model.num_heads}) at least 1"
+        )
     elif model.width % model.num_heads or model.width // model.num_heads % 2:
         problems.append(
             f"model.width ({model.width}) must be an even multiple of model.num_heads ({model.num_heads}): "
@@ -297,6 +314,25 @@ def _problems(manifest: Manifest) -> list[str]:
         )
     if not rounds.inner_steps and not rounds.round_seconds:
         problems.append("rounds.inner_steps and rounds.round_seconds are both 0: a round would never end")
+    return problems
+
+
+def _problems_of_own(model: ModelConfig, own: OwnModel) -> list[str]:
+    problems = own.problems
+    if model.hf is not None:
+        problems.append("model.own and model.hf name two models: a run has one")
+    if model.num_heads or model.hidden or bool(model.width) != own.has_sections:
+        problems.append(
+            f"model.num_heads is {model.num_heads}, model.hidden {model.hidden} and model.width {model.width}: all are "
+            "0 of one's own module, but for the width of one with sections"
+        )
+    if not own.has_sections and (model.num_layers > 1 or model.num_stages > 1):
+        problems.append(
+            f"model.num_stages is {model.num_stages} and model.num_layers {model.num_layers}, but model.own "
+            f"{own.function} makes a module without sections: it trains whole, as one"
+        )
+    if own.num_parameters(model.num_layers) > MAX_PARAMETERS:
+        problems.append(f"model.own has more than {MAX_PARAMETERS} parameters")
     return problems
 
 

@@ -23,8 +23,9 @@ from rich.console import Console
 
 from farandole.training.baselines import Ensemble, Method, methods, train
 from farandole.training.config import InnerConfig, ModelConfig
-from farandole.training.data import Sampler, Text, stdlib_documents
+from farandole.training.data import Sampler, Text
 from farandole.training.errors import DataError
+from farandole.training.sources import Reader, stdlib_sources
 
 from .bench.grid import Grid
 from .bench.section import Section, compose
@@ -130,7 +131,7 @@ def _write(out: Path, document: object) -> None:
 def texts_by_kind(num_kinds: int) -> dict[str, Text]:
     """The largest packages of the standard library, by name, each split into its first nine tenths and its last."""
     packages: dict[str, list[bytes]] = defaultdict(list)
-    for document in stdlib_documents():
+    for document in Reader(stdlib_sources(), ""):
         package, separator, _ = document.name.partition("/")
         if separator:
             packages[package].append(document.text)

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from . import noloco
+from .batches import draw
 from .codec import decode, encode, encoded_size
 from .config import InnerConfig, ModelConfig, OuterConfig
-from .data import Sampler, draw
+from .data import Sampler
 from .inner import adamw_, learning_rate
 from .model import build_model, language_loss
 from .parameters import bind_, layout_of

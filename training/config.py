@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer: RMSNorm, rotary embeddings, SwiGLU, tied embeddings; or one of transformers'."""
+    """A decoder-only transformer: RMSNorm, rotary embeddings, SwiGLU, tied embeddings; or another kind of model."""
 
     num_layers: int
     width: int
@@ -25,6 +25,8 @@ class ModelConfig:
     """Layers of each stage; empty: see `stages.cut`."""
     hf: str = ""
     """A Hugging Face model's own settings (`hf`), as JSON that states each; empty: farandole's own model."""
+    own: str = ""
+    """One's own module (`own_model`), as the manifest states it, in JSON; empty: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

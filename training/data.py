@@ -1,54 +1,64 @@
 """Text to batches. The position in the data is a number or two, so there is nothing to save or resume.
 
-Documents are tokenised once into one array, a separator after each. Which of them nobody trains on is decided by the
-hash of their names, so all nodes with the same text hold out the same. Batch number ``step`` of an author consists of
-windows at places drawn from a generator keyed with (run id, author, step): the same on every machine and in any
-order, and another author's are independent of it. The numbers come from Philox's raw output (Random123, SC'11), which
-numpy never changes, rather than from numpy's distributions, which it may.
+Documents (`farandole.training.sources`) are tokenised once into one array, a separator after each; what a volunteer
+brings is kept in a file that is mapped into memory (`farandole.training.token_cache`). Which of them nobody trains on
+is decided by the hash of their names, so all nodes with the same text hold out the same. Batch number ``step`` of an
+author consists of windows at places drawn from a generator keyed with (run id, author, step): the same on every
+machine and in any order, and another author's are independent of it. The numbers come from Philox's raw output
+(Random123, SC'11), which numpy never changes, rather than from numpy's distributions, which it may.
 
 Where the run counts *epochs*, its nodes deal the text out instead. It is cut into windows, one after the other, and
 each epoch puts them into an order of its own (`farandole.training.permutation`), the same for all. A *slice* is a batch
-of that order, known by epoch and number. So documents are then read in the order of their names, wherever they lie, and
-their hash, the *corpus*, says who has the same text: only with those can slices be shared.
+of that order, known by epoch and number. Documents are read in the order of their sources' names, wherever they lie,
+and their hash, the *corpus*, says who has the same text: only with those can slices be shared.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import os
-import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
+from .batches import Batch, Batches, Tokens, cut_out, drawn_windows, held_out_windows, is_held_out
 from .config import DataConfig, InnerConfig, ModelConfig, TokenizerConfig
 from .errors import DataError
 from .permutation import permute
 from .slices import SliceQueue
+from .sources import Document, Progress, Reader, no_progress, sources_of, stdlib_sources
+from .token_cache import Found, Sink, cache_name, open_cache, write_cache
 from .tokenizer import Tokenizer, load_tokenizer
 
-# Text is held in memory whole; what lies beyond this is not read. Volunteers' machines have some gigabytes to spare.
-MAX_TEXT_BYTES = 2 * 1024**3
-# Longer files become several documents, so that one big file has held-out parts too.
-DOCUMENT_BYTES = 64 * 1024
-# Folders without text worth learning: other people's packages, tests (half the library, much of it data), build files.
-_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
-_HELD_OUT_KEY = b"held out"
+# What is held in memory whole, without a folder for the cache: what lies beyond this is not read.
+MAX_TEXT_BYTES: Final = 2 * 1024**3
+# Between two words about progress; a second's work of a fast tokenizer.
+_PROGRESS_BYTES: Final = 1 << 20
 # Of SHA-256: tells texts apart by accident, not by design; who lies about his text could as well not train.
-CORPUS_BYTES = 8
-
-Tokens = npt.NDArray[np.integer]
+CORPUS_BYTES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
-    """A piece of text; ``name`` is relative to its folder, with slashes, the same on every machine."""
+class Bring:
+    """What one node brings to a run: where its text and its tokenizer lie, and how it is read."""
 
-    name: str
-    text: bytes
+    paths: tuple[Path, ...] = ()
+    """Files and folders, for runs whose source is ``text``."""
+    field: str = "text"
+    """Of records, what has their text."""
+    streams: tuple[str, ...] = ()
+    """Data sets that are read as they come, instead of ``paths`` (`farandole.training.streaming`)."""
+    tokenizer: Path | None = None
+    cache: Path | None = None
+    """A folder for what is tokenised; None: in memory."""
+    progress: Progress = no_progress
+
+
+NOTHING: Final = Bring()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,114 +69,106 @@ class Text:
     held_out: Tokens
     num_documents: int
     corpus: bytes = b""
-    """Hash of all documents with their names, 8 bytes; empty unless asked for."""
+    """Hash of all documents with their names, 8 bytes."""
+    largest: int | None = None
+    """Of all tokens, where it is known."""
+
+    @property
+    def largest_token(self) -> int:
+        """Of all."""
+        if self.largest is not None:
+            return self.largest
+        return max(int(tokens.max(initial=0)) for tokens in (self.training, self.held_out))
 
 
-def stdlib_documents() -> Iterator[Document]:
-    """The sources of this Python's standard library, without its tests; a few hundred files, some 10 MB."""
-    root = Path(sysconfig.get_path("stdlib"))
-    for name in _file_names(root, skipped=_SKIPPED_FOLDERS):
-        if name.endswith(".py"):
-            yield from _documents(root / name, name)
+def load_text(config: DataConfig, tokenizer: Tokenizer, bring: Bring = NOTHING) -> Text:
+    """Read and tokenise a run's text: what this node brings, for source ``text``.
 
-
-def text_documents(paths: Iterable[Path]) -> Iterator[Document]:
-    """The files named, and all files in the folders named; hidden and binary ones (with a NUL) are left out.
-
-    Raises `DataError` if a path is not there.
+    Raises `DataError` if there is none, or it cannot be read.
     """
-    for path in paths:
-        if path.is_dir():
-            for name in _file_names(path, skipped=frozenset()):
-                yield from _documents(path / name, name)
-        elif path.is_file():
-            yield from _documents(path, path.name)
-        else:
-            raise DataError(f"there is no text at {path}")
+    if config.source != "text":
+        return text_of(Reader(stdlib_sources(), bring.field), tokenizer, config.held_out)
+    if not bring.paths:
+        raise DataError(
+            "this run trains on text that each node brings: name some with --data, or a data set with --stream"
+        )
+    sources = sources_of(bring.paths)
+    reader = Reader(sources, bring.field)
+    if bring.cache is None:
+        return text_of(reader, tokenizer, config.held_out)
+    path = bring.cache / cache_name(sources, bring.field, tokenizer.identity, config.held_out)
+    if (found := _cached(path)) is not None:
+        return found
+    write_cache(
+        path,
+        _dtype_of(tokenizer),
+        lambda training, held_out: tokenise(
+            reader, tokenizer, config.held_out, training, held_out, lambda: bring.progress(reader.position, reader.size)
+        ),
+    )
+    text = _cached(path)
+    if text is None:
+        raise DataError(f"what was just written to {path} cannot be read: look after the disk")
+    return text
 
 
-def _file_names(root: Path, skipped: frozenset[str]) -> Iterator[str]:
-    """Names below ``root``, relative, sorted, symbolic links to folders not followed."""
-    for folder, folders, files in os.walk(root):
-        folders[:] = sorted(name for name in folders if name not in skipped and not name.startswith("."))
-        relative = Path(folder).relative_to(root)
-        yield from (str((relative / name).as_posix()) for name in sorted(files) if not name.startswith("."))
+def _cached(path: Path) -> Text | None:
+    if (opened := open_cache(path)) is None:
+        return None
+    training, held_out, found = opened
+    return Text(training, held_out, found.num_documents, found.corpus, found.largest)
 
 
-def _documents(path: Path, name: str) -> Iterator[Document]:
-    """A file in pieces; nothing if it cannot be read, is binary or is no regular file (a pipe would hang us)."""
-    try:
-        if not path.is_file():
-            return
-        with path.open("rb") as file:
-            for number in range(MAX_TEXT_BYTES // DOCUMENT_BYTES):
-                text = file.read(DOCUMENT_BYTES)
-                if not text or b"\0" in text:
-                    return
-                yield Document(f"{name}#{number}" if number else name, text)
-    except OSError:
-        return
+def text_of(documents: Iterable[Document], tokenizer: Tokenizer, held_out: float) -> Text:
+    """Documents' tokens, in memory: of the first `MAX_TEXT_BYTES`."""
+    sinks = io.BytesIO(), io.BytesIO()
+    found = tokenise(_first(documents, MAX_TEXT_BYTES), tokenizer, held_out, *sinks)
+    training, holding_out = (np.frombuffer(sink.getbuffer(), _dtype_of(tokenizer)) for sink in sinks)
+    return Text(training, holding_out, found.num_documents, found.corpus, found.largest)
 
 
-def is_held_out(name: str, share: float) -> bool:
-    """Whether the document of that name is one that nobody trains on."""
-    digest = hashlib.sha256(b"farandole/held-out/1\n" + os.fsencode(name)).digest()
-    return int.from_bytes(digest[:8], "big") < share * 2.0**64
-
-
-def load_text(config: DataConfig, tokenizer: Tokenizer, paths: Sequence[Path] = ()) -> Text:
-    """Read and tokenise a run's text; ``paths`` are this node's copies, for source ``text``.
-
-    Raises `DataError` if there are none.
-    """
-    if config.source == "text" and not paths:
-        raise DataError("this run trains on text that each node brings: name files or folders with --data")
-    documents = text_documents(paths) if config.source == "text" else stdlib_documents()
-    return tokenise(documents, tokenizer, config.held_out, is_shared=config.epochs > 0)
-
-
-def tokenise(documents: Iterable[Document], tokenizer: Tokenizer, held_out: float, *, is_shared: bool = False) -> Text:
-    """Documents as two token arrays, at most `MAX_TEXT_BYTES` of text.
-
-    ``is_shared``: in the order of their names, and with the corpus' hash, so that all who have the same documents have
-    the same `Text`.
-    """
-    dtype = np.min_scalar_type(tokenizer.vocabulary - 1)
-    parts: list[tuple[str, bytes, Tokens]] = []
-    num_bytes = 0
+def _first(documents: Iterable[Document], num_bytes: int) -> Iterator[Document]:
+    """As many as have so many bytes."""
     for document in documents:
-        if num_bytes + len(document.text) > MAX_TEXT_BYTES:
-            break
-        num_bytes += len(document.text)
-        tokens = np.append(tokenizer.encode(document.text).astype(dtype), np.array([tokenizer.separator], dtype))
-        parts.append((document.name, hashlib.sha256(document.text).digest() if is_shared else b"", tokens))
-    corpus = b""
-    if is_shared:
-        parts.sort(key=lambda part: part[:2])
-        corpus = _corpus(parts)
-    training: list[Tokens] = [np.empty(0, dtype)]
-    holding_out: list[Tokens] = [np.empty(0, dtype)]
-    for name, _, tokens in parts:
-        (holding_out if is_held_out(name, held_out) else training).append(tokens)
-    return Text(np.concatenate(training), np.concatenate(holding_out), len(parts), corpus)
+        num_bytes -= len(document.text)
+        if num_bytes < 0:
+            return
+        yield document
 
 
-def _corpus(parts: Iterable[tuple[str, bytes, Tokens]]) -> bytes:
-    digest = hashlib.sha256(b"farandole/corpus/1")
-    for name, text_digest, _ in parts:
-        encoded = os.fsencode(name)
-        digest.update(len(encoded).to_bytes(4, "little") + encoded + text_digest)
-    return digest.digest()[:CORPUS_BYTES]
+def _dtype_of(tokenizer: Tokenizer) -> np.dtype[np.integer]:
+    return np.dtype(np.min_scalar_type(tokenizer.vocabulary - 1))
 
 
-def draw(length: int, count: int, *key: bytes) -> npt.NDArray[np.int64]:
-    """``count`` numbers below ``length``, a function of the key alone. The bias, length / 2^64, is below 2^-32."""
-    digest = hashlib.sha256(b"farandole/data/1")
-    for part in key:
-        digest.update(len(part).to_bytes(8, "little") + part)
-    generator = np.random.Philox(key=int.from_bytes(digest.digest()[:16], "little"))
-    raw: npt.NDArray[np.uint64] = generator.random_raw(count)
-    return (raw % np.uint64(length)).astype(np.int64)
+def tokenise(
+    documents: Iterable[Document],
+    tokenizer: Tokenizer,
+    held_out: float,
+    training_sink: Sink,
+    held_out_sink: Sink,
+    tell_progress: Callable[[], None] = lambda: None,
+) -> Found:
+    """Write documents' tokens, a separator after each, to where the share ``held_out`` of them goes, and the others.
+
+    ``tell_progress`` is called every so often.
+    """
+    dtype = _dtype_of(tokenizer)
+    separator = np.array([tokenizer.separator], dtype).tobytes()
+    corpus = hashlib.sha256(b"farandole/corpus/2")
+    num_documents, largest, untold = 0, -1, 0
+    for document in documents:
+        tokens = tokenizer.encode(document.text).astype(dtype)
+        sink = held_out_sink if is_held_out(document.name, held_out) else training_sink
+        sink.write(tokens.tobytes() + separator)
+        name = os.fsencode(document.name)
+        corpus.update(len(name).to_bytes(4, "little") + name + hashlib.sha256(document.text).digest())
+        num_documents += 1
+        largest = max(largest, tokenizer.separator, int(tokens.max(initial=0)))
+        untold += len(document.text)
+        if untold >= _PROGRESS_BYTES:
+            untold = 0
+            tell_progress()
+    return Found(num_documents, largest, corpus.digest()[:CORPUS_BYTES])
 
 
 class Sampler:
@@ -197,13 +199,14 @@ class Sampler:
                 f"too little text to train on: {len(text.training)} tokens in {text.num_documents} documents, and a "
                 f"sequence takes {context + 1}; name more text with --data, or hold out less in the run file"
             )
-        largest = max(int(text.training.max()), int(text.held_out.max(initial=0)))
+        largest = text.largest_token
         if largest >= vocabulary:
             raise DataError(f"the tokenizer yields token {largest}, but the model has only {vocabulary}")
 
-    def batch(self, step: int) -> npt.NDArray[np.int64]:
+    def batch(self, step: int) -> Batch:
         """Tokens (B, T + 1) of inner step ``step``."""
-        return self._windows(self._text.training, *self._key, step.to_bytes(8, "little"))
+        key = (*self._key, step.to_bytes(8, "little"))
+        return drawn_windows(self._text.training, self.batch_size, self.context, *key)
 
     def slices(self, num_parts: int = 1) -> SliceQueue:
         """Those of this text, none of them to be drawn yet: batches of windows that cover it."""
@@ -213,32 +216,18 @@ class Sampler:
     def _num_windows(self) -> int:
         return (len(self._text.training) - 1) // self.context
 
-    def slice_batch(self, epoch: int, index: int) -> npt.NDArray[np.int64]:
+    def slice_batch(self, epoch: int, index: int) -> Batch:
         """Tokens (B, T + 1) of slice ``index`` of an epoch; the last one is filled up with windows of the first."""
         places = (index * self.batch_size + np.arange(self.batch_size)) % self._num_windows
         order = permute(places, self._num_windows, self._order, epoch.to_bytes(8, "little"))
-        return _cut_out(self._text.training, order * self.context, self.context)
+        return cut_out(self._text.training, order * self.context, self.context)
 
-    def held_out_batch(self, index: int) -> npt.NDArray[np.int64]:
+    def held_out_batch(self, index: int) -> Batch:
         """Held-out batch number ``index``, (B, T + 1): the same for every author, run and step.
 
         Raises `DataError` if too little is held out.
         """
-        if len(self._text.held_out) < self.context + 1:
-            raise DataError(
-                f"too little text is held out to measure a validation loss: {len(self._text.held_out)} tokens, and a "
-                f"sequence takes {self.context + 1}; hold out a larger share, or name more text"
-            )
-        return self._windows(self._text.held_out, _HELD_OUT_KEY, index.to_bytes(8, "little"))
-
-    def _windows(self, tokens: Tokens, *key: bytes) -> npt.NDArray[np.int64]:
-        starts = draw(len(tokens) - self.context, self.batch_size, *key)  # (B)
-        return _cut_out(tokens, starts, self.context)
-
-
-def _cut_out(tokens: Tokens, starts: npt.NDArray[np.int64], context: int) -> npt.NDArray[np.int64]:
-    windows: npt.NDArray[np.int64] = tokens[starts[:, None] + np.arange(context + 1)].astype(np.int64)
-    return windows  # (B, T + 1)
+        return held_out_windows(self._text.held_out, self.batch_size, self.context, index)
 
 
 def build_sampler(
@@ -248,14 +237,30 @@ def build_sampler(
     tokenizer: TokenizerConfig,
     run_id: bytes,
     author: bytes,
-    text_paths: Sequence[Path] = (),
-    tokenizer_path: Path | None = None,
-) -> Sampler:
-    """The batches of an author from a run's settings and where this node's text lies.
+    bring: Bring = NOTHING,
+) -> Batches:
+    """The batches of an author from a run's settings and what this node brings.
 
     Raises `DataError` if the text or the tokenizer will not do.
     """
-    text = load_text(data, load_tokenizer(tokenizer, tokenizer_path), text_paths)
+    loaded = load_tokenizer(tokenizer, bring.tokenizer)
+    if data.source == "text" and bring.streams:
+        if bring.paths:
+            raise DataError("--data and --stream are two kinds of text: name one of them")
+        from .streaming import Stream, StreamSampler
+
+        return StreamSampler(
+            [Stream(name, bring.field) for name in bring.streams],
+            loaded,
+            data.held_out,
+            run_id=run_id,
+            author=author,
+            batch_size=inner.batch_size,
+            context=model.context,
+            vocabulary=model.vocabulary,
+            progress=bring.progress,
+        )
+    text = load_text(data, loaded, bring)
     return Sampler(
         text,
         run_id=run_id,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Collection, Iterator
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from .batches import Batches, Tokens
 from .config import DataConfig, InnerConfig, ModelConfig, OuterConfig, TokenizerConfig
-from .data import Sampler, Tokens, build_sampler
+from .data import NOTHING, Bring, build_sampler
 from .device import Device, choose_device
 from .model import language_loss
 from .replica import Replica
@@ -30,7 +30,7 @@ class Learner(Replica):
         module: nn.Module,
         inner: InnerConfig,
         outer: OuterConfig,
-        sampler: Sampler,
+        sampler: Batches,
         *,
         run_id: bytes,
         device: Device,
@@ -80,10 +80,12 @@ class Learner(Replica):
         Raises `DataError` if too little text is held out.
         """
         losses = []
+        self._module.eval()  # one's own may have dropout
         for index in range(num_batches):
             for part, share in self._microbatches(self._sampler.held_out_batch(index)):
                 with self.device.autocast():
                     losses.append(share * language_loss(self._module, self._to_device(part)))
+        self._module.train()
         return float(torch.stack(losses).sum()) / num_batches
 
     def _to_device(self, tokens: Tokens) -> Tensor:
@@ -104,18 +106,19 @@ def build_learner(
     run_id: bytes,
     author: bytes,
     device: str = "auto",
-    text_paths: Sequence[Path] = (),
-    tokenizer_path: Path | None = None,
+    bring: Bring = NOTHING,
     microbatch_size: int = 0,
     is_compiled: bool = False,
+    allowed_models: Collection[str] = (),
 ) -> Learner:
     """A learner from a run's settings and this node's own: its key, its device, where its text lies.
 
-    Raises `DataError` if the text or the tokenizer will not do, `TrainingError` if the device is not there.
+    Raises `DataError` if the text or the tokenizer will not do, `TrainingError` if the device is not there, or the
+    model is code that is not allowed or not installed (``allowed_models``: functions that may make one).
     """
     chosen = choose_device(device)
-    sampler = build_sampler(model, inner, data, tokenizer, run_id, author, text_paths, tokenizer_path)
-    module = build_module(model, seed)
+    sampler = build_sampler(model, inner, data, tokenizer, run_id, author, bring)
+    module = build_module(model, seed, allowed_models=allowed_models)
     learner = Learner(
         module,
         inner,

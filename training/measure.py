@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor, nn
@@ -31,15 +31,18 @@ NUM_REPEATS = 7
 _SEED = 0
 
 
-def measure(model: ModelConfig, pipeline: PipelineConfig, device: Device) -> Costs:
+def measure(
+    model: ModelConfig, pipeline: PipelineConfig, device: Device, allowed_models: Collection[str] = ()
+) -> Costs:
     """Seconds that each layer takes for one microbatch, and both ends together.
 
     Raises `TrainingError` if the model is one of transformers', and that is not installed; `RuntimeError` if a part
     does not fit into the device's memory.
     """
-    layer = layer_seconds(build_module(model, _SEED, range(1), has_ends=False), model, pipeline, device)
-    ends = ends_seconds(build_module(model, _SEED, range(0)), model, pipeline, device)
-    return Costs((layer,) * model.num_layers, ends)
+    layer = build_module(model, _SEED, range(1), has_ends=False, allowed_models=allowed_models)
+    layer_time = layer_seconds(layer, model, pipeline, device)
+    ends = build_module(model, _SEED, range(0), allowed_models=allowed_models)
+    return Costs((layer_time,) * model.num_layers, ends_seconds(ends, model, pipeline, device))
 
 
 def layer_seconds(module: nn.Module, model: ModelConfig, pipeline: PipelineConfig, device: Device) -> float:

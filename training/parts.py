@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +18,14 @@ class Parts:
     layer: int
     ends: int
     attention_width: int
-    """Of all heads together."""
+    """Of all heads together; 0 of one's own module, which alone knows."""
 
 
 def parts_of(model: ModelConfig) -> Parts:
     """What the model is made of."""
+    if model.own:
+        own = json.loads(model.own)
+        return Parts(_count(own["layer"]), _count(own["ends"]), 0)
     if model.hf:
         settings = json.loads(model.hf)
         return _HF[settings["model_type"]](settings)
@@ -30,6 +34,10 @@ def parts_of(model: ModelConfig) -> Parts:
     mlp = 3 * width * model.hidden  # gate, up, down
     norms = 2 * width
     return Parts(attention + mlp + norms, model.vocabulary * width + width, width)
+
+
+def _count(shapes: Mapping[str, list[int]]) -> int:
+    return sum(map(math.prod, shapes.values()))
 
 
 def _llama(settings: Mapping[str, Any]) -> Parts:

@@ -1,7 +1,7 @@
 """The parameters of a whole model by name and shape, and the stage of each, without building it. Imports no torch.
 
-The order is that in which the modules define them (`farandole.training.model`, `farandole.training.hf`), so what is
-written by these shapes and what a module of the whole model saves lie alike.
+The order is that in which the modules define them (`farandole.training.model`, `hf`, `own_model`), so what is written
+by these shapes and what a module of the whole model saves lie alike.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ _LAYER = re.compile(r"(?:model\.|transformer\.)?(?:layers|h)\.(\d+)\.")
 
 def shapes_of(model: ModelConfig) -> dict[str, Shape]:
     """Each parameter's shape by its name, of all stages together."""
+    if model.own:
+        return _own(json.loads(model.own), model.num_layers)
     if model.hf:
         settings = json.loads(model.hf)
         return _HF[settings["model_type"]](settings)
@@ -39,6 +41,8 @@ def shapes_of(model: ModelConfig) -> dict[str, Shape]:
 
 def stage_of(model: ModelConfig, name: str) -> int:
     """Which stage holds a parameter."""
+    if model.num_stages == 1:  # one's own module may call anything "layers.9"
+        return 0
     match = _LAYER.match(name)
     if match is None:
         return 0
@@ -49,6 +53,13 @@ def stage_of(model: ModelConfig, name: str) -> int:
 def names_of_stage(model: ModelConfig, stage: int) -> frozenset[str]:
     """The parameters that a stage holds."""
     return frozenset(name for name in shapes_of(model) if stage_of(model, name) == stage)
+
+
+def _own(own: Mapping[str, Any], num_layers: int) -> dict[str, Shape]:
+    ends, layer = ({name: tuple(shape) for name, shape in own[part].items()} for part in ("ends", "layer"))
+    if not layer:
+        return ends
+    return {**{f"ends.{name}": shape for name, shape in ends.items()}, **_repeated("layers", num_layers, layer)}
 
 
 def _repeated(prefix: str, count: int, layer: Mapping[str, Shape]) -> dict[str, Shape]:

@@ -23,17 +23,17 @@ the weights, one more for as long as an outer step falls between: 4 bytes a para
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.linalg import vector_norm
 
+from .batches import Batches
 from .codec import Buffer, decode, encode, encoded_size
 from .config import DataConfig, InnerConfig, ModelConfig, OuterConfig, PipelineConfig, TokenizerConfig
-from .data import Sampler, build_sampler
+from .data import NOTHING, Bring, build_sampler
 from .device import Device, choose_device
 from .errors import ActivationError, CodecError, DataError, TrainingError
 from .model import cross_entropy
@@ -96,7 +96,7 @@ class StageWorker(Replica):
         inner: InnerConfig,
         outer: OuterConfig,
         pipeline: PipelineConfig,
-        sampler: Sampler | None,
+        sampler: Batches | None,
         *,
         run_id: bytes,
         device: Device,
@@ -379,8 +379,8 @@ def build_stage_worker(
     run_id: bytes,
     author: bytes,
     device: str = "auto",
-    text_paths: Sequence[Path] = (),
-    tokenizer_path: Path | None = None,
+    bring: Bring = NOTHING,
+    allowed_models: Collection[str] = (),
 ) -> StageWorker:
     """A stage's replica from a run's settings and this node's own; text is read by stage 0 alone.
 
@@ -388,9 +388,9 @@ def build_stage_worker(
     """
     sampler = None
     if stage == 0:
-        sampler = build_sampler(model, inner, data, tokenizer, run_id, author, text_paths, tokenizer_path)
+        sampler = build_sampler(model, inner, data, tokenizer, run_id, author, bring)
     worker = StageWorker(
-        build_stage(model, seed, stage),
+        build_stage(model, seed, stage, allowed_models),
         model,
         inner,
         outer,

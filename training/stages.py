@@ -10,6 +10,7 @@ Where the model is cut, `farandole.training.cut` says. Initial weights follow fr
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol, cast
 
 from torch import Tensor, nn
@@ -18,10 +19,13 @@ from .config import ModelConfig
 from .cut import layers_of
 from .errors import TrainingError
 from .model import build_model
+from .own_model import build_own_model
 
 
 class StageModule(Protocol):
-    """What a stage computes: `farandole.training.model.Transformer`, or a stage of `farandole.training.hf`."""
+    """What a stage computes: `farandole.training.model.Transformer`, or a stage of `farandole.training.hf` or
+    `farandole.training.own_model`.
+    """
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(B, T, C) for tokens (B, T); stage 0 alone."""
@@ -33,11 +37,21 @@ class StageModule(Protocol):
         """(B, T, V) for the last stage's (B, T, C); stage 0 alone."""
 
 
-def build_module(model: ModelConfig, seed: int, layers: range | None = None, *, has_ends: bool = True) -> nn.Module:
-    """The model, or a stage of it, of either kind: with the initial weights of the run's seed, in fp32 on the CPU.
+def build_module(
+    model: ModelConfig,
+    seed: int,
+    layers: range | None = None,
+    *,
+    has_ends: bool = True,
+    allowed_models: Collection[str] = (),
+) -> nn.Module:
+    """The model, or a stage of it, of any kind: with the initial weights of the run's seed, in fp32 on the CPU.
 
-    Raises `TrainingError` if it is one of transformers', and that is not installed.
+    ``allowed_models`` are the functions that this node's owner allows to make one. Raises `TrainingError` if the
+    model's is not among them, or not installed, or if it is one of transformers', and that is not installed.
     """
+    if model.own:
+        return build_own_model(model, seed, allowed_models, layers, has_ends=has_ends)
     if not model.hf:
         return build_model(model, seed, layers, has_ends=has_ends)
     try:
@@ -47,14 +61,14 @@ def build_module(model: ModelConfig, seed: int, layers: range | None = None, *, 
     return build_hf_model(model, seed, layers, has_ends=has_ends)
 
 
-def build_stage(model: ModelConfig, seed: int, stage: int) -> nn.Module:
+def build_stage(model: ModelConfig, seed: int, stage: int, allowed_models: Collection[str] = ()) -> nn.Module:
     """Stage ``stage`` of the model, a `StageModule`, as `build_module` makes it; nothing else is made.
 
     Raises `TrainingError` if there is no such stage.
     """
     if not 0 <= stage < model.num_stages:
         raise TrainingError(f"the model has stages 0 to {model.num_stages - 1}, not {stage}")
-    return build_module(model, seed, layers_of(model)[stage], has_ends=stage == 0)
+    return build_module(model, seed, layers_of(model)[stage], has_ends=stage == 0, allowed_models=allowed_models)
 
 
 def as_stage(module: nn.Module) -> StageModule:

@@ -26,6 +26,10 @@ class Tokenizer(Protocol):
     """What the data loader needs of a tokenizer."""
 
     @property
+    def identity(self) -> str:
+        """Equal where all texts become the same tokens."""
+
+    @property
     def vocabulary(self) -> int:
         """Number of tokens; ids are below it."""
 
@@ -43,6 +47,7 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """Every byte is a token. The separator is NUL, which text does not contain."""
 
+    identity = "bytes"
     vocabulary = 256
     separator = 0
 
@@ -58,7 +63,8 @@ class ByteTokenizer:
 class FileTokenizer:
     """A tokenizer from a Hugging Face ``tokenizer.json``."""
 
-    def __init__(self, tokenizer: HuggingFaceTokenizer) -> None:
+    def __init__(self, tokenizer: HuggingFaceTokenizer, sha256: str) -> None:
+        self.identity = sha256
         self._tokenizer = tokenizer
         self.vocabulary: int = tokenizer.get_vocab_size()
         known = (tokenizer.token_to_id(name) for name in SEPARATORS)
@@ -94,7 +100,7 @@ def load_tokenizer(config: TokenizerConfig, path: Path | None = None) -> Tokeniz
             "this run's tokenizer needs the Python package 'tokenizers': pip install 'farandole[tokenizers]'"
         ) from error
     try:
-        return FileTokenizer(HuggingFaceTokenizer.from_str(raw.decode()))
+        return FileTokenizer(HuggingFaceTokenizer.from_str(raw.decode()), found)
     except Exception as error:  # the package raises bare Exception
         raise DataError(f"{path} is no tokenizer file: {error}") from error
 

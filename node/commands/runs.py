@@ -13,7 +13,8 @@ import typer
 
 from farandole.protocol.errors import ManifestError
 
-from .options import AsJson, Home
+from ..settings import NodeSettings
+from .options import AsJson, Home, takes_settings
 from .output import node_status, print_json, read_manifest
 
 if TYPE_CHECKING:
@@ -26,8 +27,9 @@ run_app = typer.Typer(help="Start a run, look at one, invite to one.", no_args_i
 
 
 @run_app.command("create")
+@takes_settings("allow_model")
 def create_run(
-    home: Home,
+    settings: NodeSettings,
     run_file: Annotated[Path, typer.Argument(metavar="RUN.TOML", help="The settings: see examples/run.toml.")],
     out: Annotated[
         Path | None, typer.Option("--out", help="Where to write the manifest.", show_default="beside RUN.TOML")
@@ -56,7 +58,7 @@ def create_run(
     from ..identity import load_or_create_key
     from ..run_file import load_run_file
 
-    manifest = load_run_file(run_file, time.time())
+    manifest = load_run_file(run_file, time.time(), settings.allow_model)
     path = out or run_file.with_suffix(".manifest")
     if path.exists() and not force:
         raise ManifestError(f"{path} is there already; --force replaces it (by another run), --out writes elsewhere")
@@ -64,8 +66,8 @@ def create_run(
     if measure:
         from ..stages.measuring import cut_by_measuring
 
-        manifest, measured = cut_by_measuring(manifest)
-    signed = sign_manifest(manifest, load_or_create_key(home / "key"))
+        manifest, measured = cut_by_measuring(manifest, settings.allow_model)
+    signed = sign_manifest(manifest, load_or_create_key(settings.key))
     invite = encode_invite(Invite(signed.run_id, tuple(invite_address))) if invite_address else None
     try:
         path.write_bytes(signed.encode())
@@ -80,9 +82,17 @@ def create_run(
     if measured is not None:
         _show_measured(measured)
     typer.echo(f"run {signed.run_id.hex()}")
-    typer.echo(f"manifest in {path}; start its first node with: farandole join {path}")
+    brings = _brings(manifest)
+    typer.echo(f"manifest in {path}; start its first node with: farandole join {path}{brings}")
     if invite:
-        typer.echo(f"others join with: farandole join {invite}")
+        typer.echo(f"others join with: farandole join {invite}{brings}")
+
+
+def _brings(manifest: Manifest) -> str:
+    """What each node's command line has beside the run, as this run is."""
+    model = f" --allow-model {manifest.model.own.function}" if manifest.model.own else ""
+    data = " --data PATH" if manifest.data.source == "text" else ""
+    return model + data + (" --tokenizer FILE" if manifest.tokenizer.sha256 else "")
 
 
 def _show_measured(measured: MeasuredCut) -> None:

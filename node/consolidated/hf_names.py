@@ -16,6 +16,7 @@ from farandole.protocol.manifest import Manifest, ModelConfig
 from farandole.training.shapes import Shape
 
 from .folder import model_shapes
+from .tensors import ConsolidatedError
 
 # `farandole.training.model`: ROTARY_BASE and NORM_EPSILON, which are constants there.
 _ROTARY_BASE = 10_000.0
@@ -34,7 +35,12 @@ class Part:
 
 
 def config_of(model: ModelConfig) -> HFConfig:
-    """The settings of the family in which transformers computes the same."""
+    """The settings of the family in which transformers computes the same; `ConsolidatedError` if there is none."""
+    if model.own is not None:
+        raise ConsolidatedError(
+            f"the model is one's own, made by {model.own.function}: transformers knows none like it. Its weights are "
+            "in checkpoint.safetensors, by the names slow/..."
+        )
     if model.hf is not None:
         return model.hf
     return LlamaConfig(

@@ -21,9 +21,8 @@ from .folder import MANIFEST_NAME, NO_RUN, SLOW, Consolidated, Counters, model_s
 from .hf_import import open_hf_weights
 
 # A [model] table with one of these says anew which model it is; without, it says what changes: how it is cut, say.
-_MODELS_BY: Final = ("preset", "hf", "num_layers")
+_MODELS_BY: Final = ("preset", "hf", "own", "num_layers")
 _OF_ONE_RUN: Final = ("created_at", "start", "version")
-_TOKENIZER_FILE: Final = "tokenizer.json"
 
 
 def resumed_manifest(folder: Consolidated, settings: Mapping[str, Any], place: Path, now: float) -> Manifest:
@@ -102,9 +101,6 @@ def import_model(
     if not isinstance(model, Mapping) or any(name in model for name in _MODELS_BY):
         raise ManifestError("model: the folder says which model it is; the run file says no more than how it is cut")
     complete = {**settings, "model": {**model, "hf": str(hf_folder.absolute())}}
-    tokenizer = hf_folder.absolute() / _TOKENIZER_FILE
-    if "tokenizer" not in settings and tokenizer.exists():
-        complete["tokenizer"] = {"file": str(tokenizer)}
     manifest = manifest_of(complete, place, now)
 
     def sign(checkpoint_id: bytes) -> bytes:

@@ -112,6 +112,7 @@ class Rounds:
         self._session_over = trio.Event()  # likewise
         self._ended = trio.Event()
         self._is_leaving = False
+        self._tenth_told = 0  # of the text that is tokenised
         messenger.set_receiver(PAIRING_PROTOCOL, MAX_PAIRING_MESSAGE, self._receive, self._on_undelivered)
 
     async def run(self) -> None:
@@ -263,13 +264,22 @@ class Rounds:
             board.enter("preparing", "the trainer died", f"{verdict.delay:g} s before it starts again")
         await trio.sleep(verdict.delay)
 
+    def _show_preparing(self, preparing: messages.Preparing) -> None:
+        """To whoever waits: at the terminal each tenth of it."""
+        board, share = self._board, preparing.position / max(1, preparing.size)
+        words = f"reading and tokenising the text: {share:.0%}"
+        board.enter("preparing", words, "the trainer")
+        if (tenth := int(10 * share)) != self._tenth_told:
+            self._tenth_told = tenth
+            board.say(words)
+
     async def _run_one_trainer(self) -> bool:
         """Whether every round is done, or the node leaves; else new weights are due."""
         board = self._board
         await self._before_trainer()
         board.announce("preparing", "starting the trainer: loading torch, the text and the model", "the trainer")
         prepare = self._config.prepare()
-        async with open_trainer(prepare, log=None) as trainer:
+        async with open_trainer(prepare, None, self._show_preparing) as trainer:
             prepared = trainer.prepared
             board.device, board.trainer_pid = prepared.device, trainer.pid
             board.inner_steps, board.num_parameters = prepared.inner_steps, prepared.num_parameters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 
 import msgspec
 from rich.table import Table
@@ -43,7 +44,7 @@ class MeasuredCut(msgspec.Struct, frozen=True):
     """What it would be without measuring."""
 
 
-def cut_by_measuring(manifest: Manifest) -> tuple[Manifest, MeasuredCut]:
+def cut_by_measuring(manifest: Manifest, allowed_models: Collection[str] = ()) -> tuple[Manifest, MeasuredCut]:
     """The manifest with ``model.stage_layers`` by what is measured now, and how that came about. Takes seconds.
 
     Raises `ManifestError` if there is nothing to cut, the manifest says where already, or it cannot be measured.
@@ -53,7 +54,7 @@ def cut_by_measuring(manifest: Manifest) -> tuple[Manifest, MeasuredCut]:
     if manifest.model.stage_layers:
         raise ManifestError("--measure: model.stage_layers says already where to cut; leave it out to measure")
     model = training_configs(manifest).model
-    device, seconds = _measure(manifest, model)
+    device, seconds = _measure(manifest, model, allowed_models)
     stages = cut_by_time(model, seconds)
     chosen = msgspec.structs.replace(manifest.model, stage_layers=tuple(map(len, stages)))
     measured = MeasuredCut(
@@ -66,7 +67,7 @@ def cut_by_measuring(manifest: Manifest) -> tuple[Manifest, MeasuredCut]:
     return msgspec.structs.replace(manifest, model=chosen), measured
 
 
-def _measure(manifest: Manifest, model: ModelConfig) -> tuple[str, Costs]:
+def _measure(manifest: Manifest, model: ModelConfig, allowed_models: Collection[str]) -> tuple[str, Costs]:
     """The device's name, and the parts' times. Torch is imported here: no other command that makes runs needs it."""
     import torch
 
@@ -76,7 +77,7 @@ def _measure(manifest: Manifest, model: ModelConfig) -> tuple[str, Costs]:
     torch.set_num_threads(THREADS)
     try:
         device = choose_device()
-        return device.description, measure(model, pipeline_config(manifest), device)
+        return device.description, measure(model, pipeline_config(manifest), device, allowed_models)
     except (TrainingError, RuntimeError) as error:  # torch raises RuntimeError for memory
         raise ManifestError(f"--measure: {error}") from error
 

@@ -56,7 +56,7 @@ async def start_child(
         try:
             with theirs:
                 process = await trio.lowlevel.open_process(
-                    [sys.executable, "-m", module, str(theirs.fileno()), *arguments],
+                    [sys.executable, "-P", "-m", module, str(theirs.fileno()), *arguments],
                     stdin=subprocess.DEVNULL if HAS_TRACEBACK_SIGNAL else subprocess.PIPE,
                     pass_fds=(theirs.fileno(), *inherited),
                     **options,
@@ -73,7 +73,7 @@ async def start_child(
         listener = trio.socket.from_stdlib_socket(unbound)
         listener.listen(MAX_WAITING)
         process = await trio.lowlevel.open_process(
-            [sys.executable, "-m", module, f"{PORT}{listener.getsockname()[1]}", *arguments],
+            [sys.executable, "-P", "-m", module, f"{PORT}{listener.getsockname()[1]}", *arguments],
             stdin=subprocess.PIPE,
             **options,
         )

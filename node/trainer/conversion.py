@@ -31,9 +31,9 @@ class TrainingConfigs(NamedTuple):
 def training_configs(manifest: Manifest) -> TrainingConfigs:
     """Field by field, under the same names; imports no torch."""
     model = manifest.model
-    hf = "" if model.hf is None else msgspec.json.encode(model.hf).decode()
+    hf, own = ("" if kind is None else msgspec.json.encode(kind).decode() for kind in (model.hf, model.own))
     return TrainingConfigs(
-        ModelConfig(**{**asdict(model), "hf": hf}),
+        ModelConfig(**{**asdict(model), "hf": hf, "own": own}),
         InnerConfig(**asdict(manifest.inner)),
         OuterConfig(**asdict(manifest.outer)),
         DataConfig(**asdict(manifest.data), order=slice_order(manifest)),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from farandole.protocol.manifest import Manifest
 from farandole.training.errors import DataError
 from farandole.training.learner import build_learner
 
+from .bringing import bring_of
 from .channel import Channel
 from .conversion import training_configs
 from .messages import Prepare, Train, Validated
@@ -34,8 +34,8 @@ class LearnerProcess(TrainerProcess):
             run_id=prepare.run_id,
             author=prepare.author,
             device=prepare.device,
-            text_paths=[Path(path) for path in prepare.data],
-            tokenizer_path=Path(prepare.tokenizer) if prepare.tokenizer else None,
+            bring=bring_of(prepare, channel),
+            allowed_models=prepare.allowed_models,
             microbatch_size=prepare.microbatch,
         )
         super().__init__(channel, prepare, self._learner)

@@ -77,7 +77,9 @@ def _serve(channel: Channel) -> None:
         command = channel.receive()
         try:
             trainer.handle(command)
-        except (RuntimeError, ValueError, OSError, MemoryError) as error:  # torch's RuntimeError: CUDA faults, memory
+        except EOFError:
+            raise
+        except Exception as error:  # torch's RuntimeError: CUDA faults, memory; and whatever one's own module raises
             if _is_out_of_memory(error):
                 channel.send(Failed(f"the trainer is out of memory ({_first_line(error)})", "memory"))
                 return

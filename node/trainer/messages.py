@@ -67,6 +67,14 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     """Which stage of the model this is, where it is cut into several."""
     microbatch: int = 0
     """Sequences of a batch that are taken at a time, 0: all; of a model that is not cut."""
+    data_field: str = "text"
+    """Of records, what has their text."""
+    streams: list[str] = []
+    """Data sets to read as they come, instead of ``data``."""
+    cache: str = ""
+    """A folder for what is tokenised; empty: it is held in memory."""
+    allowed_models: list[str] = []
+    """Functions that may make the model, where the run brings one of its own."""
     activations: int | str = 0
     """As ``outgoing``; slot i has its incoming activations at 2 i times their size, its outgoing ones after them."""
     num_kept: int = 2
@@ -210,6 +218,13 @@ class Saved(msgspec.Struct, frozen=True, tag=True):
     """What a person should know of a save that went well."""
 
 
+class Preparing(msgspec.Struct, frozen=True, tag=True):
+    """So much of the text is tokenised, which is done once, of so much."""
+
+    position: int
+    size: int
+
+
 class Prepared(msgspec.Struct, frozen=True, tag=True):
     """Ready to train."""
 
@@ -335,7 +350,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 Report = (
-    Prepared
+    Preparing
+    | Prepared
     | Progress
     | SlicesTrained
     | Worked

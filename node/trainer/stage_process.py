@@ -7,13 +7,13 @@ two places for each slot: what came in, and what goes out.
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 from farandole.protocol.manifest import Manifest
 from farandole.training.errors import ActivationError, DataError, NoSliceError
 from farandole.training.stage_worker import StageWorker, build_stage_worker
 
 from ..system.memory import map_shared_memory
+from .bringing import bring_of
 from .channel import Channel
 from .conversion import pipeline_config, training_configs
 from .messages import InnerStepTaken, Prepare, TakeInnerStep, Train, Validate, Validated, Work, Worked
@@ -32,8 +32,8 @@ class StageProcess(TrainerProcess):
             run_id=prepare.run_id,
             author=prepare.author,
             device=prepare.device,
-            text_paths=[Path(path) for path in prepare.data],
-            tokenizer_path=Path(prepare.tokenizer) if prepare.tokenizer else None,
+            bring=bring_of(prepare, channel),
+            allowed_models=prepare.allowed_models,
         )
         self._activation_bytes = size = self._worker.activation_bytes
         self._memory = memoryview(map_shared_memory(prepare.activations, 2 * manifest.pipeline.in_flight * size))

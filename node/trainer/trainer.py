@@ -7,7 +7,7 @@ import logging
 import math
 import mmap
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ from .messages import (
     Failed,
     Prepare,
     Prepared,
+    Preparing,
     Report,
     Stop,
     decode_report,
@@ -37,7 +38,7 @@ from .messages import (
 
 logger = logging.getLogger(__name__)
 
-# Importing torch and CUDA, reading 2 GiB of text and loading a checkpoint of gigabytes from a slow disk.
+# Without a word from it: importing torch and CUDA, making the model, loading gigabytes from a slow disk.
 PREPARE_TIMEOUT = 600.0
 # A trainer sees Stop between two inner steps; one that does not within this time is killed (nothing is lost: it saves
 # by rename).
@@ -122,9 +123,9 @@ class Trainer:
         self._condemned_for = ""
         self._oom_kills_before = count_oom_kills()
 
-    async def prepare(self, command: Prepare) -> None:
+    async def prepare(self, command: Prepare, on_preparing: Callable[[Preparing], None]) -> None:
         """Raises `TrainerError` with the trainer's own words if it cannot be made ready."""
-        with trio.move_on_after(PREPARE_TIMEOUT):
+        with trio.move_on_after(PREPARE_TIMEOUT) as patience:
             shared = self._memory
             await self.send(
                 msgspec.structs.replace(
@@ -134,7 +135,9 @@ class Trainer:
                     activations=shared.activations.place,
                 )
             )
-            report = await self.receive()
+            while isinstance(report := await self.receive(), Preparing):
+                patience.deadline = trio.current_time() + PREPARE_TIMEOUT
+                on_preparing(report)
             if not isinstance(report, Prepared):
                 raise TrainerError(f"the trainer said {type(report).__name__} before it was ready")
             self.prepared = report
@@ -209,17 +212,21 @@ class Trainer:
                 await self.send(Stop())
             await self._stream.aclose()
             await self._process.wait()
-        if self._process.returncode is None:
-            self._process.kill()
-            with trio.CancelScope(shield=True):
+        with trio.CancelScope(shield=True):
+            await self._stream.aclose()  # the time may have been up before
+            if self._process.returncode is None:
+                self._process.kill()
                 await self._process.wait()
 
 
 @contextlib.asynccontextmanager
-async def open_trainer(command: Prepare, log: Path | None) -> AsyncIterator[Trainer]:
+async def open_trainer(
+    command: Prepare, log: Path | None, on_preparing: Callable[[Preparing], None] = lambda preparing: None
+) -> AsyncIterator[Trainer]:
     """Start a trainer process, make it ready, and end it on the way out.
 
-    ``log`` is where its output goes (the terminal if None). Raises `TrainerError`.
+    ``log`` is where its output goes (the terminal if None); ``on_preparing`` is told how far it is with its text.
+    Raises `TrainerError`.
     """
     folder = Path(command.checkpoints) / "shared"
     remove_leftovers(folder)
@@ -238,7 +245,7 @@ async def open_trainer(command: Prepare, log: Path | None) -> AsyncIterator[Trai
             raise TrainerError(f"no trainer process can be started: {error}") from error
         trainer = Trainer(child.process, TrainerStream(child.stream), memory)
         try:
-            await trainer.prepare(command)
+            await trainer.prepare(command, on_preparing)
             yield trainer
         finally:
             await trainer.stop()

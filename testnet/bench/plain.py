@@ -47,7 +47,7 @@ def run(settings: PlainLoop) -> PlainRate:
     model, inner, _, data, tokenizer = training_configs(manifest_of(settings.run, Path(), 0.0))[:5]
     device = choose_device(settings.device)
     sampler = Sampler(
-        load_text(data, load_tokenizer(tokenizer, None), ()),
+        load_text(data, load_tokenizer(tokenizer, None)),
         run_id=bytes(32),
         author=settings.author.to_bytes(32, "little"),
         batch_size=inner.batch_size,

@@ -6,9 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farandole.training import data
+from farandole.training.batches import draw, is_held_out
 from farandole.training.config import DataConfig
-from farandole.training.data import Document, Sampler, Text, draw, is_held_out, load_text, stdlib_documents, tokenise
+from farandole.training.data import Bring, Sampler, Text, load_text, text_of
 from farandole.training.errors import DataError
+from farandole.training.sources import Document
 from farandole.training.tokenizer import ByteTokenizer
 
 TEXT = Text(np.arange(5_000).astype(np.uint16), np.arange(5_000, 5_500).astype(np.uint16), 2)
@@ -75,7 +77,7 @@ def test_tokens_beyond_the_model_are_refused() -> None:
 def test_documents_are_split_by_their_names_alone() -> None:
     documents = [Document(f"{number}.py", bytes([65 + number % 26]) * 10) for number in range(400)]
 
-    text = tokenise(documents, ByteTokenizer(), 0.25)
+    text = text_of(documents, ByteTokenizer(), 0.25)
     held_out = [document for document in documents if is_held_out(document.name, 0.25)]
 
     assert text.num_documents == 400
@@ -96,39 +98,13 @@ def test_a_larger_share_holds_out_what_a_smaller_does(name: str, first: float, s
 def test_text_beyond_the_cap_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "MAX_TEXT_BYTES", 25)
 
-    text = tokenise([Document(str(number), b"x" * 10) for number in range(9)], ByteTokenizer(), 0.0)
+    text = text_of([Document(str(number), b"x" * 10) for number in range(9)], ByteTokenizer(), 0.0)
 
     assert text.num_documents == 2
-
-
-def test_the_standard_library_is_text_enough() -> None:
-    documents = list(stdlib_documents())
-    names = [document.name for document in documents]
-
-    assert names == [document.name for document in stdlib_documents()]
-    assert "json/decoder.py" in names
-    assert not any("site-packages" in name or "/test/" in name for name in names)
-    assert sum(len(document.text) for document in documents) > 4_000_000
-
-
-def test_files_and_folders_are_read_and_others_left_out(tmp_path: Path) -> None:
-    folder = tmp_path / "texts"
-    (folder / "deeper").mkdir(parents=True)
-    (folder / "b.txt").write_text("bee")
-    (folder / "deeper" / "a.txt").write_text("ay")
-    (folder / "binary").write_bytes(b"\0\1")
-    (folder / ".hidden").write_text("secret")
-    (folder / "dangling").symlink_to("nowhere")
-    (tmp_path / "one.txt").write_text("x" * (data.DOCUMENT_BYTES + 1))
-
-    documents = list(data.text_documents([folder, tmp_path / "one.txt"]))
-
-    assert [document.name for document in documents] == ["b.txt", "deeper/a.txt", "one.txt", "one.txt#1"]
-    assert documents[3].text == b"x"
 
 
 def test_text_must_be_named_and_be_there(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="--data"):
         load_text(DataConfig(source="text"), ByteTokenizer())
     with pytest.raises(DataError, match="no text at"):
-        load_text(DataConfig(source="text"), ByteTokenizer(), [tmp_path / "missing"])
+        load_text(DataConfig(source="text"), ByteTokenizer(), Bring((tmp_path / "missing",)))

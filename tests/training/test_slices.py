@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farandole.training.config import DataConfig
-from farandole.training.data import Document, Sampler, load_text, tokenise
+from farandole.training.data import Bring, Sampler, load_text, text_of
 from farandole.training.errors import NoSliceError
 from farandole.training.permutation import permute
 from farandole.training.slices import SliceQueue
+from farandole.training.sources import Document
 from farandole.training.tokenizer import ByteTokenizer
 
 CONTEXT, BATCH = 8, 3
@@ -49,7 +50,7 @@ ORDER = [92594, 442687, 80184, 703767, 205826, 784941]
 
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_an_epoch_shows_every_window_once(epoch: int) -> None:
-    text = tokenise([Document("a", bytes(range(250)))], ByteTokenizer(), 0.0, is_shared=True)
+    text = text_of([Document("a", bytes(range(250)))], ByteTokenizer(), 0.0)
     sampler = Sampler(text, run_id=b"run", author=b"alice", batch_size=BATCH, context=CONTEXT)
     batches = [sampler.slice_batch(epoch, index) for index in range(sampler.slices().num_slices)]
     starts = Counter(int(window[0]) for batch in batches for window in batch)
@@ -60,14 +61,14 @@ def test_an_epoch_shows_every_window_once(epoch: int) -> None:
 
 
 def test_epochs_have_orders_of_their_own_which_do_not_depend_on_the_author() -> None:
-    text = tokenise([Document("a", bytes(range(250)))], ByteTokenizer(), 0.0, is_shared=True)
+    text = text_of([Document("a", bytes(range(250)))], ByteTokenizer(), 0.0)
     alice, bob = (Sampler(text, run_id=b"run", author=name, batch_size=BATCH, context=CONTEXT) for name in (b"a", b"b"))
     assert np.array_equal(alice.slice_batch(0, 2), bob.slice_batch(0, 2))
     assert not np.array_equal(alice.slice_batch(0, 2), alice.slice_batch(1, 2))
 
 
 def test_a_run_can_have_the_order_of_another() -> None:
-    text = tokenise([Document("a", bytes(range(250)))], ByteTokenizer(), 0.0, is_shared=True)
+    text = text_of([Document("a", bytes(range(250)))], ByteTokenizer(), 0.0)
     first, other, same = (
         Sampler(text, run_id=run_id, author=b"alice", batch_size=BATCH, context=CONTEXT, order=order)
         for run_id, order in ((b"r", b""), (b"s", b""), (b"s", b"r"))
@@ -81,13 +82,13 @@ def test_the_same_documents_make_the_same_corpus_wherever_they_lie(tmp_path: Pat
         for folder in folders:
             (tmp_path / home / folder).mkdir(parents=True)
             (tmp_path / home / folder / f"{folder}.txt").write_text(f"text of {folder}, " * 20)
-    alice = load_text(SHARED, ByteTokenizer(), [tmp_path / "alice" / "x", tmp_path / "alice" / "y"])
-    bob = load_text(SHARED, ByteTokenizer(), [tmp_path / "bob" / "y", tmp_path / "bob" / "x"])
+    alice = load_text(SHARED, ByteTokenizer(), Bring((tmp_path / "alice" / "x", tmp_path / "alice" / "y")))
+    bob = load_text(SHARED, ByteTokenizer(), Bring((tmp_path / "bob" / "y", tmp_path / "bob" / "x")))
     assert len(alice.corpus) == 8
     assert alice.corpus == bob.corpus
     assert np.array_equal(alice.training, bob.training)
     (tmp_path / "bob" / "y" / "y.txt").write_text("text of y! " * 20)
-    other = load_text(SHARED, ByteTokenizer(), [tmp_path / "bob" / "y", tmp_path / "bob" / "x"])
+    other = load_text(SHARED, ByteTokenizer(), Bring((tmp_path / "bob" / "y", tmp_path / "bob" / "x")))
     assert other.corpus != alice.corpus
 
 

@@ -20,6 +20,7 @@ from farandole.node.settings import NodeSettings
 from farandole.node.trainer.conversion import training_configs
 from farandole.protocol.identity import public_bytes
 from farandole.protocol.manifest import Manifest, manifest_from_dict, sign_manifest
+from farandole.training.data import Bring
 from farandole.training.learner import Learner, build_learner
 
 from ..daemons import DEADLINE, Daemon, joined
@@ -78,7 +79,7 @@ class Twin:
             run_id=self._run_id,
             author=self._author,
             device="cpu",
-            text_paths=[self._texts],
+            bring=Bring((self._texts,)),
         )
         if path is not None:
             learner.load(path)

@@ -9,6 +9,7 @@ import torch
 
 from farandole.node.consolidated.folder import Consolidated
 from farandole.node.trainer.conversion import training_configs
+from farandole.training.data import Bring
 from farandole.training.learner import Learner, build_learner
 
 
@@ -17,7 +18,7 @@ def learner_of(folder: Consolidated, *texts: Path) -> Learner:
     torch.set_num_threads(1)
     configs = training_configs(folder.manifest)
     whole = configs._replace(model=replace(configs.model, num_stages=1, stage_layers=()))
-    learner = build_learner(*whole, seed=0, run_id=bytes(32), author=bytes(32), device="cpu", text_paths=texts)
+    learner = build_learner(*whole, seed=0, run_id=bytes(32), author=bytes(32), device="cpu", bring=Bring(texts))
     learner.start_from(folder.checkpoint, folder.index.inner_steps, folder.index.tokens)
     return learner
 

@@ -29,6 +29,7 @@ from farandole.protocol import pipeline_events as machine
 from farandole.protocol.activations import DATA_BYTES, Forward, Hello, Link
 from farandole.protocol.identity import public_bytes
 from farandole.protocol.manifest import Manifest, PipelineConfig, manifest_from_dict
+from farandole.training.data import Bring
 from farandole.training.learner import build_learner
 
 from ..trainer_commands import prepare_for
@@ -189,7 +190,7 @@ async def test_nodes_of_one_stage_each_learn_what_one_node_learns_alone(
         run_id=RUN_ID,
         author=author,
         device="cpu",
-        text_paths=[tmp_path / "texts"],
+        bring=Bring((tmp_path / "texts",)),
     )
     assert validated == [pytest.approx(alone.validation_loss(NUM_HELD_OUT), rel=1e-6)]
     losses = [float(alone.learn()) for _ in range(steps)]

@@ -27,6 +27,7 @@ from farandole.protocol.blocks import Index, encode_signed_index, sign_index
 from farandole.protocol.identity import public_bytes
 from farandole.protocol.manifest import Manifest, ModelConfig, manifest_from_dict
 from farandole.training.blocks import Content, content_of
+from farandole.training.data import Bring
 from farandole.training.learner import Learner, build_learner
 
 from ..trainer_commands import prepare_for
@@ -155,6 +156,32 @@ async def test_two_trainers_average_to_the_very_mean(
         sent = [np.frombuffer(t.outgoing[: contributed[t].size], dtype=np.float32) for t in (alice, bob)]
         mean = sent[0] * np.float32(0.5) + sent[1] * np.float32(0.5)
         assert np.array_equal(np.sort(flat), np.sort(mean))
+
+
+async def test_a_trainer_tells_how_far_it_is_with_its_text_and_reads_it_once(
+    prepare: Callable[..., messages.Prepare], tmp_path: Path
+) -> None:
+    (tmp_path / "large.jsonl").write_text(f'{{"content": "{"text " * 1_000}"}}\n' * 400)
+    command = msgspec.structs.replace(
+        prepare(), data=[str(tmp_path / "large.jsonl")], data_field="content", cache=str(tmp_path / "tokens")
+    )
+    told: list[messages.Preparing] = []
+    async with open_trainer(command, None, told.append):
+        assert told
+        assert all(0 < each.position <= each.size for each in told)
+    told.clear()
+    async with open_trainer(command, None, told.append):
+        assert told == []
+
+
+async def test_a_malformed_record_is_named_with_its_line(
+    prepare: Callable[..., messages.Prepare], tmp_path: Path
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"content": "not so"}\n')
+    with pytest.raises(TrainerError, match=r"a\.jsonl, line 2: there is no field 'text'.*--data-field") as caught:
+        async with open_trainer(msgspec.structs.replace(prepare(), data=[str(tmp_path / "a.jsonl")]), None):
+            pass
+    assert caught.value.cause == "setup"
 
 
 async def test_a_bad_contribution_is_refused_and_leaves_the_weights_alone(
@@ -310,7 +337,7 @@ def _twin(command: messages.Prepare, manifest: Manifest) -> Learner:
         run_id=command.run_id,
         author=command.author,
         device=command.device,
-        text_paths=[Path(path) for path in command.data],
+        bring=Bring(tuple(Path(path) for path in command.data)),
     )
 
 
