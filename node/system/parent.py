@@ -23,10 +23,14 @@ def connect_to_parent(parent: str) -> socket.socket:
     # By its descriptor, of which `farandole.node.system.signals.tell_where` reads on.
     secrets = _exactly(2 * SECRET_BYTES, lambda size: os.read(0, size))
     connection = socket.create_connection((LOOPBACK, int(parent.removeprefix(PORT))), CONNECT_SECONDS)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.sendall(secrets[:SECRET_BYTES])
-    if not hmac.compare_digest(_exactly(SECRET_BYTES, connection.recv), secrets[SECRET_BYTES:]):
-        raise ConnectionRefusedError("the port is another process's now")
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(secrets[:SECRET_BYTES])
+        if not hmac.compare_digest(_exactly(SECRET_BYTES, connection.recv), secrets[SECRET_BYTES:]):
+            raise ConnectionRefusedError("the port is another process's now")
+    except BaseException:  # whatever it is, nobody else has the socket yet
+        connection.close()
+        raise
     connection.settimeout(None)
     return connection
 
