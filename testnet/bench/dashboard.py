@@ -42,8 +42,8 @@ MAX_REFRESH_MS: Final = 100.0
 MAX_DAEMON_SHARE: Final = 0.05
 # A busy machine takes so long to start a daemon, and to verify three thousand signatures.
 START_TIMEOUT: Final = 180.0
-# Caches fill, the first entries are on disk, and the page has drawn once.
-SETTLE_SECONDS: Final = 10.0
+# What a thousand newcomers cause is over: their entries are on disk, and synced; and the page has drawn a few times.
+SETTLE_SECONDS: Final = 30.0
 LOOK_INTERVAL: Final = 0.25
 
 # Runs in the page before its own script: times each event's listener, and the frame in which what it has changed is
