@@ -109,7 +109,6 @@ class NodeSettings:
         "the machine does. Of models that are not cut; 0: no bound.",
         unit="seconds",
         least=0,
-        example=0.5,
     )
     quiet_hours: list[str] = setting(
         [],
