@@ -15,3 +15,7 @@ class StrangerError(PeerUnreachableError):
 
 class ListenError(FarandoleError):
     """This node cannot listen on an address that it was told to listen on."""
+
+
+class JoinError(FarandoleError):
+    """This node cannot join; the message says which step failed and what to do."""

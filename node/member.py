@@ -23,10 +23,11 @@ from farandole.protocol.writer import Writer
 from .backoff import pauses
 from .checkpoints.giving import BlockService
 from .checkpoints.holdings import Holding
+from .errors import JoinError
 from .exchanges.bulk import open_bulk
 from .exchanges.exchange import ExchangeService
 from .joining.address_book import AddressBook
-from .joining.joining import JOIN_TIMEOUT, JoinError, Target, dial, find_members
+from .joining.joining import JOIN_TIMEOUT, Target, dial, find_members
 from .joining.manifests import ManifestService
 from .joining.starting import Start
 from .joining.weights import Weights

@@ -26,7 +26,7 @@ from farandole.protocol.own_model import FunctionName, Settings
 from farandole.training.errors import TrainingError
 from farandole.training.own_function import require_allowed
 
-from .joining.joining import JoinError
+from .errors import JoinError
 
 # Of both presets and byte-level text.
 DEFAULT_CONTEXT: Final = 256

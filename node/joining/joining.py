@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 
 import trio
 
-from farandole.protocol.errors import FarandoleError, ManifestError
+from farandole.protocol.errors import ManifestError
 from farandole.protocol.identity import peer_id_of, short_name
 from farandole.protocol.invite import decode_invite, split_address
 from farandole.protocol.manifest import Manifest, decode_manifest
 from farandole.protocol.records import run_key
 
 from ..backoff import pauses
-from ..errors import PeerUnreachableError
+from ..errors import JoinError, PeerUnreachableError
 from ..p2p.host import Host
 from ..settings import NodeSettings
 from ..status.board import Board
@@ -37,10 +37,6 @@ MAX_PARALLEL_DIALS = 16
 DHT_TIMEOUT = 15.0
 # Once one has answered, the others get this much longer: several connections are better than one.
 LAGGARDS_TIMEOUT = 1.0
-
-
-class JoinError(FarandoleError):
-    """This node cannot join; the message says which step failed and what to do."""
 
 
 @dataclass(frozen=True)

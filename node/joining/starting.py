@@ -29,13 +29,13 @@ from ..checkpoints.holdings import Holding
 from ..consolidated.folder import CHECKPOINT_NAME, INDEX_NAME, OPTIMIZER_VECTORS, VECTORS, read_folder
 from ..consolidated.tensors import ConsolidatedError
 from ..consolidated.verifying import verify_hashes
-from ..errors import PeerUnreachableError
+from ..errors import JoinError, PeerUnreachableError
 from ..p2p.host import Host
 from ..run_state.membership import Membership
 from ..settings import NodeSettings
 from ..status.board import Board
 from ..trainer.conversion import training_configs
-from .joining import DHT_TIMEOUT, JoinError, dial
+from .joining import DHT_TIMEOUT, dial
 from .weights import Weights
 
 # Between two looks at who has it, while nobody has.

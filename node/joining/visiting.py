@@ -25,6 +25,7 @@ from farandole.protocol.manifest import Manifest, decode_manifest
 from farandole.protocol.state import RunState
 from farandole.protocol.writer import Writer
 
+from ..errors import JoinError
 from ..exchanges.bulk import BulkService, open_bulk
 from ..nurseries import open_service_nursery
 from ..p2p.host import Host, open_host
@@ -35,7 +36,7 @@ from ..run_state.store import open_store
 from ..settings import NodeSettings
 from ..shaping import Shaping
 from ..status.board import Board
-from .joining import JOIN_TIMEOUT, JoinError, Target, connect_to_run, obtain_manifest
+from .joining import JOIN_TIMEOUT, Target, connect_to_run, obtain_manifest
 from .mdns import open_mdns
 
 # A member that has just begun serves its run state within a second.

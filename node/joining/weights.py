@@ -44,7 +44,7 @@ from ..checkpoints.library import Library
 from ..checkpoints.partial import has_partial, partial_path
 from ..checkpoints.room import DiskPlan, Room, plan_disk
 from ..checkpoints.taking import Conditions
-from ..errors import PeerUnreachableError
+from ..errors import JoinError, PeerUnreachableError
 from ..exchanges.way import Channels
 from ..p2p.host import Host
 from ..rounds.round_session import MAX_ROUNDS_BEHIND
@@ -54,7 +54,7 @@ from ..shaping import Shaping
 from ..status.board import Board
 from ..trainer import messages
 from ..trainer.conversion import training_configs
-from .joining import DHT_TIMEOUT, JoinError, dial
+from .joining import DHT_TIMEOUT, dial
 
 # How long a newcomer to a run that is under way looks for somebody who gives it weights.
 WEIGHTS_TIMEOUT: Final = 120.0

@@ -23,7 +23,7 @@ from farandole.protocol.stage_choice import (
     first_stage,
 )
 
-from ..joining.joining import JoinError
+from ..errors import JoinError
 from ..joining.weights import Weights
 from ..run_state.membership import Membership
 from ..status.board import Board

@@ -15,21 +15,22 @@ NODE = Path(__file__).parents[2] / "node"
 NOW = 1_750_000_000
 TIME_OF_DAY = {"time", "time_ns", "now", "utcnow", "today", "localtime", "gmtime"}
 READ_IN = {
-    "address_book.py": "when a peer was reached last, kept from one life to the next",
-    "board.py": "since when the phase lasts, shown",
-    "checkup.py": "told to whoever asks what time it is",
     "commands/checkpoints.py": "when a run was made, in its manifest",
     "commands/looking.py": "how long ago something was, shown",
     "commands/runs.py": "when a run was made, in its manifest",
-    "console.py": "the time of a line",
     "daemon.py": "since when the node runs, shown",
     "doctor/examination.py": "compared with that of others",
     "doctor/mesh.py": "compared with that of others",
-    "gossip.py": "of entries, whose author says when they were written; never for who lives",
+    "joining/address_book.py": "when a peer was reached last, kept from one life to the next",
     "member.py": "a number that grows from one life to the next",
-    "relay_client.py": "libp2p says in time of day until when a reservation lasts",
+    "p2p/relay_client.py": "libp2p says in time of day until when a reservation lasts",
+    "reach/checkup.py": "told to whoever asks what time it is",
+    "reach/relay_server.py": "libp2p says in time of day until when a reservation lasts",
     "relay_node.py": "since when the node runs, shown",
-    "relay_server.py": "libp2p says in time of day until when a reservation lasts",
+    "run_state/gossip.py": "of entries, whose author says when they were written; never for who lives",
+    "status/board.py": "since when the phase lasts, shown",
+    "watch/lines.py": "the time of a line",
+    "watch/panels.py": "the time of a line",
 }
 
 

@@ -12,8 +12,8 @@ import pytest
 import trio
 
 from farandole.node.control import call
+from farandole.node.errors import JoinError
 from farandole.node.exits import Exit
-from farandole.node.joining.joining import JoinError
 from farandole.node.own_model import require_allowed_model
 from farandole.node.run_file import load_run_file, manifest_of
 from farandole.node.trainer.conversion import training_configs

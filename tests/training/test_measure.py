@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
@@ -45,9 +46,11 @@ def test_a_model_of_our_own_is_measured(model: ModelConfig, recompute: bool) -> 
 def test_one_part_is_in_memory_at_a_time(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[tuple[int, bool]] = []
 
-    def build(model: ModelConfig, seed: int, layers: range, *, has_ends: bool = True) -> nn.Module:
+    def build(
+        model: ModelConfig, seed: int, layers: range, *, has_ends: bool = True, allowed_models: Collection[str]
+    ) -> nn.Module:
         built.append((len(layers), has_ends))
-        return build_module(model, seed, layers, has_ends=has_ends)
+        return build_module(model, seed, layers, has_ends=has_ends, allowed_models=allowed_models)
 
     monkeypatch.setattr(measuring, "build_module", build)
     assert len(measure(replace(model, num_layers=200), PipelineConfig(), CPU).layers) == 200

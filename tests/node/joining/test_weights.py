@@ -16,8 +16,8 @@ from farandole.node.checkpoints.fetching import Fetched
 from farandole.node.checkpoints.holdings import Holding
 from farandole.node.checkpoints.partial import partial_path
 from farandole.node.checkpoints.taking import DonorError
+from farandole.node.errors import JoinError
 from farandole.node.joining import weights as weights_module
-from farandole.node.joining.joining import JoinError
 from farandole.node.joining.weights import SEED_AFTER, Weights
 from farandole.node.settings import NodeSettings
 from farandole.node.shaping import Shaping
@@ -201,10 +201,10 @@ async def test_a_checkpoint_that_two_hold_comes_from_both_unless_there_are_newer
     assert set(world.fetched_from[-1]) == {ANN, BOB}
     assert "weights of stage 1, of round 27 from" in "\n".join(world.said)
     world.settings.fetched(1).unlink()
-    world.by_peer[CYD, 1] = (CYD, 30)
+    world.by_peer[CYD, 1] = (CYD, 33)
     world.members = {CYD: 1, ANN: 1, BOB: 0}
     await world.begin().obtain()
-    assert world.is_fetched(CYD, 1, 30)
+    assert world.is_fetched(CYD, 1, 33)
 
 
 async def test_a_download_that_was_begun_is_ended_though_there_are_newer_checkpoints(

@@ -131,7 +131,7 @@ class Story:
         )
 
     @asynccontextmanager
-    async def open_trainer(self, prepare: object, log: object) -> AsyncIterator[FakeTrainer]:
+    async def open_trainer(self, prepare: object, log: object, on_preparing: object) -> AsyncIterator[FakeTrainer]:
         self.trainers.append(FakeTrainer(self.prepared))
         yield self.trainers[-1]
 
@@ -306,7 +306,7 @@ async def test_who_rests_when_the_trainer_is_only_starting_starts_none(
     story: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @asynccontextmanager
-    async def never_ready(prepare: object, log: object) -> AsyncIterator[FakeTrainer]:
+    async def never_ready(prepare: object, log: object, on_preparing: object) -> AsyncIterator[FakeTrainer]:
         await trio.sleep_forever()
         yield story.trainers[0]
 

@@ -8,7 +8,7 @@ import pytest
 import trio
 import trio.testing
 
-from farandole.node.joining.joining import JoinError
+from farandole.node.errors import JoinError
 from farandole.node.stages.keeper import StageKeeper
 from farandole.node.status.board import Board
 from farandole.protocol.entries import StageLease

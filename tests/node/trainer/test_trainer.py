@@ -57,7 +57,8 @@ def prepare(tmp_path: Path, manifest: Manifest) -> Callable[..., messages.Prepar
 
     def make(author: bytes = b"a" * 32, **changes: object) -> messages.Prepare:
         folder = tmp_path / author[:1].decode()
-        return prepare_for(manifest, folder, author=author, data=[str(texts)], **changes)
+        command = prepare_for(manifest, folder, author=author, data=[str(texts)])
+        return msgspec.structs.replace(command, **changes)
 
     return make
 
