@@ -364,6 +364,7 @@ class Host:
         await self.connect(peer_of(peer_id))
 
     async def _run_dial(self, peer: bytes, dial: Dial) -> None:
+        is_adopted = False
         try:
             if peer == self.author:
                 raise PeerUnreachableError("this is myself")
@@ -377,12 +378,15 @@ class Host:
                 raise PeerUnreachableError(f"cannot reach {peer_id_of(peer)}: {reasons}")
             address, muxed = dial.winner
             self.add_addresses(peer, [address])
+            is_adopted = True
             await self._swarm.add_conn(muxed, "outbound")
         except PeerUnreachableError as error:
             dial.error = error
         except Exception as error:
             dial.error = PeerUnreachableError(f"cannot reach {peer_id_of(peer)}: {error!r}")
         finally:
+            if dial.winner is not None and not is_adopted:  # cancelled as soon as it was there
+                await _discard(dial.winner[1])
             del self._dials[peer, dial.is_direct]
             dial.done.set()
 
@@ -398,7 +402,7 @@ class Host:
                     dial.winner = (address, muxed)
                     nursery.cancel_scope.cancel()
                 else:
-                    await muxed.secured_conn.close()
+                    await _discard(muxed)
 
         async with trio.open_nursery() as nursery:
             while True:
@@ -666,3 +670,9 @@ async def _listen(swarm: MendedSwarm, address: str) -> None:
         await swarm.listen_at(match[1], int(match[2]))
     except (OSError, OverflowError) as error:
         raise ListenError(f"cannot listen on {address}: {error}") from error
+
+
+async def _discard(muxed: YamuxConn) -> None:
+    """Close a connection that nothing runs yet, cancelled or not: nobody else has its socket."""
+    with trio.CancelScope(deadline=trio.current_time() + CLOSE_TIMEOUT, shield=True):
+        await muxed.secured_conn.close()

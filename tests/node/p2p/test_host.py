@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from libp2p.io.exceptions import ConnectionClosedError
 
 from farandole.node.errors import ListenError, PeerUnreachableError
-from farandole.node.p2p.dialling import MAX_ADDRESSES_PER_PEER, dial_target
+from farandole.node.p2p.dialling import MAX_ADDRESSES_PER_PEER, Dial, dial_target
 from farandole.node.p2p.host import MAX_BOOK_PEERS, Host, open_host
 from farandole.node.p2p.libp2p_stream import Stream
 from farandole.protocol.identity import peer_id_of, public_bytes, public_key_of
@@ -276,6 +277,26 @@ async def test_many_who_want_one_peer_share_one_connection() -> None:
                     nursery.start_soon(alice.connect, bob.author)
             assert len(alice._swarm.connections) == 1
             assert sum(map(len, alice._swarm.connections.values())) == 1
+
+
+async def test_a_dial_that_is_cancelled_when_it_has_won_leaves_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with host_at_loopback() as alice, host_at_loopback() as bob:
+        dial_one, won = alice._dial_one, list[Any]()
+
+        async def dialled(peer: bytes, address: str) -> Any:
+            won.append(await dial_one(peer, address))
+            scope.cancel()
+            return won[0]
+
+        monkeypatch.setattr(alice, "_dial_one", dialled)
+        dial = alice._dials[bob.author, False] = Dial(False, [])
+        dial.offer(bob.addresses)
+        with trio.CancelScope() as scope:
+            await alice._run_dial(bob.author, dial)
+        assert scope.cancelled_caught
+        (muxed,) = won
+        with pytest.raises(ConnectionClosedError):
+            await muxed.secured_conn.conn.read_writer.read_write_closer.write(b"nobody has closed this")
 
 
 async def test_both_may_dial_at_once() -> None:
