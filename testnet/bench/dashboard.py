@@ -151,7 +151,7 @@ def measure(folder: Path, num_members: int, seconds: float, say: Say) -> Report:
         say(f"{num_members} members more join the run")
         with _running_crowd(folder, status.addresses[0], signed, num_members):
             _wait(home, lambda status: status.run.members_live >= num_members)
-            time.sleep(SETTLE_SECONDS)
+            time.sleep(SETTLE_SECONDS)  # what the newcomers cause is not measured
             say("the daemon without a page")
             share_without = _share(daemon.pid, seconds)
             say("the daemon with a page, and the page")
@@ -159,7 +159,7 @@ def measure(folder: Path, num_members: int, seconds: float, say: Say) -> Report:
                 page.wait_for_function(
                     f"parseInt(document.getElementById('members-count').textContent) >= {num_members}"
                 )
-                time.sleep(SETTLE_SECONDS)
+                time.sleep(SETTLE_SECONDS)  # nor is what drawing them first costs
                 page.evaluate("window.refreshes.length = 0")
                 share_with = _share(daemon.pid, seconds)
                 seen = page.evaluate("window.refreshes")
@@ -267,7 +267,7 @@ def _ask(home: Path, method: str, **parameters: Any) -> Any:
         except (NoNodeError, ControlError) as error:
             if time.monotonic() > deadline:
                 raise BenchError(f"the daemon is not to be had: {error}; see {home / 'log'}") from error
-            time.sleep(LOOK_INTERVAL)
+            time.sleep(LOOK_INTERVAL)  # the daemon starts in a process of its own
 
 
 def _wait(home: Path, is_so: Callable[[NodeStatus], bool]) -> NodeStatus:
@@ -278,13 +278,13 @@ def _wait(home: Path, is_so: Callable[[NodeStatus], bool]) -> NodeStatus:
             return status
         if time.monotonic() > deadline:
             raise BenchError(f"the daemon does not come so far: {status.phase}, {status.run.members_live} live members")
-        time.sleep(LOOK_INTERVAL)
+        time.sleep(LOOK_INTERVAL)  # the daemon does not say when; it is asked
 
 
 def _share(pid: int, seconds: float) -> float:
     """Of one core, over so many seconds from now."""
     before, began_at = _cpu_seconds(pid), time.monotonic()
-    time.sleep(seconds)
+    time.sleep(seconds)  # this is what is measured
     return (_cpu_seconds(pid) - before) / (time.monotonic() - began_at)
 
 

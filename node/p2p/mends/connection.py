@@ -63,7 +63,7 @@ class MendedConn(SwarmConn):
                     nursery.cancel_scope.cancel()
                 await self._leave()
                 handlers.cancel_scope.deadline = trio.current_time() + HANDLER_GRACE
-        except Exception:
+        except Exception:  # whatever the library raises costs this connection, and not the host
             logger.warning("the connection to %s failed", self.muxed_conn.peer_id, exc_info=True)
         finally:
             with trio.CancelScope(deadline=trio.current_time() + CLOSE_TIMEOUT, shield=True):

@@ -72,7 +72,7 @@ class MendedHost(BasicHost):
             protocol = await self.multiselect_client.select_one_of(
                 protocol_ids, BoundedCommunicator(stream), NEGOTIATION_TIMEOUT
             )
-        except BaseException:
+        except BaseException:  # cancelled too: nobody else knows of the stream
             cast("YamuxStream", cast("NetStream", stream).muxed_stream).break_off()
             raise
         _limit(stream, protocol)
@@ -90,7 +90,7 @@ class MendedHost(BasicHost):
         try:
             with trio.move_on_after(IDENTIFY_TIMEOUT):
                 await self._identify_peer(peer_id, reason=reason)
-        except Exception:
+        except Exception:  # whatever it is, the host goes on without knowing more of the peer
             logger.debug("identifying %s failed", peer_id, exc_info=True)
         finally:
             self._identify_inflight.discard(peer_id)
@@ -109,7 +109,7 @@ class MendedHost(BasicHost):
             net_stream.set_protocol(protocol)
             await handler(net_stream)
             cast("YamuxStream", cast("NetStream", net_stream).muxed_stream).abandon()
-        except Exception as error:
+        except Exception as error:  # a handler's, or the library's: it costs its stream
             logger.debug("a stream of %s failed: %r", net_stream.muxed_conn.peer_id, error)
             await net_stream.reset()
 

@@ -86,7 +86,7 @@ class MendedSwarm(Swarm):
             listening.bind((host, port))
             share_port(listening)  # once it is bound, so that no second listener can take the same port
             listening.listen(LISTEN_BACKLOG)
-        except BaseException:
+        except BaseException:  # nobody else has the socket yet
             listening.close()
             raise
         listener = Listener(listening)
@@ -116,7 +116,7 @@ class MendedSwarm(Swarm):
             conn = await self.add_conn(muxed, "inbound")
             conn.is_punched = self.is_met(muxed.peer_id)
             await conn.finished.wait()
-        except Exception as error:
+        except Exception as error:  # handshakes raise whatever strangers' bytes lead to
             logger.debug("inbound connection failed: %r", error)
         finally:
             pending.abort()

@@ -49,7 +49,7 @@ class BoundedCommunicator(MultiselectCommunicator):
             return message[:-1].decode()
         except MultiselectCommunicatorError:
             raise
-        except Exception as error:
+        except Exception as error:  # the library raises several kinds, and decodes text
             raise MultiselectCommunicatorError("no negotiation message") from error
 
 
