@@ -180,13 +180,15 @@ class Membership:
         """The round that the others are in: the median of the live members' heartbeats, 0 if there are none.
 
         Newcomers that are still preparing say nothing about it: a crowd of them must not look like a run that begins.
-        Nor do those that are paused, whose rounds stand still.
+        Nor do those that are paused, whose rounds stand still, unless nobody else has trained: the run is where they
+        have left it.
         """
-        beats = [beat for peer in self.everyone - self._paused if (beat := self._state.payload(peer, Beat)) is not None]
-        rounds = [beat.round for beat in beats if beat.round or beat.inner_steps]
-        beats = [beat for peer in self.everyone if (beat := self._state.payload(peer, Beat)) is not None]
-        rounds = [beat.round for beat in beats if beat.round or beat.inner_steps > self._first_step]
-        return int(statistics.median_low(rounds)) if rounds else 0
+        for peers in (self.everyone - self._paused, self._paused):
+            beats = [beat for peer in peers if (beat := self._state.payload(peer, Beat)) is not None]
+            rounds = [beat.round for beat in beats if beat.round or beat.inner_steps > self._first_step]
+            if rounds:
+                return int(statistics.median_low(rounds))
+        return 0
 
     def donors(self, after_round: int, stage: int | None = None) -> list[bytes]:
         """Live members of a stage (None: this node's) further than ``after_round``.

@@ -266,3 +266,14 @@ async def test_a_speed_is_told_anew_when_it_has_changed() -> None:
     await node.membership.announce()
     node.board.speed = 110.0
     assert not node.membership._has_changed()
+
+
+def test_who_is_paused_holds_no_round_back_but_a_run_of_paused_nodes_is_where_they_left_it() -> None:
+    told = {ANN: Beat(900, 30, None, 0), BOB: Beat(100, 3, None, 0), CYD: Beat(100, 4, None, 0)}
+    membership = make_membership(Board(say=lambda text: None), Gossip(), Beats(told))
+    membership._others = (frozenset(told),)
+    membership._paused = frozenset({BOB, CYD})
+    assert membership.current_round() == 30
+    told[EVE] = Beat(0, 0, None, 0)  # who has trained nothing knows nothing
+    membership._others, membership._paused = (frozenset(told),), frozenset({ANN, BOB, CYD})
+    assert membership.current_round() == 4
