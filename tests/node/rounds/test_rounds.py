@@ -291,6 +291,17 @@ async def test_who_rests_saves_and_has_no_trainer_until_the_rest_is_over(story: 
     assert story.board.phase == "training"
 
 
+async def test_who_goes_on_before_the_rest_has_quite_begun_trains_on(story: Story) -> None:
+    (trainer,) = story.trainers
+    story.rest.begin(BY_HAND, "the owner plays")
+    await trio.testing.wait_all_tasks_blocked()
+    story.rest.end(BY_HAND)  # the trainer saves as yet
+    await trio.testing.wait_all_tasks_blocked()
+    await trainer.report(saved())
+    assert len(story.trainers) == 2
+    assert story.board.phase == "training"
+
+
 async def test_who_wants_his_machine_back_does_not_wait_for_a_large_save(
     story: Story, autojump_clock: trio.testing.MockClock
 ) -> None:
