@@ -33,6 +33,7 @@ from farandole.training.durable import replacing
 from ..trainer.messages import Saved
 from .folder import index_of
 from .holdings import Holding
+from .partial import PARTIAL_SUFFIX
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +118,11 @@ class Library:
         )
         signed = sign_index(self._key, index)
         holding = Holding.open(path, signed, index)
+        with contextlib.ExitStack() as unless_it_is_right:
+            unless_it_is_right.callback(holding.let_go)
+            if not index.is_block(0, holding.read(0)):  # which has the counters
+                raise OSError(f"{path.name} has been replaced since")
+            unless_it_is_right.pop_all()
         try:
             with replacing(index_of(path)) as file:
                 file.write(encode_signed_index(signed))
@@ -129,6 +135,15 @@ class Library:
     def copy_path(self, stage: int, checkpoint_id: bytes) -> Path:
         """Where a copy is to lie."""
         return self._folder / f"copy-{stage}-{checkpoint_id.hex()[:16]}{COPY_SUFFIX}"
+
+    async def forget_begun(self, path: Path) -> None:
+        """Remove what is left of copies that were begun and will not be ended: of all but that at ``path``."""
+        for begun in await trio.to_thread.run_sync(
+            lambda: list(self._folder.glob(f"copy-*{COPY_SUFFIX}.*{PARTIAL_SUFFIX}"))
+        ):
+            if not begun.name.startswith(path.name):
+                with contextlib.suppress(OSError):
+                    await trio.to_thread.run_sync(begun.unlink)
 
     async def keep_copy(self, path: Path, index: Index, raw_index: bytes) -> None:
         """This file is the copy from now on; older ones are removed."""

@@ -22,6 +22,7 @@ from farandole.protocol.entries import CheckpointNotice
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import short_name
 from farandole.protocol.manifest import Manifest, StartConfig
+from farandole.training.durable import replacing
 from farandole.training.shapes import names_of_stage, shapes_of
 
 from ..checkpoints.fetching import Progress, ask_for_index, fetch_checkpoint
@@ -36,7 +37,7 @@ from ..settings import NodeSettings
 from ..status.board import Board
 from ..trainer.conversion import training_configs
 from .joining import DHT_TIMEOUT, dial
-from .weights import Weights
+from .weights import TELL_INTERVAL, Weights
 
 # Between two looks at who has it, while nobody has.
 RETRY_SECONDS: Final = 1.0
@@ -46,8 +47,6 @@ DHT_INTERVAL: Final = 30.0
 MAX_ASKED: Final = 8
 # Between two lines at the terminal that say what a node waits for.
 REMIND_SECONDS: Final = 60.0
-# What a node says that it holds lives for a day.
-TELL_INTERVAL: Final = 6 * 3_600.0
 _WHO: Final = "a node that has them: farandole join MANIFEST --start FOLDER"
 
 
@@ -119,10 +118,11 @@ class Start:
 
         Raises `JoinError` if the folder is not what this run starts from.
         """
-        if self._settings.start is not None and not self._whole.exists():
+        if self._whole.exists():
+            await self._open_whole()
+        if self._held is None and self._settings.start is not None:
             self._board.say(f"checking {self._settings.start}, from which this run starts")
             await trio.to_thread.run_sync(self._take_in, self._settings.start)
-        if self._whole.exists():
             await self._open_whole()
 
     async def _open_whole(self) -> None:
@@ -131,7 +131,7 @@ class Start:
             self._is_held.set()
 
     def _take_in(self, path: Path) -> None:
-        """By a link where that can be, so that it takes no room; the index last."""
+        """By a link where that can be, so that it takes no room; last, as its being there says that all is."""
         try:
             folder = read_folder(path)
             if folder.id != self._start.checkpoint:
@@ -141,21 +141,23 @@ class Start:
                 )
             verify_hashes(folder)
             self._folder.mkdir(parents=True, exist_ok=True)
-            temporary = self._whole.with_suffix(".tmp")
-            temporary.unlink(missing_ok=True)
+            self._write_index((path / INDEX_NAME).read_bytes())
             try:
-                os.link(folder.checkpoint, temporary)
-            except OSError:
-                shutil.copyfile(folder.checkpoint, temporary)
-            shutil.copyfile(path / INDEX_NAME, self._folder / INDEX_NAME)
-            temporary.replace(self._whole)
+                os.link(folder.checkpoint, self._whole)
+            except OSError:  # another file system, or one without links
+                with folder.checkpoint.open("rb") as source, replacing(self._whole) as file:
+                    shutil.copyfileobj(source, file)
         except ConsolidatedError as error:
             raise JoinError(str(error)) from error
         except OSError as error:
             raise JoinError(f"cannot keep {path} in {self._folder}: {error.strerror or error}") from error
 
+    def _write_index(self, raw: bytes) -> None:
+        with replacing(self._folder / INDEX_NAME) as file:
+            file.write(raw)
+
     def _hold(self) -> None:
-        """Open it for others; what is damaged is fetched again."""
+        """Open it for others; what is damaged goes."""
         try:
             raw = (self._folder / INDEX_NAME).read_bytes()
             signed, index = decode_signed_index(raw, self._start.run, self._max_bytes)
@@ -163,7 +165,7 @@ class Start:
                 raise RemoteProtocolError("it is another checkpoint's")
             self._held = Holding.open(self._whole, signed, index)
         except (OSError, RemoteProtocolError) as error:
-            self._board.warn(f"the starting checkpoint in {self._folder} cannot be used ({error}): fetching it again")
+            self._board.warn(f"the starting checkpoint in {self._folder} cannot be used ({error}): it is taken anew")
             self._whole.unlink(missing_ok=True)
 
     @property
@@ -209,6 +211,9 @@ class Start:
             except PeerUnreachableError as error:
                 self._board.enter("fetching weights", f"{short_name(donor)}: {error}", "another node")
                 continue
+            except OSError as error:
+                self._board.warn(f"the weights that this run starts from cannot be stored: {error}; trying again")
+                return False
             return True
         return False
 
@@ -222,7 +227,7 @@ class Start:
             self._board.enter("fetching weights", f"what this run starts from: {progress}", "donors")
 
         if is_whole:
-            await trio.to_thread.run_sync((self._folder / INDEX_NAME).write_bytes, encode_signed_index(signed))
+            await trio.to_thread.run_sync(self._write_index, encode_signed_index(signed))
         await fetch_checkpoint(
             self._weights.conditions,
             signed,

@@ -69,6 +69,12 @@ COPY_SHARE: Final = 0.1
 COPY_INTERVAL: Final = 5.0
 # What a line is taken to carry until a download has been measured, bytes a second: 10 Mbit/s.
 USUAL_RATE: Final = 1.25e6
+# What a node says that it holds lives for a day (`farandole.protocol.entries`), and a copy of a stage that nobody holds
+# any more may wait longer than that for somebody.
+TELL_INTERVAL: Final = 6 * 3_600.0
+# Members that are asked for their newest checkpoint in one turn, one after the other, each for as long as it takes to
+# see that nobody answers. In the next turn they are others.
+MAX_ASKED: Final = 8
 # How often a person at the terminal reads of a download's progress, in seconds.
 SAY_INTERVAL: Final = 10.0
 
@@ -178,7 +184,7 @@ class Weights:
         folder = CheckpointFolder(self._settings.checkpoints, stage)
         await trio.to_thread.run_sync(folder.clean)
         if self._disk:
-            await trio.to_thread.run_sync(folder.trim, self.plan.num_kept)
+            await trio.to_thread.run_sync(self._trim, stage)
         own_round = await self.own_round()
         fetched = await trio.to_thread.run_sync(saved_round, self._settings.fetched(self.file_stage(stage)))
         newest = own_round if fetched is None else max(fetched, own_round or 0)
@@ -206,6 +212,12 @@ class Weights:
             )
         board.warn(f"nobody gave newer weights: going on with this node's own of round {own_round}")
 
+    def _trim(self, stage: int) -> None:
+        """What the plan has no room for; checkpoints of stages that this node has left are not in it."""
+        for each in range(self._model.num_stages):
+            folder = CheckpointFolder(self._settings.checkpoints, each)
+            folder.trim(self.plan.num_kept if each == stage else 0)
+
     async def fetch_ahead(self, stage: int) -> bool:
         """Before a move, beside the training: whether weights of the stage are here now, or nobody has any."""
         return await self._fetch(stage, None, lambda progress: None) or (
@@ -221,7 +233,7 @@ class Weights:
         for choice in (self._begun(notices, stage, oldest), choose(notices, recent)):
             if choice is not None and choice.id not in self._taken and await self._fetch_chosen(choice, stage, show):
                 return True
-        if await self._fetch_newest(membership.donors(after, stage), stage, show):
+        if await self._fetch_newest(membership.donors(after, stage)[:MAX_ASKED], stage, show):
             return True
         if membership.num_stages == 1:
             return False
@@ -394,6 +406,14 @@ class Weights:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._open_saved)
             nursery.start_soon(self._keep_copies)
+            nursery.start_soon(self._tell_again)
+
+    async def _tell_again(self) -> None:
+        while True:
+            await trio.sleep(TELL_INTERVAL)
+            for holding in (self._library.newest, self._library.copy):
+                if holding is not None:
+                    self._announce(holding, holding is self._library.copy)
 
     async def _open_saved(self) -> None:
         async for saved, stage in self._to_note:
@@ -436,6 +456,7 @@ class Weights:
         path = self._library.copy_path(stage, signed.id)
         with contextlib.suppress(OSError):  # the download says what is wrong
             await trio.to_thread.run_sync(partial(path.parent.mkdir, exist_ok=True))
+        await self._library.forget_begun(path)  # on a slow line there may be a newer one ever again before one is whole
         if await self._download(signed, index, (author,), path, lambda progress: None, is_prefix=True) is not None:
             await self._library.keep_copy(path, index, encode_signed_index(signed))
 

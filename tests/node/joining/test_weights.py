@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,20 +13,21 @@ import pytest
 import trio
 import trio.testing
 
-from farandole.node.checkpoints.fetching import Fetched
+from farandole.node.checkpoints.fetching import Fetched, FetchError
 from farandole.node.checkpoints.holdings import Holding
 from farandole.node.checkpoints.partial import partial_path
 from farandole.node.checkpoints.taking import DonorError
 from farandole.node.errors import JoinError
 from farandole.node.joining import weights as weights_module
-from farandole.node.joining.weights import SEED_AFTER, Weights
+from farandole.node.joining.weights import MAX_ASKED, SEED_AFTER, WEIGHTS_RETRY, WEIGHTS_TIMEOUT, Weights
 from farandole.node.settings import NodeSettings
 from farandole.node.shaping import Shaping
 from farandole.node.status.board import Board
+from farandole.node.streams import DIAL_TIMEOUT
 from farandole.node.trainer import messages
 from farandole.protocol.block_transfer import Question
 from farandole.protocol.blocks import Index, SignedIndex, sign_index
-from farandole.protocol.entries import CheckpointNotice
+from farandole.protocol.entries import RULES, CheckpointNotice, Kind
 from farandole.protocol.manifest import Manifest, ModelConfig
 
 from ..checkpoints.files import KEY, RUN, checkpoint_bytes, index_of
@@ -336,3 +338,90 @@ async def test_what_a_trainer_of_the_stage_before_saves_is_not_taken_for_this_st
     assert await world.weights.find(Question(RUN, 1, given.id)) is given
     assert await world.weights.find(Question(RUN, 1, bytes(32))) is None
     nursery.cancel_scope.cancel()
+
+
+async def test_copies_that_break_off_leave_one_beginning_and_not_one_each(
+    nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[Path] = []
+
+    async def break_off(
+        conditions: object,
+        signed: SignedIndex,
+        index: Index,
+        donors: object,
+        wanted: object,
+        path: Path,
+        *args: object,
+        is_prefix: bool,
+    ) -> Fetched:
+        await trio.lowlevel.checkpoint()
+        begun.append(partial_path(path, signed.id))
+        begun[-1].touch()
+        raise FetchError("the line is too slow")
+
+    monkeypatch.setattr(weights_module, "fetch_checkpoint", break_off)
+    world.members = {ANN: 2}
+    nursery.start_soon(world.weights.run)
+    for round_index in range(5):
+        world.by_peer = {(ANN, 2): (ANN, round_index)}
+        await trio.sleep(30)
+    assert len(set(begun)) == 5
+    assert list(world.settings.checkpoints.iterdir()) == [begun[-1]]
+    nursery.cancel_scope.cancel()
+
+
+async def test_a_checkpoint_whose_file_is_another_already_is_not_given(
+    nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    content = content_of(ME, 1, 30)
+    path = world.settings.checkpoints / "stage-1-round-30.safetensors"
+    path.write_bytes(content_of(ME, 1, 31))  # saved again in the same round
+    nursery.start_soon(world.weights.run)
+    world.weights.trainer_stage = 1
+    world.weights.note_saved(messages.Saved(30, 1, 1, str(path), len(content), index_of(content).hashes))
+    await trio.sleep(1)
+    assert world.told == []
+    assert list(world.settings.checkpoints.iterdir()) == [path]
+    nursery.cancel_scope.cancel()
+
+
+async def test_within_a_limit_of_the_disk_there_is_no_room_for_the_stages_that_a_node_has_left(
+    world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    world.round = 7
+    world.settings = replace(world.settings, disk=1.0)
+    for name in ("stage-0-round-7", "stage-1-round-7", "stage-2-round-7"):
+        (world.settings.checkpoints / f"{name}.safetensors").write_bytes(content_of(ME, 1, 7))
+    await world.begin().obtain()
+    assert [path.stem for path in world.settings.checkpoints.iterdir()] == ["stage-1-round-7"]
+
+
+async def test_what_is_held_is_told_again_before_the_run_forgets_it(
+    nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    world.members, world.by_peer = {ANN: 2}, {(ANN, 2): (ANN, 29)}
+    nursery.start_soon(world.weights.run)
+    await trio.sleep(30)
+    world.members = {}  # the stage's only copy is this node's
+    await trio.sleep(RULES[Kind.CHECKPOINT].ttl / 2)
+    assert len(world.told) >= 2
+    assert set(world.told) == {(2, 29, True)}
+    nursery.cancel_scope.cancel()
+
+
+async def test_many_members_that_do_not_answer_do_not_keep_a_newcomer_for_hours(
+    world: World, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def no_answer(*args: object) -> tuple[SignedIndex, Index]:
+        await trio.sleep(DIAL_TIMEOUT)
+        raise DonorError("no answer")
+
+    notice = CheckpointNotice(0, 1, bytes(32), 1, 1, 1)
+    monkeypatch.setattr(weights_module, "ask_for_index", no_answer)
+    monkeypatch.setattr(world, "notices", lambda stage: {ANN: [notice]})  # so it does not begin from the seed
+    world.members = {bytes([1, number]) * 16: 1 for number in range(200)}
+    began_at = trio.current_time()
+    with pytest.raises(JoinError, match="step 4"):
+        await world.weights.obtain()
+    assert trio.current_time() - began_at <= WEIGHTS_TIMEOUT + MAX_ASKED * DIAL_TIMEOUT + WEIGHTS_RETRY
