@@ -29,7 +29,7 @@ import hashlib
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from .entries import Entry, Kind, Lease, LeasedSlices
 from .identity import framed
@@ -80,6 +80,13 @@ class Heard:
 
 
 @dataclass(frozen=True, slots=True)
+class Forgotten:
+    """The run state has nothing of this author any more, who has been away for long."""
+
+    author: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Trained:
     """The trainer has trained on these slices: (first, count) each."""
 
@@ -102,7 +109,7 @@ class Left:
     """This node trains no more."""
 
 
-Event = Heard | Trained | Ticked | Left
+Event = Heard | Forgotten | Trained | Ticked | Left
 
 
 # Outputs
@@ -153,7 +160,6 @@ class _Peer:
     """The sections of these."""
     told: int = 0
     """The sections that it has said to be done."""
-    parts: dict[int, bytes] = field(default_factory=dict)
 
 
 class Leases:
@@ -201,6 +207,11 @@ class Leases:
         match event:
             case Heard(author, index, lease):
                 self._hear(author, index, lease)
+                return []
+            case Forgotten(author):
+                self._heard.pop(author, None)
+                self._corpora.pop(author, None)
+                self._peers.pop(author, None)
                 return []
             case Trained(epoch, ranges):
                 self._note_trained(epoch, ranges, now)
@@ -589,13 +600,22 @@ class _Pace:
             self._seconds, self._count = self._seconds / 2, self._count / 2
 
 
-def news(state: RunState, seen: dict[tuple[bytes, int], int], *, of: bytes | None = None) -> Iterator[Heard]:
-    """What the run state has of leases that ``seen`` (author and slot -> tick) has not, of one author or of all."""
-    entries = state.entries(Kind.LEASE) if of is None else state.entries_of(of)
-    for entry in entries:
-        if entry.kind is Kind.LEASE and seen.get((entry.author, entry.index)) != entry.tick:
-            seen[entry.author, entry.index] = entry.tick
+def news(state: RunState, seen: dict[tuple[bytes, int], int]) -> Iterator[Heard | Forgotten]:
+    """What the run state has of leases that ``seen`` (author and slot -> tick) has not; and of whom it has none now."""
+    there: set[tuple[bytes, int]] = set()
+    for entry in state.entries(Kind.LEASE):
+        slot = entry.author, entry.index
+        there.add(slot)
+        if seen.get(slot) != entry.tick:
+            seen[slot] = entry.tick
             yield Heard(entry.author, entry.index, entry.payload)
+    if len(there) == len(seen):
+        return
+    gone = seen.keys() - there
+    for slot in gone:
+        del seen[slot]
+    for author in {author for author, _ in gone} - {author for author, _ in there}:
+        yield Forgotten(author)
 
 
 @dataclass(frozen=True, slots=True)

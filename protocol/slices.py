@@ -85,16 +85,11 @@ class DoneSlices:
     def add(self, index: int) -> None:
         """One slice is done."""
         section = self.sections.of(index)
-        begin = front = self.sections.begin(section)
-        front += self.fronts.get(section, 0)
-        if self.whole >> section & 1 or index < front:
+        begin = self.sections.begin(section)
+        if self.whole >> section & 1 or index < begin + self.fronts.get(section, 0):
             return
         self._ahead.add(index)
-        while front in self._ahead:
-            self._ahead.discard(front)
-            front += 1
-        if front > begin:
-            self._set_front(section, front)
+        self._set_front(section, begin)
 
     def add_lease(self, first: int, end: int) -> None:
         """Those from ``first`` up to ``end`` are done, and so is what is before them in their section.
@@ -121,10 +116,17 @@ class DoneSlices:
             self._ahead = {index for index in self._ahead if not new >> self.sections.of(index) & 1}
 
     def _set_front(self, section: int, front: int) -> None:
-        if front >= self.sections.end(section):
+        """All before ``front`` is done, and so is what was done ahead and follows now."""
+        begin, end = self.sections.begin(section), self.sections.end(section)
+        front = max(front, begin + self.fronts.get(section, 0))
+        while front in self._ahead:
+            front += 1
+        if front >= end:
             self.add_sections(1 << section)
-        elif not self.whole >> section & 1:
-            self.fronts[section] = max(self.fronts.get(section, 0), front - self.sections.begin(section))
+        elif front > begin and not self.whole >> section & 1:
+            self.fronts[section] = front - begin
+            if self._ahead:
+                self._ahead = {index for index in self._ahead if not begin <= index < front}
 
 
 def next_bit(mask: int, position: int) -> int | None:

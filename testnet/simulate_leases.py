@@ -50,9 +50,9 @@ class LeasingNode:
     def _tick(self) -> bool:
         if not self.node.is_running:
             return False
-        for heard in news(self.node.state, self._seen):
-            if heard.author != self.node.author:
-                self._handle(heard)
+        for event in news(self.node.state, self._seen):
+            if event.author != self.node.author:
+                self._handle(event)
         self._train()
         self._report()
         liveness = self.node.gossip.liveness

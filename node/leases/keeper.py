@@ -10,6 +10,7 @@ loses with it, the inner steps since its last outer step.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -99,7 +100,7 @@ class LeaseKeeper:
         self._leases: Leases | None = None
         self._send: Callable[[messages.DrawSlices], None] | None = None
         self._seen: dict[tuple[bytes, int], int] = {}
-        self._unsaid: list[Announce] = []
+        self._unsaid: deque[Announce] = deque()
         self._restored: _Saved | None = None
         self._saved_at = 0.0
         self._is_over = False
@@ -137,13 +138,15 @@ class LeaseKeeper:
         while True:
             self._tick()
             await self._say()
-            await self._save()
+            if trio.current_time() - self._saved_at >= SAVE_SECONDS:
+                await self._save()
             await trio.sleep(TICK_SECONDS)
 
     async def leave(self) -> None:
-        """Hand the leases over."""
+        """Hand the leases over: a next life has none of them."""
         self._handle(Left())
         await self._say()
+        await self._save()
 
     # Trainers
 
@@ -173,8 +176,8 @@ class LeaseKeeper:
             for index, lease in self._restored[1]:
                 self._handle(Heard(self._author, index, lease))
         self._seen.clear()
-        for heard in news(self._state, self._seen):
-            self._handle(heard)
+        for event in news(self._state, self._seen):
+            self._handle(event)
 
     def _go_on_from_start(self) -> None:
         """Where the run was from whose checkpoint this one starts: as if this node itself had said so."""
@@ -189,8 +192,10 @@ class LeaseKeeper:
         done = [Lease(epochs.epoch, leases.corpus, (), raw) for raw in parts(epochs.mask & leases.sections.all)]
         for index, lease in enumerate((Lease(epochs.epoch, leases.corpus), *done)):
             self._handle(Heard(self._author, index, lease))
-        share = leases.done.count / leases.sections.num_slices
-        self._board.say(f"the data goes on in epoch {epochs.epoch + 1} of {leases.num_epochs}, {share:.0%} of it done")
+        if self._restored is None:  # an earlier life of this run is further
+            share = leases.done.count / leases.sections.num_slices
+            where = f"epoch {epochs.epoch + 1} of {leases.num_epochs}"
+            self._board.say(f"the data goes on in {where}, {share:.0%} of it done")
 
     def trained(self, report: messages.SlicesTrained) -> None:
         """The trainer has trained on slices."""
@@ -207,9 +212,9 @@ class LeaseKeeper:
         if self._leases is None:
             self._note_others()
             return
-        for heard in news(self._state, self._seen):
-            if heard.author != self._author:
-                self._handle(heard)
+        for event in news(self._state, self._seen):
+            if event.author != self._author:
+                self._handle(event)
         num_strangers = len(self._leases.strangers)
         self._handle(Ticked(self._origins(), self._period()))
         if self._leases.is_over:
@@ -253,12 +258,13 @@ class LeaseKeeper:
             self._on_over()
 
     async def _say(self) -> None:
-        unsaid, self._unsaid = self._unsaid, []
-        for announce in unsaid:
+        """In order, though `leave` may come while `run` is at it."""
+        while self._unsaid:
+            announce = self._unsaid.popleft()
             await self._publisher.publish(Kind.LEASE, announce.index, announce.lease)
 
     async def _save(self) -> None:
-        if self._leases is None or trio.current_time() - self._saved_at < SAVE_SECONDS:
+        if self._leases is None:
             return
         self._saved_at = trio.current_time()
         saved: _Saved = (self._leases.corpus, self._leases.saved())

@@ -77,3 +77,13 @@ def test_slices_may_be_done_in_any_order(num_slices: int, seed: int) -> None:
         done.add(index)
     assert done.is_complete
     assert done.count == num_slices
+
+
+def test_what_was_done_ahead_counts_when_somebody_else_has_done_what_comes_before() -> None:
+    done = DoneSlices(Sections(4 * MAX_SECTIONS))
+    done.add(2)
+    done.add(3)
+    done.add_lease(0, 2)
+    assert done.next(0) == 4
+    assert done.count == 4
+    assert done.whole == 1

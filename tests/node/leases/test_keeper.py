@@ -16,7 +16,7 @@ from farandole.node.status.board import Board
 from farandole.node.trainer import messages
 from farandole.protocol.entries import Delta, Kind, Lease, LeasedSlices, Payload
 from farandole.protocol.identity import public_bytes
-from farandole.protocol.leases import SETTLE_SECONDS
+from farandole.protocol.leases import SETTLE_SECONDS, Announce
 from farandole.protocol.manifest import DataConfig, EpochsConfig, Manifest, ModelConfig, StartConfig
 from farandole.protocol.state import RunState
 from farandole.protocol.writer import Writer
@@ -192,6 +192,11 @@ async def test_a_run_that_starts_where_another_was_goes_on_with_its_epoch_if_the
         await trio.sleep(SETTLE_SECONDS + 2)
         for first, count in node.drawn[-1].ranges:
             assert not done or not set(DONE) & set(range(first, first + count))
+        await trio.sleep(SAVE_SECONDS)
+        assert sum("the data goes on" in event.text for event in node.board.events) == (corpus == CORPUS)
+    async with life(run, disk, msgspec.structs.replace(MANIFEST, start=start)) as node:
+        node.begin(corpus)  # it goes on from itself
+        assert not any("the data goes on" in event.text for event in node.board.events)
 
 
 async def test_a_trainer_that_comes_back_goes_on_with_what_is_left(
@@ -215,6 +220,63 @@ async def test_who_leaves_hands_over_what_is_left(run: Run, disk: Disk, autojump
         node.keeper.trained(messages.SlicesTrained(0, [(first, 3)]))
         await node.keeper.leave()
         assert run.said().leases == (LeasedSlices(first, 3, 3),)
+
+
+async def test_a_next_life_does_not_go_on_with_what_was_handed_over(
+    run: Run, disk: Disk, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with life(run, disk) as node:
+        node.begin()
+        await trio.sleep(SETTLE_SECONDS + SAVE_SECONDS)
+        await node.keeper.leave()
+    async with life(Run(), disk) as node:
+        node.begin()
+        status = node.keeper.status()
+        assert status is not None
+        assert status.leased == 0
+
+
+class SlowRun(Run):
+    """Of one slot, the payload that came last is what is written, whoever waits for that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meant: list[Payload] = []
+        self.gate = trio.Event()
+
+    async def publish(self, kind: Kind, index: int, payload: Payload) -> None:
+        self.meant.append(payload)
+        await self.gate.wait()
+
+
+async def test_what_is_said_last_is_what_was_meant_last(disk: Disk, nursery: trio.Nursery) -> None:
+    run = SlowRun()
+    node = Node(run, disk)
+    node.begin()
+    earlier = Lease(0, CORPUS, (LeasedSlices(0, 9),))
+    node.keeper._unsaid.extend([Announce(1, Lease(0, CORPUS)), Announce(0, earlier)])
+    nursery.start_soon(node.keeper._say)
+    await trio.testing.wait_all_tasks_blocked()
+    nursery.start_soon(node.keeper.leave)
+    await trio.testing.wait_all_tasks_blocked()
+    run.gate.set()
+    await trio.testing.wait_all_tasks_blocked()
+    assert run.meant[-2:] == [earlier, Lease(0, CORPUS)]
+
+
+async def test_who_is_gone_for_good_is_forgotten(run: Run, disk: Disk, autojump_clock: trio.testing.MockClock) -> None:
+    async with life(run, disk) as node:
+        node.origins = frozenset({public_bytes(BOB)})
+        run.write(BOB, 0, Lease(0, OTHER_TEXT))
+        node.begin()
+        await trio.sleep(3)
+        assert (public_bytes(BOB), 0) in node.keeper._seen
+        run.state.expire(run.now + 2 * 3_600)
+        await trio.sleep(3)
+        status = node.keeper.status()
+        assert status is not None
+        assert status.others_texts == 0
+        assert (public_bytes(BOB), 0) not in node.keeper._seen
 
 
 async def test_another_text_is_told_of(run: Run, disk: Disk, autojump_clock: trio.testing.MockClock) -> None:
