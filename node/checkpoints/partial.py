@@ -134,6 +134,11 @@ def has_partial(path: Path, checkpoint_id: bytes) -> bool:
     return partial_path(path, checkpoint_id).exists()
 
 
+def has_begun(folder: Path, checkpoint_id: bytes) -> bool:
+    """Whether an earlier fetch to anywhere in a folder has begun with a checkpoint."""
+    return any(folder.glob(f"*.{checkpoint_id.hex()[:16]}{PARTIAL_SUFFIX}"))
+
+
 def remove_partials(path: Path, kept: bytes | None = None) -> None:
     """Remove what earlier fetches to ``path`` left, but for that of one checkpoint."""
     for leftover in path.parent.glob(f"{path.name}.*{PARTIAL_SUFFIX}"):

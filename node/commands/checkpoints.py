@@ -83,7 +83,8 @@ def pull_model(
     """Take the whole model out of a run, as a folder: each stage from the members that hold it, without training.
 
     Without an invite it is the run of the node that runs here. Late in a run the mean of several replicas is better
-    than any of them. Blocks that were fetched are kept if the pull is interrupted, for the next one.
+    than any of them. Blocks that were fetched are kept if the pull is interrupted, for the next one, which goes on with
+    them while a member still holds that checkpoint.
 
     Examples: [cyan]farandole checkpoint pull farandole1... --to model --merge 4[/cyan]; then
     [cyan]farandole checkpoint export model --to model-hf[/cyan]

@@ -49,13 +49,17 @@ class Offer(msgspec.Struct, frozen=True):
 
 def local_checkpoints(folder: Path) -> list[LocalCheckpoint]:
     """The files in a node's folder of checkpoints, the newest of each stage first."""
-    found = [_look_at(path) for path in folder.glob("stage-*.safetensors")] if folder.is_dir() else []
+    looked_at = map(_look_at, folder.glob("stage-*.safetensors") if folder.is_dir() else ())
+    found = [each for each in looked_at if each is not None]
     return sorted(found, key=lambda each: (each.stage or 0, -(each.round or 0)))
 
 
-def _look_at(path: Path) -> LocalCheckpoint:
-    """Its header; `farandole checkpoint verify` looks at all of it."""
-    size = path.stat().st_size
+def _look_at(path: Path) -> LocalCheckpoint | None:
+    """Its header; `farandole checkpoint verify` looks at all of it. None: a node has removed it meanwhile."""
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return None
     try:
         with open_tensors(path) as file:
             round_index, steps, tokens = (int(file.metadata.get(name, "")) for name in ("round", "steps", "tokens"))

@@ -25,6 +25,7 @@ from farandole.protocol.manifest import EpochsConfig
 from farandole.training.cut import stage_parameters
 
 from ..checkpoints.fetching import Progress, ask_for_index, fetch_checkpoint
+from ..checkpoints.partial import has_begun
 from ..checkpoints.taking import Conditions
 from ..errors import PeerUnreachableError
 from ..joining.visiting import Visit, open_visit
@@ -34,7 +35,7 @@ from ..shaping import Shaping
 from ..trainer.conversion import slice_order, training_configs
 from .folder import OPTIMIZER_VECTORS, VECTORS
 from .merging import consolidate
-from .tensors import ConsolidatedError
+from .tensors import ConsolidatedError, check_is_new
 
 # Members of a stage that are asked at once for their newest checkpoint: each may have to save one.
 MAX_ASKED: Final = 8
@@ -71,6 +72,7 @@ async def pull(
     show: Show,
 ) -> bytes:
     """Visit the run of the settings' invite, and pull its model; see `Pull`. Raises `JoinError` as well."""
+    check_is_new(to)
     invite = decode_invite(settings.invite or "")
     shaping = Shaping.of_mbit(settings.upload_mbit, settings.download_mbit)
     async with open_visit(invite, settings, shaping, say) as visit:
@@ -107,8 +109,6 @@ class Pull:
 
         Raises `PullError` or `ConsolidatedError`.
         """
-        if self._to.exists() and (not self._to.is_dir() or any(self._to.iterdir())):
-            raise ConsolidatedError(f"{self._to} is there already: name a new folder with --to")
         try:
             self._parts.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -133,7 +133,7 @@ class Pull:
         return EpochsConfig(
             run_id=slice_order(visit.manifest, visit.run_id).hex(),
             corpus=progress.corpus.hex(),
-            epoch=progress.epoch,
+            epoch=min(progress.epoch, visit.manifest.data.epochs),  # whatever they say, all are over then
             done=progress.done.to_bytes(-(-progress.done.bit_length() // 8), "little").hex(),
         )
 
@@ -163,37 +163,44 @@ class Pull:
         return _MAX_VECTORS * 4 * stage_parameters(self._model, stage) + MAX_HEADER_BYTES
 
     async def _find(self, stage: int) -> tuple[list[_Found], str]:
-        """As many of the newest checkpoints as are wanted, of different replicas; and what was wrong with others."""
+        """As many checkpoints as are wanted, of different replicas; and what was wrong with others.
+
+        The newest, but for those of which an earlier attempt has some blocks, as long as somebody has them.
+        """
         found: list[_Found] = []
         problems: list[str] = []
 
-        async def ask(donor: bytes, checkpoint_id: bytes | None) -> None:
-            try:
-                signed, index = await ask_for_index(
-                    self._conditions, donor, stage, self._max_bytes(stage), checkpoint_id
-                )
-            except PeerUnreachableError as error:
-                problems.append(f"{short_name(donor)}: {error}")
-            else:
-                found.append(_Found(signed, index, donor))
+        async def ask(donor: bytes, wanted: Sequence[bytes | None]) -> None:
+            for checkpoint_id in wanted:
+                try:
+                    signed, index = await ask_for_index(
+                        self._conditions, donor, stage, self._max_bytes(stage), checkpoint_id
+                    )
+                except PeerUnreachableError as error:
+                    problems.append(f"{short_name(donor)}: {error}")
+                else:
+                    found.append(_Found(signed, index, donor))
+                    return
 
         members = list(self._visit.members_of(stage))
-        copies = [
-            (holder, notice.id)
-            for holder, notice in self._visit.notices()
-            if notice.stage == stage and holder not in members
-        ]
+        held = [(holder, notice.id) for holder, notice in self._visit.notices() if notice.stage == stage]
+        copies = [(holder, checkpoint_id) for holder, checkpoint_id in held if holder not in members]
+        begun = [(holder, checkpoint_id) for holder, checkpoint_id in held if has_begun(self._parts, checkpoint_id)]
         asked = [(member, None) for member in random.sample(members, min(MAX_ASKED, len(members)))]
+        questions: dict[bytes, list[bytes | None]] = {}  # a donor answers one at a time
+        for donor, checkpoint_id in (*begun[:MAX_ASKED], *asked, *copies[:MAX_ASKED]):
+            questions.setdefault(donor, []).append(checkpoint_id)
         async with trio.open_nursery() as nursery:
-            for donor, checkpoint_id in [*asked, *copies[:MAX_ASKED]]:
-                nursery.start_soon(ask, donor, checkpoint_id)
+            for donor, wanted in questions.items():
+                nursery.start_soon(ask, donor, wanted)
         return self._choose(found), "; ".join(problems)
 
     def _choose(self, found: Sequence[_Found]) -> list[_Found]:
         newest = max((each.index.round for each in found), default=0)
+        begun = {each.signed.id for each in found if has_begun(self._parts, each.signed.id)}
         chosen: dict[bytes, _Found] = {}
-        for each in sorted(found, key=lambda each: -each.index.round):
-            if each.index.round >= newest - MAX_ROUNDS_BEHIND:
+        for each in sorted(found, key=lambda each: (each.signed.id not in begun, -each.index.round)):
+            if each.signed.id in begun or each.index.round >= newest - MAX_ROUNDS_BEHIND:
                 chosen.setdefault(each.index.author, each)
         return list(chosen.values())[: self._merge]
 

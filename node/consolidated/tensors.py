@@ -126,6 +126,14 @@ def header_of(metadata: Mapping[str, str], shapes: Mapping[str, Shape]) -> bytes
     return len(raw).to_bytes(8, "little") + raw
 
 
+def check_is_new(path: Path) -> None:
+    """Raise `ConsolidatedError` unless a folder can be made at ``path``: nothing is there, or an empty one."""
+    if path.name in ("", ".."):
+        raise ConsolidatedError(f"{path} is no name for a new folder: give it one with --to")
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConsolidatedError(f"{path} is there already: name a new folder with --to")
+
+
 @contextlib.contextmanager
 def new_folder(path: Path, num_bytes: int) -> Iterator[Path]:
     """A folder to fill, which stands at ``path`` with all that was put into it once the block is through.
@@ -133,8 +141,7 @@ def new_folder(path: Path, num_bytes: int) -> Iterator[Path]:
     If that fails, nothing is left. ``num_bytes``: about what it takes on the disk. Raises `ConsolidatedError` if there
     is something at ``path`` already, or the disk does not take it.
     """
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ConsolidatedError(f"{path} is there already: name a new folder with --to")
+    check_is_new(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True)

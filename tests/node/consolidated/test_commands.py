@@ -14,6 +14,7 @@ from farandole.node.consolidated.merging import consolidate
 from farandole.node.exits import Exit
 from farandole.protocol.entries import CheckpointNotice
 from farandole.protocol.identity import peer_id_of
+from farandole.protocol.invite import Invite, encode_invite
 from farandole.protocol.manifest import decode_manifest
 
 from .runs import KEY, MODELS, manifest_for, save_stages, trained
@@ -89,6 +90,18 @@ def test_a_model_goes_out_and_comes_in_again(folder: Path, tmp_path: Path, capsy
     assert code_of("verify", to) == Exit.OK
 
 
+def test_where_a_model_cannot_go_is_said_before_anybody_is_dialled(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nobody = f"/ip4/127.0.0.1/tcp/1/p2p/{peer_id_of(b'n' * 32)}"
+    pull = ("pull", encode_invite(Invite(bytes(32), (nobody,))), "--home", tmp_path / "home", "--no-mdns")
+    for to, says in ((folder, "there already"), (Path(), "no name for a new folder")):
+        assert code_of(*pull, "--to", to) == Exit.BAD_INPUT
+        said = capsys.readouterr().err
+        assert says in said
+        assert "dialling" not in said
+
+
 def test_list_shows_what_is_here_and_what_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     home = tmp_path / "home"
     (home / "checkpoints").mkdir(parents=True)
@@ -96,6 +109,7 @@ def test_list_shows_what_is_here_and_what_cannot_be_read(tmp_path: Path, capsys:
     (whole,) = save_stages(trained(signed, b"a" * 32, steps=2, rounds=1), signed, tmp_path / "run", "replica")
     whole.rename(home / "checkpoints" / "stage-0-round-1.safetensors")
     (home / "checkpoints" / "stage-0-round-2.safetensors").write_bytes(b"half")
+    (home / "checkpoints" / "stage-0-round-0.safetensors").symlink_to(tmp_path / "removed a moment ago")
     assert code_of("list", "--home", home, "--json") == Exit.OK
     listed = json.loads(capsys.readouterr().out)
     assert listed["run"] is None

@@ -172,6 +172,9 @@ def test_what_is_there_is_not_written_over(
 ) -> None:
     with pytest.raises(ConsolidatedError, match="there already"):
         consolidate(folder, KEY, run.encode(), stages, VECTORS)
+    for nameless in (Path(), Path("..")):
+        with pytest.raises(ConsolidatedError, match="no name for a new folder"):
+            consolidate(nameless, KEY, run.encode(), stages, VECTORS)
     verify(folder)
     (tmp_path / "empty").mkdir()
     consolidate(tmp_path / "empty", KEY, run.encode(), stages, VECTORS)

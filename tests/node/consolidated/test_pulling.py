@@ -1,0 +1,98 @@
+"""Which checkpoints a pull takes, of those that members offer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import trio.testing
+
+from farandole.node.checkpoints.fetching import Fetched, FetchError
+from farandole.node.checkpoints.partial import partial_path
+from farandole.node.consolidated import pulling
+from farandole.node.consolidated.pulling import Pull
+from farandole.protocol.blocks import Index, SignedIndex, sign_index
+from farandole.protocol.entries import CheckpointNotice
+from farandole.protocol.leases import EpochProgress
+from farandole.protocol.manifest import DataConfig, EpochsConfig, Manifest
+
+from ..checkpoints.files import KEY as AUTHOR
+from ..checkpoints.files import checkpoint_bytes, index_of
+from .runs import KEY, MODELS, decoded, manifest_for
+
+ANN, BOB = b"a" * 32, b"b" * 32
+SIGNED = manifest_for(MODELS["own"])
+
+
+def offered(round_index: int) -> tuple[SignedIndex, Index]:
+    index = index_of(checkpoint_bytes(8, seed=round_index), round_index)
+    return sign_index(AUTHOR, index), index
+
+
+def pull_to(folder: Path, manifest: Manifest, notices: list[tuple[bytes, CheckpointNotice]]) -> Pull:
+    """Out of a run in which Ann is the one member, and others have copies."""
+    visit: Any = SimpleNamespace(
+        manifest=manifest,
+        run_id=SIGNED.run_id,
+        host=None,
+        shaping=None,
+        channels=None,
+        state=None,
+        live=lambda: [ANN],
+        members_of=lambda stage: [ANN],
+        notices=lambda: notices,
+    )
+    return Pull(visit, folder, KEY, say=lambda text: None, show=lambda name, progress: None)
+
+
+async def test_what_was_begun_is_ended_while_somebody_holds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Ann trains on, and saves anew for whoever asks; Bob has a copy of what she gave before."""
+    rounds = iter(range(20, 100, 20))
+    fetched: list[int] = []
+
+    async def ask(
+        conditions: object, donor: bytes, stage: int, max_size: int, checkpoint_id: bytes | None
+    ) -> tuple[SignedIndex, Index]:
+        await trio.lowlevel.checkpoint()
+        return offered(next(rounds)) if checkpoint_id is None else offered(20)
+
+    async def fetch(
+        conditions: object,
+        signed: SignedIndex,
+        index: Index,
+        donors: Callable[[], Collection[bytes]],
+        wanted: object,
+        path: Path,
+        show: object,
+    ) -> Fetched:
+        await trio.lowlevel.checkpoint()
+        fetched.append(index.round)
+        if len(fetched) < 3:
+            partial_path(path, signed.id).touch()
+            raise FetchError("the line broke")
+        return Fetched(signed, index, {BOB: 1}, 1, 1, 0)
+
+    monkeypatch.setattr(pulling, "ask_for_index", ask)
+    monkeypatch.setattr(pulling, "fetch_checkpoint", fetch)
+    signed, index = offered(20)
+    pull = pull_to(tmp_path / "model", decoded(SIGNED), [(BOB, CheckpointNotice(20, 0, signed.id, index.size, 1, 1))])
+    pull._parts.mkdir()
+    await pull._fetch_stage(0)
+    assert fetched == [20, 20, 20]
+
+
+def test_what_members_say_of_epochs_can_be_read_again_whatever_they_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulling, "epoch_progress", lambda state, live: EpochProgress(b"one text", 2**31 - 1, 0))
+    manifest = msgspec.structs.replace(decoded(SIGNED), data=DataConfig(epochs=3))
+    epochs = pull_to(tmp_path / "model", manifest, [])._epochs()
+    assert epochs is not None
+    assert epochs.epoch == 3
+    assert msgspec.json.decode(msgspec.json.encode(epochs), type=EpochsConfig) == epochs
