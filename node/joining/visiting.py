@@ -36,9 +36,16 @@ from ..run_state.store import open_store
 from ..settings import NodeSettings
 from ..shaping import Shaping
 from ..status.board import Board
-from .joining import JOIN_TIMEOUT, Target, connect_to_run, obtain_manifest
+from .joining import Target, dial, obtain_manifest, wait_for_anyone
 from .mdns import open_mdns
 
+# A person waits: whoever restarts, or has a line that loses packets, is dialled again soon, and that is all.
+DIAL_ATTEMPTS: Final = 3
+DIAL_PAUSE: Final = 2.0
+# For peers that answer to say what the run is, and for the DHT to name some that can.
+MANIFEST_TIMEOUT: Final = 40.0
+# For a member to give its run state: two that are slow (`farandole.node.run_state.gossip.JOIN_TIMEOUT`).
+SYNC_TIMEOUT: Final = 40.0
 # A member that has just begun serves its run state within a second.
 SYNC_RETRY: Final = 1.0
 
@@ -78,7 +85,7 @@ async def open_visit(
 ) -> AsyncIterator[Visit]:
     """As long as the block runs; of the settings those count that say how to connect.
 
-    Raises `JoinError` if the run cannot be reached within two minutes.
+    ``say`` tells a person whom it tries. Raises `JoinError` once all have refused, or have not answered in time.
     """
     key, board = Ed25519PrivateKey.generate(), Board(say)
     peers: dict[bytes, list[str]] = {}
@@ -94,29 +101,48 @@ async def open_visit(
             open_mdns(host, [target.run_id], is_on=settings.mdns),
             open_bulk(host, shaping) as channels,
         ):
+            await _reach(host, target, board)
             manifest, raw = await _find_run(host, target, board)
             state = RunState(target.run_id, decode_manifest(raw)[1].creator)
             gossip = GossipService(state, Writer(key, target.run_id), host, messenger, store, random.Random())
             async with open_service_nursery() as nursery:
                 await nursery.start(gossip.run)
-                await _sync(gossip)
+                await _sync(gossip, board)
                 yield Visit(host, shaping, channels, manifest, raw, target.run_id, state, gossip)
 
 
-async def _find_run(host: Host, target: Target, board: Board) -> tuple[Manifest, bytes]:
-    with trio.move_on_after(JOIN_TIMEOUT):
-        await connect_to_run(host, target, board)
-        return await obtain_manifest(host, target, board)
+async def _reach(host: Host, target: Target, board: Board) -> None:
+    """Connect to somebody whom the invite names, or who is found in the local network meanwhile."""
+    places = ", ".join(addresses[0].rpartition("/p2p/")[0] for addresses in target.peers.values())
+    board.say(f"dialling whom the invite names: {places}" if places else "looking for members in the local network")
+    failures: dict[bytes, str] = {}
+    for attempt in range(DIAL_ATTEMPTS):
+        if attempt:
+            await wait_for_anyone(host, DIAL_PAUSE)
+        failures = await dial(host, target.peers, is_one_enough=True)
+        if host.connected:
+            return
+    reasons = "\n".join(f"  {reason}" for reason in failures.values()) or "  it names nobody"
     raise JoinError(
-        f"no member of the run could be reached within {JOIN_TIMEOUT:g} s. Ask for a newer invite, and let "
-        "`farandole doctor` look at it"
+        f"nobody whom the invite names could be reached:\n{reasons}\nThey may have left the run, or this machine is "
+        "offline. Ask for a newer invite: any member can make one (`farandole run invite`)"
     )
 
 
-async def _sync(gossip: GossipService) -> None:
-    with trio.move_on_after(JOIN_TIMEOUT):
+async def _find_run(host: Host, target: Target, board: Board) -> tuple[Manifest, bytes]:
+    with trio.move_on_after(MANIFEST_TIMEOUT):
+        return await obtain_manifest(host, target, board)
+    raise JoinError(
+        f"peers answer, but none is in run {target.run_id.hex()[:16]}, and the DHT knew of no member within "
+        f"{MANIFEST_TIMEOUT:g} s. The run may have ended; ask for a newer invite, and let `farandole doctor` look at it"
+    )
+
+
+async def _sync(gossip: GossipService, board: Board) -> None:
+    board.say("asking members for the run state")
+    with trio.move_on_after(SYNC_TIMEOUT):
         while True:
             if await gossip.join():
                 return
             await trio.sleep(SYNC_RETRY)
-    raise JoinError(f"members were found, but none gave its run state within {JOIN_TIMEOUT:g} s. Try again later")
+    raise JoinError(f"members were found, but none gave its run state within {SYNC_TIMEOUT:g} s. Try again later")
