@@ -160,7 +160,7 @@ async def _handle(line: bytes, handlers: Mapping[str, Handler]) -> object:
         raise
     except trio.TooSlowError as error:
         raise ControlError("timeout", f"{request.method} took more than {REQUEST_TIMEOUT:g} s") from error
-    except Exception as error:
+    except Exception as error:  # whatever a handler raises costs whoever asked his answer, and not the node
         _log.exception("the control method %s failed", request.method)
         raise ControlError("internal", f"{request.method} failed: {error!r}; see the node's log") from error
 

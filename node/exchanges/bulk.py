@@ -345,7 +345,7 @@ class BulkService:
                     race.offer(connection)
                     return
             connection.close()
-        except BaseException:
+        except BaseException:  # cancelled, too: nobody else has the socket yet
             connection.close()
             raise
         finally:

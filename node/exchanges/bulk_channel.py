@@ -237,7 +237,7 @@ async def open_channel(
     except OSError as error:
         channel.close()
         raise ChannelError(f"no channel: {error}") from error
-    except BaseException:
+    except BaseException:  # cancelled, too: nobody else has the channel yet
         channel.close()
         raise
     return channel

@@ -118,7 +118,7 @@ class Dht:
                 self._dht.value_store.cleanup_expired()
                 self._dht.forget_strangers()
                 await self._announce_due()
-            except Exception:
+            except Exception:  # whatever the library makes of hostile answers, the next turn may go well
                 logger.warning("the DHT's upkeep failed", exc_info=True)
             with trio.move_on_after(self._pause()):
                 await self._news.wait()
@@ -167,7 +167,7 @@ class Dht:
                 with trio.move_on_after(ANNOUNCEMENT_TIMEOUT):
                     if await self._dht.provider_store.provide(multihash_of(key)) and key in self._announced_at:
                         self._announced_at[key] = trio.current_time()
-            except Exception:
+            except Exception:  # as above; the key is due again
                 logger.warning("an announcement in the DHT failed", exc_info=True)
 
     async def find_providers(self, key: bytes, seconds: float) -> list[tuple[bytes, list[str]]]:
@@ -202,7 +202,7 @@ class Dht:
         async def explore() -> None:
             try:
                 ask_all(await self._dht.peer_routing.find_closest_peers_network(multihash))
-            except Exception:
+            except Exception:  # as above; whom this node knows is asked all the same
                 logger.warning("a lookup in the DHT failed", exc_info=True)
 
         async with trio.open_nursery() as nursery:

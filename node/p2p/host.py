@@ -140,7 +140,7 @@ class Host:
                 await stream.aclose()
             except (RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
                 logger.debug("a stream of %s ended: %r", protocol, error)
-            except Exception:
+            except Exception:  # a defect of ours: it costs this stream, and neither the others nor the host
                 logger.exception("the handler of %s failed", protocol)
             finally:
                 stream.reset()
@@ -183,7 +183,7 @@ class Host:
             await self.connect(peer)
             try:
                 stream = await self._libp2p.new_stream(id_of(peer), [TProtocol(protocol)])
-            except Exception as error:
+            except Exception as error:  # no exception of libp2p, which has dozens, leaves
                 raise PeerUnreachableError(f"{peer_id_of(peer)} gives no stream of {protocol}: {error}") from error
             return Stream(cast("NetStream", stream), peer, protocol)
 
@@ -382,7 +382,7 @@ class Host:
             await self._swarm.add_conn(muxed, "outbound")
         except PeerUnreachableError as error:
             dial.error = error
-        except Exception as error:
+        except Exception as error:  # likewise
             dial.error = PeerUnreachableError(f"cannot reach {peer_id_of(peer)}: {error!r}")
         finally:
             if dial.winner is not None and not is_adopted:  # cancelled as soon as it was there
@@ -394,7 +394,7 @@ class Host:
         async def attempt(address: str) -> None:
             try:
                 muxed = await self._dial_patiently(peer, address)
-            except Exception as error:
+            except Exception as error:  # whatever the handshakes raise, another address may do
                 dial.failures.append(f"{address}: {str(error) or repr(error)}")
                 dial.news.set()
             else:
@@ -445,7 +445,7 @@ class Host:
         try:
             with trio.fail_after(HANDSHAKE_TIMEOUT):
                 return await self._swarm.upgrade(socket, id_of(peer) if peer is not None else None)
-        except BaseException:
+        except BaseException:  # cancelled, too: nobody else has the socket yet
             socket.abort()
             raise
 

@@ -351,7 +351,7 @@ class YamuxConn(IMuxedConn):
     async def _run(self, work: Callable[[], Awaitable[None]]) -> None:
         try:
             await work()
-        except Exception as error:
+        except Exception as error:  # whatever a broken connection or its encryption raises ends it, and nothing else
             logger.debug("the connection to %s ends: %r", self.peer_id, error)
         self._scope.cancel()
 

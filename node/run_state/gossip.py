@@ -390,7 +390,7 @@ class GossipService:
         except StoreError as error:
             logger.warning("the run state is not on disk: %s", error)
             self.state.dirty.update(rows)
-        except BaseException:
+        except BaseException:  # cancelled, too: what is not written is written the next time
             self.state.dirty.update(rows)
             raise
 

@@ -75,8 +75,9 @@ class Store:
         self._connection.execute("BEGIN IMMEDIATE")
         try:
             yield self._connection
-        except BaseException:
-            self._connection.execute("ROLLBACK")
+        except BaseException:  # whatever it is: all of it or nothing
+            if self._connection.in_transaction:  # a full disk has ended it already
+                self._connection.execute("ROLLBACK")
             raise
         self._connection.execute("COMMIT")
 
@@ -177,7 +178,7 @@ def _connect(path: Path) -> sqlite3.Connection:
         connection.executescript(_SCHEMA)
         if connection.execute("PRAGMA quick_check").fetchone() != ("ok",):
             raise sqlite3.DatabaseError("quick_check found damage")
-    except BaseException:
+    except BaseException:  # whatever it is, nobody else has the connection yet
         connection.close()
         raise
     return connection
