@@ -306,8 +306,13 @@ class RunMember:
 
     async def _end_training(self) -> None:
         self._board.announce("leaving", "leaving: the trainer saves", "the trainer")
-        with trio.move_on_after(LEAVE_TIMEOUT):
+        with trio.move_on_after(LEAVE_TIMEOUT) as patience:
             await self._rounds.leave()
+        if patience.cancelled_caught:
+            self._board.warn(
+                f"the trainer did not save within {LEAVE_TIMEOUT:g} s: what it has learnt since its last checkpoint is "
+                "lost. A faster disk helps, or a shorter --checkpoint-seconds"
+            )
 
     async def _say_farewell(self) -> None:
         with trio.move_on_after(FAREWELL_TIMEOUT):

@@ -169,3 +169,12 @@ async def test_a_member_that_comes_back_says_its_round_at_once(
 
 async def nothing(name: str) -> None:
     """No such fact."""
+
+
+async def test_who_leaves_is_told_that_its_trainer_was_too_slow_to_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+) -> None:
+    member = make_member(tmp_path)
+    monkeypatch.setattr(member._rounds, "leave", trio.sleep_forever)
+    await member._end_training()
+    assert "did not save within 15 s" in member._board.warnings[-1]
