@@ -219,13 +219,19 @@ class _Giver:
         self._is_giving = False
 
     async def run(self) -> None:
-        """Until the peer goes, falls silent, or others have their turn. Raises as stream handlers may."""
+        """Until the peer goes, falls silent, or others have their turn."""
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._read, nursery.cancel_scope)
                 await self._give_wanted()
                 nursery.cancel_scope.cancel()
-        except* (RemoteProtocolError, trio.BrokenResourceError, trio.ClosedResourceError, ChannelError):
+        except* (
+            RemoteProtocolError,
+            trio.BrokenResourceError,
+            trio.ClosedResourceError,
+            trio.TooSlowError,
+            ChannelError,
+        ):
             pass  # which end it was, and why, is of no interest: the peer asks again, or another
         finally:
             (self._way.discard if self._is_giving or self._wanted else self._way.keep)()

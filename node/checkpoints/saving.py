@@ -117,7 +117,7 @@ class Saver:
         try:
             path = self._make_way(counters)
             saved = self.note(path, source.save(path), counters)
-        except (OSError, RuntimeError) as error:  # a device from which nothing can be copied is a RuntimeError
+        except (OSError, RuntimeError, MemoryError) as error:  # RuntimeError: a device from which nothing can be copied
             return Saved(counters.round, counters.steps, counters.tokens, problem=self._explain(error, source))
         self._folder.keep(self._kept)
         return saved
@@ -134,7 +134,7 @@ class Saver:
     def _explain(self, error: Exception, source: Savable) -> str:
         """What is wrong, what is needed, what to do."""
         folder, size = self._folder.path, f"{source.num_bytes / 1e6:,.1f} MB"
-        reason, remedy = str(error), ""
+        reason, remedy = str(error) or repr(error), ""
         if isinstance(error, OSError):
             reason, remedy = os.strerror(error.errno or 0), f"look after the disk of {folder}"
             if error.errno in _NO_ROOM:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from farandole.node.checkpoints.fetching import fetch_checkpoint
 from farandole.node.checkpoints.giving import BlockService
 from farandole.node.checkpoints.taking import Conditions
 from farandole.node.shaping import Shaper, Shaping
-from farandole.protocol.block_transfer import Question
+from farandole.protocol.block_transfer import MAX_MESSAGE_BYTES, Question, Route, Want, encode
+from farandole.protocol.download import BLOCK_TIMEOUT
+from farandole.protocol.framing import frame
 
 from .files import RUN, checkpoint_bytes, hold
 from .test_liars import MemoryHost
@@ -74,3 +77,42 @@ async def test_while_an_exchange_goes_on_blocks_get_a_tenth_of_the_time(
     expected = exchange_seconds + left if left else usual * (1 + giving.REST)
     assert 0.8 * expected <= seconds <= 1.2 * expected + 1.0
     assert service.bytes_sent >= len(CONTENT)
+
+
+class Reluctant:
+    """A stream to who wants a block, and takes nothing of it."""
+
+    peer = b"p" * 32
+    is_bulk = False
+
+    def __init__(self) -> None:
+        messages = Question(RUN, 0), Route(None), Want(0, 1)
+        self._said = deque(frame(encode(message), MAX_MESSAGE_BYTES) for message in messages)
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes:
+        if not self._said:
+            await trio.sleep_forever()
+        await trio.lowlevel.checkpoint()
+        return self._said.popleft()
+
+    async def send_all(self, data: bytes) -> None:
+        if len(data) > 10_000:
+            await trio.sleep_forever()
+        await trio.lowlevel.checkpoint()
+
+    async def aclose(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+
+async def test_who_takes_nothing_of_what_he_wants_is_left_and_that_is_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+) -> None:
+    monkeypatch.setattr(trio.to_thread, "run_sync", run_here)
+    holding = hold(tmp_path / "theirs", CONTENT)
+
+    async def find(question: Question) -> Any:
+        await trio.lowlevel.checkpoint()
+        return holding.hold()
+
+    with trio.fail_after(2 * BLOCK_TIMEOUT):
+        await BlockService(RUN, find).serve(Reluctant())

@@ -16,7 +16,7 @@ import torch
 from farandole.node.checkpoints.folder import CheckpointFolder, index_of
 from farandole.node.checkpoints.saving import Saver
 from farandole.node.trainer.messages import Saved
-from farandole.training.blocks import content_of
+from farandole.training.blocks import Content, content_of
 from farandole.training.checkpoint import load_checkpoint
 
 from .killed_saver import LAYOUT, RUN_ID, prepare, snapshot
@@ -151,3 +151,20 @@ def test_a_disk_that_cannot_be_written_is_said_with_what_to_do(story: Story, mon
     problem = story.save(3).problem
     assert "the checkpoint of round 3 is not written: No space left on device; it takes 2.1 MB in " in problem
     assert "make room; the last good one is kept, and the next save tries again" in problem
+
+
+class Unsavable:
+    """A snapshot that cannot be written for want of memory."""
+
+    counters = snapshot(3).counters
+    num_bytes = 1
+
+    def save(self, path: Path) -> Content:
+        raise MemoryError
+
+
+def test_a_save_for_which_there_is_no_memory_is_told_of_and_not_waited_for_ever(story: Story) -> None:
+    story.saver.save_behind(Unsavable())
+    story.saver.wait()
+    assert "the checkpoint of round 3 is not written: MemoryError" in story.reports[-1].problem
+    assert story.save(4).problem == ""
