@@ -17,10 +17,18 @@ class CleanReportError(FarandoleError):
     """The report of the clean run cannot be had, or is of another run."""
 
 
+def check_clean(clean: Report, name: str, num_nodes: int) -> None:
+    """Raise `CleanReportError` unless it is of a play without faults, of the scenario of this name with so many nodes.
+
+    For whoever is about to play that, which takes a while.
+    """
+    if clean.name != name or len(clean.nodes) != num_nodes or clean.faults:
+        raise CleanReportError("that is no report of the same scenario without faults (--clean)")
+
+
 def compare(report: Report, clean: Report) -> Beside:
     """The two figures; `CleanReportError` if one of the plays trained nothing, or they are not of one kind."""
-    if clean.name != report.name or len(clean.nodes) != len(report.nodes) or clean.faults:
-        raise CleanReportError("that is no report of the same scenario without faults (--clean)")
+    check_clean(clean, report.name, len(report.nodes))
     if not clean.tokens_per_given_second or report.tokens_per_given_second is None:
         raise CleanReportError("nothing was trained in one of the two plays")
     loss_above = None

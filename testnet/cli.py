@@ -69,7 +69,7 @@ def run_testnet(
     import trio
     from rich.console import Console
 
-    from .beside import judged, load_report
+    from .beside import check_clean, judged, load_report
     from .launch import Testnet, write_report
     from .live import open_view
     from .scenario import load_scenario
@@ -77,14 +77,17 @@ def run_testnet(
     scenario = scenario or ("stages" if stages else "demo")
     played = load_scenario(scenario, nodes=nodes, rounds=rounds, seed=seed, stages=stages, nat=nat, clean=clean)
     clean_report = load_report(beside) if beside else None
+    if clean_report is not None:
+        check_clean(clean_report, str(played.run.get("name", "")), played.nodes)
     folder = out or Path("out") / Path(scenario).stem
     console = Console(stderr=as_json)
     with open_view(console) as view:
         testnet = Testnet(played, folder.absolute(), view)
         report = trio.run(testnet.play)
+    write_report(report, folder)  # whatever comes of the comparison
     if clean_report is not None:
         report = judged(report, clean_report, played)
-    write_report(report, folder)
+        write_report(report, folder)
     _draw(report, folder, console)
     _print_verdict(report, folder, console)
     if as_json:

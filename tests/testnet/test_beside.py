@@ -4,10 +4,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import trio
 
+from farandole.node.exits import Exit
 from farandole.testnet.beside import CleanReportError, compare, judged, load_report
+from farandole.testnet.cli import main
 from farandole.testnet.fault_table import throughput_lines
-from farandole.testnet.launch import write_report
+from farandole.testnet.launch import Testnet, write_report
 from farandole.testnet.report import FaultReport, Report
 from farandole.testnet.scenario import parse_scenario
 
@@ -79,3 +82,38 @@ def test_a_spread_that_stays_is_seen() -> None:
     assert judged(played(spread=0.013), CLEAN, scenario).reasons == [
         "the weights' spread is 1.30 of the clean run's, not at most 1.25"
     ]
+
+
+def code_of_play_beside(report: Report, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Of a scenario of this name beside the clean one, where the play comes out as this report."""
+
+    async def play(testnet: Testnet) -> Report:
+        await trio.lowlevel.checkpoint()
+        testnet.out.mkdir()
+        return report
+
+    monkeypatch.setattr(Testnet, "play", play)
+    (tmp_path / "clean").mkdir()
+    write_report(msgspec.structs.replace(CLEAN, nodes=[node(0)]), tmp_path / "clean")
+    scenario = tmp_path / "scenario.toml"
+    scenario.write_text(f'nodes = 1\nmin_partners = 0\n[run]\nname = "{name}"\nmodel = "tiny"\n')
+    with pytest.raises(SystemExit) as end:
+        main(["testnet", "run", str(scenario), "--out", str(tmp_path / "out"), "--beside", str(tmp_path / "clean")])
+    return int(end.value.code or 0)
+
+
+def test_a_clean_report_of_something_else_is_refused_before_the_play(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert code_of_play_beside(played(nodes=[node(0)]), "another", tmp_path, monkeypatch) != Exit.OK
+    assert "no report of the same scenario" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_play_that_cannot_be_compared_is_reported_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = played(nodes=[node(0)], tokens_per_given_second=None)
+    assert code_of_play_beside(report, CLEAN.name, tmp_path, monkeypatch) != Exit.OK
+    assert "nothing was trained" in capsys.readouterr().err
+    assert load_report(tmp_path / "out") == report
