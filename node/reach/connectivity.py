@@ -58,7 +58,7 @@ class Connectivity:
         ``port_lease``: for how many seconds at a time the home's router is asked to send on this node's port; None: it
         is not asked.
         """
-        rng = random.Random()
+        self._rng = random.Random()
         self.reachability = reachability or Reachability()
         self.server = RelayServer(host, key, shaping, limits) if limits is not None else None
         self.members: Callable[[], Iterable[bytes]] = tuple
@@ -70,12 +70,12 @@ class Connectivity:
         self._key = relay_key(run_id)
         self._known = frozenset(known)
         self._found_at = -math.inf
-        self.keeper = RelayKeeper(host, self.reachability, self._find_relays, rng)
+        self.keeper = RelayKeeper(host, self.reachability, self._find_relays, self._rng)
         self._ports: PortKeeper | None = None
         if port_lease is not None:
             self._ports = PortKeeper(host, lambda: self._examiner.note_change(), port_lease)
         prepare = self._ports.has_tried.wait if self._ports else trio.lowlevel.checkpoint
-        self._examiner = Examiner(host, self.reachability, rng, prepare)
+        self._examiner = Examiner(host, self.reachability, self._rng, prepare)
         host.observe_port = self._observe_port
         self._puncher = Puncher(host, self._examiner.dialback, self.reachability)
 
@@ -125,12 +125,16 @@ class Connectivity:
             self._host.withdraw(self._key)
 
     async def _find_relays(self) -> list[bytes]:
-        """Whoever may relay beside those that are connected; the DHT is asked now and then."""
-        found = {*self._known, *self.members()}
+        """Whoever may relay beside those that are connected, first those that say so; the DHT is asked now and then."""
+        relays: list[bytes] = []
         if trio.current_time() - self._found_at >= FIND_INTERVAL:
             self._found_at = trio.current_time()
-            found |= {peer for peer, _ in await self._host.find_providers(self._key, FIND_TIMEOUT)}
-        return list(found - {self._host.author} - self._host.connected)
+            relays = [peer for peer, _ in await self._host.find_providers(self._key, FIND_TIMEOUT)]
+        others = [*self._known, *self.members()]
+        for peers in (relays, others):
+            self._rng.shuffle(peers)
+        left_out = {self._host.author, *self._host.connected}
+        return [peer for peer in (*relays, *others) if peer not in left_out]
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Final
 
 import trio
@@ -19,7 +19,7 @@ from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import short_name
 from farandole.protocol.reachability import is_global
 
-from ..backoff import Backoff
+from ..backoff import Backoff, pauses
 from ..errors import PeerUnreachableError
 from ..p2p.relay_client import Reservation
 from .reachability import Reachability, announced
@@ -38,10 +38,12 @@ RENEW_BEFORE: Final = 300.0
 FIRST_RETRY_AFTER, MAX_RETRY_AFTER = 4.0, 600.0
 # Between two looks at what is held, beside those that a lost connection causes.
 CHECK_INTERVAL: Final = 15.0
-# While fewer are held than should be.
+# While fewer are held than should be; ever longer, up to the other, where nobody relays.
 HURRY_INTERVAL: Final = 2.0
 # Asked at once for each place that is free.
 NUM_ASKED: Final = 3
+# Of those that are not connected, in one look: in a run of a thousand of whom few relay it would else dial everybody.
+MAX_STRANGERS: Final = 12
 # Relays of before, which are asked again when all connections are gone: a router that restarts loses the node nothing.
 MAX_FORMER: Final = 8
 
@@ -52,7 +54,7 @@ class RelayKeeper:
     """Holds the reservations of one host, and says where it can be reached."""
 
     def __init__(self, host: Host, reachability: Reachability, find: FindRelays, rng: random.Random) -> None:
-        """``find``: peers beyond those connected that may relay, whose addresses the host knows."""
+        """``find``: peers beyond those connected that may relay, the likeliest first; their addresses are known."""
         self._host = host
         self._reachability = reachability
         self._find = find
@@ -69,14 +71,21 @@ class RelayKeeper:
 
     async def run(self) -> None:
         """Until cancelled."""
+        hurry = self._hurry()
         while True:
             if self._reachability.needs_relays:
                 await self._keep()
             else:
                 self._give_up()
             self._announce()
-            is_short = self._reachability.needs_relays and len(self.held) < NUM_RELAYS
-            await self._wait(HURRY_INTERVAL if is_short else CHECK_INTERVAL)
+            if self._reachability.needs_relays and len(self.held) < NUM_RELAYS:
+                await self._wait(next(hurry))
+            else:
+                hurry = self._hurry()
+                await self._wait(CHECK_INTERVAL)
+
+    def _hurry(self) -> Iterator[float]:
+        return pauses(HURRY_INTERVAL, CHECK_INTERVAL, self._rng)
 
     async def _wait(self, seconds: float) -> None:
         """So long, or until a relay is lost or the node's reachability has changed."""
@@ -105,15 +114,20 @@ class RelayKeeper:
                 if held.expires_at < soon:
                     nursery.start_soon(self._reserve, held.relay)
         if len(self._held) < NUM_RELAYS:
-            await self._ask_some([peer for peer in self._host.connected if self._host.is_direct(peer)])
+            connected = self._due([peer for peer in self._host.connected if self._host.is_direct(peer)])
+            self._rng.shuffle(connected)
+            await self._ask_some(connected)
         if len(self._held) < NUM_RELAYS:
-            await self._ask_some([*self._former, *await self._find()])
+            found = sorted(await self._find(), key=lambda peer: self._backoff.has_failed(peer, ()))
+            await self._ask_some(self._due([*self._former, *found])[:MAX_STRANGERS])
+
+    def _due(self, peers: Iterable[bytes]) -> list[bytes]:
+        """Those that may be asked now, in the same order, each once."""
+        now = trio.current_time()
+        return [peer for peer in dict.fromkeys(peers) if peer not in self._held and self._backoff.is_due(peer, (), now)]
 
     async def _ask_some(self, peers: list[bytes]) -> None:
-        now = trio.current_time()
-        asked = [peer for peer in peers if peer not in self._held and self._backoff.is_due(peer, (), now)]
-        self._rng.shuffle(asked)
-        asked.sort(key=lambda peer: not self._is_far(peer))
+        asked = sorted(peers, key=lambda peer: not self._is_far(peer))
         while asked and len(self._held) < NUM_RELAYS:
             batch, asked = asked[:NUM_ASKED], asked[NUM_ASKED:]
             async with trio.open_nursery() as nursery:
