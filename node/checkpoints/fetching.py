@@ -236,7 +236,6 @@ class _Fetch:
         self._is_complete = trio.Event()
         self._failure: FetchError | None = None
         self._last_problem = "nobody is known who has it"
-        self._heard_at = self._given_at = trio.current_time()
 
     async def run(self, wanted: Callable[[str], bool], path: Path, is_prefix: bool) -> Fetched:
         """See `fetch_checkpoint`."""
@@ -247,6 +246,8 @@ class _Fetch:
             self._have = await run_sync(self._file.blocks)
             num_kept = len(self._have)
             self._download = Download(self._have)
+            # Patience begins with the donors: to hash what an earlier attempt left may take minutes.
+            self._heard_at = self._given_at = trio.current_time()
             async with open_service_nursery() as self._nursery:
                 self._nursery.start_soon(self._watch)
                 selection = await self._fetch_wanted(wanted, is_prefix)

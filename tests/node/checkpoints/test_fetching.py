@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.numpy import load, load_file
 
@@ -18,6 +19,7 @@ from farandole.node.checkpoints import room as room_module
 from farandole.node.checkpoints.fetching import Fetched, FetchError, Progress, ask_for_index, fetch_checkpoint
 from farandole.node.checkpoints.giving import BlockService
 from farandole.node.checkpoints.holdings import Holding
+from farandole.node.checkpoints.partial import PartialFile, partial_path
 from farandole.node.checkpoints.room import Room, used_bytes
 from farandole.node.checkpoints.taking import Conditions, DonorError
 from farandole.node.exchanges.bulk import BulkService, open_bulk
@@ -101,6 +103,25 @@ async def test_two_donors_give_different_blocks_of_what_is_wanted(tmp_path: Path
         assert NUM_WANTED <= sum(fetched.num_by_donor.values()) < index_of(CONTENT).num_blocks
         assert [path.name for path in tmp_path.iterdir() if path.name.startswith("ours")] == ["ours"]
         assert shown[-1].total >= shown[-1].num_bytes
+
+
+async def test_to_hash_what_an_earlier_attempt_left_may_take_longer_than_donors_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mock_clock: trio.testing.MockClock
+) -> None:
+    signed, index = signed_index_of(CONTENT)
+    partial_path(tmp_path / "ours", signed.id).write_bytes(CONTENT)
+    blocks = PartialFile.blocks
+
+    def blocks_of_a_slow_disk(file: PartialFile) -> set[int]:
+        mock_clock.jump(10 * fetching.PATIENCE)
+        return blocks(file)
+
+    monkeypatch.setattr(PartialFile, "blocks", blocks_of_a_slow_disk)
+    nobody: Any = None
+    conditions = Conditions(nobody, RUN)
+    fetched = await fetch_checkpoint(conditions, signed, index, list, is_required, tmp_path / "ours")
+    assert fetched.num_bytes == 0
+    assert is_what_was_wanted(tmp_path / "ours")
 
 
 async def test_all_of_a_checkpoint_is_the_same_file_and_a_prefix_can_be_given(tmp_path: Path) -> None:
