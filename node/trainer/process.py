@@ -21,6 +21,7 @@ the next round's inner steps. Whatever needs the contribution waits for that thr
 from __future__ import annotations
 
 import abc
+import contextlib
 import mmap
 import time
 from collections.abc import Callable
@@ -153,10 +154,16 @@ class TrainerProcess(abc.ABC):
         start = msgspec.msgpack.decode(prepare.manifest, type=Manifest).start
         if start is None:
             return
+        path = Path(prepare.start)
         try:
-            self._replica.start_from(Path(prepare.start), start.inner_steps, start.tokens)
+            self._replica.start_from(path, start.inner_steps, start.tokens)
         except CheckpointError as error:
-            raise UnfitWeightsError(f"the weights that this run starts from are unfit: {error}") from error
+            with contextlib.suppress(OSError):
+                path.unlink()  # its bytes were right once: they are again when it comes anew
+            raise CheckpointError(
+                f"the weights that this run starts from are unfit: {error}. They are removed here: join again to fetch "
+                "them anew; if they are unfit again, the run was made with weights that nobody can start from"
+            ) from error
 
     def handle(self, command: Command) -> None:
         """Do what one command says and report it."""

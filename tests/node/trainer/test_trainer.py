@@ -25,7 +25,7 @@ from farandole.node.trainer.conversion import training_configs
 from farandole.node.trainer.trainer import Trainer, TrainerError, open_trainer
 from farandole.protocol.blocks import Index, encode_signed_index, sign_index
 from farandole.protocol.identity import public_bytes
-from farandole.protocol.manifest import Manifest, ModelConfig, manifest_from_dict
+from farandole.protocol.manifest import Manifest, ModelConfig, StartConfig, manifest_from_dict
 from farandole.training.blocks import Content, content_of
 from farandole.training.data import Bring
 from farandole.training.learner import Learner, build_learner
@@ -414,6 +414,19 @@ async def test_a_peers_checkpoint_replaces_the_own_one_only_if_it_is_fit(
         assert (trainer.prepared.resumed.path, trainer.prepared.round) == (str(own), 5)
     assert own.read_bytes() == kept
     assert not fetched.exists()
+
+
+async def test_unfit_weights_to_start_from_are_told_of_and_not_tried_again_and_again(
+    prepare: Callable[..., messages.Prepare], manifest: Manifest, tmp_path: Path
+) -> None:
+    raw = msgspec.msgpack.encode(msgspec.structs.replace(manifest, start=StartConfig("ab" * 32, "cd" * 32)))
+    path = tmp_path / "start.safetensors"
+    path.write_bytes(b"rubbish")
+    with trio.fail_after(DEADLINE), pytest.raises(TrainerError, match="that this run starts from are unfit") as caught:
+        async with open_trainer(prepare(manifest=raw, start=str(path)), None):
+            pass
+    assert caught.value.cause == "setup"  # the node leaves, with these words
+    assert not path.exists()
 
 
 async def train_alone(trainer: Trainer, round_index: int) -> None:
