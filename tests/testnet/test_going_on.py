@@ -21,6 +21,7 @@ from farandole.protocol.manifest import SignedManifest, decode_manifest, sign_ma
 from farandole.testnet.launch import MANIFEST_NAME, Testnet
 from farandole.testnet.scenario import load_scenario
 
+from ..node.consolidated.logits import assert_same_logits
 from ..node.consolidated.validation import learner_of, validation_loss
 from ..node.daemons import Daemon, started
 from .test_soak import Quiet
@@ -129,10 +130,4 @@ async def test_four_stages_of_eight_nodes_go_on_as_two_of_five_and_as_a_model_of
 
     await farandole("checkpoint", "export", tmp_path / "again", "--to", tmp_path / "hf")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    tokens = torch.arange(2 * 64).view(2, 64) * 37 % 256
-    with torch.no_grad():
-        ours = learner_of(again)._module(tokens)
-        # Both round in fp32, in other orders: by a part of the largest logit.
-        off = (theirs(tokens).logits - ours).abs().max()
-        print(f"logits up to {ours.abs().max():.1f}, off by {off:.1e} at most")
-        assert off <= 1e-5 * max(1.0, ours.abs().max())
+    assert_same_logits(theirs, learner_of(again)._module, torch.arange(2 * 64).view(2, 64) * 37 % 256)

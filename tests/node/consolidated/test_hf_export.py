@@ -17,6 +17,7 @@ from farandole.node.consolidated.tensors import ConsolidatedError
 from farandole.protocol.manifest import SignedManifest
 from farandole.training.learner import Learner
 
+from .logits import assert_same_logits
 from .runs import GPT2, KEY, LLAMA, MODELS, manifest_for, save_stages, trained
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
@@ -55,6 +56,7 @@ def test_transformers_computes_the_same_logits(name: str, max_shard_bytes: int, 
         logits = model(TOKENS).logits
     torch.testing.assert_close(logits, logits_of(learner), rtol=0, atol=1e-5)
     assert logits.std() > 0.01
+    assert_same_logits(model, learner._module, TOKENS)
     generated = model.generate(TOKENS[:1, :4], max_new_tokens=4, do_sample=False)
     assert generated.shape[1] > 4
 
