@@ -32,7 +32,7 @@ import msgspec
 
 from .entries import Key
 from .errors import LocalProtocolError, RemoteProtocolError
-from .exchange import CHUNK_FRAME_BYTES
+from .exchange_messages import CHUNK_FRAME_BYTES
 from .framing import LENGTH_BYTES, FrameParser
 from .manifest import Manifest
 from .pairing_messages import Session

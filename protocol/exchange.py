@@ -42,118 +42,42 @@ that dies takes its outcomes with it; restarted from its checkpoint it has not c
 
 from __future__ import annotations
 
-import enum
-import math
-from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Annotated, Literal
-
-import msgspec
-from blake3 import blake3
 
 from .errors import LocalProtocolError, RemoteProtocolError
-from .framing import LENGTH_BYTES, FrameParser, frame
-from .manifest import Codec
-from .pairing_messages import Session
+from .exchange_messages import (
+    CHUNK_BYTES,
+    CHUNK_KIND,
+    CONTROL_KIND,
+    HEADER_BYTES,
+    KIND_BYTES,
+    MAX_CONTROL_BYTES,
+    OFFSET_BYTES,
+    Accepted,
+    Chunk,
+    Commit,
+    Control,
+    Offer,
+    Received,
+    Reroute,
+    Route,
+    Sealed,
+    decode_control,
+    encode_chunk,
+    encode_control,
+)
+from .exchange_steps import REQUIRES, SENT_OF, TRANSITIONS, Role, Sent, Step
+from .framing import LENGTH_BYTES
+from .incoming import Incoming
 
-EXCHANGE_VERSION = 4
-DIGEST_BYTES = 32
-# An offer has about 160 bytes; an abort's reason at most 256 characters of up to 4.
-MAX_CONTROL_BYTES = 1_280
-# A chunk's frame fills one Noise message: 65,535 bytes less the tag (16) and yamux's header (12).
-CHUNK_FRAME_BYTES = 65_507
-_KIND_BYTES = 1
-_OFFSET_BYTES = 8
-CHUNK_BYTES = CHUNK_FRAME_BYTES - LENGTH_BYTES - _KIND_BYTES - _OFFSET_BYTES
-# 512 layers of the widest model in fp32 are below this; checked against the own size before anything else.
-MAX_CONTRIBUTION_BYTES = 2**44
 # Smaller ones have moved over the stream before a channel is open (milliseconds here, round trips on the internet).
 BULK_FROM = 1_000_000
 # Of one session: three channels, each of which may break, and the stream.
 MAX_ROUTES = 4
-# Sessions whose outcome an initiator remembers. It has one a round, and is asked about it for exchange_seconds.
-MAX_OUTCOMES = 1_024
 
 # Shares of the time from the start of a session to its deadline. Contributions are in and screened until the first,
 # the initiator decides until the second, a responder without news asks from the third, everybody goes on at 1.
 DATA_UNTIL, DECIDE_UNTIL, ASK_FROM = 0.7, 0.8, 0.9
-
-_Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
-_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-_Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_CONTRIBUTION_BYTES)]
-Reason = Annotated[str, msgspec.Meta(max_length=256)]
-
-
-class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True, tag=1):
-    """What the sender is about to send. All but the last three fields must equal the receiver's own offer."""
-
-    version: Annotated[int, msgspec.Meta(ge=1, le=255)] = EXCHANGE_VERSION
-    run_id: _Digest
-    session: Session
-    stage: Annotated[int, msgspec.Meta(ge=0, le=511)]
-    layout: _Digest
-    """Hash of the names, shapes and order of the tensors in a contribution."""
-    codec: Codec
-    size: Annotated[int, msgspec.Meta(ge=1, le=MAX_CONTRIBUTION_BYTES)]
-    """Bytes of the contribution; follows from layout and codec."""
-    # From here on the sender's own.
-    round: _Count
-    tokens: _Count
-    """Tokens that the contribution was trained on: its weight in the mean."""
-    seconds_left: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 0.0
-    """Until the sender goes on without its partner; set when it is sent. The lesser of both holds for both."""
-
-
-class Route(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=6):
-    """Over which bulk channel the contributions move; None: over this stream. The responder's word counts."""
-
-    channel: Session | None
-    received: _Size
-    """Bytes of the receiver's contribution that its sender has: from there it goes on."""
-
-
-class Reroute(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=7):
-    """The responder lacks something and nothing comes any more: the initiator is to say another `Route`."""
-
-
-class Sealed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=9):
-    """The sender's contribution is encoded to its end. Said once, before the last of it is sent."""
-
-    digest: _Digest
-    """BLAKE3 of the contribution; SHA-256 would take as long as all the rest of moving it."""
-
-
-class Received(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=8):
-    """The receiver's contribution has come over the channel, whole and with its hash."""
-
-
-class Accepted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=2):
-    """The responder has the initiator's contribution, whole, and its screening accepts it."""
-
-
-class Commit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=3):
-    """The initiator's decision, which implies its own verdict: both use what they have."""
-
-
-class Committed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=4):
-    """The responder has read the decision."""
-
-
-class Aborted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=5):
-    """Nobody uses anything: refused by the screening, out of time, or not expected."""
-
-    reason: Reason
-
-
-Control = Offer | Route | Reroute | Sealed | Received | Accepted | Commit | Committed | Aborted
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """The next bytes of the contribution, at most `CHUNK_BYTES`."""
-
-    offset: int
-    data: memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,140 +88,6 @@ class ContributionReceived:
 
 
 Event = Control | ContributionReceived
-
-
-class Incoming:
-    """A contribution on its way in: filled from the front, over whatever ways, and hashed as it comes."""
-
-    def __init__(self, memory: memoryview) -> None:
-        self.memory = memory
-        self.position = 0
-        """Bytes that are in."""
-        self._hash = blake3()
-        self._num_hashed = 0
-
-    @property
-    def rest(self) -> memoryview:
-        """Where the next bytes go."""
-        return self.memory[self.position :]
-
-    def write(self, data: memoryview) -> None:
-        """The next bytes, hashed too."""
-        self.memory[self.position : self.position + len(data)] = data
-        self.position += len(data)
-        self.hash_up()
-
-    def hash_up(self) -> None:
-        """Hash what is in; worth doing while it is still in the processor's cache."""
-        self._hash.update(self.memory[self._num_hashed : self.position])
-        self._num_hashed = self.position
-
-    def digest(self) -> bytes:
-        """The BLAKE3 of what is in."""
-        self.hash_up()
-        return self._hash.digest()
-
-
-class Step(enum.Enum):
-    """How far one of the two is, in what it has sent."""
-
-    OFFERING = "offering"
-    ROUTING = "routing"  # it has offered a large contribution
-    ROUTED = "routed"  # it has said how it would move it
-    SENDING = "sending"  # its chunks
-    MOVING = "moving"  # its contribution over the channel, or the other's is not here yet
-    JUDGING = "judging"  # it has sent its contribution, and screens the other's
-    ACCEPTED = "accepted"
-    COMMITTED = "committed"
-    ABORTED = "aborted"
-
-
-class Sent(enum.Enum):
-    """Kinds of messages, as the table needs them."""
-
-    OFFER = "Offer"
-    LARGE_OFFER = "large Offer"
-    ROUTE = "Route"
-    REROUTE = "Reroute"
-    SEALED = "Sealed"
-    RECEIVED = "Received"
-    CHUNK = "Chunk"
-    LAST_CHUNK = "last Chunk"
-    ACCEPTED = "Accepted"
-    COMMIT = "Commit"
-    COMMITTED = "Committed"
-    ABORTED = "Aborted"
-
-
-Role = Literal["initiator", "responder"]
-_BOTH: dict[Step, dict[Sent, Step]] = {
-    Step.OFFERING: {Sent.OFFER: Step.SENDING, Sent.LARGE_OFFER: Step.ROUTING, Sent.ABORTED: Step.ABORTED},
-    Step.ROUTING: {Sent.ROUTE: Step.ROUTED, Sent.SEALED: Step.ROUTING, Sent.ABORTED: Step.ABORTED},
-    Step.ROUTED: {  # and the responder's Route takes both on
-        Sent.SEALED: Step.ROUTED,
-        Sent.ABORTED: Step.ABORTED,
-    },
-    Step.MOVING: {  # and the second Received takes both on
-        Sent.ROUTE: Step.ROUTED,
-        Sent.SEALED: Step.MOVING,
-        Sent.RECEIVED: Step.MOVING,
-        Sent.ABORTED: Step.ABORTED,
-    },
-    Step.SENDING: {
-        Sent.CHUNK: Step.SENDING,
-        Sent.SEALED: Step.SENDING,
-        Sent.LAST_CHUNK: Step.JUDGING,  # after Sealed
-        Sent.ABORTED: Step.ABORTED,
-    },
-    Step.COMMITTED: {},
-    Step.ABORTED: {},
-}
-# What each role may send when, and where that takes it. After its Accepted a responder cannot back out.
-TRANSITIONS: dict[Role, dict[Step, dict[Sent, Step]]] = {
-    "initiator": _BOTH
-    | {
-        Step.JUDGING: {Sent.COMMIT: Step.COMMITTED, Sent.ABORTED: Step.ABORTED},
-        Step.ACCEPTED: {},
-    },
-    "responder": _BOTH
-    | {
-        Step.MOVING: _BOTH[Step.MOVING] | {Sent.REROUTE: Step.MOVING},
-        Step.JUDGING: {Sent.ACCEPTED: Step.ACCEPTED, Sent.ABORTED: Step.ABORTED},
-        Step.ACCEPTED: {Sent.COMMITTED: Step.COMMITTED},
-    },
-}
-# Where the other one must be for a message to make sense.
-REQUIRES: dict[Role, dict[Sent, frozenset[Step]]] = {
-    "initiator": {
-        Sent.ROUTE: frozenset({Step.ROUTING, Step.MOVING}),
-        Sent.RECEIVED: frozenset({Step.MOVING}),
-        Sent.COMMIT: frozenset({Step.ACCEPTED}),
-    },
-    "responder": {
-        Sent.OFFER: frozenset({Step.SENDING, Step.JUDGING}),
-        Sent.LARGE_OFFER: frozenset({Step.ROUTING}),
-        Sent.ROUTE: frozenset({Step.ROUTED}),
-        Sent.REROUTE: frozenset({Step.MOVING, Step.ROUTED}),  # it may cross the initiator's own Route
-        Sent.RECEIVED: frozenset({Step.MOVING, Step.ROUTED}),  # and so may this
-        Sent.ACCEPTED: frozenset({Step.JUDGING}),  # it has sent everything
-        Sent.COMMITTED: frozenset({Step.COMMITTED}),
-    },
-}
-
-_SENT_OF: dict[type[Control], Sent] = {
-    Route: Sent.ROUTE,
-    Reroute: Sent.REROUTE,
-    Sealed: Sent.SEALED,
-    Received: Sent.RECEIVED,
-    Accepted: Sent.ACCEPTED,
-    Commit: Sent.COMMIT,
-    Committed: Sent.COMMITTED,
-    Aborted: Sent.ABORTED,
-}
-_CONTROL, _CHUNK = 0, 1
-_HEADER_BYTES = LENGTH_BYTES + _KIND_BYTES
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Control)
 
 
 class Exchange:
@@ -363,8 +153,7 @@ class Exchange:
         self._check(message, by_us=True)
         self.ours = ours
         self._apply(message, by_us=True)
-        payload = _encoder.encode(message)
-        return (_KIND_BYTES + len(payload)).to_bytes(LENGTH_BYTES, "big") + bytes((_CONTROL,)) + payload
+        return encode_control(message)
 
     def _send_chunk(self, chunk: Chunk) -> bytes:
         size = chunk.data.nbytes
@@ -376,9 +165,7 @@ class Exchange:
             raise LocalProtocolError("the last chunk before the hash")
         self.ours = self._moved(self.ours, sent, by_us=True)
         self.num_sent = end
-        length = (_KIND_BYTES + _OFFSET_BYTES + size).to_bytes(LENGTH_BYTES, "big")
-        offset = chunk.offset.to_bytes(_OFFSET_BYTES, "big")
-        return b"".join((length, bytes((_CHUNK,)), offset, chunk.data))
+        return encode_chunk(chunk)
 
     def receive_data(self, data: bytes) -> None:
         """Add bytes from the stream, and take all events that they complete before adding more."""
@@ -422,25 +209,25 @@ class Exchange:
         """Complete a control frame, or begin a chunk."""
         if self.theirs in (Step.COMMITTED, Step.ABORTED):
             raise RemoteProtocolError("data after the end of the session")
-        if not self._fill_head(_HEADER_BYTES):
+        if not self._fill_head(HEADER_BYTES):
             return None
-        length = int.from_bytes(self._head[:LENGTH_BYTES], "big") - _KIND_BYTES
+        length = int.from_bytes(self._head[:LENGTH_BYTES], "big") - KIND_BYTES
         kind = self._head[LENGTH_BYTES]
-        if kind == _CHUNK:
-            if self._fill_head(_HEADER_BYTES + _OFFSET_BYTES):
-                self._begin_chunk(length - _OFFSET_BYTES)
+        if kind == CHUNK_KIND:
+            if self._fill_head(HEADER_BYTES + OFFSET_BYTES):
+                self._begin_chunk(length - OFFSET_BYTES)
             return None
-        if kind != _CONTROL or not 0 < length <= MAX_CONTROL_BYTES:
+        if kind != CONTROL_KIND or not 0 < length <= MAX_CONTROL_BYTES:
             raise RemoteProtocolError(f"a frame of kind {kind} and {length} bytes")
-        if not self._fill_head(_HEADER_BYTES + length):
+        if not self._fill_head(HEADER_BYTES + length):
             return None
-        message = _decode_control(bytes(self._head[_HEADER_BYTES:]))
+        message = decode_control(bytes(self._head[HEADER_BYTES:]))
         self._head.clear()
         self._receive(message)
         return message
 
     def _begin_chunk(self, size: int) -> None:
-        offset = int.from_bytes(self._head[_HEADER_BYTES:], "big")
+        offset = int.from_bytes(self._head[HEADER_BYTES:], "big")
         self._head.clear()
         end = offset + size
         if not 0 < size <= CHUNK_BYTES or offset != self.num_received or end > self.offer.size:
@@ -457,7 +244,7 @@ class Exchange:
     def _kind_of(self, message: Control) -> Sent:
         if isinstance(message, Offer):  # of equal sizes, or `_check_offer` refuses it
             return Sent.OFFER if self.offer.size < BULK_FROM else Sent.LARGE_OFFER
-        return _SENT_OF[type(message)]
+        return SENT_OF[type(message)]
 
     def _check(self, message: Control, by_us: bool) -> None:
         """What the table does not say of a message."""
@@ -562,105 +349,3 @@ class Exchange:
 
 def _error(by_us: bool) -> type[LocalProtocolError | RemoteProtocolError]:
     return LocalProtocolError if by_us else RemoteProtocolError
-
-
-def _decode_control(payload: bytes) -> Control:
-    try:
-        message: Control = _decoder.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a message of an exchange: {error}") from error
-    if isinstance(message, Offer) and not math.isfinite(message.seconds_left):  # NaN passes every bound
-        raise RemoteProtocolError(f"not a duration: {message.seconds_left}")
-    return message
-
-
-def peek_offer(data: bytes | bytearray) -> Offer | None:
-    """The offer with which a stream begins, or None until more of it is there.
-
-    A responder learns from it which session the stream belongs to; the same bytes then go into its `Exchange`.
-    """
-    if len(data) < _HEADER_BYTES:
-        return None
-    length = int.from_bytes(data[:LENGTH_BYTES], "big")
-    if data[LENGTH_BYTES] != _CONTROL or not _KIND_BYTES < length <= _KIND_BYTES + MAX_CONTROL_BYTES:
-        raise RemoteProtocolError("an exchange begins with an offer")
-    if len(data) < LENGTH_BYTES + length:
-        return None
-    offer = _decode_control(bytes(data[_HEADER_BYTES : LENGTH_BYTES + length]))
-    if not isinstance(offer, Offer):
-        raise RemoteProtocolError("an exchange begins with an offer")
-    return offer
-
-
-Outcome = Literal["undecided", "committed", "aborted"]
-
-
-class Outcomes:
-    """What an initiator has decided of its sessions, for responders in doubt; the newest `MAX_OUTCOMES`."""
-
-    def __init__(self) -> None:
-        self._outcomes: OrderedDict[bytes, tuple[bytes, Outcome]] = OrderedDict()
-
-    def begin(self, session: bytes, peer: bytes) -> None:
-        """A session with this peer is under way, undecided."""
-        self._outcomes[session] = (peer, "undecided")
-        if len(self._outcomes) > MAX_OUTCOMES:
-            self._outcomes.popitem(last=False)
-
-    def decide(self, session: bytes, committed: bool) -> bool:
-        """Decide a session; the first decision holds. Returns whether the session is committed."""
-        peer, outcome = self._outcomes.get(session, (b"", "aborted"))
-        if outcome == "undecided":
-            outcome = "committed" if committed else "aborted"
-            self._outcomes[session] = (peer, outcome)
-        return outcome == "committed"
-
-    def answer(self, session: bytes, peer: bytes) -> Outcome:
-        """What the peer is told that asks about a session. One that is unknown was never committed."""
-        partner, outcome = self._outcomes.get(session, (peer, "aborted"))
-        if partner != peer:
-            raise RemoteProtocolError("a question about a session of two others")
-        return outcome
-
-
-class Resolve(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A responder in doubt asks its initiator how it was decided, on a stream of its own."""
-
-    session: Session
-
-
-class Resolution(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The answer; after ``undecided`` the responder asks again."""
-
-    outcome: Outcome
-
-
-MAX_RESOLVE_BYTES = 64
-_resolve_decoder = msgspec.msgpack.Decoder(Resolve)
-_resolution_decoder = msgspec.msgpack.Decoder(Resolution)
-
-
-def encode_resolve(message: Resolve | Resolution) -> bytes:
-    """The frame of a question or its answer."""
-    return frame(_encoder.encode(message), MAX_RESOLVE_BYTES)
-
-
-def resolve_parser() -> FrameParser:
-    """Cuts a stream of questions and answers into frames."""
-    return FrameParser(MAX_RESOLVE_BYTES)
-
-
-def decode_resolve(payload: bytes) -> Resolve:
-    """The question in a frame; `RemoteProtocolError` if there is none."""
-    try:
-        return _resolve_decoder.decode(payload)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a question about a session: {error}") from error
-
-
-def decode_resolution(payload: bytes) -> Resolution:
-    """The answer in a frame; `RemoteProtocolError` if there is none."""
-    try:
-        return _resolution_decoder.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not an answer about a session: {error}") from error

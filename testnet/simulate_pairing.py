@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 
-from farandole.protocol.exchange import ASK_FROM, DATA_UNTIL, DECIDE_UNTIL, Outcomes
+from farandole.protocol.exchange import ASK_FROM, DATA_UNTIL, DECIDE_UNTIL
 from farandole.protocol.manifest import RoundConfig
+from farandole.protocol.outcomes import Outcomes
 from farandole.protocol.pairing import Pairing
 from farandole.protocol.pairing_events import (
     ContributionReady,

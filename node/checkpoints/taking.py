@@ -29,8 +29,9 @@ from farandole.protocol.block_transfer import (
 from farandole.protocol.blocks import BLOCK_BYTES, Index, SignedIndex, block_range, decode_signed_index
 from farandole.protocol.download import SILENCE
 from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.exchange import BULK_FROM, Incoming
+from farandole.protocol.exchange import BULK_FROM
 from farandole.protocol.framing import FrameParser, frame
+from farandole.protocol.incoming import Incoming
 
 from ..errors import PeerUnreachableError
 from ..exchanges.way import Channels, Way

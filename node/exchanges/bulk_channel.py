@@ -31,7 +31,7 @@ import trio
 
 from farandole.protocol.bulk import Secrets
 from farandole.protocol.errors import FarandoleError, RemoteProtocolError
-from farandole.protocol.exchange import Incoming
+from farandole.protocol.incoming import Incoming
 from farandole.protocol.record_layer import OVERHEAD_BYTES, Opener, Sealer
 
 from ..shaping import Shaping, limit_unsent

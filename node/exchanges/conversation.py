@@ -20,27 +20,29 @@ from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.exchange import (
     ASK_FROM,
     BULK_FROM,
-    CHUNK_BYTES,
     DATA_UNTIL,
     DECIDE_UNTIL,
     MAX_ROUTES,
+    ContributionReceived,
+    Event,
+    Exchange,
+)
+from farandole.protocol.exchange_messages import (
+    CHUNK_BYTES,
     Aborted,
     Accepted,
     Chunk,
     Commit,
     Committed,
-    ContributionReceived,
     Control,
-    Event,
-    Exchange,
     Offer,
-    Outcomes,
     Received,
     Reroute,
     Route,
     Sealed,
-    Step,
 )
+from farandole.protocol.exchange_steps import Step
+from farandole.protocol.outcomes import Outcomes
 
 from ..shaping import Shaping
 from ..streams import READ_BYTES, Stream

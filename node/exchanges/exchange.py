@@ -15,9 +15,9 @@ from typing import Any
 import trio
 
 from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.exchange import (
-    Exchange,
-    Offer,
+from farandole.protocol.exchange import Exchange
+from farandole.protocol.exchange_messages import Offer, peek_offer
+from farandole.protocol.outcomes import (
     Outcome,
     Outcomes,
     Resolution,
@@ -25,7 +25,6 @@ from farandole.protocol.exchange import (
     decode_resolution,
     decode_resolve,
     encode_resolve,
-    peek_offer,
     resolve_parser,
 )
 from farandole.protocol.pairing_events import StartExchange

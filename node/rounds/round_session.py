@@ -21,7 +21,7 @@ from typing import Final
 
 import trio
 
-from farandole.protocol.exchange import Offer
+from farandole.protocol.exchange_messages import Offer
 from farandole.protocol.identity import short_name
 from farandole.protocol.manifest import Manifest
 from farandole.protocol.pairing_events import (

@@ -29,7 +29,8 @@ from farandole.protocol.activations import (
     Way,
 )
 from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.exchange import BULK_FROM, Incoming
+from farandole.protocol.exchange import BULK_FROM
+from farandole.protocol.incoming import Incoming
 
 from ..exchanges.bulk_channel import BulkChannel, ChannelError
 from ..exchanges.way import Channels

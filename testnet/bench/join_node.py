@@ -34,7 +34,7 @@ from farandole.node.p2p.host import Host, open_host
 from farandole.node.shaping import Shaping
 from farandole.protocol.block_transfer import Question
 from farandole.protocol.blocks import Index, SignedIndex, decode_signed_index, is_required
-from farandole.protocol.exchange import Offer
+from farandole.protocol.exchange_messages import Offer
 from farandole.protocol.identity import public_key_of
 from farandole.protocol.pairing_events import StartExchange
 

@@ -39,7 +39,7 @@ from farandole.node.run_state.messenger import open_messenger
 from farandole.node.run_state.store import open_store
 from farandole.node.shaping import Shaping
 from farandole.node.status.board import Board
-from farandole.protocol.exchange import Offer
+from farandole.protocol.exchange_messages import Offer
 from farandole.protocol.pairing_events import StartExchange
 from farandole.protocol.reachability import Kind
 from farandole.protocol.records import run_key

@@ -17,7 +17,7 @@ from farandole.node.exchanges.bulk_channel import BulkChannel
 from farandole.node.exchanges.contributions import Judge, Outgoing
 from farandole.node.exchanges.exchange import ExchangeService
 from farandole.node.p2p.host import Host
-from farandole.protocol.exchange import Offer
+from farandole.protocol.exchange_messages import Offer
 from farandole.protocol.manifest import Codec
 from farandole.protocol.pairing_events import StartExchange
 

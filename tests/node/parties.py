@@ -22,11 +22,8 @@ from farandole.node.exchanges.exchange import (
 )
 from farandole.node.exchanges.way import Channels
 from farandole.node.streams import Stream
-from farandole.protocol.exchange import (
-    CHUNK_BYTES,
-    Incoming,
-    Offer,
-)
+from farandole.protocol.exchange_messages import CHUNK_BYTES, Offer
+from farandole.protocol.incoming import Incoming
 from farandole.protocol.pairing_events import StartExchange
 
 ALICE, BOB, CAROL = b"a" * 32, b"b" * 32, b"c" * 32  # the one whose key is less initiates

@@ -15,7 +15,8 @@ from farandole.node.exchanges.bulk import BulkService, open_bulk
 from farandole.node.exchanges.contributions import Outgoing
 from farandole.node.exchanges.exchange import ExchangeResult, ExchangeService
 from farandole.node.p2p.host import Host, open_host
-from farandole.protocol.exchange import BULK_FROM, Offer
+from farandole.protocol.exchange import BULK_FROM
+from farandole.protocol.exchange_messages import Offer
 from farandole.protocol.manifest import Codec
 from farandole.protocol.pairing_events import StartExchange
 

@@ -12,37 +12,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farandole.protocol.errors import LocalProtocolError, RemoteProtocolError
-from farandole.protocol.exchange import (
-    BULK_FROM,
+from farandole.protocol.exchange import BULK_FROM, MAX_ROUTES, ContributionReceived, Event, Exchange
+from farandole.protocol.exchange_messages import (
     CHUNK_BYTES,
     CHUNK_FRAME_BYTES,
     DIGEST_BYTES,
     MAX_CONTROL_BYTES,
-    MAX_OUTCOMES,
-    MAX_ROUTES,
-    TRANSITIONS,
     Aborted,
     Accepted,
     Chunk,
     Commit,
     Committed,
-    ContributionReceived,
     Control,
-    Event,
-    Exchange,
     Offer,
-    Outcomes,
     Received,
     Reroute,
-    Resolution,
-    Resolve,
     Route,
     Sealed,
-    Step,
+    peek_offer,
+)
+from farandole.protocol.exchange_steps import TRANSITIONS, Step
+from farandole.protocol.outcomes import (
+    MAX_OUTCOMES,
+    Outcomes,
+    Resolution,
+    Resolve,
     decode_resolution,
     decode_resolve,
     encode_resolve,
-    peek_offer,
     resolve_parser,
 )
 

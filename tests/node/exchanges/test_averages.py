@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from farandole.protocol.exchange import BULK_FROM, Offer
+from farandole.protocol.exchange import BULK_FROM
+from farandole.protocol.exchange_messages import Offer
 from farandole.protocol.manifest import Codec
 from farandole.training import noloco
 from farandole.training.codec import CODECS, decode, encode, encoded_size

@@ -31,8 +31,8 @@ from farandole.node.exchanges.bulk_channel import BulkChannel, ChannelError, ope
 from farandole.node.shaping import Shaping
 from farandole.node.streams import Stream
 from farandole.protocol.bulk import Proposal, Secrets, decode_proposal, encode_proposal, greeting
-from farandole.protocol.exchange import Incoming
 from farandole.protocol.framing import frame
+from farandole.protocol.incoming import Incoming
 from farandole.protocol.record_layer import HEADER_BYTES, OVERHEAD_BYTES, RECORD_BYTES, Sealer
 
 ALICE, BOB = b"a" * 32, b"b" * 32  # Alice always asks

@@ -23,22 +23,24 @@ from farandole.node.streams import Stream
 from farandole.protocol.exchange import (
     ASK_FROM,
     BULK_FROM,
-    CHUNK_BYTES,
     DATA_UNTIL,
     MAX_ROUTES,
+    ContributionReceived,
+    Event,
+    Exchange,
+)
+from farandole.protocol.exchange_messages import (
+    CHUNK_BYTES,
     Aborted,
     Accepted,
     Chunk,
     Commit,
-    ContributionReceived,
     Control,
-    Event,
-    Exchange,
-    Incoming,
     Offer,
     Route,
     Sealed,
 )
+from farandole.protocol.incoming import Incoming
 
 from ..parties import (
     ALICE,

@@ -23,7 +23,9 @@ from farandole.node.exchanges import bulk
 from farandole.node.exchanges.bulk import BulkService, open_bulk
 from farandole.node.exchanges.bulk_channel import BulkChannel, ChannelError, open_channel
 from farandole.node.exchanges.exchange import ExchangeResult
-from farandole.protocol.exchange import BULK_FROM, MAX_ROUTES, Commit, Incoming
+from farandole.protocol.exchange import BULK_FROM, MAX_ROUTES
+from farandole.protocol.exchange_messages import Commit
+from farandole.protocol.incoming import Incoming
 
 from ..parties import (
     ALICE,

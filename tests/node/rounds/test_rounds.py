@@ -31,7 +31,7 @@ from farandole.node.supervision.supervisor import MAX_CRASHES, REST_SECONDS, RES
 from farandole.node.supervision.watchdog import WATCH_INTERVAL
 from farandole.node.trainer import messages
 from farandole.node.trainer.trainer import TrainerError
-from farandole.protocol.exchange import Offer
+from farandole.protocol.exchange_messages import Offer
 from farandole.protocol.manifest import Manifest, ModelConfig, RoundConfig
 from farandole.protocol.pairing import Pairing
 from farandole.protocol.pairing_events import MessageReceived, PeersChanged, StartExchange, State

@@ -22,7 +22,7 @@ from farandole.protocol.activations import (
     Step,
     Welcome,
 )
-from farandole.protocol.exchange import CHUNK_FRAME_BYTES
+from farandole.protocol.exchange_messages import CHUNK_FRAME_BYTES
 from farandole.protocol.framing import frame
 
 SIZE = 2 * DATA_BYTES + 100  # three frames

@@ -19,7 +19,7 @@ from farandole.protocol.activations import (
     shape_hash,
 )
 from farandole.protocol.errors import LocalProtocolError, RemoteProtocolError
-from farandole.protocol.exchange import CHUNK_FRAME_BYTES
+from farandole.protocol.exchange_messages import CHUNK_FRAME_BYTES
 from farandole.protocol.framing import frame
 from farandole.protocol.manifest import Manifest, manifest_from_dict
 

@@ -1,0 +1,154 @@
+"""Messages of an exchange (`farandole.protocol.exchange`), and how they lie on its stream.
+
+A frame has a length, a kind, and what it says: a control message in MessagePack, or a chunk's offset and its bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+
+from .errors import RemoteProtocolError
+from .framing import LENGTH_BYTES
+from .manifest import Codec
+from .pairing_messages import Session
+
+EXCHANGE_VERSION = 4
+DIGEST_BYTES = 32
+# An offer has about 160 bytes; an abort's reason at most 256 characters of up to 4.
+MAX_CONTROL_BYTES = 1_280
+# A chunk's frame fills one Noise message: 65,535 bytes less the tag (16) and yamux's header (12).
+CHUNK_FRAME_BYTES = 65_507
+CONTROL_KIND, CHUNK_KIND = 0, 1
+KIND_BYTES = 1
+HEADER_BYTES = LENGTH_BYTES + KIND_BYTES
+OFFSET_BYTES = 8
+CHUNK_BYTES = CHUNK_FRAME_BYTES - LENGTH_BYTES - KIND_BYTES - OFFSET_BYTES
+# 512 layers of the widest model in fp32 are below this; checked against the own size before anything else.
+MAX_CONTRIBUTION_BYTES = 2**44
+
+_Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+_Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_CONTRIBUTION_BYTES)]
+Reason = Annotated[str, msgspec.Meta(max_length=256)]
+
+
+class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True, tag=1):
+    """What the sender is about to send. All but the last three fields must equal the receiver's own offer."""
+
+    version: Annotated[int, msgspec.Meta(ge=1, le=255)] = EXCHANGE_VERSION
+    run_id: _Digest
+    session: Session
+    stage: Annotated[int, msgspec.Meta(ge=0, le=511)]
+    layout: _Digest
+    """Hash of the names, shapes and order of the tensors in a contribution."""
+    codec: Codec
+    size: Annotated[int, msgspec.Meta(ge=1, le=MAX_CONTRIBUTION_BYTES)]
+    """Bytes of the contribution; follows from layout and codec."""
+    # From here on the sender's own.
+    round: _Count
+    tokens: _Count
+    """Tokens that the contribution was trained on: its weight in the mean."""
+    seconds_left: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 0.0
+    """Until the sender goes on without its partner; set when it is sent. The lesser of both holds for both."""
+
+
+class Route(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=6):
+    """Over which bulk channel the contributions move; None: over this stream. The responder's word counts."""
+
+    channel: Session | None
+    received: _Size
+    """Bytes of the receiver's contribution that its sender has: from there it goes on."""
+
+
+class Reroute(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=7):
+    """The responder lacks something and nothing comes any more: the initiator is to say another `Route`."""
+
+
+class Sealed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=9):
+    """The sender's contribution is encoded to its end. Said once, before the last of it is sent."""
+
+    digest: _Digest
+    """BLAKE3 of the contribution; SHA-256 would take as long as all the rest of moving it."""
+
+
+class Received(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=8):
+    """The receiver's contribution has come over the channel, whole and with its hash."""
+
+
+class Accepted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=2):
+    """The responder has the initiator's contribution, whole, and its screening accepts it."""
+
+
+class Commit(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=3):
+    """The initiator's decision, which implies its own verdict: both use what they have."""
+
+
+class Committed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=4):
+    """The responder has read the decision."""
+
+
+class Aborted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=5):
+    """Nobody uses anything: refused by the screening, out of time, or not expected."""
+
+    reason: Reason
+
+
+Control = Offer | Route | Reroute | Sealed | Received | Accepted | Commit | Committed | Aborted
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next bytes of the contribution, at most `CHUNK_BYTES`."""
+
+    offset: int
+    data: memoryview
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Control)
+
+
+def encode_control(message: Control) -> bytes:
+    """The frame of a control message."""
+    payload = _encoder.encode(message)
+    return (KIND_BYTES + len(payload)).to_bytes(LENGTH_BYTES, "big") + bytes((CONTROL_KIND,)) + payload
+
+
+def encode_chunk(chunk: Chunk) -> bytes:
+    """The frame of a chunk, in which its bytes are copied."""
+    length = (KIND_BYTES + OFFSET_BYTES + chunk.data.nbytes).to_bytes(LENGTH_BYTES, "big")
+    offset = chunk.offset.to_bytes(OFFSET_BYTES, "big")
+    return b"".join((length, bytes((CHUNK_KIND,)), offset, chunk.data))
+
+
+def decode_control(payload: bytes) -> Control:
+    """The message in a control frame; `RemoteProtocolError` if there is none."""
+    try:
+        message: Control = _decoder.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a message of an exchange: {error}") from error
+    if isinstance(message, Offer) and not math.isfinite(message.seconds_left):  # NaN passes every bound
+        raise RemoteProtocolError(f"not a duration: {message.seconds_left}")
+    return message
+
+
+def peek_offer(data: bytes | bytearray) -> Offer | None:
+    """The offer with which a stream begins, or None until more of it is there.
+
+    A responder learns from it which session the stream belongs to; the same bytes then go into its `Exchange`.
+    """
+    if len(data) < HEADER_BYTES:
+        return None
+    length = int.from_bytes(data[:LENGTH_BYTES], "big")
+    if data[LENGTH_BYTES] != CONTROL_KIND or not KIND_BYTES < length <= KIND_BYTES + MAX_CONTROL_BYTES:
+        raise RemoteProtocolError("an exchange begins with an offer")
+    if len(data) < LENGTH_BYTES + length:
+        return None
+    offer = decode_control(bytes(data[HEADER_BYTES : LENGTH_BYTES + length]))
+    if not isinstance(offer, Offer):
+        raise RemoteProtocolError("an exchange begins with an offer")
+    return offer

@@ -1,0 +1,37 @@
+"""A contribution, or anything else of a known size, on its way in."""
+
+from __future__ import annotations
+
+from blake3 import blake3
+
+
+class Incoming:
+    """A contribution on its way in: filled from the front, over whatever ways, and hashed as it comes."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self.memory = memory
+        self.position = 0
+        """Bytes that are in."""
+        self._hash = blake3()
+        self._num_hashed = 0
+
+    @property
+    def rest(self) -> memoryview:
+        """Where the next bytes go."""
+        return self.memory[self.position :]
+
+    def write(self, data: memoryview) -> None:
+        """The next bytes, hashed too."""
+        self.memory[self.position : self.position + len(data)] = data
+        self.position += len(data)
+        self.hash_up()
+
+    def hash_up(self) -> None:
+        """Hash what is in; worth doing while it is still in the processor's cache."""
+        self._hash.update(self.memory[self._num_hashed : self.position])
+        self._num_hashed = self.position
+
+    def digest(self) -> bytes:
+        """The BLAKE3 of what is in."""
+        self.hash_up()
+        return self._hash.digest()

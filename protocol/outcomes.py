@@ -1,0 +1,90 @@
+"""How an initiator has decided its sessions: remembered, asked and told (see `farandole.protocol.exchange`)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Literal
+
+import msgspec
+
+from .errors import RemoteProtocolError
+from .framing import FrameParser, frame
+from .pairing_messages import Session
+
+# Sessions whose outcome an initiator remembers. It has one a round, and is asked about it for exchange_seconds.
+MAX_OUTCOMES = 1_024
+
+
+Outcome = Literal["undecided", "committed", "aborted"]
+
+
+class Outcomes:
+    """What an initiator has decided of its sessions, for responders in doubt; the newest `MAX_OUTCOMES`."""
+
+    def __init__(self) -> None:
+        self._outcomes: OrderedDict[bytes, tuple[bytes, Outcome]] = OrderedDict()
+
+    def begin(self, session: bytes, peer: bytes) -> None:
+        """A session with this peer is under way, undecided."""
+        self._outcomes[session] = (peer, "undecided")
+        if len(self._outcomes) > MAX_OUTCOMES:
+            self._outcomes.popitem(last=False)
+
+    def decide(self, session: bytes, committed: bool) -> bool:
+        """Decide a session; the first decision holds. Returns whether the session is committed."""
+        peer, outcome = self._outcomes.get(session, (b"", "aborted"))
+        if outcome == "undecided":
+            outcome = "committed" if committed else "aborted"
+            self._outcomes[session] = (peer, outcome)
+        return outcome == "committed"
+
+    def answer(self, session: bytes, peer: bytes) -> Outcome:
+        """What the peer is told that asks about a session. One that is unknown was never committed."""
+        partner, outcome = self._outcomes.get(session, (peer, "aborted"))
+        if partner != peer:
+            raise RemoteProtocolError("a question about a session of two others")
+        return outcome
+
+
+class Resolve(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A responder in doubt asks its initiator how it was decided, on a stream of its own."""
+
+    session: Session
+
+
+class Resolution(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The answer; after ``undecided`` the responder asks again."""
+
+    outcome: Outcome
+
+
+MAX_RESOLVE_BYTES = 64
+_encoder = msgspec.msgpack.Encoder()
+_resolve_decoder = msgspec.msgpack.Decoder(Resolve)
+_resolution_decoder = msgspec.msgpack.Decoder(Resolution)
+
+
+def encode_resolve(message: Resolve | Resolution) -> bytes:
+    """The frame of a question or its answer."""
+    return frame(_encoder.encode(message), MAX_RESOLVE_BYTES)
+
+
+def resolve_parser() -> FrameParser:
+    """Cuts a stream of questions and answers into frames."""
+    return FrameParser(MAX_RESOLVE_BYTES)
+
+
+def decode_resolve(payload: bytes) -> Resolve:
+    """The question in a frame; `RemoteProtocolError` if there is none."""
+    try:
+        return _resolve_decoder.decode(payload)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise RemoteProtocolError(f"not a question about a session: {error}") from error
+
+
+def decode_resolution(payload: bytes) -> Resolution:
+    """The answer in a frame; `RemoteProtocolError` if there is none."""
+    try:
+        return _resolution_decoder.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"not an answer about a session: {error}") from error
