@@ -26,15 +26,15 @@ Sans-IO: `handle(event, now)`, with `Ticked` once a second or so.
 from __future__ import annotations
 
 import hashlib
-import statistics
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from .entries import Entry, Kind, Lease, LeasedSlices
+from .entries import Lease, LeasedSlices
+from .epoch_progress import Witnesses, median_epoch
 from .identity import framed
+from .lease_events import Announce, Assign, EpochBegan, Event, Forgotten, Heard, Left, Output, Ticked, Trained
+from .pace import Pace
 from .slices import DoneSlices, Sections, next_bit, part_mask, parts, run_length
-from .state import RunState
 
 # Until a lease has come to everybody: some pushes of the run state, a second apart at most.
 SETTLE_SECONDS = 5.0
@@ -50,8 +50,6 @@ MAX_UNFINISHED = 2
 MAX_SHARE = 16
 # Finished leases that are still told of; older ones are in the bits.
 MAX_FINISHED = 5
-# So many authors must say that a section is done, of whom nobody has heard it as a lease's; fewer in runs of fewer.
-MAX_WITNESSES = 3
 # Each node tells what it knows to be done so often, if there is news: a second for each node of the run, so that this
 # takes a few kilobytes a second of each at any size.
 MIN_REFRESH_SECONDS = 30.0
@@ -61,84 +59,8 @@ MAX_REFRESH_SECONDS = 900.0
 ASLEEP_SECONDS = 60.0
 # How far it is, a node says once a heartbeat, and not more often than its entries' ticks allow.
 MIN_ANNOUNCE_SECONDS = 5.0
-# Over how long a node's pace is taken: several rounds, with the exchanges between them.
-PACE_SECONDS = 240.0
 # Of so many places for a lease, the one with the most room is taken: nodes that look at once look elsewhere.
 NUM_PLACES = 4
-
-
-# Events
-
-
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """A new entry of the run state, of anybody; this node's own ones of earlier lives as well."""
-
-    author: bytes
-    index: int
-    lease: Lease
-
-
-@dataclass(frozen=True, slots=True)
-class Forgotten:
-    """The run state has nothing of this author any more, who has been away for long."""
-
-    author: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """The trainer has trained on these slices: (first, count) each."""
-
-    epoch: int
-    ranges: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Ticked:
-    """A second or so has passed."""
-
-    live: frozenset[bytes]
-    """The live members that draw data, this node excluded."""
-    period: float
-    """Seconds between heartbeats."""
-
-
-@dataclass(frozen=True, slots=True)
-class Left:
-    """This node trains no more."""
-
-
-Event = Heard | Forgotten | Trained | Ticked | Left
-
-
-# Outputs
-
-
-@dataclass(frozen=True, slots=True)
-class Announce:
-    """Write this entry."""
-
-    index: int
-    lease: Lease
-
-
-@dataclass(frozen=True, slots=True)
-class Assign:
-    """These are the slices to train on now: (first, count) each. None: wait."""
-
-    epoch: int
-    ranges: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class EpochBegan:
-    """Of the next epoch; or the last one is over, if it is the run's number of epochs."""
-
-    epoch: int
-
-
-Output = Announce | Assign | EpochBegan
 
 
 @dataclass(slots=True)
@@ -181,7 +103,7 @@ class Leases:
         self._period = 10.0
         self._ticked_at: float | None = None
         self._has_left = False
-        self._pace = _Pace()
+        self._pace = Pace()
         self._assigned: tuple[int, tuple[tuple[int, int], ...]] = (0, ())  # epoch, (first, end) of leases
         self._announced: Lease | None = None
         self._announced_at = self._refreshed_at = 0.0
@@ -191,7 +113,7 @@ class Leases:
     def _forget_epoch(self) -> None:
         self.done = DoneSlices(self.sections)
         self._peers: dict[bytes, _Peer] = {}
-        self._witnessed = [0] * MAX_WITNESSES  # by one author at least, by two, ...
+        self._witnesses = Witnesses()
         self._own: list[_OwnLease] = []
         self._finished: list[LeasedSlices] = []
         self._cursor: int | None = None
@@ -275,7 +197,7 @@ class Leases:
         if index:
             said = part_mask(index - 1, lease.done) & self.sections.all & ~peer.told
             peer.told |= said
-            _witness(self._witnessed, said)
+            self._witnesses.add(said)
             return
         fit = [slices for slices in lease.leases if self._is_fit(slices)]
         for slices in fit:
@@ -316,10 +238,6 @@ class Leases:
             if peer.mask and author in self._live and author not in self._overdue:
                 yield author, peer
 
-    def _believe_witnesses(self) -> None:
-        """What enough authors say to be done, is."""
-        self.done.add_sections(self._witnessed[_num_needed(len(self._live)) - 1])
-
     # Time
 
     def _tick(self, now: float) -> Iterator[Output]:
@@ -328,7 +246,7 @@ class Leases:
         if was_asleep:
             self._own.clear()
             self._is_urgent = True
-        self._believe_witnesses()
+        self.done.add_sections(self._witnesses.believed(len(self._live)))
         self._finish_leases()
         yield from self._follow_epoch(now)
         if not self.is_over:
@@ -565,111 +483,3 @@ class Leases:
         """What `Heard` of this author would restore, in a life that begins when the run state has forgotten it."""
         bits = [(part + 1, Lease(self.epoch, self.corpus, (), raw)) for part, raw in enumerate(parts(self.done.whole))]
         return [(0, self._entry()), *bits]
-
-
-class _Pace:
-    """How fast this node trains, over the last minutes in which it had something to train on."""
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-        self._count = 0.0
-        self._since: float | None = None
-
-    @property
-    def slices_per_second(self) -> float | None:
-        """None: not known yet."""
-        return self._count / self._seconds if self._count and self._seconds else None
-
-    def go_on(self, now: float) -> None:
-        """There is something to train on."""
-        if self._since is None:
-            self._since = now
-
-    def pause(self) -> None:
-        """There is nothing."""
-        self._since = None
-
-    def note(self, count: int, now: float) -> None:
-        """So many slices more; the time since the last ones is theirs."""
-        if self._since is None:
-            return
-        self._seconds += now - self._since
-        self._count += count
-        self._since = now
-        if self._seconds > PACE_SECONDS:  # the older half counts half
-            self._seconds, self._count = self._seconds / 2, self._count / 2
-
-
-def news(state: RunState, seen: dict[tuple[bytes, int], int]) -> Iterator[Heard | Forgotten]:
-    """What the run state has of leases that ``seen`` (author and slot -> tick) has not; and of whom it has none now."""
-    there: set[tuple[bytes, int]] = set()
-    for entry in state.entries(Kind.LEASE):
-        slot = entry.author, entry.index
-        there.add(slot)
-        if seen.get(slot) != entry.tick:
-            seen[slot] = entry.tick
-            yield Heard(entry.author, entry.index, entry.payload)
-    if len(there) == len(seen):
-        return
-    gone = seen.keys() - there
-    for slot in gone:
-        del seen[slot]
-    for author in {author for author, _ in gone} - {author for author, _ in there}:
-        yield Forgotten(author)
-
-
-@dataclass(frozen=True, slots=True)
-class EpochProgress:
-    """How far a run's epochs are."""
-
-    corpus: bytes
-    epoch: int
-    done: int
-    """The sections of this epoch that are done."""
-
-
-def epoch_progress(state: RunState, live: Iterable[bytes]) -> EpochProgress | None:
-    """How far the run is, by what those of its live members say who have the text that most have; None if nobody does.
-
-    What was done of late, for which the members had no need to tell all that is done, is missing.
-    """
-    said = {author: lease for author in live if (lease := state.payload(author, Lease)) is not None}
-    if not said:
-        return None
-    [(corpus, _)] = Counter(lease.corpus for lease in said.values()).most_common(1)
-    heard = {author: {0: lease} for author, lease in said.items() if lease.corpus == corpus}
-    epoch = median_epoch(heard, heard)
-    assert epoch is not None, "somebody has this text"
-    witnessed = [0] * MAX_WITNESSES
-    for author in heard:
-        _witness(witnessed, _told(state.entries_of(author), corpus, epoch))
-    return EpochProgress(corpus, epoch, witnessed[_num_needed(len(heard)) - 1])
-
-
-def _told(entries: Iterable[Entry], corpus: bytes, epoch: int) -> int:
-    """The sections that an author's entries say to be done."""
-    told = 0
-    for entry in entries:
-        if entry.kind is Kind.LEASE and entry.index:
-            lease: Lease = entry.payload
-            if (lease.corpus, lease.epoch) == (corpus, epoch):
-                told |= part_mask(entry.index - 1, lease.done)
-    return told
-
-
-def _witness(witnessed: list[int], said: int) -> None:
-    """One author more says that these are done: take them into the masks of what one, two, ... authors say."""
-    for number in range(len(witnessed) - 1, 0, -1):
-        witnessed[number] |= witnessed[number - 1] & said
-    witnessed[0] |= said
-
-
-def _num_needed(num_live: int) -> int:
-    """Authors who must say that a section is done: half of those who live, and never many."""
-    return max(1, min(MAX_WITNESSES, -(-num_live // 2)))
-
-
-def median_epoch(heard: Mapping[bytes, Mapping[int, Lease]], live: Iterable[bytes]) -> int | None:
-    """Where the run is, by what its live members say, the lower one of two; None if nobody says anything."""
-    epochs = [heard[author][0].epoch for author in live if author in heard and 0 in heard[author]]
-    return int(statistics.median_low(epochs)) if epochs else None

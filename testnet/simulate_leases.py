@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from farandole.protocol.entries import Kind, Lease
-from farandole.protocol.leases import Announce, Assign, Event, Leases, Left, Ticked, Trained, news
+from farandole.protocol.lease_events import Announce, Assign, Event, Left, Ticked, Trained, news
+from farandole.protocol.leases import Leases
 from farandole.training.slices import SliceQueue
 
 from .simulate_state import SimulatedNode, World

@@ -17,10 +17,10 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.protocol.blocks import MAX_HEADER_BYTES, Index, SignedIndex
+from farandole.protocol.epoch_progress import epoch_progress
 from farandole.protocol.errors import FarandoleError
 from farandole.protocol.identity import short_name
 from farandole.protocol.invite import decode_invite
-from farandole.protocol.leases import epoch_progress
 from farandole.protocol.manifest import EpochsConfig
 from farandole.training.cut import stage_parameters
 

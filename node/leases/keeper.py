@@ -22,20 +22,20 @@ from farandole.node.status.board import Board
 from farandole.node.status.status import DataStatus
 from farandole.node.trainer import messages
 from farandole.protocol.entries import Kind, Lease, Payload
-from farandole.protocol.leases import (
+from farandole.protocol.epoch_progress import median_epoch
+from farandole.protocol.lease_events import (
     Announce,
     Assign,
     EpochBegan,
     Event,
     Heard,
-    Leases,
     Left,
     Output,
     Ticked,
     Trained,
-    median_epoch,
     news,
 )
+from farandole.protocol.leases import Leases
 from farandole.protocol.manifest import Manifest
 from farandole.protocol.slices import parts
 from farandole.protocol.state import RunState

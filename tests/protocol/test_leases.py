@@ -7,23 +7,9 @@ from collections.abc import Iterable
 import pytest
 
 from farandole.protocol.entries import Delta, Kind, Lease, LeasedSlices
-from farandole.protocol.leases import (
-    ASLEEP_SECONDS,
-    MAX_SHARE,
-    SETTLE_SECONDS,
-    Announce,
-    Assign,
-    EpochBegan,
-    EpochProgress,
-    Event,
-    Heard,
-    Leases,
-    Left,
-    Output,
-    Ticked,
-    Trained,
-    epoch_progress,
-)
+from farandole.protocol.epoch_progress import EpochProgress, epoch_progress
+from farandole.protocol.lease_events import Announce, Assign, EpochBegan, Event, Heard, Left, Output, Ticked, Trained
+from farandole.protocol.leases import ASLEEP_SECONDS, MAX_SHARE, SETTLE_SECONDS, Leases
 from farandole.protocol.slices import parts
 from farandole.protocol.state import RunState
 

@@ -17,7 +17,7 @@ from farandole.node.consolidated import pulling
 from farandole.node.consolidated.pulling import Pull
 from farandole.protocol.blocks import Index, SignedIndex, sign_index
 from farandole.protocol.entries import CheckpointNotice
-from farandole.protocol.leases import EpochProgress
+from farandole.protocol.epoch_progress import EpochProgress
 from farandole.protocol.manifest import DataConfig, EpochsConfig, Manifest
 
 from ..checkpoints.files import KEY as AUTHOR

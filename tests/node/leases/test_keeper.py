@@ -16,7 +16,8 @@ from farandole.node.status.board import Board
 from farandole.node.trainer import messages
 from farandole.protocol.entries import Delta, Kind, Lease, LeasedSlices, Payload
 from farandole.protocol.identity import public_bytes
-from farandole.protocol.leases import SETTLE_SECONDS, Announce
+from farandole.protocol.lease_events import Announce
+from farandole.protocol.leases import SETTLE_SECONDS
 from farandole.protocol.manifest import DataConfig, EpochsConfig, Manifest, ModelConfig, StartConfig
 from farandole.protocol.state import RunState
 from farandole.protocol.writer import Writer
