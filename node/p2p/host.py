@@ -55,7 +55,8 @@ from .mends.swarm import HANDSHAKE_TIMEOUT, MendedSwarm
 from .mends.upgrading import MendedUpgrader
 from .relay_client import RelayClient
 from .reuse import connect_from
-from .yamux import YamuxConn, YamuxStream
+from .yamux import YamuxConn
+from .yamux_stream import YamuxStream
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

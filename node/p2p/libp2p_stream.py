@@ -11,7 +11,7 @@ from libp2p.stream_muxer.exceptions import MuxedStreamClosed, MuxedStreamEOF, Mu
 if TYPE_CHECKING:
     from libp2p.network.stream.net_stream import NetStream
 
-    from .yamux import YamuxStream
+    from .yamux_stream import YamuxStream
 
 
 class Stream(trio.abc.HalfCloseableStream):

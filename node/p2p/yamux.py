@@ -14,8 +14,6 @@ above, and for an empty queue here: no control frame waits behind more bulk than
 from __future__ import annotations
 
 import logging
-import math
-import struct
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
@@ -24,33 +22,19 @@ import trio
 from libp2p.abc import IMuxedConn, IMuxedStream, ISecureConn
 from libp2p.connection_types import ConnectionType
 from libp2p.peer.id import ID
-from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamClosed, MuxedStreamEOF, MuxedStreamReset
+from libp2p.stream_muxer.exceptions import MuxedConnUnavailable
 
 from farandole.protocol.token_bucket import TokenBucket
 
 from ..shaping import Shaping
+from .yamux_frames import ACK, FIN, GO_AWAY, HEADER, MAX_MESSAGE_BYTES, PING, RST, SYN, WINDOW_UPDATE, YamuxError
+from .yamux_stream import MAX_WINDOW, MIN_CREDIT, YamuxStream
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from multiaddr import Multiaddr
 
 logger = logging.getLogger(__name__)
 
-_HEADER = struct.Struct("!BBHII")  # version, type, flags, stream, length
-_DATA, _WINDOW_UPDATE, _PING, _GO_AWAY = range(4)
-_SYN, _ACK, _FIN, _RST = 1, 2, 4, 8
-
-# Header and data fill one Noise message: 65,535 - 16 of tag.
-MAX_MESSAGE_BYTES = 65_519
-PIECE_BYTES = MAX_MESSAGE_BYTES - _HEADER.size
-# The receive window that the specification starts with, and how far a stream's grows while its reader keeps up:
-# 8 MiB is 1 Gbit/s at 64 ms. What nobody reads never makes a window grow.
-INITIAL_WINDOW = 256 * 1024
-MAX_WINDOW = 8 * 1024 * 1024
-# A window doubles if it was used up within so many round trips (go-yamux).
-GROW_WITHIN_ROUND_TRIPS = 4
-ASSUMED_ROUND_TRIP = 0.1
 # Streams that the other end may have open here at once: the backlog that the specification recommends. And those of
 # them that nobody has taken up yet: nothing here opens more at once.
 MAX_INBOUND_STREAMS = 256
@@ -64,17 +48,10 @@ MAX_STRANGERS_UNREAD_BYTES = MAX_WINDOW
 # Honest peers cause some: what is under way to a stream that ends here is 8 MiB at most, in full frames 2,176.
 USELESS_BURST, USELESS_PER_SECOND = 4_096.0, 64.0
 USELESS_BYTES, PING_COST, REFUSAL_COST = 4 * 1024, 8, 64
-# A window update says that half a window was read; less says nothing, and so does what goes beyond any window.
-MIN_CREDIT = 4 * 1024
-MAX_CREDIT = 256 * 1024 * 1024
 # Data waits for room at the writer, so that control frames never queue behind much; control frames do not wait, and
 # a peer that makes us owe it this much of them without reading is cut off.
 MAX_QUEUED_DATA = 128 * 1024
 MAX_QUEUED_BYTES = 1024 * 1024
-
-
-class YamuxError(Exception):
-    """The other end broke the protocol, or takes nothing from us."""
 
 
 class Commons:
@@ -95,199 +72,6 @@ class Commons:
         strangers = [conn for conn in self.conns if not self.is_needed(conn.peer_id)]
         if sum(conn.num_unread for conn in strangers) > MAX_STRANGERS_UNREAD_BYTES:
             max(strangers, key=lambda conn: conn.num_unread).drop_fullest()
-
-
-class YamuxStream(IMuxedStream):
-    """One stream. Reads and writes may be cancelled anywhere; what was not taken stays."""
-
-    def __init__(self, stream_id: int, conn: YamuxConn) -> None:
-        self.stream_id = stream_id
-        self.muxed_conn = conn
-        self.is_reset = False
-        self.is_bulk = False  # the user shapes what moves; it is sent behind everything else
-        self.num_left = math.inf  # bytes that the other end may send in all
-        self.max_window = MAX_WINDOW  # the other end may have no more under way, however fast it is read
-        self._conn = conn
-        self._unread = bytearray()
-        self._ended = False  # by the other end, cleanly
-        self._finished = False  # by this end
-        self._send_window = INITIAL_WINDOW
-        self._receive_window = INITIAL_WINDOW  # what the other end may still send
-        self._window = INITIAL_WINDOW  # what it may have under way at most
-        self._consumed = 0  # read here and not yet given back as credit
-        self._credited_at = -math.inf
-        self._changed = trio.Event()
-
-    # For readers and writers
-
-    async def read(self, n: int | None = None) -> bytes:
-        """At most n bytes; `MuxedStreamEOF` at a clean end, `MuxedStreamReset` if there was none."""
-        await trio.lowlevel.checkpoint()
-        while not self._unread:
-            if self._ended:
-                raise MuxedStreamEOF("the other end has finished")
-            if self.is_reset:
-                raise MuxedStreamReset("stream reset or connection lost")
-            await self._changed.wait()
-        if n is None or n < 0 or n >= len(self._unread):
-            data = bytes(self._unread)
-            self._unread.clear()
-        else:
-            data = bytes(self._unread[:n])
-            del self._unread[:n]
-        self._conn.count_unread(-len(data))
-        self._give_credit(len(data))
-        return data
-
-    async def write(self, data: bytes | memoryview) -> None:
-        """Queue all of it, waiting for credit and for room; the frames of one stream keep their order."""
-        await trio.lowlevel.checkpoint()
-        view = memoryview(data)
-        while view:
-            if self.is_reset:
-                raise MuxedStreamReset("stream reset or connection lost")
-            if self._finished:
-                raise MuxedStreamClosed("this end has finished")
-            if self._send_window <= 0:
-                await self._changed.wait()
-            elif not (self._conn.is_at_rest if self.is_bulk else self._conn.has_room):
-                await self._conn.wait_for_room()
-            else:
-                piece = view[: min(PIECE_BYTES, self._send_window)]
-                view = view[len(piece) :]
-                self._send_window -= len(piece)
-                self._conn.put(_DATA, 0, self.stream_id, len(piece), piece, is_bulk=self.is_bulk)
-
-    async def close(self) -> None:
-        """Finish this end; the other may go on."""
-        self.finish()
-        await trio.lowlevel.checkpoint()
-
-    async def close_write(self) -> None:
-        """The same, by the name that the library looks for."""
-        await self.close()
-
-    async def reset(self) -> None:
-        """Break both directions off."""
-        self.break_off()
-        await trio.lowlevel.checkpoint()
-
-    def finish(self) -> None:
-        """Say that nothing more comes from this end, after what was written."""
-        if not self._finished and not self.is_reset:
-            self._finished = True
-            self._conn.put(_WINDOW_UPDATE, _FIN, self.stream_id, 0)
-            self._forget_if_over()
-
-    def abandon(self) -> None:
-        """`finish`, and take nothing more from the other end: it is told so when it sends more."""
-        self.finish()
-        self._drop_unread()
-        self._conn.forget(self.stream_id)
-
-    def break_off(self) -> None:
-        """`reset` without a checkpoint."""
-        if not self.is_reset and not (self._finished and self._ended):
-            self._conn.put(_WINDOW_UPDATE, _RST, self.stream_id, 0)
-        self.mark_lost()
-        self._drop_unread()
-        self._conn.forget(self.stream_id)
-
-    # For the connection
-
-    def take(self, data: memoryview) -> None:
-        """Data came in."""
-        self._receive_window -= len(data)
-        if self._receive_window < 0:
-            raise YamuxError("more than the window")
-        self.num_left -= len(data)
-        if self.num_left < 0:
-            return self.break_off()
-        self._unread += data
-        self._conn.count_unread(len(data))
-        self._wake()
-
-    def add_credit(self, amount: int) -> None:
-        """The other end has read something."""
-        self._send_window += amount
-        if amount < MIN_CREDIT or self._send_window > MAX_CREDIT:
-            self._send_window = min(self._send_window, MAX_CREDIT)
-            self._conn.bear(1)
-        self._wake()
-
-    def mark_ended(self) -> None:
-        """The other end has finished."""
-        self._ended = True
-        self._wake()
-        self._forget_if_over()
-
-    def mark_lost(self) -> None:
-        """The connection is gone. What was received can still be read."""
-        self.is_reset = True
-        self._wake()
-
-    def mark_reset(self) -> None:
-        """The other end broke the stream off, and with it what was not read, unless it had finished before."""
-        if not self._ended:
-            self._drop_unread()
-        self.mark_lost()
-        self._conn.forget(self.stream_id)
-
-    def limit(self, max_bytes: int) -> None:
-        """Break the stream off when the other end has sent more than this; what it has sent so far counts."""
-        self.num_left = max_bytes - len(self._unread)
-        if self.num_left < 0:
-            self.break_off()
-
-    @property
-    def num_unread(self) -> int:
-        """Bytes received and not read."""
-        return len(self._unread)
-
-    def _give_credit(self, amount: int) -> None:
-        self._consumed += amount
-        if self._ended or self.is_reset or self._consumed < self._window // 2:
-            return
-        now = trio.current_time()
-        increment = self._consumed
-        soon = GROW_WITHIN_ROUND_TRIPS * (self._conn.round_trip or ASSUMED_ROUND_TRIP)
-        if now - self._credited_at < soon and self._window < self.max_window:
-            increment += self._window
-            self._window *= 2
-        self._credited_at = now
-        self._consumed = 0
-        self._receive_window += increment
-        self._conn.put(_WINDOW_UPDATE, 0, self.stream_id, increment)
-
-    def _drop_unread(self) -> None:
-        self._conn.count_unread(-len(self._unread))
-        self._unread.clear()
-
-    def _forget_if_over(self) -> None:
-        if self._finished and self._ended:
-            self._conn.forget(self.stream_id)
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = trio.Event()
-
-    # The rest of the library's interface
-
-    def set_deadline(self, ttl: int) -> None:
-        """Deadlines are cancel scopes here."""
-        raise NotImplementedError
-
-    def get_remote_address(self) -> tuple[str, int] | None:
-        """The connection's."""
-        return self._conn.get_remote_address()
-
-    async def __aenter__(self) -> YamuxStream:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
 
 class YamuxConn(IMuxedConn):
@@ -358,7 +142,7 @@ class YamuxConn(IMuxedConn):
     async def close(self) -> None:
         """Say goodbye and end; waits until what was queued is written, so give it a deadline."""
         if not self.event_closed.is_set() and self.event_started.is_set():
-            self.put(_GO_AWAY, 0, 0, 0)
+            self.put(GO_AWAY, 0, 0, 0)
             while self._num_queued and not self.event_closed.is_set():
                 await self.wait_for_room()
         self.abort()
@@ -373,7 +157,7 @@ class YamuxConn(IMuxedConn):
         started = trio.current_time()
         self._ping_number = number = (self._ping_number + 1) % 2**32
         self._pongs[number] = pong = trio.Event()
-        self.put(_PING, _SYN, 0, number)
+        self.put(PING, SYN, 0, number)
         try:
             await pong.wait()
         finally:
@@ -388,7 +172,7 @@ class YamuxConn(IMuxedConn):
             raise MuxedConnUnavailable("connection closed")
         stream = self._streams[self._next_stream_id] = YamuxStream(self._next_stream_id, self)
         self._next_stream_id += 2
-        self.put(_WINDOW_UPDATE, _SYN, stream.stream_id, 0)
+        self.put(WINDOW_UPDATE, SYN, stream.stream_id, 0)
         return stream
 
     async def accept_stream(self) -> IMuxedStream:
@@ -440,9 +224,9 @@ class YamuxConn(IMuxedConn):
         """Queue a frame for the writer."""
         if self.event_closed.is_set():
             return
-        self._queue.append(b"".join((_HEADER.pack(0, kind, flags, stream_id, length), data)))
+        self._queue.append(b"".join((HEADER.pack(0, kind, flags, stream_id, length), data)))
         self._num_queued += len(self._queue[-1])
-        self._shaping.up.charge(_HEADER.size if is_bulk else len(self._queue[-1]))
+        self._shaping.up.charge(HEADER.size if is_bulk else len(self._queue[-1]))
         self._work.set()
 
     @property
@@ -493,11 +277,11 @@ class YamuxConn(IMuxedConn):
         num_bulk = 0
         while data:
             if self._body is None:
-                missing = _HEADER.size - len(self._header)
+                missing = HEADER.size - len(self._header)
                 self._header += data[:missing]
                 data = data[missing:]
-                if len(self._header) == _HEADER.size:
-                    header = _HEADER.unpack(self._header)
+                if len(self._header) == HEADER.size:
+                    header = HEADER.unpack(self._header)
                     self._header.clear()
                     self._handle(*header)
             else:
@@ -515,21 +299,21 @@ class YamuxConn(IMuxedConn):
         return num_bulk
 
     def _handle(self, version: int, kind: int, flags: int, stream_id: int, length: int) -> None:
-        if version != 0 or kind > _GO_AWAY:
+        if version != 0 or kind > GO_AWAY:
             raise YamuxError("not yamux")
-        if kind == _GO_AWAY:
+        if kind == GO_AWAY:
             raise YamuxError(f"the other end goes away ({length})")
-        if kind == _PING:
+        if kind == PING:
             self.bear(PING_COST)
-            if flags & _SYN:
-                self.put(_PING, _ACK, 0, length)
+            if flags & SYN:
+                self.put(PING, ACK, 0, length)
             elif length in self._pongs:
                 self._pongs[length].set()
             return
-        if flags & _SYN:
+        if flags & SYN:
             self._accept(stream_id)
         stream = self._streams.get(stream_id)
-        if kind == _WINDOW_UPDATE:
+        if kind == WINDOW_UPDATE:
             if stream is None:
                 self.bear(1)
             elif not flags:
@@ -542,8 +326,8 @@ class YamuxConn(IMuxedConn):
             raise YamuxError("more than any window")
         if stream is None or not length:
             self.bear(1 + length / USELESS_BYTES)
-        if stream is None and not flags & (_FIN | _RST):
-            self.put(_WINDOW_UPDATE, _RST, stream_id, 0)
+        if stream is None and not flags & (FIN | RST):
+            self.put(WINDOW_UPDATE, RST, stream_id, 0)
         if length:
             self._body = (stream, stream_id, length, flags)
         else:
@@ -559,17 +343,17 @@ class YamuxConn(IMuxedConn):
             self._accepting.send_nowait(stream)
         except trio.WouldBlock:
             self.bear(REFUSAL_COST)
-            self.put(_WINDOW_UPDATE, _RST, stream_id, 0)
+            self.put(WINDOW_UPDATE, RST, stream_id, 0)
             return
         self._streams[stream_id] = stream
         self._num_inbound += 1
-        self.put(_WINDOW_UPDATE, _ACK, stream_id, 0)
+        self.put(WINDOW_UPDATE, ACK, stream_id, 0)
 
     def _handle_ending(self, stream_id: int, flags: int) -> None:
         stream = self._streams.get(stream_id)
-        if stream is not None and flags & _FIN:
+        if stream is not None and flags & FIN:
             stream.mark_ended()
-        if stream is not None and flags & _RST:
+        if stream is not None and flags & RST:
             stream.mark_reset()
 
     def _limit_unread(self) -> None:

@@ -25,7 +25,7 @@ from farandole.node.exchanges.bulk import BulkService, open_bulk
 from farandole.node.exchanges.bulk_channel import BulkChannel
 from farandole.node.p2p.host import Host, open_host
 from farandole.node.p2p.libp2p_stream import Stream
-from farandole.node.p2p.yamux import PIECE_BYTES
+from farandole.node.p2p.yamux_frames import PIECE_BYTES
 from farandole.protocol.bulk import SESSION_BYTES
 from farandole.protocol.identity import public_key_of
 

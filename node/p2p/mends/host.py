@@ -16,7 +16,7 @@ from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
 from multiaddr import Multiaddr
 
-from ..yamux import YamuxStream
+from ..yamux_stream import YamuxStream
 from .connection import MendedConn
 from .swarm import MendedSwarm
 from .upgrading import NEGOTIATION_TIMEOUT, BoundedCommunicator

@@ -14,16 +14,9 @@ from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamClos
 from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 
 from farandole.node.p2p import yamux
-from farandole.node.p2p.yamux import (
-    INITIAL_WINDOW,
-    MAX_INBOUND_STREAMS,
-    MAX_WAITING_STREAMS,
-    PIECE_BYTES,
-    Commons,
-    YamuxConn,
-    YamuxError,
-    YamuxStream,
-)
+from farandole.node.p2p.yamux import MAX_INBOUND_STREAMS, MAX_WAITING_STREAMS, USELESS_BURST, Commons, YamuxConn
+from farandole.node.p2p.yamux_frames import MAX_MESSAGE_BYTES, PIECE_BYTES, YamuxError
+from farandole.node.p2p.yamux_stream import INITIAL_WINDOW, MAX_WINDOW, YamuxStream
 from farandole.node.shaping import METER_SECONDS, Shaper, Shaping
 
 DATA, WINDOW_UPDATE, PING, GO_AWAY = range(4)
@@ -46,7 +39,7 @@ class Pipe:
         return bytes(await self.stream.receive_some(n))
 
     async def write(self, data: bytes) -> None:
-        assert len(data) <= yamux.MAX_MESSAGE_BYTES
+        assert len(data) <= MAX_MESSAGE_BYTES
         await self.stream.send_all(data)
 
 
@@ -389,15 +382,15 @@ async def test_who_makes_work_and_brings_nothing_is_cut_off(useless: bytes) -> N
                 await far.send_all(useless * 64)
             await wait_all_tasks_blocked()
             num_sent += 64
-        assert num_sent <= yamux.USELESS_BURST + 64
+        assert num_sent <= USELESS_BURST + 64
 
 
 async def test_what_is_under_way_to_a_stream_that_ends_is_no_offence() -> None:
     async with open_conn() as (conn, far):
         stream = await accept(conn, far)
         stream.break_off()
-        full = encode(DATA, 0, 1, yamux.PIECE_BYTES, bytes(yamux.PIECE_BYTES))
-        for _ in range(yamux.MAX_WINDOW // yamux.PIECE_BYTES):
+        full = encode(DATA, 0, 1, PIECE_BYTES, bytes(PIECE_BYTES))
+        for _ in range(MAX_WINDOW // PIECE_BYTES):
             await far.send_all(full)
         await wait_all_tasks_blocked()
         assert not conn.event_closed.is_set()
