@@ -2,18 +2,13 @@
 
 Peers are public keys here, and no exception of libp2p leaves (who else imports it, says ARCHITECTURE.md). TCP, Noise
 and yamux only: py-libp2p's QUIC loses data, its mplex is slow, and TLS would only add a second way in.
-
-Dialling is our own ("happy eyeballs", RFC 8305): every address of a peer is tried, each 150 ms after the one before or
-at once when that one failed, and the first that is authenticated and multiplexed wins.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import random
 import re
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, cast
@@ -21,17 +16,14 @@ from weakref import WeakKeyDictionary
 
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from libp2p.abc import INetConn, INetStream, INetwork, INotifee
+from libp2p.abc import INetConn, INetStream
 from libp2p.crypto.ed25519 import create_new_key_pair
-from libp2p.crypto.x25519 import create_new_key_pair as create_new_x25519_key_pair
 from libp2p.custom_types import TProtocol
-from libp2p.network.exceptions import SwarmException
 from libp2p.network.stream.net_stream import NetStream
 from libp2p.peer.id import ID
 from libp2p.peer.peerstore import PeerStore
 from libp2p.rcmgr import Direction
 from libp2p.security.noise.exceptions import PeerIDMismatchesPubkey
-from libp2p.security.noise.transport import Transport as NoiseTransport
 from multiaddr import Multiaddr
 
 from farandole.protocol.errors import RemoteProtocolError
@@ -43,16 +35,18 @@ from ..reach.aside import Asides
 from ..shaping import Shaping
 from .announced import Announced
 from .circuit import Circuit
-from .connection_events import ConnectionEvents
+from .connection_events import ConnectionEvents, ConnectionNotifee
 from .dht import Dht
-from .dialling import DIRECT_HEAD_START, MAX_ADDRESSES_PER_PEER, Dial, dial_target, is_multiaddr
+from .dialler import DIAL_TIMEOUT, Dialler
+from .dialling import MAX_ADDRESSES_PER_PEER, dial_target
+from .known_addresses import KnownAddresses
 from .libp2p_names import id_of, peer_of
 from .libp2p_stream import Stream
 from .mends.connection import CLOSE_TIMEOUT, MendedConn
 from .mends.host import MendedHost
 from .mends.sockets import Socket
 from .mends.swarm import HANDSHAKE_TIMEOUT, MendedSwarm
-from .mends.upgrading import MendedUpgrader
+from .mends.upgrading import make_upgrader
 from .relay_client import RelayClient
 from .reuse import connect_from
 from .yamux import YamuxConn
@@ -63,17 +57,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DIAL_TIMEOUT = 8.0
-# Between two addresses of one peer: RFC 8305 recommends 250 ms and allows 100.
-DIAL_STAGGER = 0.15
-# Before further attempts at an address whose node hangs up before it has authenticated itself, in seconds, each half to
-# one and a half of it.
-REDIAL_PAUSES = (0.1, 0.2, 0.4, 0.4)
 PING_INTERVAL = 10.0
 PING_TIMEOUT = 10.0
-# Of the address book.
-MAX_BOOK_PEERS = 4096
-MAX_ADDRESS_CHARS = 512
 
 
 def is_relayed(connection: INetConn) -> bool:
@@ -89,9 +74,8 @@ class Host:
         self.peer_id = peer_id_of(author)
         self._libp2p = libp2p
         self._swarm = swarm
-        self._nursery = nursery
-        self._book: OrderedDict[bytes, dict[str, None]] = OrderedDict()
-        self._dials: dict[tuple[bytes, bool], Dial] = {}
+        self._known = KnownAddresses()
+        self._dialler = Dialler(self, nursery)
         self._subscribers: set[ConnectionEvents] = set()
         self._told_connected: set[bytes] = set()
         self._observed_ips: list[str] = []
@@ -106,7 +90,8 @@ class Host:
             nullcontext([])
         )
         """As whom others see a port of this machine that is in use, where its router changes ports; else nothing."""
-        self._is_offline = False
+        self.is_offline = False
+        """Whether `go_offline` was the last word."""
         self._needs: list[Callable[[bytes], bool]] = []
         self.is_out_of_reach: Callable[[bytes], bool] = lambda peer: False
         """Whether `farandole.node.reach.punching` has shown that no direct connection to a peer comes about."""
@@ -117,7 +102,7 @@ class Host:
         swarm.expected = self._expected_at
         swarm.is_met = lambda peer_id: peer_of(peer_id) in self._expected
         self._expected: dict[bytes, frozenset[str]] = {}
-        swarm.register_notifee(_ConnectionNotifee(self))
+        swarm.register_notifee(ConnectionNotifee(self.note_connection))
         self.relays = RelayClient(self)
 
     @property
@@ -233,13 +218,13 @@ class Host:
 
     async def go_offline(self) -> None:
         """End all connections, and begin and accept none, until `go_online`."""
-        self._is_offline = self._swarm.is_offline = True
+        self.is_offline = self._swarm.is_offline = True
         for peer in self.connected:
             await self.disconnect(peer)
 
     def go_online(self) -> None:
         """As before."""
-        self._is_offline = self._swarm.is_offline = False
+        self.is_offline = self._swarm.is_offline = False
 
     async def disconnect(self, peer: bytes) -> None:
         """End every connection to a peer."""
@@ -312,23 +297,11 @@ class Host:
 
         Who dials it at this moment, perhaps at addresses where nobody answers, tries these too.
         """
-        known = self._book.setdefault(peer, {})
-        self._book.move_to_end(peer)
-        good = [address for address in addresses if len(address) <= MAX_ADDRESS_CHARS and is_multiaddr(address)]
-        for address in good:
-            known.pop(address, None)
-            known[address] = None
-        for (dialled, _), dial in self._dials.items():
-            if dialled == peer:
-                dial.offer(good)
-        while len(known) > MAX_ADDRESSES_PER_PEER:
-            del known[next(iter(known))]
-        while len(self._book) > MAX_BOOK_PEERS:
-            self._book.popitem(last=False)
+        self._dialler.offer(peer, self._known.add(peer, addresses))
 
     def addresses_of(self, peer: bytes) -> list[str]:
         """The addresses known for a peer, the latest first."""
-        known = list(reversed(self._book.get(peer, {})))
+        known = self._known.of(peer)
         with suppress(Exception):
             known += [str(address) for address in self._libp2p.get_peerstore().addrs(id_of(peer))]
         return list(dict.fromkeys(known))[: 2 * MAX_ADDRESSES_PER_PEER]
@@ -348,91 +321,15 @@ class Host:
 
         with _deadline(peer, timeout):
             while not is_done():
-                dial = self._dials.get((peer, is_direct))
-                if dial is None:
-                    dial = self._dials[peer, is_direct] = Dial(is_direct, self._own_targets())
-                    self._nursery.start_soon(self._run_dial, peer, dial)
-                dial.offer(addresses)
-                await dial.done.wait()
-                if dial.error is not None and not is_done():
-                    raise PeerUnreachableError(str(dial.error))
-
-    def _own_targets(self) -> list[tuple[str, int]]:
-        ports = {":" in ip: port for ip, port in self.listening}
-        return [(ip, ports[":" in ip]) for ip in self.own_ips if (":" in ip) in ports]
+                error = await self._dialler.dial(peer, addresses, is_direct=is_direct)
+                if error is not None and not is_done():
+                    raise PeerUnreachableError(str(error))
 
     async def _dial_by_id(self, peer_id: ID) -> None:
         await self.connect(peer_of(peer_id))
 
-    async def _run_dial(self, peer: bytes, dial: Dial) -> None:
-        is_adopted = False
-        try:
-            if peer == self.author:
-                raise PeerUnreachableError("this is myself")
-            if self._is_offline:
-                raise PeerUnreachableError("this node is offline for now")
-            dial.offer(self.addresses_of(peer))
-            with trio.move_on_after(DIAL_TIMEOUT):
-                await self._race(peer, dial)
-            if dial.winner is None:
-                reasons = "; ".join(dial.failures) or "no address of it is known, or none answered"
-                raise PeerUnreachableError(f"cannot reach {peer_id_of(peer)}: {reasons}")
-            address, muxed = dial.winner
-            self.add_addresses(peer, [address])
-            is_adopted = True
-            await self._swarm.add_conn(muxed, "outbound")
-        except PeerUnreachableError as error:
-            dial.error = error
-        except Exception as error:  # likewise
-            dial.error = PeerUnreachableError(f"cannot reach {peer_id_of(peer)}: {error!r}")
-        finally:
-            if dial.winner is not None and not is_adopted:  # cancelled as soon as it was there
-                await _discard(dial.winner[1])
-            del self._dials[peer, dial.is_direct]
-            dial.done.set()
-
-    async def _race(self, peer: bytes, dial: Dial) -> None:
-        async def attempt(address: str) -> None:
-            try:
-                muxed = await self._dial_patiently(peer, address)
-            except Exception as error:  # whatever the handshakes raise, another address may do
-                dial.failures.append(f"{address}: {str(error) or repr(error)}")
-                dial.news.set()
-            else:
-                if dial.winner is None:
-                    dial.winner = (address, muxed)
-                    nursery.cancel_scope.cancel()
-                else:
-                    await _discard(muxed)
-
-        async with trio.open_nursery() as nursery:
-            while True:
-                dial.news = trio.Event()
-                is_trying = bool(nursery.child_tasks)
-                address = dial.next_address(peer, is_trying=is_trying)
-                if address is not None:
-                    nursery.start_soon(attempt, address)
-                    with trio.move_on_after(DIAL_STAGGER):
-                        await dial.news.wait()
-                elif is_trying:
-                    with trio.move_on_after(DIRECT_HEAD_START):
-                        await dial.news.wait()
-                else:
-                    return
-
-    async def _dial_patiently(self, peer: bytes, address: str) -> YamuxConn:
-        """Dial again where the other end hangs up at once: it refuses some while too many dial it."""
-        for pause in REDIAL_PAUSES:
-            try:
-                return await self._dial_one(peer, address)
-            except (OSError, SwarmException, PeerUnreachableError, trio.TooSlowError):
-                raise
-            except Exception as error:  # the handshakes raise whatever comes when the other end is gone
-                logger.debug("%s hung up: %r", address, error)
-                await trio.sleep(pause * random.uniform(0.5, 1.5))
-        return await self._dial_one(peer, address)
-
-    async def _dial_one(self, peer: bytes, address: str) -> YamuxConn:
+    async def dial_one(self, peer: bytes, address: str) -> YamuxConn:
+        """A connection to a peer at this address that nothing runs yet; raises whatever stands against it."""
         target = dial_target(address, peer)
         if target is not None:
             return await self.upgrade(Socket(await trio.open_tcp_stream(*target)), peer)
@@ -584,7 +481,7 @@ class Host:
             if conn.opened_at < newest_at:
                 _retire(conn, newest_at + after)
             else:
-                await self._swarm.add_conn(await self._dial_one(peer, str(circuit.addresses[0])), "outbound")
+                await self._swarm.add_conn(await self.dial_one(peer, str(circuit.addresses[0])), "outbound")
 
 
 def _retire(conn: MendedConn, at: float) -> None:
@@ -594,27 +491,6 @@ def _retire(conn: MendedConn, at: float) -> None:
         conn.event_closed.set()
 
 
-class _ConnectionNotifee(INotifee):
-    """Turns the library's notices of connections into `ConnectionEvents`."""
-
-    def __init__(self, host: Host) -> None:
-        self._host = host
-
-    async def connected(self, network: INetwork, conn: INetConn) -> None:
-        self._host.note_connection(peer_of(conn.muxed_conn.peer_id))
-
-    async def disconnected(self, network: INetwork, conn: INetConn) -> None:
-        self._host.note_connection(peer_of(conn.muxed_conn.peer_id))
-
-    async def opened_stream(self, network: INetwork, stream: INetStream) -> None: ...
-
-    async def closed_stream(self, network: INetwork, stream: INetStream) -> None: ...
-
-    async def listen(self, network: INetwork, multiaddr: Multiaddr) -> None: ...
-
-    async def listen_close(self, network: INetwork, multiaddr: Multiaddr) -> None: ...
-
-
 @contextmanager
 def _deadline(peer: bytes, timeout: float) -> Iterator[None]:
     try:
@@ -622,13 +498,6 @@ def _deadline(peer: bytes, timeout: float) -> Iterator[None]:
             yield
     except trio.TooSlowError as error:
         raise PeerUnreachableError(f"{peer_id_of(peer)} did not answer in {timeout:g} s") from error
-
-
-def make_upgrader(key: Ed25519PrivateKey, shaping: Shaping | None = None) -> MendedUpgrader:
-    """What authenticates connections by this key, and multiplexes them."""
-    key_pair = create_new_key_pair(key.private_bytes_raw())
-    noise = NoiseTransport(key_pair, noise_privkey=create_new_x25519_key_pair().private_key)
-    return MendedUpgrader(noise, shaping)
 
 
 @asynccontextmanager
@@ -671,9 +540,3 @@ async def _listen(swarm: MendedSwarm, address: str) -> None:
         await swarm.listen_at(match[1], int(match[2]))
     except (OSError, OverflowError) as error:
         raise ListenError(f"cannot listen on {address}: {error}") from error
-
-
-async def _discard(muxed: YamuxConn) -> None:
-    """Close a connection that nothing runs yet, cancelled or not: nobody else has its socket."""
-    with trio.CancelScope(deadline=trio.current_time() + CLOSE_TIMEOUT, shield=True):
-        await muxed.secured_conn.close()

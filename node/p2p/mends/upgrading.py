@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from libp2p.abc import IMuxedConn, IRawConnection, ISecureConn, ISecureTransport
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.crypto.x25519 import create_new_key_pair as create_new_x25519_key_pair
 from libp2p.custom_types import TProtocol
 from libp2p.network.exceptions import SwarmException
 from libp2p.peer.id import ID
@@ -14,6 +17,7 @@ from libp2p.protocol_muxer.multiselect import Multiselect
 from libp2p.protocol_muxer.multiselect_client import MultiselectClient
 from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE_PROTOCOL_ID
+from libp2p.security.noise.transport import Transport as NoiseTransport
 from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX_PROTOCOL_ID
 from libp2p.transport.upgrader import TransportUpgrader
 from libp2p.utils.varint import read_varint_prefixed_bytes_limited
@@ -117,3 +121,10 @@ class MendedUpgrader(TransportUpgrader):
         """Multiplex a secure connection."""
         await self._negotiate(conn, TProtocol(YAMUX_PROTOCOL_ID), conn.is_initiator)
         return YamuxConn(conn, peer_id, self._shaping, self.commons)
+
+
+def make_upgrader(key: Ed25519PrivateKey, shaping: Shaping | None = None) -> MendedUpgrader:
+    """What authenticates connections by this key, and multiplexes them."""
+    key_pair = create_new_key_pair(key.private_bytes_raw())
+    noise = NoiseTransport(key_pair, noise_privkey=create_new_x25519_key_pair().private_key)
+    return MendedUpgrader(noise, shaping)

@@ -15,7 +15,8 @@ from libp2p.io.exceptions import ConnectionClosedError
 
 from farandole.node.errors import ListenError, PeerUnreachableError
 from farandole.node.p2p.dialling import MAX_ADDRESSES_PER_PEER, Dial, dial_target
-from farandole.node.p2p.host import MAX_BOOK_PEERS, Host, open_host
+from farandole.node.p2p.host import Host, open_host
+from farandole.node.p2p.known_addresses import MAX_KNOWN_PEERS
 from farandole.node.p2p.libp2p_stream import Stream
 from farandole.protocol.identity import peer_id_of, public_bytes, public_key_of
 
@@ -281,18 +282,18 @@ async def test_many_who_want_one_peer_share_one_connection() -> None:
 
 async def test_a_dial_that_is_cancelled_when_it_has_won_leaves_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     async with host_at_loopback() as alice, host_at_loopback() as bob:
-        dial_one, won = alice._dial_one, list[Any]()
+        dial_one, won = alice.dial_one, list[Any]()
 
         async def dialled(peer: bytes, address: str) -> Any:
             won.append(await dial_one(peer, address))
             scope.cancel()
             return won[0]
 
-        monkeypatch.setattr(alice, "_dial_one", dialled)
-        dial = alice._dials[bob.author, False] = Dial(False, [])
+        monkeypatch.setattr(alice, "dial_one", dialled)
+        dial = alice._dialler._dials[bob.author, False] = Dial(False, [])
         dial.offer(bob.addresses)
         with trio.CancelScope() as scope:
-            await alice._run_dial(bob.author, dial)
+            await alice._dialler._run(bob.author, dial)
         assert scope.cancelled_caught
         (muxed,) = won
         with pytest.raises(ConnectionClosedError):
@@ -474,11 +475,7 @@ async def test_the_address_book_is_bounded_and_forgives_nonsense() -> None:
         host.add_addresses(peer, [f"/ip4/1.2.3.4/tcp/{port}" for port in range(1, 100)])
         assert host.addresses_of(peer)[0] == "/ip4/1.2.3.4/tcp/99"
         assert len(host.addresses_of(peer)) == MAX_ADDRESSES_PER_PEER
-        for number in range(MAX_BOOK_PEERS + 10):
+        for number in range(MAX_KNOWN_PEERS + 10):
             host.add_addresses(number.to_bytes(32, "big"), [])
-        assert len(_book(host)) == MAX_BOOK_PEERS
+        assert len(host._known._peers) == MAX_KNOWN_PEERS
         assert host.addresses_of(peer) == []
-
-
-def _book(host: Host) -> dict[bytes, dict[str, None]]:
-    return host._book
