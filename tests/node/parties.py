@@ -15,11 +15,7 @@ from blake3 import blake3
 from farandole.node.errors import PeerUnreachableError
 from farandole.node.exchanges.bulk_channel import ChannelError
 from farandole.node.exchanges.contributions import Outgoing
-from farandole.node.exchanges.exchange import (
-    EXCHANGE_PROTOCOL,
-    ExchangeResult,
-    ExchangeService,
-)
+from farandole.node.exchanges.exchange import EXCHANGE_PROTOCOL, ExchangeResult, ExchangeService
 from farandole.node.exchanges.way import Channels
 from farandole.node.streams import Stream
 from farandole.protocol.exchange_messages import CHUNK_BYTES, Offer

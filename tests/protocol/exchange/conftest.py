@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import pytest
+
+from farandole.protocol.exchange import BULK_FROM
+
+from .sides import Side, share_offers
+
+
+@pytest.fixture
+def alice() -> Side:
+    return Side(is_initiator=True)
+
+
+@pytest.fixture
+def bob() -> Side:
+    return Side(is_initiator=False)
+
+
+@pytest.fixture
+def large() -> tuple[Side, Side]:
+    """Alice and Bob with contributions that go over a channel; both have offered."""
+    alice, bob = Side(True, BULK_FROM), Side(False, BULK_FROM)
+    share_offers(alice, bob)
+    return alice, bob

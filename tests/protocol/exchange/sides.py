@@ -1,0 +1,112 @@
+"""Alice initiates an exchange with Bob: both sides, and how far tests bring them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from blake3 import blake3
+
+from farandole.protocol.exchange import BULK_FROM, ContributionReceived, Event, Exchange
+from farandole.protocol.exchange_messages import (
+    CHUNK_BYTES,
+    Accepted,
+    Chunk,
+    Commit,
+    Committed,
+    Control,
+    Offer,
+    Received,
+    Route,
+    Sealed,
+)
+
+SIZE = 2 * CHUNK_BYTES + 100
+
+
+class Side:
+    """One side of a session, with a contribution to send."""
+
+    def __init__(self, is_initiator: bool, size: int = SIZE) -> None:
+        self.contribution = random.Random(is_initiator).randbytes(size)
+        self.incoming = bytearray(size)
+        self.offer = Offer(
+            run_id=b"r" * 32,
+            session=b"s" * 16,
+            stage=3,
+            layout=b"l" * 32,
+            codec="int8",
+            size=size,
+            round=4 + is_initiator,
+            tokens=5,
+            seconds_left=30.0,
+        )
+        self.sealed = Sealed(blake3(self.contribution).digest())
+        self.exchange = Exchange(is_initiator, self.offer, memoryview(self.incoming))
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Those that have not moved yet."""
+        for offset in range(self.exchange.num_sent, len(self.contribution), CHUNK_BYTES):
+            yield Chunk(offset, memoryview(self.contribution)[offset : offset + CHUNK_BYTES])
+
+    def receive(self, data: bytes, piece: int = 2**20) -> list[Event]:
+        events: list[Event] = []
+        for start in range(0, len(data), piece):
+            self.exchange.receive_data(data[start : start + piece])
+            while (event := self.exchange.next_event()) is not None:
+                events.append(event)
+        return events
+
+
+def tell(sender: Side, receiver: Side, *messages: Control | Chunk, piece: int = 2**20) -> list[Event]:
+    return receiver.receive(b"".join(sender.exchange.send(message) for message in messages), piece)
+
+
+def share_offers(alice: Side, bob: Side, piece: int = 2**20) -> None:
+    assert tell(alice, bob, alice.offer, piece=piece) == [alice.offer]
+    assert tell(bob, alice, bob.offer, piece=piece) == [bob.offer]
+
+
+def share(alice: Side, bob: Side, piece: int = 2**20) -> None:
+    """Up to both verdicts."""
+    share_offers(alice, bob, piece)
+    for sender, receiver in ((alice, bob), (bob, alice)):
+        *chunks, last = sender.chunks()
+        assert tell(sender, receiver, *chunks, sender.sealed, last, piece=piece) == [
+            sender.sealed,
+            ContributionReceived(len(sender.contribution)),
+        ]
+        assert receiver.incoming == sender.contribution
+
+
+CHANNEL = b"c" * 16
+
+
+def open_way(alice: Side, bob: Side, channel: bytes | None = CHANNEL) -> None:
+    """The initiator's Route and its answer."""
+    for side, other in ((alice, bob), (bob, alice)):
+        route = Route(channel, side.exchange.num_received)
+        assert tell(side, other, route) == [route]
+    assert alice.exchange.channel == bob.exchange.channel == channel
+
+
+def move_over(sender: Side, receiver: Side, end: int = BULK_FROM) -> None:
+    """Over the channel, up to an offset."""
+    incoming = receiver.exchange.incoming
+    incoming.write(memoryview(sender.contribution)[incoming.position : end])
+
+
+def take_whole(receiver: Side, sender: Side) -> list[Event]:
+    if sender.exchange.digest is None:
+        tell(sender, receiver, sender.sealed)
+    receiver.exchange.check_whole()
+    return tell(receiver, sender, Received())
+
+
+def assert_can_commit(alice: Side, bob: Side) -> None:
+    assert tell(bob, alice, Accepted()) == [Accepted()]
+    assert bob.exchange.is_in_doubt
+    assert tell(alice, bob, Commit()) == [Commit()]
+    assert tell(bob, alice, Committed()) == [Committed()]
+    assert alice.incoming == bob.contribution
+    assert bob.incoming == alice.contribution

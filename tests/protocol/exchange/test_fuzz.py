@@ -1,0 +1,140 @@
+"""Any bytes, and any order of what both may do."""
+
+from __future__ import annotations
+
+import contextlib
+
+from blake3 import blake3
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farandole.protocol.errors import LocalProtocolError, RemoteProtocolError
+from farandole.protocol.exchange import BULK_FROM, MAX_ROUTES, ContributionReceived
+from farandole.protocol.exchange_messages import (
+    MAX_CONTROL_BYTES,
+    Accepted,
+    Commit,
+    Offer,
+    Received,
+    Reroute,
+    Route,
+    peek_offer,
+)
+from farandole.protocol.exchange_steps import Step
+from farandole.protocol.outcomes import decode_resolution, decode_resolve
+
+from .sides import CHANNEL, Side, move_over, share_offers, tell
+
+
+def _transcript() -> bytes:
+    """All that an initiator sends in one good session, small."""
+    alice, bob = Side(True, 200), Side(False, 200)
+    offer = alice.exchange.send(alice.offer)
+    bob.receive(offer)
+    alice.receive(bob.exchange.send(bob.offer))
+    contribution = alice.exchange.send(alice.sealed) + b"".join(map(alice.exchange.send, alice.chunks()))
+    alice.receive(bob.exchange.send(bob.sealed) + b"".join(map(bob.exchange.send, bob.chunks())))
+    bob.receive(contribution)
+    alice.receive(bob.exchange.send(Accepted()))
+    return offer + contribution + alice.exchange.send(Commit())
+
+
+TRANSCRIPT = _transcript()
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(st.tuples(st.integers(0, len(TRANSCRIPT) - 1), st.integers(0, 255)), max_size=4),
+    st.integers(0, len(TRANSCRIPT)),
+    st.binary(max_size=64),
+    st.integers(1, 500),
+)
+def test_mutated_sessions_raise_remote_protocol_errors_and_never_commit_rubbish(
+    flips: list[tuple[int, int]], cut: int, extra: bytes, piece: int
+) -> None:
+    data = bytearray(TRANSCRIPT)
+    for position, value in flips:
+        data[position] = value
+    data[cut:cut] = extra
+    bob = Side(False, 200)
+    try:
+        for start in range(0, len(data), piece):
+            for event in bob.receive(bytes(data[start : start + piece])):
+                if isinstance(event, Offer):
+                    bob.exchange.send(bob.offer)
+                    bob.exchange.send(bob.sealed)
+                    for chunk in bob.chunks():
+                        bob.exchange.send(chunk)
+                if isinstance(event, ContributionReceived):
+                    assert blake3(bob.incoming).digest() == bob.exchange.partner_digest
+                    bob.exchange.send(Accepted())
+    except RemoteProtocolError:
+        pass
+    assert len(bob.exchange._head) <= MAX_CONTROL_BYTES + 5
+
+
+MOVES = [
+    "alice moves",
+    "bob moves",
+    "alice seals",
+    "bob seals",
+    "route",
+    "route to the stream",
+    "answer",
+    "decline",
+    "reroute",
+    "chunks",
+]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, BULK_FROM)), max_size=25))
+def test_however_ways_break_both_agree_and_nothing_counts_but_the_whole(moves: list[tuple[str, int]]) -> None:
+    """Both do what they may, in any order; what may not be sent is refused where it would be sent."""
+    alice, bob = Side(True, BULK_FROM), Side(False, BULK_FROM)
+    share_offers(alice, bob)
+    for move, number in moves:
+        asker, answerer = alice.exchange, bob.exchange
+        with contextlib.suppress(LocalProtocolError):
+            match move:
+                case "alice moves" | "bob moves":
+                    sender, receiver = (alice, bob) if move == "alice moves" else (bob, alice)
+                    exchange = receiver.exchange
+                    if exchange.channel is not None and exchange.theirs is Step.MOVING and not exchange.is_whole:
+                        # Nobody sends the last byte before the hash.
+                        move_over(sender, receiver, number if sender.exchange.digest else min(number, BULK_FROM - 1))
+                        exchange.check_whole()
+                        tell(receiver, sender, Received())
+                case "alice seals" | "bob seals":
+                    sender, receiver = (alice, bob) if move == "alice seals" else (bob, alice)
+                    tell(sender, receiver, sender.sealed)
+                case "route":
+                    tell(alice, bob, Route(CHANNEL, asker.num_received))
+                case "route to the stream":
+                    tell(alice, bob, Route(None, asker.num_received))
+                case "answer":
+                    tell(bob, alice, Route(answerer._named, answerer.num_received))
+                case "decline":
+                    tell(bob, alice, Route(None, answerer.num_received))
+                case "reroute":
+                    tell(bob, alice, Reroute())
+                case "chunks":
+                    for sender, receiver in ((alice, bob), (bob, alice)):
+                        for chunk in sender.chunks():
+                            tell(sender, receiver, chunk)
+        assert (asker.channel, asker.num_routes) == (answerer.channel, answerer.num_routes)
+        assert asker.num_routes <= MAX_ROUTES
+        assert (asker.ours, asker.theirs) == (answerer.theirs, answerer.ours)
+        for ours, theirs in ((alice, bob), (bob, alice)):
+            assert ours.exchange.digest == theirs.exchange.partner_digest
+            assert 0 <= ours.exchange.num_sent <= BULK_FROM
+            if ours.exchange.is_whole:
+                assert ours.incoming == theirs.contribution
+
+
+@settings(max_examples=300)
+@given(st.binary(max_size=300))
+def test_arbitrary_bytes_raise_only_remote_protocol_errors(data: bytes) -> None:
+    for decode in (peek_offer, decode_resolve, decode_resolution, Side(False, 200).receive, Side(True, 200).receive):
+        with contextlib.suppress(RemoteProtocolError):
+            decode(data)

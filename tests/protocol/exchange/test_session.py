@@ -1,0 +1,70 @@
+"""An exchange whose contributions move over its stream."""
+
+from __future__ import annotations
+
+import pytest
+
+from farandole.protocol.errors import LocalProtocolError
+from farandole.protocol.exchange import Exchange
+from farandole.protocol.exchange_messages import CHUNK_FRAME_BYTES, Aborted, Accepted, Commit, Committed, peek_offer
+from farandole.protocol.exchange_steps import TRANSITIONS, Step
+
+from .sides import SIZE, Side, share, tell
+
+
+@pytest.mark.parametrize("piece", [1, 7, CHUNK_FRAME_BYTES, 2**20])
+def test_a_session_from_offer_to_commit_however_the_stream_is_cut(piece: int) -> None:
+    size = 300 if piece == 1 else SIZE
+    alice, bob = Side(True, size), Side(False, size)
+    share(alice, bob, piece)
+    assert tell(bob, alice, Accepted(), piece=piece) == [Accepted()]
+    assert bob.exchange.is_in_doubt
+    assert tell(alice, bob, Commit(), piece=piece) == [Commit()]
+    assert not bob.exchange.is_in_doubt
+    assert tell(bob, alice, Committed(), piece=piece) == [Committed()]
+    assert alice.exchange.ours is alice.exchange.theirs is Step.COMMITTED
+
+
+def test_the_initiator_alone_may_abort_after_the_responders_verdict(alice: Side, bob: Side) -> None:
+    share(alice, bob)
+    tell(bob, alice, Accepted())
+    assert alice.exchange.can_abort
+    assert not bob.exchange.can_abort
+    with pytest.raises(LocalProtocolError):
+        bob.exchange.send(Aborted("too late"))
+    assert tell(alice, bob, Aborted("refused")) == [Aborted("refused")]
+    assert not bob.exchange.is_in_doubt
+
+
+def test_a_full_chunk_fills_one_frame(alice: Side, bob: Side) -> None:
+    tell(alice, bob, alice.offer)
+    assert len(alice.exchange.send(next(alice.chunks()))) == CHUNK_FRAME_BYTES
+
+
+def test_the_responder_answers_an_offer_and_does_not_make_the_first(alice: Side, bob: Side) -> None:
+    with pytest.raises(LocalProtocolError):
+        bob.exchange.send(bob.offer)
+
+
+def test_memory_must_be_writable_and_large_enough(alice: Side) -> None:
+    with pytest.raises(LocalProtocolError):
+        Exchange(True, alice.offer, memoryview(bytes(SIZE)))
+    with pytest.raises(LocalProtocolError):
+        Exchange(True, alice.offer, memoryview(bytearray(SIZE - 1)))
+
+
+def test_every_state_of_the_table_can_be_reached_and_every_end_is_an_end() -> None:
+    for table in TRANSITIONS.values():
+        reached, fresh = {Step.OFFERING}, {Step.OFFERING}
+        while fresh:
+            fresh = {after for step in fresh for after in table[step].values()} - reached
+            reached |= fresh
+        assert {Step.COMMITTED, Step.ABORTED} <= reached
+        assert not table[Step.COMMITTED]
+        assert not table[Step.ABORTED]
+
+
+def test_the_offer_can_be_read_before_the_session_is_known(alice: Side) -> None:
+    data = alice.exchange.send(alice.offer)
+    assert all(peek_offer(data[:end]) is None for end in range(len(data)))
+    assert peek_offer(data + b"more") == alice.offer
