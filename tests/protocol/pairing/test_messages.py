@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import contextlib
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.pairing_events import MessageReceived
+from farandole.protocol.pairing_messages import (
+    MAX_MESSAGE_BYTES,
+    Accept,
+    Begin,
+    Busy,
+    Message,
+    Propose,
+    Ready,
+    Refuse,
+    Withdraw,
+    decode_message,
+    encode_message,
+)
+
+from .nodes import BOB, HIGH, LOW, MIDDLE, started
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0, 1e9])
+def test_durations_are_finite_and_bounded(seconds: float) -> None:
+    for message in (Propose(LOW, seconds), Accept(LOW, seconds), Busy(LOW, seconds)):
+        with pytest.raises(RemoteProtocolError):
+            decode_message(encode_message(message))
+
+
+SESSIONS = st.sampled_from([LOW, MIDDLE, HIGH])
+SECONDS = st.one_of(st.none(), st.floats(0, 100))
+MESSAGES: st.SearchStrategy[Message] = st.one_of(
+    st.builds(Propose, SESSIONS, SECONDS),
+    st.builds(Accept, SESSIONS, SECONDS),
+    st.builds(Refuse, SESSIONS, st.sampled_from(["matched", "away"])),
+    st.builds(Busy, SESSIONS, st.floats(0, 100)),
+    st.builds(Withdraw, SESSIONS),
+    st.builds(Ready, SESSIONS),
+    st.builds(Begin, SESSIONS),
+)
+
+
+@given(MESSAGES)
+def test_messages_survive_the_wire_and_are_small(message: Message) -> None:
+    payload = encode_message(message)
+    assert len(payload) <= MAX_MESSAGE_BYTES
+    assert decode_message(payload) == message
+
+
+@given(st.one_of(st.binary(max_size=100), st.tuples(MESSAGES, st.integers(0, 200), st.integers(0, 255))))
+def test_rubbish_raises_remote_protocol_errors_alone(rubbish: bytes | tuple[Message, int, int]) -> None:
+    if isinstance(rubbish, tuple):
+        message, position, value = rubbish
+        payload = bytearray(encode_message(message))
+        payload[position % len(payload)] = value
+        rubbish = bytes(payload)
+    node = started()
+    with contextlib.suppress(RemoteProtocolError):
+        node.handle(MessageReceived(BOB, rubbish), 1.0)

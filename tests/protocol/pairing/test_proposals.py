@@ -1,0 +1,188 @@
+"""Who proposes to whom, and what is answered."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from farandole.protocol.pairing import MAX_PROPOSALS, PROPOSE_FROM, PROPOSE_UNTIL, Pairing
+from farandole.protocol.pairing_events import (
+    ContributionReady,
+    GoAlone,
+    MessageReceived,
+    PeerLost,
+    PeersChanged,
+    RoundStarted,
+    SendMessage,
+    SetTimer,
+    Stopped,
+    TimerFired,
+)
+from farandole.protocol.pairing_messages import Accept, Busy, Message, Propose, Refuse, Withdraw, encode_message
+
+from .nodes import ALICE, BOB, BOXED, CAROL, HIGH, LOW, MALLORY, MIDDLE, matched, only_proposal, started
+
+
+def test_a_node_proposes_within_its_window_and_never_to_itself() -> None:
+    for seed in range(50):
+        machine = Pairing(ALICE, BOXED, random.Random(seed))
+        machine.handle(PeersChanged(frozenset((ALICE, BOB))), 0.0)
+        outputs = machine.handle(RoundStarted(0), 100.0)
+        (timer,) = [output for output in outputs if isinstance(output, SetTimer)]
+        assert 100 + 40 * PROPOSE_FROM <= timer.at <= 100 + 40 * PROPOSE_UNTIL
+        proposals = [out for out in machine.handle(TimerFired(), timer.at) if isinstance(out, SendMessage)]
+        assert [proposal.peer for proposal in proposals] == [BOB]
+
+
+def test_partners_are_drawn_uniformly() -> None:
+    peers = frozenset(bytes([index]) * 32 for index in range(8))
+    rng = random.Random(5)
+    counts = dict.fromkeys(peers, 0)
+    for _ in range(4_000):
+        machine = Pairing(ALICE, BOXED, rng)
+        machine.handle(PeersChanged(peers), 0.0)
+        machine.handle(RoundStarted(0), 0.0)
+        (proposal,) = [out for out in machine.handle(TimerFired(), 30.0) if isinstance(out, SendMessage)]
+        counts[proposal.peer] += 1
+    assert sum((count - 500) ** 2 / 500 for count in counts.values()) < 24.3  # chi-square, 7 degrees, p = 0.001
+
+
+def test_a_proposal_to_a_seeking_node_is_accepted() -> None:
+    alice = started()
+    alice.hear(BOB, Propose(MIDDLE, 40.0), 1.0)
+    assert alice.sent == [(BOB, Accept(MIDDLE, 39.0))]
+    assert alice.machine.partner == BOB
+
+
+def test_a_matched_node_refuses_others() -> None:
+    alice, _ = matched()
+    alice.hear(CAROL, Propose(LOW, 1.0), 31.0)
+    assert alice.sent == [(CAROL, Refuse(LOW, "matched"))]
+
+
+def test_an_outstanding_proposal_gives_way_to_a_smaller_session_alone() -> None:
+    alice = started()
+    peer, proposal = alice.propose(30.0)
+    other = CAROL if peer == BOB else BOB
+    alice.hear(other, Propose(HIGH, 10.0), 30.1)
+    ((_, answer),) = alice.sent
+    assert isinstance(answer, Busy)
+    alice.hear(other, Propose(LOW, 10.0), 30.2)
+    (_, withdrawal), (_, acceptance) = alice.sent
+    assert withdrawal == Withdraw(proposal.session)
+    assert isinstance(acceptance, Accept)
+    assert alice.machine.partner == other
+
+
+@pytest.mark.parametrize("first", [ALICE, BOB])
+def test_crossing_proposals_make_one_pair(first: bytes) -> None:
+    nodes = {ALICE: started(ALICE, BOXED, BOB), BOB: started(BOB, BOXED, ALICE)}
+    mail = []
+    for name, node in nodes.items():
+        peer, proposal = node.propose(30.0)
+        mail.append((name, peer, proposal))
+    mail.sort(key=lambda letter: letter[0] != first)
+    queue: list[tuple[bytes, bytes, Message]] = list(mail)
+    while queue:
+        source, destination, message = queue.pop(0)
+        nodes[destination].hear(source, message, 30.1)
+        queue += [(destination, peer, answer) for peer, answer in nodes[destination].sent]
+    assert nodes[ALICE].machine.partner == BOB
+    assert nodes[BOB].machine.partner == ALICE
+
+
+def test_who_is_refused_asks_another_at_once() -> None:
+    alice = started()
+    peer, proposal = alice.propose(30.0)
+    alice.hear(peer, Refuse(proposal.session, "matched"), 30.1)
+    ((second, message),) = alice.sent
+    assert second == (CAROL if peer == BOB else BOB)
+    assert isinstance(message, Propose)
+
+
+def test_a_busy_peer_is_asked_again_when_it_said() -> None:
+    alice = started(ALICE, BOXED, BOB)
+    _, proposal = alice.propose(30.0)
+    outputs = alice.machine.handle(MessageReceived(BOB, encode_message(Busy(proposal.session, 3.0))), 30.0)
+    assert outputs == [SetTimer(33.0)]
+    assert alice.propose(33.0)[0] == BOB
+
+
+def test_a_proposal_without_answer_is_withdrawn() -> None:
+    alice = started()
+    peer, proposal = alice.propose(30.0)
+    alice.handle(TimerFired(), 35.0)
+    assert alice.sent[0] == (peer, Withdraw(proposal.session))
+    assert alice.sent[1][0] != peer
+
+
+def test_an_acceptance_that_comes_too_late_is_withdrawn() -> None:
+    alice = started(ALICE, BOXED, BOB)
+    _, proposal = alice.propose(30.0)
+    alice.handle(TimerFired(), 35.0)
+    alice.hear(BOB, Accept(proposal.session, 3.0), 35.1)
+    assert alice.sent == [(BOB, Withdraw(proposal.session))]
+    assert alice.machine.partner is None
+
+
+def test_peers_not_known_to_be_live_are_put_off() -> None:
+    alice = started()
+    alice.hear(MALLORY, Propose(LOW, 10.0), 1.0)
+    ((_, answer),) = alice.sent
+    assert isinstance(answer, Busy)
+
+
+def test_a_node_that_is_away_says_so_and_withdraws_what_it_agreed() -> None:
+    alice, session = matched()
+    alice.handle(Stopped(), 31.0)
+    assert alice.sent == [(BOB, Withdraw(session))]
+    alice.hear(CAROL, Propose(LOW, 1.0), 32.0)
+    assert alice.sent == [(CAROL, Refuse(LOW, "away"))]
+
+
+def test_proposals_of_a_round_are_bounded() -> None:
+    peers = [index.to_bytes(32, "big") for index in range(2 * MAX_PROPOSALS)]
+    alice = started(ALICE, BOXED, *peers)
+    peer, proposal = alice.propose(30.0)
+    num_proposals = 1
+    while True:
+        alice.hear(peer, Refuse(proposal.session, "matched"), 30.0 + num_proposals)
+        if not alice.sent:
+            break
+        peer, proposal = only_proposal(alice)
+        num_proposals += 1
+    assert num_proposals == MAX_PROPOSALS
+    assert alice.handle(ContributionReady(7), 120.0) == [GoAlone(7, "no peer is free")]
+
+
+def test_a_partner_lost_early_is_replaced() -> None:
+    alice = started()
+    peer, proposal = alice.propose(30.0)
+    alice.hear(peer, Accept(proposal.session, 10.0), 30.1)
+    alice.handle(PeerLost(peer), 31.0)
+    ((second, message),) = alice.sent
+    assert second != peer
+    assert isinstance(message, Propose)
+
+
+def test_a_connection_that_breaks_once_may_be_made_again() -> None:
+    alice, _ = matched()
+    alice.handle(PeerLost(BOB), 31.0)
+    assert alice.propose(33.5)[0] == BOB
+    alice.handle(PeerLost(BOB), 34.0)
+    assert alice.handle(ContributionReady(7), 40.0) == [GoAlone(7, "no peer is free")]
+
+
+def test_a_partner_that_is_no_longer_live_is_let_go() -> None:
+    alice, session = matched()
+    alice.handle(PeersChanged(frozenset((CAROL,))), 31.0)
+    assert alice.sent[0] == (BOB, Withdraw(session))
+    assert alice.sent[1][0] == CAROL
+
+
+def test_a_partner_that_was_restarted_may_propose_again() -> None:
+    alice, _ = matched()
+    alice.hear(BOB, Propose(HIGH, 8.0), 33.0)
+    assert isinstance(alice.sent[-1][1], Accept)
+    assert alice.machine.partner == BOB

@@ -1,0 +1,151 @@
+"""A walk through everything: a peer that sends anything at any time, and a node that must keep its promises."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.manifest import RoundConfig
+from farandole.protocol.pairing import WAIT_SHARE, Pairing
+from farandole.protocol.pairing_events import (
+    TRANSITIONS,
+    ContributionReady,
+    Event,
+    ExchangeEnded,
+    FinishRound,
+    GoAlone,
+    MessageReceived,
+    PeerLost,
+    PeersChanged,
+    RoundStarted,
+    SendMessage,
+    SetTimer,
+    StartExchange,
+    State,
+    TimerFired,
+)
+from farandole.protocol.pairing_messages import (
+    Accept,
+    Begin,
+    Busy,
+    Message,
+    Propose,
+    Ready,
+    Refuse,
+    Withdraw,
+    decode_message,
+    encode_message,
+)
+
+from .nodes import ALICE, BOB, BOXED, CAROL, HIGH, LOW, MALLORY, MIDDLE, STEPS
+
+
+def _random_message(rng: random.Random, sessions: list[bytes]) -> Message:
+    session, seconds = rng.choice(sessions), rng.choice([0.0, rng.uniform(0, 100)])
+    some: list[Message] = [
+        Propose(session, rng.choice([seconds, None])),
+        Accept(session, rng.choice([seconds, None])),
+        Refuse(session, rng.choice(["matched", "away"])),
+        Busy(session, seconds),
+        Withdraw(session),
+        Ready(session),
+        Begin(session),
+    ]
+    return rng.choice(some)
+
+
+@pytest.mark.parametrize("config", [BOXED, STEPS])
+@pytest.mark.parametrize("seed", range(10))
+def test_whatever_peers_do_a_round_ends_by_its_deadline(seed: int, config: RoundConfig) -> None:
+    for walk in range(100):
+        _walk(random.Random(100 * seed + walk), config)
+
+
+def _walk(rng: random.Random, config: RoundConfig) -> None:
+    machine = Pairing(ALICE, config, rng)
+    now, timer, ready_at, outcomes, tries = 0.0, math.inf, math.inf, 0, 0
+    sessions = [LOW, MIDDLE, HIGH]
+    exchange: StartExchange | None = None
+
+    def handle(event: Event) -> None:
+        nonlocal timer, outcomes, exchange, tries
+        before = machine.state
+        try:
+            outputs = machine.handle(event, now)
+        except RemoteProtocolError:
+            assert machine.state is before
+            return
+        assert machine.state is before or machine.state in _reachable(before)
+        for output in outputs:
+            match output:
+                case SetTimer(at=at):
+                    timer = at
+                case SendMessage(payload=payload):
+                    sessions.append(decode_message(payload).session)
+                case StartExchange():
+                    assert exchange is None
+                    assert now <= ready_at + WAIT_SHARE * config.exchange_seconds
+                    assert output.deadline == ready_at + config.exchange_seconds
+                    exchange, tries = output, tries + 1
+                case GoAlone():
+                    in_time = now <= ready_at + WAIT_SHARE * config.exchange_seconds
+                    assert exchange is None
+                    assert in_time or isinstance(event, ExchangeEnded)
+                    outcomes += 1
+                case FinishRound():
+                    assert ready_at == math.inf
+
+    handle(PeersChanged(frozenset((BOB, CAROL))))
+    handle(RoundStarted(0))
+    for _ in range(rng.randrange(60)):
+        now = min(now + rng.choice([0.0, rng.uniform(0, 5)]), timer)
+        action = rng.randrange(10)
+        if exchange is not None and rng.random() < 0.3:  # it ends, as it may
+            ended, exchange = exchange, None
+            is_committed = rng.random() < 0.3
+            outcomes += is_committed
+            handle(ExchangeEnded(ended.session, is_committed, is_broken=not is_committed and rng.random() < 0.8))
+            continue
+        if now >= timer:
+            timer = math.inf
+            handle(TimerFired())
+        elif action == 0 and ready_at == math.inf:
+            ready_at = now
+            handle(ContributionReady(0))
+        elif action == 1:
+            handle(PeerLost(rng.choice([BOB, CAROL])))
+        elif action == 2:
+            handle(PeersChanged(frozenset(rng.sample([BOB, CAROL], rng.randrange(3)))))
+        else:
+            payload = encode_message(_random_message(rng, sessions))
+            handle(MessageReceived(rng.choice([BOB, CAROL, MALLORY]), payload))
+    if ready_at == math.inf:
+        ready_at = now
+        handle(ContributionReady(0))
+    while not outcomes:  # from here on nobody says a word
+        if exchange is not None:
+            ended, exchange = exchange, None
+            handle(ExchangeEnded(ended.session, committed=False, is_broken=True))
+        else:
+            assert timer < math.inf
+            now, timer = max(now, timer), math.inf
+            handle(TimerFired())
+    assert outcomes == 1, "one outer step a round"
+    assert tries <= 2
+    assert machine.state is State.IDLE
+
+
+def _reachable(state: State) -> set[State]:
+    """The states that one event may lead to, through others."""
+    reached = {state}
+    while fresh := {after for step in reached for after in TRANSITIONS[step].values()} - reached:
+        reached |= fresh
+    return reached
+
+
+def test_every_state_can_be_reached_and_left() -> None:
+    assert _reachable(State.IDLE) == set(State)
+    assert all(State.SEEKING in _reachable(state) for state in State)
