@@ -1,0 +1,46 @@
+"""Alice and Bob with contributions that go over a bulk channel in memory."""
+
+from __future__ import annotations
+
+import trio
+import trio.testing
+
+from farandole.protocol.exchange import BULK_FROM
+
+from ..parties import ALICE, BOB, PATIENCE, MemoryChannels, MemoryHost, Party, assert_committed, meet
+
+
+class BulkPair:
+    """Alice and Bob with contributions that go over a channel."""
+
+    def __init__(self, nursery: trio.Nursery) -> None:
+        hosts: dict[bytes, MemoryHost] = {}
+        channels: dict[bytes, MemoryChannels] = {}
+        self.ways = [MemoryChannels(author, channels) for author in (ALICE, BOB)]
+        self.alice, self.bob = (
+            Party(MemoryHost(way.author, nursery, hosts), seed, BULK_FROM + 1, way)
+            for seed, way in enumerate(self.ways, 1)
+        )
+
+    def way(self, author: bytes) -> MemoryChannels:
+        return self.ways[author == BOB]
+
+    def party(self, author: bytes) -> Party:
+        return self.bob if author == BOB else self.alice
+
+    async def meet(self) -> None:
+        await meet(self.alice, self.bob)
+
+    def assert_committed(self, path: str, num_channels: int) -> None:
+        """Over so many channels."""
+        assert_committed(self.alice, self.bob)
+        assert self.alice.result.path == path
+        assert self.way(ALICE).num_acquired == num_channels
+        assert trio.current_time() <= PATIENCE
+
+    def assert_aborted(self) -> None:
+        """Neither commits, and no channel is kept on which something may still come."""
+        assert not self.alice.result.committed
+        assert not self.bob.result.committed
+        assert not any(way.kept for way in self.ways)
+        assert trio.current_time() <= PATIENCE
