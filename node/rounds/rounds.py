@@ -112,7 +112,6 @@ class Rounds:
         self._session_over = trio.Event()  # likewise
         self._ended = trio.Event()
         self._is_leaving = False
-        self._ends_to_rest = False  # the present session
         self._tenth_told = 0  # of the text that is tokenised
         messenger.set_receiver(PAIRING_PROTOCOL, MAX_PAIRING_MESSAGE, self._receive, self._on_undelivered)
 
@@ -208,11 +207,10 @@ class Rounds:
         while not self._is_leaving:
             await self._rest_out()
             self._ready_at = None
-            self._ends_to_rest = False
             self._life = trio.CancelScope()
             try:
                 with self._life:
-                    if await self._run_one_trainer() and not self._ends_to_rest:
+                    if await self._run_one_trainer() and not self._rest.is_on:
                         return
             except TrainerError as error:
                 self.handle(Stopped())
@@ -231,20 +229,15 @@ class Rounds:
         self._board.say("training again")
 
     async def _begin_rests(self) -> None:
-        """Whenever the node is to rest, have the trainer save and end, or else end it: its memory is wanted.
-
-        A rest that is over before the trainer has ended is followed by another trainer, as any other is.
-        """
+        """Whenever the node is to rest, have the trainer save and end, or else end it: its memory is wanted."""
         while True:
             await self._rest.wait(is_on=True)
             self.handle(Stopped())
-            life = self._life
             if self._session is not None:
-                self._ends_to_rest = True
                 with trio.move_on_after(REST_TIMEOUT):
                     await self._session.leave()
                     await self._session_over.wait()
-            life.cancel()
+            self._life.cancel()
             await self._rest.wait(is_on=False)
 
     async def _watch_traffic(self) -> None:
