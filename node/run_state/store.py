@@ -76,7 +76,7 @@ class Store:
         try:
             yield self._connection
         except BaseException:  # whatever it is: all of it or nothing
-            if self._connection.in_transaction:  # a full disk has ended it already
+            if self._connection.in_transaction:  # some errors end it by themselves (sqlite.org/lang_transaction.html)
                 self._connection.execute("ROLLBACK")
             raise
         self._connection.execute("COMMIT")
