@@ -13,6 +13,8 @@ from pathlib import Path
 import trio
 
 DEADLINE = 180  # a hang, not a duration
+# An inner step takes at least so long: nodes of a test leave the processors to each other, as machines of their own do.
+PACE = ("--step-seconds", "0.02")
 
 
 class Daemon:
@@ -61,7 +63,7 @@ class Daemon:
 
 def joined(home: Path, *arguments: str) -> AbstractAsyncContextManager[Daemon]:
     """A node that trains, as long as the context."""
-    return started(home, "join", *arguments, "--heartbeat-seconds", "1", "--validate-every", "0")
+    return started(home, "join", *PACE, *arguments, "--heartbeat-seconds", "1", "--validate-every", "0")
 
 
 @asynccontextmanager

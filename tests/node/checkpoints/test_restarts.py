@@ -27,6 +27,7 @@ from ..daemons import DEADLINE, Daemon, joined
 
 INNER_STEPS = 3
 CHECKPOINT_SECONDS = 0.1
+UNPACED = ("--step-seconds", "0")
 # A save that is due is on the disk so much later at most, on a machine on which many tests run.
 SAVE_SECONDS = 10.0
 MANIFEST = manifest_from_dict(
@@ -123,7 +124,7 @@ async def play(num_kills: int, tmp_path: Path, texts: Path) -> None:
     (tmp_path / "run.manifest").write_bytes(signed.encode())
     home, rng = tmp_path / "alice", random.Random(1)
     folder = CheckpointFolder(NodeSettings(home=home).checkpoints, 0)
-    options = ("--data", str(texts), "--device", "cpu", "--checkpoint-seconds", str(CHECKPOINT_SECONDS))
+    options = ("--data", str(texts), "--device", "cpu", "--checkpoint-seconds", str(CHECKPOINT_SECONDS), *UNPACED)
     source: tuple[str, ...] = (str(tmp_path / "run.manifest"),)
     names: set[str] = set()
     newest: Path | None = None

@@ -19,7 +19,7 @@ from farandole.node.settings import NodeSettings
 from farandole.protocol.invite import Invite, encode_invite
 from farandole.protocol.manifest import decode_manifest, manifest_from_dict, sign_manifest
 
-from ..daemons import Daemon, joined, started
+from ..daemons import PACE, Daemon, joined, started
 from .validation import validation_loss
 
 RUN: dict[str, Any] = {
@@ -91,7 +91,7 @@ async def test_two_stages_are_pulled_and_go_on_as_one(tmp_path: Path, texts: Pat
     manifest, after = decode_manifest((tmp_path / "after.manifest").read_bytes())
     assert manifest.start is not None
 
-    join = ("join", "--heartbeat-seconds", "1", "--validate-every", "1", "--no-mdns", *data)
+    join = ("join", *PACE, "--heartbeat-seconds", "1", "--validate-every", "1", "--no-mdns", *data)
     async with started(tmp_path / "cyd", *join, str(tmp_path / "after.manifest")) as cyd:  # she has not the folder
         await cyd.says("looking for the weights that this run starts from")
         there = ("--bootstrap", cyd.addresses[0], "--start", str(tmp_path / "model"))
