@@ -38,7 +38,7 @@ def run_testnet(
         str | None,
         typer.Argument(
             metavar="SCENARIO",
-            help="A TOML file, or demo, churn, unequal, overlap, slow-link, stages, ....",
+            help="A TOML file, or a name: demo, churn, unequal, overlap, stages, chaos, more in docs/testnet.md.",
             show_default="demo, or stages with --stages",
         ),
     ] = None,
@@ -75,12 +75,15 @@ def run_testnet(
     from .scenario import load_scenario
 
     scenario = scenario or ("stages" if stages else "demo")
-    played = load_scenario(scenario, nodes=nodes, rounds=rounds, seed=seed, stages=stages, nat=nat, clean=clean)
+    console = Console(stderr=as_json)
+    say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
+    played = load_scenario(
+        scenario, nodes=nodes, rounds=rounds, seed=seed, stages=stages, nat=nat, clean=clean, say=say
+    )
     clean_report = load_report(beside) if beside else None
     if clean_report is not None:
         check_clean(clean_report, str(played.run.get("name", "")), played.nodes)
     folder = out or Path("out") / Path(scenario).stem
-    console = Console(stderr=as_json)
     with open_view(console) as view:
         testnet = Testnet(played, folder.absolute(), view)
         report = trio.run(testnet.play)
@@ -163,7 +166,9 @@ def compare(
     seeds: Annotated[int, typer.Option(min=1, help="Repetitions.")] = 3,
     interval: Annotated[int, typer.Option(min=1, help="Inner steps a round.")] = 10,
     out: Annotated[Path | None, typer.Option(help="Folder for compare.json.")] = None,
-    methods: Annotated[list[str] | None, typer.Option(help="Those with this in their names; may be repeated.")] = None,
+    methods: Annotated[
+        list[str] | None, typer.Option(metavar="WORDS", help="Those with this in their names; may be repeated.")
+    ] = None,
     write: Write = None,
 ) -> None:
     """Train with NoLoCo, DiLoCo, synchronously and without averaging, on the same tokens, in one process.
@@ -192,7 +197,9 @@ def traffic(write: Write = None) -> None:
 @testnet_app.command("bench-exchange")
 def bench_exchange(
     out: Annotated[Path, typer.Option(help="Folder for exchange.json, exchange.md, a log.")] = Path("out/bench"),
-    sizes: Annotated[list[int] | None, typer.Option(min=1, help="Megabytes to move one way; may be repeated.")] = None,
+    sizes: Annotated[
+        list[int] | None, typer.Option(min=1, metavar="MB", help="Megabytes to move one way; may be repeated.")
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Of each measurement; the median counts.")] = 5,
     peers: Annotated[bool, typer.Option(help="Measure hivemind and Lattica too, installing them once.")] = True,
     cache: Annotated[Path, typer.Option(help="Folder in which the two are installed.")] = Path(".bench"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -21,10 +21,16 @@ from .natlab.kinds import KINDS, KindError, kind_named
 
 MAX_FAULTS: Final = 1_000
 DEFAULT_NODES: Final = 8
+DEFAULT_ROUNDS: Final = 20
 DEFAULT_MIN_PARTNERS: Final = 3
+# Partners are drawn at random: the next one may be the last one again, and now and then nobody is free.
+ROUNDS_A_PARTNER: Final = 3
 
 _Positive = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 _Caps = Annotated[tuple[Annotated[float, msgspec.Meta(ge=0, le=1e6)], ...], msgspec.Meta(max_length=MAX_NODES)]
+
+
+_Settings = dict[str, Any]
 
 
 class ScenarioError(ManifestError):
@@ -71,7 +77,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     run: dict[str, Any]
     """As in a run file."""
     nodes: Annotated[int, msgspec.Meta(ge=1, le=MAX_NODES)] = DEFAULT_NODES
-    rounds: Annotated[int, msgspec.Meta(ge=1, le=256)] = 20
+    rounds: Annotated[int, msgspec.Meta(ge=1, le=256)] = DEFAULT_ROUNDS
     """At most as many as a status keeps losses of."""
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
     """Of the run; replaces ``run.seed``."""
@@ -100,6 +106,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     settle_timeout: _Positive = 30.0
     """Seconds after the training in which the run state must become equal everywhere."""
     min_partners: Annotated[int, msgspec.Meta(ge=0)] = DEFAULT_MIN_PARTNERS
+    """With so many each node must have averaged; where the file leaves it out, fewer nodes or rounds lower it."""
     max_loss_merged: _Positive | None = None
     """Validation loss of the mean of all replicas, nats a token."""
     max_empty_seconds: _Positive = 30.0
@@ -204,6 +211,9 @@ def scenario_names() -> list[str]:
     return sorted(entry.name.removesuffix(".toml") for entry in _folder().iterdir() if entry.name.endswith(".toml"))
 
 
+def _nobody_listens(text: str) -> None: ...
+
+
 def load_scenario(
     name_or_path: str,
     *,
@@ -213,10 +223,12 @@ def load_scenario(
     stages: int | None = None,
     nat: bool = False,
     clean: bool = False,
+    say: Callable[[str], None] = _nobody_listens,
 ) -> Scenario:
     """A delivered scenario by its name, or a file; the other arguments replace what it says.
 
-    With ``nat`` the nodes are in homes, in the default ones if it names none. ``clean``: without its faults.
+    With ``nat`` the nodes are in homes, in the default ones if it names none. ``clean``: without its faults. ``say`` is
+    told what of the scenario is not asked of so few nodes or rounds.
 
     Raises `ScenarioError`, or `ManifestError` for its run settings.
     """
@@ -226,21 +238,49 @@ def load_scenario(
         settings = read_toml(Path(name_or_path))
     else:
         raise ScenarioError(f"no scenario {name_or_path!r}: name a TOML file, or one of {', '.join(scenario_names())}")
-    replaced = {"nodes": nodes, "rounds": rounds, "seed": seed, "stages": stages}
-    settings |= {name: value for name, value in replaced.items() if value is not None}
+    sizes = {"nodes": nodes, "rounds": rounds, "stages": stages}
+    settings = _within_reach(settings, {name: size for name, size in sizes.items() if size is not None}, say)
+    if seed is not None:
+        settings["seed"] = seed
     if nat and not settings.get("home"):
         settings["home"] = [{"kind": kind} for kind in DEFAULT_HOMES]
     if clean:
         settings |= {"fault": [], "chaos": None}
-    min_partners = settings.get("min_partners", DEFAULT_MIN_PARTNERS)
-    if (nodes or stages) and isinstance(min_partners, int):
-        least = settings.get("nodes", DEFAULT_NODES) // max(1, settings.get("stages", 0))  # of a stage
-        settings["min_partners"] = max(0, min(min_partners, least - 1))
     return parse_scenario(settings)
 
 
-def parse_scenario(settings: dict[str, Any]) -> Scenario:
+def _within_reach(settings: _Settings, sizes: Mapping[str, int], say: Callable[[str], None]) -> _Settings:
+    """The settings with other sizes; what they ask for and so few nodes or rounds cannot reach gives way."""
+    made = {**settings, **sizes}
+    asked, most, before = settings.get("min_partners"), _num_others(made), _number(settings, "rounds", DEFAULT_ROUNDS)
+    rounds = sizes.get("rounds", before)
+    if rounds < before:
+        most = min(most, rounds // ROUNDS_A_PARTNER)
+    if sizes and isinstance(asked, int) and asked > most:
+        made["min_partners"] = most
+        say(f"min_partners is {most}, not the scenario's {asked}: there are too few nodes or rounds for more")
+    if rounds < before and settings.get("max_loss_merged") is not None:
+        made["max_loss_merged"] = None
+        say(f"max_loss_merged does not count: it is meant for the scenario's {before} rounds")
+    return made
+
+
+def _num_others(settings: _Settings) -> int:
+    """With whom each node may average: the others of its stage, at least."""
+    nodes, stages = _number(settings, "nodes", DEFAULT_NODES), _number(settings, "stages", 1)
+    return max(0, nodes // max(1, stages) - 1)
+
+
+def _number(settings: _Settings, name: str, default: int) -> int:
+    """As it stands there; what is no number is refused later, by its name."""
+    value = settings.get(name)
+    return value if isinstance(value, int) else default
+
+
+def parse_scenario(settings: _Settings) -> Scenario:
     """From a parsed TOML file; `ScenarioError` names the field, `ManifestError` that of the run."""
+    reachable = min(_num_others(settings), _number(settings, "rounds", DEFAULT_ROUNDS) // ROUNDS_A_PARTNER)
+    settings = {"min_partners": min(DEFAULT_MIN_PARTNERS, reachable), **settings}
     try:
         scenario = msgspec.convert(settings, Scenario)
         if scenario.chaos is not None:

@@ -77,7 +77,8 @@ def show_config(settings: NodeSettings, context: typer.Context, config: Path, as
 def check_config(
     home: Home,
     path: Annotated[
-        Path | None, typer.Argument(metavar="FILE", show_default=f"{CONFIG_NAME} in the node's folder")
+        Path | None,
+        typer.Argument(metavar="FILE", help="Which one.", show_default=f"{CONFIG_NAME} in the node's folder"),
     ] = None,
 ) -> None:
     """Check a settings file; exit code 3 if anything in it is wrong, and every fault is named.

@@ -36,7 +36,11 @@ def create_run(
     ] = None,
     invite_address: Annotated[
         list[str] | None,
-        typer.Option("--invite-address", help="Print an invite with this multiaddr (ends in /p2p/...); repeatable."),
+        typer.Option(
+            "--invite-address",
+            metavar="MULTIADDR",
+            help="Print an invite with this multiaddr (ends in /p2p/...); repeatable.",
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a manifest that is there: another run.")] = False,
     measure: Annotated[
@@ -134,7 +138,7 @@ def make_invite(
     ] = None,
     address: Annotated[
         list[str] | None,
-        typer.Option("--address", help="A multiaddr to dial first (ends in /p2p/...); repeatable."),
+        typer.Option("--address", metavar="MULTIADDR", help="To dial first (ends in /p2p/...); repeatable."),
     ] = None,
 ) -> None:
     """Print an invite: one line, all that others need to join.

@@ -25,12 +25,46 @@ def test_the_three_scenarios_are_delivered() -> None:
 def test_what_the_command_line_says_replaces_what_the_file_says(tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
     path.write_text("nodes = 8\nrounds = 9\nmin_partners = 3\nrun = {name = 'a', model = 'tiny', seed = 4}\n")
-    scenario = load_scenario(str(path), nodes=3, rounds=2, seed=7)
-    assert (scenario.nodes, scenario.rounds, scenario.min_partners) == (3, 2, 2)
+    scenario = load_scenario(str(path), nodes=4, rounds=12, seed=7)
+    assert (scenario.nodes, scenario.rounds, scenario.min_partners) == (4, 12, 3)
     assert scenario.manifest(0).seed == 7
     path.write_text("min_partners = 'all'\nrun = {name = 'a', model = 'tiny'}\n")
     with pytest.raises(ManifestError, match="min_partners"):
         load_scenario(str(path), nodes=3)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "min_partners", "said"),
+    [
+        ({}, 3, ""),
+        ({"nodes": 3}, 2, "min_partners is 2, not the scenario's 3"),
+        ({"nodes": 1}, 0, "min_partners is 0"),
+        ({"rounds": 20}, 3, ""),
+        ({"rounds": 5}, 1, "min_partners is 1"),
+    ],
+)
+def test_so_few_nodes_and_rounds_are_not_asked_for_what_is_beyond_them(
+    sizes: dict[str, Any], min_partners: int, said: str
+) -> None:
+    told: list[str] = []
+    assert load_scenario("demo", **sizes, say=told.append).min_partners == min_partners
+    assert said in "\n".join(told)
+    assert bool(said) == bool(told)
+
+
+def test_fewer_rounds_need_not_learn_as_much() -> None:
+    told: list[str] = []
+    assert load_scenario("demo", rounds=13, say=told.append).max_loss_merged is None
+    assert told == ["max_loss_merged does not count: it is meant for the scenario's 14 rounds"]
+    assert load_scenario("demo", rounds=15).max_loss_merged is not None
+
+
+@pytest.mark.parametrize(
+    ("settings", "min_partners"),
+    [({}, 3), ({"nodes": 3}, 2), ({"nodes": 9, "stages": 3}, 2), ({"rounds": 3}, 1), ({"nodes": 1}, 0)],
+)
+def test_a_scenario_need_not_say_how_many_partners_there_are(settings: dict[str, Any], min_partners: int) -> None:
+    assert parse_scenario({"run": RUN, **settings}).min_partners == min_partners
 
 
 @pytest.mark.parametrize(
