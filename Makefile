@@ -18,7 +18,8 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 	  { echo "could not make a virtual environment; on Debian or Ubuntu: apt install python3-venv"; exit 2; }
 	@echo "Setting up $(VENV): a few hundred megabytes, once (torch is most of it)"
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' || \
+	  { echo "That failed. If a package could not be built: on Debian or Ubuntu, apt install gcc python3-dev libgmp-dev"; exit 2; }
 	@touch $@
 
 setup: $(STAMP) ## Make .venv with everything in it

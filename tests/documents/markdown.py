@@ -18,6 +18,9 @@ from dataclasses import dataclass, field
 _FENCE = re.compile(r"(?P<indent> *)```(?P<language>[a-z]*)$")
 _PLAY = re.compile(r"\s*<!-- play: (.*) -->$")
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+# As commands that measure write theirs into BENCHMARKS.md.
+_INDENTED = re.compile(r"(?<=\n\n)(?:    \S.*\n)+")
+_COMMENT = re.compile(r"\s+#\s.*")
 _CODE = re.compile(r"``(.+?)``|`([^`]+)`", re.DOTALL)
 
 
@@ -59,6 +62,11 @@ class Command:
     line: int
 
     @property
+    def bare(self) -> str:
+        """Without its comment."""
+        return _COMMENT.sub("", self.text)
+
+    @property
     def words(self) -> list[str]:
         """Of its first program, without ``sudo``, variables that are set before it, and what a shell does with it."""
         lexer = shlex.shlex(self.text, posix=True, punctuation_chars="|&;<>()")
@@ -89,6 +97,13 @@ def blocks(page: str) -> Iterator[Block]:
             play = {}
         elif line.strip():
             play = {}
+
+
+def indented_commands(page: str) -> Iterator[Command]:
+    """The lines of indented blocks, on a page that has nothing but commands in them."""
+    for found in _INDENTED.finditer(page):
+        for number, line in enumerate(found[0].splitlines(), page.count("\n", 0, found.start()) + 1):
+            yield Command(line.strip(), (), number)
 
 
 def prose(page: str) -> str:

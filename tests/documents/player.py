@@ -6,7 +6,9 @@ loopback interface; a test may place them in homes behind routers instead. What 
 in:
 
 - an invite, wherever a command says ``farandole1...``: the last one that a command has printed;
-- port 4001 and the dashboard's 8710: free ones (two machines may be one computer).
+- port 4001 and the dashboard's 8710: free ones (two machines may be one computer);
+- `sudo` and the environment's folder: left out, since tests run as root or not at all, and have an environment;
+- the package of examples/own_model, which a reader installs: it can be imported.
 
 Examples are played with a smaller model and shorter rounds than they have (`SMALLER`), since tests are waited for.
 
@@ -21,6 +23,7 @@ Comments before blocks (`tests.documents.markdown`) say what cannot be seen:
 | until                   | its commands are repeated until they print what is shown: a node takes its time |
 | exit=3                  | its last command ends with this code, and not with 0 |
 | not-played="why"        | only looked at: programs, options |
+| long                    | not with its page: each of its commands by itself (`tests.documents.test_long`) |
 | file=run.toml           | of a block that is no command's: it becomes this file |
 
 At the end whatever still goes on gets SIGTERM, and must end in good order.
@@ -51,7 +54,11 @@ from .pages import ROOT
 from .usage import is_played
 
 PATIENCE = 600  # a hang, not a duration
-SMALLER = {'model = "3M"': 'model = "tiny"', "round_seconds = 60": "round_seconds = 2"}
+SMALLER = {
+    'model = "3M"': 'model = "tiny"',
+    "round_seconds = 60": "round_seconds = 2",
+    "round_seconds = 10\n": "round_seconds = 2\n",
+}
 INVITE = re.compile(r"farandole1[0-9a-z]{30,}")
 _PLACEHOLDER = re.compile(r"farandole1[0-9a-z]*\.\.\.")
 _ANY = {
@@ -135,9 +142,11 @@ def a_machine(folder: Path, ports: dict[str, str], enter: Sequence[str] = (), **
     program.write_text(f"#!{sys.executable}\n{_FARANDOLE}\n")
     program.chmod(0o755)
     path = os.pathsep.join([str(program.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
+    packages = os.pathsep.join(filter(None, [str(work / "examples" / "own_model"), os.environ.get("PYTHONPATH")]))
     mine = {name: value for name, value in os.environ.items() if not name.startswith("FARANDOLE_")}
     given: dict[str, str] = {
         "PATH": path,
+        "PYTHONPATH": packages,
         "HOME": str(folder / "home"),
         "COLUMNS": "120",
         "NO_COLOR": "1",
@@ -196,9 +205,9 @@ class Shell:
                 await self._has_news.wait()
         assert words in self.printed, self.told(f"did not say {words!r}")
 
-    async def ends(self, *codes: int) -> None:
+    async def ends(self, *codes: int, patience: float = PATIENCE) -> None:
         """Wait for its end, with one of these exit codes."""
-        with trio.move_on_after(PATIENCE):
+        with trio.move_on_after(patience):
             await self.has_ended.wait()
         assert self.has_ended.is_set(), self.told("does not end")
         assert self.process.returncode in codes, self.told(f"ended with {self.process.returncode}, not {codes}")
@@ -229,7 +238,7 @@ class Player:
         """From the top to the end."""
         for block in blocks(page):
             self._at = block.play.get("on", self._at)
-            if "not-played" not in block.play:
+            if not {"not-played", "long"} & block.play.keys():
                 await self._play(block)
         await self.end()
 
@@ -265,12 +274,16 @@ class Player:
             elif "until" in block.play:
                 await self._repeat(command)
             else:
-                code = int(block.play.get("exit", Exit.OK)) if is_last else Exit.OK
-                shell = await self._open(command)
-                await shell.ends(code)
-                missing = first_missing(command.output, shell.printed)
-                assert missing is None, shell.told(f"The page shows: {missing}")
-                self._learn(shell)
+                await self.type(command, int(block.play.get("exit", Exit.OK)) if is_last else Exit.OK)
+
+    async def type(self, command: Command, code: int = Exit.OK, *, patience: float = PATIENCE) -> Shell:
+        """Type a command that ends, with this code, and prints what the page shows."""
+        shell = await self._open(command)
+        await shell.ends(code, patience=patience)
+        missing = first_missing(command.output, shell.printed)
+        assert missing is None, shell.told(f"The page shows: {missing}")
+        self._learn(shell)
+        return shell
 
     async def _repeat(self, command: Command) -> None:
         told = ""
@@ -308,7 +321,7 @@ class Player:
     def _filled_in(self, text: str) -> str:
         if _PLACEHOLDER.search(text):
             assert self.invite, f"{text}: no command has printed an invite yet"
-        text = _PLACEHOLDER.sub(self.invite, text).removeprefix("sudo ")
+        text = _PLACEHOLDER.sub(self.invite, text).removeprefix("sudo ").replace(".venv/bin/", "")
         for shown, typed in self.machine().ports.items():
             text = text.replace(shown, typed)
         return text

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from farandole.node.cli import app
+from farandole.node.config.file import SETTINGS
+from farandole.node.exits import Exit
 
 from .markdown import Block, anchors, blocks, code_spans, links
 from .pages import PAGES, ROOT, name_of
 from .player import INVITE, first_missing, pattern_of
-from .usage import check, check_farandole
+from .usage import check, check_farandole, check_name
 
 pages = pytest.mark.parametrize("page", PAGES, ids=name_of)
 # Folders of the repository; what stands before them is no path of it.
 _PATH = re.compile(r"(?:\.ci|\.typing|docs|examples|grafana|node|protocol|testnet|tests|training)/[\w./-]*")
+_JOIN = re.compile(r"^(farandole )?join ((farandole1|\S+\.manifest)\S* )?")
 # In comments of files that people read: "#   farandole join ...".
 _IN_A_COMMENT = re.compile(r"^#\s+((?:docker|farandole) .*)$", re.MULTILINE)
 
@@ -48,10 +55,32 @@ def test_commands_could_be_typed(page: Path) -> None:
 @pages
 def test_commands_within_lines_could_be_typed(page: Path) -> None:
     for span in code_spans(page.read_text()):
-        program, *arguments = Block("sh", span, 0).commands[0].words if span.startswith("farandole ") else [""]
-        # A command's name alone stands for all that it can do.
-        if program and any(word.startswith("-") or "1" in word for word in arguments):
+        _, *arguments = Block("sh", span, 0).commands[0].words if span.startswith("farandole ") else [""]
+        if any(word.startswith("-") or "1" in word for word in arguments):
             check_farandole([*arguments])
+        elif arguments:  # a command's name alone stands for all that it can do
+            check_name(arguments)
+
+
+@pages
+def test_settings_within_lines_are_taken(page: Path, tmp_path: Path) -> None:
+    """`farandole config show` takes the flags of `join`, and looks at their values."""
+    for span in code_spans(page.read_text()):
+        if flags := settings_in(_JOIN.sub("", span)):
+            shown = CliRunner().invoke(app, ["config", "show", "--home", str(tmp_path), *flags])
+            assert shown.exit_code == Exit.OK, f"{span}: {shown.output}"
+
+
+def settings_in(text: str) -> list[str]:
+    """Words that are flags of settings with their values; none, if there is anything else."""
+    switches = {name for setting in SETTINGS if setting.kind is bool for name in setting.flag.split("/")}
+    valued = {setting.flag for setting in SETTINGS if setting.kind is not bool} - {""}
+    words = shlex.split(text) if text.startswith("--") and "<" not in text else []
+    rest = iter(words)
+    for word in rest:
+        if word not in switches and (word not in valued or next(rest, "--").startswith("--")):
+            return []
+    return words
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "examples/run.toml", "examples/llama-3-stages/run.toml"])
@@ -64,7 +93,7 @@ def test_commands_in_comments_could_be_typed(name: str) -> None:
 def test_every_page_of_blocks_says_what_they_are(page: Path) -> None:
     languages = {block.language for block in blocks(page.read_text())}
     assert languages <= {"console", "sh", "toml", "python", "diff", "json", "text"}
-    known = {"on", "stays", "when", "types", "until", "exit", "not-played", "file"}
+    known = {"on", "stays", "when", "types", "until", "exit", "not-played", "long", "file"}
     assert not {key for block in blocks(page.read_text()) for key in block.play} - known
 
 
@@ -75,11 +104,22 @@ def test_a_guide_begins_with_what_its_reader_will_have() -> None:
             assert paragraph.startswith("At the end of this page "), page
 
 
+def test_settings_are_told_from_other_words() -> None:
+    assert settings_in("--upload-mbit 5 --no-relay") == ["--upload-mbit", "5", "--no-relay"]
+    assert settings_in("--quiet-hours 'Mon-Fri 18:00-23:00'") == ["--quiet-hours", "Mon-Fri 18:00-23:00"]
+    for other in ("--upload-mbit", "--threads <int>", "--merge 2", "--slow --relay", "farandole leave"):
+        assert settings_in(other) == []
+
+
 def test_whoever_types_a_wrong_option_is_told() -> None:
     check_farandole(["join", "farandole1...", "--upload-mbit", "3"])
     for wrong in (["join", "--uplod-mbit", "3"], ["jion"], ["run", "create"], ["pause", "now"], ["run"]):
         with pytest.raises(Exception, match=r"(?i)no such option|no command|needs|takes no argument"):
             check_farandole(wrong)
+    check_name(["checkpoint", "pull"])
+    check_name(["testnet", "run", "demo"])
+    with pytest.raises(AssertionError, match="no command 'merge' in farandole checkpoint"):
+        check_name(["checkpoint", "merge"])
     with pytest.raises(AssertionError, match="no target"):
         check(["make", "tea"])
     with pytest.raises(AssertionError, match="list it in"):

@@ -4,11 +4,13 @@ played in homes behind routers: `tests/testnet/natlab/test_two_homes.py`.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from .pages import ROOT
+from .markdown import blocks
+from .pages import PAGES, ROOT, name_of
 from .player import open_player, with_the_code
 
 # Who reads a volunteer's page has an invite.
@@ -30,17 +32,59 @@ farandole1...
 $ farandole --version
 ```
 """
+# Who reads of data has some.
+DATA = """
+<!-- play: on={name} file=make_data.py -->
+```python
+from pathlib import Path
+
+import msgspec
+import pyarrow
+import pyarrow.parquet
+from datasets import Dataset
+from tokenizers import Tokenizer, models
+
+texts = [f"Text number {{number}}, which goes on and on. " * 20 for number in range(60)]
+Path("texts").mkdir()
+for number, text in enumerate(texts):
+    Path("texts", f"{{number}}.txt").write_text(text)
+Path("corpus.jsonl").write_bytes(b"\\n".join(msgspec.json.encode({{"content": text, "id": 1}}) for text in texts))
+for name, part in (("a", texts[:30]), ("b", texts[30:])):
+    pyarrow.parquet.write_table(pyarrow.table({{"text": part}}), f"{{name}}.parquet")
+Dataset.from_dict({{"text": texts}}).save_to_disk("saved_dataset")
+Tokenizer(models.WordLevel({{"Text": 0}})).save("tokenizer.json")
+```
+
+```console
+$ python make_data.py
+```
+"""
 soak = pytest.mark.soak
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("README.md", marks=soak),
-        pytest.param("docs/researcher.md", marks=soak),
-        pytest.param("docs/testnet.md", marks=soak),
-    ],
+# Whose commands test_long types, and those made of the code, whose commands test_names looks at.
+ELSEWHERE = {"BENCHMARKS.md", "docs/reference.md", "docs/errors.md"}
+AS_THEY_ARE = (
+    "README.md",
+    "docs/researcher.md",
+    "docs/testnet.md",
+    "docs/your-model.md",
+    "examples/own_model/README.md",
 )
+QUICK, *SLOW = CHANGING_THE_CODE = (
+    "docs/adding-a-screening-rule.md",
+    "docs/adding-a-codec.md",
+    "docs/adding-a-model.md",
+    "CONTRIBUTING.md",
+)
+
+
+def test_every_page_with_commands_is_played() -> None:
+    played = {*AS_THEY_ARE, *CHANGING_THE_CODE, "docs/volunteer.md", "docs/your-data.md"}
+    with_commands = {name_of(page) for page in PAGES if any(block.commands for block in blocks(page.read_text()))}
+    assert with_commands - ELSEWHERE == played
+
+
+@soak
+@pytest.mark.parametrize("name", AS_THEY_ARE)
 async def test_a_page_is_played(name: str, tmp_path: Path) -> None:
     async with open_player(tmp_path) as player:
         await player.play((ROOT / name).read_text())
@@ -51,15 +95,16 @@ async def test_the_volunteers_guide_is_played_beside_a_run(tmp_path: Path) -> No
         await player.play(A_RUN + (ROOT / "docs" / "volunteer.md").read_text())
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "docs/adding-a-screening-rule.md",
-        pytest.param("docs/adding-a-codec.md", marks=soak),
-        pytest.param("docs/adding-a-model.md", marks=soak),
-        pytest.param("CONTRIBUTING.md", marks=soak),
-    ],
-)
+@soak
+@pytest.mark.skipif(find_spec("datasets") is None, reason="the extra 'data' is not installed")
+async def test_the_guide_on_data_is_played_with_some(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "your-data.md").read_text()
+    machines = ("second", "third", "fourth", "fifth", "here")
+    async with open_player(tmp_path) as player:
+        await player.play("\n".join(DATA.format(name=name) for name in machines) + page)
+
+
+@pytest.mark.parametrize("name", [QUICK, *(pytest.param(name, marks=soak) for name in SLOW)])
 async def test_what_a_page_changes_of_the_code_works(name: str, tmp_path: Path) -> None:
     async with open_player(tmp_path, with_the_code) as player:
         await player.play((ROOT / name).read_text())

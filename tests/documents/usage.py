@@ -84,6 +84,20 @@ def check_farandole(arguments: Sequence[str]) -> None:
     assert not missing, f"{context.command_path} needs {missing}"
 
 
+def check_name(words: Sequence[str]) -> None:
+    """The same of words that begin with a command's name, whatever that needs beside."""
+    assert cli.testnet_app
+    command: Any = typer.main.get_command(app)
+    path = "farandole"
+    for word in words:
+        if not hasattr(command, "list_commands"):
+            return
+        context: Any = typer.Context(command, info_name=path)
+        command = command.get_command(context, word)
+        assert command is not None, f"no command {word!r} in {path}"
+        path = f"{path} {word}"
+
+
 def is_played(words: Sequence[str]) -> bool:
     """Whether tests may run it on the machine that they run on."""
     program = Path(words[0]).name

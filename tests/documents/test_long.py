@@ -1,0 +1,140 @@
+"""What pages print and takes minutes or hours: each command by itself, on a machine with a copy of the code.
+
+Testnets are typed as they stand, and must pass. Benchmarks get more options behind theirs, which make them small
+(`SMALL`): here they show that they measure, and write into the document that they name; whoever wants figures has them
+from the commands as they stand.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from farandole.testnet.namespace import NamespaceError, require
+from farandole.testnet.scenario import scenario_names
+from farandole.testnet.wrong_clock import NoFaketimeError, library
+
+from ..testnet.test_soak import PLAYED_HERE
+from .markdown import Command, blocks, indented_commands
+from .pages import PAGES, ROOT
+from .player import Machine, open_player, with_the_code
+from .usage import check
+
+PATIENCE: Final = 2 * 3_600.0
+"""A hang, not a duration."""
+# By what a command begins with; of several, the longest.
+SMALL: Final = {
+    "testnet compare": "--nodes 2 --steps 4 --seeds 1 --interval 2",
+    "testnet bench-exchange": "--sizes 1 --repeats 1 --no-peers",
+    "testnet bench-join": "--size 32 --repeats 1 --no-peers --no-link",
+    "testnet bench-stages": "--stages 2 --steps 1 --repeats 1 --codec-steps 2 --seeds 1",
+    "testnet bench-save": "--turns 1 --round-seconds 1",
+    "testnet bench-hostile": "--silent 20 --garbage 50 --rate 50 --cycles 50",
+    "testnet bench-faults": "starved",
+    "testnet bench-dashboard": "--members 50 --seconds 6",
+    "testnet bench-nat": "--pairs open/open",
+    "testnet bench-nat --recovery": "",
+    "testnet bench-trainer": "--device cpu --model tiny --batch-size 4 --rounds 5 --round-seconds 3",
+    "-s -m soak": "--collect-only -q",
+}
+
+
+def long_commands() -> list[tuple[Command, ...]]:
+    """Of all pages, of BENCHMARKS.md and of the Makefile, each once; what looks ``--beside`` another, behind that."""
+    found: list[tuple[Command, ...]] = []
+    for command in _printed():
+        bare = Command(re.sub(r"^(sudo )?(\.venv/bin/)?", "", command.bare), (), command.line)
+        if "--beside" in bare.text:
+            found[-1] += (bare,)
+        elif all(bare.text != first.text for first, *_ in found):
+            found.append((bare,))
+    return found
+
+
+def _printed() -> Iterator[Command]:
+    for page in PAGES:
+        yield from (each for block in blocks(page.read_text()) if "long" in block.play for each in block.commands)
+    yield from indented_commands((ROOT / "BENCHMARKS.md").read_text())
+    for line in (ROOT / "Makefile").read_text().splitlines():
+        if re.search(r"\$\(BIN\)/farandole testnet (?!run)", line):  # test_pages types the demo's
+            yield Command(line.strip().replace("$(BIN)/", ""), (), 0)
+
+
+def small(command: Command) -> Command:
+    """One that is over soon, where that is possible."""
+    arguments = " ".join(command.words[1:])
+    begins = max((each for each in SMALL if arguments.startswith(each)), default="", key=len)
+    return replace(command, text=f"{command.text} {SMALL[begins]}" if begins else command.text)
+
+
+def needs_networks() -> None:
+    try:
+        require("nft", "miniupnpd")
+    except NamespaceError as error:
+        pytest.skip(str(error))
+
+
+def needs_faketime() -> None:
+    try:
+        library()
+    except NoFaketimeError as error:
+        pytest.skip(str(error))
+
+
+def needs_transformers() -> None:
+    if find_spec("transformers") is None:
+        pytest.skip("the extra 'hf' is not installed")
+
+
+def needs_chromium() -> None:
+    if shutil.which("chromium") is None:
+        pytest.skip("needs Chromium")
+
+
+# Part of a command -> what looks whether that can be here.
+NEEDS: Final[dict[str, Callable[[], None]]] = {
+    r"run (slow-link|halves|bad-line|homes)|--nat|bench-nat": needs_networks,
+    r"run chaos": needs_faketime,
+    r"llama": needs_transformers,
+    r"bench-dashboard": needs_chromium,
+}
+
+
+def as_it_comes(name: str, folder: Path) -> Machine:
+    """A machine whose owner has set nothing."""
+    machine = with_the_code(name, folder)
+    for variable in [each for each in machine.environment if each.startswith("FARANDOLE_")]:
+        del machine.environment[variable]
+    return machine
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("commands", long_commands(), ids=lambda commands: commands[-1].text)
+async def test_what_takes_long_ends_well(commands: tuple[Command, ...], tmp_path: Path) -> None:
+    for part, demand in NEEDS.items():
+        if re.search(part, commands[0].text):
+            demand()
+    async with open_player(tmp_path, as_it_comes) as player:
+        for command in commands:
+            print((await player.type(small(command), patience=PATIENCE)).printed)
+
+
+@pytest.mark.parametrize("commands", long_commands(), ids=lambda commands: commands[-1].text)
+def test_what_takes_long_could_be_typed(commands: tuple[Command, ...]) -> None:
+    for command in commands:
+        check(small(command).words)
+
+
+def test_every_scenario_is_played() -> None:
+    texts = "\n".join(command.text for commands in long_commands() for command in commands)
+    typed = {name for name in scenario_names() if re.search(rf"testnet run (--nat )?{name}\b(?!-)", texts)}
+    assert typed.isdisjoint(PLAYED_HERE)
+    assert {*typed, *PLAYED_HERE, "stages"} == {*scenario_names()}
+    assert "testnet run --nodes 8 --stages 4" in texts  # which is the scenario stages
