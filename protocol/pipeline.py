@@ -25,6 +25,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 from .activations import MAX_REASON_CHARS, TICKET_BYTES
+from .held_out import HeldOut
 from .inner_steps import Schedule
 from .microbatches import GIVEN_BACK, SUMMED, UNTOUCHED, Counts, Hop, Link, Microbatch, Step
 from .pipeline_events import (
@@ -65,20 +66,16 @@ from .pipeline_events import (
     Work,
     Worked,
 )
+from .pipeline_links import RETRY_INTERVAL, Dialling, Promises, choose_hop
 
-# Links to nodes of the next stage that are kept open: enough choice to be random, few enough that each has credits.
-MAX_NEXT_HOPS = 8
 # A microbatch that three hops have refused or lost is dropped: the fault may be its own.
 MAX_ATTEMPTS = 3
 # Work given to the trainer at once: one it does, one that waits, so that it never waits for us.
 MAX_JOBS = 2
-# Microbatches that wait for their forward pass: one that arrives while the one before is computed, and one to spare.
-MIN_AHEAD = 2
 # Outcomes that an origin remembers for those who ask.
 MAX_OUTCOMES = 4_096
-# How long a node waits for an answer before it asks the origin again, and before it tries a lost link again.
+# How long a node waits for an answer before it asks the origin again.
 ASK_INTERVAL = 1.0
-RETRY_INTERVAL = 2.0
 # A trainer that could not draw, for want of data say, is asked again after so long.
 DRAW_INTERVAL = 0.5
 # A node whose round is further from ours is of another time: its activations would be of other weights.
@@ -119,8 +116,8 @@ class Pipeline:
         self._rng = rng
         self._nodes = NodesChanged(frozenset(), 1, 1, 1)
         self._links: dict[int, Link] = {}
-        self._dialling: set[tuple[bytes, bool]] = set()
-        self._dial_after: dict[bytes, float] = {}
+        self._dialling = Dialling(rng)
+        self._promises = Promises(settings.in_flight)
         self._free_slots = set(range(settings.in_flight))
         self._microbatches: dict[bytes, Microbatch] = {}
         self._outcomes: OrderedDict[bytes, bool] = OrderedDict()
@@ -133,9 +130,7 @@ class Pipeline:
             quota=lambda: self.quota,
             num_coming=self._num_coming,
         )
-        self._measuring: dict[int, int] = {}  # number of a held-out microbatch -> how often it may still be drawn
-        self._to_measure: deque[int] = deque()  # of these, those that are not under way
-        self._ahead = MIN_AHEAD
+        self._held_out = HeldOut()
         self._draw_after = -math.inf
         self._outputs: list[Output] = []
         self._now = 0.0
@@ -202,8 +197,7 @@ class Pipeline:
             case RoundEnds():
                 self._schedule.end_round(self._now)
             case Measure(num_microbatches):
-                self._measuring = dict.fromkeys(range(num_microbatches), MAX_ATTEMPTS)
-                self._to_measure = deque(self._measuring)
+                self._held_out.begin(num_microbatches, MAX_ATTEMPTS)
             case TimerFired():
                 pass  # what is due is looked at after every event
 
@@ -213,15 +207,14 @@ class Pipeline:
         link = Link(event.peer, event.is_upstream, event.is_return, event.credits, heard_at=self._now)
         self._links[event.link] = link
         if event.is_upstream:
-            self._dialling.discard((event.peer, event.is_return))
+            self._dialling.note_open(event.peer, event.is_return)
         elif len(self._links) > MAX_LINKS:
             self._outputs.append(CloseLink(event.link))
             self._close_link(event.link)
 
     def _fail_link(self, event: LinkFailed) -> None:
-        self._dialling.discard((event.peer, event.is_return))
+        self._dialling.note_failed(event.peer, event.is_return, self._now)
         if not event.is_return:
-            self._dial_after[event.peer] = self._now + RETRY_INTERVAL
             return
         for microbatch in list(self._microbatches.values()):
             if microbatch.step is Step.ROUTING and microbatch.origin == event.peer:
@@ -232,7 +225,7 @@ class Pipeline:
         if link is None:
             return
         if link.is_upstream and not link.is_return:
-            self._dial_after[link.peer] = self._now + RETRY_INTERVAL
+            self._dialling.note_lost(link.peer, self._now)
         for microbatch in link.open.values():
             if link.is_upstream:
                 microbatch.onward = None
@@ -249,48 +242,17 @@ class Pipeline:
                     self._drop(microbatch, "an earlier stage's node was lost")
 
     def _grant(self) -> None:
-        """Promise the free slots, each to the link from the stage before that has least.
-
-        What returns has its slot already.
-        """
-        previous = {number: link for number, link in self._links.items() if not link.is_upstream}
-        granted = set()
-        for number, link in previous.items():
-            if link.is_return and link.free < self._settings.in_flight:
-                link.credits = link.num_forwarded + self._settings.in_flight
-                granted.add(number)
-        previous = {number: link for number, link in previous.items() if not link.is_return}
-        num_promised, share = sum(link.free for link in previous.values()), self._share(len(previous))
-        may_promise = min(len(self._free_slots), self._tune_ahead(num_promised))
-        while previous and num_promised < may_promise:
-            number = min(previous, key=lambda number: previous[number].free + len(previous[number].open))
-            if previous[number].free + len(previous[number].open) >= share:
-                break
-            previous[number].credits += 1
-            num_promised += 1
-            granted.add(number)
-        self._outputs += [SendCredits(number, self._links[number].credits) for number in sorted(granted)]
-
-    def _tune_ahead(self, num_promised: int) -> int:
-        """How many may be promised now, such that a few wait here for their forward pass, and the trainer for none.
-
-        More at a slow node would only be late, and hold up the steps of those before.
-        """
-        num_waiting = self._num_coming()
-        if num_waiting > MIN_AHEAD:
-            self._ahead = max(MIN_AHEAD, self._ahead - 1)
-        elif not num_waiting and num_promised and not self._jobs and self._schedule.may_begin(self._now):
-            self._ahead = min(self._settings.in_flight, self._ahead + 1)
-        return self._ahead - num_waiting
+        granted = self._promises.grant(
+            self._links,
+            self._nodes,
+            num_free=len(self._free_slots),
+            num_waiting=self._num_coming(),
+            is_starving=not self._jobs and self._schedule.may_begin(self._now),
+        )
+        self._outputs += [SendCredits(number, self._links[number].credits) for number in granted]
 
     def _num_coming(self) -> int:
         return sum(1 for microbatch in self._microbatches.values() if microbatch.step in (Step.COMING, Step.QUEUED))
-
-    def _share(self, num_links: int) -> int:
-        """Of the slots, a link's: what is promised cannot be taken back, so links that are to come are counted too."""
-        nodes = self._nodes
-        num_expected = math.ceil(nodes.num_previous * min(1.0, MAX_NEXT_HOPS / max(1, nodes.num_own)))
-        return max(1, self._settings.in_flight // max(1, num_links, num_expected))
 
     def _leave(self, hop: Hop | None) -> None:
         """A microbatch is no more on this link."""
@@ -305,23 +267,13 @@ class Pipeline:
                 self._close_link(number)
 
     def _dial(self) -> None:
-        wanted: set[tuple[bytes, bool]] = set()
-        linked = {(link.peer, link.is_return) for link in self._links.values() if link.is_upstream}
+        links = self._links.values()
         if self._is_last:
-            wanted = {(m.origin, True) for m in self._microbatches.values() if m.step is Step.ROUTING}
-            wanted -= linked | self._dialling
+            origins = {m.origin for m in self._microbatches.values() if m.step is Step.ROUTING}
+            peers = self._dialling.origins(links, origins)
         else:
-            known = linked | self._dialling
-            candidates = sorted(
-                peer
-                for peer in self._nodes.next_hops
-                if (peer, False) not in known and self._dial_after.get(peer, -math.inf) <= self._now
-            )
-            num_wanted = min(MAX_NEXT_HOPS - len(known), len(candidates))
-            wanted = {(peer, False) for peer in self._rng.sample(candidates, max(0, num_wanted))}
-        for peer, is_return in sorted(wanted):
-            self._dialling.add((peer, is_return))
-            self._outputs.append(OpenLink(peer, is_return))
+            peers = self._dialling.next_hops(links, self._nodes.next_hops, self._now)
+        self._outputs += [OpenLink(peer, self._is_last) for peer in peers]
 
     # What links say
 
@@ -446,20 +398,11 @@ class Pipeline:
 
     def _route(self) -> None:
         for microbatch in [m for m in self._microbatches.values() if m.step is Step.ROUTING]:
-            hops = {
-                number: link.free
-                for number, link in self._links.items()
-                if link.is_upstream
-                and link.free > 0
-                and link.wait_until <= self._now
-                and (not self._is_last or link.peer == microbatch.origin)
-            }
-            untried = {
-                number: free for number, free in hops.items() if self._links[number].peer not in microbatch.tried
-            }
-            hops = untried or hops
-            if hops:
-                (number,) = self._rng.choices(list(hops), list(hops.values()))
+            links = self._links
+            if self._is_last:
+                links = {number: link for number, link in links.items() if link.peer == microbatch.origin}
+            number = choose_hop(links, microbatch, self._now, self._rng)
+            if number is not None:
                 self._send_on(microbatch, number)
 
     def _send_on(self, microbatch: Microbatch, number: int) -> None:
@@ -498,12 +441,12 @@ class Pipeline:
             job = self._next_job()
             if job is not None:
                 self._work(*job)
-            elif self._can_draw() and (self._to_measure or self._schedule.may_begin(self._now)):
+            elif self._can_draw() and (self._held_out.is_waiting or self._schedule.may_begin(self._now)):
                 ticket = self._rng.randbytes(TICKET_BYTES)
                 deadline = self._now + self._settings.microbatch_seconds
                 microbatch = self._add(ticket, self._settings.author, deadline, Step.QUEUED)
-                if self._to_measure:
-                    microbatch.is_held_out, microbatch.number = True, self._to_measure.popleft()
+                if self._held_out.is_waiting:
+                    microbatch.is_held_out, microbatch.number = True, self._held_out.next()
                 self._work("draw", microbatch)
             else:
                 return
@@ -552,8 +495,7 @@ class Pipeline:
             microbatch.has_begun = False  # the trainer has kept nothing
             self._draw_after = self._now + DRAW_INTERVAL
             if work == "draw" and microbatch.is_held_out:  # there is no such text: the trainer says so, in the end
-                self._to_measure.clear()
-                self._measuring = {microbatch.number: 1} if microbatch.number in self._measuring else {}
+                self._held_out.note_missing(microbatch.number)
         if microbatch.is_kept is not None:  # dropped meanwhile
             self._tell_trainer(microbatch)
         elif problem:
@@ -565,7 +507,7 @@ class Pipeline:
         if work in ("draw", "forward"):
             microbatch.step = Step.ROUTING
         elif work == "tail" and microbatch.is_held_out:
-            self._measure_no_more(microbatch.number)
+            self._held_out.note_measured(microbatch.number)
             self._end(microbatch, is_kept=False)
         elif work == "tail":
             microbatch.step = Step.HOME_OUT
@@ -611,8 +553,8 @@ class Pipeline:
         microbatch.onward = microbatch.inward = microbatch.homeward = None
         if microbatch.origin == self._settings.author:
             self._outcomes[microbatch.ticket] = is_kept
-            if microbatch.is_held_out:
-                self._note_measured(microbatch.number)
+            if microbatch.is_held_out and self._held_out.note_end(microbatch.number):
+                self._outputs.append(Measured())
             if len(self._outcomes) > MAX_OUTCOMES:
                 self._outcomes.popitem(last=False)
         for waiting in self._waiting.values():
@@ -620,23 +562,6 @@ class Pipeline:
                 waiting.remove(microbatch)
         if not microbatch.is_working:
             self._tell_trainer(microbatch)
-
-    def _measure_no_more(self, number: int) -> None:
-        """However this one ends."""
-        if number in self._measuring:
-            self._measuring[number] = 1
-
-    def _note_measured(self, number: int) -> None:
-        """One has come to its end; if it was lost on its way, it is drawn again."""
-        if number not in self._measuring:
-            return
-        self._measuring[number] -= 1
-        if self._measuring[number]:
-            self._to_measure.append(number)
-            return
-        del self._measuring[number]
-        if not self._measuring:
-            self._outputs.append(Measured())
 
     def _tell_trainer(self, microbatch: Microbatch) -> None:
         if microbatch.has_begun:
@@ -705,7 +630,7 @@ class Pipeline:
             self._draw_after,
             *self._schedule.deadlines,
             self._schedule.drain_until + GRACE_SECONDS,
-            *self._dial_after.values(),
+            *self._dialling.retries_at,
         ]
         times += [link.wait_until for link in self._links.values()]
         for microbatch in self._microbatches.values():
