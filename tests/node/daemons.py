@@ -9,8 +9,11 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import trio
+
+from farandole.node.control import call
 
 DEADLINE = 180  # a hang, not a duration
 # An inner step takes at least so long: nodes of a test leave the processors to each other, as machines of their own do.
@@ -53,6 +56,10 @@ class Daemon:
                 self._text += data.decode()
         lines = "\n".join(self.said)
         raise AssertionError(f"did not say {words} within {DEADLINE} s, but:\n{lines}")
+
+    async def ask(self, deed: str) -> Any:
+        """What the control API of the node answers."""
+        return await trio.to_thread.run_sync(lambda: call(self.home, deed, timeout=DEADLINE))
 
     async def end(self, number: signal.Signals) -> int:
         """Send a signal and wait for the end; the exit code."""

@@ -10,41 +10,21 @@ import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.control import call
 from farandole.node.exits import Exit
 from farandole.node.p2p.host import open_host
 from farandole.node.rounds.round_session import MAX_ROUNDS_BEHIND
 from farandole.protocol.identity import peer_id_of
 from farandole.protocol.invite import Invite, encode_invite
-from farandole.protocol.manifest import SignedManifest, manifest_from_dict, sign_manifest
+from farandole.protocol.manifest import SignedManifest
 
 from .daemons import Daemon, joined
-
-
-@pytest.fixture
-def texts(tmp_path: Path) -> Path:
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for i in range(40):
-        (folder / f"{i}.txt").write_text(f"text number {i}, which goes on and on. " * 20)
-    return folder
+from .small_runs import small_manifest, write_run
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> SignedManifest:
-    """A small model, in rounds that are boxed in time, so that every machine plays the same story."""
-    manifest = manifest_from_dict(
-        {
-            "name": "story",
-            "model": {"num_layers": 1, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256},
-            "inner": {"learning_rate": 3e-3, "warmup_steps": 2, "batch_size": 2},
-            "rounds": {"inner_steps": 0, "round_seconds": 1.0, "exchange_seconds": 5.0},
-            "data": {"source": "text"},
-        }
-    )
-    signed = sign_manifest(manifest, Ed25519PrivateKey.generate())
-    (tmp_path / "run.manifest").write_bytes(signed.encode())
-    return signed
+    inner = {"learning_rate": 3e-3, "warmup_steps": 2, "batch_size": 2}
+    return write_run(tmp_path, small_manifest(inner=inner))
 
 
 async def test_who_pauses_has_his_memory_back_and_goes_on_where_the_others_are(
@@ -56,25 +36,25 @@ async def test_who_pauses_has_his_memory_back_and_goes_on_where_the_others_are(
         invite = encode_invite(Invite(run.run_id, alice.addresses))
         async with joined(tmp_path / "bob", invite, *data) as bob:
             await bob.says("averaged with", alice.name)
-            trainer = (await trio.to_thread.run_sync(lambda: call(bob.home, "status")))["trainer_pid"]
+            trainer = (await bob.ask("status"))["trainer_pid"]
 
-            await trio.to_thread.run_sync(lambda: call(bob.home, "pause"))
+            await bob.ask("pause")
             await bob.says("resting")
-            status = await trio.to_thread.run_sync(lambda: call(bob.home, "status"))
+            status = await bob.ask("status")
             assert (status["phase"], status["is_member"]) == ("paused", True)
             assert not Path(f"/proc/{trainer}").exists()
             await alice.says("alone: no peer is live")
 
-            assert "training" in await trio.to_thread.run_sync(lambda: call(bob.home, "resume"))
+            assert "training" in await bob.ask("resume")
             await bob.says("trainer ready")
             await bob.says("averaged with", alice.name)
-            await trio.to_thread.run_sync(lambda: call(bob.home, "pause"))
+            await bob.ask("pause")
             await bob.says("resting")
             assert await bob.end(signal.SIGTERM) == Exit.OK
 
         async with joined(tmp_path / "bob", *data) as bob:
             await bob.says("resting: paused")
-            assert "training" in await trio.to_thread.run_sync(lambda: call(bob.home, "resume"))
+            assert "training" in await bob.ask("resume")
             await bob.says("averaged with", alice.name)
 
 
@@ -107,7 +87,7 @@ async def test_nodes_average_die_come_back_and_leave(tmp_path: Path, run: Signed
                 await bob.says(alice.name, "is gone")
                 await bob.says("averaged with", carol_again.name)
 
-                status = await trio.to_thread.run_sync(lambda: call(bob.home, "status"))
+                status = await bob.ask("status")
                 live = {member["peer_id"][-8:] for member in status["members"] if member["is_live"]}
                 assert live == {bob.name, carol_again.name}
                 assert status["partners"].keys() == {
@@ -126,10 +106,10 @@ async def test_who_joins_late_by_invite_alone_exchanges_within_a_minute_and_the_
     tmp_path: Path, run: SignedManifest, texts: Path
 ) -> None:
     async def seconds_a_round(node: Daemon, watched: float) -> float:
-        before = int((await trio.to_thread.run_sync(lambda: call(node.home, "status")))["round"])
+        before = int((await node.ask("status"))["round"])
         began_at = trio.current_time()
         await trio.sleep(watched)
-        after = int((await trio.to_thread.run_sync(lambda: call(node.home, "status")))["round"])
+        after = int((await node.ask("status"))["round"])
         return (trio.current_time() - began_at) / max(1, after - before)
 
     data = ("--data", str(texts))

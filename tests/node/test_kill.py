@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 import trio
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.control import call
 from farandole.protocol.invite import Invite, encode_invite
-from farandole.protocol.manifest import manifest_from_dict, sign_manifest
 
 from .daemons import Daemon, joined
+from .small_runs import small_manifest, write_run
 
 ROUND_SECONDS, EXCHANGE_SECONDS = 1.0, 2.0
 NUM_KILLS = 10
@@ -24,7 +22,7 @@ NUM_KILLS = 10
 async def wait_until_gone(watcher: Daemon, peer_name: str) -> float:
     """Unix time at which the watcher's member list no longer has the peer among the live."""
     while True:
-        status = await trio.to_thread.run_sync(lambda: call(watcher.home, "status"))
+        status = await watcher.ask("status")
         if not any(member["is_live"] for member in status["members"] if member["peer_id"].endswith(peer_name)):
             return time.time()
         await trio.sleep(0.02)
@@ -33,7 +31,7 @@ async def wait_until_gone(watcher: Daemon, peer_name: str) -> float:
 async def next_average(watcher: Daemon, partner_name: str, after: float) -> float:
     """Unix time at which the watcher's next committed exchange with the partner after ``after`` began."""
     while True:
-        status = await trio.to_thread.run_sync(lambda: call(watcher.home, "status"))
+        status = await watcher.ask("status")
         last = status["last_exchange"]
         if last and last["verdict"] == "committed" and last["partner"].endswith(partner_name):
             began_at = last["ended_at"] - last["seconds"]
@@ -43,27 +41,10 @@ async def next_average(watcher: Daemon, partner_name: str, after: float) -> floa
 
 
 @pytest.mark.soak
-async def test_one_of_three_is_killed_again_and_again(tmp_path: Path) -> None:
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for i in range(40):
-        (folder / f"{i}.txt").write_text(f"text number {i}, which goes on and on. " * 20)
-    manifest = manifest_from_dict(
-        {
-            "name": "kill",
-            "model": {"num_layers": 1, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256},
-            "inner": {"batch_size": 2},
-            "rounds": {
-                "inner_steps": 0,
-                "round_seconds": ROUND_SECONDS,
-                "exchange_seconds": EXCHANGE_SECONDS,
-            },
-            "data": {"source": "text"},
-        }
-    )
-    signed = sign_manifest(manifest, Ed25519PrivateKey.generate())
-    (tmp_path / "run.manifest").write_bytes(signed.encode())
-    data = ("--data", str(folder), "--slow", "3")
+async def test_one_of_three_is_killed_again_and_again(tmp_path: Path, texts: Path) -> None:
+    rounds = {"inner_steps": 0, "round_seconds": ROUND_SECONDS, "exchange_seconds": EXCHANGE_SECONDS}
+    signed = write_run(tmp_path, small_manifest(rounds=rounds))
+    data = ("--data", str(texts), "--slow", "3")
     averages, lists = [], []
     async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:
         await alice.says("trainer ready")

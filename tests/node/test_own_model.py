@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trio
 
-from farandole.node.control import call
 from farandole.node.errors import JoinError
 from farandole.node.exits import Exit
 from farandole.node.own_model import require_allowed_model
@@ -35,15 +33,6 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(EXAMPLE), os.environ.get("PYTHONPATH", "")]))
 
 
-@pytest.fixture
-def texts(tmp_path: Path) -> Path:
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for number in range(40):
-        (folder / f"{number}.txt").write_text(f"text number {number}, which goes on and on. " * 20)
-    return folder
-
-
 def manifest_file(tmp_path: Path, num_stages: int) -> tuple[Path, bytes]:
     """Made by the command, from the example's run file with shorter rounds."""
     text = (EXAMPLE / "run.toml").read_text().replace("num_stages = 1", f"num_stages = {num_stages}")
@@ -64,7 +53,7 @@ def manifest_file(tmp_path: Path, num_stages: int) -> tuple[Path, bytes]:
 
 
 async def losses(node: Daemon) -> list[float]:
-    status = await trio.to_thread.run_sync(lambda: call(node.home, "status"))
+    status = await node.ask("status")
     return [loss for _, loss in status["losses"]]
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.control import call
 from farandole.node.dashboard.place import find_place
 from farandole.node.exits import Exit
 from farandole.node.p2p.host import Host, open_host
@@ -68,7 +67,7 @@ async def test_it_introduces_members_and_relays_for_each_of_its_runs(tmp_path: P
                     async with open_public() as caller:
                         await caller.connect(newcomer.author, [f"{held.address}/p2p/{newcomer.peer_id}"])
                         assert caller.path(newcomer.author) == "relayed"
-                    status = await trio.to_thread.run_sync(lambda: call(relay.home, "status"))
+                    status = await relay.ask("status")
                     assert (status["phase"], status["relayed_peers"]) == ("relaying", 1)
                     assert not status["is_member"]
                     figures = await trio.to_thread.run_sync(figures_of, relay)

@@ -12,43 +12,27 @@ from pathlib import Path
 import pytest
 import torch
 import trio
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.checkpoints.folder import CheckpointFolder
 from farandole.node.identity import load_or_create_key
 from farandole.node.settings import NodeSettings
 from farandole.node.trainer.conversion import training_configs
 from farandole.protocol.identity import public_bytes
-from farandole.protocol.manifest import Manifest, manifest_from_dict, sign_manifest
+from farandole.protocol.manifest import Manifest
 from farandole.training.data import Bring
 from farandole.training.learner import Learner, build_learner
 
 from ..daemons import DEADLINE, Daemon, joined
+from ..small_runs import small_manifest, write_run
 
 INNER_STEPS = 3
 CHECKPOINT_SECONDS = 0.1
 UNPACED = ("--step-seconds", "0")
 # A save that is due is on the disk so much later at most, on a machine on which many tests run.
 SAVE_SECONDS = 10.0
-MANIFEST = manifest_from_dict(
-    {
-        "name": "restarts",
-        "model": {"num_layers": 1, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256},
-        "inner": {"batch_size": 2},
-        "outer": {"codec": "int8"},
-        "rounds": {"inner_steps": INNER_STEPS, "round_seconds": 0.0, "exchange_seconds": 5.0},
-        "data": {"source": "text"},
-    }
+MANIFEST = small_manifest(
+    outer={"codec": "int8"}, rounds={"inner_steps": INNER_STEPS, "round_seconds": 0.0, "exchange_seconds": 5.0}
 )
-
-
-@pytest.fixture
-def texts(tmp_path: Path) -> Path:
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for i in range(40):
-        (folder / f"{i}.txt").write_text(f"text number {i}, which goes on and on. " * 20)
-    return folder
 
 
 class Twin:
@@ -120,8 +104,7 @@ async def live(daemon: Daemon, num_rounds: int, *, with_trainer: bool) -> tuple[
 
 
 async def play(num_kills: int, tmp_path: Path, texts: Path) -> None:
-    signed = sign_manifest(MANIFEST, Ed25519PrivateKey.generate())
-    (tmp_path / "run.manifest").write_bytes(signed.encode())
+    signed = write_run(tmp_path, MANIFEST)
     home, rng = tmp_path / "alice", random.Random(1)
     folder = CheckpointFolder(NodeSettings(home=home).checkpoints, 0)
     options = ("--data", str(texts), "--device", "cpu", "--checkpoint-seconds", str(CHECKPOINT_SECONDS), *UNPACED)

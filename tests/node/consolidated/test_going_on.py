@@ -13,7 +13,6 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.consolidated.folder import read_folder
-from farandole.node.control import call
 from farandole.node.exits import Exit
 from farandole.node.settings import NodeSettings
 from farandole.protocol.invite import Invite, encode_invite
@@ -100,7 +99,7 @@ async def test_two_stages_are_pulled_and_go_on_as_one(tmp_path: Path, texts: Pat
             await cyd.says("trainer ready")  # from what the run starts from, or if she is late from dan's own
             await cyd.says("averaged with", dan.name)
             await rounds(dan, 2)
-            status = await trio.to_thread.run_sync(lambda: call(dan.home, "status"))
+            status = await dan.ask("status")
             first_round, first = status["validation"][0]  # measured before anything is learned
             assert first_round == 0
             assert first == pytest.approx(last, rel=1e-3)

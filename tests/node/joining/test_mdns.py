@@ -12,18 +12,17 @@ from pathlib import Path
 
 import pytest
 import trio
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.joining.mdns import MAX_ADDRESSES, MAX_NAMES, MAX_PEERS, Mdns, Neighbour, neighbour_of
 from farandole.protocol.identity import peer_id_of
 from farandole.protocol.invite import Invite, encode_invite
-from farandole.protocol.manifest import SignedManifest, manifest_from_dict, sign_manifest
 from farandole.protocol.records import local_name
 from farandole.testnet.leash import open_leash
 from farandole.testnet.namespace import Namespace, NamespaceError, open_namespace
 
 from ..daemons import Daemon
 from ..relayed import open_public
+from ..small_runs import small_manifest, write_run, write_text
 
 RUN = b"r" * 32
 ALICE, OWN = b"a" * 32, b"o" * 32
@@ -111,22 +110,9 @@ async def joined_at(place: Namespace, home: Path, *arguments: str) -> AsyncItera
 async def test_two_laptops_without_internet_find_each_other_and_train(
     tmp_path: Path, laptops: tuple[Namespace, Namespace]
 ) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("a text that goes on and on. " * 1_000)
-    signed: SignedManifest = sign_manifest(
-        manifest_from_dict(
-            {
-                "name": "lan",
-                "model": {"num_layers": 1, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256},
-                "inner": {"learning_rate": 3e-3, "warmup_steps": 2, "batch_size": 2},
-                "rounds": {"inner_steps": 0, "round_seconds": 1.0, "exchange_seconds": 5.0},
-                "data": {"source": "text"},
-            }
-        ),
-        Ed25519PrivateKey.generate(),
-    )
+    text = write_text(tmp_path)
+    signed = write_run(tmp_path, small_manifest(inner={"learning_rate": 3e-3, "warmup_steps": 2, "batch_size": 2}))
     manifest = tmp_path / "run.manifest"
-    manifest.write_bytes(signed.encode())
     # Its only address leads nowhere here.
     invite = encode_invite(Invite(signed.run_id, (f"/ip4/8.8.8.8/tcp/4001/p2p/{peer_id_of(ALICE)}",)))
     data = ("--data", str(text))

@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 import trio
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.control import call
 from farandole.protocol.invite import Invite, encode_invite
-from farandole.protocol.manifest import SignedManifest, manifest_from_dict, sign_manifest
+from farandole.protocol.manifest import SignedManifest
 
 from ..daemons import Daemon, joined
+from ..small_runs import TINY, small_manifest, write_run
 
 # An inner step takes some milliseconds; slowed down, six nodes take about half a minute for the epoch.
 NUM_FILES, WORDS_A_FILE, SLOW = 36, 2_000, "40"
@@ -36,20 +35,13 @@ def write_texts(folder: Path, number: int = NUM_FILES) -> None:
 
 def signed_run(folder: Path, model: dict[str, int], **sections: object) -> SignedManifest:
     """Of one epoch; its manifest is in the folder."""
-    sizes = {"num_layers": 1, "width": 16, "num_heads": 2, "hidden": 32, "context": 32, "vocabulary": 256}
-    manifest = manifest_from_dict(
-        {
-            "name": "one epoch",
-            "model": sizes | model,
-            "inner": {"batch_size": 8},
-            "rounds": {"round_seconds": 3.0, "exchange_seconds": 3.0},
-            "data": {"source": "text", "epochs": 1},
-            **sections,
-        }
-    )
-    signed = sign_manifest(manifest, Ed25519PrivateKey.generate())
-    (folder / "run.manifest").write_bytes(signed.encode())
-    return signed
+    usual: dict[str, object] = {
+        "model": {**TINY, "context": 32} | model,
+        "inner": {"batch_size": 8},
+        "rounds": {"round_seconds": 3.0, "exchange_seconds": 3.0},
+        "data": {"source": "text", "epochs": 1},
+    }
+    return write_run(folder, small_manifest(**(usual | sections)))
 
 
 def drawn(home: Path) -> Counter[int]:
@@ -62,7 +54,7 @@ def drawn(home: Path) -> Counter[int]:
 
 
 async def data_of(daemon: Daemon) -> dict[str, int]:
-    status = await trio.to_thread.run_sync(lambda: call(daemon.home, "status"))
+    status = await daemon.ask("status")
     return status["data"] or {"done": 0, "slices": 1}
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import trio
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
@@ -19,35 +17,22 @@ from farandole.node.exits import Exit
 from farandole.node.status.headline import FAILURES_IN_A_ROW, USUAL_SECONDS, Headline, headline
 from farandole.node.status.status import NodeStatus
 from farandole.protocol.invite import Invite, encode_invite
-from farandole.protocol.manifest import SignedManifest, manifest_from_dict, sign_manifest
+from farandole.protocol.manifest import SignedManifest
 
 from ..daemons import Daemon, joined
+from ..small_runs import small_manifest, write_run, write_text
 from ..statuses import ALICE
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> SignedManifest:
-    manifest = manifest_from_dict(
-        {
-            "name": "first lines",
-            "model": {"num_layers": 1, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256},
-            "inner": {"batch_size": 2},
-            "rounds": {"inner_steps": 0, "round_seconds": 3.0, "exchange_seconds": 5.0},
-            "data": {"source": "text"},
-        }
-    )
-    signed = sign_manifest(manifest, Ed25519PrivateKey.generate())
-    (tmp_path / "run.manifest").write_bytes(signed.encode())
-    (tmp_path / "text.txt").write_text("".join(f"text number {i}, which goes on and on. " for i in range(4_000)))
-    return signed
-
-
-async def asked(daemon: Daemon, deed: str) -> object:
-    return await trio.to_thread.run_sync(lambda: call(daemon.home, deed))
+    write_text(tmp_path)
+    rounds = {"inner_steps": 0, "round_seconds": 3.0, "exchange_seconds": 5.0}
+    return write_run(tmp_path, small_manifest(rounds=rounds))
 
 
 async def status_of(daemon: Daemon) -> NodeStatus:
-    return msgspec.convert(await asked(daemon, "status"), NodeStatus)
+    return msgspec.convert(await daemon.ask("status"), NodeStatus)
 
 
 async def first_line(daemon: Daemon) -> Headline:
@@ -77,12 +62,12 @@ async def test_a_node_is_alone_then_well_then_paused_and_then_its_trainer_dies(
             assert well.text.startswith("training with 1 other, round ")
             assert f"ago with {alice.name}" in well.text
 
-            await asked(bob, "pause")
+            await bob.ask("pause")
             await bob.says("resting")
             paused = await first_line(bob)
             assert (paused.level, paused.text) == ("busy", "not training: paused; `farandole resume` goes on")
 
-            await asked(bob, "resume")
+            await bob.ask("resume")
             await bob.says("averaged with", alice.name)
             trainer = (await status_of(bob)).trainer_pid
             assert trainer is not None

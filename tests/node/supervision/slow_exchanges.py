@@ -8,13 +8,12 @@ from pathlib import Path
 
 import msgspec
 import trio
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.control import call
 from farandole.node.status.status import NodeStatus
-from farandole.protocol.manifest import SignedManifest, manifest_from_dict, sign_manifest
+from farandole.protocol.manifest import SignedManifest
 
 from ..daemons import DEADLINE, Daemon
+from ..small_runs import small_manifest, write_run, write_text
 
 ROUND_SECONDS = 2.0
 EXCHANGE_SECONDS = 6.0
@@ -27,27 +26,15 @@ POLL_INTERVAL = 0.05
 
 def make_run(folder: Path) -> tuple[SignedManifest, list[str]]:
     """A run of slow exchanges, with what each node is started with."""
-    manifest = manifest_from_dict(
-        {
-            "name": "slow exchanges",
-            "model": SIZE_OF_MODEL,
-            "inner": {"batch_size": 2},
-            "rounds": {"inner_steps": 0, "round_seconds": ROUND_SECONDS, "exchange_seconds": EXCHANGE_SECONDS},
-            "data": {"source": "text"},
-        }
-    )
-    signed = sign_manifest(manifest, Ed25519PrivateKey.generate())
-    (folder / "run.manifest").write_bytes(signed.encode())
-    text = folder / "text.txt"
-    text.write_text("".join(f"text number {i}, which goes on and on. " for i in range(4_000)))
+    rounds = {"inner_steps": 0, "round_seconds": ROUND_SECONDS, "exchange_seconds": EXCHANGE_SECONDS}
+    signed = write_run(folder, small_manifest(model=SIZE_OF_MODEL, rounds=rounds))
     # A trainer that rests leaves the two cores of a small machine to the others.
-    return signed, ["--data", str(text), "--upload-mbit", UPLOAD_MBIT, "--slow", "20", "--no-mdns"]
+    return signed, ["--data", str(write_text(folder)), "--upload-mbit", UPLOAD_MBIT, "--slow", "20", "--no-mdns"]
 
 
 async def status_of(daemon: Daemon) -> NodeStatus:
     """What `farandole status` shows."""
-    raw = await trio.to_thread.run_sync(lambda: call(daemon.home, "status", timeout=DEADLINE))
-    return msgspec.convert(raw, NodeStatus)
+    return msgspec.convert(await daemon.ask("status"), NodeStatus)
 
 
 async def until(daemon: Daemon, condition: Callable[[NodeStatus], bool]) -> NodeStatus:

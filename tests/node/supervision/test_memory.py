@@ -12,7 +12,6 @@ import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.control import call
 from farandole.node.exits import Exit
 from farandole.node.supervision.kernel import count_oom_kills
 from farandole.node.trainer import messages
@@ -82,7 +81,7 @@ async def test_a_node_without_memory_for_a_batch_takes_it_in_parts_and_remembers
                 await alice.says("out of memory", "starting it again", f"of a batch's {BATCH} sequences at a time")
                 await alice.says("trainer ready")
             await alice.says("1 inner steps")
-            status = await trio.to_thread.run_sync(lambda: call(alice.home, "status"))
+            status = await alice.ask("status")
             assert status["microbatch"] in (BATCH // 2, BATCH // 4)
             assert (status["trainer_restarts"] > 0) == (life == 0)
             assert await alice.end(signal.SIGTERM) == Exit.OK

@@ -7,36 +7,23 @@ import signal
 from pathlib import Path
 
 import pytest
-import trio
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.control import call
 from farandole.node.exits import Exit
 from farandole.protocol.invite import Invite, encode_invite
-from farandole.protocol.manifest import SignedManifest, manifest_from_dict, sign_manifest
+from farandole.protocol.manifest import SignedManifest
 
 from ..daemons import Daemon, joined
+from ..small_runs import small_manifest, write_run, write_text
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> SignedManifest:
-    manifest = manifest_from_dict(
-        {
-            "name": "supervised",
-            "model": {"num_layers": 1, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256},
-            "inner": {"batch_size": 2},
-            "rounds": {"inner_steps": 0, "round_seconds": 1.0, "exchange_seconds": 5.0},
-            "data": {"source": "text"},
-        }
-    )
-    signed = sign_manifest(manifest, Ed25519PrivateKey.generate())
-    (tmp_path / "run.manifest").write_bytes(signed.encode())
-    (tmp_path / "text.txt").write_text("".join(f"text number {i}, which goes on and on. " for i in range(4_000)))
-    return signed
+    write_text(tmp_path)
+    return write_run(tmp_path, small_manifest())
 
 
 async def signal_trainer(daemon: Daemon, number: signal.Signals) -> None:
-    status = await trio.to_thread.run_sync(lambda: call(daemon.home, "status"))
+    status = await daemon.ask("status")
     os.kill(status["trainer_pid"], number)
 
 
@@ -61,12 +48,12 @@ async def test_trainers_crash_and_hang_and_a_node_is_told_twice_to_leave(tmp_pat
             await alice.says("averaged with", bob.name)
 
             for daemon in (alice, bob):
-                status = await trio.to_thread.run_sync(lambda home=daemon.home: call(home, "status"))
+                status = await daemon.ask("status")
                 assert status["trainer_restarts"] == 1
                 assert status["run"]["members_live"] == 2
 
             await signal_trainer(bob, signal.SIGSTOP)
-            trainer = (await trio.to_thread.run_sync(lambda: call(bob.home, "status")))["trainer_pid"]
+            trainer = (await bob.ask("status"))["trainer_pid"]
             bob.process.send_signal(signal.SIGTERM)
             await bob.says("leaving")
             assert await bob.end(signal.SIGTERM) == Exit.INTERRUPTED

@@ -6,19 +6,17 @@ import re
 import signal
 import stat
 from pathlib import Path
-from typing import Any
 
 import pytest
 import trio
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.control import call
 from farandole.node.exits import Exit
 from farandole.node.system import endpoint, features
 from farandole.protocol.invite import Invite, encode_invite
-from farandole.protocol.manifest import SignedManifest, manifest_from_dict, sign_manifest
+from farandole.protocol.manifest import SignedManifest
 
-from ..daemons import DEADLINE, Daemon, joined
+from ..daemons import DEADLINE, joined
+from ..small_runs import small_manifest, write_run, write_text
 
 pytestmark = pytest.mark.skipif(not features.HAS_PROC, reason="taken away from Linux")
 
@@ -37,28 +35,13 @@ def denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path) -> SignedManifest:
-    manifest = manifest_from_dict(
-        {
-            "name": "elsewhere",
-            "model": {"num_layers": 1, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256},
-            "inner": {"batch_size": 2},
-            "rounds": {"inner_steps": 0, "round_seconds": 1.0, "exchange_seconds": 5.0},
-            "data": {"source": "text"},
-        }
-    )
-    signed = sign_manifest(manifest, Ed25519PrivateKey.generate())
-    (tmp_path / "run.manifest").write_bytes(signed.encode())
-    return signed
-
-
-async def ask(daemon: Daemon, method: str) -> Any:
-    return await trio.to_thread.run_sync(call, daemon.home, method)
+    write_text(tmp_path)
+    return write_run(tmp_path, small_manifest())
 
 
 async def test_three_nodes_train_one_is_killed_and_comes_back_all_leave(
     tmp_path: Path, run: SignedManifest, denied: Path
 ) -> None:
-    (tmp_path / "text.txt").write_text("a text which goes on and on. " * 500)
     data = ("--data", str(tmp_path / "text.txt"), "--checkpoint-seconds", "1")
     homes = [tmp_path / name for name in ("alice", "bob", "carol")]
     async with joined(homes[0], str(tmp_path / "run.manifest"), *data) as alice:
@@ -69,7 +52,7 @@ async def test_three_nodes_train_one_is_killed_and_comes_back_all_leave(
             async with joined(homes[2], invite, *data) as carol:
                 await carol.says("averaged with")
                 await carol.says("averaged with")
-                assert (await ask(carol, "status"))["run"]["members_live"] == 3
+                assert (await carol.ask("status"))["run"]["members_live"] == 3
                 assert not (homes[2] / "control.sock").exists()
                 assert stat.S_IMODE((homes[2] / "control.port").stat().st_mode) == 0o600
                 before = set((homes[2] / "checkpoints" / "shared").iterdir())
@@ -79,13 +62,13 @@ async def test_three_nodes_train_one_is_killed_and_comes_back_all_leave(
                 await carol.says("trainer ready", "resumed at round")
                 assert not before & set((homes[2] / "checkpoints" / "shared").iterdir()), "memory is left behind"
                 await carol.says("averaged with")
-                await ask(carol, "pause")
+                await carol.ask("pause")
                 await carol.says("paused")
-                await ask(carol, "resume")
+                await carol.ask("resume")
                 await carol.says("trainer ready", "resumed at round")
                 await carol.says("averaged with")
                 for daemon in (carol, bob, alice):
-                    await ask(daemon, "leave")
+                    await daemon.ask("leave")
                     with trio.fail_after(DEADLINE):
                         assert await daemon.process.wait() == Exit.OK
     for home in homes:

@@ -25,11 +25,12 @@ from farandole.node.trainer.conversion import training_configs
 from farandole.node.trainer.trainer import Trainer, TrainerError, open_trainer
 from farandole.protocol.blocks import Index, encode_signed_index, sign_index
 from farandole.protocol.identity import public_bytes
-from farandole.protocol.manifest import Manifest, ModelConfig, StartConfig, manifest_from_dict
+from farandole.protocol.manifest import Manifest, ModelConfig, StartConfig
 from farandole.training.blocks import Content, content_of
 from farandole.training.data import Bring
 from farandole.training.learner import Learner, build_learner
 
+from ..small_runs import small_manifest
 from ..trainer_commands import prepare_for
 
 DEADLINE = 120  # a hang, not a duration: a loaded machine imports torch in a quarter of this
@@ -38,23 +39,11 @@ ReportType = TypeVar("ReportType")
 
 @pytest.fixture
 def manifest() -> Manifest:
-    return manifest_from_dict(
-        {
-            "name": "tiny",
-            "model": {"num_layers": 1, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256},
-            "inner": {"learning_rate": 3e-3, "warmup_steps": 2, "batch_size": 2},
-            "data": {"source": "text"},
-        }
-    )
+    return small_manifest(inner={"learning_rate": 3e-3, "warmup_steps": 2, "batch_size": 2}, rounds={})
 
 
 @pytest.fixture
-def prepare(tmp_path: Path, manifest: Manifest) -> Callable[..., messages.Prepare]:
-    texts = tmp_path / "texts"
-    texts.mkdir()
-    for i in range(40):
-        (texts / f"{i}.txt").write_text(f"text number {i}, which goes on and on. " * 20)
-
+def prepare(tmp_path: Path, texts: Path, manifest: Manifest) -> Callable[..., messages.Prepare]:
     def make(author: bytes = b"a" * 32, **changes: object) -> messages.Prepare:
         folder = tmp_path / author[:1].decode()
         command = prepare_for(manifest, folder, author=author, data=[str(texts)])

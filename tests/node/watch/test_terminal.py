@@ -17,12 +17,11 @@ from pathlib import Path
 import msgspec
 import pytest
 import trio
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.exits import Exit
-from farandole.protocol.manifest import manifest_from_dict, sign_manifest
 
 from ..daemons import joined
+from ..small_runs import small_manifest, write_run, write_text
 from .feeds import FULL
 
 # A hang, not a duration.
@@ -101,19 +100,9 @@ def test_another_machines_statuses_come_by_a_pipe_and_keys_from_the_terminal() -
 
 @pytest.fixture
 def manifest(tmp_path: Path) -> Path:
-    run = manifest_from_dict(
-        {
-            "name": "watched",
-            "model": {"num_layers": 1, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256},
-            "inner": {"batch_size": 2},
-            "rounds": {"inner_steps": 0, "round_seconds": 1.0, "exchange_seconds": 5.0},
-            "data": {"source": "text"},
-        }
-    )
-    path = tmp_path / "run.manifest"
-    path.write_bytes(sign_manifest(run, Ed25519PrivateKey.generate()).encode())
-    (tmp_path / "text.txt").write_text("".join(f"text number {i}, which goes on and on. " for i in range(4_000)))
-    return path
+    write_text(tmp_path)
+    write_run(tmp_path, small_manifest())
+    return tmp_path / "run.manifest"
 
 
 async def test_a_daemon_is_watched_while_it_trains_is_gone_and_comes_back(tmp_path: Path, manifest: Path) -> None:

@@ -1,0 +1,49 @@
+"""Small runs and texts for them: what tests of trainers and daemons begin with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.protocol.manifest import Manifest, SignedManifest, manifest_from_dict, sign_manifest
+
+TINY = {"num_layers": 1, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256}
+
+
+def small_manifest(**sections: object) -> Manifest:
+    """A tiny model, in rounds that are boxed in time, so that every machine plays the same story.
+
+    ``sections``: what is otherwise in this manifest.
+    """
+    settings: dict[str, object] = {
+        "name": "small",
+        "model": TINY,
+        "inner": {"batch_size": 2},
+        "rounds": {"inner_steps": 0, "round_seconds": 1.0, "exchange_seconds": 5.0},
+        "data": {"source": "text"},
+    }
+    return manifest_from_dict(settings | sections)
+
+
+def write_run(folder: Path, manifest: Manifest) -> SignedManifest:
+    """A run of this manifest, in ``folder/run.manifest``."""
+    signed = sign_manifest(manifest, Ed25519PrivateKey.generate())
+    (folder / "run.manifest").write_bytes(signed.encode())
+    return signed
+
+
+def write_text(folder: Path) -> Path:
+    """One file of text, ``folder/text.txt``."""
+    path = folder / "text.txt"
+    path.write_text("".join(f"text number {i}, which goes on and on. " for i in range(4_000)))
+    return path
+
+
+def write_texts(folder: Path) -> Path:
+    """A folder of many small files, ``folder/texts``."""
+    texts = folder / "texts"
+    texts.mkdir()
+    for i in range(40):
+        (texts / f"{i}.txt").write_text(f"text number {i}, which goes on and on. " * 20)
+    return texts
