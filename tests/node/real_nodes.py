@@ -20,6 +20,8 @@ from farandole.protocol.exchange_messages import Offer
 from farandole.protocol.manifest import Codec
 from farandole.protocol.pairing_events import StartExchange
 
+from .hosts import LOOPBACK
+
 PATIENCE = 60.0
 # Tokens behind the two contributions: the shares are 0.25 and 0.75.
 TOKENS = (300, 900)
@@ -73,11 +75,10 @@ class Node:
 async def open_nodes() -> AsyncIterator[tuple[Node, Node]]:
     """Connected; the first one's key is less."""
     keys = sorted((Ed25519PrivateKey.generate() for _ in range(2)), key=lambda key: key.public_key().public_bytes_raw())
-    loopback = ["/ip4/127.0.0.1/tcp/0"]
     with trio.fail_after(2 * PATIENCE):
         async with (
-            open_host(keys[0], loopback) as first,
-            open_host(keys[1], loopback) as second,
+            open_host(keys[0], LOOPBACK) as first,
+            open_host(keys[1], LOOPBACK) as second,
             open_bulk(first) as ones,
             open_bulk(second) as twos,
         ):

@@ -15,7 +15,7 @@ from farandole.node.reach.relay_server import RelayServer
 from farandole.node.shaping import Shaping
 from farandole.protocol.relay import Limits
 
-LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
+from .hosts import LOOPBACK, host_at_loopback
 
 
 @dataclass
@@ -43,7 +43,7 @@ async def open_relay(
 
 def open_public() -> contextlib.AbstractAsyncContextManager[Host]:
     """A node that listens."""
-    return open_host(Ed25519PrivateKey.generate(), LOOPBACK)
+    return host_at_loopback()
 
 
 @contextlib.asynccontextmanager

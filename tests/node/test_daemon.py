@@ -8,16 +8,15 @@ from pathlib import Path
 
 import pytest
 import trio
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.exits import Exit
-from farandole.node.p2p.host import open_host
 from farandole.node.rounds.round_session import MAX_ROUNDS_BEHIND
 from farandole.protocol.identity import peer_id_of
 from farandole.protocol.invite import Invite, encode_invite
 from farandole.protocol.manifest import SignedManifest
 
 from .daemons import Daemon, joined
+from .hosts import host_at_loopback
 from .small_runs import small_manifest, write_run
 
 
@@ -151,7 +150,7 @@ async def test_a_node_that_slept_comes_back_with_newer_weights(
 
 async def test_a_bootstrap_peer_and_a_run_id_are_enough(tmp_path: Path, run: SignedManifest, texts: Path) -> None:
     """The bootstrap peer is in no run: it only serves the DHT, in which the members announce themselves."""
-    async with open_host(Ed25519PrivateKey.generate(), ["/ip4/127.0.0.1/tcp/0"]) as bootstrap:
+    async with host_at_loopback() as bootstrap:
         invite = encode_invite(Invite(run.run_id, tuple(bootstrap.addresses)))
         data = ("--data", str(texts))
         manifest = str(tmp_path / "run.manifest")

@@ -9,11 +9,10 @@ import urllib.request
 from pathlib import Path
 
 import trio
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.dashboard.place import find_place
 from farandole.node.exits import Exit
-from farandole.node.p2p.host import Host, open_host
+from farandole.node.p2p.host import Host
 from farandole.node.reach.dialback import Dialback
 from farandole.node.settings import NodeSettings
 from farandole.protocol.identity import short_name
@@ -21,7 +20,8 @@ from farandole.protocol.invite import Invite, encode_invite, split_address
 from farandole.protocol.records import relay_key, run_key
 
 from .daemons import Daemon, started
-from .relayed import LOOPBACK, open_home, open_public
+from .hosts import host_at_loopback
+from .relayed import open_home, open_public
 
 RUN, OTHER_RUN = b"r" * 32, b"o" * 32
 
@@ -81,7 +81,7 @@ async def test_it_knows_its_runs_and_their_members_after_a_restart(tmp_path: Pat
     with trio.fail_after(60):
         async with open_public() as member:
             await member.provide(run_key(RUN))
-            async with open_host(Ed25519PrivateKey.generate(), LOOPBACK) as bootstrap:
+            async with host_at_loopback() as bootstrap:
                 await member.connect(bootstrap.author, bootstrap.addresses)
                 async with started(tmp_path / "relay", "relay", invite_to(RUN, bootstrap)) as relay:
                     await relay.says("found", short_name(member.author))

@@ -41,6 +41,7 @@ from farandole.protocol.manifest import RoundConfig
 from farandole.protocol.record_layer import HEADER_BYTES, OVERHEAD_BYTES, RECORD_BYTES
 
 from .checkpoints.files import RUN, checkpoint_bytes, hold
+from .hosts import LOOPBACK
 
 PATIENCE = 30.0
 RATES = [2_000.0, 125_000.0, 1_250_000.0, 12_500_000.0, 1.25e9]
@@ -334,8 +335,8 @@ async def test_a_checkpoint_between_two_hosts_counts_once(tmp_path: Path) -> Non
 
     with trio.fail_after(PATIENCE):
         async with (
-            open_host(keys[0], ["/ip4/127.0.0.1/tcp/0"], shaping=alices) as alice,
-            open_host(keys[1], ["/ip4/127.0.0.1/tcp/0"], shaping=bobs) as bob,
+            open_host(keys[0], LOOPBACK, shaping=alices) as alice,
+            open_host(keys[1], LOOPBACK, shaping=bobs) as bob,
         ):
             BlockService(RUN, find, alices).register(alice)
             bob.add_addresses(alice.author, alice.addresses)

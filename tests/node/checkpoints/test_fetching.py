@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.numpy import load, load_file
 
 from farandole.node.checkpoints import fetching, giving
@@ -23,12 +22,13 @@ from farandole.node.checkpoints.partial import PartialFile, partial_path
 from farandole.node.checkpoints.room import Room, used_bytes
 from farandole.node.checkpoints.taking import Conditions, DonorError
 from farandole.node.exchanges.bulk import BulkService, open_bulk
-from farandole.node.p2p.host import Host, open_host
+from farandole.node.p2p.host import Host
 from farandole.node.shaping import Shaping
 from farandole.protocol.block_transfer import Question
 from farandole.protocol.blocks import BLOCK_BYTES, num_blocks
 from farandole.protocol.identity import short_name
 
+from ..hosts import host_at_loopback
 from .files import RUN, checkpoint_bytes, hold, index_of, is_required, signed_index_of
 
 PATIENCE = 60.0
@@ -55,7 +55,7 @@ class Member:
 @contextlib.asynccontextmanager
 async def open_member() -> AsyncIterator[Member]:
     async with (
-        open_host(Ed25519PrivateKey.generate(), ["/ip4/127.0.0.1/tcp/0"]) as host,
+        host_at_loopback() as host,
         open_bulk(host) as channels,
     ):
         service = BlockService(RUN, lambda question: member.find(question))

@@ -20,7 +20,8 @@ from farandole.protocol.identity import peer_id_of
 from farandole.protocol.invite import Invite, encode_invite
 from farandole.protocol.manifest import Manifest, ModelConfig, sign_manifest
 
-from ..relayed import LOOPBACK, open_public, until
+from ..hosts import LOOPBACK
+from ..relayed import open_public, until
 
 MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
 SIGNED = sign_manifest(Manifest("tiny", MODEL), Ed25519PrivateKey.from_private_bytes(bytes(32)))

@@ -16,7 +16,8 @@ from farandole.node.shaping import Shaping
 from farandole.protocol.identity import peer_id_of
 from farandole.protocol.invite import Invite
 
-from ..relayed import LOOPBACK, open_public
+from ..hosts import LOOPBACK
+from ..relayed import open_public
 
 RUN = b"r" * 32
 # Nothing listens on these ports, and nobody has these keys.

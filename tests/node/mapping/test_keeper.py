@@ -19,7 +19,8 @@ from farandole.node.mapping.router import MappingError, Router
 from farandole.node.nurseries import open_service_nursery
 from farandole.node.p2p.host import Host, open_host
 
-from ..relayed import LOOPBACK, until
+from ..hosts import LOOPBACK
+from ..relayed import until
 
 LEASE_SECONDS = 2
 OUTER_IP = "5.1.1.1"

@@ -11,19 +11,18 @@ from libp2p.peer.peerinfo import PeerInfo
 from multiaddr import Multiaddr
 
 from farandole.node.p2p import dht as dht_module
-from farandole.node.p2p.host import Host, open_host
+from farandole.node.p2p.host import Host
 from farandole.node.p2p.libp2p_names import id_of
 from farandole.protocol.identity import public_bytes
+
+from ..hosts import host_at_loopback
 
 
 @asynccontextmanager
 async def open_mesh(number: int) -> AsyncIterator[list[Host]]:
     """Hosts of which each but the first has connected to the first."""
     async with AsyncExitStack() as stack:
-        hosts = [
-            await stack.enter_async_context(open_host(Ed25519PrivateKey.generate(), ["/ip4/127.0.0.1/tcp/0"]))
-            for _ in range(number)
-        ]
+        hosts = [await stack.enter_async_context(host_at_loopback()) for _ in range(number)]
         for host in hosts[1:]:
             await host.connect(hosts[0].author, hosts[0].addresses)
         yield hosts

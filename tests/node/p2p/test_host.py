@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
@@ -15,27 +14,18 @@ from libp2p.io.exceptions import ConnectionClosedError
 
 from farandole.node.errors import ListenError, PeerUnreachableError
 from farandole.node.p2p.dialling import MAX_ADDRESSES_PER_PEER, Dial, dial_target
-from farandole.node.p2p.host import Host, open_host
+from farandole.node.p2p.host import open_host
 from farandole.node.p2p.known_addresses import MAX_KNOWN_PEERS
 from farandole.node.p2p.libp2p_stream import Stream
 from farandole.protocol.identity import peer_id_of, public_bytes, public_key_of
 
-LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
-ECHO = "/echo/1"
+from ..hosts import ECHO, echo, host_at_loopback
+
 LARGE = 16 * 1024 * 1024
 
 
 def new_key() -> Ed25519PrivateKey:
     return Ed25519PrivateKey.generate()
-
-
-def host_at_loopback(**settings: Any) -> AbstractAsyncContextManager[Host]:
-    return open_host(new_key(), LOOPBACK, **settings)
-
-
-async def echo(stream: Stream) -> None:
-    while data := await stream.receive_some():
-        await stream.send_all(data)
 
 
 async def hold(stream: Stream) -> None:

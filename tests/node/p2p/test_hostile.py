@@ -5,32 +5,20 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 
 import pytest
 import trio
 import trio.lowlevel
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from trio.testing import wait_all_tasks_blocked
 
 from farandole.node.p2p import yamux
 from farandole.node.p2p.admission import MAX_HANDSHAKES, MAX_HANDSHAKES_PER_ADDRESS
-from farandole.node.p2p.host import Host, open_host
-from farandole.node.p2p.libp2p_stream import Stream
+from farandole.node.p2p.host import Host
 from farandole.node.p2p.mends.connection import MAX_NEGOTIATIONS_PER_CONNECTION, MendedConn
 from farandole.testnet.bench.hostile_attacks import ATTACKS, AUTHENTICATED, RAW, Target, TargetError, attack
 
-LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
-ECHO = "/echo/1"
-
-
-def host_at_loopback() -> AbstractAsyncContextManager[Host]:
-    return open_host(Ed25519PrivateKey.generate(), LOOPBACK)
-
-
-async def echo(stream: Stream) -> None:
-    while data := await stream.receive_some():
-        await stream.send_all(data)
+from ..hosts import ECHO, echo, host_at_loopback
 
 
 async def assert_answers(host: Host) -> None:

@@ -8,12 +8,7 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import AsyncIterator, Iterator
-from contextlib import (
-    AbstractAsyncContextManager,
-    AsyncExitStack,
-    asynccontextmanager,
-    contextmanager,
-)
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 import libp2p
@@ -32,7 +27,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from farandole.node.errors import PeerUnreachableError
 from farandole.node.p2p.admission import MAX_HANDSHAKES_PER_ADDRESS
-from farandole.node.p2p.host import Host, open_host
+from farandole.node.p2p.host import Host
 from farandole.node.p2p.libp2p_stream import Stream
 from farandole.node.p2p.mends import swarm
 from farandole.node.p2p.mends.connection import MendedConn
@@ -40,14 +35,10 @@ from farandole.node.p2p.mends.host import MAX_LIBRARY_BYTES
 from farandole.node.p2p.mends.sockets import Socket
 from farandole.protocol.identity import public_bytes, public_key_of
 
-LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
-ECHO = "/echo/1"
+from ..hosts import ECHO, LOOPBACK, echo, host_at_loopback
+
 MULTISTREAM = "/multistream/1.0.0"
 SERVED_BY_LIBRARY = ["/ipfs/id/1.0.0", "/ipfs/id/push/1.0.0", "/ipfs/ping/1.0.0", "/ipfs/kad/1.0.0"]
-
-
-def host_at_loopback(**settings: Any) -> AbstractAsyncContextManager[Host]:
-    return open_host(Ed25519PrivateKey.generate(), LOOPBACK, **settings)
 
 
 @asynccontextmanager
@@ -69,11 +60,6 @@ def port_of(host: Any) -> int:
 def message(text: str) -> bytes:
     """One multistream message."""
     return bytes((len(text) + 1,)) + text.encode() + b"\n"
-
-
-async def echo(stream: Stream) -> None:
-    while data := await stream.receive_some():
-        await stream.send_all(data)
 
 
 async def assert_answers(host: Host) -> None:

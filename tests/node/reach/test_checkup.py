@@ -7,17 +7,17 @@ from collections.abc import AsyncIterator
 
 import pytest
 import trio
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.errors import PeerUnreachableError
-from farandole.node.p2p.host import Host, open_host
+from farandole.node.p2p.host import Host
 from farandole.node.reach import checkup
 from farandole.node.reach.checkup import CheckupService, ask_echo, ask_time
 from farandole.node.reach.speed import MAX_AT_ONCE, SpeedService, measure
 from farandole.node.shaping import Shaping
 from farandole.protocol.checkup import SPEED_SECONDS
 
-LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
+from ..hosts import host_at_loopback
+
 NOON = 1_800_000_000.0
 
 
@@ -25,8 +25,8 @@ NOON = 1_800_000_000.0
 async def open_pair(shaping: Shaping | None = None) -> AsyncIterator[tuple[Host, Host]]:
     """The asker, and the witness, whose clock says noon."""
     async with (
-        open_host(Ed25519PrivateKey.generate(), LOOPBACK) as asker,
-        open_host(Ed25519PrivateKey.generate(), LOOPBACK) as witness,
+        host_at_loopback() as asker,
+        host_at_loopback() as witness,
     ):
         CheckupService(witness, lambda: NOON)
         SpeedService(witness, shaping or Shaping())

@@ -23,7 +23,8 @@ from farandole.protocol.framing import frame
 from farandole.protocol.reachability import DIALBACK_PROTOCOL, Kind, Verdict
 from farandole.protocol.relay import Limits
 
-from ..relayed import LOOPBACK, open_home, open_public, until
+from ..hosts import LOOPBACK
+from ..relayed import open_home, open_public, until
 
 RUN = bytes(32)
 HIDDEN = Verdict(Kind.RELAY_ONLY)

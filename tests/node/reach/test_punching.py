@@ -18,7 +18,8 @@ from farandole.node.shaping import Shaping
 from farandole.protocol.punching import DCUTR_PROTOCOL
 from farandole.protocol.reachability import Kind, Verdict
 
-from ..relayed import LOOPBACK, open_relay, reserve, until
+from ..hosts import LOOPBACK
+from ..relayed import open_relay, reserve, until
 
 ECHO = "/echo/1"
 

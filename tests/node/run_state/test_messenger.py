@@ -1,7 +1,9 @@
 """Frames between peers over loopback TCP: order, bounds, failures, and senders who break the rules."""
 
 import random
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import pytest
 import trio
@@ -11,17 +13,15 @@ from trio.testing import wait_all_tasks_blocked
 from farandole.node.p2p.host import Host, open_host
 from farandole.node.p2p.libp2p_stream import Stream
 from farandole.node.run_state import messenger as messenger_module
-from farandole.node.run_state.messenger import MAX_QUEUED_BYTES, MAX_QUEUED_FRAMES, open_messenger
+from farandole.node.run_state.messenger import MAX_QUEUED_BYTES, MAX_QUEUED_FRAMES, Messenger, open_messenger
 from farandole.protocol.errors import LocalProtocolError, RemoteProtocolError
 from farandole.protocol.framing import frame
 from farandole.protocol.identity import public_bytes
 
+from ..hosts import LOOPBACK, host_at_loopback
+
 TALK = "/talk/1"
 MAX_BYTES = 1000
-
-
-def host_at_loopback() -> AbstractAsyncContextManager[Host]:
-    return open_host(Ed25519PrivateKey.generate(), ["/ip4/127.0.0.1/tcp/0"])
 
 
 class Inbox:
@@ -44,7 +44,22 @@ class Inbox:
         return [payload for _, payload in self.frames]
 
 
-async def test_frames_arrive_in_order_on_one_stream_and_say_from_whom() -> None:
+@dataclass
+class Talk:
+    """Alice can talk to Bob, who keeps what he hears."""
+
+    alice: Host
+    bob: Host
+    from_alice: Messenger
+    at_bob: Messenger
+    inbox: Inbox
+
+    def say(self, payload: bytes) -> None:
+        self.from_alice.send_nowait(self.bob.author, TALK, payload)
+
+
+@asynccontextmanager
+async def open_talk() -> AsyncIterator[Talk]:
     with trio.fail_after(10):
         async with (
             host_at_loopback() as alice,
@@ -55,14 +70,19 @@ async def test_frames_arrive_in_order_on_one_stream_and_say_from_whom() -> None:
             inbox = Inbox()
             at_bob.set_receiver(TALK, MAX_BYTES, inbox.receive)
             alice.add_addresses(bob.author, bob.addresses)
-            sent = [str(number).encode() for number in range(200)]
-            for payload in sent:
-                from_alice.send_nowait(bob.author, TALK, payload)
-            assert await inbox.wait_for(200) == sent
-            from_alice.send_nowait(bob.author, TALK, b"")
-            assert (await inbox.wait_for(201))[-1] == b""
-            assert {peer for peer, _ in inbox.frames} == {alice.author}
-            assert len(_streams(alice, bob)) == 1
+            yield Talk(alice, bob, from_alice, at_bob, inbox)
+
+
+async def test_frames_arrive_in_order_on_one_stream_and_say_from_whom() -> None:
+    async with open_talk() as talk:
+        sent = [str(number).encode() for number in range(200)]
+        for payload in sent:
+            talk.say(payload)
+        assert await talk.inbox.wait_for(200) == sent
+        talk.say(b"")
+        assert (await talk.inbox.wait_for(201))[-1] == b""
+        assert {peer for peer, _ in talk.inbox.frames} == {talk.alice.author}
+        assert len(_streams(talk.alice, talk.bob)) == 1
 
 
 async def test_both_ends_may_talk_at_once() -> None:
@@ -103,25 +123,16 @@ async def test_an_unreachable_peer_is_reported_and_its_frames_are_counted() -> N
 
 
 async def test_a_full_queue_loses_its_oldest_frames() -> None:
-    with trio.fail_after(10):
-        async with (
-            host_at_loopback() as alice,
-            host_at_loopback() as bob,
-            open_messenger(alice) as from_alice,
-            open_messenger(bob) as at_bob,
-        ):
-            inbox = Inbox()
-            at_bob.set_receiver(TALK, MAX_BYTES, inbox.receive)
-            alice.add_addresses(bob.author, bob.addresses)
-            for number in range(MAX_QUEUED_FRAMES + 10):
-                from_alice.send_nowait(bob.author, TALK, str(number).encode())
-            received = await inbox.wait_for(MAX_QUEUED_FRAMES)
-            assert received == [str(number).encode() for number in range(10, MAX_QUEUED_FRAMES + 10)]
-            assert from_alice.num_dropped == 10
-            large = bytes(messenger_module.DEFAULT_MAX_BYTES)
-            for _ in range(2 * MAX_QUEUED_BYTES // len(large)):
-                from_alice.send_nowait(bob.author, "/large/1", large)
-            assert from_alice._outgoing[bob.author, "/large/1"].num_bytes <= MAX_QUEUED_BYTES
+    async with open_talk() as talk:
+        for number in range(MAX_QUEUED_FRAMES + 10):
+            talk.say(str(number).encode())
+        received = await talk.inbox.wait_for(MAX_QUEUED_FRAMES)
+        assert received == [str(number).encode() for number in range(10, MAX_QUEUED_FRAMES + 10)]
+        assert talk.from_alice.num_dropped == 10
+        large = bytes(messenger_module.DEFAULT_MAX_BYTES)
+        for _ in range(2 * MAX_QUEUED_BYTES // len(large)):
+            talk.from_alice.send_nowait(talk.bob.author, "/large/1", large)
+        assert talk.from_alice._outgoing[talk.bob.author, "/large/1"].num_bytes <= MAX_QUEUED_BYTES
 
 
 async def test_a_frame_too_large_for_the_protocol_is_the_senders_fault() -> None:
@@ -132,32 +143,23 @@ async def test_a_frame_too_large_for_the_protocol_is_the_senders_fault() -> None
 
 
 async def test_a_receiver_that_objects_costs_that_stream_and_the_next_message_opens_another() -> None:
-    with trio.fail_after(10):
-        async with (
-            host_at_loopback() as alice,
-            host_at_loopback() as bob,
-            open_messenger(alice) as from_alice,
-            open_messenger(bob) as at_bob,
-        ):
-            inbox = Inbox()
-            at_bob.set_receiver(TALK, MAX_BYTES, inbox.receive)
-            alice.add_addresses(bob.author, bob.addresses)
-            from_alice.send_nowait(bob.author, TALK, b"good")
-            await inbox.wait_for(1)
-            from_alice.send_nowait(bob.author, TALK, b"bad")
-            while (bob.author, TALK) in from_alice._outgoing:
-                await wait_all_tasks_blocked(0.01)
-            from_alice.send_nowait(bob.author, TALK, b"again")
-            assert await inbox.wait_for(2) == [b"good", b"again"]
-            assert at_bob.faults == {alice.author: 1}
-            assert bob.is_connected(alice.author)
+    async with open_talk() as talk:
+        talk.say(b"good")
+        await talk.inbox.wait_for(1)
+        talk.say(b"bad")
+        while (talk.bob.author, TALK) in talk.from_alice._outgoing:
+            await wait_all_tasks_blocked(0.01)
+        talk.say(b"again")
+        assert await talk.inbox.wait_for(2) == [b"good", b"again"]
+        assert talk.at_bob.faults == {talk.alice.author: 1}
+        assert talk.bob.is_connected(talk.alice.author)
 
 
 async def test_a_peer_that_comes_back_is_reached_on_a_new_connection() -> None:
     with trio.fail_after(10):
         key = Ed25519PrivateKey.generate()
         async with host_at_loopback() as alice, open_messenger(alice) as from_alice:
-            listen = ["/ip4/127.0.0.1/tcp/0"]
+            listen = LOOPBACK
             for number in (b"one", b"two"):
                 async with open_host(key, listen) as bob, open_messenger(bob) as at_bob:
                     inbox = Inbox()
@@ -189,23 +191,14 @@ async def test_a_peer_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyP
 
 async def test_an_idle_stream_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messenger_module, "IDLE_TIMEOUT", 0.05)
-    with trio.fail_after(10):
-        async with (
-            host_at_loopback() as alice,
-            host_at_loopback() as bob,
-            open_messenger(alice) as from_alice,
-            open_messenger(bob) as at_bob,
-        ):
-            inbox = Inbox()
-            at_bob.set_receiver(TALK, MAX_BYTES, inbox.receive)
-            alice.add_addresses(bob.author, bob.addresses)
-            from_alice.send_nowait(bob.author, TALK, b"one")
-            await inbox.wait_for(1)
-            while from_alice._outgoing or _streams(alice, bob):
-                await wait_all_tasks_blocked(0.01)
-            from_alice.send_nowait(bob.author, TALK, b"two")
-            assert await inbox.wait_for(2) == [b"one", b"two"]
-            assert from_alice.num_dropped == 0
+    async with open_talk() as talk:
+        talk.say(b"one")
+        await talk.inbox.wait_for(1)
+        while talk.from_alice._outgoing or _streams(talk.alice, talk.bob):
+            await wait_all_tasks_blocked(0.01)
+        talk.say(b"two")
+        assert await talk.inbox.wait_for(2) == [b"one", b"two"]
+        assert talk.from_alice.num_dropped == 0
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -32,6 +32,7 @@ from farandole.protocol.manifest import Manifest, PipelineConfig, manifest_from_
 from farandole.training.data import Bring
 from farandole.training.learner import build_learner
 
+from ..hosts import LOOPBACK
 from ..trainer_commands import prepare_for
 
 PATIENCE = 120.0
@@ -137,7 +138,7 @@ async def open_nodes(manifest: Manifest, folder: Path, *, with_channels: bool = 
         for stage in range(manifest.model.num_stages):
             key = Ed25519PrivateKey.from_private_bytes(bytes([stage + 1]) * 32)
             authors.append(public_bytes(key))
-            host = await stack.enter_async_context(open_host(key, ["/ip4/127.0.0.1/tcp/0"]))
+            host = await stack.enter_async_context(open_host(key, LOOPBACK))
             messenger = await stack.enter_async_context(open_messenger(host))
             for other in nodes:
                 await host.connect(other.host.author, other.host.addresses)
@@ -218,11 +219,10 @@ async def test_who_falls_silent_in_the_middle_of_activations_gives_the_slot_back
     size = 2 * DATA_BYTES
     keys = [Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32) for number in (1, 2)]
     neighbour, author = map(public_bytes, keys)
-    loopback = ["/ip4/127.0.0.1/tcp/0"]
     with trio.fail_after(PATIENCE):
         async with (
-            open_host(keys[0], loopback) as near,
-            open_host(keys[1], loopback) as far,
+            open_host(keys[0], LOOPBACK) as near,
+            open_host(keys[1], LOOPBACK) as far,
             open_messenger(far) as messenger,
         ):
             service = PipelineService(

@@ -23,6 +23,8 @@ from farandole.protocol.liveness import Liveness
 from farandole.protocol.state import RunState
 from farandole.testnet.bench.crowd import Crowd
 
+from ..hosts import LOOPBACK, host_at_loopback
+
 RUN_ID = b"r" * 32
 NUM_MEMBERS = 1_000
 
@@ -36,7 +38,7 @@ async def reporter_of(board: Board, num_members: int) -> AsyncIterator[tuple[Rep
     for member in crowd.members:
         liveness.beat(member.author, 1, trio.current_time())
     async with (
-        open_host(Ed25519PrivateKey.generate(), ["/ip4/127.0.0.1/tcp/0"]) as host,
+        host_at_loopback() as host,
         open_connectivity(host, Ed25519PrivateKey.generate(), RUN_ID, Shaping()) as connectivity,
     ):
         yield Reporter(host, board, RUN_ID, "large", 0.0, Shaping(), connectivity, state, liveness), host, crowd
@@ -49,7 +51,7 @@ async def test_a_status_for_the_screen_stays_small_and_says_all_of_the_run() -> 
         board.note("x" * 10_000)
     async with (
         reporter_of(board, NUM_MEMBERS) as (reporter, host, crowd),
-        open_host(crowd.members[700].key, ["/ip4/127.0.0.1/tcp/0"]) as other,
+        open_host(crowd.members[700].key, LOOPBACK) as other,
     ):
         with host.connection_events() as events:
             await other.connect(host.author, host.addresses)

@@ -1,0 +1,23 @@
+"""Hosts on loopback, and something to ask them for."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.node.p2p.host import Host, open_host
+from farandole.node.p2p.libp2p_stream import Stream
+
+LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
+ECHO = "/echo/1"
+
+
+def host_at_loopback(**settings: Any) -> AbstractAsyncContextManager[Host]:
+    return open_host(Ed25519PrivateKey.generate(), LOOPBACK, **settings)
+
+
+async def echo(stream: Stream) -> None:
+    while data := await stream.receive_some():
+        await stream.send_all(data)
