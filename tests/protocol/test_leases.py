@@ -6,14 +6,10 @@ from collections.abc import Iterable
 
 import pytest
 
-from farandole.protocol.entries import Delta, Kind, Lease, LeasedSlices
-from farandole.protocol.epoch_progress import EpochProgress, epoch_progress
+from farandole.protocol.entries import Lease, LeasedSlices
 from farandole.protocol.lease_events import Announce, Assign, EpochBegan, Event, Heard, Left, Output, Ticked, Trained
 from farandole.protocol.leases import ASLEEP_SECONDS, MAX_SHARE, SETTLE_SECONDS, Leases
 from farandole.protocol.slices import parts
-from farandole.protocol.state import RunState
-
-from .authors import CREATOR, NOW, RUN_ID, author_of, signed, tick_at
 
 ALICE, BOB, CAROL = b"a" * 32, b"b" * 32, b"c" * 32
 CORPUS, OTHER_TEXT = b"one text", b"another."
@@ -233,22 +229,6 @@ def test_bits_count_when_enough_authors_say_them() -> None:
         alice.hear(author, *everything)
     alice.tick()
     assert alice.leases.done.is_complete
-
-
-def test_a_visitor_learns_how_far_the_epochs_are() -> None:
-    state, done, live = RunState(RUN_ID, CREATOR), (1 << 3_000) - 1, [author_of(number) for number in range(1, 6)]
-    assert epoch_progress(state, live) is None
-    for number in range(1, 6):
-        corpus, epoch = (OTHER_TEXT, 0) if number == 5 else (CORPUS, 1)
-        said = done if number < 4 else (1 << 5_000) - 1
-        leases = [
-            (0, Lease(epoch, corpus)),
-            *((part + 1, Lease(epoch, corpus, (), raw)) for part, raw in enumerate(parts(said))),
-        ]
-        entries = [signed(number, Kind.LEASE, index, tick_at(Kind.LEASE), lease) for index, lease in leases]
-        state.merge(Delta(tuple(entries)), NOW)
-    assert epoch_progress(state, live) == EpochProgress(CORPUS, 1, done)
-    assert epoch_progress(state, live[4:]) == EpochProgress(OTHER_TEXT, 0, (1 << 5_000) - 1)
 
 
 def test_who_never_finishes_is_waited_for_once() -> None:
