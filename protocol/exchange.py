@@ -38,6 +38,9 @@ node commits only what it has accepted itself. What cannot hold (two generals; G
 from the decision until the deadline, the initiator may have committed while the responder goes on alone. Then one
 average was taken by one side only: the next meetings pull the two together as they do any two replicas. An initiator
 that dies takes its outcomes with it; restarted from its checkpoint it has not committed, and answers so.
+
+The messages are in `exchange_messages`, the states and `TRANSITIONS` in `exchange_steps`, `Resolve` and `Outcomes` in
+`outcomes`.
 """
 
 from __future__ import annotations
