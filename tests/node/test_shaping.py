@@ -42,6 +42,7 @@ from farandole.protocol.record_layer import HEADER_BYTES, OVERHEAD_BYTES, RECORD
 
 from .checkpoints.files import RUN, checkpoint_bytes, hold
 from .hosts import LOOPBACK
+from .sockets import tcp_pair
 
 PATIENCE = 30.0
 RATES = [2_000.0, 125_000.0, 1_250_000.0, 12_500_000.0, 1.25e9]
@@ -228,9 +229,7 @@ def test_settings_are_in_megabits() -> None:
 @asynccontextmanager
 async def open_channels(near: Shaping, far: Shaping) -> AsyncIterator[tuple[BulkChannel, BulkChannel]]:
     """Both ends of a channel over loopback TCP."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        dialled = socket.create_connection(listener.getsockname())
-        accepted, _ = listener.accept()
+    dialled, accepted = tcp_pair()
     secrets = Secrets(b"n" * 32, b"f" * 32)
     channels: dict[bool, BulkChannel] = {}
 

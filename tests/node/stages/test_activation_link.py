@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import pytest
@@ -31,6 +30,8 @@ from farandole.protocol.activations import (
 from farandole.protocol.bulk import Secrets
 from farandole.protocol.exchange import BULK_FROM
 from farandole.protocol.record_layer import Sealer
+
+from ..sockets import tcp_pair
 
 PATIENCE = 10.0
 HELLO = Hello(run_id=b"r" * 32, stage=1, shape=b"s" * 32)
@@ -183,9 +184,7 @@ class Channels:
     """Ways beside the stream: one channel, whose other end is Alice's socket."""
 
     def __init__(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self.alice = socket.create_connection(listener.getsockname())
-            bob, _ = listener.accept()
+        self.alice, bob = tcp_pair()
         self.channel = BulkChannel(b"alice", b"c" * 16, bob, Secrets(SEALING, OPENING), Shaping())
 
     @contextlib.contextmanager

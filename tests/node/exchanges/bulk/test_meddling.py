@@ -20,6 +20,7 @@ from farandole.protocol.incoming import Incoming
 from farandole.protocol.record_layer import HEADER_BYTES, RECORD_BYTES, Sealer
 
 from ...parties import ALICE, BOB
+from ...sockets import tcp_pair
 from .parties import PATIENCE
 
 
@@ -113,12 +114,6 @@ async def open_meddled(meddler: Meddler, num_records: int) -> AsyncIterator[tupl
         end.close()
     for stream in middle:
         await stream.aclose()
-
-
-def tcp_pair() -> tuple[socket.socket, socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        dialled = socket.create_connection(listener.getsockname())
-        return dialled, listener.accept()[0]
 
 
 SECRETS = Secrets(b"n" * 32, b"f" * 32)
