@@ -6,8 +6,9 @@ bounded: a curve that is full loses every other point and from then on takes eve
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -35,8 +36,8 @@ class Curve:
     _skipped: int = 0
 
     def add(self, x: float, y: float) -> None:
-        """A newer point; one that is not newer is left out."""
-        if self.points and x <= self.points[-1][0]:
+        """A newer point; one that is not newer is left out, and one that cannot be drawn."""
+        if not math.isfinite(y) or (self.points and x <= self.points[-1][0]):
             return
         self._skipped += 1
         if self.points and self._skipped < self._stride:
@@ -70,7 +71,7 @@ class RunHistory:
     """The run as this node has seen it since it began."""
 
     losses: dict[str, Curve] = field(default_factory=dict)
-    """Peer id -> (round, training loss) of every node that was ever live."""
+    """Peer id -> (round, training loss) of every node that was live, until the run has forgotten it."""
     mean_loss: Curve = field(default_factory=lambda: Curve(MAX_POINTS))
     """(Unix seconds, mean of the live nodes' losses)."""
     validation: Curve = field(default_factory=lambda: Curve(MAX_POINTS))
@@ -93,7 +94,11 @@ class RunHistory:
             self.validation.add(round_index, loss)
         self._observe_members(status.members, now)
 
-    def _observe_members(self, members: Iterable[MemberStatus], now: float) -> None:
+    def _observe_members(self, members: Sequence[MemberStatus], now: float) -> None:
+        if len(self._last_rounds) >= MAX_CURVES:  # those that the run has forgotten make room
+            here = {member.peer_id for member in members}
+            self._last_rounds = {peer: index for peer, index in self._last_rounds.items() if peer in here}
+            self.losses = {peer: curve for peer, curve in self.losses.items() if peer in here}
         for member in members:
             if not member.is_live:
                 continue

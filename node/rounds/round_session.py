@@ -242,6 +242,13 @@ class RoundSession:
                 await over.wait()
         self._save_and_end()
 
+    def rest(self) -> None:
+        """As `leave`, at once: an exchange may take longer than its owner waits for his machine, so it is given up."""
+        self._begins_rounds = False
+        if self._exchange_over is not None:
+            self._exchanges.give_up("it rests")
+        self._save_and_end()
+
     def _save_and_end(self) -> None:
         """The report of this checkpoint ends the session, so that what is on disk is the end of the training."""
         if not self._is_ending:
@@ -365,7 +372,7 @@ class RoundSession:
                 else:
                     if self._is_from_start and not board.validation:
                         board.say(f"the weights that this run starts from have a held-out loss of {loss:.4f}")
-                    board.validation.append((round_index, loss))
+                    board.record_validation(round_index, loss)
             case messages.Saved():
                 self._num_saving -= 1
                 if report.problem or report.note:

@@ -49,9 +49,10 @@ from .round_session import RoundsConfig, RoundSession
 
 PAIRING_PROTOCOL: Final = "/farandole/pairing/1"
 MAX_PAIRING_MESSAGE: Final = 256
-# Who wants his machine back has its memory within five seconds. He does not wait for a large save or a long exchange:
-# what was learnt since the last checkpoint is less dear.
-REST_TIMEOUT: Final = 4.0
+# Who wants his machine back has its memory within five seconds. So much of that the running inner step and the save may
+# take; the rest is for ending the process on a busy machine, and for the kernel, which frees gigabytes. A large save is
+# not waited for: what was learnt since the last checkpoint is less dear.
+REST_TIMEOUT: Final = 3.0
 # How often it is asked whether there is traffic for an exchange: a partner is found in less than a round.
 TRAFFIC_INTERVAL: Final = 1.0
 
@@ -112,6 +113,7 @@ class Rounds:
         self._session_over = trio.Event()  # likewise
         self._ended = trio.Event()
         self._is_leaving = False
+        self._ends_to_rest = False  # the present session
         self._tenth_told = 0  # of the text that is tokenised
         messenger.set_receiver(PAIRING_PROTOCOL, MAX_PAIRING_MESSAGE, self._receive, self._on_undelivered)
 
@@ -207,10 +209,11 @@ class Rounds:
         while not self._is_leaving:
             await self._rest_out()
             self._ready_at = None
+            self._ends_to_rest = False
             self._life = trio.CancelScope()
             try:
                 with self._life:
-                    if await self._run_one_trainer() and not self._rest.is_on:
+                    if await self._run_one_trainer() and not self._ends_to_rest:
                         return
             except TrainerError as error:
                 self.handle(Stopped())
@@ -222,6 +225,7 @@ class Rounds:
         """Until there is no reason to rest."""
         if not self._rest.is_on:
             return
+        self._board.is_trainer_dead = False  # there shall be none
         self._board.say(f"resting: {self._rest.words}")
         while self._rest.is_on:
             self._board.enter("paused", self._rest.words)
@@ -229,16 +233,22 @@ class Rounds:
         self._board.say("training again")
 
     async def _begin_rests(self) -> None:
-        """Whenever the node is to rest, have the trainer save and end, or else end it: its memory is wanted."""
+        """Whenever the node is to rest, have the trainer save and end, or else end it: its memory is wanted.
+
+        A rest that is over before the trainer has ended is followed by another trainer, as any other is.
+        """
         while True:
             await self._rest.wait(is_on=True)
             self.handle(Stopped())
+            life = self._life
             if self._session is not None:
+                self._ends_to_rest = True
+                self._session.rest()
                 with trio.move_on_after(REST_TIMEOUT):
-                    await self._session.leave()
                     await self._session_over.wait()
-            self._life.cancel()
-            await self._rest.wait(is_on=False)
+            life.cancel()
+            while self._rest.is_on and self._life is life:  # another life: the rest was over, and begins again
+                await self._rest.changed()
 
     async def _watch_traffic(self) -> None:
         is_saving = False
@@ -249,20 +259,22 @@ class Rounds:
             await trio.sleep(TRAFFIC_INTERVAL)
 
     async def _recover(self, error: TrainerError) -> None:
-        """Until the next trainer is due. Raises `TrainerError` if none is."""
+        """Until the next trainer is due, or the node rests. Raises `TrainerError` if none is due."""
         board = self._board
         lived = None if self._ready_at is None else trio.current_time() - self._ready_at
         verdict = self._supervisor.judge(error, lived)
         if isinstance(verdict, End):
             raise TrainerError(verdict.words) from error
         board.trainer_restarts += 1
+        board.is_trainer_dead = True
         board.tokens_per_second = 0.0
         board.warn(verdict.words)
         if verdict.is_rest:
             board.enter("failed", verdict.words)
         else:
             board.enter("preparing", "the trainer died", f"{verdict.delay:g} s before it starts again")
-        await trio.sleep(verdict.delay)
+        with trio.move_on_after(verdict.delay):
+            await self._rest.wait(is_on=True)  # when that is over, whoever ordered it wants to see it train
 
     def _show_preparing(self, preparing: messages.Preparing) -> None:
         """To whoever waits: at the terminal each tenth of it."""
@@ -275,15 +287,25 @@ class Rounds:
 
     async def _run_one_trainer(self) -> bool:
         """Whether every round is done, or the node leaves; else new weights are due."""
-        board = self._board
         await self._before_trainer()
-        board.announce("preparing", "starting the trainer: loading torch, the text and the model", "the trainer")
-        prepare = self._config.prepare()
-        async with open_trainer(prepare, None, self._show_preparing) as trainer:
+        self._board.announce("preparing", "starting the trainer: loading torch, the text and the model", "the trainer")
+        try:
+            return await self._run_trainer(self._config.prepare())
+        finally:
+            self._board.trainer_pid = self._board.device_memory = None
+
+    def _note_trainer(self, pid: int) -> None:
+        """From now on what this process takes of the machine is this node's doing."""
+        self._board.trainer_pid = pid
+
+    async def _run_trainer(self, prepare: messages.Prepare) -> bool:
+        board = self._board
+        async with open_trainer(prepare, None, self._show_preparing, self._note_trainer) as trainer:
             prepared = trainer.prepared
-            board.device, board.trainer_pid = prepared.device, trainer.pid
+            board.device = prepared.device
             board.inner_steps, board.num_parameters = prepared.inner_steps, prepared.num_parameters
             board.microbatch = prepare.microbatch
+            board.is_trainer_dead = False
             self._ready_at = trio.current_time()
             self._exchange_bytes = 2 * prepared.contribution_bytes
             origin = "seed" if self._manifest.start is None else "starting checkpoint"
@@ -318,7 +340,6 @@ class Rounds:
                 finally:
                     self._session = None
                     self._session_over.set()
-                    board.trainer_pid = None
                     if self._pipeline is not None:
                         self._pipeline.end()
                     if self._leases is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
@@ -21,6 +22,8 @@ MAX_EXCHANGES = 16
 MAX_EVENTS = 128
 # A line of the screen or two; what peers give as a reason is no longer than that.
 MAX_EVENT_CHARS = 400
+# Whose exchanges are counted, as many as the run state has authors; with whom there were fewest is forgotten first.
+MAX_PARTNERS = 4_096
 # Partners of late: as many as links are shown, and twice as many rounds.
 MAX_PARTNERS_REMEMBERED = 128
 
@@ -67,6 +70,8 @@ class Board:
     device: str = ""
     trainer_pid: int | None = None
     trainer_restarts: int = 0
+    is_trainer_dead: bool = False
+    """It died, and the next one is not ready yet."""
     device_memory: tuple[int, int] | None = None
     """Bytes of the GPU that the trainer has taken, and that it has; None where there is none."""
     microbatch: int = 0
@@ -124,13 +129,22 @@ class Board:
             self._tell(f"warning: {text}")
 
     def record_loss(self, round_index: int, loss: float | None) -> None:
-        """Mean training loss of a finished round, where it is known."""
+        """Mean training loss of a finished round, where it is known. One that is not finite is no point of a curve."""
         if loss is None:
             return
         self.loss = loss
+        if not math.isfinite(loss):
+            return
         if self.loss_first is None:
             self.loss_first = loss
         self.losses.append((round_index, loss))
+
+    def record_validation(self, round_index: int, loss: float) -> None:
+        """Loss on held-out text after a round."""
+        if math.isfinite(loss):
+            self.validation.append((round_index, loss))
+        else:
+            self.warn(f"the loss on held-out text is {loss} after round {round_index}: the replica diverges")
 
     def record_exchange(
         self,
@@ -148,6 +162,8 @@ class Board:
         self.last_partner = partner if verdict == "committed" else None
         if verdict == "committed":
             self.exchanges_ok += 1
+            if name not in self.partners and len(self.partners) >= MAX_PARTNERS:
+                del self.partners[min(self.partners, key=self.partners.__getitem__)]
             self.partners[name] += 1
             self.paths[path] += 1
         elif partner:
@@ -201,7 +217,7 @@ class Board:
             inner_steps=inner_steps,
             tokens=tokens,
             seconds=seconds,
-            loss=loss,
+            loss=None if loss is None or not math.isfinite(loss) else loss,
             validation=measured[1] if measured and measured != self._told_validation else None,
             verdict=last.verdict,
             partner=last.partner,

@@ -71,7 +71,7 @@ def _paused(status: NodeStatus, now: float) -> Headline | None:
 
 
 def _trainer_died(status: NodeStatus, now: float) -> Headline | None:
-    if status.phase != "preparing" or status.trainer_restarts == 0:
+    if status.phase != "preparing" or not status.is_trainer_dead:
         return None
     times = "once" if status.trainer_restarts == 1 else f"{status.trainer_restarts} times"
     remedy = "its last words are in the log, whose end says where it is" if not status.warnings else status.warnings[-1]

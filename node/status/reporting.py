@@ -128,6 +128,7 @@ class Reporter:
             round_since=board.round_since,
             links=self.links(),
             events=list(board.events),
+            is_trainer_dead=board.is_trainer_dead,
         )
 
     def _resources(self) -> Resources | None:

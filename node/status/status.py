@@ -288,3 +288,5 @@ class NodeStatus(msgspec.Struct, frozen=True):
     """Connections, and then partners of before, at most `MAX_LINKS`; of each, who exchanged last comes first."""
     events: list[Event] = []
     """What happened lately, newest last."""
+    is_trainer_dead: bool = False
+    """The trainer died, and the next one is not ready yet."""

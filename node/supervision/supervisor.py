@@ -96,7 +96,7 @@ class Supervisor:
 
     def _rest(self, words: str) -> Again:
         self._crashes = 0
-        advice = "to try at once: `farandole leave`, then `farandole join`"
+        advice = "to try at once: `farandole pause`, then `farandole resume`"
         words = f"{words}. Training rests for {REST_SECONDS / 60:.0f} minutes, the node stays in the run; {advice}"
         return Again(REST_SECONDS, words, is_rest=True)
 

@@ -221,12 +221,15 @@ class Trainer:
 
 @contextlib.asynccontextmanager
 async def open_trainer(
-    command: Prepare, log: Path | None, on_preparing: Callable[[Preparing], None] = lambda preparing: None
+    command: Prepare,
+    log: Path | None,
+    on_preparing: Callable[[Preparing], None] = lambda preparing: None,
+    on_started: Callable[[int], None] = lambda pid: None,
 ) -> AsyncIterator[Trainer]:
     """Start a trainer process, make it ready, and end it on the way out.
 
-    ``log`` is where its output goes (the terminal if None); ``on_preparing`` is told how far it is with its text.
-    Raises `TrainerError`.
+    ``log`` is where its output goes (the terminal if None); ``on_preparing`` is told how far it is with its text,
+    ``on_started`` the process id, long before it is ready. Raises `TrainerError`.
     """
     folder = Path(command.checkpoints) / "shared"
     remove_leftovers(folder)
@@ -245,6 +248,7 @@ async def open_trainer(
             raise TrainerError(f"no trainer process can be started: {error}") from error
         trainer = Trainer(child.process, TrainerStream(child.stream), memory)
         try:
+            on_started(trainer.pid)
             await trainer.prepare(command, on_preparing)
             yield trainer
         finally:

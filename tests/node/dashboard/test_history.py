@@ -1,7 +1,11 @@
 from __future__ import annotations
 
-import msgspec
+import math
 
+import msgspec
+import pytest
+
+from farandole.node.dashboard import history as history_module
 from farandole.node.dashboard.history import MAX_POINTS_A_NODE, Curve, RunHistory
 from farandole.node.status.status import MemberStatus, NodeStatus
 
@@ -45,6 +49,25 @@ def test_curves_are_of_every_live_node_and_of_the_run() -> None:
     assert history.losses[BOB].points == [(r, 5.0 - r) for r in range(5)]
     assert [x for x, _ in history.mean_loss.points] == [NOW + r for r in range(5)]
     assert [y for _, y in history.throughput.points] == [STATUS.run.tokens_per_second] * 5
+
+
+def test_newcomers_are_seen_though_thousands_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history_module, "MAX_CURVES", 2)
+    history, one = RunHistory(), in_round(1).members[0]
+    for generation in "abc":
+        members = [msgspec.structs.replace(one, peer_id=f"{generation}{number}") for number in range(3)]
+        for round_index in (1, 2):
+            now = [msgspec.structs.replace(each, round=round_index, last_partner=BOB) for each in members]
+            history.observe(msgspec.structs.replace(STATUS, members=now), NOW)
+        assert set(history.losses) == {f"{generation}0", f"{generation}1"}
+        assert history.meetings[-1].one == f"{generation}1"
+
+
+def test_what_cannot_be_drawn_is_no_point() -> None:
+    curve = Curve(8)
+    for x, y in enumerate((1.0, math.nan, 2.0, math.inf)):
+        curve.add(x, y)
+    assert curve.points == [(0, 1.0), (2, 2.0)]
 
 
 def test_a_curve_stays_small_and_keeps_its_ends_in_order() -> None:

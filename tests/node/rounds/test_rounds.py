@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -131,9 +131,16 @@ class Story:
         )
 
     @asynccontextmanager
-    async def open_trainer(self, prepare: object, log: object, on_preparing: object) -> AsyncIterator[FakeTrainer]:
+    async def open_trainer(
+        self, prepare: object, log: object, on_preparing: object, on_started: Callable[[int], None]
+    ) -> AsyncIterator[FakeTrainer]:
         self.trainers.append(FakeTrainer(self.prepared))
+        on_started(self.trainers[-1].pid)
         yield self.trainers[-1]
+
+    @property
+    def phase(self) -> str:
+        return self.board.phase
 
     def deliver(self, peer: bytes, protocol: str, payload: bytes) -> None:
         """A messenger with too many streams: it says at once that a message is lost, but for some peers."""
@@ -313,20 +320,94 @@ async def test_who_wants_his_machine_back_does_not_wait_for_a_large_save(
     assert len(story.trainers) == 2
 
 
+async def test_who_wants_his_machine_back_does_not_wait_for_an_exchange_and_loses_no_round_that_is_over(
+    story: Story, autojump_clock: trio.testing.MockClock
+) -> None:
+    (trainer,) = story.trainers
+    story.peers_that_answer = {BOB}
+    story.rounds.set_peers(frozenset({BOB}))
+    story.exchange_seconds = 10 * REST_TIMEOUT
+    await trainer.report(contributed(0))
+    began_at = trio.current_time()
+    story.rest.begin(BY_HAND, "the owner plays")
+    await trio.testing.wait_all_tasks_blocked()
+    assert story.given_up.is_set()
+    assert messages.Save(is_last=True) in trainer.commands
+    await trainer.report(saved())
+    assert (story.phase, story.saved, trio.current_time()) == ("paused", [saved()], began_at)
+
+
+async def test_who_resumes_while_the_trainer_still_saves_trains_again(story: Story) -> None:
+    (trainer,) = story.trainers
+    story.rest.begin(BY_HAND, "the owner plays")
+    await trio.testing.wait_all_tasks_blocked()
+    story.rest.end(BY_HAND)
+    await trio.testing.wait_all_tasks_blocked()
+    await trainer.report(saved())
+    assert len(story.trainers) == 2
+    assert story.phase == "training"
+    await story.play_round()
+    assert story.board.round == 1
+
+
+async def test_a_reason_to_rest_that_comes_as_another_goes_is_kept(story: Story, nursery: trio.Nursery) -> None:
+    """In whatever order trio wakes those who wait for it."""
+
+    async def replace_reason() -> None:
+        await story.rest.changed()
+        story.rest.begin("quiet hours", "until 07:00")
+
+    for _ in range(40):
+        story.rest.begin(BY_HAND, "the owner plays")
+        await trio.testing.wait_all_tasks_blocked()
+        if story.phase != "paused":
+            await story.trainers[-1].report(saved())
+        nursery.start_soon(replace_reason)
+        await trio.testing.wait_all_tasks_blocked()
+        story.rest.end(BY_HAND)
+        await trio.testing.wait_all_tasks_blocked()
+        if story.phase != "paused":
+            await story.trainers[-1].report(saved())
+        assert story.phase == "paused"
+        story.rest.end("quiet hours")
+        await trio.testing.wait_all_tasks_blocked()
+        assert story.phase == "training"
+
+
+async def test_who_pauses_while_a_trainer_is_awaited_is_paused_and_a_resume_tries_at_once(
+    story: Story, autojump_clock: trio.testing.MockClock
+) -> None:
+    for _ in range(MAX_CRASHES):
+        await story.trainers[-1].report(TrainerError("no driver"))
+        await trio.sleep(RESTART_DELAYS[-1] + 1)
+    assert story.phase == "failed"
+    story.rest.begin(BY_HAND, "the owner mends the driver")
+    await trio.testing.wait_all_tasks_blocked()
+    assert story.phase == "paused"
+    resumed_at = trio.current_time()
+    story.rest.end(BY_HAND)
+    await trio.testing.wait_all_tasks_blocked()
+    assert (len(story.trainers), trio.current_time()) == (MAX_CRASHES + 1, resumed_at)
+
+
 async def test_who_rests_when_the_trainer_is_only_starting_starts_none(
     story: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @asynccontextmanager
-    async def never_ready(prepare: object, log: object, on_preparing: object) -> AsyncIterator[FakeTrainer]:
+    async def never_ready(
+        prepare: object, log: object, on_preparing: object, on_started: Callable[[int], None]
+    ) -> AsyncIterator[FakeTrainer]:
+        on_started(42)
         await trio.sleep_forever()
         yield story.trainers[0]
 
     monkeypatch.setattr(rounds_module, "open_trainer", never_ready)
     story.rounds.restart_trainer()
     await trio.testing.wait_all_tasks_blocked()
+    assert [story.board.trainer_pid] == [42]  # whatever it takes of the machine is not another program's
     story.rest.begin(BY_HAND, "the owner plays")
     await trio.testing.wait_all_tasks_blocked()
-    assert story.board.phase == "paused"
+    assert (story.phase, story.board.trainer_pid) == ("paused", None)
 
 
 async def test_who_leaves_while_he_rests_is_gone_at_once(story: Story) -> None:
@@ -488,6 +569,22 @@ async def test_a_trainer_that_dies_again_and_again_leaves_the_node_in_the_run_at
     assert story.pairing.state is State.AWAY
     await trio.sleep(REST_SECONDS)
     assert len(story.trainers) == MAX_CRASHES + 1
+
+
+async def test_a_trainer_that_was_replaced_is_dead_no_more(
+    story: Story, autojump_clock: trio.testing.MockClock
+) -> None:
+    async def die() -> None:
+        await story.trainers[-1].report(TrainerError("killed"))
+        assert (story.board.phase, story.board.is_trainer_dead) == ("preparing", True)
+
+    await die()
+    await trio.sleep(RESTART_DELAYS[0] + 1)
+    assert (story.board.trainer_restarts, story.board.is_trainer_dead) == (1, False)
+    await die()
+    story.rest.begin(BY_HAND, "the owner plays")
+    await trio.testing.wait_all_tasks_blocked()
+    assert not story.board.is_trainer_dead
 
 
 async def test_who_rests_leaves_at_once(story: Story, autojump_clock: trio.testing.MockClock) -> None:

@@ -1,7 +1,16 @@
 from __future__ import annotations
 
+import math
+
+import msgspec
+import pytest
+
+from farandole.node.metrics.rounds import RoundRecord
 from farandole.node.status.board import MAX_EVENTS, Board
-from farandole.protocol.identity import short_name
+from farandole.node.status.status import NodeStatus
+from farandole.protocol.identity import peer_id_of, short_name
+
+from ..statuses import STATUS
 
 
 def test_committed_exchanges_are_counted_by_their_path() -> None:
@@ -12,6 +21,15 @@ def test_committed_exchanges_are_counted_by_their_path() -> None:
     board.record_exchange(2, None, "alone: nobody is there")
     assert board.paths == {"bulk": 2, "stream": 1}
     assert (board.exchanges_ok, board.exchanges_failed, board.exchanges_alone) == (3, 1, 1)
+
+
+def test_a_month_of_strangers_is_not_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farandole.node.status.board.MAX_PARTNERS", 2)
+    board = Board(say=lambda text: None)
+    for peer in (b"a", b"a", b"b", b"c", b"d"):
+        board.record_exchange(0, peer * 32, "committed")
+    assert board.partners == {peer_id_of(b"a" * 32): 2, peer_id_of(b"d" * 32): 1}
+    assert board.exchanges_ok == 5
 
 
 def test_what_happened_is_kept_in_words_and_is_bounded() -> None:
@@ -45,3 +63,21 @@ def test_why_an_exchange_failed_is_told_once() -> None:
         f"{name} refused this node's contribution: the norm is off",
         f"the exchange of round 3 with {name} failed: the partner died",
     ]
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_is_in_no_curve_and_in_no_round(loss: float) -> None:
+    """JSON has no word for it: whoever reads a status would find nothing where there must be a number."""
+    rounds: list[RoundRecord] = []
+    board = Board(say=lambda text: None, tell_round=rounds.append)
+    for number in (3.0, loss, 2.0):
+        board.record_loss(7, number)
+        board.record_validation(7, number)
+        board.finish_round(7, inner_steps=1, tokens=1, seconds=1.0, loss=number, late_steps=0)
+    assert list(board.losses) == list(board.validation) == [(7, 3.0), (7, 2.0)]
+    assert [record.loss for record in rounds] == [3.0, None, 2.0]
+    assert "held-out text" in board.warnings[-1]
+
+    board.record_loss(8, loss)
+    status = msgspec.structs.replace(STATUS, loss=board.loss, losses=list(board.losses))
+    assert msgspec.json.decode(msgspec.json.encode(status), type=NodeStatus).loss is None

@@ -69,7 +69,9 @@ def test_a_healthy_node_says_that_there_is_nothing_to_do() -> None:
             "doctor --bandwidth",
         ),
         (
-            changed(phase="preparing", trainer_restarts=2, warnings=["the trainer died: CUDA error"]),
+            changed(
+                phase="preparing", trainer_restarts=2, is_trainer_dead=True, warnings=["the trainer died: CUDA error"]
+            ),
             "the trainer died (2 times so far) and is started again",
             "CUDA error",
         ),
@@ -105,7 +107,9 @@ def test_what_takes_its_usual_time_is_no_trouble() -> None:
     leaving = changed(phase="leaving")
     paused = changed(phase="paused", phase_detail="paused; `farandole resume` goes on")
 
-    assert [headline(status, NOW).level for status in (young, fetching, leaving, paused)] == ["busy"] * 4
+    resumed = changed(phase="preparing", trainer_restarts=2)  # which was long ago
+
+    assert [headline(status, NOW).level for status in (young, fetching, leaving, paused, resumed)] == ["busy"] * 5
     assert headline(paused, NOW).text == "not training: paused; `farandole resume` goes on"
     assert headline(fetching, NOW).text == "in the run, not training yet: 12.0 of 40.0 MB"
 

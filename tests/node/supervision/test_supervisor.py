@@ -58,7 +58,7 @@ def test_crashes_are_waited_out_ever_longer_and_then_the_node_rests() -> None:
         verdict = again(supervisor.judge(CRASH, lived=1.0))
         assert (verdict.delay, verdict.is_rest) == (REST_SECONDS, True)
         assert "SIGSEGV" in verdict.words
-        assert "farandole join" in verdict.words
+        assert "farandole resume" in verdict.words
 
 
 def test_a_month_of_crashes_with_healthy_lives_between_them_never_makes_it_rest() -> None:
