@@ -31,7 +31,7 @@ from .errors import DataError
 from .permutation import permute
 from .slices import SliceQueue
 from .sources import Document, Progress, Reader, no_progress, sources_of, stdlib_sources
-from .token_cache import Found, Sink, cache_name, open_cache, write_cache
+from .token_cache import Found, Sink, cache_name, keep_within, open_cache, write_cache
 from .tokenizer import Tokenizer, load_tokenizer
 
 # What is held in memory whole, without a folder for the cache: what lies beyond this is not read.
@@ -55,6 +55,8 @@ class Bring:
     tokenizer: Path | None = None
     cache: Path | None = None
     """A folder for what is tokenised; None: in memory."""
+    cache_bytes: int | None = None
+    """What that folder may take; None: whatever it needs."""
     progress: Progress = no_progress
 
 
@@ -97,6 +99,7 @@ def load_text(config: DataConfig, tokenizer: Tokenizer, bring: Bring = NOTHING) 
     if bring.cache is None:
         return text_of(reader, tokenizer, config.held_out)
     path = bring.cache / cache_name(sources, bring.field, tokenizer.identity, config.held_out)
+    keep_within(path, bring.cache_bytes)
     if (found := _cached(path)) is not None:
         return found
     write_cache(
@@ -105,6 +108,7 @@ def load_text(config: DataConfig, tokenizer: Tokenizer, bring: Bring = NOTHING) 
         lambda training, held_out: tokenise(
             reader, tokenizer, config.held_out, training, held_out, lambda: bring.progress(reader.position, reader.size)
         ),
+        bring.cache_bytes,
     )
     text = _cached(path)
     if text is None:

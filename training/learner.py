@@ -81,11 +81,13 @@ class Learner(Replica):
         """
         losses = []
         self._module.eval()  # one's own may have dropout
-        for index in range(num_batches):
-            for part, share in self._microbatches(self._sampler.held_out_batch(index)):
-                with self.device.autocast():
-                    losses.append(share * language_loss(self._module, self._to_device(part)))
-        self._module.train()
+        try:
+            for index in range(num_batches):
+                for part, share in self._microbatches(self._sampler.held_out_batch(index)):
+                    with self.device.autocast():
+                        losses.append(share * language_loss(self._module, self._to_device(part)))
+        finally:
+            self._module.train()
         return float(torch.stack(losses).sum()) / num_batches
 
     def _to_device(self, tokens: Tokens) -> Tensor:

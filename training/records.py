@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from .errors import DataError
+from .packed import opened
 
 if TYPE_CHECKING:
     import pyarrow
@@ -34,16 +35,14 @@ def json_records(path: Path, field: str) -> Records:
     record = msgspec.defstruct("Record", [("text", str | None)], rename={"text": field})
     decoder = msgspec.json.Decoder(record)
     try:
-        size = max(1, path.stat().st_size)
-        with path.open("rb") as file:
-            number = position = 0
+        with opened(path) as (file, share):
+            number = 0
             while line := file.readline(MAX_RECORD_BYTES + 1):
                 number += 1
-                position += len(line)
                 if len(line) > MAX_RECORD_BYTES:
                     raise DataError(f"{path}, line {number} has more than {MAX_RECORD_BYTES:,} bytes: it is no record")
                 if line := line.removeprefix(_BYTE_ORDER_MARK).strip():
-                    yield _json_text(decoder, line, path, number, field), position / size
+                    yield _json_text(decoder, line, path, number, field), share()
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
 

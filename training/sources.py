@@ -2,7 +2,7 @@
 
 What a file is, its name says: ``.jsonl`` and ``.ndjson`` are records, a JSON object a line; ``.parquet`` is a table; a
 folder with ``state.json`` and ``dataset_info.json`` is a data set that Hugging Face ``datasets`` has saved; all else is
-text, or binary and left out.
+text, or binary and left out. Records and text may be packed by gzip (``.jsonl.gz``); packed otherwise they are refused.
 
 A document of text has its file's name. A record has the hash of its text for a name: wherever it lies, and in whatever
 format, it is the same document, so all nodes hold out the same ones.
@@ -21,6 +21,8 @@ from typing import Final, Literal
 import msgspec
 
 from .errors import DataError
+from .packed import SUFFIX as PACKED_SUFFIX
+from .packed import opened, require_readable, suffix_of
 from .records import Records, dataset_records, json_records, parquet_records
 
 # Longer files of text become several documents, so that one big file has held-out parts too.
@@ -36,6 +38,8 @@ Progress = Callable[[int, int], None]
 
 Kind = Literal["text", "jsonl", "parquet", "dataset"]
 _KINDS: Final[dict[str, Kind]] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+# What nobody means to be left out because it is packed.
+_UNPACKED: Final = frozenset({".txt", ".json", *_KINDS})
 _READERS: Final = {"jsonl": json_records, "parquet": parquet_records, "dataset": dataset_records}
 # What `datasets` writes into a folder; and into one with several splits, each of which is such a folder.
 _DATASET_FILES: Final = ("state.json", "dataset_info.json")
@@ -132,13 +136,21 @@ def _files_in(root: Path, skipped: frozenset[str]) -> Iterator[Source]:
 
 
 def _file(path: Path, name: str) -> Iterator[Source]:
-    """Nothing if it is no regular file (a pipe would hang us), or is gone."""
+    """Nothing if it is no regular file (a pipe would hang us), or is gone. `DataError` if it is packed oddly."""
     try:
         if path.is_file():
             about = path.stat()
-            yield Source(name, path, _KINDS.get(path.suffix.lower(), "text"), about.st_size, about.st_mtime_ns)
+            yield Source(name, path, _kind_of(path), about.st_size, about.st_mtime_ns)
     except OSError:
         return
+
+
+def _kind_of(path: Path) -> Kind:
+    require_readable(path, _UNPACKED)
+    kind = _KINDS.get(suffix_of(path), "text")
+    if kind == "parquet" and path.suffix.lower() == PACKED_SUFFIX:
+        raise DataError(f"{path} is packed, which Parquet is by itself: unpack it (gunzip), or leave it out")
+    return kind
 
 
 def _dataset_in(folder: Path, name: str) -> Source | None:
@@ -203,10 +215,10 @@ def _documents(source: Source, field: str) -> Iterator[tuple[Document, int]]:
 def _text(source: Source) -> Iterator[tuple[Document, int]]:
     """A file in pieces; nothing if it cannot be read or is binary."""
     try:
-        with source.path.open("rb") as file:
+        with opened(source.path) as (file, share):
             number = 0
             while (text := file.read(DOCUMENT_BYTES)) and b"\0" not in text:
-                yield Document(f"{source.name}#{number}" if number else source.name, text), number * DOCUMENT_BYTES
+                yield Document(f"{source.name}#{number}" if number else source.name, text), int(share() * source.size)
                 number += 1
     except OSError:
         return

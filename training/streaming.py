@@ -96,19 +96,23 @@ class Stream:
             raise DataError(f"{self.name} cannot be read on ({type(error).__name__}: {error})") from error
 
 
+def is_data_set(name: str) -> bool:
+    """Whether it has the form of a data set's name, or is a folder."""
+    return _NAME.fullmatch(name) is not None or (bool(name) and Path(name).is_dir())
+
+
 def _no_column(name: str, field: str, columns: Iterable[str]) -> str:
     return f"{name} has no column {field!r}: say which with --data-field (there are {', '.join(columns)})"
 
 
 def _open(name: str) -> IterableDataset:
-    is_folder = bool(name) and Path(name).is_dir()
-    if not is_folder and not _NAME.fullmatch(name):
+    if not is_data_set(name):
         raise DataError(f"--stream {name}: this is no folder, and no OWNER/NAME or OWNER/NAME:CONFIG")
     try:
         from datasets import load_dataset
     except ImportError as error:
         raise DataError(f"--stream needs the Python package 'datasets': {_INSTALL}") from error
-    path, _, config = (name, "", "") if is_folder else name.partition(":")
+    path, _, config = (name, "", "") if Path(name).is_dir() else name.partition(":")
     try:
         return load_dataset(path, config or None, split=_SPLIT, streaming=True)
     except Exception as error:  # likewise

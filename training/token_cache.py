@@ -6,7 +6,9 @@ at all:
 
     tokens to train on | tokens held out | about them, JSON | length of that, 8 bytes
 
-What is held out waits in a nameless file until the rest is written, so memory holds one document at a time.
+What is held out waits in a nameless file until the rest is written, so memory holds one document at a time. Where the
+folder may not take more than so much, files of other texts make room first, and what still does not fit is refused
+before it is written.
 """
 
 from __future__ import annotations
@@ -70,16 +72,65 @@ def cache_name(sources: Sequence[Source], *settings: object) -> str:
     return hashlib.sha256(msgspec.json.encode([FORMAT, settings, facts])).hexdigest()[:32] + SUFFIX
 
 
-def write_cache(path: Path, dtype: np.dtype[np.integer], tokenise: Callable[[Sink, Sink], Found]) -> None:
+class _Allowance:
+    """What the files of a folder may take in all (``max_bytes`` None: any). Others make room for the newest."""
+
+    def __init__(self, newest: Path, max_bytes: int | None) -> None:
+        others = [path for path in newest.parent.glob(f"*{SUFFIX}") if path != newest]
+        self._newest_first = sorted(others, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        self._max_bytes = max_bytes
+        self._taken = sum(path.stat().st_size for path in others)
+
+    def take(self, num_bytes: int) -> None:
+        """So much more is about to be written. Raises `DataError` if there is no room for it."""
+        self._taken += num_bytes
+        if self._max_bytes is None:
+            return
+        while self._taken > self._max_bytes and self._newest_first:
+            oldest = self._newest_first.pop()
+            with contextlib.suppress(OSError):  # another process may have it mapped
+                size = oldest.stat().st_size
+                oldest.unlink()
+                self._taken -= size
+        if self._taken > self._max_bytes:
+            raise DataError(
+                f"the tokenised text takes more than the {self._max_bytes / 1e6:,.1f} MB that --disk leaves for it: "
+                "allow more, or name less text"
+            )
+
+
+class _BoundedSink:
+    """Takes what may be taken. ``num_copies``: how often it is on the disk in the end, for a moment."""
+
+    def __init__(self, sink: Sink, allowance: _Allowance, num_copies: int) -> None:
+        self._sink = sink
+        self._allowance = allowance
+        self._num_copies = num_copies
+
+    def write(self, data: bytes, /) -> None:
+        """Raises `DataError` if there is no room for it."""
+        self._allowance.take(self._num_copies * len(data))
+        self._sink.write(data)
+
+
+def write_cache(
+    path: Path,
+    dtype: np.dtype[np.integer],
+    tokenise: Callable[[Sink, Sink], Found],
+    max_bytes: int | None = None,
+) -> None:
     """Have ``tokenise`` write tokens to train on and tokens held out, and keep both at ``path``.
 
-    Raises `DataError` if the disk will not have them, and what ``tokenise`` raises; then nothing is kept.
+    ``max_bytes``: what the folder may take, with files of other texts, which go where there is no room for all.
+    Raises `DataError` if that is too little or the disk will not have them, and what ``tokenise`` raises; then nothing
+    is kept.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_remains(path.parent)
+        allowance = _Allowance(path, max_bytes)
         with replacing(path) as file, tempfile.TemporaryFile(dir=path.parent) as held_out:
-            found = tokenise(file, held_out)
+            found = tokenise(_BoundedSink(file, allowance, 1), _BoundedSink(held_out, allowance, 2))
             num_training, num_held_out = file.tell() // dtype.itemsize, held_out.tell() // dtype.itemsize
             held_out.seek(0)
             shutil.copyfileobj(held_out, file, _COPIED_BYTES)
@@ -114,6 +165,12 @@ def open_cache(path: Path) -> tuple[Tokens, Tokens, Found] | None:
     except (OSError, msgspec.MsgspecError, TypeError, ValueError):
         return None
     return tokens[: about.num_training], tokens[about.num_training :], about.found
+
+
+def keep_within(path: Path, max_bytes: int | None) -> None:
+    """Have the folder of a file take no more; files of other texts go. `DataError` if the file alone takes more."""
+    if max_bytes is not None and path.exists():
+        _Allowance(path, max_bytes).take(path.stat().st_size)
 
 
 def _remove_remains(folder: Path) -> None:

@@ -1,10 +1,11 @@
 """How much of the disk a node's folder takes: at most what its owner allows, with what is dearest kept to the last.
 
-What a node would like to have room for is known before it trains: its own checkpoints, the one that is being written
-beside them, and a copy of another's, which is replaced by a newer one. Where that is more than is allowed, it gives up
-first the copy, which others keep as well; then its second newest checkpoint, which is for the day on which the newest
-cannot be read. With less than the newest and the one that replaces it a node could not go on after a crash: it says so
-and does not begin. What is downloaded is measured beside what is there, and refused before its weights move.
+A node would like to have room for its own checkpoints, the one that is being written beside them, a copy of another's,
+which is replaced by a newer one, and its text, tokenised. Where that is more than is allowed, it gives up first the
+copy, which others keep as well; then its second newest checkpoint, which is for the day on which the newest cannot be
+read. With less than the newest and the one that replaces it a node could not go on after a crash: it says so and does
+not begin. Text has what these two leave, and is refused while it is tokenised if it takes more. What is downloaded is
+measured beside what is there, and refused before its weights move.
 """
 
 from __future__ import annotations
@@ -43,16 +44,24 @@ class DiskPlan:
     """Of another's."""
 
 
-def plan_disk(limit: int, own_bytes: int, copy_bytes: int) -> DiskPlan:
-    """By the sizes of an own checkpoint and of a copy. ``limit``: bytes, 0 for none. Raises `DiskError`."""
-    copies = 2 * copy_bytes
-    if not limit or limit >= OTHER_BYTES + (KEPT + 1) * own_bytes + copies:
+def plan_disk(limit: int, own_bytes: int, copy_bytes: int, text_bytes: int = 0) -> DiskPlan:
+    """By the sizes of an own checkpoint, of a copy, and of all tokenised text, which may be of other runs too.
+
+    ``limit``: bytes, 0 for none. Raises `DiskError`.
+    """
+    copies, others = 2 * copy_bytes, OTHER_BYTES + min(text_bytes, text_room(limit, own_bytes) or 0)
+    if not limit or limit >= others + (KEPT + 1) * own_bytes + copies:
         return DiskPlan()
     for num_kept in range(KEPT, 0, -1):
-        if limit >= OTHER_BYTES + (num_kept + 1) * own_bytes:
+        if limit >= others + (num_kept + 1) * own_bytes:
             return DiskPlan(num_kept, has_copy=False)
     least = (OTHER_BYTES + 2 * own_bytes) / 1e9
     raise DiskError(f"--disk {limit / 1e9:g} is too little: this run's checkpoints take {least:.2f} GB at least")
+
+
+def text_room(limit: int, own_bytes: int) -> int | None:
+    """What tokenised text may take: all that the least number of checkpoints leaves. None where there is no limit."""
+    return max(0, limit - OTHER_BYTES - 2 * own_bytes) if limit else None
 
 
 @dataclass(frozen=True, slots=True)

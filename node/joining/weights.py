@@ -42,7 +42,7 @@ from ..checkpoints.folder import CheckpointFolder, saved_round
 from ..checkpoints.holdings import Holding
 from ..checkpoints.library import Library
 from ..checkpoints.partial import has_partial, partial_path
-from ..checkpoints.room import DiskPlan, Room, plan_disk
+from ..checkpoints.room import DiskPlan, Room, plan_disk, used_bytes
 from ..checkpoints.taking import Conditions
 from ..errors import JoinError, PeerUnreachableError
 from ..exchanges.way import Channels
@@ -156,7 +156,8 @@ class Weights:
         """What this node keeps on its disk, by its stage. Raises `DiskError` where it may not keep even the least."""
         stage, copied = self._membership.stage, self._copied_stage
         copy_bytes = required_bytes(stage_parameters(self._model, copied)) + MAX_HEADER_BYTES + BLOCK_BYTES
-        return plan_disk(self._disk, self.max_bytes(stage), copy_bytes)
+        text_bytes = used_bytes(self._settings.tokens) if self._disk else 0  # of a file or two
+        return plan_disk(self._disk, self.max_bytes(stage), copy_bytes, text_bytes)
 
     @property
     def _copied_stage(self) -> int:
@@ -434,12 +435,16 @@ class Weights:
             pause = max(interval, (trio.current_time() - began_at) / COPY_SHARE)
 
     async def _copy_newest(self) -> None:
+        if not self.plan.has_copy:
+            if self._library.copy is not None:  # the text that was tokenised meanwhile needs its room
+                await self._library.give_up_copies()
+            return
         membership = self._membership
         is_cut = membership.num_stages > 1
         stage = self._copied_stage
         announced = membership.announced(stage)
         author = copied_author(self._run_id, stage, announced)
-        if author is None or author == self._host.author or not self.plan.has_copy:
+        if author is None or author == self._host.author:
             return
         if not self._shaping.may_spend(required_bytes(stage_parameters(self._model, stage))):
             return

@@ -1,7 +1,8 @@
 """Counts what a node moves, keeps the count over restarts, and says what may move.
 
-On disk is always more than was counted (`AHEAD_BYTES`, written before it is used): a node that is killed has counted
-too much by that at most, and never too little, however often. One that ends in good order writes the count itself.
+On disk is more than was counted (`AHEAD_BYTES`, written before it is used): a node that is killed has counted too much
+by that at most, and too little only where more than half of it moved since the last look. One that ends in good order
+writes the count itself.
 """
 
 from __future__ import annotations

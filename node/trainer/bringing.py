@@ -9,6 +9,7 @@ from typing import Final
 
 from farandole.training.data import Bring
 
+from ..checkpoints.room import text_room
 from .channel import Channel
 from .messages import Prepare, Preparing
 
@@ -32,5 +33,6 @@ def bring_of(prepare: Prepare, channel: Channel) -> Bring:
         streams=tuple(prepare.streams),
         tokenizer=Path(prepare.tokenizer) if prepare.tokenizer else None,
         cache=Path(prepare.cache) if prepare.cache else None,
+        cache_bytes=text_room(prepare.disk, prepare.checkpoint_bytes),
         progress=tell,
     )

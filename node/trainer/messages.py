@@ -77,8 +77,10 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     """Functions that may make the model, where the run brings one of its own."""
     activations: int | str = 0
     """As ``outgoing``; slot i has its incoming activations at 2 i times their size, its outgoing ones after them."""
-    num_kept: int = 2
-    """Of its checkpoints, beside the one that is being written."""
+    disk: int = 0
+    """Most bytes that the node's folder takes, by which it keeps more or fewer checkpoints and tokens; 0: any."""
+    checkpoint_bytes: int = 0
+    """The most that one of its checkpoints takes."""
     gpu_memory: int = 0
     """Most bytes that the process takes of the GPU's memory; 0: any."""
 

@@ -35,6 +35,7 @@ from farandole.protocol.manifest import Manifest
 from farandole.training.errors import CheckpointError
 
 from ..checkpoints.folder import CheckpointFolder, known_hashes
+from ..checkpoints.room import plan_disk, used_bytes
 from ..checkpoints.saving import Saver
 from ..system.memory import map_shared_memory
 from .channel import Channel
@@ -86,7 +87,9 @@ class TrainerProcess(abc.ABC):
         self._slow = prepare.slow
         self._run_id = prepare.run_id
         self._checkpoints = CheckpointFolder(Path(prepare.checkpoints), prepare.stage)
-        self._saver = Saver(self._checkpoints, channel.send, prepare.num_kept)
+        text_bytes = used_bytes(Path(prepare.cache)) if prepare.cache else 0  # known by now
+        plan = plan_disk(prepare.disk, prepare.checkpoint_bytes, copy_bytes=0, text_bytes=text_bytes)
+        self._saver = Saver(self._checkpoints, channel.send, plan.num_kept)
         self._fragment = 0
         self._aside = ThreadPoolExecutor(1)
         self._encoding: Future[None] | None = None  # where the replica encodes aside

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from farandole.training.config import InnerConfig, ModelConfig, OuterConfig
 from farandole.training.data import Sampler, Text
 from farandole.training.device import choose_device
+from farandole.training.errors import DataError
 from farandole.training.learner import Learner
 from farandole.training.memory import is_out_of_memory
 from farandole.training.model import build_model
@@ -48,6 +51,16 @@ def test_a_batch_that_fits_is_not_touched(model: ModelConfig, text: Text, microb
     for _ in range(3):
         assert torch.equal(same.learn(), whole.learn())
     assert torch.equal(same._theta, whole._theta)
+
+
+def test_a_loss_that_cannot_be_measured_changes_nothing_of_the_training(model: ModelConfig, text: Text) -> None:
+    """One's own module may have dropout, which is off while the loss is measured."""
+    without = learner(model, replace(text, held_out=text.held_out[:1]), 0)
+    for _ in range(2):
+        without.learn()
+        with pytest.raises(DataError, match="too little text is held out"):
+            without.validation_loss()
+        assert without._module.training
 
 
 def test_a_tensor_for_which_there_is_no_memory_is_told_from_other_errors() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
@@ -65,6 +66,57 @@ def test_files_and_folders_are_read_and_others_left_out(tmp_path: Path) -> None:
 
     assert [document.name for document in found] == ["b.txt", "deeper/a.txt", "one.txt", "one.txt#1"]
     assert found[3].text == b"x"
+
+
+def test_what_is_packed_by_gzip_is_read_as_if_it_were_not(tmp_path: Path) -> None:
+    records = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    (tmp_path / "long.txt").write_text("many words " * 20_000)
+    for path in (records, tmp_path / "long.txt"):
+        path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+
+    assert documents(tmp_path / "a.jsonl.gz") == documents(records)
+    assert texts(tmp_path / "long.txt.gz") == texts(tmp_path / "long.txt")
+    reader = Reader(sources_of([tmp_path / "long.txt.gz"]), "")
+    positions = [reader.position for _ in reader]
+    assert positions == sorted(positions)
+    assert positions[-1] <= reader.size == (tmp_path / "long.txt.gz").stat().st_size
+
+
+@pytest.mark.parametrize("name", ["bomb.jsonl.gz", "bomb.txt.gz"])
+def test_what_unpacks_to_very_much_takes_little_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 1 << 20)
+    with gzip.open(tmp_path / name, "wb") as file:
+        for _ in range(16):
+            file.write(b"x" * (1 << 20))
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(DataError):  # of records: there is no end of the line
+            for _ in Reader(sources_of([tmp_path / name]), "text"):
+                pass
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 << 20
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.gz"])
+def test_a_packed_file_that_is_damaged_is_named(tmp_path: Path, name: str) -> None:
+    whole = gzip.compress(b"".join(b'{"text": "number %d"}\n' % number for number in range(20_000)))
+    for damaged in (whole[: len(whole) // 2], b"plain", whole[:20] + bytes(40) + whole[60:]):
+        (tmp_path / name).write_bytes(damaged)
+        with pytest.raises(DataError, match=rf"{name} is no whole gzip file .*fetch it again, or leave it out"):
+            documents(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.txt.xz", "A.NDJSON.BZ2", "a.parquet.gz", "a.json.zip"])
+def test_text_that_is_packed_otherwise_is_refused_and_not_left_out(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"\0")
+    with pytest.raises(DataError, match="unpack it"):
+        documents(tmp_path)
+    (tmp_path / name).rename(tmp_path / "photographs.zip")
+    assert documents(tmp_path) == []
 
 
 def test_the_order_does_not_depend_on_who_names_what_first(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -16,6 +17,9 @@ from farandole.training.data import Bring, Sampler, Text, load_text
 from farandole.training.durable import WholeFile
 from farandole.training.errors import DataError
 from farandole.training.tokenizer import ByteTokenizer
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 DATA = DataConfig(source="text", held_out=0.2)
 
@@ -128,6 +132,45 @@ def test_a_full_disk_is_said(bring: Bring, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(DataError, match=r"No space left on device. It takes about as much room as the text"):
         load_text(DATA, ByteTokenizer(), bring)
     assert files(bring) == []
+
+
+def test_no_more_is_written_than_the_owner_allows(bring: Bring, monkeypatch: pytest.MonkeyPatch) -> None:
+    load_text(DATA, ByteTokenizer(), bring)
+    (path,) = files(bring)
+    size = path.stat().st_size
+    written = 0
+    write = WholeFile.write
+
+    def count(file: WholeFile, data: Buffer) -> int:
+        nonlocal written
+        written += memoryview(data).nbytes
+        return write(file, data)
+
+    monkeypatch.setattr(WholeFile, "write", count)
+    for allowed in (0, size // 4):
+        with pytest.raises(DataError, match=r"takes more than the 0\.0 MB that --disk leaves for it: allow more"):
+            load_text(DATA, ByteTokenizer(), replace(bring, cache_bytes=allowed))
+        path.unlink(missing_ok=True)
+        written = 0
+        with pytest.raises(DataError, match="--disk"):
+            load_text(DATA, ByteTokenizer(), replace(bring, cache_bytes=allowed))
+        assert files(bring) == []
+        assert written <= allowed
+
+
+def test_other_texts_make_room_the_oldest_first(bring: Bring) -> None:
+    def load(held_out: float, allowed: int | None = None) -> Path:
+        load_text(replace(DATA, held_out=held_out), ByteTokenizer(), replace(bring, cache_bytes=allowed))
+        return max(files(bring), key=lambda path: path.stat().st_mtime_ns)
+
+    first, second = load(0.1), load(0.2)
+    for number, path in enumerate((first, second)):
+        os.utime(path, ns=(number, number))
+    size = second.stat().st_size
+    third = load(0.3, 2 * size + size // 2)  # what is held out is there twice for a moment
+    assert set(files(bring)) == {second, third}
+    assert load(0.3, size + size // 2) == third
+    assert files(bring) == [third]
 
 
 def test_progress_is_told(bring: Bring, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farandole.node.checkpoints.folder import CheckpointFolder
-from farandole.node.checkpoints.room import OTHER_BYTES, DiskError, DiskPlan, Room, plan_disk, used_bytes
+from farandole.node.checkpoints.room import OTHER_BYTES, DiskError, DiskPlan, Room, plan_disk, text_room, used_bytes
 from farandole.node.checkpoints.saving import Saver
 from farandole.training.blocks import Content
 from farandole.training.checkpoint import Counters
@@ -35,19 +35,34 @@ def test_first_the_copy_is_given_up_then_the_second_newest(limit: int, expected:
     assert plan_disk(limit, own_bytes=GB, copy_bytes=GB // 2) == expected
 
 
+def test_text_comes_before_copies_and_old_checkpoints_and_other_runs_text_stops_no_node() -> None:
+    limit = 4 * GB + OTHER_BYTES
+    for text_bytes, expected in (
+        (0, DiskPlan(2, has_copy=True)),
+        (1, DiskPlan(2, has_copy=False)),
+        (GB, DiskPlan(2, has_copy=False)),
+        (GB + 1, DiskPlan(1, has_copy=False)),
+        (100 * GB, DiskPlan(1, has_copy=False)),
+    ):
+        assert plan_disk(limit, GB, GB // 2, text_bytes) == expected
+    assert text_room(limit, GB) == 2 * GB
+    assert text_room(0, GB) is None
+
+
 def test_what_is_too_little_is_said_with_what_is_enough() -> None:
     with pytest.raises(DiskError, match=r"take 2\.13 GB at least"):
         plan_disk(2 * GB, own_bytes=GB, copy_bytes=GB // 2)
 
 
-@given(st.integers(1, 100 * GB), st.integers(1, 10 * GB), st.integers(1, 10 * GB))
-def test_whatever_is_planned_fits(limit: int, own: int, copy: int) -> None:
+@given(st.integers(1, 100 * GB), st.integers(1, 10 * GB), st.integers(1, 10 * GB), st.floats(0, 1))
+def test_whatever_is_planned_fits(limit: int, own: int, copy: int, share: float) -> None:
+    text = int(share * (text_room(limit, own) or 0))
     try:
-        plan = plan_disk(limit, own, copy)
+        plan = plan_disk(limit, own, copy, text)
     except DiskError:
         assert limit < OTHER_BYTES + 2 * own
     else:
-        assert (plan.num_kept + 1) * own + 2 * plan.has_copy * copy + OTHER_BYTES <= limit
+        assert (plan.num_kept + 1) * own + 2 * plan.has_copy * copy + text + OTHER_BYTES <= limit
 
 
 def test_it_measures_as_du_does(tmp_path: Path) -> None:

@@ -302,6 +302,22 @@ async def test_a_copy_outlives_its_node(
     nursery.cancel_scope.cancel()
 
 
+async def test_a_copy_makes_room_for_text_that_was_tokenised_meanwhile(
+    nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.settings = replace(world.settings, disk=100.0)
+    world.members, world.by_peer = {ANN: 2}, {(ANN, 2): (ANN, 29)}
+    weights = world.begin()
+    nursery.start_soon(weights.run)
+    await trio.sleep(15)
+    assert await world.given(weights, 2) is not None
+    monkeypatch.setattr(weights_module, "used_bytes", lambda folder: 100 * 10**9)
+    await trio.sleep(15)
+    assert await world.given(weights, 2) is None
+    assert list(world.settings.checkpoints.iterdir()) == []
+    nursery.cancel_scope.cancel()
+
+
 async def test_copies_take_a_tenth_of_the_time_at_most(
     nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock
 ) -> None:
