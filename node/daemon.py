@@ -71,6 +71,7 @@ class Daemon(abc.ABC):
         """Set when it is told."""
         self._settings = settings
         self._board = board
+        self._rest = Rest()
         self._reporter: Reporter
 
     @abc.abstractmethod
@@ -97,6 +98,15 @@ class Daemon(abc.ABC):
         ) as place:
             self._board.say(f"a page about this node is at {place.url} (`farandole dashboard` knows its token)")
             yield
+
+    async def _keep_offline(self, host: Host, traffic: TrafficKeeper) -> None:
+        """While a month's traffic is spent."""
+        while True:
+            await traffic.wait_offline()
+            self._board.warn(self._rest.words)
+            await host.go_offline()
+            await traffic.wait_online()
+            host.go_online()
 
     def _status_now(self) -> NodeStatus:
         return self._reporter.status()
@@ -183,7 +193,6 @@ class Node(Daemon):
         self._author = public_bytes(key)
         self._store = store
         self._started_at = time.time()
-        self._rest = Rest()
         hours = [parse_quiet_hours(text) for text in settings.quiet_hours]
         self._rest_keeper = RestKeeper(self._rest, store, hours, datetime.now, board.warn)
         self._idle_keeper: IdleKeeper | None = None
@@ -250,15 +259,6 @@ class Node(Daemon):
                     self._reporter = member.reporter(self._started_at, connectivity, traffic)
                     await member.run(target, self.is_leaving)
                 nursery.cancel_scope.cancel()
-
-    async def _keep_offline(self, host: Host, traffic: TrafficKeeper) -> None:
-        """While a month's traffic is spent."""
-        while True:
-            await traffic.wait_offline()
-            self._board.warn(self._rest.words)
-            await host.go_offline()
-            await traffic.wait_online()
-            host.go_online()
 
     async def _join(self, host: Host, target: Target, traffic: TrafficKeeper) -> tuple[Manifest, bytes] | None:
         """The run's manifest, with a connection to the run; None if told to leave meanwhile."""

@@ -12,6 +12,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime
 from functools import partial
 from typing import Final
 
@@ -40,6 +42,7 @@ from .shaping import Shaping
 from .status.board import Board
 from .status.chronicle import keep_chronicle
 from .status.reporting import Reporter
+from .traffic.keeper import TrafficKeeper
 
 # Each costs two announcements in the DHT an hour, and a lookup a minute.
 MAX_RUNS: Final = 16
@@ -79,6 +82,10 @@ class RelayNode(Daemon):
             self._named.setdefault(split_address(address)[1], []).append(address)
         self._named.pop(public_bytes(self._key), None)
         shaping = Shaping.of_mbit(settings.upload_mbit, settings.download_mbit)
+        limit = round(settings.monthly_traffic * 1e9)
+        traffic = TrafficKeeper(limit, self._rest, self._store, shaping, datetime.now, board.warn)
+        await traffic.begin()
+        shaping = replace(shaping, may_spend=traffic.may_spend)
         known = self._known()
         async with (
             open_host(self._key, settings.listen, shaping=shaping) as host,
@@ -93,7 +100,9 @@ class RelayNode(Daemon):
             ) as connectivity,
             open_mdns(host, runs, is_on=settings.mdns),
         ):
-            self._reporter = Reporter(host, board, runs[0], "", self._started_at, shaping, connectivity)
+            self._reporter = Reporter(
+                host, board, runs[0], "", self._started_at, shaping, connectivity, traffic=traffic
+            )
             connectivity.members = lambda: {peer for members in self._members.values() for peer in members}
             board.say(f"this node is {host.peer_id}")
             for address in host.addresses:
@@ -101,7 +110,9 @@ class RelayNode(Daemon):
             async with self._open_page(), trio.open_nursery() as nursery:
                 await nursery.start(serve_control, settings.control, self._handlers())
                 nursery.start_soon(keep_chronicle, self._reporter.connections, board.note)
-                nursery.start_soon(self._seek_members, host, runs)
+                nursery.start_soon(traffic.run)
+                nursery.start_soon(self._keep_offline, host, traffic)
+                nursery.start_soon(self._seek_members, host, runs, traffic)
                 nursery.start_soon(self._tell_reachability, host, connectivity, runs)
                 await self.is_leaving.wait()
                 await self._remember(host, is_last=True)
@@ -123,12 +134,15 @@ class RelayNode(Daemon):
     def _known(self) -> dict[bytes, list[str]]:
         return {**self._book.peers(), **self._named}
 
-    async def _seek_members(self, host: Host, runs: Sequence[bytes]) -> None:
+    async def _seek_members(self, host: Host, runs: Sequence[bytes], traffic: TrafficKeeper) -> None:
         """Keep connections with a few members of each run, and remember them, until cancelled."""
         board = self._board
         waits = pauses(FIRST_REDIAL_PAUSE, MAX_LOOK_INTERVAL, random.Random())
         board.announce("relaying", f"for {'1 run' if len(runs) == 1 else f'{len(runs)} runs'}")
         while True:
+            if traffic.is_spent:
+                board.isolation = self._rest.words
+                await traffic.wait_online()
             if not host.connected:
                 await dial(host, self._known(), is_one_enough=True)
             if host.connected:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from .config.setting import setting
+from .rest.quiet_hours import split_quiet_hours
 
 HOME_VARIABLE = "FARANDOLE_HOME"
 # Any free port on every IPv4 interface.
@@ -114,6 +115,8 @@ class NodeSettings:
         [],
         "Hours in which this node does not train, in local time: 22:00-07:30, or Sat-Sun 09:00-18:00; repeatable.",
         placeholder="HOURS",
+        form="a list of hours in quotes, each as 22:00-07:30 or Sat-Sun 09:00-18:00",
+        read=split_quiet_hours,
         example=["Mon-Fri 18:00-23:00"],
     )
     only_when_idle: bool = setting(

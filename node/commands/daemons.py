@@ -33,7 +33,7 @@ def join(settings: NodeSettings) -> None:
 
 
 @takes_settings(
-    *("listen", "bootstrap", "upload_mbit", "download_mbit", "mdns", "upnp"),
+    *("listen", "bootstrap", "upload_mbit", "download_mbit", "monthly_traffic", "mdns", "upnp"),
     *("dashboard", "dashboard_port", "log_level", "log_format"),
 )
 def relay(

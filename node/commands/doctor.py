@@ -12,7 +12,9 @@ from .options import AsJson, takes_settings
 from .output import print_json
 
 
-@takes_settings("invite", "listen", "bootstrap", "device", "data", must_exist=False)
+@takes_settings(
+    *("invite", "listen", "bootstrap", "device", "data", "tokenizer", "stream", "allow_model"), must_exist=False
+)
 def doctor(
     settings: NodeSettings,
     bandwidth: Annotated[
@@ -21,6 +23,8 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Find out what keeps this machine from joining or from being reached; exit code 1 if something must be mended.
+
+    Give it what you would give to join: it says whether that is there, too.
 
     Examples: [cyan]farandole doctor farandole1...[/cyan]; [cyan]farandole doctor --json | jq .findings[/cyan]
     """

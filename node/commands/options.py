@@ -102,7 +102,7 @@ def _option(setting: Setting, must_exist: bool) -> Any:
     def check(value: Any) -> Any:
         if not setting.is_allowed(value):
             raise typer.BadParameter(f"expected {setting.expected}")
-        return value
+        return setting.read(value)
 
     told: dict[str, Any] = {
         "help": f"{about.help} ({setting.bounds[0].upper()}{setting.bounds[1:]}.)" if setting.bounds else about.help,

@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
+
+from farandole.protocol.errors import FarandoleError
 
 VARIABLE_PREFIX: Final = "FARANDOLE_"
 _ABOUT: Final = "about"
@@ -46,6 +48,10 @@ class About:
     """What it means that a setting whose default is None is not set."""
     example: object = None
     """A value for those to see whose default says nothing."""
+    form: str = ""
+    """What a value must be, in words, where its type does not say it."""
+    read: Callable[[Any], Any] | None = None
+    """Makes of a value of the right type the one that counts; raises `FarandoleError` for what has not the form."""
     is_argument: bool = False
     """Given to commands by its place, without a flag."""
     is_of_service: bool = False
@@ -81,6 +87,8 @@ class Setting:
     @property
     def expected(self) -> str:
         """What a value must be, in words: ``a finite number, at least 0.5, or 0``."""
+        if self.about.form:
+            return self.about.form
         if choices := self.choices:
             return "one of " + ", ".join(map(str, choices))
         if get_origin(self.kind) is list:
@@ -102,16 +110,24 @@ class Setting:
         return get_args(self.kind) if get_origin(self.kind) is Literal else ()
 
     def is_allowed(self, value: Any) -> bool:
-        """Whether a value of the right type is within its bounds."""
+        """Whether a value of the right type is within its bounds, and has its form."""
         if isinstance(value, float) and not math.isfinite(value):
             return False
         about = self.about
+        try:
+            self.read(value)
+        except FarandoleError:
+            return False
         if value is None or about.least is None or (about.or_zero and value == 0):
             return True
         return bool(value >= about.least and (about.most is None or value <= about.most))
 
+    def read(self, value: Any) -> Any:
+        """The value that counts, of one of the right type. Raises `FarandoleError` for one that has not the form."""
+        return value if self.about.read is None else self.about.read(value)
+
     def is_valid(self, value: object) -> bool:
-        """Whether ``value``, as it stands in a settings file, is of the right type and within its bounds."""
+        """Whether ``value``, as it stands in a settings file, is of the right type and allowed."""
         import msgspec  # not needed for ``--help``
 
         try:

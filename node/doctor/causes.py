@@ -32,7 +32,8 @@ CHECKS: Final = {
     "key": "its key, which is its identity",
     "disk": "room for checkpoints",
     "torch": "PyTorch and the device",
-    "data": "text of your own",
+    "data": "text of your own, and data sets that are streamed",
+    "model": "code of your own that may make the run's model",
     "port": "the addresses to listen on",
     "invite": "the invite, or the run that the folder knows",
     "dns": "names in addresses",
@@ -107,10 +108,37 @@ CAUSES: Final = {
         "there is an NVIDIA GPU, but PyTorch {version} computes on {device}",
         "install a PyTorch with CUDA that fits the driver: https://pytorch.org/get-started",
     ),
-    "data-none": Cause("data", _OK, "no text of your own is named: a run that asks for it needs --data"),
+    "data-none": Cause("data", _OK, "no text of your own is named: a run that asks for it needs --data or --stream"),
     "data-fine": Cause("data", _OK, "{path} can be read"),
     "data-empty": Cause("data", _FAILED, "there is nothing to read in {path}", "point --data at text"),
     "data-unreadable": Cause("data", _FAILED, "{path} cannot be read: {why}", "point --data at text that you may read"),
+    "data-stream": Cause("data", _OK, "{name} can be streamed, if the Hugging Face Hub has it"),
+    "data-no-stream": Cause(
+        "data",
+        _FAILED,
+        "{name} is no folder, and no data set's name",
+        "say --stream OWNER/NAME, or OWNER/NAME:CONFIG, as on the Hugging Face Hub",
+    ),
+    "data-no-package": Cause(
+        "data",
+        _FAILED,
+        "to stream {name} takes the Python package {package}, which is not installed",
+        "pip install 'farandole[data]'",
+    ),
+    "data-two-kinds": Cause(
+        "data", _FAILED, "both --data and --stream are given, which are two kinds of text", "name one of them"
+    ),
+    "model-none": Cause("model", _OK, "no code is allowed: a run with a model of its own needs --allow-model"),
+    "model-fine": Cause("model", _OK, "{function} is installed, of {package}, and allowed"),
+    "model-no-function": Cause(
+        "model", _FAILED, "{function} is no function's name", "say --allow-model PACKAGE.MODULE:FUNCTION"
+    ),
+    "model-missing": Cause(
+        "model",
+        _FAILED,
+        "{function} is allowed, and there is no module {module} here",
+        "install its package beside farandole, with the same Python",
+    ),
     "port-fine": Cause("port", _OK, "{address} is free"),
     "port-ours": Cause("port", _OK, "{address} is taken, by the node that runs here as it seems"),
     "port-taken": Cause(
@@ -214,6 +242,21 @@ CAUSES: Final = {
         "bootstrap", _FAILED, "what is at {address} is no node of farandole: {why}", _NEWER_INVITE
     ),
     "run-fine": Cause("run", _OK, "a peer has the manifest of run {run}: {name!r}"),
+    "run-needs-text": Cause(
+        "run", _WARNING, "it trains on text that each node brings, and none is named", "name some: --data or --stream"
+    ),
+    "run-needs-tokenizer": Cause(
+        "run",
+        _WARNING,
+        "it takes the tokenizer file with SHA-256 {sha256}, and none is named",
+        "get it from whoever invited you, and say --tokenizer FILE",
+    ),
+    "run-needs-model": Cause(
+        "run",
+        _WARNING,
+        "its model is code of its own, {function} of {package}, which is not allowed",
+        "get that package from whoever invited you, look at it, install it, and say --allow-model {function}",
+    ),
     "run-none": Cause("run", _SKIPPED, "no run is named"),
     "run-unknown": Cause(
         "run", _FAILED, "peers answer, and none of them is in run {run}", "the run may have ended; " + _NEWER_INVITE

@@ -21,11 +21,12 @@ from ..control import call
 from ..errors import ListenError
 from ..p2p.host import Host, open_host
 from ..settings import DEFAULT_LISTEN, NodeSettings
+from .bringing import check_data, check_models
 from .causes import CHECKS, found
 from .finding import Diagnosis, Finding, Level, conclude
 from .invitation import Invitation, read_invitation
 from .knocking import examine_egress, judge_doors, knock_at_all, make_doors, resolve
-from .machine import check_data, check_disk, check_home, check_key, check_ports, check_torch, is_node_running
+from .machine import check_disk, check_home, check_key, check_ports, check_torch, is_node_running
 from .mesh import check_clock, check_nat, check_relay, check_run, check_speed, check_udp, meet
 from .router import check_upnp
 
@@ -69,7 +70,8 @@ class Examination:
             nursery.start_soon(self._aside, "node", lambda: [_look_at_node(settings.home, is_running=is_running)])
             nursery.start_soon(self._aside, "key", lambda: [check_key(settings.key)])
             nursery.start_soon(self._aside, "disk", lambda: [check_disk(settings.home)])
-            nursery.start_soon(self._aside, "data", lambda: check_data(settings.data))
+            nursery.start_soon(self._aside, "data", lambda: check_data(settings.data, settings.stream))
+            nursery.start_soon(self._aside, "model", lambda: check_models(settings.allow_model))
             nursery.start_soon(self._many, "port", lambda: check_ports(settings.listen, is_running=is_running))
 
     # The network
@@ -120,7 +122,7 @@ class Examination:
             return [nat, await check_relay(host, peers, kind)]
 
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._one, "run", lambda: check_run(host, peers, invitation.run_id))
+            nursery.start_soon(self._many, "run", lambda: check_run(host, peers, invitation.run_id, self.settings))
             nursery.start_soon(self._one, "clock", lambda: check_clock(host, peers, self.clock))
             nursery.start_soon(self._one, "udp", lambda: check_udp(host, peers))
             nursery.start_soon(self._many, "nat", look_at_reachability)

@@ -1,4 +1,4 @@
-"""What can be told without the network: the node's folder and key, the disk, ports, PyTorch and its device, data."""
+"""What can be told without the network: the node's folder and key, the disk, ports, PyTorch and its device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import errno
 import os
 import re
 import shutil
-import stat
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ import msgspec
 import trio
 
 from ..identity import KEY_BYTES, IdentityInUseError, locked
+from ..system.files import others_may
 from .causes import found
 from .finding import Finding
 
@@ -28,8 +28,6 @@ MIN_FREE_BYTES: Final = 256 << 20
 GOOD_FREE_BYTES: Final = 8 << 30
 # PyTorch is a gigabyte, which a slow disk reads for long.
 TORCH_TIMEOUT: Final = 60.0
-# Enough to know that there is something.
-MAX_FILES_LOOKED_AT: Final = 10_000
 _LISTEN: Final = re.compile(r"/ip[46]/([^/]+)/tcp/(\d{1,5})")
 
 
@@ -53,7 +51,7 @@ def check_home(home: Path) -> Finding:
 def check_key(key: Path) -> Finding:
     """Whether the key file is there, whole, and its owner's alone."""
     try:
-        mode = stat.S_IMODE(key.stat().st_mode)
+        mode = others_may(key)
         size = len(key.read_bytes())
     except FileNotFoundError:
         return found("key-missing", key=key)
@@ -61,7 +59,7 @@ def check_key(key: Path) -> Finding:
         return found("key-unreadable", key=key, why=error.strerror)
     if size != KEY_BYTES:
         return found("key-broken", key=key, size=size, wanted=KEY_BYTES)
-    if mode & 0o077:
+    if mode:
         return found("key-readable-by-others", key=key, mode=f"{mode:o}")
     return found("key-fine", key=key)
 
@@ -156,8 +154,8 @@ class TorchReport(msgspec.Struct, frozen=True):
 
 
 async def check_torch(device: str) -> Finding:
-    """PyTorch and the device, looked at by a process of its own: neither is needed here."""
-    command = [sys.executable, "-m", "farandole.node.doctor.torch_probe", device]
+    """PyTorch and the device, looked at by a process of its own, as the trainer is: neither is needed here."""
+    command = [sys.executable, "-P", "-m", "farandole.node.doctor.torch_probe", device]
     try:
         with trio.fail_after(TORCH_TIMEOUT):
             done = await trio.run_process(command, capture_stdout=True, capture_stderr=True, check=False)
@@ -178,24 +176,3 @@ def judge_torch(done: subprocess.CompletedProcess[bytes], *, has_nvidia: bool) -
     if has_nvidia and report.device.startswith("CPU"):
         return found("gpu-unused", version=report.version, device=report.device)
     return found("torch-fine", version=report.version, device=report.device)
-
-
-def check_data(paths: Sequence[Path]) -> list[Finding]:
-    """Whether the files and folders of text can be read."""
-    return [_check_data(path) for path in paths] or [found("data-none")]
-
-
-def _check_data(path: Path) -> Finding:
-    try:
-        if path.is_dir():
-            num_files = 0
-            for _, _, names in os.walk(path):
-                num_files += len(names)
-                if num_files > MAX_FILES_LOOKED_AT:
-                    break
-            is_fine = num_files > 0 and os.access(path, os.R_OK | os.X_OK)
-            return found("data-fine" if is_fine else "data-empty", path=path)
-        with path.open("rb") as file:
-            return found("data-fine" if file.read(1) else "data-empty", path=path)
-    except OSError as error:
-        return found("data-unreadable", path=path, why=error.strerror)

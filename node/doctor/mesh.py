@@ -24,8 +24,9 @@ from ..p2p.host import Host
 from ..reach.checkup import ask_echo, ask_time
 from ..reach.reachability import Examiner, Reachability
 from ..reach.speed import measure
-from ..settings import MIN_CAP_MBIT
+from ..settings import MIN_CAP_MBIT, NodeSettings
 from ..status.figures import BYTES_PER_MBIT
+from .bringing import check_needs
 from .causes import found
 from .finding import Finding
 
@@ -50,10 +51,10 @@ async def meet(host: Host, peers: dict[bytes, list[str]], run_id: bytes | None) 
     return list(host.connected)
 
 
-async def check_run(host: Host, peers: Sequence[bytes], run_id: bytes | None) -> Finding:
-    """Whether one of them knows the run."""
+async def check_run(host: Host, peers: Sequence[bytes], run_id: bytes | None, settings: NodeSettings) -> list[Finding]:
+    """Whether one of them knows the run, and what the run asks for that the settings have not."""
     if run_id is None:
-        return found("run-none")
+        return [found("run-none")]
 
     async def ask(peer: bytes) -> Manifest:
         try:
@@ -63,7 +64,9 @@ async def check_run(host: Host, peers: Sequence[bytes], run_id: bytes | None) ->
 
     manifests = await _ask_all(ask, peers)
     run = run_id.hex()[:16]
-    return found("run-fine", run=run, name=manifests[0].name) if manifests else found("run-unknown", run=run)
+    if not manifests:
+        return [found("run-unknown", run=run)]
+    return [found("run-fine", run=run, name=manifests[0].name), *check_needs(manifests[0], settings)]
 
 
 async def check_clock(host: Host, peers: Sequence[bytes], clock: Callable[[], float] = time.time) -> Finding:

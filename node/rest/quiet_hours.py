@@ -58,6 +58,17 @@ def parse_quiet_hours(text: str) -> QuietHours:
     return QuietHours(frozenset((first + day) % 7 for day in range((last - first) % 7 + 1)), begin, end)
 
 
+def split_quiet_hours(texts: Sequence[str]) -> list[str]:
+    """Each of several hours by itself: those of an environment variable come cut at every space. `QuietHoursError`."""
+    whole = " ".join(texts)
+    found = [match.group() for match in _FORM.finditer(whole)]
+    if _FORM.sub("", whole).strip():  # something else is in it: to be named as it was given
+        found = list(texts)
+    for text in found:
+        parse_quiet_hours(text)
+    return found
+
+
 def _minutes(time: str, text: str) -> int:
     hour, minute = map(int, time.split(":"))
     if hour > 24 or minute > 59 or (hour == 24 and minute):

@@ -6,15 +6,20 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from datetime import datetime
 from pathlib import Path
 
+import msgspec
 import trio
 
 from farandole.node.dashboard.place import find_place
 from farandole.node.exits import Exit
 from farandole.node.p2p.host import Host
 from farandole.node.reach.dialback import Dialback
+from farandole.node.run_state.store import open_store
 from farandole.node.settings import NodeSettings
+from farandole.node.traffic.budget import Used
+from farandole.node.traffic.keeper import TRAFFIC_FACT
 from farandole.protocol.identity import short_name
 from farandole.protocol.invite import Invite, encode_invite, split_address
 from farandole.protocol.records import relay_key, run_key
@@ -92,6 +97,18 @@ async def test_it_knows_its_runs_and_their_members_after_a_restart(tmp_path: Pat
                     async for peer, is_connected in events:
                         if is_connected and peer == author_of(relay):
                             break
+
+
+async def test_its_traffic_of_a_month_is_bounded_too(tmp_path: Path) -> None:
+    async with open_public() as member:
+        async with open_store(tmp_path / "relay" / "store.sqlite") as store:
+            today = datetime.now()
+            await store.put_fact(TRAFFIC_FACT, msgspec.msgpack.encode(Used(today.year, today.month, 10**9)))
+        async with started(tmp_path / "relay", "relay", invite_to(RUN, member), "--monthly-traffic", "1") as relay:
+            await relay.says("1 GB of traffic are used up until")
+            status = await trio.to_thread.run_sync(lambda: call(relay.home, "status"))
+            assert (status["connected_peers"], status["traffic"]["limit"]) == (0, 10**9)
+            assert await relay.end(signal.SIGTERM) == Exit.OK
 
 
 async def test_without_a_run_it_says_what_it_needs(tmp_path: Path) -> None:

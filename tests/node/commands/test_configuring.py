@@ -65,6 +65,23 @@ def test_several_values_in_one_variable(run: Run, monkeypatch: pytest.MonkeyPatc
     assert shown(run)["listen"]["value"] == ["/ip4/1.2.3.4/tcp/1", "/ip4/1.2.3.4/tcp/2"]
 
 
+def test_hours_in_a_variable_may_have_spaces(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FARANDOLE_QUIET_HOURS", "Sat-Sun 09:00-18:00 22:00 - 07:30 Mon 8:00-9:00")
+    assert shown(run)["quiet_hours"]["value"] == ["Sat-Sun 09:00-18:00", "22:00 - 07:30", "Mon 8:00-9:00"]
+
+
+def test_hours_that_are_none_are_found_before_a_node_begins(
+    run: Run, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.write_text('quiet_hours = ["Sat-Sun"]')
+    code, _, err = run("config", "check")
+    assert (code, "quiet_hours: expected a list of hours" in err) == (Exit.BAD_INPUT, True)
+    file.unlink()
+    for hours in ("by night", "25:00-26:00", "22:00-07:30 and later"):
+        code, _, err = run("config", "show", "--quiet-hours", hours)
+        assert (code, "22:00-07:30 or Sat-Sun" in " ".join(err.split())) == (Exit.USAGE, True)
+
+
 def test_another_file_may_be_named(run: Run, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = tmp_path / "other.toml"
     file.write_text("threads = 2")

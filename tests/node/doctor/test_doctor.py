@@ -16,10 +16,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.cli import main
 from farandole.node.daemon import MANIFEST_FACT
+from farandole.node.doctor.bringing import check_data, check_models, check_needs
 from farandole.node.doctor.causes import CAUSES
 from farandole.node.doctor.examination import Examination
 from farandole.node.doctor.finding import Diagnosis, Finding, Level, conclude
-from farandole.node.doctor.machine import check_data, check_disk, check_home, check_key, check_ports, judge_torch
+from farandole.node.doctor.machine import check_disk, check_home, check_key, check_ports, check_torch, judge_torch
 from farandole.node.exits import Exit
 from farandole.node.identity import load_or_create_key, locked
 from farandole.node.joining.address_book import AddressBook
@@ -30,7 +31,8 @@ from farandole.node.run_state.store import open_store
 from farandole.node.settings import NodeSettings
 from farandole.node.shaping import Shaping
 from farandole.protocol.invite import Invite, encode_invite
-from farandole.protocol.manifest import Manifest, ModelConfig, sign_manifest
+from farandole.protocol.manifest import DataConfig, Manifest, ModelConfig, TokenizerConfig, sign_manifest
+from farandole.protocol.own_model import OwnModel
 
 from ..relayed import open_home, open_relay, reserve
 
@@ -220,6 +222,13 @@ def test_a_key_that_others_can_read(tmp_path: Path) -> None:
     assert finding.remedy == f"chmod 600 {tmp_path / 'key'}"
 
 
+def test_where_files_have_no_modes_a_key_is_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farandole.node.system.files.HAS_FILE_MODES", False)  # as on Windows
+    load_or_create_key(tmp_path / "key")
+    (tmp_path / "key").chmod(0o666)
+    assert check_key(tmp_path / "key").cause == "key-fine"
+
+
 def test_keys_that_are_missing_broken_or_no_file(tmp_path: Path) -> None:
     key = tmp_path / "key"
     assert check_key(key).cause == "key-missing"
@@ -282,6 +291,48 @@ def test_text_that_is_there_or_not(tmp_path: Path) -> None:
     assert [finding.cause for finding in check_data(paths)] == ["data-empty", "data-fine", "data-unreadable"]
 
 
+def test_streams_are_judged_by_their_names_and_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = ["owner/name", "owner/name:config", str(tmp_path), "https://example.org/x"]
+    found = check_data([], streams)
+    assert [finding.cause for finding in found] == ["data-stream"] * 3 + ["data-no-stream"]
+    assert [finding.cause for finding in check_data([tmp_path], streams)] == ["data-two-kinds"]
+    monkeypatch.setattr("farandole.node.doctor.bringing._STREAMS_NEED", "a_package_that_nobody_has")
+    (finding,) = check_data([], ["owner/name"])
+    assert (finding.cause, "farandole[data]" in finding.remedy) == ("data-no-package", True)
+
+
+def test_code_that_is_allowed_is_found_and_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    package = tmp_path / "volunteers_package" / "inner"
+    package.mkdir(parents=True)
+    for path in (package.parent / "__init__.py", package / "__init__.py", package / "models.py"):
+        path.write_text("raise RuntimeError('nobody has allowed this to be run by a doctor')")
+    assert [finding.cause for finding in check_models([])] == ["model-none"]
+    functions = [
+        f"volunteers_package.{module}:build" for module in ("inner.models", "inner", "models", "inner.models.x")
+    ]
+    found = check_models([*functions, "nowhere.models:build", "no function"])
+    assert [finding.cause for finding in found] == [
+        *("model-fine", "model-fine", "model-missing", "model-missing", "model-missing", "model-no-function"),
+    ]
+
+
+def test_what_a_run_asks_for_and_nobody_has_named_is_said(tmp_path: Path) -> None:
+    own = OwnModel(function="package.models:build", ends={"weight": (1,)})
+    manifest = Manifest(
+        "tiny",
+        msgspec.structs.replace(MODEL, own=own, width=0, num_heads=0, hidden=0),
+        data=DataConfig(source="text"),
+        tokenizer=TokenizerConfig("tokenizers", "ab" * 32),
+    )
+    needs = [finding.cause for finding in check_needs(manifest, NodeSettings(home=tmp_path))]
+    assert needs == ["run-needs-text", "run-needs-tokenizer", "run-needs-model"]
+    settings = NodeSettings(
+        home=tmp_path, stream=["owner/name"], tokenizer=tmp_path / "t.json", allow_model=["package.models:build"]
+    )
+    assert list(check_needs(manifest, settings)) == []
+
+
 @pytest.mark.parametrize(
     ("stdout", "stderr", "has_nvidia", "cause"),
     [
@@ -294,6 +345,14 @@ def test_text_that_is_there_or_not(tmp_path: Path) -> None:
 def test_what_pytorch_says_of_itself(stdout: bytes, stderr: bytes, has_nvidia: bool, cause: str) -> None:
     done = subprocess.CompletedProcess([], 0, stdout, stderr)
     assert judge_torch(done, has_nvidia=has_nvidia).cause == cause
+
+
+async def test_what_lies_in_the_current_folder_is_not_taken_for_pytorch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('another program')")
+    monkeypatch.chdir(tmp_path)
+    assert (await check_torch("cpu")).cause == "torch-fine"
 
 
 async def test_a_process_that_holds_the_key_and_says_nothing(tmp_path: Path) -> None:
