@@ -30,6 +30,8 @@ MAX_RESPONSE_BYTES: Final = 16 * 1024 * 1024
 MAX_CONNECTIONS: Final = 32
 REQUEST_TIMEOUT: Final = 30.0
 IDLE_TIMEOUT: Final = 300.0
+# Where no descriptor is free, one may be soon.
+ACCEPT_PAUSE: Final = 0.1
 # Whoever must say a token says it at once.
 TOKEN_TIMEOUT: Final = 5.0
 
@@ -86,7 +88,12 @@ async def serve_control(
         async with trio.open_nursery() as nursery:
             task_status.started()
             while True:
-                accepted, _ = await endpoint.listener.accept()
+                try:
+                    accepted, _ = await endpoint.listener.accept()
+                except OSError as error:  # out of descriptors, or the client is gone again
+                    _log.warning("cannot accept a connection of a program: %s", error)
+                    await trio.sleep(ACCEPT_PAUSE)
+                    continue
                 nursery.start_soon(_serve_connection, trio.SocketStream(accepted), endpoint, handlers, slots)
 
 

@@ -57,14 +57,14 @@ def hf_model(model: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def hf_tokenizer(hf: object, folder: Path) -> dict[str, Any]:
-    """The ``tokenizer`` table of a run file that has none, for a configuration's folder: its ``tokenizer.json``.
+    """The ``tokenizer`` table of a run file in ``folder`` that has none, for a configuration's: its ``tokenizer.json``.
 
     Raises `ManifestError` if the folder has a tokenizer, but not as that one file.
     """
     if not isinstance(hf, str) or not (place := folder / hf).is_dir():
         return {}
     if (place / _TOKENIZER_FILE).exists():
-        return {"file": str(place / _TOKENIZER_FILE)}
+        return {"file": str(Path(hf, _TOKENIZER_FILE))}
     if other := [name for name in _OTHER_TOKENIZER_FILES if (place / name).exists()]:
         raise ManifestError(
             f"tokenizer: {place} has {other[0]}, but no {_TOKENIZER_FILE}, which is what farandole reads. Make one by "

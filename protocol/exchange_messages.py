@@ -6,8 +6,9 @@ A frame has a length, a kind, and what it says: a control message in MessagePack
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 
@@ -18,7 +19,7 @@ from .pairing_messages import Session
 
 EXCHANGE_VERSION = 4
 DIGEST_BYTES = 32
-# An offer has about 160 bytes; an abort's reason at most 256 characters of up to 4.
+# An offer has about 160 bytes; an abort's reason at most 256 characters.
 MAX_CONTROL_BYTES = 1_280
 # A chunk's frame fills one Noise message: 65,535 bytes less the tag (16) and yamux's header (12).
 CHUNK_FRAME_BYTES = 65_507
@@ -33,7 +34,14 @@ MAX_CONTRIBUTION_BYTES = 2**44
 _Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_CONTRIBUTION_BYTES)]
-Reason = Annotated[str, msgspec.Meta(max_length=256)]
+MAX_REASON_CHARS: Final = 256
+Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS, pattern=r"\A[\x20-\x7e]*\Z")]
+"""People's terminals show it: no control characters."""
+
+
+def reason_of(text: str) -> str:
+    """What of a text may be said as a `Reason`."""
+    return re.sub(r"[^\x20-\x7e]", "?", text[:MAX_REASON_CHARS])
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True, tag=1):

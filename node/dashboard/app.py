@@ -110,7 +110,9 @@ class Dashboard:
         return StreamingResponse(self._event_stream(), media_type="text/event-stream", headers=_HEADERS)
 
     async def _event_stream(self) -> AsyncIterator[bytes]:
-        """Until the page is closed, which cancels this."""
+        """Until the page is closed, which cancels this; nothing if others have come since it was let in."""
+        if self._num_listeners >= MAX_LISTENERS:
+            return
         self._num_listeners += 1
         try:
             members_at = 0.0

@@ -40,6 +40,7 @@ from farandole.protocol.exchange_messages import (
     Reroute,
     Route,
     Sealed,
+    reason_of,
 )
 from farandole.protocol.exchange_steps import Step
 from farandole.protocol.outcomes import Outcomes
@@ -238,7 +239,7 @@ class Conversation:
         if self._failure or not self._exchange.can_abort:
             return
         with trio.move_on_after(FAREWELL_TIMEOUT):
-            await self._write(Aborted(reason[:256]))
+            await self._write(Aborted(reason_of(reason)))
 
     # The contributions
 

@@ -29,6 +29,7 @@ GPU_TIMEOUT: Final = 10.0
 MAX_NAMED: Final = 3
 MAX_NAME_CHARS: Final = 40
 _GPU_COMMAND: Final = ("nvidia-smi", "pmon", "-c", "1", "-s", "u")
+_COLUMNS: Final = frozenset({"pid", "type", "sm", "command"})
 
 
 class ProbeError(Exception):
@@ -59,17 +60,16 @@ def parse_gpu_processes(text: str) -> list[GpuProcess]:
     """
     lines = [line.split() for line in text.splitlines() if line.strip()]
     names = next((line[1:] for line in lines if line[0] == "#" and "pid" in line), None)
-    if names is None or not {"pid", "type", "sm", "command"} <= set(names):
+    if names is None or not _COLUMNS.issubset(names):
         raise ProbeError("nvidia-smi pmon says nothing that is understood here")
     found: dict[int, GpuProcess] = {}
     for line in lines:
         row = dict(zip(names, line, strict=False))
-        if line[0].startswith("#") or not row.get("pid", "").isdigit():
+        if line[0].startswith("#") or not _COLUMNS.issubset(row) or not row["pid"].isdigit():
             continue
         percent = int(row["sm"]) if row["sm"].isdigit() else 0
-        found[int(row["pid"])] = GpuProcess(
-            int(row["pid"]), row.get("command", "a program")[:MAX_NAME_CHARS], row["type"] == "C", percent
-        )
+        pid, name = int(row["pid"]), row["command"][:MAX_NAME_CHARS]
+        found[pid] = GpuProcess(pid, name, row["type"] == "C", percent)
     return list(found.values())
 
 

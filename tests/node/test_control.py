@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
 import stat
 import tempfile
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,6 +68,39 @@ async def said_to(connection: socket.socket, sent: bytes) -> list[dict[str, Any]
         stream.socket.shutdown(trio.socket.SHUT_WR)
         received = b"".join([data async for data in stream])
     return [json.loads(line) for line in received.splitlines()]
+
+
+async def test_a_moment_without_descriptors_ends_neither_the_node_nor_its_control(
+    tmp_path: Path, nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_refused = 0
+
+    class Listener:
+        """Like the real one, once descriptors are free."""
+
+        def __init__(self, real: trio.socket.SocketType) -> None:
+            self.listen, self._accept = real.listen, real.accept
+
+        async def accept(self) -> object:
+            nonlocal num_refused
+            if num_refused < 3:
+                num_refused += 1
+                await trio.lowlevel.checkpoint()
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return await self._accept()
+
+    @contextmanager
+    def starved(path: Path) -> Iterator[endpoint.Endpoint]:
+        with endpoint.bound_endpoint(path) as bound:
+            listener: Any = Listener(bound.listener)
+            yield replace(bound, listener=listener)
+
+    monkeypatch.setattr(control, "bound_endpoint", starved)
+    monkeypatch.setattr(control, "ACCEPT_PAUSE", 0.0)
+    await nursery.start(serve_control, tmp_path / "control.sock", HANDLERS)
+    assert await ask(tmp_path, "echo", tokens=3) == {"tokens": 3}
+    assert num_refused == 3
+    nursery.cancel_scope.cancel()
 
 
 async def test_a_call_comes_back_with_the_answer(home: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,21 @@ def test_a_run_file_names_a_configuration_or_its_folder(tmp_path: Path) -> None:
     )
     assert (model.num_stages, model.context) == (3, 128)
     assert num_parameters(training_configs(manifests[0]).model) == 1_235_814_400  # what its model card says
+
+
+@pytest.mark.parametrize("is_absolute", [False, True])
+def test_a_configurations_folder_may_have_the_tokenizer_wherever_the_run_file_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_absolute: bool
+) -> None:
+    folder = tmp_path / "runs" / "llama"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    (folder / "tokenizer.json").write_bytes(b"{}")
+    named = folder if is_absolute else "llama"
+    (tmp_path / "runs" / "run.toml").write_text(f'name = "a"\nmodel = "hf:{named}"')
+    monkeypatch.chdir(tmp_path)
+    tokenizer = load_run_file(Path("runs", "run.toml"), now=0).tokenizer
+    assert (tokenizer.kind, tokenizer.sha256) == ("tokenizers", hashlib.sha256(b"{}").hexdigest())
 
 
 def test_the_example_cuts_a_llama_in_three() -> None:

@@ -3,17 +3,20 @@ from __future__ import annotations
 import http.client
 import json
 import stat
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
 
-from farandole.node.dashboard.app import MAX_LISTENERS
+from farandole.node.dashboard.app import MAX_LISTENERS, Dashboard
 from farandole.node.dashboard.place import find_place
 from farandole.node.dashboard.server import open_dashboard
 
-from ..statuses import ALICE, STATUS
+from ..statuses import ALICE, NOW, STATUS
 from .page import Shown, open_page
 
 
@@ -97,6 +100,23 @@ async def test_pages_that_are_left_open_do_not_add_up(tmp_path: Path) -> None:
             nursery.cancel_scope.cancel()
     async with open_page(tmp_path) as shown:
         assert (await answer(shown, "GET", "/api/overview"))[0] == 200
+
+
+async def test_pages_that_come_at_the_same_moment_do_not_add_up_either(tmp_path: Path) -> None:
+    request = Request({"type": "http", "method": "GET", "path": "/events", "headers": []})
+    dashboard = Dashboard(lambda: STATUS, {}, "token", lambda: NOW)
+    answers = [await dashboard._events(request) for _ in range(2 * MAX_LISTENERS)]
+    assert {answer.status_code for answer in answers} == {200}
+    num_told = 0
+    async with AsyncExitStack() as stack:
+        for answer in answers:
+            assert isinstance(answer, StreamingResponse)
+            events: Any = answer.body_iterator
+            await stack.enter_async_context(aclosing(events))
+            async for _ in events:
+                num_told += 1
+                break
+    assert num_told == MAX_LISTENERS
 
 
 async def test_who_bears_the_token_may_act(tmp_path: Path) -> None:

@@ -49,6 +49,11 @@ def test_what_computes_counts_and_what_draws_if_it_draws_much() -> None:
     assert earnest == {"game": True, "desktop": False, "notebook": True}
 
 
+def test_a_line_that_is_cut_short_is_left_out() -> None:
+    cut = f"{OLD_TABLE}    0       4712     C    9\n    0       4713\n    0\n"
+    assert parse_gpu_processes(cut) == parse_gpu_processes(OLD_TABLE)
+
+
 @pytest.mark.parametrize("text", ["", "No devices were found", "# gpu pid\n0 1"])
 def test_what_is_no_table_is_said(text: str) -> None:
     with pytest.raises(ProbeError, match="pmon"):

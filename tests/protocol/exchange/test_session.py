@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.protocol.errors import LocalProtocolError
+from farandole.protocol.errors import LocalProtocolError, RemoteProtocolError
 from farandole.protocol.exchange import Exchange
-from farandole.protocol.exchange_messages import CHUNK_FRAME_BYTES, Aborted, Accepted, Commit, Committed, peek_offer
+from farandole.protocol.exchange_messages import (
+    CHUNK_FRAME_BYTES,
+    Aborted,
+    Accepted,
+    Commit,
+    Committed,
+    peek_offer,
+    reason_of,
+)
 from farandole.protocol.exchange_steps import TRANSITIONS, Step
 
-from .sides import SIZE, Side, share, tell
+from .sides import SIZE, Side, share, share_offers, tell
 
 
 @pytest.mark.parametrize("piece", [1, 7, CHUNK_FRAME_BYTES, 2**20])
@@ -34,6 +42,20 @@ def test_the_initiator_alone_may_abort_after_the_responders_verdict(alice: Side,
         bob.exchange.send(Aborted("too late"))
     assert tell(alice, bob, Aborted("refused")) == [Aborted("refused")]
     assert not bob.exchange.is_in_doubt
+
+
+@pytest.mark.parametrize("reason", ["\x1b]0;all is well\x07", "two\nlines", "\u009b2J", "\u202etxet"])
+def test_a_reason_does_nothing_to_the_terminal_that_shows_it(alice: Side, bob: Side, reason: str) -> None:
+    share_offers(alice, bob)
+    with pytest.raises(RemoteProtocolError):
+        tell(alice, bob, Aborted(reason))
+
+
+def test_a_reason_of_ones_own_may_be_said(alice: Side, bob: Side) -> None:
+    share_offers(alice, bob)
+    said = Aborted(reason_of("out of\nm\u00e9moire " * 100))
+    assert said.reason.startswith("out of?m?moire out")
+    assert tell(alice, bob, said) == [said]
 
 
 def test_a_full_chunk_fills_one_frame(alice: Side, bob: Side) -> None:
