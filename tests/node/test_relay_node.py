@@ -106,7 +106,7 @@ async def test_its_traffic_of_a_month_is_bounded_too(tmp_path: Path) -> None:
             await store.put_fact(TRAFFIC_FACT, msgspec.msgpack.encode(Used(today.year, today.month, 10**9)))
         async with started(tmp_path / "relay", "relay", invite_to(RUN, member), "--monthly-traffic", "1") as relay:
             await relay.says("1 GB of traffic are used up until")
-            status = await trio.to_thread.run_sync(lambda: call(relay.home, "status"))
+            status = await relay.ask("status")
             assert (status["connected_peers"], status["traffic"]["limit"]) == (0, 10**9)
             assert await relay.end(signal.SIGTERM) == Exit.OK
 

@@ -13,8 +13,8 @@ from farandole.node.exchanges.exchange import ExchangeService
 from farandole.node.p2p.host import open_host
 from farandole.node.shaping import Shaping
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from real_nodes import Node  # type: ignore[import-not-found]  # a script finds its neighbour by the path above
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from node.real_nodes import Node  # type: ignore[import-not-found]  # a script finds its neighbour by the path above
 
 
 async def main(size: int, partner: bytes, address: str) -> None:

@@ -19,8 +19,9 @@ from farandole.protocol.manifest import SignedManifest
 from ..daemons import Daemon, joined
 from ..small_runs import TINY, small_manifest, write_run
 
-# An inner step takes some milliseconds; slowed down, six nodes take about half a minute for the epoch.
-NUM_FILES, WORDS_A_FILE, SLOW = 36, 2_000, "40"
+# An inner step takes some milliseconds; slowed down, six nodes take about a minute for the epoch. Who comes later is
+# faster: the epoch waits for them even where starting takes long, and is soon over when they are there.
+NUM_FILES, WORDS_A_FILE, SLOW, SLOW_LATER = 36, 2_000, "80", "15"
 NUM_NODES, NUM_REPLACED = 6, 2
 MAX_MEAN = 1.1
 
@@ -90,24 +91,28 @@ async def test_an_epoch_is_whole_though_a_third_of_its_nodes_is_replaced(tmp_pat
     texts = tmp_path / "texts"
     write_texts(texts)
     signed = signed_run(tmp_path, {})
-    data = ("--data", str(texts), "--slow", SLOW, "--log-level", "debug")
+    data = ("--data", str(texts), "--log-level", "debug")
 
     async with AsyncExitStack() as stack:
-        nodes = [await stack.enter_async_context(joined(tmp_path / "0", str(tmp_path / "run.manifest"), *data))]
+        nodes = [
+            await stack.enter_async_context(
+                joined(tmp_path / "0", str(tmp_path / "run.manifest"), *data, "--slow", SLOW)
+            )
+        ]
         await nodes[0].says("this node is")
         await nodes[0].says("listening on")
         invite = encode_invite(Invite(signed.run_id, nodes[0].addresses))
 
-        async def join() -> None:
+        async def join(slow: str) -> None:
             home = tmp_path / str(len(nodes))
-            nodes.append(await stack.enter_async_context(joined(home, invite, *data)))
+            nodes.append(await stack.enter_async_context(joined(home, invite, *data, "--slow", slow)))
 
         for _ in range(NUM_NODES - 1):
-            await join()
+            await join(SLOW)
         with trio.fail_after(180):
             await share_done(nodes[0], 0.05)
             for _ in range(NUM_REPLACED):
-                await join()
+                await join(SLOW_LATER)
             for newcomer in nodes[NUM_NODES:]:
                 await newcomer.says("trainer ready")
             for doomed in nodes[1 : 1 + NUM_REPLACED]:
