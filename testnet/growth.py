@@ -66,7 +66,8 @@ class Samples:
             before, after = medians(name)
             return (after / before - 1) / hours if before else 0.0
 
-        has_trainer = all(resources.trainer_memory is not None for _, resources in (*first, *last))
+        # Who has finished, or starts its trainer anew, has none for a while.
+        has_trainer = all(any(resources.trainer_memory for _, resources in part) for part in (first, last))
         return Growth(
             hours=hours,
             memory=an_hour("memory"),
@@ -76,5 +77,5 @@ class Samples:
         )
 
 
-def _median(values: Sequence[float]) -> float:
-    return float(statistics.median(values))
+def _median(values: Sequence[float | None]) -> float:
+    return float(statistics.median(value for value in values if value is not None))

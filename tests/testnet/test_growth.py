@@ -28,3 +28,13 @@ def test_a_leak_is_seen_and_a_warm_up_is_none(leak: float) -> None:
 
 def test_a_short_life_says_nothing() -> None:
     assert life(0.4, 0.5).growth() is None
+
+
+def test_the_memory_of_a_trainer_counts_while_there_is_one() -> None:
+    samples = life(2.0, 0.02)
+    end = samples.taken[-1][0]
+    for second in range(60, 300, 60):
+        samples.note(Resources(100_000_000, None, 40, 90), end + second)
+    growth = samples.growth()
+    assert growth is not None
+    assert growth.trainer_memory == pytest.approx(0.02, abs=0.002)
