@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -31,15 +32,16 @@ from .status import MAX_LINKS, ExchangeStatus, LinkStatus, MemberStatus, NodeSta
 # One screen, and one answer of the control socket; a run of thousands is summed up in `RunStatus`.
 MAX_MEMBERS_SHOWN = 1_000
 # A look at a thousand members takes 10 ms, so more than so many are looked at once in so many seconds.
-MANY_MEMBERS, MEMBERS_AGE = 64, 3.0
+MANY_MEMBERS, MEMBERS_AGE = 64, 5.0
 
 
 @dataclass
 class _Seen:
-    """The members, as of that moment of trio's clock."""
+    """The members and what they are together, as of that moment of trio's clock."""
 
-    at: float = 0.0
-    members: list[MemberStatus] = field(default_factory=list)
+    at: float
+    members: list[MemberStatus]
+    run: RunStatus
 
 
 @dataclass(frozen=True)
@@ -58,17 +60,17 @@ class Reporter:
     pipeline: PipelineService | None = None
     leases: LeaseKeeper | None = None
     traffic: TrafficKeeper | None = None
-    _seen: _Seen = field(default_factory=_Seen)
+    _seen: list[_Seen] = field(default_factory=list)  # one at most
 
     def status(self, max_members: int = MAX_MEMBERS_SHOWN) -> NodeStatus:
         """Everything that ``farandole status`` shows, as of now, with so many members, connected ones first."""
         board = self.board
-        members = self.members()
-        shown = members
+        seen = self._look()
+        shown = members = seen.members
         if len(members) > max_members:
             shown = sorted(members, key=lambda member: not (member.is_self or member.is_connected))[:max_members]
         return NodeStatus(
-            version=version("farandole"),
+            version=_version(),
             peer_id=self.host.peer_id,
             pid=os.getpid(),
             started_at=self.started_at,
@@ -117,7 +119,7 @@ class Reporter:
             relays=[peer_id_of(held.relay) for held in self.connectivity.keeper.held],
             relayed_peers=self.connectivity.num_reservations,
             relayed_circuits=self.connectivity.num_circuits,
-            run=self._run(members),
+            run=seen.run,
             members=shown,
             warnings=list(board.warnings),
             traffic=None if self.traffic is None else self.traffic.status(),
@@ -173,12 +175,16 @@ class Reporter:
 
     def members(self) -> list[MemberStatus]:
         """Live ones first. Those of a large run may be a few seconds old: pages and screens ask every second."""
-        now = trio.current_time()
-        if len(self._seen.members) <= MANY_MEMBERS or now - self._seen.at >= MEMBERS_AGE:
-            self._seen.at, self._seen.members = now, self._look(now)
-        return self._seen.members
+        return self._look().members
 
-    def _look(self, now: float) -> list[MemberStatus]:
+    def _look(self) -> _Seen:
+        now = trio.current_time()
+        if not self._seen or len(self._seen[0].members) <= MANY_MEMBERS or now - self._seen[0].at >= MEMBERS_AGE:
+            members = self._members(now)
+            self._seen[:] = [_Seen(now, members, self._run(members))]
+        return self._seen[0]
+
+    def _members(self, now: float) -> list[MemberStatus]:
         if self.state is None or self.liveness is None:
             return []
         liveness = self.liveness
@@ -245,6 +251,12 @@ class Reporter:
             state_root=self.state.root.hex() if self.state is not None else "",
             providers=list(self.board.providers),
         )
+
+
+@functools.cache
+def _version() -> str:
+    """Which is read from a file."""
+    return version("farandole")
 
 
 def _ended_at(exchange: ExchangeStatus | None) -> float:
