@@ -94,7 +94,9 @@ async def test_two_donors_give_different_blocks_of_what_is_wanted(tmp_path: Path
     async with open_members(3) as (newcomer, *donors):
         if not is_bulk:
             newcomer.conditions.channels = None
+        newcomer.conditions.shaping = Shaping.of_mbit(0, 100)  # else one has given all before the other is asked
         for number, donor in enumerate(donors):
+            await newcomer.host.connect(donor.host.author)
             donor.holding = hold(tmp_path / f"theirs-{number}", CONTENT)
         shown: list[Progress] = []
         fetched = await fetch(newcomer, donors, tmp_path / "ours", on_progress=shown.append)
