@@ -13,7 +13,7 @@ from farandole.node.exchanges.exchange import EXCHANGE_PROTOCOL
 from farandole.protocol.exchange import ContributionReceived, Exchange
 from farandole.protocol.exchange_messages import CHUNK_BYTES, Aborted, Accepted, Chunk, Commit, Offer, Route
 
-from ..parties import ALICE, BOB, SIZE, MemoryHost, Party, assert_committed, offer_of
+from ..parties import ALICE, BOB, SIZE, MemoryChannel, MemoryHost, Party, assert_committed, offer_of
 from .bulk_pair import BulkPair
 from .liars import Liar, meet_liar
 
@@ -113,18 +113,24 @@ async def test_a_wrong_hash_over_the_channel_is_refused(
     assert "hash" in pair.party(BOB if liar == ALICE else ALICE).result.reason
 
 
+async def agree_on_channel(liar: Liar, pair: BulkPair) -> MemoryChannel:
+    """An honest beginning: both are to send over this channel."""
+    await liar.send(liar.exchange.offer)
+    await liar.expect(Offer)
+    channel = await pair.way(ALICE).acquire(BOB)
+    assert channel is not None
+    await liar.send(Route(channel.session, 0))
+    await liar.expect(Route)
+    return channel
+
+
 async def test_an_abort_ends_what_moves_over_the_channel(
     pair: BulkPair, autojump_clock: trio.testing.MockClock
 ) -> None:
     pair.way(ALICE).faults.freeze_at = 1_000
 
     async def script(liar: Liar) -> None:
-        await liar.send(liar.exchange.offer)
-        await liar.expect(Offer)
-        channel = await pair.way(ALICE).acquire(BOB)
-        assert channel is not None
-        await liar.send(Route(channel.session, 0))
-        await liar.expect(Route)
+        await agree_on_channel(liar, pair)
         await liar.send(Aborted("out of memory"))
 
     offer = msgspec.structs.replace(pair.alice.offer, seconds_left=30.0)
@@ -138,12 +144,7 @@ async def test_all_of_a_contribution_and_no_hash_is_worth_nothing(
     pair: BulkPair, autojump_clock: trio.testing.MockClock
 ) -> None:
     async def script(liar: Liar) -> None:
-        await liar.send(liar.exchange.offer)
-        await liar.expect(Offer)
-        channel = await pair.way(ALICE).acquire(BOB)
-        assert channel is not None
-        await liar.send(Route(channel.session, 0))
-        await liar.expect(Route)
+        channel = await agree_on_channel(liar, pair)
         await channel.send(liar.contribution)
         await trio.testing.wait_all_tasks_blocked()
         await liar.send(Route(None, 0))
