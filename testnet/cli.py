@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -23,8 +24,16 @@ Write = Annotated[
     Path | None, typer.Option("--write", metavar="DOCUMENT", help="Markdown file whose section gets the figures.")
 ]
 
-testnet_app = typer.Typer(help="Many nodes on this machine: a rehearsal with a verdict.", no_args_is_help=True)
+testnet_app = typer.Typer(no_args_is_help=True)
 app.add_typer(testnet_app, name="testnet")
+
+
+@testnet_app.callback()
+def end_as_by_ctrl_c() -> None:
+    """Many nodes on this machine: a rehearsal with a verdict."""
+    # What a command has started ends with its blocks, which the default of SIGTERM would not leave. Raised anew rather
+    # than as KeyboardInterrupt, because an event loop takes the signal in its own good time.
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

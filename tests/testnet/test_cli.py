@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from farandole.node.exits import Exit
+
 # What takes more than the tenth of a second that a person waits for help.
 HEAVY = {"torch", "libp2p", "numpy", "trio", "cryptography", "transformers", "zeroconf", "asyncio"}
 
@@ -21,3 +23,30 @@ def test_help_and_settings_need_nothing_heavy(line: str) -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stderr.splitlines()[-1] == "[]"
+
+
+# A command of the testnet's that has something to end.
+WAITING = """
+import time
+from farandole.testnet.cli import main, testnet_app
+
+@testnet_app.command("wait")
+def wait() -> None:
+    try:
+        print("begun", flush=True)
+        time.sleep(600)
+    finally:
+        print("ended", flush=True)
+
+main(["testnet", "wait"])
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="SIGTERM there ends a process without asking it")
+def test_a_benchmark_that_is_told_to_end_ends_what_it_has_begun() -> None:
+    with subprocess.Popen([sys.executable, "-c", WAITING], stdout=subprocess.PIPE, text=True) as bench:
+        assert bench.stdout is not None
+        assert bench.stdout.readline() == "begun\n"
+        bench.terminate()
+        assert bench.wait(60) == Exit.INTERRUPTED
+        assert bench.stdout.readline() == "ended\n"
