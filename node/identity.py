@@ -14,6 +14,7 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.protocol.errors import FarandoleError
+from farandole.training.durable import sync_file
 
 from .system.files import open_binary, others_may
 from .system.locking import HeldError, locked_file
@@ -68,7 +69,7 @@ def _create_key(path: Path) -> None:
         with os.fdopen(open_binary(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
             file.write(Ed25519PrivateKey.generate().private_bytes_raw())
             file.flush()
-            os.fsync(file.fileno())
+            sync_file(file.fileno())
         os.link(partial, path)
     finally:
         partial.unlink(missing_ok=True)

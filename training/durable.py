@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 import tempfile
@@ -43,13 +44,32 @@ def replacing(path: Path) -> Iterator[WholeFile]:
     try:
         with WholeFile(descriptor, "w") as file:
             yield file
-            os.fsync(descriptor)
+            sync_file(descriptor)
         temporary.replace(path)
     except BaseException:  # whatever it is: half a file is of use to nobody
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def sync_file(descriptor: int) -> None:
+    """Make what was written to it durable; raises `OSError`, after which it is not to be asked again.
+
+    On macOS fsync is done when the drive has the data, which loses with its power what it has not written itself
+    (fsync(2) there); where the file system can tell it to, it is told.
+    """
+    if sys.platform == "darwin":
+        import fcntl
+
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+        except OSError as error:
+            if error.errno not in (errno.ENOTSUP, errno.ENOTTY, errno.EINVAL):
+                raise
+        else:
+            return
+    os.fsync(descriptor)
 
 
 def sync_folder(folder: Path) -> None:
@@ -61,6 +81,6 @@ def sync_folder(folder: Path) -> None:
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        sync_file(descriptor)
     finally:
         os.close(descriptor)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from farandole.protocol.blocks import BLOCK_BYTES, Index, Selection, block_range, blocks_between
-from farandole.training.durable import replacing, sync_folder
+from farandole.training.durable import replacing, sync_file, sync_folder
 
 from ..system.files import open_binary, read_at, write_at
 from .room import Room
@@ -102,7 +102,7 @@ class PartialFile:
         self._take_name(path)
 
     def _take_name(self, path: Path) -> None:
-        os.fsync(self._descriptor)
+        sync_file(self._descriptor)
         self.close()
         self.path.replace(path)
         sync_folder(path.parent)

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from farandole.protocol.blocks import Header, header_size, parse_header
 from farandole.protocol.errors import FarandoleError, RemoteProtocolError
-from farandole.training.durable import sync_folder
+from farandole.training.durable import sync_file, sync_folder
 from farandole.training.shapes import Shape
 
 Floats = npt.NDArray[np.float32]
@@ -111,7 +111,7 @@ def write_tensors(
             for start in range(0, flat.size, _SLICE):
                 file.write(flat[start : start + _SLICE].data)
         file.flush()
-        os.fsync(file.fileno())
+        sync_file(file.fileno())
 
 
 def header_of(metadata: Mapping[str, str], shapes: Mapping[str, Shape]) -> bytes:
@@ -167,7 +167,7 @@ def write_file(path: Path, data: bytes) -> None:
     with path.open("wb") as file:
         file.write(data)
         file.flush()
-        os.fsync(file.fileno())
+        sync_file(file.fileno())
 
 
 def _what_failed(error: OSError) -> str:

@@ -22,6 +22,7 @@ import trio
 
 from farandole.protocol.errors import FarandoleError
 from farandole.protocol.writer import MAX_SPANS, Mark
+from farandole.training.durable import sync_file
 
 from ..system.files import open_binary, write_at
 
@@ -121,7 +122,7 @@ class Store:
             descriptor = open_binary(self._mark_path, os.O_WRONLY | os.O_CREAT)
             try:
                 write_at(descriptor, b"".join(lines), 0)
-                os.fsync(descriptor)
+                sync_file(descriptor)
             finally:
                 os.close(descriptor)
 
@@ -175,6 +176,7 @@ def _connect(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA journal_mode=WAL")
         # A power cut may lose the last seconds, which peers still have, but not damage the file (sqlite.org/wal.html).
         connection.execute("PRAGMA synchronous=NORMAL")
+        connection.execute("PRAGMA fullfsync=ON")  # heeded on macOS alone: see `sync_file`
         connection.executescript(_SCHEMA)
         if connection.execute("PRAGMA quick_check").fetchone() != ("ok",):
             raise sqlite3.DatabaseError("quick_check found damage")
