@@ -58,6 +58,8 @@ ROUTE_UNTIL = 0.2
 # So long nothing may come over a channel, as a share of the whole time: a NAT has forgotten it, or the partner is
 # frozen. A line that loses packets is silent for a second or two.
 SILENT_FOR = 0.1
+# In that time, how often it is looked at: three channels that fall silent must leave the stream its time.
+SILENT_CHECKS = 8
 # What has come over a channel is told to the judge so often, in seconds: a few times in 100 MB at a channel's best.
 TAKE_IN_INTERVAL = 0.02
 # What the protocol lets a partner say in a session: an offer, a Route and a Reroute for each way, a hash, a Received,
@@ -377,10 +379,12 @@ class Conversation:
 
     async def _cancel_when_silent(self, channel: Channel, scope: trio.CancelScope) -> None:
         """By what comes at all: on a slow line, what counts comes in pieces of seconds."""
-        before = -1
-        while before < channel.num_received:
-            before = channel.num_received
-            await trio.sleep(SILENT_FOR * self._seconds)
+        patience = SILENT_FOR * self._seconds
+        before, heard_at = channel.num_received, trio.current_time()
+        while (now := trio.current_time()) < heard_at + patience:
+            if channel.num_received > before:
+                before, heard_at = channel.num_received, now
+            await trio.sleep(patience / SILENT_CHECKS)
         scope.cancel()
 
     async def _let_take_in(self) -> None:
