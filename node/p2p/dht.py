@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
 import trio
-from libp2p.abc import INetStream
 from libp2p.kad_dht.common import BUCKET_SIZE
-from libp2p.kad_dht.kad_dht import DHTMode, KadDHT
 from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
 
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import public_key_of
 
+from .mends.dht import MAX_ADDRESSES, REANNOUNCE_INTERVAL, BoundedDht
 from .mends.host import MendedHost
 
 logger = logging.getLogger(__name__)
@@ -33,22 +31,12 @@ _MULTIHASH_PREFIX = b"\x12\x20"
 # Receivers drop what exceeds 10 announcements in 10 s from one peer, and in a small network all go to the same peers.
 ANNOUNCEMENT_INTERVAL = 1.1
 ANNOUNCEMENT_TIMEOUT = 20.0
-# Providers' records live for a day, but the volunteers who keep them come and go.
-REANNOUNCE_INTERVAL = 3600.0
 # How long to wait before an announcement that reached nobody is tried again; a new connection shortens it.
 RETRY_INTERVAL = 60.0
 REFRESH_INTERVAL = 600.0
 # Once somebody is found, those who have not answered get this much longer.
 LAGGARDS_TIMEOUT = 1.0
 MAX_PROVIDERS = 20
-MAX_ADDRESSES = 16
-# One inbound stream of the DHT; the library serves twelve at once and would let idle ones keep their places for ever,
-# and one peer keep them all.
-STREAM_TIMEOUT = 10.0
-MAX_STREAMS_PER_PEER = 3
-# Kept for others: keys with providers, and peers with addresses. The oldest make room.
-MAX_STORED_KEYS = 8192
-MAX_STORED_PEERS = 4096
 
 
 def multihash_of(key: bytes) -> bytes:
@@ -58,46 +46,12 @@ def multihash_of(key: bytes) -> bytes:
     return _MULTIHASH_PREFIX + key
 
 
-class _BoundedDHT(KadDHT):
-    """The library's DHT, with a deadline on what it serves and a bound on what it keeps for others."""
-
-    def __init__(self, host: MendedHost) -> None:
-        self._served: Counter[ID] = Counter()
-        super().__init__(host, DHTMode.SERVER)
-
-    async def handle_stream(self, stream: INetStream) -> None:
-        peer_id = stream.muxed_conn.peer_id
-        if self._served[peer_id] >= MAX_STREAMS_PER_PEER:
-            await stream.reset()
-            return
-        self._served[peer_id] += 1
-        try:
-            with trio.fail_after(STREAM_TIMEOUT):
-                await super().handle_stream(stream)
-        finally:
-            self._served[peer_id] -= 1
-            if not self._served[peer_id]:
-                del self._served[peer_id]
-        stored = self.provider_store.providers
-        while len(stored) > MAX_STORED_KEYS:
-            del stored[next(iter(stored))]
-
-    def forget_strangers(self) -> None:
-        """Drop what grows with every peer ever heard of."""
-        self._provider_rate_limits.clear()
-        peerstore = self.host.get_peerstore()
-        keep = {self.local_peer_id, *self.host.get_connected_peers()}
-        strangers = [peer_id for peer_id in peerstore.peer_ids() if peer_id not in keep]
-        for peer_id in strangers[: max(0, len(strangers) - MAX_STORED_PEERS)]:
-            peerstore.clear_peerdata(peer_id)
-
-
 class Dht:
     """This node's part in the DHT, as a server; `run` keeps it going."""
 
     def __init__(self, host: MendedHost) -> None:
         self._host = host
-        self._dht = _BoundedDHT(host)
+        self._dht = BoundedDht(host)
         self._announced_at: dict[bytes, float] = {}  # when each key that we provide was last told to somebody
         self._pace = trio.Lock()
         self._announce_after = -math.inf
@@ -114,9 +68,7 @@ class Dht:
             self._news = trio.Event()
             try:
                 await self._refresh_if_due()
-                self._dht.provider_store.cleanup_expired()
-                self._dht.value_store.cleanup_expired()
-                self._dht.forget_strangers()
+                self._dht.forget()
                 await self._announce_due()
             except Exception:  # whatever the library makes of hostile answers, the next turn may go well
                 logger.warning("the DHT's upkeep failed", exc_info=True)

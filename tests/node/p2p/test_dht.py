@@ -1,18 +1,23 @@
 """The DHT of eight hosts that know each other only through one bootstrap peer."""
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from libp2p.kad_dht.common import PROTOCOL_ID
+from libp2p.kad_dht.pb.kademlia_pb2 import Message
 from libp2p.peer.peerinfo import PeerInfo
+from libp2p.records.record import make_put_record
+from libp2p.utils.varint import encode_varint_prefixed
 from multiaddr import Multiaddr
 
 from farandole.node.p2p import dht as dht_module
 from farandole.node.p2p.host import Host
 from farandole.node.p2p.libp2p_names import id_of
+from farandole.node.p2p.mends import dht as mended
 from farandole.protocol.identity import public_bytes
 
 from ..hosts import host_at_loopback
@@ -101,7 +106,7 @@ async def test_a_key_has_32_bytes() -> None:
 
 
 async def test_what_is_kept_for_others_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dht_module, "MAX_STORED_KEYS", 3)
+    monkeypatch.setattr(mended, "MAX_RECORDS", 3)
     monkeypatch.setattr(dht_module, "ANNOUNCEMENT_INTERVAL", 0.0)
     async with open_mesh(2) as (first, second):
         for number in range(6):
@@ -109,7 +114,7 @@ async def test_what_is_kept_for_others_is_bounded(monkeypatch: pytest.MonkeyPatc
         with trio.fail_after(5):
             while not await second.find_providers(b"\5" * 32, timeout=5):
                 pass
-        assert len(second._dht._dht.provider_store.providers) <= 3 + 1
+        assert len(second._dht._dht.provider_store.providers) <= 3
 
 
 async def test_a_key_that_was_withdrawn_is_not_announced_again() -> None:
@@ -124,3 +129,63 @@ async def test_a_key_that_was_withdrawn_is_not_announced_again() -> None:
             while await newcomer.find_providers(held, timeout=5) != [(alone.author, alone.addresses)]:
                 pass
             assert await newcomer.find_providers(left, timeout=5) == []
+
+
+async def has_answered(asker: Host, asked: Host, question: Message) -> bool:
+    """Whether it does, before it ends the stream."""
+    data = question.SerializeToString()
+    with trio.fail_after(10):
+        stream = await asker.open_stream(asked.author, PROTOCOL_ID)
+        try:
+            await stream.send_all(encode_varint_prefixed(data))
+            return bool(await stream.receive_some())
+        except trio.BrokenResourceError:
+            return False
+        finally:
+            await stream.aclose()
+
+
+def announcement(provider: Host, key: bytes, addresses: Sequence[bytes]) -> Message:
+    peer = Message.Peer(id=id_of(provider.author).to_bytes(), addrs=addresses)
+    return Message(type=Message.MessageType.ADD_PROVIDER, key=dht_module.multihash_of(key), providerPeers=[peer])
+
+
+async def test_a_provider_has_as_many_addresses_kept_as_anybody_dials_and_none_too_long() -> None:
+    async with open_mesh(2) as (kept, provider):
+        key, good = os.urandom(32), [Multiaddr(f"/ip4/192.0.2.1/tcp/{port}") for port in range(1, 101)]
+        addresses = [bytes(1_000), *(address.to_bytes() for address in good)]
+        assert await has_answered(provider, kept, announcement(provider, key, addresses))
+        (found,) = kept._dht._dht.provider_store.get_providers(dht_module.multihash_of(key))
+        assert found.addrs == good[: mended.MAX_ADDRESSES]
+
+
+async def test_a_question_longer_than_any_is_not_even_read() -> None:
+    async with open_mesh(2) as (kept, provider):
+        key, address = os.urandom(32), Multiaddr("/ip4/192.0.2.1/tcp/1").to_bytes()
+        too_many = [address] * mended.MAX_QUESTION_BYTES
+        assert not await has_answered(provider, kept, announcement(provider, key, too_many))
+        assert kept._dht._dht.provider_store.get_providers(dht_module.multihash_of(key)) == []
+
+
+async def test_a_provider_that_announces_again_is_kept_before_older_ones_and_else_no_longer_than_three_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mended, "MAX_RECORDS", 2)
+    async with open_mesh(2) as (kept, provider):
+        store = kept._dht._dht.provider_store
+        info = PeerInfo(id_of(provider.author), [Multiaddr("/ip4/192.0.2.1/tcp/1")])
+        for key in (b"old", b"faithful", b"old", b"faithful", b"new"):
+            store.add_provider(key, info)
+        assert [*store.providers] == [b"faithful", b"new"]
+
+        store.providers[b"faithful"][str(info.peer_id)].timestamp -= mended.RECORD_SECONDS + 1
+        store.providers[b"new"][str(info.peer_id)].timestamp -= mended.RECORD_SECONDS - 60
+        kept._dht._dht.forget()
+        assert [*store.providers] == [b"new"]
+
+
+async def test_values_are_not_kept_for_anybody() -> None:
+    async with open_mesh(1) as (kept,):
+        store = kept._dht._dht.value_store
+        store.put_record(b"key", make_put_record(b"key", b"value"))
+        assert store.size() == 0
