@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import random
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -67,6 +68,8 @@ SEED_AFTER: Final = 20.0
 COPY_SHARE: Final = 0.1
 # How often a node looks whether there is something new to copy, in seconds; a member announces one a minute, or more.
 COPY_INTERVAL: Final = 5.0
+# How often it tells the DHT of another one: twenty peers keep each, for hours, and the run state has the newest.
+PROVIDE_INTERVAL: Final = 600.0
 # What a line is taken to carry until a download has been measured, bytes a second: 10 Mbit/s.
 USUAL_RATE: Final = 1.25e6
 # What a node says that it holds lives for a day (`farandole.protocol.entries`), and a copy of a stage that nobody holds
@@ -122,6 +125,7 @@ class Weights:
         self._has_saved = trio.Event()
         self._taken: set[bytes] = set()  # ids of checkpoints that this life has fetched
         self._provided: bytes | None = None
+        self._provide_after = -math.inf
         self._measured_rate: float | None = None
 
     @property
@@ -471,11 +475,11 @@ class Weights:
         held = copy
         if newest is not None and self._membership.holders(newest.index.stage, newest.id):
             held = newest  # others have copied this node's own
-        if held is None or held.id == self._provided:
+        if held is None or held.id == self._provided or trio.current_time() < self._provide_after:
             return
         if self._provided is not None:
             self._host.withdraw(checkpoint_key(self._run_id, self._provided))
-        self._provided = held.id
+        self._provided, self._provide_after = held.id, trio.current_time() + PROVIDE_INTERVAL
         await self._host.provide(checkpoint_key(self._run_id, held.id))
 
 
