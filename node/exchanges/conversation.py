@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 ROUTE_UNTIL = 0.2
 # So long nothing may come over a channel, as a share of the whole time: a NAT has forgotten it, or the partner is
 # frozen. A line that loses packets is silent for a second or two.
-SILENT_FOR = 0.1
+SILENT_FOR = 0.15
 # In that time, how often it is looked at: three channels that fall silent must leave the stream its time.
 SILENT_CHECKS = 8
 # What has come over a channel is told to the judge so often, in seconds: a few times in 100 MB at a channel's best.
@@ -381,11 +381,13 @@ class Conversation:
         """By what comes at all: on a slow line, what counts comes in pieces of seconds."""
         patience = SILENT_FOR * self._seconds
         before, heard_at = channel.num_received, trio.current_time()
-        while (now := trio.current_time()) < heard_at + patience:
+        while True:
+            await trio.sleep(patience / SILENT_CHECKS)
+            now = trio.current_time()
             if channel.num_received > before:
                 before, heard_at = channel.num_received, now
-            await trio.sleep(patience / SILENT_CHECKS)
-        scope.cancel()
+            elif now >= heard_at + patience:
+                return scope.cancel()
 
     async def _let_take_in(self) -> None:
         while True:

@@ -309,7 +309,7 @@ async def real_pair(author: bytes, fault: str) -> AsyncIterator[RealPair]:
     [
         ("dies", PATIENCE, "stream", ""),  # where the rest comes, after three channels
         ("drops the encryption", PATIENCE, "stream", ""),
-        ("freezes", PATIENCE / 2, "stream", ""),  # each is given up after a tenth of that
+        ("freezes", PATIENCE / 2, "stream", ""),  # each is given up after a sixth of that
         ("sends too much", PATIENCE, "bulk", ""),
         ("lies", PATIENCE, "bulk", WRONG_HASH),
         ("drips", PATIENCE / 6, "bulk", "the contributions took too long"),
