@@ -61,9 +61,9 @@ class Meeting:
     other: str
 
     @property
-    def key(self) -> tuple[int, frozenset[str]]:
+    def key(self) -> tuple[int, str, str]:
         """The same for both."""
-        return self.round, frozenset((self.one, self.other))
+        return self.round, min(self.one, self.other), max(self.one, self.other)
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class RunHistory:
     """(Unix seconds, tokens a second of the whole run)."""
     meetings: deque[Meeting] = field(default_factory=deque)
     """The last `MAX_EXCHANGES`."""
-    _known: set[tuple[int, frozenset[str]]] = field(default_factory=set)
+    _known: set[tuple[int, str, str]] = field(default_factory=set)
     """Round and peer ids of these."""
     _last_rounds: dict[str, int] = field(default_factory=dict)
 
