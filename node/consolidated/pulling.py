@@ -1,13 +1,15 @@
 """Taking a whole model out of a run: every stage's checkpoint from its members, put together in a folder.
 
 The members of each stage are asked for their newest checkpoint, which they save anew if it is old; the newest of these
-is fetched, from all who hold a copy. With ``merge`` several replicas of each stage are, and their mean is what is kept.
+that is not far beyond the others is fetched, from all who hold a copy. With ``merge`` several replicas of each stage
+are, and their mean is what is kept.
 """
 
 from __future__ import annotations
 
 import random
 import shutil
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,13 +198,29 @@ class Pull:
         return self._choose(found), "; ".join(problems)
 
     def _choose(self, found: Sequence[_Found]) -> list[_Found]:
-        newest = max((each.index.round for each in found), default=0)
         begun = {each.signed.id for each in found if has_begun(self._parts, each.signed.id)}
+        sound = [each for each in found if each.signed.id in begun or self._is_likely(each, found)]
+        newest = max((each.index.round for each in sound), default=0)
         chosen: dict[bytes, _Found] = {}
-        for each in sorted(found, key=lambda each: (each.signed.id not in begun, -each.index.round)):
+        for each in sorted(sound, key=lambda each: (each.signed.id not in begun, -each.index.round)):
             if each.signed.id in begun or each.index.round >= newest - MAX_ROUNDS_BEHIND:
                 chosen.setdefault(each.index.author, each)
         return list(chosen.values())[: self._merge]
+
+    def _is_likely(self, one: _Found, found: Sequence[_Found]) -> bool:
+        """Whether its round is not far beyond those in which most members say that they train.
+
+        Or whoever says the highest number would be taken for the whole run.
+        """
+        training = self._visit.training()
+        rounds = [each.index.round for each in found if each.donor == each.index.author and each.donor in training]
+        if not rounds or one.index.round <= (usual := statistics.median_low(rounds)) + MAX_ROUNDS_BEHIND:
+            return True
+        self._say(
+            f"{self._name(one.index.stage)}: not the checkpoint of {short_name(one.index.author)}, which would be of "
+            f"round {one.index.round}: the run is in round {usual}, say most"
+        )
+        return False
 
     async def _fetch(self, found: _Found) -> Path:
         index = found.index

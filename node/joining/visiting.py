@@ -73,6 +73,11 @@ class Visit:
         members = self.state.members()
         return frozenset(peer for peer in self.live() if members[peer].stage == stage)
 
+    def training(self) -> frozenset[bytes]:
+        """The live members that are not paused."""
+        members = self.state.members()
+        return frozenset(peer for peer in self.live() if not members[peer].is_paused)
+
     def notices(self) -> list[tuple[bytes, CheckpointNotice]]:
         """What live members say that they hold."""
         live = self.live()

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import trio.testing
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.checkpoints.fetching import Fetched, FetchError
 from farandole.node.checkpoints.partial import partial_path
@@ -18,6 +19,7 @@ from farandole.node.consolidated.pulling import Pull
 from farandole.protocol.blocks import Index, SignedIndex, sign_index
 from farandole.protocol.entries import CheckpointNotice
 from farandole.protocol.epoch_progress import EpochProgress
+from farandole.protocol.identity import public_bytes
 from farandole.protocol.manifest import DataConfig, EpochsConfig, Manifest
 
 from ..checkpoints.files import KEY as AUTHOR
@@ -33,8 +35,14 @@ def offered(round_index: int) -> tuple[SignedIndex, Index]:
     return sign_index(AUTHOR, index), index
 
 
-def pull_to(folder: Path, manifest: Manifest, notices: list[tuple[bytes, CheckpointNotice]]) -> Pull:
-    """Out of a run in which Ann is the one member, and others have copies."""
+def pull_to(
+    folder: Path,
+    manifest: Manifest,
+    notices: Collection[tuple[bytes, CheckpointNotice]] = (),
+    members: Collection[bytes] = (ANN,),
+    training: Collection[bytes] = (ANN,),
+) -> Pull:
+    """Out of a run with these members, and others who have copies."""
     visit: Any = SimpleNamespace(
         manifest=manifest,
         run_id=SIGNED.run_id,
@@ -42,8 +50,9 @@ def pull_to(folder: Path, manifest: Manifest, notices: list[tuple[bytes, Checkpo
         shaping=None,
         channels=None,
         state=None,
-        live=lambda: [ANN],
-        members_of=lambda stage: [ANN],
+        live=lambda: members,
+        training=lambda: training,
+        members_of=lambda stage: members,
         notices=lambda: notices,
     )
     return Pull(visit, folder, KEY, say=lambda text: None, show=lambda name, progress: None)
@@ -87,12 +96,44 @@ async def test_what_was_begun_is_ended_while_somebody_holds_it(
     assert fetched == [20, 20, 20]
 
 
+@pytest.mark.parametrize(
+    ("rounds", "paused", "taken"),
+    [
+        ([100], 0, 100),
+        ([100, 10**6], 0, 100),
+        ([100, 102, 10**6], 0, 102),
+        ([100, 102, 110], 0, 110),  # who is a little ahead is ahead
+        ([10, 10, 102], 2, 102),  # who rests says nothing of where the run is
+        ([10, 20], 2, 20),  # but nobody else does
+    ],
+)
+async def test_who_says_the_highest_number_is_not_taken_for_the_run(
+    rounds: list[int], paused: int, taken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = [Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32) for number in range(1, 1 + len(rounds))]
+    members = [public_bytes(key) for key in keys]
+    indices = [index_of(checkpoint_bytes(8), number, key) for number, key in zip(rounds, keys, strict=True)]
+    signed = [sign_index(key, index) for key, index in zip(keys, indices, strict=True)]
+    given = dict(zip(members, zip(signed, indices, strict=True), strict=True))
+
+    async def ask(
+        conditions: object, donor: bytes, stage: int, max_size: int, checkpoint_id: bytes | None
+    ) -> tuple[SignedIndex, Index]:
+        await trio.lowlevel.checkpoint()
+        return given[donor]
+
+    monkeypatch.setattr(pulling, "ask_for_index", ask)
+    pull = pull_to(tmp_path / "model", decoded(SIGNED), members=members, training=members[paused:])
+    found, _ = await pull._find(0)
+    assert [each.index.round for each in found] == [taken]
+
+
 def test_what_members_say_of_epochs_can_be_read_again_whatever_they_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pulling, "epoch_progress", lambda state, live: EpochProgress(b"one text", 2**31 - 1, 0))
     manifest = msgspec.structs.replace(decoded(SIGNED), data=DataConfig(epochs=3))
-    epochs = pull_to(tmp_path / "model", manifest, [])._epochs()
+    epochs = pull_to(tmp_path / "model", manifest)._epochs()
     assert epochs is not None
     assert epochs.epoch == 3
     assert msgspec.json.decode(msgspec.json.encode(epochs), type=EpochsConfig) == epochs
