@@ -68,6 +68,8 @@ SEED_AFTER: Final = 20.0
 COPY_SHARE: Final = 0.1
 # How often a node looks whether there is something new to copy, in seconds; a member announces one a minute, or more.
 COPY_INTERVAL: Final = 5.0
+# So long whoever did not give the checkpoint that is to be copied is passed over: the next copy is another's then.
+PASS_OVER_SECONDS: Final = 300.0
 # How often it tells the DHT of another one: twenty peers keep each, for hours, and the run state has the newest.
 PROVIDE_INTERVAL: Final = 600.0
 # What a line is taken to carry until a download has been measured, bytes a second: 10 Mbit/s.
@@ -126,6 +128,7 @@ class Weights:
         self._taken: set[bytes] = set()  # ids of checkpoints that this life has fetched
         self._provided: bytes | None = None
         self._provide_after = -math.inf
+        self._passed_over: dict[bytes, float] = {}  # until when
         self._measured_rate: float | None = None
 
     @property
@@ -446,8 +449,9 @@ class Weights:
         membership = self._membership
         is_cut = membership.num_stages > 1
         stage = self._copied_stage
-        announced = membership.announced(stage)
-        author = copied_author(self._run_id, stage, announced)
+        now, announced = trio.current_time(), membership.announced(stage)
+        self._passed_over = {peer: until for peer, until in self._passed_over.items() if until > now}
+        author = copied_author(self._run_id, stage, announced.keys() - self._passed_over.keys())
         if author is None or author == self._host.author:
             return
         if not self._shaping.may_spend(required_bytes(stage_parameters(self._model, stage))):
@@ -460,6 +464,7 @@ class Weights:
             return
         found = await self._ask_for_index(author, stage, notice.id)
         if found is None:
+            self._passed_over[author] = trio.current_time() + PASS_OVER_SECONDS
             return
         signed, index = found
         path = self._library.copy_path(stage, signed.id)

@@ -19,7 +19,14 @@ from farandole.node.checkpoints.partial import partial_path
 from farandole.node.checkpoints.taking import DonorError
 from farandole.node.errors import JoinError
 from farandole.node.joining import weights as weights_module
-from farandole.node.joining.weights import MAX_ASKED, SEED_AFTER, WEIGHTS_RETRY, WEIGHTS_TIMEOUT, Weights
+from farandole.node.joining.weights import (
+    MAX_ASKED,
+    PASS_OVER_SECONDS,
+    SEED_AFTER,
+    WEIGHTS_RETRY,
+    WEIGHTS_TIMEOUT,
+    Weights,
+)
 from farandole.node.settings import NodeSettings
 from farandole.node.shaping import Shaping
 from farandole.node.status.board import Board
@@ -27,6 +34,7 @@ from farandole.node.streams import DIAL_TIMEOUT
 from farandole.node.trainer import messages
 from farandole.protocol.block_transfer import Question
 from farandole.protocol.blocks import Index, SignedIndex, sign_index
+from farandole.protocol.copies import ranked
 from farandole.protocol.entries import RULES, CheckpointNotice, Kind
 from farandole.protocol.manifest import Manifest, ModelConfig
 
@@ -50,6 +58,8 @@ class World:
         self.by_peer: dict[tuple[bytes, int], tuple[bytes, int]] = {}
         self.members: dict[bytes, int] = {}
         """Live members -> stage, all of this run's round."""
+        self.silent: set[bytes] = set()
+        """Of the members."""
         self.in_dht: list[bytes] = []
         self.asked: list[tuple[bytes, int]] = []
         self.fetched_from: list[tuple[bytes, ...]] = []
@@ -132,7 +142,7 @@ class World:
     ) -> tuple[SignedIndex, Index]:
         await trio.lowlevel.checkpoint()
         self.asked.append((peer, stage))
-        if (peer, stage) not in self.by_peer:
+        if (peer, stage) not in self.by_peer or peer in self.silent:
             raise DonorError("it does not have the checkpoint")
         index = self.index(peer, stage)
         signed = sign_index(KEY, index)
@@ -281,6 +291,23 @@ async def test_the_next_stages_newest_weights_are_kept_told_and_given(
     await trio.sleep(30)
     assert {path.name[:6] for path in world.settings.checkpoints.iterdir()} == {"copy-0"}
     assert len(world.provided) == 1
+    nursery.cancel_scope.cancel()
+
+
+async def test_where_the_one_to_be_copied_does_not_answer_another_is_copied(
+    nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    world.members = {ANN: 2, BOB: 2}
+    world.by_peer = {(ANN, 2): (ANN, 29), (BOB, 2): (BOB, 28)}
+    first, second = ranked(RUN, 2, [ANN, BOB])
+    world.silent = {first}
+    nursery.start_soon(world.weights.run)
+    await trio.sleep(60)
+    assert world.asked == [(first, 2), (second, 2)]
+    assert world.fetched_from == [(second,)]
+    world.silent = set()
+    await trio.sleep(PASS_OVER_SECONDS)
+    assert world.fetched_from == [(second,), (first,)]
     nursery.cancel_scope.cancel()
 
 
