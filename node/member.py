@@ -55,6 +55,10 @@ from .trainer.trainer import TrainerError
 
 # Leaving: the trainer ends its round and saves, the farewell goes round.
 LEAVE_TIMEOUT: Final = 15.0
+# For the save of a large model, by a disk that writes so many bytes a second; in all no longer than service managers
+# wait (`farandole.node.service.service.STOP_SECONDS`) before they kill.
+SLOW_DISK: Final = 100e6
+MAX_LEAVE_TIMEOUT: Final = 45.0
 FAREWELL_TIMEOUT: Final = 2.0
 # A member that has just begun serves its run state within a second.
 SYNC_RETRY: Final = 1.0
@@ -67,6 +71,11 @@ REMEMBER_INTERVAL: Final = 10.0
 TOKENS_FACT: Final = "tokens"
 STAGE_FACT: Final = "stage"
 MICROBATCH_FACT: Final = "microbatch"
+
+
+def leave_timeout(saved_bytes: int) -> float:
+    """How long a trainer whose checkpoints have so many bytes may take to end, in seconds."""
+    return min(MAX_LEAVE_TIMEOUT, LEAVE_TIMEOUT + saved_bytes / SLOW_DISK)
 
 
 class RunMember:
@@ -306,11 +315,12 @@ class RunMember:
 
     async def _end_training(self) -> None:
         self._board.announce("leaving", "leaving: the trainer saves", "the trainer")
-        with trio.move_on_after(LEAVE_TIMEOUT) as patience:
+        seconds = leave_timeout(self._weights.saved_bytes)
+        with trio.move_on_after(seconds) as patience:
             await self._rounds.leave()
         if patience.cancelled_caught:
             self._board.warn(
-                f"the trainer did not save within {LEAVE_TIMEOUT:g} s: what it has learnt since its last checkpoint is "
+                f"the trainer did not save within {seconds:.0f} s: what it has learnt since its last checkpoint is "
                 "lost. A faster disk helps, or a shorter --checkpoint-seconds"
             )
 

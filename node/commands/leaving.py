@@ -11,8 +11,9 @@ from farandole.protocol.errors import FarandoleError
 
 from .options import Home
 
-# `leave` waits this long for the daemon to be gone: it finishes its round, saves and says farewell first.
-LEAVE_TIMEOUT: Final = 30.0
+# `leave` waits this long for the daemon to be gone: it finishes its round, saves and says farewell first
+# (`farandole.node.member.MAX_LEAVE_TIMEOUT`).
+LEAVE_TIMEOUT: Final = 55.0
 
 
 def leave(home: Home) -> None:

@@ -170,6 +170,12 @@ class Weights:
     def _copied_stage(self) -> int:
         return (self._membership.stage + 1) % self._membership.num_stages
 
+    @property
+    def saved_bytes(self) -> int:
+        """Of this node's newest checkpoint; 0 if there is none."""
+        newest = self._library.newest
+        return 0 if newest is None else newest.index.size
+
     async def own_round(self) -> int | None:
         """The round of this node's own checkpoint of its stage, if there is one."""
         files = CheckpointFolder(self._settings.checkpoints, self._membership.stage).files()

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 from farandole.protocol.errors import FarandoleError
 
-# Leaving in good order takes the round's rest, a save and a farewell: `farandole leave` waits 30 s for them.
+# Leaving in good order takes the round's rest, a save and a farewell: `farandole leave` waits 55 s for them.
 STOP_SECONDS: Final = 60
 # A crash that comes again at once shall not keep the machine busy.
 RESTART_SECONDS: Final = 5

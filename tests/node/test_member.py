@@ -13,12 +13,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.checkpoints.fetching import Fetched, FetchError
 from farandole.node.checkpoints.folder import CheckpointFolder
+from farandole.node.commands.leaving import LEAVE_TIMEOUT
 from farandole.node.errors import PeerUnreachableError
 from farandole.node.joining import weights as weights_module
 from farandole.node.joining.address_book import AddressBook
 from farandole.node.joining.joining import Target
 from farandole.node.joining.weights import WEIGHTS_TIMEOUT
-from farandole.node.member import MAX_ISOLATION_INTERVAL, RunMember
+from farandole.node.member import FAREWELL_TIMEOUT, MAX_ISOLATION_INTERVAL, RunMember, leave_timeout
 from farandole.node.rest.rest import Rest
 from farandole.node.run_state.store import StoreError
 from farandole.node.settings import NodeSettings
@@ -178,3 +179,10 @@ async def test_who_leaves_is_told_that_its_trainer_was_too_slow_to_save(
     monkeypatch.setattr(member._rounds, "leave", trio.sleep_forever)
     await member._end_training()
     assert "did not save within 15 s" in member._board.warnings[-1]
+
+
+def test_a_large_model_has_time_to_be_saved_and_who_waits_for_it_has_more() -> None:
+    assert leave_timeout(0) == 15.0
+    assert leave_timeout(2_000_000_000) == 35.0
+    assert leave_timeout(10**12) == 45.0
+    assert leave_timeout(10**12) + FAREWELL_TIMEOUT < LEAVE_TIMEOUT
