@@ -232,32 +232,33 @@ class Node(Daemon):
             self._reporter = Reporter(
                 host, board, target.run_id, "", self._started_at, shaping, connectivity, traffic=traffic
             )
-            board.say(f"this node is {host.peer_id}")
-            for address in host.addresses:
-                board.say(f"listening on {address}")
             await self._rest_keeper.begin()
-            if self._idle_keeper is not None:
-                await self._idle_keeper.look()
-            async with self._open_page(), trio.open_nursery() as nursery:
+            async with trio.open_nursery() as nursery:
+                # Before anything is told: a script that reads it may ask at once.
+                await nursery.start(serve_control, settings.control, self._handlers())
+                board.say(f"this node is {host.peer_id}")
+                for address in host.addresses:
+                    board.say(f"listening on {address}")
+                if self._idle_keeper is not None:
+                    await self._idle_keeper.look()
+                    nursery.start_soon(self._idle_keeper.run)
                 nursery.start_soon(self._rest_keeper.run)
                 nursery.start_soon(traffic.run)
                 nursery.start_soon(self._keep_offline, host, traffic)
-                if self._idle_keeper is not None:
-                    nursery.start_soon(self._idle_keeper.run)
                 nursery.start_soon(keep_chronicle, lambda: self._reporter.connections(), board.note)
-                await nursery.start(serve_control, settings.control, self._handlers())
-                joined = await self._join(host, target, traffic)
-                if joined is not None:
-                    manifest, raw = joined
-                    if raw != stored:
-                        await store.put_fact(MANIFEST_FACT, raw)
-                    member = self._member = RunMember(
-                        settings, self._key, store, book, board, host, messenger, manifest, raw, shaping, self._rest
-                    )
-                    traffic.needs_traffic = manifest.model.num_stages > 1
-                    connectivity.members = member.peers
-                    self._reporter = member.reporter(self._started_at, connectivity, traffic)
-                    await member.run(target, self.is_leaving)
+                async with self._open_page():
+                    joined = await self._join(host, target, traffic)
+                    if joined is not None:
+                        manifest, raw = joined
+                        if raw != stored:
+                            await store.put_fact(MANIFEST_FACT, raw)
+                        member = self._member = RunMember(
+                            settings, self._key, store, book, board, host, messenger, manifest, raw, shaping, self._rest
+                        )
+                        traffic.needs_traffic = manifest.model.num_stages > 1
+                        connectivity.members = member.peers
+                        self._reporter = member.reporter(self._started_at, connectivity, traffic)
+                        await member.run(target, self.is_leaving)
                 nursery.cancel_scope.cancel()
 
     async def _join(self, host: Host, target: Target, traffic: TrafficKeeper) -> tuple[Manifest, bytes] | None:

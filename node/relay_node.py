@@ -104,17 +104,19 @@ class RelayNode(Daemon):
                 host, board, runs[0], "", self._started_at, shaping, connectivity, traffic=traffic
             )
             connectivity.members = lambda: {peer for members in self._members.values() for peer in members}
-            board.say(f"this node is {host.peer_id}")
-            for address in host.addresses:
-                board.say(f"listening on {address}")
-            async with self._open_page(), trio.open_nursery() as nursery:
+            async with trio.open_nursery() as nursery:
+                # Before anything is told: a script that reads it may ask at once.
                 await nursery.start(serve_control, settings.control, self._handlers())
+                board.say(f"this node is {host.peer_id}")
+                for address in host.addresses:
+                    board.say(f"listening on {address}")
                 nursery.start_soon(keep_chronicle, self._reporter.connections, board.note)
                 nursery.start_soon(traffic.run)
                 nursery.start_soon(self._keep_offline, host, traffic)
                 nursery.start_soon(self._seek_members, host, runs, traffic)
                 nursery.start_soon(self._tell_reachability, host, connectivity, runs)
-                await self.is_leaving.wait()
+                async with self._open_page():
+                    await self.is_leaving.wait()
                 await self._remember(host, is_last=True)
                 nursery.cancel_scope.cancel()
             board.say("left")

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -31,9 +32,18 @@ app.add_typer(testnet_app, name="testnet")
 @testnet_app.callback()
 def end_as_by_ctrl_c() -> None:
     """Many nodes on this machine: a rehearsal with a verdict."""
-    # What a command has started ends with its blocks, which the default of SIGTERM would not leave. Raised anew rather
-    # than as KeyboardInterrupt, because an event loop takes the signal in its own good time.
-    signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """What a command has started ends with its blocks, which the default of SIGTERM would not leave.
+
+    An event loop takes an interrupt in its own good time, so it is asked; but what a shell starts in the background is
+    made deaf to one.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        raise KeyboardInterrupt
+    signal.raise_signal(signal.SIGINT)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -43,8 +43,10 @@ main(["testnet", "wait"])
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGTERM there ends a process without asking it")
-def test_a_benchmark_that_is_told_to_end_ends_what_it_has_begun() -> None:
-    with subprocess.Popen([sys.executable, "-c", WAITING], stdout=subprocess.PIPE, text=True) as bench:
+@pytest.mark.parametrize("interrupt", ["SIG_IGN", "default_int_handler"])  # a shell's background, and its foreground
+def test_a_benchmark_that_is_told_to_end_ends_what_it_has_begun(interrupt: str) -> None:
+    code = f"import signal; signal.signal(signal.SIGINT, signal.{interrupt})\n{WAITING}"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as bench:
         assert bench.stdout is not None
         assert bench.stdout.readline() == "begun\n"
         bench.terminate()
