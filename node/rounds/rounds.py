@@ -9,7 +9,6 @@ deadline, so neither does a round. What is said to a trainer, and what follows f
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Final
@@ -43,6 +42,7 @@ from ..stages.pipeline import PipelineService
 from ..status.board import Board
 from ..supervision.supervisor import End, Supervisor
 from ..supervision.watchdog import Watchdog
+from ..timer import Timer
 from ..trainer import messages
 from ..trainer.trainer import TrainerError, open_trainer
 from .round_session import RoundsConfig, RoundSession
@@ -105,8 +105,7 @@ class Rounds:
         self._exchange_bytes = 0  # both contributions
         self._outputs: deque[Output] = deque()
         self._is_carrying_out = False
-        self._timer_at = math.inf
-        self._timer_changed = trio.Event()
+        self._timer = Timer()
         self._session: RoundSession | None = None
         self._ready_at: float | None = None  # of the present trainer
         self._life = trio.CancelScope()  # likewise
@@ -121,7 +120,7 @@ class Rounds:
         """Returns when every round is done; raises `TrainerError` when no trainer can be had here."""
         failure: TrainerError | None = None
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._run_timer)
+            nursery.start_soon(self._timer.run, lambda: self.handle(TimerFired()))
             nursery.start_soon(self._begin_rests)
             nursery.start_soon(self._watch_traffic)
             try:
@@ -190,20 +189,10 @@ class Rounds:
             case SendMessage(peer, payload):
                 self._messenger.send_nowait(peer, PAIRING_PROTOCOL, payload)
             case SetTimer(at):
-                self._timer_at = at
-                self._timer_changed.set()
+                self._timer.set(at)
             case UseFragment() | FinishRound() | StartExchange() | GoAlone():
                 if self._session is not None:
                     self._session.carry_out(output)
-
-    async def _run_timer(self) -> None:
-        while True:
-            changed = self._timer_changed = trio.Event()
-            with trio.move_on_at(self._timer_at):
-                await changed.wait()
-                continue
-            self._timer_at = math.inf
-            self.handle(TimerFired())
 
     async def _run_trainers(self) -> None:
         while not self._is_leaving:

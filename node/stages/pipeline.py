@@ -48,6 +48,7 @@ from ..run_state.messenger import Messenger
 from ..shaping import Shaping
 from ..status.status import PipelineStatus
 from ..streams import Stream, StreamHost, close_stream
+from ..timer import Timer
 from ..trainer import messages
 from .activation_link import ActivationLink
 
@@ -117,8 +118,7 @@ class PipelineService:
         self._places: dict[tuple[int, int], memoryview] = {}
         self._outputs: deque[machine.Output] = deque()
         self._is_carrying_out = False
-        self._timer_at = math.inf
-        self._timer_changed = trio.Event()
+        self._timer = Timer()
         self._nursery: trio.Nursery | None = None
         host.set_handler(ACTIVATIONS_PROTOCOL, self._serve)
         messenger.set_receiver(MICROBATCH_PROTOCOL, MAX_QUESTION_BYTES, self._be_asked, lambda peer, protocol: None)
@@ -127,7 +127,7 @@ class PipelineService:
         """Until cancelled; `begin` comes after it has started."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
-            nursery.start_soon(self._run_timer)
+            nursery.start_soon(self._timer.run, lambda: self.handle(machine.TimerFired()))
             task_status.started()
 
     def status(self) -> PipelineStatus | None:
@@ -178,7 +178,7 @@ class PipelineService:
         """The trainer is gone, and what was under way with it."""
         self._worker = self._machine = None
         self._outputs.clear()
-        self._timer_at = math.inf
+        self._timer.set(math.inf)
         for link in self._links.values():
             link.close()
 
@@ -211,9 +211,7 @@ class PipelineService:
         assert worker is not None, "outputs are cleared with the machine"
         match output:
             case machine.SetTimer(at):
-                if at != self._timer_at:
-                    self._timer_at = at
-                    self._timer_changed.set()
+                self._timer.set(at)
             case machine.Compute(work, slot, is_following, is_held_out, number):
                 worker.send(messages.Work(work, slot, is_following, is_held_out, number))
             case machine.TakeStep():
@@ -258,15 +256,6 @@ class PipelineService:
     def _outgoing(self, slot: int) -> memoryview:
         assert self._worker is not None
         return self._worker.memory[(2 * slot + 1) * self._size : (2 * slot + 2) * self._size]
-
-    async def _run_timer(self) -> None:
-        while True:
-            changed = self._timer_changed = trio.Event()
-            with trio.move_on_at(self._timer_at):
-                await changed.wait()
-                continue
-            self._timer_at = math.inf
-            self.handle(machine.TimerFired())
 
     # Questions
 

@@ -14,6 +14,7 @@ from typing import Any
 import trio
 
 from farandole.node.control import call
+from farandole.protocol.invite import Invite, encode_invite
 
 DEADLINE = 180  # a hang, not a duration
 # An inner step takes at least so long: nodes of a test leave the processors to each other, as machines of their own do.
@@ -38,6 +39,10 @@ class Daemon:
     def addresses(self) -> tuple[str, ...]:
         """Where it listens."""
         return tuple(line.partition("listening on ")[2] for line in self.said if "listening on" in line)
+
+    def invite(self, run_id: bytes) -> str:
+        """To a run, by where it listens."""
+        return encode_invite(Invite(run_id, self.addresses))
 
     async def says(self, *words: str) -> str:
         """The next line with all these words; fails if the process ends without saying it."""

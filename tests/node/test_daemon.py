@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -26,35 +28,41 @@ def run(tmp_path: Path) -> SignedManifest:
     return write_run(tmp_path, small_manifest(inner=inner))
 
 
+@asynccontextmanager
+async def two_that_average(folder: Path, run: SignedManifest, texts: Path) -> AsyncIterator[tuple[Daemon, Daemon]]:
+    """Alice, who has the manifest, and Bob, who has her invite, once they have."""
+    data = ("--data", str(texts))
+    async with joined(folder / "alice", str(folder / "run.manifest"), *data) as alice:
+        await alice.says("listening on")
+        async with joined(folder / "bob", alice.invite(run.run_id), *data) as bob:
+            await bob.says("averaged with", alice.name)
+            yield alice, bob
+
+
 async def test_who_pauses_has_his_memory_back_and_goes_on_where_the_others_are(
     tmp_path: Path, run: SignedManifest, texts: Path
 ) -> None:
-    data = ("--data", str(texts))
-    async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:
-        await alice.says("listening on")
-        invite = encode_invite(Invite(run.run_id, alice.addresses))
-        async with joined(tmp_path / "bob", invite, *data) as bob:
-            await bob.says("averaged with", alice.name)
-            trainer = (await bob.ask("status"))["trainer_pid"]
+    async with two_that_average(tmp_path, run, texts) as (alice, bob):
+        trainer = (await bob.ask("status"))["trainer_pid"]
 
-            await bob.ask("pause")
-            await bob.says("resting")
-            status = await bob.ask("status")
-            assert (status["phase"], status["is_member"]) == ("paused", True)
-            assert not Path(f"/proc/{trainer}").exists()
-            await alice.says("alone: no peer is live")
+        await bob.ask("pause")
+        await bob.says("resting")
+        status = await bob.ask("status")
+        assert (status["phase"], status["is_member"]) == ("paused", True)
+        assert not Path(f"/proc/{trainer}").exists()
+        await alice.says("alone: no peer is live")
 
-            assert "training" in await bob.ask("resume")
-            await bob.says("trainer ready")
-            await bob.says("averaged with", alice.name)
-            await bob.ask("pause")
-            await bob.says("resting")
-            assert await bob.end(signal.SIGTERM) == Exit.OK
+        assert "training" in await bob.ask("resume")
+        await bob.says("trainer ready")
+        await bob.says("averaged with", alice.name)
+        await bob.ask("pause")
+        await bob.says("resting")
+        assert await bob.end(signal.SIGTERM) == Exit.OK
 
-        async with joined(tmp_path / "bob", *data) as bob:
-            await bob.says("resting: paused")
-            assert "training" in await bob.ask("resume")
-            await bob.says("averaged with", alice.name)
+        async with joined(tmp_path / "bob", "--data", str(texts)) as bob_again:
+            await bob_again.says("resting: paused")
+            assert "training" in await bob_again.ask("resume")
+            await bob_again.says("averaged with", alice.name)
 
 
 async def test_nodes_average_die_come_back_and_leave(tmp_path: Path, run: SignedManifest, texts: Path) -> None:
@@ -63,7 +71,7 @@ async def test_nodes_average_die_come_back_and_leave(tmp_path: Path, run: Signed
         await alice.says("listening on")
         for _ in range(3):  # so that her heartbeat, one a second, says that the run is past round 0
             await alice.says("alone: no peer is live")
-        invite = encode_invite(Invite(run.run_id, alice.addresses))
+        invite = alice.invite(run.run_id)
         async with joined(tmp_path / "bob", invite, *data) as bob:
             await bob.says("manifest", "verified")
             await bob.says("weights of round", alice.name, "hashes verified")
@@ -111,42 +119,33 @@ async def test_who_joins_late_by_invite_alone_exchanges_within_a_minute_and_the_
         after = int((await node.ask("status"))["round"])
         return (trio.current_time() - began_at) / max(1, after - before)
 
-    data = ("--data", str(texts))
-    async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:
-        await alice.says("listening on")
-        invite = encode_invite(Invite(run.run_id, alice.addresses))
-        async with joined(tmp_path / "bob", invite, *data) as bob:
-            await bob.says("averaged with", alice.name)
-            alone = await seconds_a_round(bob, 40.0)
-            async with joined(tmp_path / "carol", invite, *data) as carol, trio.open_nursery() as nursery:
+    async with two_that_average(tmp_path, run, texts) as (alice, bob):
+        alone = await seconds_a_round(bob, 40.0)
+        carols = joined(tmp_path / "carol", alice.invite(run.run_id), "--data", str(texts))
+        async with carols as carol, trio.open_nursery() as nursery:
 
-                async def watch() -> None:
-                    assert await seconds_a_round(bob, 40.0) <= 1.05 * alone
+            async def watch() -> None:
+                assert await seconds_a_round(bob, 40.0) <= 1.05 * alone
 
-                nursery.start_soon(watch)
-                with trio.fail_after(60):
-                    await carol.says("weights of round", "hashes verified")
-                    await carol.says("averaged with")
+            nursery.start_soon(watch)
+            with trio.fail_after(60):
+                await carol.says("weights of round", "hashes verified")
+                await carol.says("averaged with")
 
 
 async def test_a_node_that_slept_comes_back_with_newer_weights(
     tmp_path: Path, run: SignedManifest, texts: Path
 ) -> None:
-    data = ("--data", str(texts))
-    async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:
-        await alice.says("trainer ready")
-        invite = encode_invite(Invite(run.run_id, alice.addresses))
-        async with joined(tmp_path / "bob", invite, *data) as bob:
-            await bob.says("averaged with", alice.name)
-            bob.process.send_signal(signal.SIGSTOP)
-            await alice.says(bob.name, "is gone")
-            # One more is behind; one it ends as it wakes; and what it hears of the other is up to two rounds old.
-            for _ in range(MAX_ROUNDS_BEHIND + 4):
-                await alice.says("inner steps")
-            bob.process.send_signal(signal.SIGCONT)
-            await bob.says("rounds behind the others")
-            await bob.says("weights of round", alice.name, "hashes verified")
-            await bob.says("averaged with", alice.name)
+    async with two_that_average(tmp_path, run, texts) as (alice, bob):
+        bob.process.send_signal(signal.SIGSTOP)
+        await alice.says(bob.name, "is gone")
+        # One more is behind; one it ends as it wakes; and what it hears of the other is up to two rounds old.
+        for _ in range(MAX_ROUNDS_BEHIND + 4):
+            await alice.says("inner steps")
+        bob.process.send_signal(signal.SIGCONT)
+        await bob.says("rounds behind the others")
+        await bob.says("weights of round", alice.name, "hashes verified")
+        await bob.says("averaged with", alice.name)
 
 
 async def test_a_bootstrap_peer_and_a_run_id_are_enough(tmp_path: Path, run: SignedManifest, texts: Path) -> None:
@@ -186,21 +185,18 @@ async def test_a_second_daemon_in_one_folder_is_refused(tmp_path: Path, run: Sig
 async def test_a_run_outlives_its_bootstrap_peer(tmp_path: Path, run: SignedManifest, texts: Path) -> None:
     """Who was there comes back by the address book, and newcomers by the invite of any member."""
     data = ("--data", str(texts))
-    async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:
-        await alice.says("trainer ready")
-        invite = encode_invite(Invite(run.run_id, alice.addresses))
-        async with joined(tmp_path / "bob", invite, *data) as bob:
-            await bob.says("averaged with", alice.name)
-            async with joined(tmp_path / "carol", invite, *data) as carol:
-                await carol.says("averaged with", bob.name)
-                await carol.end(signal.SIGKILL)
-            await alice.end(signal.SIGKILL)
-            await bob.says(alice.name, "is gone")
-            async with joined(tmp_path / "carol", invite, *data) as carol_again:
-                await carol_again.says("this node is", carol.name)
-                await carol_again.says("averaged with", bob.name)
-            newer = await trio.run_process(
-                [sys.executable, "-m", "farandole.node", "run", "invite", "--home", str(bob.home)], capture_stdout=True
-            )
-            async with joined(tmp_path / "dave", newer.stdout.decode().strip(), *data) as dave:
-                await dave.says("averaged with", bob.name)
+    async with two_that_average(tmp_path, run, texts) as (alice, bob):
+        invite = alice.invite(run.run_id)
+        async with joined(tmp_path / "carol", invite, *data) as carol:
+            await carol.says("averaged with", bob.name)
+            await carol.end(signal.SIGKILL)
+        await alice.end(signal.SIGKILL)
+        await bob.says(alice.name, "is gone")
+        async with joined(tmp_path / "carol", invite, *data) as carol_again:
+            await carol_again.says("this node is", carol.name)
+            await carol_again.says("averaged with", bob.name)
+        newer = await trio.run_process(
+            [sys.executable, "-m", "farandole.node", "run", "invite", "--home", str(bob.home)], capture_stdout=True
+        )
+        async with joined(tmp_path / "dave", newer.stdout.decode().strip(), *data) as dave:
+            await dave.says("averaged with", bob.name)

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 import trio
 
-from farandole.protocol.invite import Invite, encode_invite
-
 from .daemons import Daemon, joined
 from .small_runs import small_manifest, write_run
 
@@ -48,7 +46,7 @@ async def test_one_of_three_is_killed_again_and_again(tmp_path: Path, texts: Pat
     averages, lists = [], []
     async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:
         await alice.says("trainer ready")
-        invite = encode_invite(Invite(signed.run_id, alice.addresses))
+        invite = alice.invite(signed.run_id)
         async with joined(tmp_path / "bob", invite, *data) as bob:
             await bob.says("averaged with", alice.name)
             for _ in range(NUM_KILLS):

@@ -16,7 +16,6 @@ from farandole.node.own_model import require_allowed_model
 from farandole.node.run_file import load_run_file, manifest_of
 from farandole.node.trainer.conversion import training_configs
 from farandole.protocol.errors import ManifestError
-from farandole.protocol.invite import Invite, encode_invite
 from farandole.protocol.manifest import Manifest, decode_manifest, manifest_from_dict
 from farandole.training.presets import num_parameters
 
@@ -62,7 +61,7 @@ async def test_two_nodes_train_it_and_a_third_is_told_what_it_needs(tmp_path: Pa
     options = ("--data", str(texts), "--allow-model", BUILD)
     async with joined(tmp_path / "alice", str(path), *options) as alice:
         await alice.says("listening on")
-        invite = encode_invite(Invite(run_id, alice.addresses))
+        invite = alice.invite(run_id)
         async with joined(tmp_path / "bob", invite, *options) as bob:
             await bob.says("trainer ready")
             for _ in range(3):
@@ -82,7 +81,7 @@ async def test_two_nodes_train_it_in_stages(tmp_path: Path, texts: Path) -> None
     options = ("--data", str(texts), "--allow-model", BUILD)
     async with joined(tmp_path / "alice", str(path), *options, "--stage", "0") as alice:
         await alice.says("listening on")
-        invite = encode_invite(Invite(run_id, alice.addresses))
+        invite = alice.invite(run_id)
         async with joined(tmp_path / "bob", invite, *options, "--stage", "1") as bob:
             await bob.says("trainer ready")
             seen: list[float] = []

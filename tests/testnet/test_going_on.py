@@ -16,7 +16,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.consolidated.folder import VECTORS, read_folder
 from farandole.node.consolidated.merging import consolidate
 from farandole.node.exits import Exit
-from farandole.protocol.invite import Invite, encode_invite
 from farandole.protocol.manifest import SignedManifest, decode_manifest, sign_manifest
 from farandole.testnet.launch import MANIFEST_NAME, Testnet
 from farandole.testnet.scenario import load_scenario
@@ -66,7 +65,7 @@ async def play(folder: Path, manifest: Path, num_nodes: int, rounds: int, to: Pa
     async with contextlib.AsyncExitStack() as stack:
         first = await stack.enter_async_context(started(folder / "0", *join, str(manifest), *start))
         await first.says("listening on")
-        invite = encode_invite(Invite(run_id, first.addresses))
+        invite = first.invite(run_id)
         others = [
             await stack.enter_async_context(started(folder / f"{number}", *join, invite))
             for number in range(1, num_nodes)

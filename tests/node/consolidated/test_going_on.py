@@ -15,7 +15,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.consolidated.folder import read_folder
 from farandole.node.exits import Exit
 from farandole.node.settings import NodeSettings
-from farandole.protocol.invite import Invite, encode_invite
 from farandole.protocol.manifest import decode_manifest, manifest_from_dict, sign_manifest
 
 from ..daemons import PACE, Daemon, joined, started
@@ -71,7 +70,7 @@ async def test_two_stages_are_pulled_and_go_on_as_one(tmp_path: Path, texts: Pat
     pull = ("checkpoint", "pull", "--home", tmp_path / "puller", "--listen", "/ip4/127.0.0.1/tcp/0", "--no-mdns")
     async with joined(tmp_path / "ann", str(tmp_path / "before.manifest"), "--stage", "0", *data) as ann:
         await ann.says("listening on")
-        invite = encode_invite(Invite(before.run_id, ann.addresses))
+        invite = ann.invite(before.run_id)
         async with joined(tmp_path / "bob", invite, "--stage", "1", *data) as bob:
             await inner_steps(ann, 60)
             await farandole(*pull, invite, "--to", tmp_path / "model")
@@ -107,7 +106,7 @@ async def test_two_stages_are_pulled_and_go_on_as_one(tmp_path: Path, texts: Pat
             assert status["inner_steps"] > manifest.start.inner_steps
             await dan.end(signal.SIGKILL)
         # the node that had the folder is gone: cyd gives what she has, and a newcomer to a run under way needs no start
-        newcomer = encode_invite(Invite(after.run_id, cyd.addresses))
+        newcomer = cyd.invite(after.run_id)
         async with started(tmp_path / "eve", *join, newcomer) as eve:
             await eve.says("trainer ready", "resumed at round")
             await eve.says("averaged with", cyd.name)

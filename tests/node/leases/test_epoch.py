@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import trio
 
-from farandole.protocol.invite import Invite, encode_invite
 from farandole.protocol.manifest import SignedManifest
 
 from ..daemons import Daemon, joined
@@ -76,7 +75,7 @@ async def test_where_the_model_is_cut_the_first_stage_draws_every_slice_and_all_
     async with AsyncExitStack() as stack:
         nodes = [await stack.enter_async_context(joined(tmp_path / "0", str(tmp_path / "run.manifest"), *data))]
         await nodes[0].says("listening on")
-        invite = encode_invite(Invite(signed.run_id, nodes[0].addresses))
+        invite = nodes[0].invite(signed.run_id)
         nodes += [await stack.enter_async_context(joined(tmp_path / name, invite, *data)) for name in ("1", "2")]
         async with trio.open_nursery() as nursery:
             for node in nodes:
@@ -101,7 +100,7 @@ async def test_an_epoch_is_whole_though_a_third_of_its_nodes_is_replaced(tmp_pat
         ]
         await nodes[0].says("this node is")
         await nodes[0].says("listening on")
-        invite = encode_invite(Invite(signed.run_id, nodes[0].addresses))
+        invite = nodes[0].invite(signed.run_id)
 
         async def join(slow: str) -> None:
             home = tmp_path / str(len(nodes))

@@ -193,7 +193,7 @@ async def test_a_message_that_is_lost_at_once_leaves_the_right_timer(story: Stor
     story.rounds.set_peers(frozenset({b"b" * 32}))
     await story.trainers[0].report(contributed(0))
     assert story.pairing._num_proposals == 1
-    assert story.rounds._timer_at == min(story.pairing._timers.values())
+    assert story.rounds._timer.at == min(story.pairing._timers.values())
 
 
 def saved(problem: str = "") -> messages.Saved:

@@ -54,7 +54,7 @@ async def test_a_node_is_alone_then_well_then_paused_and_then_its_trainer_dies(
         )
         assert "farandole run invite" in alone.remedy
 
-        invite = encode_invite(Invite(run.run_id, alice.addresses))
+        invite = alice.invite(run.run_id)
         async with joined(tmp_path / "bob", invite, *data) as bob:
             await bob.says("averaged with", alice.name)
             well = await first_line(bob)
@@ -107,7 +107,7 @@ async def test_a_node_whose_partner_keeps_refusing_says_so_and_so_does_the_partn
     data = ("--data", str(tmp_path / "text.txt"))
     async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:
         await alice.says("listening on")
-        invite = encode_invite(Invite(run.run_id, alice.addresses))
+        invite = alice.invite(run.run_id)
         async with joined(tmp_path / "bob", invite, *data) as bob:
             await bob.says("averaged with", alice.name)
             assert await bob.end(signal.SIGTERM) == Exit.OK

@@ -11,7 +11,6 @@ import pytest
 import trio
 
 from farandole.node.rounds.round_session import MAX_ROUNDS_BEHIND
-from farandole.protocol.invite import Invite, encode_invite
 
 from ..daemons import Daemon, joined
 from .slow_exchanges import (
@@ -52,7 +51,7 @@ async def test_a_node_that_stands_still_in_an_exchange_costs_nobody_more_than_it
     signed, options = make_run(tmp_path)
     async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *options) as alice:
         await alice.says("listening on")
-        invite = encode_invite(Invite(signed.run_id, alice.addresses))
+        invite = alice.invite(signed.run_id)
         async with (
             joined(tmp_path / "bob", invite, *options) as bob,
             joined(tmp_path / "carol", invite, *options) as carol,

@@ -14,7 +14,6 @@ import pytest
 import trio
 
 from farandole.node.exits import Exit
-from farandole.protocol.invite import Invite, encode_invite
 
 from ..daemons import Daemon, joined
 from .slow_exchanges import (
@@ -55,7 +54,7 @@ async def test_half_of_the_nodes_are_killed_in_the_middle_of_their_exchanges(
 
         first = await start(tmp_path / "0", str(tmp_path / "run.manifest"))
         await first.says("listening on")
-        invite = encode_invite(Invite(signed.run_id, first.addresses))
+        invite = first.invite(signed.run_id)
         nodes = [first, *[await start(tmp_path / str(index), invite) for index in range(1, num_nodes)]]
         await for_each(nodes, lambda node: node.says("trainer ready"))
         were_killed: set[Path] = set()

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from farandole.node.exits import Exit
-from farandole.protocol.invite import Invite, encode_invite
 from farandole.protocol.manifest import SignedManifest
 
 from ..daemons import Daemon, joined
@@ -31,7 +30,7 @@ async def test_trainers_crash_and_hang_and_a_node_is_told_twice_to_leave(tmp_pat
     options = ("--data", str(tmp_path / "text.txt"), "--hung-seconds", "2")
     async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *options) as alice:
         await alice.says("trainer ready")
-        invite = encode_invite(Invite(run.run_id, alice.addresses))
+        invite = alice.invite(run.run_id)
         async with joined(tmp_path / "bob", invite, *options) as bob:
             await bob.says("averaged with", alice.name)
 

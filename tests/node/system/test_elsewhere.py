@@ -12,7 +12,6 @@ import trio
 
 from farandole.node.exits import Exit
 from farandole.node.system import endpoint, features
-from farandole.protocol.invite import Invite, encode_invite
 from farandole.protocol.manifest import SignedManifest
 
 from ..daemons import DEADLINE, joined
@@ -46,7 +45,7 @@ async def test_three_nodes_train_one_is_killed_and_comes_back_all_leave(
     homes = [tmp_path / name for name in ("alice", "bob", "carol")]
     async with joined(homes[0], str(tmp_path / "run.manifest"), *data) as alice:
         await alice.says("listening on")
-        invite = encode_invite(Invite(run.run_id, alice.addresses))
+        invite = alice.invite(run.run_id)
         async with joined(homes[1], invite, *data) as bob:
             await bob.says("averaged with", alice.name)
             async with joined(homes[2], invite, *data) as carol:
