@@ -110,6 +110,12 @@ class Host:
         """Where this node can be dialled: multiaddrs, each ending in /p2p/<peer id>."""
         return [str(address) for address in self._libp2p.get_addrs()]
 
+    @property
+    def mapped_addresses(self) -> list[str]:
+        """Where its router says that this node can be dialled, which nobody outside may have tried yet."""
+        outer = [self.mapped[port] for _, port in self.listening if port in self.mapped]
+        return [f"/ip4/{ip}/tcp/{port}/p2p/{self.peer_id}" for ip, port in dict.fromkeys(outer)]
+
     # Streams
 
     def set_handler(self, protocol: str, handler: Callable[[Stream], Awaitable[None]]) -> None:

@@ -75,6 +75,7 @@ class Reporter:
             pid=os.getpid(),
             started_at=self.started_at,
             addresses=self.host.addresses,
+            mapped_addresses=self.host.mapped_addresses,
             phase=board.phase,
             phase_detail=board.detail,
             phase_since=board.phase_since,

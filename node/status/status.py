@@ -290,3 +290,5 @@ class NodeStatus(msgspec.Struct, frozen=True):
     """What happened lately, newest last."""
     is_trainer_dead: bool = False
     """The trainer died, and the next one is not ready yet."""
+    mapped_addresses: list[str] = []
+    """Where the router says that this node can be dialled; in ``addresses`` once others have done so."""

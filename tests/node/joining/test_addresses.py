@@ -51,6 +51,14 @@ def test_a_home_names_its_relayed_address_and_members_that_are_public() -> None:
     ]
 
 
+def test_the_first_of_a_run_names_what_its_router_says() -> None:
+    """Nobody is there yet to try it."""
+    own, outer = (f"/ip4/{ip}/tcp/4001/p2p/{ALICE}" for ip in ("192.168.1.5", "8.8.4.4"))
+    alone = msgspec.structs.replace(STATUS, members=STATUS.members[:1], mapped_addresses=[outer])
+    assert choose_bootstrap_addresses(msgspec.structs.replace(alone, addresses=[own])) == [outer, own]
+    assert choose_bootstrap_addresses(msgspec.structs.replace(alone, addresses=[own, outer])) == [outer, own]
+
+
 def test_in_a_large_run_the_maker_of_the_invite_stays_in_it() -> None:
     found = chosen(["/ip4/192.168.1.5/tcp/4001"], *(member(i, f"/ip4/8.8.8.{i}/tcp/4001") for i in range(1, 30)))
     assert len(found) == MAX_ADDRESSES

@@ -91,6 +91,7 @@ async def test_ports_are_kept_open_and_closed_at_the_end(home: Home) -> None:
             await kept.has_tried.wait()
             port = host.listening[0][1]
             assert host.mapped == {port: (OUTER_IP, port)}
+            assert host.mapped_addresses == [f"/ip4/{OUTER_IP}/tcp/{port}/p2p/{host.peer_id}"]
             assert home.mapped == {port: LEASE_SECONDS}
             asked = home.num_asked
             await until(lambda: home.num_asked >= asked + 2)  # the lease is renewed
