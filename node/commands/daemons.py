@@ -26,7 +26,9 @@ def join(settings: NodeSettings) -> None:
 
     from ..daemon import run_node
     from ..logs import logging_to_file
+    from ..system.allocator import give_memory_back
 
+    give_memory_back()
     with logging_to_file(settings):
         code = trio.run(run_node, settings)
     raise typer.Exit(code)
@@ -57,7 +59,9 @@ def relay(
 
     from ..logs import logging_to_file
     from ..relay_node import run_relay
+    from ..system.allocator import give_memory_back
 
+    give_memory_back()
     with logging_to_file(settings):
         code = trio.run(run_relay, settings, invites or [])
     raise typer.Exit(code)
