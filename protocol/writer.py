@@ -1,11 +1,13 @@
 """The local author: gives each new entry its tick, and signs it.
 
 The one thing that an author must never do is to sign two entries for one slot and tick, which would bar it from the
-run. Within one life a counter a slot sees to that. Across a crash a *mark* does: it says in which spans of time ticks
-may have been used, and the node stores each new mark durably before it signs beyond it. Others' clocks play no part.
+run. Within one life a counter a slot sees to that. Across a crash a *mark* does: it says in which spans of time the
+node may have written, and the node stores each new mark durably before it signs beyond it. Others' clocks play no part.
 
 Why spans, and not one number: a clock that is an hour fast for a minute would else silence its node for an hour once it
-is set right, as all ticks up to then would count as used.
+is set right, as all ticks up to then would count as used. Why spans of seconds, and not of ticks: a tick may be a
+minute long, and a clock that is a minute and a half fast has jumped for heartbeats, though not for what is said once a
+minute.
 """
 
 from __future__ import annotations
@@ -29,29 +31,37 @@ from .entries import (
 )
 from .errors import LocalProtocolError
 from .identity import public_bytes, sign
+from .state import MAX_AHEAD
 
-MAX_LEAD = 50.0
+MAX_LEAD = MAX_AHEAD - 10.0
 """Seconds that ticks may run ahead of this node's clock: ten less than others accept, whose clocks are off too."""
 MAX_SPANS = 8
 """A clock that jumps more often has the oldest two joined, between which nothing is written then."""
-_SLACK = max(rule.quantum for rule in RULES.values())
-"""Seconds that a span begins before its first tick: so long ago others may begin that are written at the same time."""
-_JUMP = 2 * _SLACK + 1
-"""Seconds between two ticks which make the clock one that has jumped, or a node that was away."""
+_JUMP = MAX_AHEAD + (MAX_AHEAD - MAX_LEAD)
+"""Seconds between two writes which make the clock one that has jumped, or a node that was away. After a lesser jump
+others may have taken what is ahead of them, and nothing before it: then the ticks have to go on after it."""
 
 Mark = tuple[tuple[int, int], ...]
-"""Spans in order, first and last Unix second: no tick that begins outside them has ever been used."""
+"""Spans in order, first and last Unix second: a tick that has none of their seconds has never been used."""
 
 
 @dataclass(slots=True)
 class _Span:
-    """Ticks that begin from ``first`` to ``last`` may have been used, up to ``floor`` by a past life."""
+    """Seconds from ``first`` to ``last`` may have been written at, up to ``floor`` by a past life."""
 
     first: int
     last: int
-    floor: int
+    floor: int = -1
     ticks: dict[int, int] = field(default_factory=dict)
     """Slot -> newest tick of this life."""
+
+
+def _is_near(span: _Span, tick: int, quantum: int, now: float) -> bool:
+    """Whether the tick reaches into the span, or might follow it at once; else it is written before it.
+
+    To follow it is what others need, who may know what was written in it: they take nothing older.
+    """
+    return span.first <= max((tick + 1) * quantum, now + MAX_LEAD - quantum)
 
 
 class Writer:
@@ -68,14 +78,18 @@ class Writer:
         self._spans = [_Span(first, last, last) for first, last in mark]
 
     def _next_tick(self, kind: Kind, index: int, now: float) -> int:
-        """Later than all that were used before it by the clock, and none that was used."""
+        """None that was used, and later than all others may know, unless the clock was set back by more than a bit."""
         quantum, slot = RULES[kind].quantum, slot_of(kind, index)
         tick = int(now // quantum)
         for span in self._spans:
-            if max(now, tick * quantum) < span.first:
+            if not _is_near(span, tick, quantum, now):
                 break
             tick = max(tick, span.ticks.get(slot, -1) + 1, span.floor // quantum + 1)
         return tick
+
+    def _second_of(self, kind: Kind, tick: int, now: float) -> int:
+        """When a tick counts as written: now, or else when it begins, if that is later."""
+        return max(int(now), tick * RULES[kind].quantum)
 
     def delay(self, kind: Kind, index: int, now: float) -> float:
         """Seconds until the slot may be written: 0 unless it is written much more often than its ticks pass."""
@@ -87,15 +101,18 @@ class Writer:
         It is no further ahead than the entry itself, so that a node that dies and restarts again and again does not
         run away from the clock.
         """
-        begins_at = self._next_tick(kind, index, now) * RULES[kind].quantum
-        if self._span_of(begins_at) is not None:
+        tick = self._next_tick(kind, index, now)
+        second = self._second_of(kind, tick, now)
+        if self._span_of(second) is not None:
             return None
         spans = [(span.first, span.last) for span in self._spans]
-        before = sum(first <= begins_at for first, _ in spans)
-        if before and begins_at - spans[before - 1][1] < _JUMP:
-            spans[before - 1] = (spans[before - 1][0], begins_at)
+        before = sum(first <= second for first, _ in spans)
+        if before and second - spans[before - 1][1] < _JUMP:
+            spans[before - 1] = (spans[before - 1][0], second)
+        elif before < len(spans) and _is_near(self._spans[before], tick, RULES[kind].quantum, now):
+            spans[before] = (second, spans[before][1])  # of this life, or the tick would follow it
         else:
-            spans.insert(before, (max(0, begins_at - _SLACK), begins_at))
+            spans.insert(before, (second, second))
         if len(spans) > MAX_SPANS:
             oldest = 0 if before else 1  # but not the new one with a later one, in which its ticks would count as used
             spans[oldest : oldest + 2] = [(spans[oldest][0], spans[oldest + 1][1])]
@@ -109,7 +126,7 @@ class Writer:
 
     def _joined(self, first: int, last: int) -> _Span:
         """The spans that lie in this one, as one."""
-        joined = _Span(first, last, first - 1)
+        joined = _Span(first, last)
         for span in self._spans:
             if first <= span.first <= last:
                 joined.floor = max(joined.floor, span.floor)
@@ -133,7 +150,7 @@ class Writer:
         tick = self._next_tick(kind, index, now)
         if tick * rule.quantum > now + MAX_LEAD or tick > MAX_TICK:
             raise LocalProtocolError(f"{kind.name}[{index}] is written faster than its ticks of {rule.quantum} s")
-        span = self._span_of(tick * rule.quantum)
+        span = self._span_of(self._second_of(kind, tick, now))
         if span is None:
             raise LocalProtocolError("an entry beyond the stored mark: a crash now could fork this author")
         span.ticks[slot_of(kind, index)] = tick
@@ -145,7 +162,8 @@ class Writer:
         """An entry of this very author came back from others: one of a past life, and no later one may equal it."""
         if entry.author != self.author:
             return
-        before = sum(span.first <= entry.written_at for span in self._spans)
+        ends_at = entry.written_at + RULES[entry.kind].quantum
+        before = sum(span.first < ends_at for span in self._spans)
         if not before:
             self._spans.insert(0, _Span(entry.written_at, entry.written_at, entry.written_at - 1))
         span = self._spans[max(0, before - 1)]

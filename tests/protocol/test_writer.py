@@ -41,7 +41,7 @@ class Author:
 @given(
     st.lists(
         st.tuples(st.sampled_from(["write", "restart"]), st.sampled_from([Kind.MEMBER, Kind.BEAT, Kind.METRIC]),
-                  st.floats(-30, 90) | st.sampled_from([-3600.0, -600.0, -120.0, 120.0, 600.0, 3600.0])),
+                  st.floats(-30, 90) | st.sampled_from([-3600.0, -600.0, -120.0, -75.0, 120.0, 600.0, 3600.0])),
         max_size=40,
     )
 )  # fmt: skip
@@ -124,7 +124,7 @@ def test_a_lost_disk_is_made_good_by_what_others_remember() -> None:
     assert writer.write(Kind.MEMBER, 0, Member(), NOW).tick == remembered.tick + 1
 
 
-@pytest.mark.parametrize("offset", [3600.0, 30 * 86_400.0, -3600.0])
+@pytest.mark.parametrize("offset", [75.0, 90.0, 3600.0, 30 * 86_400.0, -3600.0])
 @pytest.mark.parametrize("is_restarted", [False, True])
 def test_a_clock_that_is_set_right_leaves_its_author_heard(offset: float, is_restarted: bool) -> None:
     author = Author()
