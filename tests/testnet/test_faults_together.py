@@ -85,7 +85,7 @@ async def test_wrong_clocks_hurt_their_owners_alone_and_all_agree_once_they_are_
         for node, offset, drift in wrong
     ]
     view = ClockView(len(wrong))
-    testnet = Testnet(scenario("clocks", nodes=7, rounds=14, min_partners=2, fault=faults), tmp_path / "out", view)
+    testnet = Testnet(scenario("clocks", nodes=7, rounds=20, min_partners=2, fault=faults), tmp_path / "out", view)
     right = [tmp_path / "out" / "nodes" / f"{index:02d}" for index in range(4)]
     async with trio.open_nursery() as nursery:
 
