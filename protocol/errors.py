@@ -17,3 +17,7 @@ class RemoteProtocolError(FarandoleError):
 
 class ManifestError(FarandoleError, ValueError):
     """A manifest, an invite or a run file is not valid; the message says which field and why."""
+
+
+class UnknownManifestError(ManifestError):
+    """A manifest is its creator's, and says what this version does not know: a newer one does."""

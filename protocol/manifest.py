@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from .errors import ManifestError
+from .errors import ManifestError, UnknownManifestError
 from .hf_config import Context, HFConfig, NumLayers, Vocabulary
 from .identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, is_signed_by, public_bytes, sign
 from .own_model import MAX_PARAMETERS, OwnModel
@@ -362,7 +362,8 @@ def sign_manifest(manifest: Manifest, creator: Ed25519PrivateKey) -> SignedManif
 def decode_manifest(raw: bytes, run_id: bytes | None = None) -> tuple[Manifest, SignedManifest]:
     """Parse and verify what a peer or a file holds.
 
-    Raises `ManifestError` if it is too long, malformed, out of range, badly signed, or not of the run ``run_id``.
+    Raises `ManifestError` if it is too long, malformed, badly signed, or not of the run ``run_id``, and
+    `UnknownManifestError` if it is none of these, but has fields or values that are not known here.
     """
     if len(raw) > 2 * MAX_MANIFEST_BYTES:
         raise ManifestError(f"a manifest has at most {2 * MAX_MANIFEST_BYTES} bytes, this has {len(raw)}")
@@ -372,9 +373,15 @@ def decode_manifest(raw: bytes, run_id: bytes | None = None) -> tuple[Manifest, 
             raise ManifestError(f"this manifest is of run {signed.run_id.hex()[:16]}, not of {run_id.hex()[:16]}")
         if not is_signed_by(signed.creator, signed.signature, _DOMAIN, signed.body):
             raise ManifestError("the manifest's signature is not its creator's")
-        return msgspec.msgpack.decode(signed.body, type=Manifest), signed
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ManifestError(f"not a manifest: {error}") from error
+    try:
+        return msgspec.msgpack.decode(signed.body, type=Manifest), signed
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise UnknownManifestError(
+            f"run {signed.run_id.hex()[:16]} has settings that this version of farandole does not know ({error}): "
+            "bring farandole up to date here"
+        ) from error
 
 
 def manifest_from_dict(settings: object) -> Manifest:

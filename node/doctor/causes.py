@@ -258,6 +258,7 @@ CAUSES: Final = {
         "get that package from whoever invited you, look at it, install it, and say --allow-model {function}",
     ),
     "run-none": Cause("run", _SKIPPED, "no run is named"),
+    "run-newer": Cause("run", _FAILED, "{why}", "upgrade: docs/volunteer.md#upgrade"),
     "run-unknown": Cause(
         "run", _FAILED, "peers answer, and none of them is in run {run}", "the run may have ended; " + _NEWER_INVITE
     ),

@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 import trio
 
 from farandole.protocol.checkup import Offset, agreed_offset
-from farandole.protocol.errors import ManifestError, RemoteProtocolError
+from farandole.protocol.errors import ManifestError, RemoteProtocolError, UnknownManifestError
 from farandole.protocol.identity import short_name
 from farandole.protocol.manifest import Manifest, decode_manifest
 from farandole.protocol.reachability import Kind, Verdict
@@ -56,16 +56,19 @@ async def check_run(host: Host, peers: Sequence[bytes], run_id: bytes | None, se
     if run_id is None:
         return [found("run-none")]
 
-    async def ask(peer: bytes) -> Manifest:
+    async def ask(peer: bytes) -> Manifest | UnknownManifestError:
         try:
             return decode_manifest(await fetch_manifest(host, peer, run_id), run_id)[0]
+        except UnknownManifestError as error:
+            return error
         except ManifestError as error:
             raise PeerUnreachableError(str(error)) from error
 
-    manifests = await _ask_all(ask, peers)
+    answers = await _ask_all(ask, peers)
+    manifests = [answer for answer in answers if isinstance(answer, Manifest)]
     run = run_id.hex()[:16]
     if not manifests:
-        return [found("run-unknown", run=run)]
+        return [found("run-newer", why=str(answers[0])) if answers else found("run-unknown", run=run)]
     return [found("run-fine", run=run, name=manifests[0].name), *check_needs(manifests[0], settings)]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import trio
 
-from farandole.protocol.errors import ManifestError
+from farandole.protocol.errors import ManifestError, UnknownManifestError
 from farandole.protocol.identity import peer_id_of, short_name
 from farandole.protocol.invite import decode_invite, split_address
 from farandole.protocol.manifest import Manifest, decode_manifest
@@ -157,7 +157,8 @@ async def wait_for_anyone(host: Host, timeout: float) -> None:
 async def obtain_manifest(host: Host, target: Target, board: Board) -> tuple[Manifest, bytes]:
     """The manifest and its signed bytes: from the target, from a connected peer, or from members found in the DHT.
 
-    Tries without end, and goes on dialling the target's peers meanwhile.
+    Tries without end, and goes on dialling the target's peers meanwhile. Raises `UnknownManifestError` if the run
+    needs a newer version of this program.
     """
     if target.manifest is not None:
         return decode_manifest(target.manifest, target.run_id)[0], target.manifest
@@ -194,20 +195,25 @@ async def find_members(host: Host, run_id: bytes) -> list[bytes]:
 
 
 async def _ask_all(host: Host, peers: Iterable[bytes], run_id: bytes) -> tuple[Manifest, bytes] | None:
-    """Ask all at once; the first good answer ends the others."""
+    """Ask all at once; the first good answer ends the others. Raises `UnknownManifestError`, as all would give it."""
     answer: tuple[Manifest, bytes] | None = None
+    unknown: UnknownManifestError | None = None
 
     async with trio.open_nursery() as nursery:
 
         async def ask(peer: bytes) -> None:
-            nonlocal answer
+            nonlocal answer, unknown
             try:
                 raw = await fetch_manifest(host, peer, run_id)
                 answer = decode_manifest(raw, run_id)[0], raw
+            except UnknownManifestError as error:
+                unknown = error  # raised below, out of the nursery, which would wrap it in a group
             except (PeerUnreachableError, ManifestError):
                 return
             nursery.cancel_scope.cancel()
 
         for peer in peers:
             nursery.start_soon(ask, peer)
+    if unknown is not None:
+        raise unknown
     return answer

@@ -31,7 +31,14 @@ from farandole.node.run_state.store import open_store
 from farandole.node.settings import NodeSettings
 from farandole.node.shaping import Shaping
 from farandole.protocol.invite import Invite, encode_invite
-from farandole.protocol.manifest import DataConfig, Manifest, ModelConfig, TokenizerConfig, sign_manifest
+from farandole.protocol.manifest import (
+    DataConfig,
+    Manifest,
+    ModelConfig,
+    SignedManifest,
+    TokenizerConfig,
+    sign_manifest,
+)
 from farandole.protocol.own_model import OwnModel
 
 from ..relayed import open_home, open_relay, reserve
@@ -51,12 +58,12 @@ def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.asynccontextmanager
-async def open_peer() -> AsyncIterator[Host]:
+async def open_peer(signed: SignedManifest = SIGNED) -> AsyncIterator[Host]:
     """A member of a run, as far as a newcomer sees it before it joins."""
     key = Ed25519PrivateKey.generate()
 
-    async with open_host(key, [LOOPBACK]) as host, open_connectivity(host, key, SIGNED.run_id, Shaping()):
-        ManifestService(SIGNED.run_id, SIGNED.encode()).register(host)
+    async with open_host(key, [LOOPBACK]) as host, open_connectivity(host, key, signed.run_id, Shaping()):
+        ManifestService(signed.run_id, signed.encode()).register(host)
         yield host
 
 
@@ -155,6 +162,17 @@ async def test_an_invite_to_a_run_that_nobody_knows(tmp_path: Path) -> None:
     async with open_peer() as peer:
         diagnosis = await look(tmp_path, invite_to(*peer.addresses, run_id=bytes(32)))
     assert causes(diagnosis) == ["run-unknown"]
+
+
+async def test_an_invite_to_a_run_that_needs_a_newer_farandole(tmp_path: Path) -> None:
+    class NewerManifest(Manifest, frozen=True):
+        colour: str = "blue"
+
+    newer = sign_manifest(NewerManifest("tiny", MODEL), Ed25519PrivateKey.generate())
+    async with open_peer(newer) as peer:
+        diagnosis = await look(tmp_path, invite_to(*peer.addresses, run_id=newer.run_id))
+    assert causes(diagnosis) == ["run-newer"]
+    assert "colour" in of(diagnosis, "run").found
 
 
 @pytest.mark.parametrize(

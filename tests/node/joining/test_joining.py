@@ -16,6 +16,7 @@ from farandole.node.joining.manifests import ManifestService
 from farandole.node.p2p.host import Host, open_host
 from farandole.node.settings import NodeSettings
 from farandole.node.status.board import Board
+from farandole.protocol.errors import UnknownManifestError
 from farandole.protocol.identity import peer_id_of
 from farandole.protocol.invite import Invite, encode_invite
 from farandole.protocol.manifest import Manifest, ModelConfig, sign_manifest
@@ -29,6 +30,12 @@ RUN = SIGNED.run_id
 # Nothing listens on port 1, and nobody has these keys.
 NOWHERE = "/ip4/127.0.0.1/tcp/1"
 DEAD = {bytes([i]) * 32: [NOWHERE] for i in range(1, 5)}
+
+
+class NewerManifest(Manifest, frozen=True):
+    """One that has a field which this version does not know."""
+
+    colour: str = "blue"
 
 
 @pytest.fixture
@@ -102,6 +109,16 @@ async def test_a_newcomer_among_strangers_waits_for_a_member(board: Board) -> No
                 await member.connect(newcomer.author, newcomer.addresses)
                 await until(lambda: not nursery.child_tasks)
     assert found == [SIGNED.encode()]
+
+
+async def test_a_node_that_is_too_old_for_the_run_is_told_so(board: Board) -> None:
+    newer = sign_manifest(NewerManifest("tiny", MODEL), Ed25519PrivateKey.generate())
+    with trio.fail_after(30):
+        async with open_public() as newcomer, open_host(Ed25519PrivateKey.generate(), LOOPBACK) as member:
+            ManifestService(newer.run_id, newer.encode()).register(member)
+            await newcomer.connect(member.author, member.addresses)
+            with pytest.raises(UnknownManifestError, match=r"does not know.*colour.*up to date"):
+                await obtain_manifest(newcomer, Target(newer.run_id, None, DEAD), board)
 
 
 async def test_who_knows_the_run_goes_on_alone(board: Board) -> None:
