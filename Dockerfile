@@ -2,6 +2,7 @@
 #     docker build -t farandole .
 #     docker run -d --name node --restart on-failure:5 --stop-timeout 60 -p 4001:4001 -v farandole:/data farandole join farandole1...
 #     docker exec node farandole status
+# For models of transformers, Parquet or --stream: docker build --build-arg EXTRAS=tokenizers,hf,data
 # On a GPU: docker build --build-arg TORCH_INDEX=https://pypi.org/simple (whose PyTorch has CUDA), and docker run --gpus all.
 # --stop-timeout, since leaving in good order takes longer than the 10 s that Docker waits of its own accord.
 ARG PYTHON=3.11
@@ -12,8 +13,9 @@ RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev l
 WORKDIR /source
 COPY . .
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG EXTRAS=tokenizers
 RUN python -m venv /opt/farandole \
- && /opt/farandole/bin/pip install --no-cache-dir --extra-index-url "$TORCH_INDEX" -c constraints.txt ".[tokenizers]"
+ && /opt/farandole/bin/pip install --no-cache-dir --extra-index-url "$TORCH_INDEX" -c constraints.txt ".[$EXTRAS]"
 
 FROM python:${PYTHON}-slim
 RUN apt-get update && apt-get install -y --no-install-recommends libgmp10 && rm -rf /var/lib/apt/lists/* \

@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	  { echo "farandole needs Python 3.11 or newer; this is $$($(PYTHON) --version). Say which: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 	  { echo "could not make a virtual environment; on Debian or Ubuntu: apt install python3-venv"; exit 2; }
-	@echo "Setting up $(VENV): a few hundred megabytes, once (torch is most of it)"
+	@echo "Setting up $(VENV), once: torch is most of it (on Linux with CUDA, gigabytes; README.md says how to go without)"
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' || \
 	  { echo "That failed. If a package could not be built: on Debian or Ubuntu, apt install gcc python3-dev libgmp-dev"; exit 2; }
 	@touch $@

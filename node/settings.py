@@ -17,7 +17,7 @@ HOME_VARIABLE = "FARANDOLE_HOME"
 # Any free port on every IPv4 interface.
 DEFAULT_LISTEN = "/ip4/0.0.0.0/tcp/0"
 # A tighter cap cannot promise a newcomer the slowest download that it waits for: 50 kbit/s, half of what is left for
-# bulk whatever else goes on (`farandole.node.transfers`), the other half being for an exchange.
+# bulk whatever else goes on (`farandole.node.checkpoints.giving`), the other half being for an exchange.
 MIN_CAP_MBIT: Final = 0.5
 
 LogLevel = Literal["debug", "info", "warning", "error"]

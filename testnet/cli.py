@@ -346,8 +346,8 @@ def bench_faults(
     It takes three hours, and goes on where it was stopped: a play whose report is in the folder is not played again.
     Needs Linux, root, nftables, libfaketime. Scenarios: starved, halves, bad-line, flap, chaos, hour.
 
-    Examples: [cyan]sudo farandole testnet bench-faults[/cyan];
-    [cyan]sudo farandole testnet bench-faults starved halves --out /tmp/faults[/cyan]
+    Examples: [cyan]sudo .venv/bin/farandole testnet bench-faults[/cyan];
+    [cyan]sudo .venv/bin/farandole testnet bench-faults starved halves --out /tmp/faults[/cyan]
     """
     from .bench.faults import run_faults_bench
     from .bench.section import Section
@@ -391,9 +391,9 @@ def bench_nat(
     In the NAT lab (Linux, root, nftables, miniupnpd). Kinds: open, firewall, full-cone, address-restricted,
     port-restricted, symmetric, carrier, udp-blocked, https-only, upnp.
 
-    Examples: [cyan]sudo farandole testnet bench-nat[/cyan];
-    [cyan]sudo farandole testnet bench-nat --pairs carrier/full-cone --pairs symmetric/symmetric[/cyan];
-    [cyan]sudo farandole testnet bench-nat --recovery[/cyan]
+    Examples: [cyan]sudo .venv/bin/farandole testnet bench-nat[/cyan];
+    [cyan]sudo .venv/bin/farandole testnet bench-nat --pairs carrier/full-cone --pairs symmetric/symmetric[/cyan];
+    [cyan]sudo .venv/bin/farandole testnet bench-nat --recovery[/cyan]
     """
     from .bench.nat import parse_pair, run_nat_bench
     from .bench.nat_recovery import run_recovery_bench

@@ -42,7 +42,7 @@ def install_service(
     name: Name = "farandole",
     only_print: Annotated[bool, typer.Option("--print", help="Show what would be written, and do nothing.")] = False,
 ) -> None:
-    """Have systemd (launchd on macOS) run a node of yours: from now on, after each start, and again when it fails.
+    """Have systemd (launchd on macOS) run a node of yours: from now on, after each login, and again when it fails.
 
     It sees neither flags nor variables of this terminal: what it shall do otherwise stands in the settings file.
 

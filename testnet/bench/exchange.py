@@ -99,7 +99,8 @@ class Report:
         as_a_round = self._averaging("farandole", "fp32, new channel, as a round")
         sentences.extend(
             f"The exchange of fp32 is {theirs.exchange_s / ours.exchange_s:.1f} times as fast as {who}'s, "
-            f"and a round, from vector to mean, {theirs.total_s / as_a_round.total_s:.1f} times."
+            f"from vector to mean {theirs.total_s / ours.total_s:.1f} times; a whole round of ours, outer step "
+            f"included, takes {as_a_round.total_s / theirs.total_s:.2f} of the time of its averaging."
             for who in ("hivemind", "Lattica")
             if ours and as_a_round and (theirs := self._averaging(who, "fp32"))
         )
