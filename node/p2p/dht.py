@@ -7,6 +7,7 @@ dropped in silence by whoever receives them. Answers are hints: a provider prove
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,8 +21,9 @@ from libp2p.peer.peerinfo import PeerInfo
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import public_key_of
 
-from .mends.dht import MAX_ADDRESSES, REANNOUNCE_INTERVAL, BoundedDht
+from .mends.dht import REANNOUNCE_INTERVAL, BoundedDht
 from .mends.host import MendedHost
+from .mends.peers import MAX_ADDRESSES
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +116,8 @@ class Dht:
     async def _announce(self, key: bytes) -> None:
         async with self._pace:
             await trio.sleep_until(self._announce_after)
+            if key not in self._announced_at:
+                return  # withdrawn meanwhile
             self._announce_after = trio.current_time() + ANNOUNCEMENT_INTERVAL
             try:
                 with trio.move_on_after(ANNOUNCEMENT_TIMEOUT):
@@ -125,18 +129,13 @@ class Dht:
     async def find_providers(self, key: bytes, seconds: float) -> list[tuple[bytes, list[str]]]:
         """Peers that say they provide a key, with their addresses, asked in parallel within so many seconds."""
         multihash = multihash_of(key)
-        found: dict[bytes, list[str]] = {}
+        answers: list[list[PeerInfo]] = []
         asked: set[ID] = {self._host.get_id()}
         store = self._dht.provider_store
 
         def add(providers: Sequence[PeerInfo]) -> None:
-            for provider in providers:
-                with suppress(RemoteProtocolError):
-                    addresses = found.setdefault(_peer_of(provider.peer_id), [])
-                    addresses += [address for address in _texts(provider.addrs) if address not in addresses]
-                    del addresses[MAX_ADDRESSES:]
-            found.pop(_peer_of(self._host.get_id()), None)
-            if found:
+            if others := [provider for provider in providers if provider.peer_id != self._host.get_id()]:
+                answers.append(others)
                 nursery.cancel_scope.deadline = min(
                     nursery.cancel_scope.deadline, trio.current_time() + LAGGARDS_TIMEOUT
                 )
@@ -163,7 +162,19 @@ class Dht:
             ask_all([*known, *self._host.get_connected_peers()][: 2 * MAX_PROVIDERS])
             nursery.start_soon(explore)
             add(store.get_providers(multihash))
-        return list(found.items())[:MAX_PROVIDERS]
+        return _by_turns(answers)
+
+
+def _by_turns(answers: Sequence[Sequence[PeerInfo]]) -> list[tuple[bytes, list[str]]]:
+    """The first `MAX_PROVIDERS`, one of each answer after the other: no answer keeps the others' out."""
+    found: dict[bytes, list[str]] = {}
+    for provider in itertools.chain.from_iterable(itertools.zip_longest(*answers)):
+        if provider is not None:
+            with suppress(RemoteProtocolError):
+                addresses = found.setdefault(_peer_of(provider.peer_id), [])
+                addresses += [address for address in _texts(provider.addrs) if address not in addresses]
+                del addresses[MAX_ADDRESSES:]
+    return list(found.items())[:MAX_PROVIDERS]
 
 
 def _texts(addresses: Iterable[object]) -> Iterator[str]:

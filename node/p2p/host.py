@@ -21,7 +21,6 @@ from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.custom_types import TProtocol
 from libp2p.network.stream.net_stream import NetStream
 from libp2p.peer.id import ID
-from libp2p.peer.peerstore import PeerStore
 from libp2p.rcmgr import Direction
 from libp2p.security.noise.exceptions import PeerIDMismatchesPubkey
 from multiaddr import Multiaddr
@@ -44,6 +43,7 @@ from .libp2p_names import id_of, peer_of
 from .libp2p_stream import Stream
 from .mends.connection import CLOSE_TIMEOUT, MendedConn
 from .mends.host import MendedHost
+from .mends.peers import BoundedPeers
 from .mends.sockets import Socket
 from .mends.swarm import HANDSHAKE_TIMEOUT, MendedSwarm
 from .mends.upgrading import make_upgrader
@@ -522,7 +522,7 @@ async def open_host(
     """
     author = public_bytes(key)
     peer_id = id_of(author)
-    peerstore = PeerStore()
+    peerstore = BoundedPeers(peer_id)
     peerstore.add_key_pair(peer_id, create_new_key_pair(key.private_bytes_raw()))
     upgrader = make_upgrader(key, shaping)
     async with open_service_nursery() as nursery:

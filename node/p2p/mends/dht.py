@@ -2,55 +2,79 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
 
 import trio
 from libp2p.abc import INetStream
 from libp2p.kad_dht import kad_dht, peer_routing, provider_store
+from libp2p.kad_dht.common import BUCKET_SIZE
 from libp2p.kad_dht.kad_dht import DHTMode, KadDHT
-from libp2p.kad_dht.pb.kademlia_pb2 import Record
+from libp2p.kad_dht.pb.kademlia_pb2 import Message, Record
 from libp2p.kad_dht.provider_store import ProviderStore
 from libp2p.kad_dht.value_store import ValueStore
 from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
-from multiaddr import Multiaddr
+from libp2p.utils.varint import read_varint_prefixed_bytes_limited
 
-from .host import MendedHost
+from .host import MAX_ANSWER_BYTES, MendedHost
+from .peers import MAX_RECORD_BYTES, first_sane
 
 # One inbound stream of the DHT; the library serves twelve at once and would let idle ones keep their places for ever,
 # and one peer keep them all.
 STREAM_TIMEOUT: Final = 10.0
 MAX_STREAMS_PER_PEER: Final = 3
-# A question is a key, with a provider's addresses and a signed record of them: a few kilobytes. An answer is 20
-# providers and 20 peers with as much each. The library takes 4 MiB of either, and keeps the addresses in it.
+# A question is a key, with a provider's addresses and a signed record of them: a few kilobytes. The library takes 4 MiB
+# of it, and of an answer.
 MAX_QUESTION_BYTES: Final = 32 * 1024
-MAX_ANSWER_BYTES: Final = 512 * 1024
-MAX_ADDRESSES: Final = 16
-MAX_ADDRESS_BYTES: Final = 512
-# Records of providers, and peers with addresses, kept for others; the oldest make room.
+# What encloses a peer's signed record: its key and signature.
+ENVELOPE_BYTES: Final = 256
+# Records of providers, kept for others; the oldest make room.
 MAX_RECORDS: Final = 8_192
-MAX_STORED_PEERS: Final = 4_096
 # How often providers announce a key again, and how long one that does not is kept: two days in the library, in which a
 # run's old checkpoints pile up.
 REANNOUNCE_INTERVAL: Final = 3_600.0
 RECORD_SECONDS: Final = 3 * REANNOUNCE_INTERVAL
 
-# Constants of the library's, which it reads whenever it comes to them.
-vars(kad_dht).update(MAX_DHT_MESSAGE_SIZE=MAX_QUESTION_BYTES)
-vars(peer_routing).update(MAX_DHT_MESSAGE_SIZE=MAX_ANSWER_BYTES)
-vars(provider_store).update(MAX_DHT_MESSAGE_SIZE=MAX_ANSWER_BYTES, PROVIDER_RECORD_EXPIRATION_INTERVAL=RECORD_SECONDS)
+
+async def _read_trimmed(stream: Any, max_bytes: int) -> bytes:
+    """Read a message, and leave of it what an honest one may have: the library looks through all with all."""
+    message = Message()
+    message.ParseFromString(await read_varint_prefixed_bytes_limited(stream, max_bytes))
+    if len(message.senderRecord) > MAX_RECORD_BYTES + ENVELOPE_BYTES:
+        message.ClearField("senderRecord")
+    for peers in (message.closerPeers, message.providerPeers):
+        del peers[BUCKET_SIZE:]
+        for peer in peers:
+            addresses = first_sane(peer.addrs)
+            del peer.addrs[:]
+            peer.addrs.extend(addresses)
+            if len(peer.signedRecord) > MAX_RECORD_BYTES + ENVELOPE_BYTES:
+                peer.ClearField("signedRecord")
+    return message.SerializeToString()
+
+
+# Names that the library looks up whenever it comes to them.
+for _module, _max_bytes in (
+    (kad_dht, MAX_QUESTION_BYTES),
+    (peer_routing, MAX_ANSWER_BYTES),
+    (provider_store, MAX_ANSWER_BYTES),
+):
+    vars(_module).update(MAX_DHT_MESSAGE_SIZE=_max_bytes, read_varint_prefixed_bytes_limited=_read_trimmed)
+vars(provider_store).update(PROVIDER_RECORD_EXPIRATION_INTERVAL=RECORD_SECONDS)
 
 
 class BoundedProviders(ProviderStore):
-    """Keeps the newest records, and of each provider no more addresses than anybody dials."""
+    """Keeps the newest records, of each key and of all."""
 
     def add_provider(self, key: bytes, provider: PeerInfo) -> None:
         """Keep that it provides the key."""
-        super().add_provider(key, PeerInfo(provider.peer_id, _sane(provider.addrs)))
-        self.providers[key] = self.providers.pop(key)  # the oldest come first
+        of_key = self.providers.setdefault(key, {})
+        of_key.pop(str(provider.peer_id), None)  # the oldest come first, here and below
+        if len(of_key) >= BUCKET_SIZE:
+            del of_key[next(iter(of_key))]  # where the library takes no new one
+        super().add_provider(key, provider)
+        self.providers[key] = self.providers.pop(key)
         while sum(map(len, self.providers.values())) > MAX_RECORDS:
             del self.providers[next(iter(self.providers))]
 
@@ -60,12 +84,6 @@ class NoValues(ValueStore):
 
     def put_record(self, key: bytes, record: Record, validity: float = 0.0) -> None:
         """Forget it."""
-
-
-def _sane(addresses: Iterable[Multiaddr]) -> list[Multiaddr]:
-    """The first of them, without those that are too long to be any."""
-    short = (address for address in addresses if len(address.to_bytes()) <= MAX_ADDRESS_BYTES)
-    return [*itertools.islice(short, MAX_ADDRESSES)]
 
 
 class BoundedDht(KadDHT):
@@ -96,8 +114,3 @@ class BoundedDht(KadDHT):
         """Drop what has expired, and what grows with every peer ever heard of."""
         self.provider_store.cleanup_expired()
         self._provider_rate_limits.clear()
-        peerstore = self.host.get_peerstore()
-        keep = {self.local_peer_id, *self.host.get_connected_peers()}
-        strangers = [peer_id for peer_id in peerstore.peer_ids() if peer_id not in keep]
-        for peer_id in strangers[: max(0, len(strangers) - MAX_STORED_PEERS)]:
-            peerstore.clear_peerdata(peer_id)

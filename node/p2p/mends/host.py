@@ -24,9 +24,11 @@ from .upgrading import NEGOTIATION_TIMEOUT, BoundedCommunicator
 logger = logging.getLogger(__name__)
 
 # What a peer may send on one stream of the library's protocols, which read up to 4 MiB at a time. Of identify as much
-# as go-libp2p takes (the library keeps it); of Kademlia twenty peers with all their addresses fit; of ping 4,096.
+# as go-libp2p takes (the library keeps it); of questions to Kademlia some dozens; of ping 4,096. An answer of Kademlia
+# has twenty peers and twenty providers, with as many addresses as `peers.py` keeps and a signed record of them.
 MAX_IDENTIFY_BYTES = 8 * 1024
 MAX_LIBRARY_BYTES = 128 * 1024
+MAX_ANSWER_BYTES = 512 * 1024
 IDENTIFY_TIMEOUT = 10.0
 # How long the library's peer store believes an address that somebody told it, in seconds.
 PEER_ADDRESS_TTL = 3600
@@ -75,7 +77,7 @@ class MendedHost(BasicHost):
         except BaseException:  # cancelled too: nobody else knows of the stream
             cast("YamuxStream", cast("NetStream", stream).muxed_stream).break_off()
             raise
-        _limit(stream, protocol)
+        _limit(stream, protocol, MAX_ANSWER_BYTES)
         stream.set_protocol(protocol)
         return stream
 
@@ -105,7 +107,7 @@ class MendedHost(BasicHost):
                 cast("MendedConn", stream.swarm_conn).note_negotiated(stream.muxed_stream)
             if protocol is None or handler is None:
                 raise SwarmException("no protocol")
-            _limit(net_stream, protocol)
+            _limit(net_stream, protocol, MAX_LIBRARY_BYTES)
             net_stream.set_protocol(protocol)
             await handler(net_stream)
             cast("YamuxStream", cast("NetStream", net_stream).muxed_stream).abandon()
@@ -114,9 +116,9 @@ class MendedHost(BasicHost):
             await net_stream.reset()
 
 
-def _limit(stream: INetStream, protocol: str) -> None:
+def _limit(stream: INetStream, protocol: str, max_bytes: int) -> None:
     """Bound what a peer sends on a stream that the library reads."""
     if protocol.startswith("/ipfs/"):
         is_identify = protocol.startswith("/ipfs/id/")
         muxed_stream = cast("YamuxStream", cast("NetStream", stream).muxed_stream)
-        muxed_stream.limit(MAX_IDENTIFY_BYTES if is_identify else MAX_LIBRARY_BYTES)
+        muxed_stream.limit(MAX_IDENTIFY_BYTES if is_identify else max_bytes)

@@ -7,8 +7,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from libp2p.kad_dht.common import PROTOCOL_ID
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.kad_dht.common import BUCKET_SIZE, PROTOCOL_ID
 from libp2p.kad_dht.pb.kademlia_pb2 import Message
+from libp2p.peer.envelope import Envelope, seal_record
+from libp2p.peer.id import ID
+from libp2p.peer.peer_record import PeerRecord
 from libp2p.peer.peerinfo import PeerInfo
 from libp2p.records.record import make_put_record
 from libp2p.utils.varint import encode_varint_prefixed
@@ -18,6 +22,7 @@ from farandole.node.p2p import dht as dht_module
 from farandole.node.p2p.host import Host
 from farandole.node.p2p.libp2p_names import id_of
 from farandole.node.p2p.mends import dht as mended
+from farandole.node.p2p.mends.peers import MAX_ADDRESSES, MAX_STORED_PEERS, BoundedPeers
 from farandole.protocol.identity import public_bytes
 
 from ..hosts import host_at_loopback
@@ -156,7 +161,7 @@ async def test_a_provider_has_as_many_addresses_kept_as_anybody_dials_and_none_t
         addresses = [bytes(1_000), *(address.to_bytes() for address in good)]
         assert await has_answered(provider, kept, announcement(provider, key, addresses))
         (found,) = kept._dht._dht.provider_store.get_providers(dht_module.multihash_of(key))
-        assert found.addrs == good[: mended.MAX_ADDRESSES]
+        assert found.addrs == good[:MAX_ADDRESSES]
 
 
 async def test_a_question_longer_than_any_is_not_even_read() -> None:
@@ -189,3 +194,81 @@ async def test_values_are_not_kept_for_anybody() -> None:
         store = kept._dht._dht.value_store
         store.put_record(b"key", make_put_record(b"key", b"value"))
         assert store.size() == 0
+
+
+def record_of(peer: Host, addresses: Sequence[Multiaddr]) -> Envelope:
+    libp2p = peer._libp2p
+    return seal_record(PeerRecord(libp2p.get_id(), list(addresses)), libp2p.get_private_key())
+
+
+async def test_of_a_flood_of_addresses_no_more_is_kept_than_anybody_dials() -> None:
+    async with open_mesh(3) as (kept, stranger, other):
+        flood = [Multiaddr(f"/tcp/{port}") for port in range(1, 4_001)]
+        store, peer_id = kept._libp2p.get_peerstore(), id_of(stranger.author)
+        for message in (
+            Message(
+                type=Message.MessageType.FIND_NODE,
+                key=id_of(other.author).to_bytes(),
+                senderRecord=record_of(stranger, flood).marshal_envelope(),
+            ),
+            announcement(stranger, os.urandom(32), [address.to_bytes() for address in flood]),
+        ):
+            assert await has_answered(stranger, kept, message)
+            assert len(store.peer_info(peer_id).addrs) <= MAX_ADDRESSES
+        store.add_addrs(peer_id, flood, 60)
+        assert not store.consume_peer_record(record_of(stranger, flood), 60)
+        assert len(store.peer_info(peer_id).addrs) == MAX_ADDRESSES
+        newest = Multiaddr("/ip4/192.0.2.1/tcp/1")
+        store.add_addr(peer_id, newest, 60)
+        assert store.peer_info(peer_id).addrs == [*flood[1:MAX_ADDRESSES], newest]
+        assert store.consume_peer_record(record_of(stranger, [newest]), 60)
+
+
+async def test_strangers_with_long_records_do_not_make_answers_too_long() -> None:
+    with trio.fail_after(60):
+        async with open_mesh(6) as (kept, provider, seeker, *strangers):
+            key, name = os.urandom(32), ".".join(["x" * 60] * 4)
+            long = [Multiaddr(f"/dns4/{number:03}.{name}/tcp/1") for number in range(110)]
+            for stranger in strangers:
+                question = Message(
+                    type=Message.MessageType.FIND_NODE,
+                    key=id_of(stranger.author).to_bytes(),
+                    senderRecord=record_of(stranger, long).marshal_envelope(),
+                )
+                assert await has_answered(stranger, kept, question)
+            await provider.provide(key)
+            found, _ = await seeker._dht._dht.provider_store._get_providers_from_peer_with_closers(
+                id_of(kept.author), dht_module.multihash_of(key)
+            )
+            assert [each.peer_id for each in found] == [id_of(provider.author)]
+
+
+def test_a_host_never_forgets_its_own_keys() -> None:
+    own = create_new_key_pair()
+    peers = BoundedPeers(own_id := ID.from_pubkey(own.public_key))
+    peers.add_key_pair(own_id, own)
+    for number in range(2 * MAX_STORED_PEERS):
+        peers.add_addrs(ID(number.to_bytes(32, "big")), [Multiaddr("/ip4/192.0.2.1/tcp/1")], 60)
+    assert len(peers.peer_ids()) <= MAX_STORED_PEERS
+    assert peers.privkey(own_id) == own.private_key
+
+
+async def test_the_newest_provider_of_a_key_takes_the_place_of_the_oldest() -> None:
+    async with open_mesh(1) as (kept,):
+        store = kept._dht._dht.provider_store
+        providers = [PeerInfo(ID(bytes([number]) * 32), [Multiaddr("/ip4/192.0.2.1/tcp/1")]) for number in range(30)]
+        for provider in (*providers, providers[-BUCKET_SIZE], *providers[:3]):  # one of them announces again
+            store.add_provider(b"key", provider)
+        newest = {each.peer_id for each in (*providers[-BUCKET_SIZE + 4 :], providers[-BUCKET_SIZE], *providers[:3])}
+        assert {each.peer_id for each in store.get_providers(b"key")} == newest
+
+
+def test_no_answer_keeps_the_others_providers_out() -> None:
+    def providers(letter: str, number: int) -> list[PeerInfo]:
+        keys = [Ed25519PrivateKey.from_private_bytes(f"{letter}{index:031}".encode()) for index in range(number)]
+        return [PeerInfo(id_of(public_bytes(key)), [Multiaddr(f"/dns4/{letter}/tcp/1")]) for key in keys]
+
+    liars, honest = providers("l", 20), providers("h", 3)
+    found = dht_module._by_turns([liars, honest, honest])
+    assert len(found) == dht_module.MAX_PROVIDERS
+    assert sum(addresses == ["/dns4/h/tcp/1"] for _, addresses in found) == 3
