@@ -54,6 +54,8 @@ class _Span:
     floor: int = -1
     ticks: dict[int, int] = field(default_factory=dict)
     """Slot -> newest tick of this life."""
+    is_marked: bool = True
+    """It is in the stored mark."""
 
 
 def _is_near(span: _Span, tick: int, quantum: int, now: float) -> bool:
@@ -113,7 +115,7 @@ class Writer:
             spans[before] = (second, spans[before][1])  # of this life, or the tick would follow it
         else:
             spans.insert(before, (second, second))
-        if len(spans) > MAX_SPANS:
+        while len(spans) > MAX_SPANS:
             oldest = 0 if before else 1  # but not the new one with a later one, in which its ticks would count as used
             spans[oldest : oldest + 2] = [(spans[oldest][0], spans[oldest + 1][1])]
         return tuple(spans)
@@ -134,7 +136,7 @@ class Writer:
         return joined
 
     def _span_of(self, second: int) -> _Span | None:
-        return next((span for span in self._spans if span.first <= second <= span.last), None)
+        return next((span for span in self._spans if span.is_marked and span.first <= second <= span.last), None)
 
     def write(self, kind: Kind, index: int, payload: Payload, now: float) -> Entry:
         """A signed entry for the slot, newer than every one before it.
@@ -165,6 +167,6 @@ class Writer:
         ends_at = entry.written_at + RULES[entry.kind].quantum
         before = sum(span.first < ends_at for span in self._spans)
         if not before:
-            self._spans.insert(0, _Span(entry.written_at, entry.written_at, entry.written_at - 1))
+            self._spans.insert(0, _Span(entry.written_at, entry.written_at, entry.written_at - 1, is_marked=False))
         span = self._spans[max(0, before - 1)]
         span.ticks[entry.slot] = max(span.ticks.get(entry.slot, -1), entry.tick)

@@ -209,10 +209,11 @@ class GossipService:
         now = self._unix()
         if self._writer.delay(kind, index, now) > 0:
             return False
-        mark = self._writer.mark_needed(kind, index, now)
-        if mark is not None:
+        while (mark := self._writer.mark_needed(kind, index, now)) is not None:
             await self._store.save_mark(mark)
             self._writer.marked(mark)
+        if self._writer.delay(kind, index, now) > 0:
+            return False  # meanwhile an entry of a past life has come in
         self._gossip.publish(self._writer.write(kind, index, payload, now), now)
         self._wake()
         return True

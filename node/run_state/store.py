@@ -10,6 +10,7 @@ overwritten in place and synced (see `farandole.protocol.writer`).
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import sqlite3
@@ -22,7 +23,7 @@ import trio
 
 from farandole.protocol.errors import FarandoleError
 from farandole.protocol.writer import MAX_SPANS, Mark
-from farandole.training.durable import sync_file
+from farandole.training.durable import sync_file, sync_folder
 
 from ..system.files import open_binary, write_at
 
@@ -119,12 +120,16 @@ class Store:
         lines = [_MARK_LINE % span for span in (*mark, *[_NO_SPAN] * (MAX_SPANS - len(mark)))]
 
         def work() -> None:
+            data, is_new = b"".join(lines), not self._mark_path.exists()
             descriptor = open_binary(self._mark_path, os.O_WRONLY | os.O_CREAT)
             try:
-                write_at(descriptor, b"".join(lines), 0)
+                if write_at(descriptor, data, 0) != len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 sync_file(descriptor)
             finally:
                 os.close(descriptor)
+            if is_new:
+                sync_folder(self._mark_path.parent)
 
         await self._in_thread(work)
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farandole.protocol.entries import RULES, Beat, Checker, Delta, Kind, Member, Metric
+from farandole.protocol.entries import RULES, Beat, Checker, Delta, Entry, Kind, Member, Metric
 from farandole.protocol.errors import LocalProtocolError
 from farandole.protocol.state import Outcome, RunState
 from farandole.protocol.writer import MAX_LEAD, MAX_SPANS, Mark, Writer
@@ -18,6 +18,7 @@ class Author:
     def __init__(self) -> None:
         self.mark: Mark = ()
         self.written: list[tuple[int, int]] = []
+        self.entries: list[Entry] = []
         self.restart()
 
     def restart(self) -> None:
@@ -33,9 +34,16 @@ class Author:
             self.writer.marked(mark)
         payload = Member() if kind is Kind.MEMBER else Metric(0, 1, ()) if kind is Kind.METRIC else Beat(0, 0, None, 0)
         entry = self.writer.write(kind, 0, payload, now)
+        self.entries.append(entry)
         self.written.append((entry.slot, entry.tick))
         assert entry.written_at <= now + 60, "others would defer it"
         return True
+
+
+def entry_of_past_life(now: float) -> Entry:
+    author = Author()
+    author.write(Kind.BEAT, now)
+    return author.entries[-1]
 
 
 @given(
@@ -122,6 +130,25 @@ def test_a_lost_disk_is_made_good_by_what_others_remember() -> None:
     writer.observe(remembered)
     writer.marked(((0, int(NOW) + 60),))
     assert writer.write(Kind.MEMBER, 0, Member(), NOW).tick == remembered.tick + 1
+
+
+def test_past_lives_that_are_heard_of_newest_first_leave_a_mark_that_can_be_stored() -> None:
+    """The disk was lost, and others give back what was written, in whatever order."""
+    heir = Author()
+    for hours in range(1, 20):
+        heir.writer.observe(entry_of_past_life(NOW - 3600 * hours))
+    assert heir.write(Kind.BEAT, NOW)
+    assert len(heir.mark) <= MAX_SPANS
+    assert heir.mark[-1][1] == NOW
+
+
+def test_a_second_that_others_remember_is_in_no_mark_yet() -> None:
+    remembered = entry_of_past_life(NOW)
+    heir = Author()
+    heir.writer.observe(remembered)
+    assert heir.writer.mark_needed(Kind.MEMBER, 0, NOW) is not None
+    assert heir.write(Kind.BEAT, NOW)
+    assert heir.written[-1][1] == remembered.tick + 1
 
 
 @pytest.mark.parametrize("offset", [75.0, 90.0, 3600.0, 30 * 86_400.0, -3600.0])
