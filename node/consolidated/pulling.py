@@ -199,7 +199,7 @@ class Pull:
 
     def _choose(self, found: Sequence[_Found]) -> list[_Found]:
         begun = {each.signed.id for each in found if has_begun(self._parts, each.signed.id)}
-        sound = [each for each in found if each.signed.id in begun or self._is_likely(each, found)]
+        sound = [each for each in found if each.signed.id in begun or self._is_likely(each)]
         newest = max((each.index.round for each in sound), default=0)
         chosen: dict[bytes, _Found] = {}
         for each in sorted(sound, key=lambda each: (each.signed.id not in begun, -each.index.round)):
@@ -207,13 +207,12 @@ class Pull:
                 chosen.setdefault(each.index.author, each)
         return list(chosen.values())[: self._merge]
 
-    def _is_likely(self, one: _Found, found: Sequence[_Found]) -> bool:
+    def _is_likely(self, one: _Found) -> bool:
         """Whether its round is not far beyond those in which most members say that they train.
 
         Or whoever says the highest number would be taken for the whole run.
         """
-        training = self._visit.training()
-        rounds = [each.index.round for each in found if each.donor == each.index.author and each.donor in training]
+        rounds = self._visit.rounds_of(one.index.stage)
         if not rounds or one.index.round <= (usual := statistics.median_low(rounds)) + MAX_ROUNDS_BEHIND:
             return True
         self._say(

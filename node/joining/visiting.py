@@ -19,7 +19,7 @@ from typing import Final
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.protocol.entries import CheckpointNotice, Kind
+from farandole.protocol.entries import Beat, CheckpointNotice, Kind
 from farandole.protocol.invite import Invite, split_address
 from farandole.protocol.manifest import Manifest, decode_manifest
 from farandole.protocol.state import RunState
@@ -73,10 +73,11 @@ class Visit:
         members = self.state.members()
         return frozenset(peer for peer in self.live() if members[peer].stage == stage)
 
-    def training(self) -> frozenset[bytes]:
-        """The live members that are not paused."""
+    def rounds_of(self, stage: int) -> list[int]:
+        """In which the live members of a stage say that they train; the paused are in none."""
         members = self.state.members()
-        return frozenset(peer for peer in self.live() if not members[peer].is_paused)
+        beats = (self.state.payload(peer, Beat) for peer in self.members_of(stage) if not members[peer].is_paused)
+        return [beat.round for beat in beats if beat is not None]
 
     def notices(self) -> list[tuple[bytes, CheckpointNotice]]:
         """What live members say that they hold."""

@@ -40,9 +40,9 @@ def pull_to(
     manifest: Manifest,
     notices: Collection[tuple[bytes, CheckpointNotice]] = (),
     members: Collection[bytes] = (ANN,),
-    training: Collection[bytes] = (ANN,),
+    rounds: Collection[int] = (),
 ) -> Pull:
-    """Out of a run with these members, and others who have copies."""
+    """Out of a run with these members, who train in these rounds, and others who have copies."""
     visit: Any = SimpleNamespace(
         manifest=manifest,
         run_id=SIGNED.run_id,
@@ -51,7 +51,7 @@ def pull_to(
         channels=None,
         state=None,
         live=lambda: members,
-        training=lambda: training,
+        rounds_of=lambda stage: rounds,
         members_of=lambda stage: members,
         notices=lambda: notices,
     )
@@ -97,18 +97,19 @@ async def test_what_was_begun_is_ended_while_somebody_holds_it(
 
 
 @pytest.mark.parametrize(
-    ("rounds", "paused", "taken"),
+    ("rounds", "trained", "taken"),
     [
-        ([100], 0, 100),
-        ([100, 10**6], 0, 100),
-        ([100, 102, 10**6], 0, 102),
-        ([100, 102, 110], 0, 110),  # who is a little ahead is ahead
-        ([10, 10, 102], 2, 102),  # who rests says nothing of where the run is
-        ([10, 20], 2, 20),  # but nobody else does
+        ([100], [100], 100),
+        ([100, 10**6], [100, 10**6], 100),
+        ([100, 102, 10**6], [100, 102, 10**6], 102),
+        ([100, 102, 110], [100, 102, 110], 110),  # who is a little ahead is ahead
+        ([10, 10, 102], [102], 102),  # who rests says nothing of where the run is
+        ([10, 20], [], 20),  # but nobody else does
+        ([500, 100], [500, 500], 500),  # one cannot save any more
     ],
 )
 async def test_who_says_the_highest_number_is_not_taken_for_the_run(
-    rounds: list[int], paused: int, taken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rounds: list[int], trained: list[int], taken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = [Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32) for number in range(1, 1 + len(rounds))]
     members = [public_bytes(key) for key in keys]
@@ -123,7 +124,7 @@ async def test_who_says_the_highest_number_is_not_taken_for_the_run(
         return given[donor]
 
     monkeypatch.setattr(pulling, "ask_for_index", ask)
-    pull = pull_to(tmp_path / "model", decoded(SIGNED), members=members, training=members[paused:])
+    pull = pull_to(tmp_path / "model", decoded(SIGNED), members=members, rounds=trained)
     found, _ = await pull._find(0)
     assert [each.index.round for each in found] == [taken]
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import trio
 
 from farandole.node.errors import JoinError
 from farandole.node.joining import visiting
-from farandole.node.joining.visiting import open_visit
+from farandole.node.joining.visiting import Visit, open_visit
 from farandole.node.nurseries import own_error
 from farandole.node.settings import NodeSettings
 from farandole.node.shaping import Shaping
+from farandole.protocol.entries import Beat, Kind, Member
 from farandole.protocol.identity import peer_id_of
 from farandole.protocol.invite import Invite
 
+from ...protocol.authors import RUN_ID, author_of, signed, state_of, tick_at
 from ..hosts import LOOPBACK
 from ..relayed import open_public
 
@@ -55,3 +59,15 @@ async def test_it_ends_when_those_who_answer_are_in_no_such_run(
     async with open_public() as stranger:
         words = await words_of_failure(tmp_path, (GONE[0], *stranger.addresses), [])
     assert f"none is in run {RUN.hex()[:16]}" in words
+
+
+async def test_the_rounds_of_a_stage_are_those_of_its_live_members_that_train() -> None:
+    members = {1: Member(), 2: Member(), 3: Member(is_paused=True), 4: Member(stage=1), 5: Member()}
+    entries = [signed(number, Kind.MEMBER, 0, tick_at(Kind.MEMBER), member) for number, member in members.items()]
+    beats = [signed(n, Kind.BEAT, 0, tick_at(Kind.BEAT), Beat(1, 10 * n, None, 0)) for n in (1, 3, 4, 5)]
+    live = [author_of(number) for number in (1, 2, 3, 4)]
+    gossip: Any = SimpleNamespace(liveness=SimpleNamespace(live=lambda now: live))
+    nothing: Any = None
+    visit = Visit(nothing, Shaping(), nothing, nothing, b"", RUN_ID, state_of(*entries, *beats), gossip)
+    assert visit.rounds_of(0) == [10]
+    assert visit.rounds_of(1) == [40]
