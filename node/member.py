@@ -315,7 +315,7 @@ class RunMember:
 
     async def _end_training(self) -> None:
         self._board.announce("leaving", "leaving: the trainer saves", "the trainer")
-        seconds = leave_timeout(self._weights.saved_bytes)
+        seconds = leave_timeout(self._weights.max_bytes(self._membership.stage))
         with trio.move_on_after(seconds) as patience:
             await self._rounds.leave()
         if patience.cancelled_caught:

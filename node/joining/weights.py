@@ -44,7 +44,7 @@ from ..checkpoints.holdings import Holding
 from ..checkpoints.library import Library
 from ..checkpoints.partial import has_partial, partial_path
 from ..checkpoints.room import DiskPlan, Room, plan_disk, used_bytes
-from ..checkpoints.taking import Conditions
+from ..checkpoints.taking import Conditions, DonorBusyError
 from ..errors import JoinError, PeerUnreachableError
 from ..exchanges.way import Channels
 from ..p2p.host import Host
@@ -169,12 +169,6 @@ class Weights:
     @property
     def _copied_stage(self) -> int:
         return (self._membership.stage + 1) % self._membership.num_stages
-
-    @property
-    def saved_bytes(self) -> int:
-        """Of this node's newest checkpoint; 0 if there is none."""
-        newest = self._library.newest
-        return 0 if newest is None else newest.index.size
 
     async def own_round(self) -> int | None:
         """The round of this node's own checkpoint of its stage, if there is one."""
@@ -444,8 +438,8 @@ class Weights:
             await trio.sleep(pause * random.uniform(0.75, 1.25))
             began_at = trio.current_time()
             await self._copy_newest()
-            await self._provide()
             pause = max(interval, (trio.current_time() - began_at) / COPY_SHARE)
+            await self._provide()
 
     async def _copy_newest(self) -> None:
         if not self.plan.has_copy:
@@ -468,11 +462,14 @@ class Weights:
         notice, copy = announced[author], self._library.copy
         if copy is not None and copy.id == notice.id:
             return
-        found = await self._ask_for_index(author, stage, notice.id)
-        if found is None:
+        try:
+            signed, index = await ask_for_index(self._conditions, author, stage, self.max_bytes(stage), notice.id)
+        except DonorBusyError:
+            return  # it serves others, and this node next time
+        except PeerUnreachableError as error:
+            self._board.warn(f"no copy from {short_name(author)}: {error}")
             self._passed_over[author] = trio.current_time() + PASS_OVER_SECONDS
             return
-        signed, index = found
         path = self._library.copy_path(stage, signed.id)
         with contextlib.suppress(OSError):  # the download says what is wrong
             await trio.to_thread.run_sync(partial(path.parent.mkdir, exist_ok=True))

@@ -16,7 +16,7 @@ import trio.testing
 from farandole.node.checkpoints.fetching import Fetched, FetchError
 from farandole.node.checkpoints.holdings import Holding
 from farandole.node.checkpoints.partial import partial_path
-from farandole.node.checkpoints.taking import DonorError
+from farandole.node.checkpoints.taking import DonorBusyError, DonorError
 from farandole.node.errors import JoinError
 from farandole.node.joining import weights as weights_module
 from farandole.node.joining.weights import (
@@ -60,6 +60,7 @@ class World:
         """Live members -> stage, all of this run's round."""
         self.silent: set[bytes] = set()
         """Of the members."""
+        self.busy: set[bytes] = set()
         self.in_dht: list[bytes] = []
         self.asked: list[tuple[bytes, int]] = []
         self.fetched_from: list[tuple[bytes, ...]] = []
@@ -144,6 +145,8 @@ class World:
         self.asked.append((peer, stage))
         if (peer, stage) not in self.by_peer or peer in self.silent:
             raise DonorError("it does not have the checkpoint")
+        if peer in self.busy:
+            raise DonorBusyError(1.0)
         index = self.index(peer, stage)
         signed = sign_index(KEY, index)
         assert known in (None, signed.id)
@@ -308,6 +311,22 @@ async def test_where_the_one_to_be_copied_does_not_answer_another_is_copied(
     world.silent = set()
     await trio.sleep(PASS_OVER_SECONDS)
     assert world.fetched_from == [(second,), (first,)]
+    nursery.cancel_scope.cancel()
+
+
+async def test_one_that_is_busy_is_copied_as_soon_as_it_is_not(
+    nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    world.members = {ANN: 2, BOB: 2}
+    world.by_peer = {(ANN, 2): (ANN, 29), (BOB, 2): (BOB, 28)}
+    first, _ = ranked(RUN, 2, [ANN, BOB])
+    world.busy = {first}
+    nursery.start_soon(world.weights.run)
+    await trio.sleep(30)
+    assert set(world.asked) == {(first, 2)}
+    world.busy = set()
+    await trio.sleep(30)
+    assert world.fetched_from == [(first,)]
     nursery.cancel_scope.cancel()
 
 
