@@ -20,8 +20,9 @@ def choose_bootstrap_addresses(status: NodeStatus) -> list[str]:
 
     So a newcomer gets in while any of them is there. Of members, those come first that this node is connected to.
     """
-    # The first of a run has nobody yet to try whether its router does as it says.
-    own = _usable([*dict.fromkeys((*status.addresses, *status.mapped_addresses))], status.peer_id)
+    # The first of a run has nobody yet to try whether its router does as it says; later, what peers found dead is out.
+    mapped = status.mapped_addresses if status.reachability == "unknown" else []
+    own = _usable([*dict.fromkeys((*status.addresses, *mapped))], status.peer_id)
     members = sorted(
         (member for member in status.members if member.is_live and not member.is_self),
         key=lambda member: not member.is_connected,

@@ -54,9 +54,13 @@ def test_a_home_names_its_relayed_address_and_members_that_are_public() -> None:
 def test_the_first_of_a_run_names_what_its_router_says() -> None:
     """Nobody is there yet to try it."""
     own, outer = (f"/ip4/{ip}/tcp/4001/p2p/{ALICE}" for ip in ("192.168.1.5", "8.8.4.4"))
-    alone = msgspec.structs.replace(STATUS, members=STATUS.members[:1], mapped_addresses=[outer])
+    alone = msgspec.structs.replace(
+        STATUS, members=STATUS.members[:1], mapped_addresses=[outer], reachability="unknown"
+    )
     assert choose_bootstrap_addresses(msgspec.structs.replace(alone, addresses=[own])) == [outer, own]
     assert choose_bootstrap_addresses(msgspec.structs.replace(alone, addresses=[own, outer])) == [outer, own]
+    tried = msgspec.structs.replace(alone, addresses=[own], reachability="relay only")
+    assert choose_bootstrap_addresses(tried) == [own], "peers have tried, and did not get through"
 
 
 def test_in_a_large_run_the_maker_of_the_invite_stays_in_it() -> None:
