@@ -110,7 +110,8 @@ def test_how_others_do_is_said_in_words() -> None:
     report = Report({}, 100, averagings=[ours, as_a_round, averaging("hivemind", "fp32", 0.9)])
 
     assert report.summary().replace("\n", " ") == (
-        "The exchange of fp32 is 4.5 times as fast as hivemind's, and a round, from vector to mean, 2.0 times. "
+        "The exchange of fp32 is 4.5 times as fast as hivemind's, from vector to mean 2.4 times; a whole round of "
+        "ours, outer step included, takes 0.50 of the time of its averaging. "
         "Over its idle self and the payload a mesh process needs at most 1 MB."
     )
 
