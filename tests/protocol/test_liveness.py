@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from farandole.protocol.liveness import SUSPICION_SECONDS, Liveness
+from farandole.protocol.liveness import PEERS_A_SECOND, PERIODS_OF_SILENCE, SUSPICION_SECONDS, Liveness
 
 ALICE, BOB = b"a" * 32, b"b" * 32
 
@@ -31,8 +31,8 @@ def test_the_period_grows_with_the_run() -> None:
     assert liveness.period == 10.0
     for number in range(999):
         liveness.beat(number.to_bytes(32, "big"), 1, now=0.0)
-    assert liveness.period == 20.0
-    assert liveness.silence == 60.0
+    assert liveness.period == 1_000 / PEERS_A_SECOND
+    assert liveness.silence == PERIODS_OF_SILENCE * liveness.period
 
 
 def test_a_suspect_is_cleared_by_contact_or_a_later_heartbeat() -> None:
