@@ -29,8 +29,8 @@ class Launchd:
             "KeepAlive": {"SuccessfulExit": False},
             "ThrottleInterval": RESTART_SECONDS,
             "ExitTimeOut": STOP_SECONDS,
-            "StandardOutPath": str(_output(service.home)),
-            "StandardErrorPath": str(_output(service.home)),
+            "StandardOutPath": "/dev/null",  # the node's own log has it all, and is bounded
+            "StandardErrorPath": str(_errors(service.home)),
         }
         return plistlib.dumps(content, sort_keys=False).decode()
 
@@ -51,8 +51,8 @@ class Launchd:
         return ["launchctl", "print", f"{_domain()}/{_label(name)}"]
 
     def logs(self, name: str, home: Path, num_lines: int, *, is_followed: bool) -> Command:
-        """From the file that the daemon's output goes to."""
-        return ["tail", "-n", str(num_lines), *(["-f"] if is_followed else []), str(_output(home))]
+        """From the node's log, and from the file that has why it ended, if it did."""
+        return ["tail", "-n", str(num_lines), *(["-F"] if is_followed else []), str(home / "log"), str(_errors(home))]
 
     def hint(self, user: str) -> str:
         """An agent lives as long as its user is logged in."""
@@ -69,5 +69,5 @@ def _domain() -> str:
     return f"gui/{user_id()}"
 
 
-def _output(home: Path) -> Path:
+def _errors(home: Path) -> Path:
     return home / "service.log"

@@ -76,6 +76,7 @@ def test_a_property_list_restarts_what_failed_and_keeps_every_argument_whole() -
     assert content["KeepAlive"] == {"SuccessfulExit": False}
     assert content["ExitTimeOut"] == 60
     assert content["StandardErrorPath"] == "/Users/alice/my <node> & more/service.log"
+    assert content["StandardOutPath"] == "/dev/null", "nobody bounds that file"
 
 
 def test_a_service_s_name_is_no_path() -> None:
