@@ -10,7 +10,7 @@ from typing import Final
 import trio
 
 from .idle import IdleWatch, Seen
-from .probing import CpuTimes, ProbeError, cpu_times, is_on_battery, probe_gpu
+from .probing import CpuTimes, GpuProbe, ProbeError, cpu_times, is_on_battery
 from .rest import Rest
 
 IN_USE: Final = "in use"
@@ -46,6 +46,7 @@ class IdleKeeper:
         self._system = system
         self._processes = processes
         self._clock = clock
+        self._gpu = GpuProbe()
         self._before: CpuTimes | None = None
         self._has_warned = False
 
@@ -80,7 +81,7 @@ class IdleKeeper:
         if not self._looks_at_gpu:
             return None
         try:
-            return await probe_gpu(own)
+            return await self._gpu.users(own)
         except ProbeError as error:
             if not self._has_warned:
                 self._warn(f"who else uses the GPU is not seen: {error}; --only-when-idle looks at the rest")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import shutil
+import subprocess
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -25,10 +26,13 @@ from ..system.processes import may_exist
 GRAPHICS_PERCENT: Final = 25
 # It looks for a second, and starts in another one; a driver that hangs answers never.
 GPU_TIMEOUT: Final = 10.0
+# For it to die.
+KILL_TIMEOUT: Final = 1.0
 # What is said of others on the GPU.
 MAX_NAMED: Final = 3
 MAX_NAME_CHARS: Final = 40
 _GPU_COMMAND: Final = ("nvidia-smi", "pmon", "-c", "1", "-s", "u")
+_NO_ANSWER: Final = f"nvidia-smi gives no answer within {GPU_TIMEOUT:g} s"
 _COLUMNS: Final = frozenset({"pid", "type", "sm", "command"})
 
 
@@ -83,20 +87,38 @@ def gpu_users(processes: Collection[GpuProcess], own: Collection[int]) -> tuple[
     return tuple(f"{process.name} (process {process.pid})" for process in users[:MAX_NAMED])
 
 
-async def probe_gpu(own: Collection[int]) -> tuple[str, ...]:
-    """Others' processes on this machine's GPUs. Raises `ProbeError`."""
-    if shutil.which(_GPU_COMMAND[0]) is None:
-        raise ProbeError("there is no nvidia-smi here")
-    with trio.move_on_after(GPU_TIMEOUT):
-        try:
-            done = await trio.run_process(_GPU_COMMAND, capture_stdout=True, capture_stderr=True, check=False)
-        except OSError as error:
-            raise ProbeError(f"nvidia-smi cannot be run: {error}") from error
-        if done.returncode:
-            said = (done.stdout or done.stderr).decode(errors="replace").strip().splitlines()
-            raise ProbeError(f"nvidia-smi says {said[0]!r}" if said else f"nvidia-smi ended with {done.returncode}")
-        return gpu_users(parse_gpu_processes(done.stdout.decode(errors="replace")), own)
-    raise ProbeError(f"nvidia-smi gives no answer within {GPU_TIMEOUT:g} s")
+class GpuProbe:
+    """Asks in a thread that may be left alone: who hangs in the driver cannot even be killed."""
+
+    def __init__(self) -> None:
+        self._limiter = trio.CapacityLimiter(1)
+
+    async def users(self, own: Collection[int]) -> tuple[str, ...]:
+        """Others' processes on this machine's GPUs. Raises `ProbeError`."""
+        if shutil.which(_GPU_COMMAND[0]) is None:
+            raise ProbeError("there is no nvidia-smi here")
+        if not self._limiter.available_tokens:
+            raise ProbeError("nvidia-smi has not ended yet")
+        with trio.move_on_after(GPU_TIMEOUT + KILL_TIMEOUT):
+            return await trio.to_thread.run_sync(
+                lambda: _ask_nvidia(own),
+                abandon_on_cancel=True,  # type: ignore[call-arg]  # newer than the stubs that libp2p brings
+                limiter=self._limiter,
+            )
+        raise ProbeError(_NO_ANSWER)
+
+
+def _ask_nvidia(own: Collection[int]) -> tuple[str, ...]:
+    try:
+        done = subprocess.run(_GPU_COMMAND, stdin=subprocess.DEVNULL, capture_output=True, timeout=GPU_TIMEOUT)
+    except OSError as error:
+        raise ProbeError(f"nvidia-smi cannot be run: {error}") from error
+    except subprocess.TimeoutExpired as error:
+        raise ProbeError(_NO_ANSWER) from error
+    if done.returncode:
+        said = (done.stdout or done.stderr).decode(errors="replace").strip().splitlines()
+        raise ProbeError(f"nvidia-smi says {said[0]!r}" if said else f"nvidia-smi ended with {done.returncode}")
+    return gpu_users(parse_gpu_processes(done.stdout.decode(errors="replace")), own)
 
 
 def is_on_battery(system: Path = Path("/sys")) -> bool | None:

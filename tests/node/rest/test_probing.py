@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -16,11 +20,11 @@ from farandole.node.rest.idle import CALM_SECONDS, IdleWatch
 from farandole.node.rest.idle_keeper import LOOK_INTERVAL, IdleKeeper
 from farandole.node.rest.probing import (
     GPU_TIMEOUT,
+    GpuProbe,
     ProbeError,
     cpu_times,
     is_on_battery,
     parse_gpu_processes,
-    probe_gpu,
 )
 from farandole.node.rest.rest import Rest
 
@@ -78,8 +82,8 @@ def table(*pids: int) -> str:
 async def test_own_processes_are_told_from_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own, other = os.getpid(), os.getppid()
     install_nvidia_smi(tmp_path, monkeypatch, table(own, other))
-    assert await probe_gpu({own}) == (f"python (process {other})",)
-    assert await probe_gpu({own, other}) == ()
+    assert await GpuProbe().users({own}) == (f"python (process {other})",)
+    assert await GpuProbe().users({own, other}) == ()
 
 
 async def test_numbers_of_outside_say_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +91,7 @@ async def test_numbers_of_outside_say_nothing(tmp_path: Path, monkeypatch: pytes
     gone = await trio.lowlevel.open_process(["true"])
     await gone.wait()
     install_nvidia_smi(tmp_path, monkeypatch, table(gone.pid))
-    assert await probe_gpu({os.getpid()}) == ()
+    assert await GpuProbe().users({os.getpid()}) == ()
 
 
 async def test_without_the_program_or_its_driver_it_is_said_why(
@@ -95,17 +99,43 @@ async def test_without_the_program_or_its_driver_it_is_said_why(
 ) -> None:
     install_nvidia_smi(tmp_path, monkeypatch, "echo 'NVIDIA-SMI has failed'; exit 9")
     with pytest.raises(ProbeError, match="has failed"):
-        await probe_gpu(set())
+        await GpuProbe().users(set())
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     with pytest.raises(ProbeError, match="no nvidia-smi"):
-        await probe_gpu(set())
+        await GpuProbe().users(set())
 
 
 async def test_a_driver_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probing, "GPU_TIMEOUT", 0.2)
     install_nvidia_smi(tmp_path, monkeypatch, "exec sleep 600")
     with trio.fail_after(GPU_TIMEOUT), pytest.raises(ProbeError, match="no answer"):
-        await probe_gpu(set())
+        await GpuProbe().users(set())
+
+
+async def test_who_cannot_even_be_killed_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process in a driver that hangs, which no test can make: here its thread waits for the test."""
+    monkeypatch.setattr(probing, "GPU_TIMEOUT", 0.1)
+    monkeypatch.setattr(probing, "KILL_TIMEOUT", 0.1)
+    install_nvidia_smi(tmp_path, monkeypatch, table())
+    driver_answers, run = threading.Event(), subprocess.run
+
+    def hang(*arguments: Any, **options: Any) -> Any:
+        driver_answers.wait()
+        return run(*arguments, **{**options, "timeout": None})
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    probe = GpuProbe()
+    with trio.fail_after(GPU_TIMEOUT):
+        with pytest.raises(ProbeError, match="no answer"):
+            await probe.users(set())
+        with pytest.raises(ProbeError, match="not ended"):
+            await probe.users(set())
+        driver_answers.set()
+        while True:
+            with contextlib.suppress(ProbeError):
+                assert await probe.users(set()) == ()
+                return
+            await trio.sleep(0.01)
 
 
 def write_supply(system: Path, name: str, **said: str) -> None:
