@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ class Launchd:
             "KeepAlive": {"SuccessfulExit": False},
             "ThrottleInterval": RESTART_SECONDS,
             "ExitTimeOut": STOP_SECONDS,
-            "StandardOutPath": "/dev/null",  # the node's own log has it all, and is bounded
+            "StandardOutPath": os.devnull,  # the node's own log has it all, and is bounded
             "StandardErrorPath": str(_errors(service.home)),
         }
         return plistlib.dumps(content, sort_keys=False).decode()
