@@ -33,11 +33,13 @@ from .errors import LocalProtocolError
 from .identity import public_bytes, sign
 from .state import MAX_AHEAD
 
-MAX_LEAD = MAX_AHEAD - 10.0
-"""Seconds that ticks may run ahead of this node's clock: ten less than others accept, whose clocks are off too."""
+CLOCK_ERROR = 10.0
+"""Seconds by which others' clocks may be off, this one being right."""
+MAX_LEAD = MAX_AHEAD - CLOCK_ERROR
+"""Seconds that ticks may run ahead of this node's clock: others accept so much even where their clocks are behind."""
 MAX_SPANS = 8
 """A clock that jumps more often has the oldest two joined, between which nothing is written then."""
-_JUMP = MAX_AHEAD + (MAX_AHEAD - MAX_LEAD)
+_JUMP = MAX_AHEAD + CLOCK_ERROR
 """Seconds between two writes which make the clock one that has jumped, or a node that was away. After a lesser jump
 others may have taken what is ahead of them, and nothing before it: then the ticks have to go on after it."""
 
