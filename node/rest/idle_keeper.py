@@ -10,7 +10,7 @@ from typing import Final
 import trio
 
 from .idle import IdleWatch, Seen
-from .probing import CpuTimes, GpuProbe, ProbeError, cpu_times, is_on_battery
+from .probing import CpuTimes, GpuProbe, ProbeError, cpu_times, in_a_thread_left_alone, is_on_battery
 from .rest import Rest
 
 IN_USE: Final = "in use"
@@ -71,10 +71,7 @@ class IdleKeeper:
 
     async def _read(self, own: set[int]) -> tuple[bool | None, CpuTimes | None]:
         with trio.move_on_after(READ_TIMEOUT):
-            return await trio.to_thread.run_sync(
-                lambda: (is_on_battery(self._system), cpu_times(own, self._processes)),
-                abandon_on_cancel=True,  # type: ignore[call-arg]  # newer than the stubs that libp2p brings
-            )
+            return await in_a_thread_left_alone(lambda: (is_on_battery(self._system), cpu_times(own, self._processes)))
         return None, None
 
     async def _look_at_gpu(self, own: set[int]) -> tuple[str, ...] | None:

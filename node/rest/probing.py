@@ -13,10 +13,11 @@ import importlib
 import shutil
 import subprocess
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import trio
 
@@ -34,6 +35,9 @@ MAX_NAME_CHARS: Final = 40
 _GPU_COMMAND: Final = ("nvidia-smi", "pmon", "-c", "1", "-s", "u")
 _NO_ANSWER: Final = f"nvidia-smi gives no answer within {GPU_TIMEOUT:g} s"
 _COLUMNS: Final = frozenset({"pid", "type", "sm", "command"})
+
+
+_Result = TypeVar("_Result")
 
 
 class ProbeError(Exception):
@@ -100,12 +104,14 @@ class GpuProbe:
         if not self._limiter.available_tokens:
             raise ProbeError("nvidia-smi has not ended yet")
         with trio.move_on_after(GPU_TIMEOUT + KILL_TIMEOUT):
-            return await trio.to_thread.run_sync(
-                lambda: _ask_nvidia(own),
-                abandon_on_cancel=True,  # type: ignore[call-arg]  # newer than the stubs that libp2p brings
-                limiter=self._limiter,
-            )
+            return await in_a_thread_left_alone(partial(_ask_nvidia, own), self._limiter)
         raise ProbeError(_NO_ANSWER)
+
+
+async def in_a_thread_left_alone(work: Callable[[], _Result], limiter: trio.CapacityLimiter | None = None) -> _Result:
+    """Do blocking work; who is cancelled does not wait for its end."""
+    # `abandon_on_cancel` is newer than the stubs of trio that libp2p brings.
+    return await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=limiter)  # type: ignore[call-arg]
 
 
 def _ask_nvidia(own: Collection[int]) -> tuple[str, ...]:
