@@ -180,6 +180,12 @@ class World:
         path = self.settings.fetched(stage)
         return path.exists() and path.read_bytes() == content_of(author, stage, round_index)
 
+    def two_to_copy(self) -> list[bytes]:
+        """Members of the next stage with checkpoints, in the order in which they are to be copied."""
+        self.members = {ANN: 2, BOB: 2}
+        self.by_peer = {(ANN, 2): (ANN, 29), (BOB, 2): (BOB, 28)}
+        return ranked(RUN, 2, [ANN, BOB])
+
     async def given(self, weights: Weights, stage: int) -> Holding | None:
         return await weights.find(Question(RUN, stage))
 
@@ -300,9 +306,7 @@ async def test_the_next_stages_newest_weights_are_kept_told_and_given(
 async def test_where_the_one_to_be_copied_does_not_answer_another_is_copied(
     nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock
 ) -> None:
-    world.members = {ANN: 2, BOB: 2}
-    world.by_peer = {(ANN, 2): (ANN, 29), (BOB, 2): (BOB, 28)}
-    first, second = ranked(RUN, 2, [ANN, BOB])
+    first, second = world.two_to_copy()
     world.silent = {first}
     nursery.start_soon(world.weights.run)
     await trio.sleep(60)
@@ -317,9 +321,7 @@ async def test_where_the_one_to_be_copied_does_not_answer_another_is_copied(
 async def test_one_that_is_busy_is_copied_as_soon_as_it_is_not(
     nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock
 ) -> None:
-    world.members = {ANN: 2, BOB: 2}
-    world.by_peer = {(ANN, 2): (ANN, 29), (BOB, 2): (BOB, 28)}
-    first, _ = ranked(RUN, 2, [ANN, BOB])
+    first, _ = world.two_to_copy()
     world.busy = {first}
     nursery.start_soon(world.weights.run)
     await trio.sleep(30)
