@@ -29,6 +29,8 @@ class Meddler:
 
     def __init__(self, change: Callable[[list[bytes]], list[bytes]]) -> None:
         self._change = change
+        self.has_ended = trio.Event()
+        """Set once all is passed on, and the end of it too."""
 
     async def run(self, from_alice: trio.SocketStream, to_bob: trio.SocketStream, num_records: int) -> None:
         records = [await self._read_record(from_alice) for _ in range(num_records)]
@@ -36,6 +38,7 @@ class Meddler:
             for record in self._change(records):
                 await to_bob.send_all(record)
             await to_bob.send_eof()
+            self.has_ended.set()
 
     async def _read_record(self, stream: trio.SocketStream) -> bytes:
         header = await self._read_exactly(stream, HEADER_BYTES)
@@ -77,7 +80,8 @@ async def test_who_meddles_on_the_path_breaks_the_channel_and_nothing_counts(
     memory = bytearray(len(data))
     incoming = Incoming(memoryview(memory))
     with trio.fail_after(PATIENCE):
-        async with open_meddled(Meddler(change), 4) as (near, far):
+        meddler = Meddler(change)
+        async with open_meddled(meddler, 4) as (near, far):
             async with trio.open_nursery() as moving:
                 moving.start_soon(near.send, memoryview(data))
                 if num_good == 4:
@@ -85,6 +89,8 @@ async def test_who_meddles_on_the_path_breaks_the_channel_and_nothing_counts(
                 else:
                     with pytest.raises(ChannelError):
                         await far.receive(incoming)
+            if num_good == 4:
+                await meddler.has_ended.wait()
             received = data[: num_good * RECORD_BYTES]
             assert incoming.position == len(received)
             assert memory[: len(received)] == received
@@ -109,9 +115,11 @@ async def open_meddled(meddler: Meddler, num_records: int) -> AsyncIterator[tupl
         middle.append(trio.SocketStream(trio.socket.from_stdlib_socket(plain)))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(meddler.run, *middle, num_records)
-        yield near, far
-    for end in (near, far):
-        end.close()
+        try:
+            yield near, far
+        finally:  # before the meddler's end: where Bob's window is shut, nothing but this lets him go
+            for end in (near, far):
+                end.close()
     for stream in middle:
         await stream.aclose()
 
