@@ -188,7 +188,12 @@ async def obtain_manifest(host: Host, target: Target, board: Board) -> tuple[Man
 
 async def find_members(host: Host, run_id: bytes) -> list[bytes]:
     """Members that the DHT knows, dialled."""
-    providers = dict(await host.find_providers(run_key(run_id), DHT_TIMEOUT))
+    return await reachable_providers(host, run_key(run_id))
+
+
+async def reachable_providers(host: Host, key: bytes) -> list[bytes]:
+    """Who says in the DHT that he has what the key stands for, and could be dialled; without this node itself."""
+    providers = dict(await host.find_providers(key, DHT_TIMEOUT))
     providers.pop(host.author, None)
     failures = await dial(host, providers)
     return [peer for peer in providers if peer not in failures]

@@ -36,7 +36,7 @@ from ..run_state.membership import Membership
 from ..settings import NodeSettings
 from ..status.board import Board
 from ..trainer.conversion import training_configs
-from .joining import DHT_TIMEOUT, dial
+from .joining import reachable_providers
 from .weights import TELL_INTERVAL, Weights
 
 # Between two looks at who has it, while nobody has.
@@ -191,15 +191,9 @@ class Start:
         holders = self._membership.start_holders(self._start.checkpoint)
         if not holders and trio.current_time() >= self._asked_dht_at + DHT_INTERVAL:
             self._asked_dht_at = trio.current_time()
-            holders = await self._ask_dht()
+            holders = await reachable_providers(self._host, self._start.checkpoint)
         others = list(self._membership.everyone.difference(holders))
         return [*holders, *random.sample(others, len(others))][:MAX_ASKED]
-
-    async def _ask_dht(self) -> list[bytes]:
-        providers = dict(await self._host.find_providers(self._start.checkpoint, DHT_TIMEOUT))
-        providers.pop(self._host.author, None)
-        failures = await dial(self._host, providers)
-        return [peer for peer in providers if peer not in failures]
 
     async def _try(self, stage: int, donors: list[bytes]) -> bool:
         for donor in donors:

@@ -1,8 +1,9 @@
 """Weights for this node's trainer, and for those who ask: where they come from, and which are kept.
 
 A newcomer takes a checkpoint that several members hold, from all of them at once, or else the newest of one, who saves
-it anew if it is old. Which ones have copies says `farandole.protocol.copies`: of every stage one, at two more nodes,
-or, where the model is cut, at the nodes of the stage before, so that a stage whose members are all gone is not lost.
+it anew if it is old; where the run state knows of too few, the DHT may know of more. Which ones have copies says
+`farandole.protocol.copies`: of every stage one, at two more nodes, or, where the model is cut, at the nodes of the
+stage before, so that a stage whose members are all gone is not lost.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from ..checkpoints.room import DiskPlan, Room, plan_disk, used_bytes
 from ..checkpoints.taking import Conditions, DonorBusyError
 from ..errors import JoinError, PeerUnreachableError
 from ..exchanges.way import Channels
+from ..nurseries import open_service_nursery
 from ..p2p.host import Host
 from ..rounds.round_session import MAX_ROUNDS_BEHIND
 from ..run_state.membership import Membership
@@ -55,7 +57,7 @@ from ..shaping import Shaping
 from ..status.board import Board
 from ..trainer import messages
 from ..trainer.conversion import training_configs
-from .joining import DHT_TIMEOUT, dial
+from .joining import reachable_providers
 
 # How long a newcomer to a run that is under way looks for somebody who gives it weights.
 WEIGHTS_TIMEOUT: Final = 120.0
@@ -80,6 +82,8 @@ TELL_INTERVAL: Final = 6 * 3_600.0
 # Members that are asked for their newest checkpoint in one turn, one after the other, each for as long as it takes to
 # see that nobody answers. In the next turn they are others.
 MAX_ASKED: Final = 8
+# With fewer donors than this in the run state, the DHT is asked for more.
+ENOUGH_DONORS: Final = 2
 # How often a person at the terminal reads of a download's progress, in seconds.
 SAY_INTERVAL: Final = 10.0
 
@@ -207,7 +211,7 @@ class Weights:
                 return
             if self._is_unheard_of(stage) and not has_asked_dht:
                 has_asked_dht = True
-                if await self._fetch_newest(await self._ask_dht(stage), stage, show):
+                if await self._fetch_newest(await self._providers_of(stage), stage, show):
                     return
             if own_round is None and self._is_unheard_of(stage) and trio.current_time() >= began_at + SEED_AFTER:
                 self._warn_of_seed(stage)
@@ -313,18 +317,29 @@ class Weights:
         self, signed: SignedIndex, index: Index, donors: tuple[bytes, ...], path: Path, show: _Show, *, is_prefix: bool
     ) -> Fetched | None:
         began_at, membership = trio.current_time(), self._membership
+        in_dht: list[bytes] = []
+
+        def known() -> dict[bytes, None]:
+            return dict.fromkeys((*donors, *membership.holders(index.stage, signed.id), *in_dht))
+
+        async def ask_dht() -> None:
+            if len(known()) < ENOUGH_DONORS and not is_prefix:  # of a copy there is all the time in the world
+                in_dht.extend(await reachable_providers(self._host, checkpoint_key(self._run_id, signed.id)))
+
         try:
-            fetched = await fetch_checkpoint(
-                self._conditions,
-                signed,
-                index,
-                lambda: dict.fromkeys((*donors, *membership.holders(index.stage, signed.id))),
-                is_required,
-                path,
-                show,
-                membership.accuse,
-                is_prefix=is_prefix,
-            )
+            async with open_service_nursery() as nursery:
+                nursery.start_soon(ask_dht)
+                fetched = await fetch_checkpoint(
+                    self._conditions,
+                    signed,
+                    index,
+                    known,
+                    is_required,
+                    path,
+                    show,
+                    membership.accuse,
+                    is_prefix=is_prefix,
+                )
         except PeerUnreachableError as error:
             self._board.warn(f"no weights of round {index.round}: {error}")
             return None
@@ -352,12 +367,9 @@ class Weights:
         membership = self._membership
         return membership.num_stages > 1 and not membership.notices(stage)
 
-    async def _ask_dht(self, stage: int) -> list[bytes]:
-        """Who is said to hold a stage, where the run state knows of nobody; dialled."""
-        providers = dict(await self._host.find_providers(shard_key(self._run_id, stage), DHT_TIMEOUT))
-        providers.pop(self._host.author, None)
-        failures = await dial(self._host, providers)
-        return [peer for peer in providers if peer not in failures]
+    async def _providers_of(self, stage: int) -> list[bytes]:
+        """Who is said to hold a stage, where the run state knows of nobody."""
+        return await reachable_providers(self._host, shard_key(self._run_id, stage))
 
     def _warn_of_seed(self, stage: int) -> None:
         self._board.warn(

@@ -18,6 +18,7 @@ from farandole.node.checkpoints.holdings import Holding
 from farandole.node.checkpoints.partial import partial_path
 from farandole.node.checkpoints.taking import DonorBusyError, DonorError
 from farandole.node.errors import JoinError
+from farandole.node.joining import joining
 from farandole.node.joining import weights as weights_module
 from farandole.node.joining.weights import (
     MAX_ASKED,
@@ -37,6 +38,7 @@ from farandole.protocol.blocks import Index, SignedIndex, sign_index
 from farandole.protocol.copies import ranked
 from farandole.protocol.entries import RULES, CheckpointNotice, Kind
 from farandole.protocol.manifest import Manifest, ModelConfig
+from farandole.protocol.records import checkpoint_key, shard_key
 
 from ..checkpoints.files import KEY, RUN, checkpoint_bytes, index_of
 
@@ -61,7 +63,8 @@ class World:
         self.silent: set[bytes] = set()
         """Of the members."""
         self.busy: set[bytes] = set()
-        self.in_dht: list[bytes] = []
+        self.in_dht: dict[bytes, list[bytes]] = {}
+        """Key -> who provides it."""
         self.asked: list[tuple[bytes, int]] = []
         self.fetched_from: list[tuple[bytes, ...]] = []
         self.told: list[tuple[int, int, bool]] = []
@@ -75,7 +78,7 @@ class World:
         self.weights = self.begin()
         monkeypatch.setattr(weights_module, "ask_for_index", self.ask)
         monkeypatch.setattr(weights_module, "fetch_checkpoint", self.fetch)
-        monkeypatch.setattr(weights_module, "dial", self.dial)
+        monkeypatch.setattr(joining, "dial", self.dial)
         monkeypatch.setattr(trio.to_thread, "run_sync", run_here)
 
     def begin(self) -> Weights:
@@ -128,7 +131,7 @@ class World:
 
     async def find_providers(self, key: bytes, timeout: float) -> list[tuple[bytes, list[str]]]:
         await trio.lowlevel.checkpoint()
-        return [(peer, []) for peer in self.in_dht]
+        return [(peer, []) for peer in self.in_dht.get(key, [])]
 
     async def provide(self, key: bytes) -> None:
         await trio.lowlevel.checkpoint()
@@ -248,12 +251,32 @@ async def test_where_no_member_gives_weights_a_copy_does(world: World, autojump_
 
 
 async def test_whom_the_run_state_does_not_know_the_dht_may(
-    world: World, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+    world: World, autojump_clock: trio.testing.MockClock
 ) -> None:
-    world.in_dht = [ANN]
+    world.in_dht = {shard_key(RUN, 1): [ANN]}
     world.by_peer = {(ANN, 1): (ANN, 20)}
     await world.weights.obtain()
     assert world.is_fetched(ANN, 1, 20)
+
+
+async def test_who_holds_the_checkpoint_of_a_single_donor_is_asked_of_the_dht(
+    world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    world.members = {ANN: 1}
+    world.by_peer = {(ANN, 1): (ANN, 27)}
+    world.in_dht = {checkpoint_key(RUN, sign_index(KEY, world.index(ANN, 1)).id): [ME, CYD, DAN]}
+    await world.weights.obtain()
+    assert world.fetched_from == [(ANN, CYD, DAN)]
+
+
+async def test_where_the_run_state_knows_of_donors_enough_the_dht_is_not_asked(
+    world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    world.members = {ANN: 1, CYD: 1}
+    world.by_peer = {(ANN, 1): (ANN, 27), (CYD, 1): (ANN, 27)}
+    world.in_dht = {checkpoint_key(RUN, sign_index(KEY, world.index(ANN, 1)).id): [DAN]}
+    await world.weights.obtain()
+    assert [set(names) for names in world.fetched_from] == [{ANN, CYD}]
 
 
 async def test_a_stage_that_nobody_has_begins_from_the_seed_with_a_loud_warning(
