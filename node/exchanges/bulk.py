@@ -210,18 +210,25 @@ class BulkService:
 
     async def _ask(self, peer: bytes) -> BulkChannel:
         key = X25519PrivateKey.generate()
-        async with self._observed() as observed:
-            proposal = self._propose(secrets.token_bytes(SESSION_BYTES), key, observed)
-            stream = await self._host.open_stream(peer, BULK_PROTOCOL, OPEN_TIMEOUT)
-            try:
-                with self._race(proposal, peer) as race:
-                    await stream.send_all(frame(encode_proposal(proposal), MAX_PROPOSAL_BYTES))
-                    theirs = await _receive_proposal(stream)
-                    if theirs.session != proposal.session:
-                        raise RemoteProtocolError("an answer to another proposal")
-                    return await self._run_race(race, stream, theirs, key, is_asker=True)
-            finally:
-                await close_stream(stream)
+        channel: BulkChannel | None = None
+        try:
+            async with self._observed() as observed:
+                proposal = self._propose(secrets.token_bytes(SESSION_BYTES), key, observed)
+                stream = await self._host.open_stream(peer, BULK_PROTOCOL, OPEN_TIMEOUT)
+                try:
+                    with self._race(proposal, peer) as race:
+                        await stream.send_all(frame(encode_proposal(proposal), MAX_PROPOSAL_BYTES))
+                        theirs = await _receive_proposal(stream)
+                        if theirs.session != proposal.session:
+                            raise RemoteProtocolError("an answer to another proposal")
+                        channel = await self._run_race(race, stream, theirs, key, is_asker=True)
+                finally:
+                    await close_stream(stream)
+        except BaseException:  # cancelled while the stream closes, too: nobody else has the channel yet
+            if channel is not None:
+                channel.close()
+            raise
+        return channel
 
     async def _answer(self, stream: Stream) -> None:
         """A peer proposes a channel; the stream closes when that is done."""
@@ -399,6 +406,7 @@ class _Race:
         self.is_on = trio.Event()
         self._connections: set[trio.socket.SocketType] = set()
         self._chosen: socket.socket | None = None
+        self._has_ended = False
         self._offers, self._offered = trio.open_memory_channel[trio.socket.SocketType](MAX_CANDIDATES)
 
     def begin(self, theirs: Proposal) -> None:
@@ -411,8 +419,11 @@ class _Race:
         return is_greeting(received, self.session, self.proposal.token)
 
     def adopt(self, connection: trio.socket.SocketType) -> None:
-        """Close this one at the end, unless it is the one."""
-        self._connections.add(connection)
+        """Close this one at the end, unless it is the one; at once if that has been."""
+        if self._has_ended:
+            connection.close()
+        else:
+            self._connections.add(connection)
 
     def offer(self, connection: trio.socket.SocketType) -> None:
         """Both have greeted on this one. It is passed over if too many came before, or the race is over."""
@@ -451,6 +462,7 @@ class _Race:
 
     def end(self) -> None:
         """Close what was not chosen or not claimed, and what comes too late."""
+        self._has_ended = True
         self._offered.close()
         if self._chosen is not None:
             self._chosen.close()
@@ -461,7 +473,7 @@ class _Race:
 @contextlib.asynccontextmanager
 async def open_bulk(host: BulkHost, shaping: Shaping | None = None) -> AsyncIterator[BulkService]:
     """Bulk channels for as long as the block runs; listens where the host does, on any ports."""
-    listeners = await _open_listeners(interfaces(host))
+    listeners = _open_listeners(interfaces(host))
     service = BulkService(host, listeners, shaping or Shaping())
     ports = {listener.getsockname()[1] for listener in listeners.values()}
     host.bulk_ports.update(ports)
@@ -478,25 +490,25 @@ async def open_bulk(host: BulkHost, shaping: Shaping | None = None) -> AsyncIter
             listener.close()
 
 
-async def _open_listeners(ips: list[str]) -> dict[socket.AddressFamily, trio.socket.SocketType]:
+def _open_listeners(ips: list[str]) -> dict[socket.AddressFamily, trio.socket.SocketType]:
     """One a family: on the one address of the host's, or on all if it has several. None where that fails."""
     listeners: dict[socket.AddressFamily, trio.socket.SocketType] = {}
     for family, wildcard in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
         own = [ip for ip in ips if _family(ip) is family]
         if not own:
             continue
-        listener = trio.socket.socket(family, socket.SOCK_STREAM)
+        listener = socket.socket(family, socket.SOCK_STREAM)  # not trio's, whose bind may be cancelled
         try:
             share_port(listener)
             if family is socket.AF_INET6:
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            await listener.bind((own[0] if len(own) == 1 else wildcard, 0))
+            listener.bind((own[0] if len(own) == 1 else wildcard, 0))
             listener.listen(MAX_UNPROVEN)
         except OSError as error:
             logger.warning("bulk channels cannot be opened from outside over %s: %s", family.name, error)
             listener.close()
         else:
-            listeners[family] = listener
+            listeners[family] = trio.socket.from_stdlib_socket(listener)
     return listeners
 
 

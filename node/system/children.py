@@ -61,7 +61,7 @@ async def start_child(
                     pass_fds=(theirs.fileno(), *inherited),
                     **options,
                 )
-        except OSError:
+        except BaseException:  # cancelled, too
             ours.close()
             raise
         return Child(process, trio.SocketStream(trio.socket.from_stdlib_socket(ours)))
@@ -110,15 +110,17 @@ async def _let_in(listener: trio.socket.SocketType, process: trio.Process) -> tr
 
         async def greet(connection: trio.socket.SocketType) -> None:
             stream = trio.SocketStream(connection)
-            with trio.move_on_after(GREETING_SECONDS), contextlib.suppress(trio.BrokenResourceError):
-                async with slots:
-                    shown = await _receive_exactly(stream, SECRET_BYTES)
-                if hmac.compare_digest(shown, theirs) and not let_in:
-                    await stream.send_all(ours)
-                    let_in.append(stream)
-                    nursery.cancel_scope.cancel()
-                    return
-            await trio.aclose_forcefully(stream)
+            try:
+                with trio.move_on_after(GREETING_SECONDS), contextlib.suppress(trio.BrokenResourceError):
+                    async with slots:
+                        shown = await _receive_exactly(stream, SECRET_BYTES)
+                    if hmac.compare_digest(shown, theirs) and not let_in:
+                        await stream.send_all(ours)
+                        let_in.append(stream)
+                        nursery.cancel_scope.cancel()
+            finally:  # cancelled, too
+                if stream not in let_in:
+                    connection.close()
 
         nursery.start_soon(give_up_at_end)
         while True:

@@ -19,9 +19,8 @@ from farandole.node.exchanges.bulk_channel import BulkChannel
 from farandole.protocol.bulk import Proposal, decode_proposal
 from farandole.protocol.framing import frame
 
+from ....patience import PATIENCE
 from ...parties import ALICE, BOB, MemoryHost, MemoryStream
-
-PATIENCE = 20.0
 
 
 class BulkStream(MemoryStream):

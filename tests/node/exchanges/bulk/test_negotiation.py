@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import itertools
+import warnings
+from collections.abc import Iterator
+
 import msgspec
 import pytest
 import trio
@@ -13,8 +19,9 @@ from farandole.node.exchanges.bulk import BULK_PROTOCOL, FIRST_RETRY_AFTER, MAX_
 from farandole.protocol.bulk import Proposal, encode_proposal, greeting
 from farandole.protocol.framing import frame
 
+from ....patience import PATIENCE
 from ...parties import ALICE, BOB
-from .parties import PATIENCE, Party, assert_no_channel, meet, move
+from .parties import Party, assert_no_channel, meet, move, two_parties
 
 
 async def test_nobody_is_answered_who_is_not_expected(alice: Party, bob: Party) -> None:
@@ -191,6 +198,48 @@ async def test_a_cancelled_negotiation_leaves_nothing_behind(alice: Party, bob: 
             assert alice.service._races
             nursery.cancel_scope.cancel()
     assert not alice.service._races
+
+
+class CancelledAt(trio.abc.Instrument):
+    """Cancels a scope before the task that makes this takes its ``step``-th step from then on."""
+
+    def __init__(self, scope: trio.CancelScope, step: int) -> None:
+        self._task, self._scope, self.steps_left = trio.lowlevel.current_task(), scope, step
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        if task is self._task:
+            self.steps_left -= 1
+            if not self.steps_left:
+                self._scope.cancel()
+
+
+@contextlib.contextmanager
+def cancelled_at(step: int) -> Iterator[CancelledAt]:
+    """At this step, the block ends."""
+    with trio.CancelScope() as scope:
+        instrument = CancelledAt(scope, step)
+        trio.lowlevel.add_instrument(instrument)
+        try:
+            yield instrument
+        finally:
+            trio.lowlevel.remove_instrument(instrument)
+
+
+async def test_wherever_an_attempt_is_cancelled_no_socket_is_left_open() -> None:
+    channel = None
+    for step in itertools.count(1):
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always", ResourceWarning)
+            async with two_parties() as (alice, bob):
+                with bob.service.expecting(ALICE), cancelled_at(step) as instrument:
+                    channel = await alice.service.acquire(BOB)
+                if channel is not None:
+                    channel.close()
+            gc.collect()
+        assert not [str(each.message) for each in warned], f"cancelled at step {step}"
+        if instrument.steps_left > 0:
+            break
+    assert step > 5  # else it was over before there was anything to leave
 
 
 async def test_no_two_negotiations_with_one_peer(alice: Party, bob: Party) -> None:
