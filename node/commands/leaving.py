@@ -21,16 +21,18 @@ def leave(home: Home) -> None:
 
     Example: [cyan]farandole leave[/cyan]
     """
-    from ..control import NoNodeError, call
+    from ..control import call
+    from ..identity import IdentityInUseError, locked
+    from ..settings import NodeSettings
 
     call(home, "leave")
     typer.echo("leaving: the node saves and says farewell")
     deadline = time.monotonic() + LEAVE_TIMEOUT
     while time.monotonic() < deadline:
         try:
-            call(home, "status", timeout=5.0)
-        except NoNodeError:
-            typer.echo("left")
-            return
-        time.sleep(0.2)  # the daemon cannot say that it is gone, so it is asked
+            with locked(NodeSettings(home=home).lock):  # the next one that runs here may have it now
+                typer.echo("left")
+                return
+        except IdentityInUseError:
+            time.sleep(0.2)
     raise FarandoleError(f"the node still runs after {LEAVE_TIMEOUT:g} s; its log is {home / 'log'}")

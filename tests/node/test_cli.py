@@ -19,9 +19,11 @@ import trio.testing
 from farandole.node.cli import main
 from farandole.node.control import serve_control
 from farandole.node.exits import Exit
+from farandole.node.identity import locked
 from farandole.protocol.invite import decode_invite
 from farandole.protocol.manifest import decode_manifest
 
+from ..patience import PATIENCE
 from .statuses import ALICE, BOB, STATUS
 
 ADDRESS = f"/ip4/203.0.113.7/tcp/4001/p2p/{ALICE}"
@@ -73,22 +75,24 @@ class FakeNode:
         token, stop = trio.lowlevel.current_trio_token(), trio.Event()
         self._stop = partial(token.run_sync_soon, stop.set)
         handlers = {"status": status, "peers": peers, "leave": leave}
-        async with trio.open_nursery() as nursery:
-            await nursery.start(serve_control, self.home / "control.sock", handlers)
-            self._is_up.set()
-            await stop.wait()
-            await trio.testing.wait_all_tasks_blocked()
-            nursery.cancel_scope.cancel()
+        with locked(self.home / "lock"):
+            async with trio.open_nursery() as nursery:
+                await nursery.start(serve_control, self.home / "control.sock", handlers)
+                self._is_up.set()
+                await stop.wait()
+                await trio.testing.wait_all_tasks_blocked()
+                nursery.cancel_scope.cancel()
+            await trio.sleep(0.1)  # as a daemon that has closed its socket and not ended yet
 
     def __enter__(self) -> FakeNode:
         self._thread.start()
-        assert self._is_up.wait(5)
+        assert self._is_up.wait(PATIENCE)
         return self
 
     def __exit__(self, *exception: object) -> None:
         with contextlib.suppress(trio.RunFinishedError):
             self._stop()
-        self._thread.join(5)
+        self._thread.join(PATIENCE)
 
 
 @pytest.fixture
@@ -232,7 +236,8 @@ def test_an_invite_of_a_running_node_names_it_and_its_members(run: Run, node: Fa
 def test_leave_waits_until_the_node_is_gone(run: Run, node: FakeNode) -> None:
     code, out, _ = run("leave")
     assert (code, out.splitlines()[-1]) == (Exit.OK, "left")
-    assert run("status")[0] == Exit.NO_NODE
+    with locked(node.home / "lock"):
+        assert run("status")[0] == Exit.NO_NODE
 
 
 def test_a_stream_of_statuses_goes_on_when_the_node_goes_away(tmp_path: Path) -> None:
@@ -268,7 +273,7 @@ def test_ctrl_c_ends_watching_cleanly(node: FakeNode) -> None:
         assert process.stderr is not None
         assert json.loads(process.stdout.readline())["round"] == 7
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == Exit.OK
+        assert process.wait(PATIENCE) == Exit.OK
         assert process.stderr.read() == b""
 
 
