@@ -64,8 +64,11 @@ class Outage:
 async def run_fault(fault: Fault, context: FaultContext) -> Outage:
     """Wait for the fault's moment, do it to all its nodes at once, undo what ends, and see them train again."""
     await _moment(fault, context)
-    began_at = trio.current_time()
     nodes = _targets(fault, context)
+    if fault.kind != "join":
+        for node in nodes:  # on a busy machine the first may be rounds ahead of the last's start
+            await node.joined.wait()
+    began_at = trio.current_time()
     standstill: dict[int, float | None] = {}
     is_over = trio.Event()
     healed_in = None

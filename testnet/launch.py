@@ -9,6 +9,7 @@ live at the moment, so a late joiner does not depend on the first node.
 from __future__ import annotations
 
 import contextlib
+import random
 import shutil
 import signal
 import socket
@@ -45,6 +46,9 @@ from .vacancies import Vacancies
 WATCH_INTERVAL: Final = 0.5
 # Addresses in an invite: of several nodes, since any may be dead.
 INVITE_ADDRESSES: Final = 4
+# Below those that systems give to whoever asks for any (Linux from 32768 on): one such would be taken before its node,
+# which may be the last to start, listens there.
+_PORTS: Final = range(20_000, 32_000)
 
 MANIFEST_NAME: Final = "run.manifest"
 REPORT_NAME: Final = "report.json"
@@ -253,7 +257,7 @@ class Testnet:
     def _is_training(self) -> bool:
         return (
             self._pending_faults > 0
-            or not all(node.has_joined for node in self._early_nodes)
+            or not all(node.joined.is_set() for node in self._early_nodes)
             or any(node.is_running and not node.record.is_finished for node in self._nodes)
         )
 
@@ -296,7 +300,7 @@ class Testnet:
 
     def _source(self, node: NodeProcess, signed: SignedManifest) -> str | None:
         """What the node joins with: nothing when it was here before, since it remembers."""
-        if node.has_joined:
+        if node.joined.is_set():
             return None
         if node is self._nodes[0]:
             return str(self.out / MANIFEST_NAME)
@@ -357,12 +361,19 @@ def prepare_folder(out: Path) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports on 127.0.0.1 that nobody listens on now."""
+    """TCP ports on 127.0.0.1 that nobody listens on now, nor is given by chance. Raises `TestnetError`."""
+    ports: list[int] = []
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        for port in random.sample(_PORTS, len(_PORTS)):
+            if len(ports) == count:
+                break
+            each = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                each.bind(("127.0.0.1", port))
+                ports.append(port)
+    if len(ports) < count:
+        raise TestnetError(f"{count} ports are needed, and of {_PORTS[0]} to {_PORTS[-1]} only {len(ports)} are free")
+    return ports
 
 
 def write_report(report: Report, out: Path) -> None:

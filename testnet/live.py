@@ -122,6 +122,6 @@ def _doing(node: NodeProcess) -> str:
     if node.is_frozen:
         return "[blue]frozen[/]"
     if not node.is_running:
-        return "[red]died[/]" if node.record.died else "[dim]gone[/]" if node.has_joined else "[dim]not yet[/]"
+        return "[red]died[/]" if node.record.died else "[dim]gone[/]" if node.joined.is_set() else "[dim]not yet[/]"
     phase = node.record.status.phase if node.record.status else "starting"
     return {"training": "[green]training[/]", "finished": "[bold green]finished[/]"}.get(phase, phase)

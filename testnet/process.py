@@ -53,7 +53,7 @@ class NodeProcess:
     is_expected_to_end: bool = False
     is_up: trio.Event = field(default_factory=trio.Event)
     """It has answered once, so it can be dialled; or ended before that."""
-    has_joined: bool = False
+    joined: trio.Event = field(default_factory=trio.Event)
     """Started at least once."""
     _process: trio.Process | None = None
     _ended: trio.Event | None = None
@@ -88,8 +88,9 @@ class NodeProcess:
         # Between starting and holding there is no checkpoint: a cancellation cannot come between.
         self.leash.hold(process.pid)
         self._process, self._ended = process, trio.Event()
-        self.record.ledger.enter("returning" if self.has_joined else "starting", trio.current_time())
-        self.is_running, self.is_expected_to_end, self.has_joined = True, False, True
+        self.record.ledger.enter("returning" if self.joined.is_set() else "starting", trio.current_time())
+        self.is_running, self.is_expected_to_end = True, False
+        self.joined.set()
         self.record.excuse(trio.current_time())
         task_status.started()
         try:

@@ -162,6 +162,9 @@ def measure(folder: Path, num_members: int, seconds: float, say: Say) -> Report:
                 time.sleep(SETTLE_SECONDS)  # nor is what drawing them first costs
                 page.evaluate("window.refreshes.length = 0")
                 share_with = _share(daemon.pid, seconds)
+                page.wait_for_function(  # on a busy machine one may come late
+                    "['members', 'overview'].every((name) => window.refreshes.some((refresh) => refresh[0] === name))"
+                )
                 seen = page.evaluate("window.refreshes")
                 sizes = [
                     page.evaluate(f"fetch('api/{name}').then((answer) => answer.text()).then((text) => text.length)")

@@ -51,7 +51,7 @@ class FakeNode:
         self.index = int(self.home.name)
         is_invited_late = (self.home.parent / "00" / "round").exists() and self.index == options.late
         saved = self.home / ("../00/round" if is_invited_late else "round")
-        self.round = self.first_round = int(saved.read_text() or "1") if saved.exists() else 0
+        self.round = self.first_round = int(saved.read_text()) if saved.exists() else 0
         self.started_at = time.time()
         self.exchanges = 0
         self.written: list[str] = []
@@ -78,7 +78,8 @@ class FakeNode:
             self.exchanges += 1
             if self.index == self.options.write:
                 self.write()
-            (self.home / "round").write_text(str(self.round))
+            (self.home / "round.new").write_text(str(self.round))  # it may be killed at any moment
+            (self.home / "round.new").replace(self.home / "round")
         folder = NodeSettings(home=self.home).checkpoints
         folder.mkdir(exist_ok=True)
         CheckpointFolder(folder, 0).file(self.round).touch()
