@@ -1,4 +1,4 @@
-"""Daemons in processes of their own, followed by what they say at the terminal: no test polls or sleeps."""
+"""Daemons in processes of their own, followed by what they say at the terminal, or in their status."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import trio
 
 from farandole.node.control import call
+from farandole.node.status.status import NodeStatus
 from farandole.protocol.invite import Invite, encode_invite
 
-DEADLINE = 180  # a hang, not a duration
+from ..patience import PATIENCE
+
 # An inner step takes at least so long: nodes of a test leave the processors to each other, as machines of their own do.
 PACE = ("--step-seconds", "0.02")
+POLL_INTERVAL = 0.05
 
 
 class Daemon:
@@ -47,7 +51,7 @@ class Daemon:
     async def says(self, *words: str) -> str:
         """The next line with all these words; fails if the process ends without saying it."""
         assert self.process.stdout is not None
-        with trio.move_on_after(DEADLINE):
+        with trio.move_on_after(PATIENCE):
             while True:
                 line, separator, rest = self._text.partition("\n")
                 if separator:
@@ -60,16 +64,29 @@ class Daemon:
                 assert data, f"ended without saying {words}: {self.said}"
                 self._text += data.decode()
         lines = "\n".join(self.said)
-        raise AssertionError(f"did not say {words} within {DEADLINE} s, but:\n{lines}")
+        raise AssertionError(f"did not say {words} within {PATIENCE} s, but:\n{lines}")
 
     async def ask(self, deed: str) -> Any:
         """What the control API of the node answers."""
-        return await trio.to_thread.run_sync(lambda: call(self.home, deed, timeout=DEADLINE))
+        return await trio.to_thread.run_sync(lambda: call(self.home, deed, timeout=PATIENCE))
+
+    async def status(self) -> NodeStatus:
+        """What `farandole status` shows."""
+        return msgspec.convert(await self.ask("status"), NodeStatus)
+
+    async def until(self, condition: Callable[[NodeStatus], bool]) -> NodeStatus:
+        """The first status of which that is true."""
+        with trio.fail_after(PATIENCE):
+            while True:
+                status = await self.status()
+                if condition(status):
+                    return status
+                await trio.sleep(POLL_INTERVAL)
 
     async def end(self, number: signal.Signals) -> int:
         """Send a signal and wait for the end; the exit code."""
         self.process.send_signal(number)
-        with trio.fail_after(DEADLINE):
+        with trio.fail_after(PATIENCE):
             return await self.process.wait()
 
 

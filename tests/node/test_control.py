@@ -21,6 +21,8 @@ from farandole.node.control import ControlError, NoNodeError, call, serve_contro
 from farandole.node.system import endpoint
 from farandole.node.system.unix_socket import MAX_SOCKET_PATH_BYTES, socket_path
 
+from ..patience import PATIENCE
+
 
 async def echo(params: dict[str, Any]) -> object:
     return params
@@ -51,13 +53,13 @@ async def home(has_unix_sockets: bool, tmp_path: Path, nursery: trio.Nursery) ->
 
 
 async def ask(home: Path, method: str, **params: Any) -> Any:
-    with trio.fail_after(5):
+    with trio.fail_after(PATIENCE):
         return await trio.to_thread.run_sync(partial(call, home, method, **params))
 
 
 async def raw(home: Path, sent: bytes) -> list[dict[str, Any]]:
     """What the server answers to these bytes until it or the end closes the connection."""
-    with trio.fail_after(5):
+    with trio.fail_after(PATIENCE):
         connection = await trio.to_thread.run_sync(endpoint.connect, home / "control.sock", 5.0)
         return await said_to(connection, sent)
 
@@ -149,7 +151,7 @@ async def test_a_token_of_before_is_no_token(home: Path, tmp_path: Path, nursery
 async def test_who_is_silent_on_a_port_is_hung_up_on(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "TOKEN_TIMEOUT", 0.01)
     port = json.loads((home / "control.port").read_bytes())["port"]
-    with trio.fail_after(5):
+    with trio.fail_after(PATIENCE):
         stream = await trio.open_tcp_stream("127.0.0.1", port)
         async with stream:
             assert await stream.receive_some() == b""

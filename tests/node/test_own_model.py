@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
 
 from farandole.node.errors import JoinError
 from farandole.node.exits import Exit
@@ -19,6 +20,7 @@ from farandole.protocol.errors import ManifestError
 from farandole.protocol.manifest import Manifest, decode_manifest, manifest_from_dict
 from farandole.training.presets import num_parameters
 
+from ..patience import PATIENCE
 from .daemons import Daemon, joined
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model"
@@ -51,9 +53,13 @@ def manifest_file(tmp_path: Path, num_stages: int) -> tuple[Path, bytes]:
     return path, decode_manifest(path.read_bytes())[1].run_id
 
 
-async def losses(node: Daemon) -> list[float]:
-    status = await node.ask("status")
-    return [loss for _, loss in status["losses"]]
+async def until_learnt(node: Daemon) -> None:
+    """Its loss is lower by a nat than at first, which takes a busy machine more rounds."""
+    seen: list[float] = []
+    with trio.fail_after(PATIENCE):
+        while len(seen) < 3 or seen[-1] > seen[0] - 1:
+            await node.says("round")
+            seen = [loss for _, loss in (await node.status()).losses]
 
 
 async def test_two_nodes_train_it_and_a_third_is_told_what_it_needs(tmp_path: Path, texts: Path) -> None:
@@ -64,10 +70,8 @@ async def test_two_nodes_train_it_and_a_third_is_told_what_it_needs(tmp_path: Pa
         invite = alice.invite(run_id)
         async with joined(tmp_path / "bob", invite, *options) as bob:
             await bob.says("trainer ready")
-            for _ in range(3):
-                await bob.says("averaged with", alice.name)
-            seen = await losses(alice)
-            assert seen[-1] < seen[0] - 1  # nats
+            await bob.says("averaged with", alice.name)
+            await until_learnt(alice)
 
             async with joined(tmp_path / "carol", invite, "--data", str(texts)) as carol:
                 told = await carol.says("error:")
@@ -84,10 +88,7 @@ async def test_two_nodes_train_it_in_stages(tmp_path: Path, texts: Path) -> None
         invite = alice.invite(run_id)
         async with joined(tmp_path / "bob", invite, *options, "--stage", "1") as bob:
             await bob.says("trainer ready")
-            seen: list[float] = []
-            while len(seen) < 3 or seen[-1] > seen[0] - 1:
-                await alice.says("round")
-                seen = await losses(alice)
+            await until_learnt(alice)
 
 
 async def test_a_node_without_the_code_is_told_which_it_needs(

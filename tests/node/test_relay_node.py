@@ -24,6 +24,7 @@ from farandole.protocol.identity import short_name
 from farandole.protocol.invite import Invite, encode_invite, split_address
 from farandole.protocol.records import relay_key, run_key
 
+from ..patience import PATIENCE
 from .daemons import Daemon, started
 from .hosts import host_at_loopback
 from .relayed import open_home, open_public
@@ -54,7 +55,7 @@ def figures_of(relay: Daemon) -> str:
 
 
 async def test_it_introduces_members_and_relays_for_each_of_its_runs(tmp_path: Path) -> None:
-    with trio.fail_after(60):
+    with trio.fail_after(PATIENCE):
         async with open_public() as alice, open_public() as bob:
             for witness in (alice, bob):
                 Dialback(witness)
@@ -83,7 +84,7 @@ async def test_it_introduces_members_and_relays_for_each_of_its_runs(tmp_path: P
 
 
 async def test_it_knows_its_runs_and_their_members_after_a_restart(tmp_path: Path) -> None:
-    with trio.fail_after(60):
+    with trio.fail_after(PATIENCE):
         async with open_public() as member:
             await member.provide(run_key(RUN))
             async with host_at_loopback() as bootstrap:

@@ -56,7 +56,7 @@ entries = st.one_of(
 
 
 @given(st.lists(entries, max_size=20), st.lists(entries, max_size=20), st.sampled_from([1, 7, 1 << 20]), st.booleans())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_after_a_session_both_have_all(one: list[Signed], two: list[Signed], piece: int, with_beats: bool) -> None:
     alice, bob = state_of(*one), state_of(*two)
     Transcript(alice, bob, with_beats=with_beats, piece=piece)

@@ -290,7 +290,7 @@ def test_no_more_donors_are_remembered_than_needed() -> None:
     assert len(download._donors) <= MAX_KNOWN + MAX_DONORS
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32 - 1))
 def test_as_long_as_somebody_is_honest_it_ends_well(seed: int) -> None:
     rng = random.Random(seed)

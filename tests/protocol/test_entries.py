@@ -159,7 +159,7 @@ def test_members_give_up_addresses_rather_than_the_limit() -> None:
 
 
 @given(st.integers(0, 3_000), st.integers(0, 40), st.integers(2_048, MAX_DELTA_BYTES))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_deltas_hold_everything_within_their_bound(num_entries: int, num_proofs: int, max_bytes: int) -> None:
     entries = [metric(1 + index % 5, index % 8) for index in range(num_entries)]
     proofs = [Proof(member(1, device="a"), member(1, device="b"))] * num_proofs
@@ -171,7 +171,7 @@ def test_deltas_hold_everything_within_their_bound(num_entries: int, num_proofs:
 
 
 @given(st.binary(max_size=300))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_no_bytes_do_more_than_be_refused(raw: bytes) -> None:
     for attempt in (lambda: decode_delta(raw), lambda: CHECKER.check(sign_body(1, raw[:MAX_BODY_BYTES]))):
         try:
@@ -200,7 +200,7 @@ def test_an_overlong_delta_is_not_even_parsed() -> None:
 
 
 @given(st.integers(0, 10**6), st.sampled_from([member(1), beat(1), metric(1)]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_flipped_bit_never_passes_for_another_entry(bit: int, item: Signed) -> None:
     forged = flipped(item, bit)
     if forged != item:

@@ -4,7 +4,7 @@ import string
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from farandole.protocol.identity import peer_id_of
@@ -49,7 +49,6 @@ def test_blanks_line_breaks_and_capitals_do_not_matter() -> None:
 
 
 @given(st.integers(0, len(SHORT) - 1), st.sampled_from(string.ascii_lowercase + string.digits + "-é"))
-@settings(deadline=None)
 def test_every_wrong_character_is_noticed(place: int, letter: str) -> None:
     if SHORT[place] != letter:
         with pytest.raises(InviteError):
@@ -87,7 +86,6 @@ def test_what_is_no_invite_is_told_from_a_damaged_one() -> None:
 
 
 @given(st.text(max_size=300) | st.text(string.ascii_lowercase + "234567", max_size=300).map("farandole1".__add__))
-@settings(deadline=None)
 def test_hostile_text_raises_nothing_but_invite_error(text: str) -> None:
     with pytest.raises(InviteError):
         decode_invite(text)

@@ -142,7 +142,7 @@ def test_alone_nothing_is_lost_before_somebody_comes() -> None:
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_no_bytes_do_more_than_be_refused(raw: bytes) -> None:
     try:
         decode_batch(raw)

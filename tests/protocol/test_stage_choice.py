@@ -406,7 +406,7 @@ def test_two_stages_that_are_emptied_at_once_are_filled_at_once(stages: tuple[in
     assert run.longest_empty < 60.0  # the second does not wait for the first one's download
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(2, 5),
     st.lists(st.tuples(st.integers(0, 4), st.sampled_from((1.0, 4.0)), st.booleans()), min_size=3, max_size=12),

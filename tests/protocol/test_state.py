@@ -45,7 +45,7 @@ MEMBER_TICK, METRIC_TICK = tick_at(Kind.MEMBER), tick_at(Kind.METRIC)
 
 
 def examples(count: int) -> settings:
-    return settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    return settings(max_examples=count, suppress_health_check=[HealthCheck.too_slow])
 
 
 # Honest authors: one payload a tick and slot, as a `Writer` makes them.

@@ -53,7 +53,7 @@ def entry_of_past_life(now: float) -> Entry:
         max_size=40,
     )
 )  # fmt: skip
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_no_slot_and_tick_is_ever_signed_twice(steps: list[tuple[str, Kind, float]]) -> None:
     """Whatever the clock does, however often the node dies."""
     author, now = Author(), NOW

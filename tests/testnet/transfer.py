@@ -7,6 +7,8 @@ import sys
 
 from farandole.testnet.namespace import Place
 
+from ..patience import PATIENCE
+
 SIZE = 1_000_000
 _SERVER = f"""
 import socket
@@ -35,9 +37,15 @@ def measure(near: Place, far: Place) -> tuple[float, float]:
     with subprocess.Popen([*far.enter, sys.executable, "-c", _SERVER], stdout=subprocess.PIPE) as server:
         assert server.stdout is not None
         server.stdout.readline()
-        client = subprocess.run(
-            [*near.enter, sys.executable, "-c", _CLIENT, far.ip], capture_output=True, text=True, check=True, timeout=60
-        )
-        server.wait()
+        try:
+            client = subprocess.run(
+                [*near.enter, sys.executable, "-c", _CLIENT, far.ip],
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=PATIENCE,
+            )
+        finally:
+            server.kill()
     round_trip, transfer = map(float, client.stdout.split())
     return round_trip, transfer

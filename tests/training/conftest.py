@@ -4,17 +4,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
 
 from farandole.training.config import InnerConfig, ModelConfig, OuterConfig
 from farandole.training.data import Sampler, Text
 from farandole.training.device import choose_device
 from farandole.training.learner import Learner
 from farandole.training.model import build_model
-
-# Tests assert behaviour, not time: the first call into some part of torch may take a second.
-settings.register_profile("training", deadline=None)
-settings.load_profile("training")
 
 RUN_ID = hashlib.sha256(b"a run").digest()
 ALICE, BOB = b"a" * 32, b"b" * 32

@@ -24,14 +24,15 @@ from farandole.node.checkpoints.taking import Conditions, DonorError
 from farandole.node.exchanges.bulk import BulkService, open_bulk
 from farandole.node.p2p.host import Host
 from farandole.node.shaping import Shaping
+from farandole.protocol import download
 from farandole.protocol.block_transfer import Question
 from farandole.protocol.blocks import BLOCK_BYTES, num_blocks
 from farandole.protocol.identity import short_name
 
+from ...patience import PATIENCE
 from ..hosts import host_at_loopback
 from .files import RUN, checkpoint_bytes, hold, index_of, is_required, signed_index_of
 
-PATIENCE = 60.0
 CONTENT = checkpoint_bytes(1_500_000)  # 24 MB, of which half is wanted
 CONTENT_WANTED = len(CONTENT) / 2
 NUM_WANTED = num_blocks(len(CONTENT) // 2)
@@ -90,7 +91,10 @@ def is_what_was_wanted(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("is_bulk", [True, False])
-async def test_two_donors_give_different_blocks_of_what_is_wanted(tmp_path: Path, is_bulk: bool) -> None:
+async def test_two_donors_give_different_blocks_of_what_is_wanted(
+    tmp_path: Path, is_bulk: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "MAX_WINDOW", 2)  # else all is asked of whoever is ready first
     async with open_members(3) as (newcomer, *donors):
         if not is_bulk:
             newcomer.conditions.channels = None
@@ -188,15 +192,21 @@ async def test_who_gives_wrong_bytes_is_reported_and_others_give_the_right_ones(
         donor.holding = hold(tmp_path / "theirs", CONTENT)
         (tmp_path / "lies").write_bytes(CONTENT[: 3 * BLOCK_BYTES] + bytes(len(CONTENT) - 3 * BLOCK_BYTES))
         liar.holding = Holding.open(tmp_path / "lies", *signed_index_of(CONTENT))
+        honest, donor.holding = donor.holding, None  # else it may have given all before the liar is asked
         accused: list[tuple[bytes, bytes]] = []
-        fetched = await fetch(
-            newcomer,
-            [liar, donor],
-            tmp_path / "ours",
-            accuse=lambda peer, reason, evidence: accused.append((peer, evidence)),
+
+        def accuse(peer: bytes, reason: str, evidence: bytes) -> None:
+            accused.append((peer, evidence))
+            names.append(donor.host.author)
+            donor.holding = honest
+
+        signed, index = signed_index_of(CONTENT)
+        names = [liar.host.author]
+        fetched = await fetch_checkpoint(
+            newcomer.conditions, signed, index, lambda: names, is_required, tmp_path / "ours", accuse=accuse
         )
         assert is_what_was_wanted(tmp_path / "ours")
-        assert accused == [(liar.host.author, donor.holding.id)]
+        assert accused == [(liar.host.author, honest.id)]
         assert fetched.num_by_donor.get(liar.host.author, 0) <= 3
 
 
@@ -214,8 +224,9 @@ async def test_the_newest_checkpoint_is_asked_for_by_its_stage(tmp_path: Path) -
 
 
 async def test_nobody_who_has_it_is_said_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetching, "PATIENCE", 1.0)
     async with open_members(2) as (newcomer, donor):
+        await newcomer.host.connect(donor.host.author)
+        monkeypatch.setattr(fetching, "PATIENCE", 3.0)
         with pytest.raises(FetchError, match=f"{short_name(donor.host.author)}: it does not have"):
             await fetch(newcomer, [donor], tmp_path / "ours")
         with pytest.raises(FetchError, match="nobody"):

@@ -22,10 +22,10 @@ from farandole.node.trainer.trainer import Trainer, open_trainer
 from farandole.protocol.manifest import Manifest, manifest_from_dict, sign_manifest
 from farandole.training.blocks import BLOCK_BYTES
 
+from ...patience import PATIENCE
 from ..daemons import Daemon, joined
 from ..trainer_commands import prepare_for
 
-DEADLINE = 120  # a hang, not a duration
 VECTORS = 4
 ReportType = TypeVar("ReportType")
 
@@ -50,7 +50,7 @@ def prepare(manifest: Manifest, tmp_path: Path) -> messages.Prepare:
 
 async def report_of(trainer: Trainer, kind: type[ReportType]) -> ReportType:
     """The next of a kind."""
-    with trio.fail_after(DEADLINE):
+    with trio.fail_after(PATIENCE):
         while not isinstance(report := await trainer.receive(), kind):
             pass
     return report
@@ -143,6 +143,6 @@ def round_of(path: Path) -> int:
 
 async def saved_after(daemon: Daemon, folder: CheckpointFolder, old: Path) -> None:
     """It goes through rounds until there is a newer checkpoint."""
-    with trio.fail_after(DEADLINE):
+    with trio.fail_after(PATIENCE):
         while folder.files()[0] == old:
             await daemon.says("round", "inner steps")

@@ -33,6 +33,7 @@ from farandole.protocol.blocks import SignedIndex, encode_signed_index, sign_ind
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.framing import FrameParser, frame
 
+from ...patience import PATIENCE
 from .files import KEY, RUN, checkpoint_bytes, hold, index_of, signed_index_of
 
 CONTENT = checkpoint_bytes(100_000)  # two blocks
@@ -226,7 +227,7 @@ async def test_a_donor_that_gives_what_nobody_asked_for_is_left(nursery: trio.Nu
     async def take(block: int, data: memoryview) -> None:
         raise AssertionError("nothing came")
 
-    with trio.fail_after(5), pytest.raises(LOST):
+    with trio.fail_after(PATIENCE), pytest.raises(LOST):
         async with open_taking(Conditions(host, RUN), b"d" * 32, question, len(CONTENT)) as taking:
             await taking.route(len(CONTENT))
             taking.want(0, 1)

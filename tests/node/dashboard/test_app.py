@@ -16,6 +16,7 @@ from farandole.node.dashboard.app import MAX_LISTENERS, Dashboard
 from farandole.node.dashboard.place import find_place
 from farandole.node.dashboard.server import open_dashboard
 
+from ...patience import PATIENCE
 from ..statuses import ALICE, NOW, STATUS
 from .page import Shown, open_page
 
@@ -73,7 +74,7 @@ async def test_events_come_as_they_happen(tmp_path: Path) -> None:
         async with stream:
             await stream.send_all(b"GET /events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
             received = b""
-            with trio.fail_after(10):
+            with trio.fail_after(PATIENCE):
                 while b"event: members" not in received:
                     received += await stream.receive_some()
                 shown.status = type(STATUS)(**{f: getattr(STATUS, f) for f in STATUS.__struct_fields__} | {"round": 8})
@@ -93,7 +94,7 @@ async def test_pages_that_are_left_open_do_not_add_up(tmp_path: Path) -> None:
                 task_status.started()
                 await trio.sleep_forever()
 
-        with trio.fail_after(20):
+        with trio.fail_after(PATIENCE):
             for _ in range(MAX_LISTENERS):
                 await nursery.start(listen)
             assert (await answer(shown, "GET", "/events"))[0] == 503

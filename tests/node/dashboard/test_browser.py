@@ -17,10 +17,12 @@ from playwright.sync_api import Page, expect, sync_playwright
 
 from farandole.node.status.status import NodeStatus
 
+from ...patience import PATIENCE
 from ..statuses import BOB, STATUS
 from .page import Shown, open_page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+expect.set_options(timeout=1_000 * PATIENCE)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: on Debian, apt install chromium")
 
 
@@ -38,6 +40,7 @@ def open_browser(link: str, **context: Any) -> Iterator[Browser]:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=sandbox)
         page = chromium.new_context(**context).new_page()
         browser = Browser(page)
+        page.set_default_timeout(1_000 * PATIENCE)
         page.on("console", lambda message: browser.problems.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: browser.problems.append(str(error)))
         page.on(

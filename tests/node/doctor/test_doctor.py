@@ -41,13 +41,13 @@ from farandole.protocol.manifest import (
 )
 from farandole.protocol.own_model import OwnModel
 
+from ...patience import PATIENCE
 from ..relayed import open_home, open_relay, reserve
 
 MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
 SIGNED = sign_manifest(Manifest("tiny", MODEL), Ed25519PrivateKey.from_private_bytes(bytes(32)))
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 HOUR = 3_600.0
-PATIENCE = 120.0
 
 
 @pytest.fixture(autouse=True)

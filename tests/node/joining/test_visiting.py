@@ -19,6 +19,7 @@ from farandole.protocol.entries import Beat, Kind, Member
 from farandole.protocol.identity import peer_id_of
 from farandole.protocol.invite import Invite
 
+from ...patience import PATIENCE
 from ...protocol.authors import RUN_ID, author_of, signed, state_of, tick_at
 from ..hosts import LOOPBACK
 from ..relayed import open_public
@@ -32,7 +33,7 @@ async def words_of_failure(home: Path, addresses: tuple[str, ...], said: list[st
     """Of a visit to who cannot be visited."""
     settings = NodeSettings(home=home, listen=LOOPBACK, mdns=False)
     words = ""
-    with trio.fail_after(60):
+    with trio.fail_after(PATIENCE):
         try:
             async with open_visit(Invite(RUN, addresses), settings, Shaping(), said.append):
                 pass

@@ -19,6 +19,7 @@ from farandole.node.mapping.router import MappingError, Router
 from farandole.node.nurseries import open_service_nursery
 from farandole.node.p2p.host import Host, open_host
 
+from ...patience import PATIENCE
 from ..hosts import LOOPBACK
 from ..relayed import until
 
@@ -86,7 +87,7 @@ async def open_kept(listen: str = "/ip4/0.0.0.0/tcp/0") -> AsyncIterator[tuple[H
 
 
 async def test_ports_are_kept_open_and_closed_at_the_end(home: Home) -> None:
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         async with open_kept() as (host, kept, changes):
             await kept.has_tried.wait()
             port = host.listening[0][1]
@@ -105,7 +106,7 @@ async def test_ports_are_kept_open_and_closed_at_the_end(home: Home) -> None:
 
 async def test_a_port_that_is_refused_costs_no_other(home: Home) -> None:
     home.refused = 6_000
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         async with open_kept() as (host, kept, _):
             await kept.has_tried.wait()
             host.bulk_ports.add(home.refused)
@@ -115,7 +116,7 @@ async def test_a_port_that_is_refused_costs_no_other(home: Home) -> None:
 
 
 async def test_a_router_that_begins_anew_is_asked_anew(home: Home) -> None:
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         async with open_kept() as (host, kept, _):
             await kept.has_tried.wait()
             home.restart()
@@ -124,8 +125,8 @@ async def test_a_router_that_begins_anew_is_asked_anew(home: Home) -> None:
 
 
 async def test_a_router_that_is_off_is_looked_for_again(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farandole.node.mapping.natpmp.PAUSES", (0.1,))
-    with trio.fail_after(20):
+    monkeypatch.setattr("farandole.node.mapping.natpmp.PAUSES", (0.5,))
+    with trio.fail_after(PATIENCE):
         async with open_kept() as (host, kept, changes):
             await kept.has_tried.wait()
             home.is_on = False
@@ -137,7 +138,7 @@ async def test_a_router_that_is_off_is_looked_for_again(home: Home, monkeypatch:
 
 
 async def test_who_listens_for_this_machine_alone_asks_nobody(home: Home) -> None:
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         async with open_kept(LOOPBACK[0]) as (host, kept, changes):
             await kept.has_tried.wait()
             assert (host.mapped, changes, home.num_asked) == ({}, [], 0)
@@ -148,7 +149,7 @@ async def test_without_a_router_a_node_does_without(home: Home, monkeypatch: pyt
         raise MappingError("no router answers")
 
     monkeypatch.setattr(keeper, "find_router", find_none)
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         async with open_kept() as (host, kept, changes):
             await kept.has_tried.wait()
             assert (host.mapped, changes) == ({}, [])

@@ -14,6 +14,8 @@ from farandole.node.mapping.natpmp import NatPmpRouter
 from farandole.node.mapping.router import MappingError, Opened
 from farandole.node.nurseries import open_service_nursery
 
+from ...patience import PATIENCE
+
 HOME = Gateway("127.0.0.1", "127.0.0.1")
 T = TypeVar("T")
 
@@ -28,7 +30,7 @@ def mapping(inner: int, outer: int, seconds: int, result: int = 0) -> bytes:
 
 async def play(answer: Callable[[bytes], list[bytes]], ask: Callable[[NatPmpRouter], Awaitable[T]]) -> T:
     """What comes of asking a router that answers each question so."""
-    with trio.socket.socket(type=trio.socket.SOCK_DGRAM) as sock, trio.fail_after(20):
+    with trio.socket.socket(type=trio.socket.SOCK_DGRAM) as sock, trio.fail_after(PATIENCE):
         await sock.bind(("127.0.0.1", 0))
 
         async def serve() -> None:

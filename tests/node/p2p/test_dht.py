@@ -25,6 +25,7 @@ from farandole.node.p2p.mends import dht as mended
 from farandole.node.p2p.mends.peers import MAX_ADDRESSES, MAX_STORED_PEERS, BoundedPeers
 from farandole.protocol.identity import public_bytes
 
+from ...patience import PATIENCE
 from ..hosts import host_at_loopback
 
 
@@ -38,54 +39,62 @@ async def open_mesh(number: int) -> AsyncIterator[list[Host]]:
         yield hosts
 
 
+@pytest.fixture
+def no_laggards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All who are asked are waited for."""
+    monkeypatch.setattr(dht_module, "LAGGARDS_TIMEOUT", PATIENCE)
+
+
+@pytest.mark.usefixtures("no_laggards")
 async def test_a_provider_is_found_through_one_bootstrap_peer_and_can_be_dialled() -> None:
-    with trio.fail_after(30):
+    with trio.fail_after(PATIENCE):
         async with open_mesh(8) as hosts:
             key, provider, seeker = os.urandom(32), hosts[3], hosts[6]
             await provider.provide(key)
             for host in hosts:
-                found = await host.find_providers(key, timeout=5)
+                found = await host.find_providers(key, timeout=PATIENCE)
                 assert [peer for peer, _ in found] == ([] if host is provider else [provider.author])
             await seeker.connect(provider.author)
             assert seeker.is_connected(provider.author)
 
 
+@pytest.mark.usefixtures("no_laggards")
 async def test_every_provider_of_a_key_is_found_by_another_provider_too() -> None:
-    with trio.fail_after(30):
+    with trio.fail_after(PATIENCE):
         async with open_mesh(5) as hosts:
             key = os.urandom(32)
             for host in hosts[1:4]:
                 await host.provide(key)
             for host in hosts[1:4]:
-                found = {peer for peer, _ in await host.find_providers(key, timeout=5)}
+                found = {peer for peer, _ in await host.find_providers(key, timeout=PATIENCE)}
                 assert found == {other.author for other in hosts[1:4]} - {host.author}
 
 
 async def test_a_key_that_nobody_provides_is_not_found_and_takes_no_longer_than_asked() -> None:
-    with trio.fail_after(30):
+    with trio.fail_after(PATIENCE):
         async with open_mesh(3) as hosts:
-            assert await hosts[1].find_providers(os.urandom(32), timeout=5) == []
+            assert await hosts[1].find_providers(os.urandom(32), timeout=PATIENCE) == []
             assert await hosts[1].find_providers(os.urandom(32), timeout=0) == []
 
 
 async def test_addresses_that_are_none_are_passed_over() -> None:
-    with trio.fail_after(30):
+    with trio.fail_after(PATIENCE):
         async with open_mesh(2) as (liar, seeker):
             key, provider = os.urandom(32), public_bytes(Ed25519PrivateKey.generate())
             addresses = [Multiaddr(b"\xff\xff\xff"), Multiaddr("/ip4/192.0.2.1/tcp/1"), Multiaddr(b"\x06")]
             liar._dht._dht.provider_store.add_provider(
                 dht_module.multihash_of(key), PeerInfo(id_of(provider), addresses)
             )
-            assert await seeker.find_providers(key, timeout=5) == [(provider, ["/ip4/192.0.2.1/tcp/1"])]
+            assert await seeker.find_providers(key, timeout=PATIENCE) == [(provider, ["/ip4/192.0.2.1/tcp/1"])]
 
 
 async def test_what_was_announced_to_nobody_is_announced_to_the_first_who_comes() -> None:
-    with trio.fail_after(30):
+    with trio.fail_after(PATIENCE):
         async with open_mesh(1) as (alone,), open_mesh(1) as (newcomer,):
             key = os.urandom(32)
             await alone.provide(key)
             await alone.connect(newcomer.author, newcomer.addresses)
-            while await newcomer.find_providers(key, timeout=5) != [(alone.author, alone.addresses)]:
+            while await newcomer.find_providers(key, timeout=PATIENCE) != [(alone.author, alone.addresses)]:
                 pass
 
 
@@ -99,7 +108,7 @@ async def test_announcements_never_exceed_what_receivers_take(monkeypatch: pytes
                 nursery.start_soon(first.provide, bytes([number]) * 32)
         assert trio.current_time() - started >= 5 * 0.05
         for number in range(6):
-            assert await second.find_providers(bytes([number]) * 32, timeout=5)
+            assert await second.find_providers(bytes([number]) * 32, timeout=PATIENCE)
 
 
 async def test_a_key_has_32_bytes() -> None:
@@ -116,14 +125,14 @@ async def test_what_is_kept_for_others_is_bounded(monkeypatch: pytest.MonkeyPatc
     async with open_mesh(2) as (first, second):
         for number in range(6):
             await first.provide(bytes([number]) * 32)
-        with trio.fail_after(5):
-            while not await second.find_providers(b"\5" * 32, timeout=5):
+        with trio.fail_after(PATIENCE):
+            while not await second.find_providers(b"\5" * 32, timeout=PATIENCE):
                 pass
         assert len(second._dht._dht.provider_store.providers) <= 3
 
 
 async def test_a_key_that_was_withdrawn_is_not_announced_again() -> None:
-    with trio.fail_after(30):
+    with trio.fail_after(PATIENCE):
         async with open_mesh(1) as (alone,), open_mesh(1) as (newcomer,):
             left, held = os.urandom(32), os.urandom(32)
             await alone.provide(left)
@@ -131,15 +140,15 @@ async def test_a_key_that_was_withdrawn_is_not_announced_again() -> None:
             alone.withdraw(os.urandom(32))  # was never provided
             await alone.provide(held)
             await alone.connect(newcomer.author, newcomer.addresses)
-            while await newcomer.find_providers(held, timeout=5) != [(alone.author, alone.addresses)]:
+            while await newcomer.find_providers(held, timeout=PATIENCE) != [(alone.author, alone.addresses)]:
                 pass
-            assert await newcomer.find_providers(left, timeout=5) == []
+            assert await newcomer.find_providers(left, timeout=PATIENCE) == []
 
 
 async def has_answered(asker: Host, asked: Host, question: Message) -> bool:
     """Whether it does, before it ends the stream."""
     data = question.SerializeToString()
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         stream = await asker.open_stream(asked.author, PROTOCOL_ID)
         try:
             await stream.send_all(encode_varint_prefixed(data))
@@ -225,7 +234,7 @@ async def test_of_a_flood_of_addresses_no_more_is_kept_than_anybody_dials() -> N
 
 
 async def test_strangers_with_long_records_do_not_make_answers_too_long() -> None:
-    with trio.fail_after(60):
+    with trio.fail_after(PATIENCE):
         async with open_mesh(6) as (kept, provider, seeker, *strangers):
             key, name = os.urandom(32), ".".join(["x" * 60] * 4)
             long = [Multiaddr(f"/dns4/{number:03}.{name}/tcp/1") for number in range(110)]

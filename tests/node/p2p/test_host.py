@@ -19,6 +19,7 @@ from farandole.node.p2p.known_addresses import MAX_KNOWN_PEERS
 from farandole.node.p2p.libp2p_stream import Stream
 from farandole.protocol.identity import peer_id_of, public_bytes, public_key_of
 
+from ...patience import PATIENCE
 from ..hosts import ECHO, echo, host_at_loopback
 
 LARGE = 16 * 1024 * 1024
@@ -40,7 +41,7 @@ async def receive_all(stream: Stream) -> bytes:
 
 
 async def test_two_hosts_connect_and_answer_each_other() -> None:
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         async with host_at_loopback() as alice, host_at_loopback() as bob:
             bob.set_handler(ECHO, echo)
             await alice.connect(bob.author, bob.addresses)
@@ -62,7 +63,7 @@ async def test_two_hosts_connect_and_answer_each_other() -> None:
 
 
 async def test_open_stream_connects_to_a_peer_whose_address_is_known() -> None:
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         async with host_at_loopback() as alice, host_at_loopback() as bob:
             bob.set_handler(ECHO, echo)
             alice.add_addresses(bob.author, bob.addresses)
@@ -72,7 +73,7 @@ async def test_open_stream_connects_to_a_peer_whose_address_is_known() -> None:
 
 
 async def test_the_listener_knows_who_dialled() -> None:
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         async with host_at_loopback() as alice, host_at_loopback() as bob:
             callers: list[bytes] = []
             is_done = trio.Event()
@@ -89,7 +90,7 @@ async def test_the_listener_knows_who_dialled() -> None:
 
 
 async def test_sixteen_megabytes_arrive_intact_in_both_directions_at_once() -> None:
-    with trio.fail_after(30):
+    with trio.fail_after(PATIENCE):
         async with host_at_loopback() as alice, host_at_loopback() as bob:
             payload = os.urandom(LARGE)
             bob.set_handler(ECHO, echo)
@@ -108,7 +109,7 @@ async def test_sixteen_megabytes_arrive_intact_in_both_directions_at_once() -> N
 
 
 async def test_a_slow_reader_slows_its_own_stream_and_no_other() -> None:
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         async with host_at_loopback() as alice, host_at_loopback() as bob:
             may_read = trio.Event()
             total = 0
@@ -140,7 +141,7 @@ async def test_a_slow_reader_slows_its_own_stream_and_no_other() -> None:
 
 
 async def test_a_wait_that_is_cancelled_loses_nothing_and_breaks_nothing() -> None:
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         async with host_at_loopback() as alice, host_at_loopback() as bob:
             bob.set_handler(ECHO, echo)
             await alice.connect(bob.author, bob.addresses)
@@ -157,7 +158,7 @@ async def test_a_wait_that_is_cancelled_loses_nothing_and_breaks_nothing() -> No
 
 
 async def test_what_was_sent_before_the_connection_ended_is_still_read() -> None:
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         async with host_at_loopback() as alice, host_at_loopback() as bob:
             may_read = trio.Event()
             heard = bytearray()
@@ -184,7 +185,7 @@ async def test_what_was_sent_before_the_connection_ended_is_still_read() -> None
 
 
 async def test_a_reset_is_an_error_and_a_close_is_an_end() -> None:
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         async with host_at_loopback() as alice, host_at_loopback() as bob:
 
             async def break_off(stream: Stream) -> None:
@@ -212,7 +213,7 @@ async def test_a_reset_is_an_error_and_a_close_is_an_end() -> None:
 
 
 async def test_a_protocol_that_nobody_serves_is_unreachable() -> None:
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         async with host_at_loopback() as alice, host_at_loopback() as bob:
             await alice.connect(bob.author, bob.addresses)
             with pytest.raises(PeerUnreachableError, match="/none/1"):
@@ -222,7 +223,7 @@ async def test_a_protocol_that_nobody_serves_is_unreachable() -> None:
 
 async def test_an_unknown_peer_and_a_silent_address_are_unreachable() -> None:
     stranger = public_bytes(new_key())
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         silent = await trio.open_tcp_listeners(0, host="127.0.0.1")
         port = silent[0].socket.getsockname()[1]
         async with host_at_loopback() as alice:
@@ -236,7 +237,7 @@ async def test_an_unknown_peer_and_a_silent_address_are_unreachable() -> None:
 
 
 async def test_a_good_address_wins_over_dead_and_silent_ones_and_at_once_after_a_failure() -> None:
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         silent = await trio.open_tcp_listeners(0, host="127.0.0.1")
         silent_port = silent[0].socket.getsockname()[1]
         async with host_at_loopback() as alice, host_at_loopback() as bob:
@@ -249,7 +250,7 @@ async def test_a_good_address_wins_over_dead_and_silent_ones_and_at_once_after_a
 
 
 async def test_a_dial_under_way_takes_addresses_that_are_learnt_meanwhile() -> None:
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         silent = await trio.open_tcp_listeners(0, host="127.0.0.1")
         async with host_at_loopback() as alice, host_at_loopback() as bob, trio.open_nursery() as nursery:
             nursery.start_soon(alice.connect, bob.author, [f"/ip4/127.0.0.1/tcp/{silent[0].socket.getsockname()[1]}"])
@@ -260,7 +261,7 @@ async def test_a_dial_under_way_takes_addresses_that_are_learnt_meanwhile() -> N
 
 
 async def test_many_who_want_one_peer_share_one_connection() -> None:
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         async with host_at_loopback() as alice, host_at_loopback() as bob:
             alice.add_addresses(bob.author, bob.addresses)
             async with trio.open_nursery() as nursery:
@@ -291,7 +292,7 @@ async def test_a_dial_that_is_cancelled_when_it_has_won_leaves_no_connection(mon
 
 
 async def test_both_may_dial_at_once() -> None:
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         async with host_at_loopback() as alice, host_at_loopback() as bob:
             bob.set_handler(ECHO, echo)
             async with trio.open_nursery() as nursery:
@@ -303,7 +304,7 @@ async def test_both_may_dial_at_once() -> None:
 
 
 async def test_subscribers_hear_of_who_is_there_who_comes_and_who_goes() -> None:
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         async with host_at_loopback() as alice, host_at_loopback() as bob, host_at_loopback() as carol:
             await alice.connect(bob.author, bob.addresses)
             with alice.connection_events() as first, alice.connection_events() as second:
@@ -333,7 +334,7 @@ async def test_a_killed_peer_breaks_its_streams() -> None:
     process = await trio.lowlevel.open_process([sys.executable, "-c", script], stdout=subprocess.PIPE)
     assert process.stdout is not None
     try:
-        with trio.fail_after(30):
+        with trio.fail_after(PATIENCE):
             line = b""
             while not line.endswith(b"\n"):
                 line += await process.stdout.receive_some()
@@ -358,7 +359,7 @@ async def test_a_killed_peer_breaks_its_streams() -> None:
 
 
 async def test_who_is_offline_has_no_connection_and_makes_none_until_he_is_online() -> None:
-    with trio.fail_after(60):
+    with trio.fail_after(PATIENCE):
         async with host_at_loopback() as alice, host_at_loopback() as bob, host_at_loopback() as carol:
             await alice.connect(bob.author, bob.addresses)
             await bob.go_offline()
@@ -388,7 +389,7 @@ async def test_addresses_are_real_ones() -> None:
 
 
 async def test_ipv6_works_like_ipv4() -> None:
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         try:
             async with open_host(new_key(), ["/ip6/::1/tcp/0"]) as bob, host_at_loopback() as alice:
                 await alice.connect(bob.author, bob.addresses)
@@ -422,7 +423,7 @@ async def test_an_error_in_the_block_comes_out_as_it_is() -> None:
 
 
 async def test_leaving_closes_the_listener_and_every_connection() -> None:
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         async with host_at_loopback() as alice:
             async with host_at_loopback() as bob:
                 bob.set_handler("/hold/1", hold)

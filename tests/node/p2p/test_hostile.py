@@ -18,13 +18,14 @@ from farandole.node.p2p.host import Host
 from farandole.node.p2p.mends.connection import MAX_NEGOTIATIONS_PER_CONNECTION, MendedConn
 from farandole.testnet.bench.hostile_attacks import ATTACKS, AUTHENTICATED, RAW, Target, TargetError, attack
 
+from ...patience import PATIENCE
 from ..hosts import ECHO, echo, host_at_loopback
 
 
 async def assert_answers(host: Host) -> None:
     async with host_at_loopback() as newcomer:
         newcomer.add_addresses(host.author, host.addresses)
-        stream = await newcomer.open_stream(host.author, ECHO)
+        stream = await newcomer.open_stream(host.author, ECHO, PATIENCE)
         await stream.send_all(b"are you there?")
         assert await stream.receive_some() == b"are you there?"
 
@@ -52,7 +53,7 @@ def num_descriptors() -> int:
 
 @pytest.mark.parametrize("name", ATTACKS)
 async def test_newcomers_get_in_beside_strangers_who_leave_nothing_behind(name: str) -> None:
-    with trio.fail_after(60):
+    with trio.fail_after(PATIENCE):
         async with host_at_loopback() as bob:
             bob.set_handler(ECHO, echo)
             await assert_answers(bob)
@@ -71,7 +72,7 @@ async def test_newcomers_get_in_beside_strangers_who_leave_nothing_behind(name: 
 
 @pytest.mark.parametrize(("sources", "most"), [(1, MAX_HANDSHAKES_PER_ADDRESS), (100, MAX_HANDSHAKES)])
 async def test_unfinished_handshakes_are_bounded_by_address_and_in_all(sources: int, most: int) -> None:
-    with trio.fail_after(60):
+    with trio.fail_after(PATIENCE):
         async with host_at_loopback() as bob:
             bob.set_handler(ECHO, echo)
             async with attacked(bob, ["silence", "half a handshake", "a byte at a time"], 300, sources):
@@ -81,7 +82,7 @@ async def test_unfinished_handshakes_are_bounded_by_address_and_in_all(sources: 
 
 
 async def test_connections_in_all_are_bounded_and_who_is_needed_stays() -> None:
-    with trio.fail_after(60):
+    with trio.fail_after(PATIENCE):
         async with host_at_loopback() as bob, host_at_loopback() as friend:
             bob.set_handler(ECHO, echo)
             bob._swarm.max_connections = 10
@@ -96,7 +97,7 @@ async def test_connections_in_all_are_bounded_and_who_is_needed_stays() -> None:
 
 async def test_a_connection_negotiates_few_streams_at_once() -> None:
     async with host_at_loopback() as bob, attacked(bob, ["thousands of streams"], 1):
-        with trio.fail_after(30):
+        with trio.fail_after(PATIENCE):
             while not (conns := bob._swarm.get_connections()):
                 await trio.lowlevel.checkpoint()
             (conn,) = conns
@@ -107,7 +108,7 @@ async def test_a_connection_negotiates_few_streams_at_once() -> None:
 
 
 async def test_garbage_of_all_kinds_writes_nothing_at_the_usual_level(caplog: pytest.LogCaptureFixture) -> None:
-    with trio.fail_after(60), caplog.at_level("INFO"):
+    with trio.fail_after(PATIENCE), caplog.at_level("INFO"):
         async with host_at_loopback() as bob:
             bob.set_handler(ECHO, echo)
             async with attacked(bob, list(ATTACKS), 64, sources=20):
@@ -117,7 +118,7 @@ async def test_garbage_of_all_kinds_writes_nothing_at_the_usual_level(caplog: py
 
 
 async def test_descriptors_stay_as_they_were_whoever_comes_and_goes() -> None:
-    with trio.fail_after(60):
+    with trio.fail_after(PATIENCE):
         async with host_at_loopback() as bob:
             before = num_descriptors()
             async with attacked(bob, [*RAW, *AUTHENTICATED], 64):

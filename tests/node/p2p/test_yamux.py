@@ -11,13 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from libp2p.peer.id import ID
 from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamClosed, MuxedStreamEOF, MuxedStreamReset
-from trio.testing import memory_stream_pair, wait_all_tasks_blocked
+from trio.testing import MockClock, memory_stream_pair, wait_all_tasks_blocked
 
 from farandole.node.p2p import yamux
 from farandole.node.p2p.yamux import MAX_INBOUND_STREAMS, MAX_WAITING_STREAMS, USELESS_BURST, Commons, YamuxConn
 from farandole.node.p2p.yamux_frames import MAX_MESSAGE_BYTES, PIECE_BYTES, YamuxError
 from farandole.node.p2p.yamux_stream import INITIAL_WINDOW, MAX_WINDOW, YamuxStream
 from farandole.node.shaping import METER_SECONDS, Shaper, Shaping
+
+from ...patience import PATIENCE
 
 DATA, WINDOW_UPDATE, PING, GO_AWAY = range(4)
 SYN, ACK, FIN, RST = 1, 2, 4, 8
@@ -50,7 +52,7 @@ async def open_conn(
     """A connection that was dialled from elsewhere, and the dialler's bare end of it."""
     near, far = memory_stream_pair()
     conn = YamuxConn(cast("Any", Pipe(near, is_initiator=False)), PEER, shaping, commons)
-    with trio.fail_after(5):
+    with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(conn.start)
             await conn.event_started.wait()
@@ -286,7 +288,7 @@ async def test_an_abandoned_stream_refuses_what_still_comes() -> None:
         assert not conn.event_closed.is_set()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(
         st.one_of(
@@ -373,7 +375,7 @@ async def test_what_a_lost_connection_leaves_unread_counts_no_more() -> None:
         encode(DATA, 0, 99, 1000, bytes(1000)),
     ],
 )
-async def test_who_makes_work_and_brings_nothing_is_cut_off(useless: bytes) -> None:
+async def test_who_makes_work_and_brings_nothing_is_cut_off(useless: bytes, mock_clock: MockClock) -> None:
     async with open_conn() as (conn, far):
         await accept(conn, far)
         num_sent = 0

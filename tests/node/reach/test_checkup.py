@@ -16,6 +16,7 @@ from farandole.node.reach.speed import MAX_AT_ONCE, SpeedService, measure
 from farandole.node.shaping import Shaping
 from farandole.protocol.checkup import SPEED_SECONDS
 
+from ...patience import PATIENCE
 from ..hosts import host_at_loopback
 
 NOON = 1_800_000_000.0
@@ -31,7 +32,7 @@ async def open_pair(shaping: Shaping | None = None) -> AsyncIterator[tuple[Host,
         CheckupService(witness, lambda: NOON)
         SpeedService(witness, shaping or Shaping())
         await asker.connect(witness.author, witness.addresses)
-        with trio.fail_after(60):
+        with trio.fail_after(PATIENCE):
             yield asker, witness
 
 

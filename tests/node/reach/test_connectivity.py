@@ -21,8 +21,10 @@ from farandole.node.reach.relays import NUM_RELAYS
 from farandole.node.shaping import Shaping
 from farandole.protocol.framing import frame
 from farandole.protocol.reachability import DIALBACK_PROTOCOL, Kind, Verdict
+from farandole.protocol.records import relay_key
 from farandole.protocol.relay import Limits
 
+from ...patience import PATIENCE
 from ..hosts import LOOPBACK
 from ..relayed import open_home, open_public, until
 
@@ -48,7 +50,7 @@ async def open_node(
 
 
 async def test_who_is_reached_by_peers_is_public_and_relays() -> None:
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         async with open_node() as (alice, knows_alice), open_node() as (bob, knows_bob):
             await alice.connect(bob.author, bob.addresses)
             await until(lambda: {knows_alice.reachability.kind, knows_bob.reachability.kind} == {Kind.PUBLIC})
@@ -60,7 +62,7 @@ async def test_who_is_reached_by_peers_is_public_and_relays() -> None:
 
 
 async def test_who_has_no_listener_keeps_two_relays_and_is_reached_through_them() -> None:
-    with trio.fail_after(30):
+    with trio.fail_after(PATIENCE):
         async with (
             open_node(verdict=PUBLIC) as (one, _),
             open_node(verdict=PUBLIC) as (two, _),
@@ -78,7 +80,7 @@ async def test_who_has_no_listener_keeps_two_relays_and_is_reached_through_them(
 
 
 async def test_relays_are_kept_while_witnesses_still_try() -> None:
-    with trio.fail_after(30):
+    with trio.fail_after(PATIENCE):
         async with open_node(verdict=PUBLIC) as (relay, _), open_node() as (home, connectivity):
 
             async def hesitate(stream: Stream) -> None:
@@ -91,7 +93,7 @@ async def test_relays_are_kept_while_witnesses_still_try() -> None:
 
 
 async def test_nothing_makes_holes_while_a_witness_dials() -> None:
-    with trio.fail_after(30):
+    with trio.fail_after(PATIENCE):
         async with open_public() as alice, open_public() as bob, trio.open_nursery() as nursery:
             begun, done = trio.Event(), trio.Event()
 
@@ -123,7 +125,7 @@ async def test_nothing_makes_holes_while_a_witness_dials() -> None:
 
 async def test_who_seems_public_by_a_hole_alone_keeps_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Host, "own_ips", property(lambda host: ["192.168.1.10"]))  # behind NAT
-    with trio.fail_after(30):
+    with trio.fail_after(PATIENCE):
         async with open_public() as alice, open_public() as bob:
             Dialback(bob)
             await alice.connect(bob.author, bob.addresses)
@@ -146,7 +148,7 @@ async def test_a_relay_that_dies_is_replaced_at_once_by_another() -> None:
                 task_status.started((relay, life))
                 await trio.sleep_forever()
 
-    with trio.fail_after(30):
+    with trio.fail_after(PATIENCE):
         async with (
             trio.open_nursery() as nursery,
             open_node(verdict=PUBLIC) as (two, _),
@@ -164,20 +166,21 @@ async def test_a_relay_that_dies_is_replaced_at_once_by_another() -> None:
 
 
 async def test_relays_that_nobody_is_connected_with_are_found_in_the_dht() -> None:
-    with trio.fail_after(60):
+    with trio.fail_after(PATIENCE):
         async with (
             open_public() as bootstrap,
             open_node(verdict=PUBLIC) as (relay, _),
             open_node([], HIDDEN) as (home, _),
         ):
             await relay.connect(bootstrap.author, bootstrap.addresses)
-            await trio.sleep(2)
+            while not await bootstrap.find_providers(relay_key(RUN), PATIENCE):
+                pass
             await home.connect(bootstrap.author, bootstrap.addresses)
             await until(lambda: any(relay.peer_id in address for address in home.addresses))
 
 
 async def test_who_becomes_public_gives_its_relays_up_and_relays_itself() -> None:
-    with trio.fail_after(30):
+    with trio.fail_after(PATIENCE):
         async with open_node(verdict=PUBLIC) as (relay, _), open_node(verdict=HIDDEN) as (home, connectivity):
             await home.connect(relay.author, relay.addresses)
             await until(lambda: len(connectivity.keeper.held) == 1)
@@ -187,7 +190,7 @@ async def test_who_becomes_public_gives_its_relays_up_and_relays_itself() -> Non
 
 
 async def test_a_witness_sees_the_port_that_listens() -> None:
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         async with open_public() as alice, open_public() as bob:
             Dialback(bob)
             await alice.connect(bob.author, bob.addresses)
@@ -199,7 +202,7 @@ async def test_a_witness_sees_the_port_that_listens() -> None:
 
 
 async def test_several_may_look_at_the_port_that_listens_at_once_and_again() -> None:
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         async with open_public() as alice, open_public() as bob:
             Dialback(bob)
             await alice.connect(bob.author, bob.addresses)
@@ -211,7 +214,7 @@ async def test_several_may_look_at_the_port_that_listens_at_once_and_again() -> 
 
 
 async def test_who_asks_too_often_is_not_dialled() -> None:
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         async with open_public() as alice, open_public() as bob:
             Dialback(bob)
             await alice.connect(bob.author, bob.addresses)
@@ -223,7 +226,7 @@ async def test_who_asks_too_often_is_not_dialled() -> None:
 
 async def test_one_address_does_not_keep_others_from_being_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dialback_module, "MAX_DIALLING_PER_ADDRESS", 1)
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         async with open_public() as alice, open_public() as bob, open_public() as witness, trio.open_nursery() as tasks:
             Dialback(witness)
             is_dialling, go_on = trio.Event(), trio.Event()
@@ -244,7 +247,7 @@ async def test_one_address_does_not_keep_others_from_being_dialled(monkeypatch: 
 
 @pytest.mark.parametrize("raw", [b"\xff\xff\xff\xff", frame(b"nonsense", 256), b""])
 async def test_hostile_witnesses_and_askers_are_refused(raw: bytes) -> None:
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         async with open_public() as alice, open_public() as mallory:
             asker = Dialback(alice)
             await alice.connect(mallory.author, mallory.addresses)

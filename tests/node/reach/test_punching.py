@@ -18,6 +18,7 @@ from farandole.node.shaping import Shaping
 from farandole.protocol.punching import DCUTR_PROTOCOL
 from farandole.protocol.reachability import Kind, Verdict
 
+from ...patience import PATIENCE
 from ..hosts import LOOPBACK
 from ..relayed import open_relay, reserve, until
 
@@ -35,7 +36,7 @@ async def open_puncher() -> AsyncIterator[tuple[Host, Connectivity]]:
 
 
 async def test_a_relayed_pair_becomes_direct_and_lets_the_relay_go() -> None:
-    with trio.fail_after(30):
+    with trio.fail_after(PATIENCE):
         async with open_relay() as relay, open_puncher() as (alice, _), open_puncher() as (bob, _):
             Dialback(relay.host)
 
@@ -63,7 +64,7 @@ async def test_a_relayed_pair_becomes_direct_and_lets_the_relay_go() -> None:
 
 @pytest.mark.parametrize("raw", [b"\xff\xff\xff\x7f", b"\x05hello", encode_sync(), encode_connect([]), b""])
 async def test_hostile_bytes_cost_their_stream_alone(raw: bytes) -> None:
-    with trio.fail_after(30):
+    with trio.fail_after(PATIENCE):
         async with open_relay() as relay, open_puncher() as (alice, _), open_puncher() as (mallory, _):
             mallory.remove_handler(DCUTR_PROTOCOL)
             await alice.connect(mallory.author, [await reserve(mallory, relay.host)])
@@ -77,7 +78,7 @@ async def test_hostile_bytes_cost_their_stream_alone(raw: bytes) -> None:
 
 
 async def test_who_dials_as_others_do_from_where_a_peer_is_expected_is_let_in() -> None:
-    with trio.fail_after(30):
+    with trio.fail_after(PATIENCE):
         async with open_puncher() as (alice, _), open_puncher() as (bob, _), open_puncher() as (carol, _):
             with bob.expecting(carol.author, ["127.0.0.1"]):
                 await alice.connect(bob.author, bob.addresses)
@@ -85,7 +86,7 @@ async def test_who_dials_as_others_do_from_where_a_peer_is_expected_is_let_in() 
 
 
 async def test_who_is_expected_may_leave_the_beginning_to_us() -> None:
-    with trio.fail_after(30):
+    with trio.fail_after(PATIENCE):
         async with open_puncher() as (alice, _), open_puncher() as (bob, _):
             with bob.expecting(alice.author, ["127.0.0.1"]):
                 await alice.meet(bob.author, bob.listening[0], is_initiator=False)
@@ -93,7 +94,7 @@ async def test_who_is_expected_may_leave_the_beginning_to_us() -> None:
 
 
 async def test_nobody_punches_over_a_direct_connection() -> None:
-    with trio.fail_after(30):
+    with trio.fail_after(PATIENCE):
         async with open_puncher() as (alice, _), open_puncher() as (bob, _):
             await alice.connect(bob.author, bob.addresses)
             with pytest.raises((trio.BrokenResourceError, PeerUnreachableError)):

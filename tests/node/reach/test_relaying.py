@@ -25,6 +25,7 @@ from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import public_bytes
 from farandole.protocol.relay import HOP_PROTOCOL, MAX_MESSAGE_BYTES, STOP_PROTOCOL, Limits, Status
 
+from ...patience import PATIENCE
 from ..relayed import open_home, open_public, open_relay, reserve, until
 
 ECHO = "/echo/1"
@@ -47,7 +48,7 @@ async def ask(host: Host, relay: Host, raw: bytes) -> Answer:
 
 
 async def test_two_homes_talk_through_a_relay_which_sees_ciphertext_only() -> None:
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         async with open_relay() as relay, open_home() as alice, open_home() as bob:
             bob.set_handler(ECHO, echo)
             address = await reserve(bob, relay.host)
@@ -75,7 +76,7 @@ async def test_two_homes_talk_through_a_relay_which_sees_ciphertext_only() -> No
 
 
 async def test_a_relayed_address_is_announced_and_dialled_by_whoever_hears_of_it() -> None:
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         async with open_relay() as relay, open_home() as alice, open_home() as bob:
             address = await reserve(bob, relay.host)
             bob.set_external_addresses([address.rpartition("/p2p/")[0]])
@@ -86,7 +87,7 @@ async def test_a_relayed_address_is_announced_and_dialled_by_whoever_hears_of_it
 
 
 async def test_direct_addresses_go_first() -> None:
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         async with (
             open_relay() as relay,
             open_home() as alice,
@@ -99,7 +100,7 @@ async def test_direct_addresses_go_first() -> None:
 
 
 async def test_streams_go_over_the_direct_connection_once_there_is_one() -> None:
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         async with (
             open_relay() as relay,
             open_home() as alice,
@@ -124,7 +125,7 @@ async def test_streams_go_over_the_direct_connection_once_there_is_one() -> None
 
 
 async def test_without_a_reservation_nobody_is_reached() -> None:
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         async with open_relay() as relay, open_home() as alice, open_home() as bob:
             await bob.connect(relay.host.author, relay.host.addresses)
             address = f"{relay.host.addresses[0]}/p2p-circuit/p2p/{bob.peer_id}"
@@ -136,7 +137,7 @@ async def test_without_a_reservation_nobody_is_reached() -> None:
 
 
 async def test_a_reservation_has_a_voucher_and_limits_and_ends_with_its_connection() -> None:
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         async with open_relay() as relay, open_home() as bob:
             await bob.connect(relay.host.author, relay.host.addresses)
             answer = await ask(bob, relay.host, encode_hop(ReserveRequest()))
@@ -153,7 +154,7 @@ async def test_a_reservation_has_a_voucher_and_limits_and_ends_with_its_connecti
 
 
 async def test_a_reservation_is_refused_beyond_the_limit_and_through_a_relay() -> None:
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         limits = Limits(max_reservations_per_address=1)
         async with open_relay(limits) as relay, open_relay() as second, open_home() as alice, open_home() as bob:
             address = await reserve(second.host, relay.host)
@@ -166,7 +167,7 @@ async def test_a_reservation_is_refused_beyond_the_limit_and_through_a_relay() -
 
 
 async def test_circuits_end_at_their_limits() -> None:
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         limits = Limits(circuit_bytes=1_000_000, max_circuits_per_peer=1)
         async with open_relay(limits) as relay, open_home() as alice, open_home() as bob, open_home() as carol:
             bob.set_handler(ECHO, echo)
@@ -185,7 +186,7 @@ async def test_circuits_end_at_their_limits() -> None:
 
 @pytest.mark.parametrize("limits", [Limits(circuit_seconds=1), Limits(idle_seconds=0.3)])
 async def test_circuits_end_with_their_time_or_when_idle(limits: Limits) -> None:
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         async with open_relay(limits) as relay, open_home() as alice, open_home() as bob:
             await alice.connect(bob.author, [await reserve(bob, relay.host)])
             await until(lambda: not alice.is_connected(bob.author) and not bob.is_connected(alice.author))
@@ -193,7 +194,7 @@ async def test_circuits_end_with_their_time_or_when_idle(limits: Limits) -> None
 
 
 async def test_a_circuit_near_its_limits_is_replaced_while_it_is_in_use() -> None:
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         limits = Limits(circuit_bytes=1_000_000)
         async with open_relay(limits) as relay, open_home() as alice, open_home() as bob:
             bob.set_handler(ECHO, echo)
@@ -229,7 +230,7 @@ async def test_a_circuit_near_its_limits_is_replaced_while_it_is_in_use() -> Non
 
 
 async def test_a_relay_that_dies_takes_its_circuits_and_reservations_along_and_nothing_else() -> None:
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         async with open_home() as alice, open_home() as bob:
             async with open_relay() as relay:
                 await alice.connect(bob.author, [await reserve(bob, relay.host)])
@@ -242,7 +243,7 @@ async def test_a_relay_that_dies_takes_its_circuits_and_reservations_along_and_n
 
 
 async def test_circuits_come_and_go_and_leave_nothing() -> None:
-    with trio.fail_after(60):
+    with trio.fail_after(PATIENCE):
         async with open_relay() as relay, open_home() as alice, open_home() as bob:
             address = await reserve(bob, relay.host)
             await alice.connect(bob.author, [address])
@@ -261,7 +262,7 @@ async def test_circuits_come_and_go_and_leave_nothing() -> None:
 
 
 async def test_a_target_that_is_frozen_costs_the_caller_its_dial_and_the_relay_no_place() -> None:
-    with trio.fail_after(30):
+    with trio.fail_after(PATIENCE):
         async with open_relay() as relay, open_home() as alice, open_home() as bob:
             address = await reserve(bob, relay.host)
 
@@ -278,7 +279,7 @@ async def test_a_target_that_is_frozen_costs_the_caller_its_dial_and_the_relay_n
     "raw", [b"\xff\xff\xff\x7f", b"\x00", b"\x05hello", b"\x7f", bytes(100), b"\x80" * 40, b"\x02\x08\x09"]
 )
 async def test_hostile_bytes_to_a_relay_cost_their_stream_alone(raw: bytes) -> None:
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         async with open_relay() as relay, open_home() as mallory, open_home() as bob, open_home() as alice:
             await mallory.connect(relay.host.author, relay.host.addresses)
             stream = await mallory.open_stream(relay.host.author, HOP_PROTOCOL)
@@ -292,7 +293,7 @@ async def test_hostile_bytes_to_a_relay_cost_their_stream_alone(raw: bytes) -> N
 
 async def test_hostile_answers_of_a_relay_are_its_fault() -> None:
     for raw in (b"\xff\xff\xff\x7f", b"\x05hello", encode_hop(ReserveRequest()), b"", encode_hop(Answer(Status.OK))):
-        with trio.fail_after(20):
+        with trio.fail_after(PATIENCE):
             async with open_public() as mallory, open_home() as bob:
 
                 async def answer(stream: Stream, raw: bytes = raw) -> None:
@@ -310,7 +311,7 @@ async def test_hostile_answers_of_a_relay_are_its_fault() -> None:
 
 
 async def test_nobody_is_passed_on_by_whom_was_not_asked_to() -> None:
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         async with open_public() as mallory, open_home() as bob:
             await bob.connect(mallory.author, mallory.addresses)
             with pytest.raises((trio.BrokenResourceError, PeerUnreachableError)):
@@ -321,7 +322,7 @@ async def test_nobody_is_passed_on_by_whom_was_not_asked_to() -> None:
 
 async def test_a_relay_cannot_pass_itself_off_as_another_peer() -> None:
     """The relay accepts the call and speaks for the peer itself; the handshake tells."""
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         async with (
             open_public() as mallory,
             open_home() as alice,
@@ -340,7 +341,7 @@ async def test_a_relay_cannot_pass_itself_off_as_another_peer() -> None:
 
 
 async def test_a_capped_relay_keeps_to_its_cap_and_still_lets_the_circuit_live() -> None:
-    with trio.fail_after(30):
+    with trio.fail_after(PATIENCE):
         shaping = Shaping.of_mbit(8, 8)
         async with open_relay(shaping=shaping) as relay, open_home() as alice, open_home() as bob:
             bob.set_handler(ECHO, echo)

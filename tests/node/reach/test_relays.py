@@ -13,6 +13,7 @@ from farandole.node.reach.reachability import Reachability
 from farandole.node.reach.relays import MAX_STRANGERS, RelayKeeper
 from farandole.protocol.identity import public_bytes
 
+from ...patience import PATIENCE
 from ..relayed import open_home, open_relay
 from .test_connectivity import HIDDEN
 
@@ -26,7 +27,7 @@ async def test_in_a_large_run_a_few_strangers_are_asked_at_a_time_and_the_likeli
     asked: list[bytes] = []
     asked_before: list[int] = []
     held: list[bytes] = []
-    with trio.fail_after(60):
+    with trio.fail_after(PATIENCE):
         async with open_relay() as relay, open_home() as home, trio.open_nursery() as nursery:
             home.add_addresses(relay.host.author, relay.host.addresses)
             for member in members:

@@ -18,6 +18,8 @@ from farandole.node.settings import NodeSettings
 from farandole.node.status.board import Board
 from farandole.protocol.manifest import manifest_from_dict, sign_manifest
 
+from ...patience import PATIENCE
+
 MANIFEST: dict[str, Any] = {
     "name": "idle",
     "model": {"num_layers": 1, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256},
@@ -30,7 +32,6 @@ SAYS = """\
 echo '# gpu pid type sm mem enc dec command'
 cat "$(dirname "$0")/users"
 """
-DEADLINE = 120.0
 
 
 async def test_a_node_has_no_trainer_while_another_computes_on_the_gpu(
@@ -72,7 +73,7 @@ async def test_a_node_has_no_trainer_while_another_computes_on_the_gpu(
     async with open_store(settings.store) as store, trio.open_nursery() as nursery:
         node = Node(settings, key, store, board)
         nursery.start_soon(node.run)
-        with trio.fail_after(DEADLINE):
+        with trio.fail_after(PATIENCE):
             await says(f"resting: the GPU is used by game (process {os.getppid()})")
             users.write_text("")
             await says("trainer ready")

@@ -18,6 +18,7 @@ from farandole.protocol.errors import LocalProtocolError, RemoteProtocolError
 from farandole.protocol.framing import frame
 from farandole.protocol.identity import public_bytes
 
+from ...patience import PATIENCE
 from ..hosts import LOOPBACK, host_at_loopback
 
 TALK = "/talk/1"
@@ -60,7 +61,7 @@ class Talk:
 
 @asynccontextmanager
 async def open_talk() -> AsyncIterator[Talk]:
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         async with (
             host_at_loopback() as alice,
             host_at_loopback() as bob,
@@ -86,7 +87,7 @@ async def test_frames_arrive_in_order_on_one_stream_and_say_from_whom() -> None:
 
 
 async def test_both_ends_may_talk_at_once() -> None:
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         async with (
             host_at_loopback() as alice,
             host_at_loopback() as bob,
@@ -104,7 +105,7 @@ async def test_both_ends_may_talk_at_once() -> None:
 
 
 async def test_an_unreachable_peer_is_reported_and_its_frames_are_counted() -> None:
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         async with host_at_loopback() as alice, open_messenger(alice) as messenger:
             nobody = public_bytes(Ed25519PrivateKey.generate())
             failed: list[tuple[bytes, str]] = []
@@ -156,7 +157,7 @@ async def test_a_receiver_that_objects_costs_that_stream_and_the_next_message_op
 
 
 async def test_a_peer_that_comes_back_is_reached_on_a_new_connection() -> None:
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         key = Ed25519PrivateKey.generate()
         async with host_at_loopback() as alice, open_messenger(alice) as from_alice:
             listen = LOOPBACK
@@ -174,7 +175,7 @@ async def test_a_peer_that_comes_back_is_reached_on_a_new_connection() -> None:
 
 async def test_a_peer_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messenger_module, "SEND_TIMEOUT", 0.2)
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         async with host_at_loopback() as alice, host_at_loopback() as bob, open_messenger(alice) as from_alice:
             is_reported = trio.Event()
 
@@ -190,7 +191,7 @@ async def test_a_peer_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyP
 
 
 async def test_an_idle_stream_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messenger_module, "IDLE_TIMEOUT", 0.05)
+    monkeypatch.setattr(messenger_module, "IDLE_TIMEOUT", 0.5)
     async with open_talk() as talk:
         talk.say(b"one")
         await talk.inbox.wait_for(1)
@@ -204,7 +205,7 @@ async def test_an_idle_stream_is_closed(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("seed", range(5))
 async def test_garbage_costs_the_stream_and_nothing_else(seed: int) -> None:
     rng = random.Random(seed)
-    with trio.fail_after(20):
+    with trio.fail_after(PATIENCE):
         async with host_at_loopback() as alice, host_at_loopback() as bob, open_messenger(bob) as at_bob:
             inbox = Inbox()
             at_bob.set_receiver(TALK, MAX_BYTES, inbox.receive)

@@ -15,8 +15,9 @@ import pytest
 
 from farandole.node.exits import Exit
 
+from ...patience import PATIENCE
+
 SYSTEMD = Path("/lib/systemd/systemd")
-DEADLINE = 120.0  # a hang, not a duration
 WORLD = """
 mount -t tmpfs tmpfs /run && mkdir -p /run/systemd/system && mkdir -p -m 700 /run/user/0 &&
 /lib/systemd/systemd --user --log-target=console &
@@ -43,7 +44,7 @@ class World:
             env=self._environment,
             capture_output=True,
             text=True,
-            timeout=DEADLINE,
+            timeout=PATIENCE,
             check=False,
         )
 
@@ -62,7 +63,7 @@ class World:
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         """systemd tells nobody here of its doings, so it is asked."""
-        deadline = time.monotonic() + DEADLINE
+        deadline = time.monotonic() + PATIENCE
         while not condition():
             assert time.monotonic() < deadline
             time.sleep(0.1)

@@ -32,10 +32,10 @@ from farandole.protocol.manifest import Manifest, PipelineConfig, manifest_from_
 from farandole.training.data import Bring
 from farandole.training.learner import build_learner
 
+from ...patience import PATIENCE
 from ..hosts import LOOPBACK
 from ..trainer_commands import prepare_for
 
-PATIENCE = 120.0
 STEPS = 20
 NUM_HELD_OUT = 2  # batches, which are microbatches here
 RUN_ID = b"r" * 32

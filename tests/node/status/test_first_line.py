@@ -6,7 +6,6 @@ import os
 import signal
 from pathlib import Path
 
-import msgspec
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
@@ -15,7 +14,6 @@ from farandole.node.checkpoints.folder import index_of, saved_round
 from farandole.node.control import NoNodeError, call
 from farandole.node.exits import Exit
 from farandole.node.status.headline import FAILURES_IN_A_ROW, USUAL_SECONDS, Headline, headline
-from farandole.node.status.status import NodeStatus
 from farandole.protocol.invite import Invite, encode_invite
 from farandole.protocol.manifest import SignedManifest
 
@@ -31,13 +29,9 @@ def run(tmp_path: Path) -> SignedManifest:
     return write_run(tmp_path, small_manifest(rounds=rounds))
 
 
-async def status_of(daemon: Daemon) -> NodeStatus:
-    return msgspec.convert(await daemon.ask("status"), NodeStatus)
-
-
 async def first_line(daemon: Daemon) -> Headline:
     """As `farandole status` prints it."""
-    status = await status_of(daemon)
+    status = await daemon.status()
     return headline(status, status.at)
 
 
@@ -57,8 +51,8 @@ async def test_a_node_is_alone_then_well_then_paused_and_then_its_trainer_dies(
         invite = alice.invite(run.run_id)
         async with joined(tmp_path / "bob", invite, *data) as bob:
             await bob.says("averaged with", alice.name)
-            well = await first_line(bob)
-            assert well.level == "well"
+            status = await bob.until(lambda status: headline(status, status.at).level == "well")
+            well = headline(status, status.at)
             assert well.text.startswith("training with 1 other, round ")
             assert f"ago with {alice.name}" in well.text
 
@@ -69,7 +63,7 @@ async def test_a_node_is_alone_then_well_then_paused_and_then_its_trainer_dies(
 
             await bob.ask("resume")
             await bob.says("averaged with", alice.name)
-            trainer = (await status_of(bob)).trainer_pid
+            trainer = (await bob.status()).trainer_pid
             assert trainer is not None
             os.kill(trainer, signal.SIGSEGV)
             await bob.says("killed by signal 11 (SIGSEGV)", "starting it again")
@@ -78,7 +72,7 @@ async def test_a_node_is_alone_then_well_then_paused_and_then_its_trainer_dies(
             assert dead.text == "the trainer died (once so far) and is started again: nothing to do yet"
             assert "SIGSEGV" in dead.remedy
 
-            told = await status_of(bob)
+            told = await bob.status()
             link = next(link for link in told.links if link.peer_id[-8:] == alice.name)
             assert link.path == "direct"
             assert link.round_trip_seconds is not None
@@ -93,7 +87,7 @@ async def test_a_node_without_a_bootstrap_peer_says_so(tmp_path: Path, run: Sign
     nobody = encode_invite(Invite(run.run_id, (f"/ip4/127.0.0.1/tcp/1/p2p/{ALICE}",)))
     async with joined(tmp_path / "bob", nobody, "--no-mdns") as bob:
         await bob.says("none answered")
-        status = await status_of(bob)
+        status = await bob.status()
         soon, later = headline(status, status.started_at + 1), headline(status, status.started_at + USUAL_SECONDS)
         assert soon.level == "busy"
         assert later.level == "trouble"

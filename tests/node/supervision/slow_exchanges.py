@@ -6,13 +6,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from itertools import combinations
 from pathlib import Path
 
-import msgspec
 import trio
 
-from farandole.node.status.status import NodeStatus
 from farandole.protocol.manifest import SignedManifest
 
-from ..daemons import DEADLINE, Daemon
+from ...patience import PATIENCE
+from ..daemons import POLL_INTERVAL, Daemon
 from ..small_runs import small_manifest, write_run, write_text
 
 ROUND_SECONDS = 2.0
@@ -21,7 +20,6 @@ EXCHANGE_SECONDS = 6.0
 SIZE_OF_MODEL = {"num_layers": 1, "width": 64, "num_heads": 2, "hidden": 96, "context": 16, "vocabulary": 256}
 UPLOAD_MBIT = "1"
 TRANSFER_SECONDS = 1.5
-POLL_INTERVAL = 0.05
 
 
 def make_run(folder: Path) -> tuple[SignedManifest, list[str]]:
@@ -32,31 +30,16 @@ def make_run(folder: Path) -> tuple[SignedManifest, list[str]]:
     return signed, ["--data", str(write_text(folder)), "--upload-mbit", UPLOAD_MBIT, "--slow", "20", "--no-mdns"]
 
 
-async def status_of(daemon: Daemon) -> NodeStatus:
-    """What `farandole status` shows."""
-    return msgspec.convert(await daemon.ask("status"), NodeStatus)
-
-
-async def until(daemon: Daemon, condition: Callable[[NodeStatus], bool]) -> NodeStatus:
-    """The first status of which that is true."""
-    with trio.fail_after(DEADLINE):
-        while True:
-            status = await status_of(daemon)
-            if condition(status):
-                return status
-            await trio.sleep(POLL_INTERVAL)
-
-
 async def next_round(daemon: Daemon) -> None:
     """Until it has finished the one that it is in."""
-    now = (await status_of(daemon)).round
-    await until(daemon, lambda status: status.round > now)
+    now = (await daemon.status()).round
+    await daemon.until(lambda status: status.round > now)
 
 
 async def next_average(daemon: Daemon) -> None:
     """Until it has used the contribution of one more partner."""
-    now = (await status_of(daemon)).exchanges_ok
-    await until(daemon, lambda status: status.exchanges_ok > now)
+    now = (await daemon.status()).exchanges_ok
+    await daemon.until(lambda status: status.exchanges_ok > now)
 
 
 async def for_each(daemons: Sequence[Daemon], do: Callable[[Daemon], Awaitable[object]]) -> None:
@@ -72,9 +55,9 @@ async def both_or_neither(daemons: Sequence[Daemon]) -> None:
     They exchange meanwhile, so one may count what the other is about to. Where one used a contribution and the other
     did not, they never agree again. All are in their first life, from which they count.
     """
-    with trio.fail_after(DEADLINE):
+    with trio.fail_after(PATIENCE):
         while True:
-            statuses = [await status_of(daemon) for daemon in daemons]
+            statuses = [await daemon.status() for daemon in daemons]
             if all(
                 one.partners.get(other.peer_id, 0) == other.partners.get(one.peer_id, 0)
                 for one, other in combinations(statuses, 2)

@@ -23,16 +23,16 @@ from .slow_exchanges import (
     make_run,
     next_average,
     next_round,
-    status_of,
-    until,
 )
 
 NEXT_ROUND_WITHIN, GONE_WITHIN = 30.0, 10.0
+# What a busy machine may take longer.
+SLACK = 60.0
 
 
 async def kill_in_the_middle(victim: Daemon, rng: random.Random) -> None:
     """The whole node, at a random point of its next exchange."""
-    status = await until(victim, lambda status: status.phase == "exchanging")
+    status = await victim.until(lambda status: status.phase == "exchanging")
     await trio.sleep(rng.uniform(0, TRANSFER_SECONDS))
     victim.process.kill()
     if status.trainer_pid is not None:
@@ -59,13 +59,13 @@ async def test_half_of_the_nodes_are_killed_in_the_middle_of_their_exchanges(
         await for_each(nodes, lambda node: node.says("trainer ready"))
         were_killed: set[Path] = set()
         for _ in range(num_times):
-            await for_each(nodes, lambda node: until(node, lambda status: status.run.members_live == num_nodes))
+            await for_each(nodes, lambda node: node.until(lambda status: status.run.members_live == num_nodes))
             await for_each(nodes, next_average)
             victims = rng.sample(nodes[num_nodes // 4 :], num_nodes // 2)  # the others count from the beginning
             were_killed |= {victim.home for victim in victims}
             survivors = [node for node in nodes if node not in victims]
             await for_each(victims, lambda victim: kill_in_the_middle(victim, rng))
-            await check(survivors)
+            await check(survivors, 0.0 if num_times > 1 else SLACK)
             await both_or_neither([node for node in nodes if node.home not in were_killed])
             if num_times > 1:
                 again = [await start(victim.home, invite) for victim in victims]
@@ -77,20 +77,20 @@ async def test_half_of_the_nodes_are_killed_in_the_middle_of_their_exchanges(
             assert not re.search("Traceback|out of turn", told)
 
 
-async def check(survivors: Sequence[Daemon]) -> None:
+async def check(survivors: Sequence[Daemon], slack: float) -> None:
     """That the others are known to be gone, and that these go on as if nothing had happened."""
     killed_at = trio.current_time()
 
     async def notice(node: Daemon) -> None:
-        with trio.fail_at(killed_at + GONE_WITHIN):
-            await until(node, lambda status: status.run.members_live == len(survivors))
-        with trio.fail_at(killed_at + NEXT_ROUND_WITHIN):
+        with trio.fail_at(killed_at + GONE_WITHIN + slack):
+            await node.until(lambda status: status.run.members_live == len(survivors))
+        with trio.fail_at(killed_at + NEXT_ROUND_WITHIN + slack):
             await next_round(node)
 
     await for_each(survivors, notice)
     gone_on_after = trio.current_time() - killed_at
     await for_each(survivors, next_average)
-    statuses = [await status_of(node) for node in survivors]
+    statuses = [await node.status() for node in survivors]
     assert not any(status.trainer_restarts for status in statuses)
     failed = sum(status.exchanges_failed for status in statuses)
     alone = sum(status.exchanges_alone for status in statuses)

@@ -18,10 +18,10 @@ from farandole.node.trainer import messages
 from farandole.node.trainer.trainer import Trainer, TrainerError, open_trainer
 from farandole.protocol.manifest import Manifest, manifest_from_dict, sign_manifest
 
+from ...patience import PATIENCE
 from ..daemons import joined
 from ..trainer_commands import prepare_for
 
-DEADLINE = 120  # a hang, not a duration
 BATCH = 64
 # An inner step of the whole batch takes 600 MB beside what the trainer has when it is ready, one of half of it 350 MB.
 ROOM = 450_000_000
@@ -55,7 +55,7 @@ def used(pid: int, what: str) -> int:
 async def train(trainer: Trainer) -> messages.Report:
     """One inner step."""
     await trainer.send(messages.Train(0, 1))
-    with trio.fail_after(DEADLINE):
+    with trio.fail_after(PATIENCE):
         while isinstance(report := await trainer.receive(), messages.Progress):
             pass
     return report

@@ -11,7 +11,8 @@ import trio
 from farandole.node.system import children, features, parent
 from farandole.node.system.children import Child, ask_where, start_child
 
-DEADLINE = 60  # a hang, not a duration
+from ...patience import PATIENCE
+
 ECHO = """
 import socket, sys
 from farandole.node.system.parent import PORT, SECRET_BYTES, connect_to_parent
@@ -43,7 +44,7 @@ async def start(folder: Path, code: str, *arguments: str) -> Child:
 
 
 async def test_it_connects_and_strangers_do_not(tmp_path: Path, is_inherited: bool) -> None:
-    with trio.fail_after(DEADLINE):
+    with trio.fail_after(PATIENCE):
         child = await start(tmp_path, ECHO, "echo ")
         async with child.stream as stream:
             await stream.send_all(b"hello")
@@ -56,14 +57,14 @@ async def test_it_connects_and_strangers_do_not(tmp_path: Path, is_inherited: bo
 
 async def test_one_that_ends_before_it_connects_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(children, "INHERITS_DESCRIPTORS", False)
-    with trio.fail_after(DEADLINE), pytest.raises(OSError, match="exit code 3"):
+    with trio.fail_after(PATIENCE), pytest.raises(OSError, match="exit code 3"):
         await start(tmp_path, "raise SystemExit(3)")
 
 
 async def test_one_that_shows_no_secret_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(children, "INHERITS_DESCRIPTORS", False)
     monkeypatch.setattr(children, "CONNECT_SECONDS", 1.0)
-    with trio.fail_after(DEADLINE), pytest.raises(OSError, match="did not connect"):
+    with trio.fail_after(PATIENCE), pytest.raises(OSError, match="did not connect"):
         await start(tmp_path, "import time; time.sleep(1000)")
 
 

@@ -14,7 +14,8 @@ from farandole.node.exits import Exit
 from farandole.node.system import endpoint, features
 from farandole.protocol.manifest import SignedManifest
 
-from ..daemons import DEADLINE, joined
+from ...patience import PATIENCE
+from ..daemons import joined
 from ..small_runs import small_manifest, write_run, write_text
 
 pytestmark = pytest.mark.skipif(not features.HAS_PROC, reason="taken away from Linux")
@@ -51,7 +52,7 @@ async def test_three_nodes_train_one_is_killed_and_comes_back_all_leave(
             async with joined(homes[2], invite, *data) as carol:
                 await carol.says("averaged with")
                 await carol.says("averaged with")
-                assert (await carol.ask("status"))["run"]["members_live"] == 3
+                await carol.until(lambda status: status.run.members_live == 3)
                 assert not (homes[2] / "control.sock").exists()
                 assert stat.S_IMODE((homes[2] / "control.port").stat().st_mode) == 0o600
                 before = set((homes[2] / "checkpoints" / "shared").iterdir())
@@ -68,7 +69,7 @@ async def test_three_nodes_train_one_is_killed_and_comes_back_all_leave(
                 await carol.says("averaged with")
                 for daemon in (carol, bob, alice):
                     await daemon.ask("leave")
-                    with trio.fail_after(DEADLINE):
+                    with trio.fail_after(PATIENCE):
                         assert await daemon.process.wait() == Exit.OK
     for home in homes:
         assert not (home / "control.port").exists()

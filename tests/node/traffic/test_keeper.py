@@ -19,6 +19,8 @@ from farandole.node.shaping import Shaping
 from farandole.node.traffic.budget import HEAD_START, WIRE_SHARE
 from farandole.node.traffic.keeper import MAX_AHEAD_SHARE, TrafficKeeper
 
+from ...patience import PATIENCE
+
 GB = 10**9
 LIMIT = 100 * GB
 
@@ -106,14 +108,14 @@ async def test_at_its_end_the_node_is_offline_until_the_month_is_over(tmp_path: 
         await story.keeper.look()
         assert story.keeper.is_spent
         assert "100 GB of traffic are used up until Tue 01 Dec" in story.rest.words
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE):
             await story.keeper.wait_offline()
     async with story.life():
         assert story.keeper.is_spent  # before anything has moved
         story.now = datetime(2026, 12, 1)
         await story.keeper.look()
         assert not story.rest.is_on
-        with trio.fail_after(5):
+        with trio.fail_after(PATIENCE):
             await story.keeper.wait_online()
 
 
@@ -149,7 +151,7 @@ async def test_a_kill_never_forgets_and_adds_little(tmp_path: Path) -> None:
         [sys.executable, "-c", _KILLED, str(tmp_path / "store.sqlite")], stdout=subprocess.PIPE
     )
     assert process.stdout is not None
-    with trio.fail_after(120):
+    with trio.fail_after(PATIENCE):
         used = int(await process.stdout.receive_some())
         process.send_signal(signal.SIGKILL)
         await process.wait()

@@ -21,6 +21,7 @@ from farandole.node.checkpoints.folder import CheckpointFolder, index_of, saved_
 from farandole.node.rest.probing import cpu_times
 from farandole.node.system.features import HAS_PROC
 from farandole.node.trainer import messages
+from farandole.node.trainer import trainer as trainer_module
 from farandole.node.trainer.conversion import training_configs
 from farandole.node.trainer.trainer import Trainer, TrainerError, open_trainer
 from farandole.protocol.blocks import Index, encode_signed_index, sign_index
@@ -30,10 +31,10 @@ from farandole.training.blocks import Content, content_of
 from farandole.training.data import Bring
 from farandole.training.learner import Learner, build_learner
 
+from ...patience import PATIENCE
 from ..small_runs import small_manifest
 from ..trainer_commands import prepare_for
 
-DEADLINE = 120  # a hang, not a duration: a loaded machine imports torch in a quarter of this
 ReportType = TypeVar("ReportType")
 
 
@@ -54,7 +55,7 @@ def prepare(tmp_path: Path, texts: Path, manifest: Manifest) -> Callable[..., me
 
 async def report_of(trainer: Trainer, kind: type[ReportType]) -> ReportType:
     """The next report of a kind, past those of progress and of encoding."""
-    with trio.fail_after(DEADLINE):
+    with trio.fail_after(PATIENCE):
         while True:
             report = await trainer.receive()
             if isinstance(report, kind):
@@ -332,7 +333,7 @@ def _twin(command: messages.Prepare, manifest: Manifest) -> Learner:
 
 
 async def test_a_killed_trainer_is_noticed_and_said(prepare: Callable[..., messages.Prepare]) -> None:
-    with trio.fail_after(DEADLINE), pytest.raises(TrainerError, match="killed by signal 9"):
+    with trio.fail_after(PATIENCE), pytest.raises(TrainerError, match="killed by signal 9"):
         async with open_trainer(prepare(), None) as trainer:
             await trainer.send(messages.Train(0, 0))
             await report_of(trainer, messages.Progress)
@@ -342,16 +343,17 @@ async def test_a_killed_trainer_is_noticed_and_said(prepare: Callable[..., messa
 
 
 async def test_where_a_trainer_crashed_or_hung_is_logged(
-    prepare: Callable[..., messages.Prepare], caplog: pytest.LogCaptureFixture
+    prepare: Callable[..., messages.Prepare], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with trio.fail_after(DEADLINE), pytest.raises(TrainerError, match=r"killed by signal 11 \(SIGSEGV\)"):
+    monkeypatch.setattr(trainer_module, "TRACEBACK_SECONDS", 5.0)
+    with trio.fail_after(PATIENCE), pytest.raises(TrainerError, match=r"killed by signal 11 \(SIGSEGV\)"):
         async with open_trainer(prepare(), None) as trainer:
             os.kill(trainer.pid, signal.SIGSEGV)
             await trainer.receive()
     assert "Segmentation fault" in caplog.text
     assert "trainer/main.py" in caplog.text
     caplog.clear()
-    with trio.fail_after(DEADLINE), pytest.raises(TrainerError, match="it hung"):
+    with trio.fail_after(PATIENCE), pytest.raises(TrainerError, match="it hung"):
         async with open_trainer(prepare(), None) as trainer:
             await trainer.send(messages.Train(0, 0))
             await report_of(trainer, messages.Progress)
@@ -391,7 +393,7 @@ async def test_a_peers_checkpoint_replaces_the_own_one_only_if_it_is_fit(
     unfit[-4:] = b"\xff\xff\xff\x7f"  # NaN
     for content in (bytes(unfit), b"rubbish"):
         fetched.write_bytes(content)
-        with trio.fail_after(DEADLINE), pytest.raises(TrainerError, match="a peer's weights are unfit") as caught:
+        with trio.fail_after(PATIENCE), pytest.raises(TrainerError, match="a peer's weights are unfit") as caught:
             async with open_trainer(prepare(fetched=str(fetched)), None):
                 pass
         assert caught.value.cause == "weights"  # another peer's may do
@@ -411,7 +413,7 @@ async def test_unfit_weights_to_start_from_are_told_of_and_not_tried_again_and_a
     raw = msgspec.msgpack.encode(msgspec.structs.replace(manifest, start=StartConfig("ab" * 32, "cd" * 32)))
     path = tmp_path / "start.safetensors"
     path.write_bytes(b"rubbish")
-    with trio.fail_after(DEADLINE), pytest.raises(TrainerError, match="that this run starts from are unfit") as caught:
+    with trio.fail_after(PATIENCE), pytest.raises(TrainerError, match="that this run starts from are unfit") as caught:
         async with open_trainer(prepare(manifest=raw, start=str(path)), None):
             pass
     assert caught.value.cause == "setup"  # the node leaves, with these words
@@ -460,7 +462,7 @@ async def test_a_damaged_checkpoint_is_passed_over_and_replaced(prepare: Callabl
     assert not index_of(folder.file(2)).exists(), "it was the damaged one's"
     for path in folder.files():
         path.write_bytes(b"rubbish")
-    with trio.fail_after(DEADLINE), pytest.raises(TrainerError, match="can be loaded") as caught:
+    with trio.fail_after(PATIENCE), pytest.raises(TrainerError, match="can be loaded") as caught:
         async with open_trainer(prepare(), None):
             pass
     assert caught.value.cause == "setup"
@@ -502,7 +504,7 @@ async def test_a_run_that_holds_out_no_text_is_not_validated_and_goes_on(
 
 async def test_what_cannot_be_set_up_is_said_in_words(prepare: Callable[..., messages.Prepare], tmp_path: Path) -> None:
     for changes, words in (({"device": "cuda:7"}, "cuda"), ({"data": [str(tmp_path / "nowhere")]}, "nowhere")):
-        with trio.fail_after(DEADLINE), pytest.raises(TrainerError, match=words) as caught:
+        with trio.fail_after(PATIENCE), pytest.raises(TrainerError, match=words) as caught:
             async with open_trainer(prepare(**changes), None):
                 pass
         assert caught.value.cause == "setup"
@@ -512,7 +514,7 @@ async def test_a_frozen_trainer_does_not_outlive_its_node(
     prepare: Callable[..., messages.Prepare], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("farandole.node.trainer.trainer.STOP_TIMEOUT", 0.2)
-    with trio.fail_after(DEADLINE):
+    with trio.fail_after(PATIENCE):
         async with open_trainer(prepare(), None) as trainer:
             os.kill(trainer.pid, signal.SIGSTOP)
     with pytest.raises(ProcessLookupError):

@@ -20,12 +20,12 @@ import trio
 
 from farandole.node.exits import Exit
 
+from ...patience import PATIENCE
 from ..daemons import joined
 from ..small_runs import small_manifest, write_run, write_text
 from .feeds import FULL
 
 # A hang, not a duration.
-DEADLINE = 120.0
 # Has the terminal at its standard output be /dev/tty, and becomes the command.
 TAKE_TERMINAL = (
     "import fcntl, os, sys, termios; fcntl.ioctl(1, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
@@ -43,7 +43,7 @@ class Terminal:
 
     def shows(self, word: str) -> None:
         """Wait until it has drawn this. What came before is forgotten."""
-        deadline = time.monotonic() + DEADLINE
+        deadline = time.monotonic() + PATIENCE
         while word.encode() not in self._drawn:
             assert time.monotonic() < deadline, f"no {word!r} in {self._drawn.decode(errors='replace')}"
             if select.select([self._near], [], [], 1.0)[0]:
@@ -55,7 +55,9 @@ class Terminal:
         os.write(self._near, key.encode())
         drain = threading.Thread(target=self._drain, daemon=True)
         drain.start()
-        return self.process.wait(DEADLINE)
+        code = self.process.wait(PATIENCE)
+        drain.join()
+        return code
 
     def _drain(self) -> None:
         while self.process.poll() is None:
@@ -127,4 +129,4 @@ def test_where_there_is_no_terminal_it_is_lines(tmp_path: Path) -> None:
         assert process.stdout is not None
         assert process.stdout.readline().startswith(b"well: training with 2 others, round 7")
         process.send_signal(signal.SIGINT)
-        assert process.wait(DEADLINE) == Exit.OK
+        assert process.wait(PATIENCE) == Exit.OK

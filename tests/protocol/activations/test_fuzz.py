@@ -106,7 +106,7 @@ def test_the_conversation_that_is_mutated_is_a_good_one(who: bool) -> None:
     assert sum(isinstance(event, DataReceived) for event in events) == (3 if who is UPSTREAM else 2)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.sampled_from([UPSTREAM, DOWNSTREAM]),
     st.lists(st.tuples(st.integers(0, 500), st.integers(0, 255)), max_size=4),
@@ -137,7 +137,7 @@ _MESSAGES: st.SearchStrategy[Control] = st.one_of(
 _FRAMES = st.one_of(_MESSAGES.map(lie), st.integers(0, FUZZ_SIZE + 1).map(lying_data))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.sampled_from([UPSTREAM, DOWNSTREAM]),
     st.lists(
@@ -167,14 +167,14 @@ def test_mutated_conversations_keep_only_what_has_come(
     assert set(kept) <= {event.index for event in events if isinstance(event, DataReceived)}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.sampled_from([UPSTREAM, DOWNSTREAM]), st.lists(_FRAMES, max_size=30), st.integers(1, 500))
 def test_arbitrary_conversations_raise_remote_protocol_errors_alone(who: bool, frames: list[bytes], piece: int) -> None:
     greeting = lie(HELLO if who is UPSTREAM else Welcome(3))
     expose(Side(not who, FUZZ_SIZE), greeting + b"".join(frames), piece)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=300), st.booleans())
 def test_arbitrary_bytes_raise_remote_protocol_errors_alone(data: bytes, is_framed: bool) -> None:
     stream = frame(b"\0" + data, MAX_CONTROL_BYTES) if is_framed else data

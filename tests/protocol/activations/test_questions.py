@@ -31,7 +31,7 @@ def test_questions_and_answers_survive_the_wire(is_kept: bool | None) -> None:
                 decode_question(wrong)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=MAX_QUESTION_BYTES), st.sampled_from([b"", b"\x92\x01", b"\x93\x02", b"\x92\x01\xc4\x10"]))
 def test_arbitrary_bytes_are_no_question(data: bytes, head: bytes) -> None:
     with contextlib.suppress(RemoteProtocolError):

@@ -227,4 +227,4 @@ class TwoNodes(RuleBasedStateMachine):
 
 
 TestTwoNodes = TwoNodes.TestCase
-TestTwoNodes.settings = settings(max_examples=100, stateful_step_count=200, deadline=None)
+TestTwoNodes.settings = settings(max_examples=100, stateful_step_count=200)

@@ -94,7 +94,7 @@ BREAKING_ONCE_MORE = [
 ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, BULK_FROM)), max_size=25))
 @example(BREAKING_ONCE_MORE)
 def test_however_ways_break_both_agree_and_nothing_counts_but_the_whole(moves: list[tuple[str, int]]) -> None:

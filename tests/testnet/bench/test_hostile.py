@@ -13,7 +13,7 @@ from farandole.testnet.bench.hostile_attacks import ATTACKS
 
 def test_newcomers_are_answered_and_nothing_is_left_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hostile, "WARM_UP_CYCLES", 20)
-    flood = Flood("garbage", list(ATTACKS), 50, 50.0, 10, 1.0)
+    flood = Flood("garbage", list(ATTACKS), 50, 10.0, 10, 1.0)
     garbage, cycles = measure([flood], 40, tmp_path / "log", lambda text: None)
     assert (garbage.number, cycles.number) == (50, 40)
     assert garbage.dials

@@ -39,6 +39,8 @@ def main() -> None:
         router = ("192.168.1.1", 5351)
         answer = ask(sock, struct.pack(">BB", 0, 0), router)
         external = socket.inet_ntoa(answer[8:12])
+    with socket.socket(type=socket.SOCK_DGRAM) as sock:  # another: a second answer to the first question may come
+        sock.settimeout(0.5)
         answer = ask(sock, struct.pack(">BBHHHI", 0, 2, 0, port, port, 3600), router)
         _, _, result, _, _, mapped, _ = struct.unpack(">BBHIHHI", answer)
         assert result == 0, f"result {result}"

@@ -8,10 +8,10 @@ from farandole.testnet.natlab.home import Home
 from farandole.testnet.natlab.lab import Lab
 
 from ...node.relayed import until
+from ...patience import PATIENCE
 from .mesh_node import PORT
 from .test_mesh import Node, open_nodes
 
-PATIENCE = 120
 LEASE_SECONDS = 4
 
 
@@ -31,6 +31,7 @@ async def test_who_has_asked_its_router_is_public_and_stays_so(full_lab: Lab) ->
             await mapped.dial(two)
             await until(lambda: is_public_at(mapped, home))
             await trio.sleep(1.5 * LEASE_SECONDS)  # the first lease is over
+            await until(lambda: is_public_at(mapped, home))
             await far.dial(mapped)
             await until(lambda: far.path(mapped) == mapped.path(far) == "direct")
             home.change_address()  # its router begins anew

@@ -20,9 +20,9 @@ from farandole.testnet.natlab.home import Home
 from farandole.testnet.natlab.lab import Lab
 
 from ...node.relayed import until
+from ...patience import PATIENCE
 
 NODE = Path(__file__).with_name("mesh_node.py")
-PATIENCE = 60
 
 
 @dataclass
@@ -96,7 +96,7 @@ def has_let_go(node: Node, relay: Node) -> Callable[[], bool]:
 
 async def test_who_can_punch_becomes_direct_and_who_cannot_stays_relayed(lab: Lab) -> None:
     kinds = ("open", "open", "port-restricted", "carrier", "symmetric", "symmetric")
-    with trio.fail_after(2 * PATIENCE):
+    with trio.fail_after(PATIENCE):
         async with open_nodes([lab.add_home(kind) for kind in kinds], lab.leash) as nodes:
             one, two, near, far, hard, harder = nodes
             for node in (two, near, far, hard, harder):
@@ -105,10 +105,9 @@ async def test_who_can_punch_becomes_direct_and_who_cannot_stays_relayed(lab: La
                 await node.dial(two)
             for node in (near, far, hard, harder):
                 await until(has_relays(node))
-            await until(lambda: all(node.told["kind"] != "unknown" for node in nodes))  # relays come before the verdict
-            assert {node.told["kind"] for node in (one, two)} == {"public"}
-            assert {node.told["kind"] for node in (near, far)} == {"punchable"}
-            assert {node.told["kind"] for node in (hard, harder)} == {"relay only"}
+            verdicts = ["public"] * 2 + ["punchable"] * 2 + ["relay only"] * 2
+            # With one witness they may be others.
+            await until(lambda: [node.told["kind"] for node in nodes] == verdicts)
             await near.dial(far)
             await until(lambda: near.path(far) == far.path(near) == "punched")
             await hard.dial(harder)
@@ -117,7 +116,7 @@ async def test_who_can_punch_becomes_direct_and_who_cannot_stays_relayed(lab: La
 
 async def test_relays_that_die_or_freeze_are_replaced_and_peers_found_again(lab: Lab) -> None:
     kinds = ("open", "open", "open", "open", "symmetric", "symmetric")
-    with trio.fail_after(3 * PATIENCE):
+    with trio.fail_after(PATIENCE):
         async with open_nodes([lab.add_home(kind) for kind in kinds], lab.leash) as nodes:
             *relays, hard, harder = nodes
             for relay in relays[1:]:
@@ -141,7 +140,7 @@ async def test_relays_that_die_or_freeze_are_replaced_and_peers_found_again(lab:
 
 async def test_a_home_with_a_new_address_is_reached_again(lab: Lab) -> None:
     homes = [lab.add_home(kind) for kind in ("open", "open", "port-restricted", "symmetric")]
-    with trio.fail_after(3 * PATIENCE):
+    with trio.fail_after(PATIENCE):
         async with open_nodes(homes, lab.leash) as nodes:
             one, two, moving, other = nodes
             for node in (two, moving, other):

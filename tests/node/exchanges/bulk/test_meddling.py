@@ -19,9 +19,9 @@ from farandole.protocol.bulk import Secrets
 from farandole.protocol.incoming import Incoming
 from farandole.protocol.record_layer import HEADER_BYTES, RECORD_BYTES, Sealer
 
+from ....patience import PATIENCE
 from ...parties import ALICE, BOB
 from ...sockets import tcp_pair
-from .parties import PATIENCE
 
 
 class Meddler:
