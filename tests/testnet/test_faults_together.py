@@ -47,7 +47,7 @@ async def test_whatever_befalls_six_nodes_they_train_on_and_agree(tmp_path: Path
     chaos = scenario(
         "chaos",
         nodes=6,
-        rounds=28,
+        rounds=24,
         min_partners=1,
         checkpoint_seconds=3.0,
         chaos={"seconds": 45.0, "faults": 12},
@@ -82,11 +82,11 @@ async def test_wrong_clocks_hurt_their_owners_alone_and_all_agree_once_they_are_
     """Three of seven: an hour fast and 1 % too fast, an hour slow, a month slow."""
     wrong = [(4, HOUR, 0.01), (5, -HOUR, 0.0), (6, -MONTH, 0.0)]
     faults = [
-        {"kind": "set_clock", "nodes": [node], "after_start": 3.0, "duration": 24.0, "offset": offset, "drift": drift}
+        {"kind": "set_clock", "nodes": [node], "after_start": 3.0, "duration": 20.0, "offset": offset, "drift": drift}
         for node, offset, drift in wrong
     ]
     view = ClockView(len(wrong))
-    testnet = Testnet(scenario("clocks", nodes=7, rounds=26, min_partners=2, fault=faults), tmp_path / "out", view)
+    testnet = Testnet(scenario("clocks", nodes=7, rounds=22, min_partners=2, fault=faults), tmp_path / "out", view)
     right = [tmp_path / "out" / "nodes" / f"{index:02d}" for index in range(4)]
     async with trio.open_nursery() as nursery:
 

@@ -132,8 +132,8 @@ async def play(num_kills: int, tmp_path: Path, texts: Path) -> None:
     assert len(names) == 1
 
 
-async def test_six_kills(tmp_path: Path, texts: Path) -> None:
-    await play(6, tmp_path, texts)
+async def test_four_kills(tmp_path: Path, texts: Path) -> None:
+    await play(4, tmp_path, texts)
 
 
 @pytest.mark.soak
