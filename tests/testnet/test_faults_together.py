@@ -56,7 +56,10 @@ async def test_whatever_befalls_six_nodes_they_train_on_and_agree(tmp_path: Path
     report = await Testnet(chaos, tmp_path / "out", SilentView()).play()
     assert report.reasons == [], "\n".join(report.events)
     assert sorted(fault.kind for fault in report.faults) == sorted([*DURATIONS, *DURATIONS])
-    assert all(seconds is not None for fault in report.faults for seconds in fault.standstill.values())
+    assert all(node.rounds == chaos.rounds for node in report.nodes)
+    # On a busy machine the last faults may come when some have done all their rounds.
+    stood_still = [seconds is not None for fault in report.faults for seconds in fault.standstill.values()]
+    assert sum(stood_still) > len(stood_still) / 2
 
 
 class ClockView(SilentView):
