@@ -34,5 +34,5 @@ def leave(home: Home) -> None:
                 typer.echo("left")
                 return
         except IdentityInUseError:
-            time.sleep(0.2)
+            time.sleep(0.2)  # the daemon cannot say that it is gone, and a lock that is waited for has no deadline
     raise FarandoleError(f"the node still runs after {LEAVE_TIMEOUT:g} s; its log is {home / 'log'}")

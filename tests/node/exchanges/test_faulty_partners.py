@@ -389,7 +389,7 @@ async def test_a_partner_whose_process_is_stopped_in_the_middle(fault: signal.Si
                 while not any(honest.incoming[:1]):  # noqa: ASYNC110 - until something has come, which tells no event
                     await trio.sleep(0.001)
                 process.send_signal(fault)
-                while not honest.results:  # noqa: ASYNC110
+                while not honest.results:  # noqa: ASYNC110 - a list, which tells no event
                     await trio.sleep(0.01)
             finally:
                 process.kill()
