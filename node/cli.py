@@ -1,4 +1,4 @@
-"""The command line. Thin: each command reads its options, calls one thing, and prints (`farandole.node.commands`).
+"""The command line. Thin: each command reads its options, calls one thing, and prints (`farandole.node.app.commands`).
 
 Starting is fast because nothing heavy is imported before a command needs it: neither torch nor libp2p for help,
 ``id``, ``run ...``, ``status``, ``peers`` and ``leave``.
@@ -14,20 +14,20 @@ import typer
 
 from farandole.protocol.errors import FarandoleError
 
-from .commands.checkpoints import checkpoint_app
-from .commands.configuring import config_app
-from .commands.daemons import join, relay
-from .commands.doctor import doctor
-from .commands.identity import show_id
-from .commands.leaving import leave
-from .commands.looking import dashboard, peers, status
-from .commands.metrics import show_metrics
-from .commands.reference import print_reference
-from .commands.resting import pause, resume
-from .commands.runs import run_app
-from .commands.service import service_app
-from .exits import Exit
-from .system.terminal import show_all_characters
+from .app.commands.checkpoints import checkpoint_app
+from .app.commands.config import config_app
+from .app.commands.daemons import join, relay
+from .app.commands.doctor import doctor
+from .app.commands.identity import show_id
+from .app.commands.leave import leave
+from .app.commands.metrics import show_metrics
+from .app.commands.pause import pause, resume
+from .app.commands.reference import print_reference
+from .app.commands.runs import run_app
+from .app.commands.service import service_app
+from .app.commands.status import dashboard, peers, status
+from .base.exits import Exit
+from .base.system.terminal import show_all_characters
 
 app = typer.Typer(
     name="farandole",
@@ -85,7 +85,7 @@ def run_app_and_exit(application: typer.Typer, arguments: Sequence[str] | None =
 
 def exit_code_of(error: FarandoleError) -> Exit:
     """The code that stands for an error which ended a command."""
-    from .control import ControlError, NoNodeError
+    from .base.control import ControlError, NoNodeError
 
     match error:
         case NoNodeError():

@@ -28,37 +28,37 @@ from farandole.protocol.identity import public_bytes
 from farandole.protocol.manifest import Manifest
 from farandole.protocol.relay import Limits
 
-from .checkpoints.room import DiskError
-from .consolidated.listing import offers_of
-from .control import ControlError, Handler, serve_control
-from .dashboard.server import open_dashboard
-from .exits import Exit
-from .identity import IdentityError, IdentityInUseError, load_or_create_key, locked
-from .joining.address_book import AddressBook
-from .joining.joining import Target, connect_to_run, find_target, obtain_manifest
-from .joining.mdns import open_mdns
-from .logs import is_for_machines
+from .base.bandwidth import Shaping
+from .base.control import ControlError, Handler, serve_control
+from .base.exits import Exit
+from .base.identity import IdentityError, IdentityInUseError, load_or_create_key, locked
+from .base.logs import is_for_machines
+from .base.nurseries import own_error
+from .base.quiet_hours import QuietHoursError, parse_quiet_hours
+from .base.settings import NodeSettings
+from .base.system.signals import STOP_SIGNALS
+from .inspect.listing import offers_of
+from .join.address_book import AddressBook
+from .join.bootstrap import Target, connect_to_run, find_target, obtain_manifest
+from .loop.pause.idle import IdleWatch
+from .loop.pause.idle_service import IdleKeeper
+from .loop.pause.pause import Rest
+from .loop.pause.pause_service import RestKeeper
+from .loop.traffic.traffic_service import TrafficKeeper
 from .member import RunMember
-from .nurseries import own_error
-from .p2p.host import Host, open_host
-from .reach.connectivity import open_connectivity
-from .rest.idle import IdleWatch
-from .rest.idle_keeper import IdleKeeper
-from .rest.keeper import RestKeeper
-from .rest.quiet_hours import QuietHoursError, parse_quiet_hours
-from .rest.rest import Rest
-from .run_state.messenger import open_messenger
-from .run_state.store import Store, open_store
-from .settings import NodeSettings
-from .shaping import Shaping
+from .mesh.host import Host, open_host
+from .mesh.mdns import open_mdns
+from .mesh.reach.connectivity import open_connectivity
+from .state.messenger import open_messenger
+from .state.store import Store, open_store
 from .status.board import Board
-from .status.chronicle import keep_chronicle
-from .status.console import Console
-from .status.reporting import MAX_MEMBERS_SHOWN, Reporter
 from .status.status import NodeStatus
-from .system.signals import STOP_SIGNALS
-from .traffic.keeper import TrafficKeeper
+from .store.disk_space import DiskError
 from .trainer.trainer import TrainerError
+from .ui.chronicle import keep_chronicle
+from .ui.console import Console
+from .ui.dashboard.server import open_dashboard
+from .ui.reporting import MAX_MEMBERS_SHOWN, Reporter
 
 MANIFEST_FACT: Final = "manifest"
 

@@ -20,43 +20,43 @@ from farandole.protocol.records import run_key, shard_key
 from farandole.protocol.state import RunState
 from farandole.protocol.writer import Writer
 
-from .backoff import pauses
-from .checkpoints.giving import BlockService
-from .checkpoints.holdings import Holding
-from .errors import JoinError
-from .exchanges.bulk import open_bulk
-from .exchanges.exchange import ExchangeService
-from .joining.address_book import AddressBook
-from .joining.joining import JOIN_TIMEOUT, Target, dial, find_members
-from .joining.manifests import ManifestService
-from .joining.starting import Start
-from .joining.weights import Weights
-from .leases.keeper import LeaseKeeper
-from .own_model import require_allowed_model
-from .p2p.host import Host
-from .reach.connectivity import Connectivity
-from .rest.rest import Rest
-from .rounds.round_session import RoundsConfig
-from .rounds.rounds import Rounds
-from .run_state.gossip import GossipService
-from .run_state.membership import Membership
-from .run_state.messenger import Messenger
-from .run_state.store import Store, StoreError
-from .settings import NodeSettings
-from .shaping import Shaping
-from .stages.keeper import StageKeeper
-from .stages.pipeline import PipelineService
+from .base.backoff import pauses
+from .base.bandwidth import Shaping
+from .base.errors import JoinError
+from .base.settings import NodeSettings
+from .bulk.exchange_service import ExchangeService
+from .bulk.negotiation import open_bulk
+from .join.address_book import AddressBook
+from .join.bootstrap import JOIN_TIMEOUT, Target, dial, find_members
+from .join.manifests import ManifestService
+from .join.start import Start
+from .join.weights import Weights
+from .loop.lease_service import LeaseKeeper
+from .loop.pause.pause import Rest
+from .loop.round_session import RoundsConfig
+from .loop.rounds import Rounds
+from .loop.stages.pipeline import PipelineService
+from .loop.stages.stage_service import StageKeeper
+from .loop.supervisor import Supervisor
+from .loop.traffic.traffic_service import TrafficKeeper
+from .mesh.host import Host
+from .mesh.reach.connectivity import Connectivity
+from .state.gossip import GossipService
+from .state.membership import Membership
+from .state.messenger import Messenger
+from .state.store import Store, StoreError
 from .status.board import Board
-from .status.reporting import Reporter
-from .supervision.supervisor import Supervisor
-from .traffic.keeper import TrafficKeeper
+from .store.holdings import Holding
+from .store.own_model import require_allowed_model
+from .store.serve import BlockService
 from .trainer import messages
 from .trainer.trainer import TrainerError
+from .ui.reporting import Reporter
 
 # Leaving: the trainer ends its round and saves, the farewell goes round.
 LEAVE_TIMEOUT: Final = 15.0
 # For the save of a large model, by a disk that writes so many bytes a second; in all no longer than service managers
-# wait (`farandole.node.service.service.STOP_SECONDS`) before they kill.
+# wait (`farandole.node.app.service.service.STOP_SECONDS`) before they kill.
 SLOW_DISK: Final = 100e6
 MAX_LEAVE_TIMEOUT: Final = 45.0
 FAREWELL_TIMEOUT: Final = 2.0

@@ -28,21 +28,21 @@ from farandole.protocol.reachability import Kind
 from farandole.protocol.records import relay_key
 from farandole.protocol.relay import Limits
 
-from .backoff import pauses
-from .control import serve_control
+from .base.backoff import pauses
+from .base.bandwidth import Shaping
+from .base.control import serve_control
+from .base.settings import NodeSettings
 from .daemon import Daemon, run_daemon
-from .joining.address_book import AddressBook
-from .joining.joining import FIRST_REDIAL_PAUSE, dial, find_members
-from .joining.mdns import open_mdns
-from .p2p.host import Host, open_host
-from .reach.connectivity import Connectivity, open_connectivity
-from .run_state.store import Store, StoreError
-from .settings import NodeSettings
-from .shaping import Shaping
+from .join.address_book import AddressBook
+from .join.bootstrap import FIRST_REDIAL_PAUSE, dial, find_members
+from .loop.traffic.traffic_service import TrafficKeeper
+from .mesh.host import Host, open_host
+from .mesh.mdns import open_mdns
+from .mesh.reach.connectivity import Connectivity, open_connectivity
+from .state.store import Store, StoreError
 from .status.board import Board
-from .status.chronicle import keep_chronicle
-from .status.reporting import Reporter
-from .traffic.keeper import TrafficKeeper
+from .ui.chronicle import keep_chronicle
+from .ui.reporting import Reporter
 
 # Each costs two announcements in the DHT an hour, and a lookup a minute.
 MAX_RUNS: Final = 16

@@ -35,7 +35,7 @@ RATE_WEIGHT = 0.3
 # What a donor owes is asked of another as well if that one is likely to have it in half the time.
 HELP_RATIO = 2.0
 # A donor that owes something and gives not a byte for so long is left. One whose owner has capped it, and that has an
-# exchange under way, rests for two seconds between two pieces (`farandole.node.checkpoints.giving`).
+# exchange under way, rests for two seconds between two pieces (`farandole.node.store.serve`).
 SILENCE = 15.0
 # The slowest rate at which a node gives, in bytes a second: 50 kbit/s, its share of the tightest cap.
 MIN_RATE = 6_250

@@ -1,6 +1,6 @@
 """How one node keeps its run state equal to everybody's: push, anti-entropy and heartbeats together, without I/O.
 
-The trio driver (`node/run_state/gossip.py`) and the simulator (`testnet/simulate_state.py`) both drive this one value.
+The trio driver (`node/state/gossip.py`) and the simulator (`testnet/simulate_state.py`) both drive this one value.
 It is told what arrives and what time it is, by both clocks: ``unix`` for the entries, ``now`` (monotonic) for all else.
 """
 

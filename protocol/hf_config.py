@@ -2,8 +2,8 @@
 
 Field names and defaults are those of transformers' ``config.json`` (5.23; `transformers.LlamaConfig`, `GPT2Config`),
 reduced to what decides the model's shape, its first weights and what it computes. Whatever a file says beside that is
-dealt with where it is read (`farandole.node.hf_file`). A manifest states every field, so that no default of anybody's
-version of transformers matters. Nothing here is code, or names any: the code is transformers' own.
+dealt with where it is read (`farandole.node.store.hf_file`). A manifest states every field, so that no default of
+anybody's version of transformers matters. Nothing here is code, or names any: the code is transformers' own.
 
 There is no dropout: a microbatch whose stage is lost is computed again by another node, and must come out the same.
 """

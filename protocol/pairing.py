@@ -71,6 +71,9 @@ from .pairing_messages import (
     encode_message,
 )
 
+# A replica that is more rounds behind the others takes a peer's weights instead of its own, which would pull its
+# partners back; and a newcomer gets weights that are at most this old.
+MAX_ROUNDS_BEHIND = 10
 # A node first proposes at a random time between these shares of its round. From a quarter on, whoever ended the last
 # round late is back; the last quarter is for those who meet refusals first.
 PROPOSE_FROM, PROPOSE_UNTIL = 0.25, 0.75

@@ -14,7 +14,7 @@ origin decides, when the gradient is back, and tells it along the route; a node 
 origin. Who has no answer by the deadline takes the gradient out again. What cannot hold (as with any commit): if the
 origin dies while it tells, some stages count one microbatch more.
 
-Sans-IO: `handle(event, now)`. The memory of a microbatch is a *slot* (`farandole.node.stages.pipeline`).
+Sans-IO: `handle(event, now)`. The memory of a microbatch is a *slot* (`farandole.node.loop.stages.pipeline`).
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ CIRCUIT_BYTES: Final = 16 * 2**30
 CIRCUIT_SECONDS: Final = 6 * 3_600
 # What both ends leave unused for so long is over: over one that they use, they ping every ten seconds.
 IDLE_SECONDS: Final = 60
-# Addresses of itself that a relay may tell, and one of them; `farandole.node.p2p.host` keeps no more of a peer either.
+# Addresses of itself that a relay may tell, and one of them; `farandole.node.mesh.host` keeps no more of a peer either.
 MAX_TOLD_ADDRESSES: Final = 16
 MAX_ADDRESS_BYTES: Final = 512
 

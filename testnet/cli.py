@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from farandole.node.app.commands.output import print_json
+from farandole.node.base.exits import Exit
 from farandole.node.cli import app, run_app_and_exit
-from farandole.node.commands.output import print_json
-from farandole.node.exits import Exit
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -131,7 +131,7 @@ def _draw(report: Report, folder: Path, console: Console) -> None:
 
 
 def _print_verdict(report: Report, folder: Path, console: Console) -> None:
-    from farandole.node.status.figures import count, duration, loss
+    from farandole.node.base.figures import count, duration, loss
 
     from .link_table import link_table
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from farandole.node.status.figures import count, duration
+from farandole.node.base.figures import count, duration
 
 from .report import FaultReport, Report
 

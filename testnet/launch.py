@@ -23,8 +23,8 @@ import msgspec
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.identity import load_or_create_key
-from farandole.node.joining.addresses import rank
+from farandole.node.base.identity import load_or_create_key
+from farandole.node.mesh.addresses import rank
 from farandole.protocol.errors import FarandoleError
 from farandole.protocol.identity import peer_id_of, public_bytes
 from farandole.protocol.invite import Invite, encode_invite

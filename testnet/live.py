@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from farandole.node.status.figures import count, duration, loss, sparkline
+from farandole.node.base.figures import count, duration, loss, sparkline
 
 from .process import NodeProcess
 from .scenario import Scenario

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from farandole.node.trainer.conversion import training_configs
+from farandole.node.base.conversion import training_configs
 from farandole.protocol.manifest import Manifest
 from farandole.training.checkpoint import Counters, save_checkpoint
 from farandole.training.errors import CheckpointError

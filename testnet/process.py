@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import trio
 
-from farandole.node.checkpoints.folder import CheckpointFolder
-from farandole.node.control import ControlError, NoNodeError, call
-from farandole.node.settings import NodeSettings
+from farandole.node.base.control import ControlError, NoNodeError, call
+from farandole.node.base.settings import NodeSettings
 from farandole.node.status.status import NodeStatus
+from farandole.node.store.folder import CheckpointFolder
 
 from .groups import OF_ITS_OWN, ask_to_end, freeze, kill_group, limit_files, thaw
 from .leash import Leash

@@ -12,9 +12,9 @@ from typing import Final, Literal
 
 import msgspec
 
-from farandole.node.status.figures import BYTES_PER_MBIT
+from farandole.node.base.conversion import training_configs
+from farandole.node.base.figures import BYTES_PER_MBIT
 from farandole.node.status.status import PipelineStatus, Resources
-from farandole.node.trainer.conversion import training_configs
 from farandole.training.presets import num_parameters
 
 from .faults import Outage

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from farandole.node.run_file import manifest_of, read_toml
-from farandole.node.settings import MIN_CAP_MBIT
+from farandole.node.base.settings import MIN_CAP_MBIT
+from farandole.node.store.run_file import manifest_of, read_toml
 from farandole.protocol.errors import ManifestError
 from farandole.protocol.manifest import Manifest
 

@@ -2,7 +2,7 @@
 
 What is real: every pairing machine and message, and the `Outcomes` that initiators answer from. What is modelled: inner
 steps (each node has its own speed), transfers (a random delay), and the commit's messages (`_Exchange` below follows
-`farandole.node.exchanges.exchange`, its shares of the deadline included). Messages may be lost; then, as with a
+`farandole.node.bulk.exchange_service`, its shares of the deadline included). Messages may be lost; then, as with a
 connection that breaks, both ends are told a little later.
 
     report = simulate(PairingScenario(num_nodes=8, rounds=RoundConfig(round_seconds=20.0)), seed=7)

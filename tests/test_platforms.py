@@ -1,4 +1,4 @@
-"""What only some systems have is used in one place (`farandole.node.system`), where something else stands in for it."""
+"""What only some systems have is used in `farandole.node.base.system` alone, which has a substitute for it."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ FOLDERS: Final = ("/bin", "/dev", "/etc", "/proc", "/sbin", "/sys", "/tmp", "/us
 
 # Where it may be, and why nothing stands in for it there.
 EXEMPT: Final = {
-    "node/system": "the one place of a node",
+    "node/base/system": "the one place of a node",
     "testnet/groups.py": "the one place of a testnet",
     "testnet/namespace.py": "networks of Linux's kernel",
     "testnet/natlab": "networks of Linux's kernel",
     "testnet/bench": "figures are made on Linux",
 }
 ALLOWED: Final = {
-    "node/doctor/machine.py: /dev/nvidiactl": "where there is none, it is not there",
-    "node/mapping/gateway.py: /sbin/route": "asked on macOS and the BSDs alone",
-    "node/p2p/reuse.py: socket.SO_REUSEADDR": "asked for where ports are shared alone",
-    "node/rest/idle_keeper.py: /proc": "where there is none, nothing is known",
-    "node/rest/idle_keeper.py: /sys": "where there is none, nothing is known",
-    "node/rest/probing.py: /proc": "where there is none, nothing is known",
-    "node/rest/probing.py: /sys": "asked on Linux alone",
-    "node/service/systemd.py: /var/lib/systemd/linger": "asked on Linux alone",
-    "node/watch/terminal.py: /dev/tty": "asked on other systems than Windows",
+    "node/app/doctor/machine.py: /dev/nvidiactl": "where there is none, it is not there",
+    "node/mesh/mapping/gateway.py: /sbin/route": "asked on macOS and the BSDs alone",
+    "node/mesh/reuse.py: socket.SO_REUSEADDR": "asked for where ports are shared alone",
+    "node/loop/pause/idle_service.py: /proc": "where there is none, nothing is known",
+    "node/loop/pause/idle_service.py: /sys": "where there is none, nothing is known",
+    "node/loop/pause/idle_probe.py: /proc": "where there is none, nothing is known",
+    "node/loop/pause/idle_probe.py: /sys": "asked on Linux alone",
+    "node/app/service/systemd.py: /var/lib/systemd/linger": "asked on Linux alone",
+    "node/ui/watch/terminal.py: /dev/tty": "asked on other systems than Windows",
     "testnet/link_forwarder.py: select.poll": "forwards between networks of Linux's kernel",
     "testnet/wrong_clock.py: /usr/lib": "where libfaketime may be; a clock is put wrong on Linux alone",
     "testnet/wrong_clock.py: /usr/lib64": "as before",

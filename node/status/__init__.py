@@ -1,1 +1,1 @@
-"""What a node tells of itself: collected, and shown in words."""
+"""Status values: what a node reports about itself, and the log of its rounds."""

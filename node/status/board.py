@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from farandole.protocol.identity import peer_id_of
 
-from ..metrics.rounds import RoundRecord
+from .round_log import RoundRecord
 from .status import REFUSED_HERE, REFUSED_THERE, Event, ExchangeStatus, Phase
 
 # The course of the loss on one screen and in a report; a month's run keeps its newest part here.

@@ -6,7 +6,7 @@ import os
 
 import trio
 
-from ..system.proc import count_descriptors, resident_bytes
+from ..base.system.proc import count_descriptors, resident_bytes
 from .status import Resources
 
 

@@ -1,1 +1,1 @@
-"""The trainer process, which knows no network, and the handle by which the mesh process holds it."""
+"""The mesh process' handle on the trainer process, and the messages between the two."""

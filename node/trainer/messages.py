@@ -1,7 +1,7 @@
 """What the mesh process and the trainer process say to each other: msgspec structs over a socket pair.
 
 Commands go to the trainer, reports come back. Tensors do not travel here: contributions lie in two shared memory
-files (`farandole.node.system.memory`), one for what this node sends and one for what it received.
+files (`farandole.node.base.system.memory`), one for what this node sends and one for what it received.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     step_seconds: float
     """An inner step and its pause take at least so long; of a model that is not cut."""
     checkpoints: str
-    """The folder (`farandole.node.checkpoints.folder`) in which it saves, and from which it goes on."""
+    """The folder (`farandole.node.store.folder`) in which it saves, and from which it goes on."""
     outgoing: int | str
-    """Places of the shared memory (`farandole.node.system.memory`)."""
+    """Places of the shared memory (`farandole.node.base.system.memory`)."""
     incoming: int | str
     fetched: str = ""
     """Where a peer's checkpoint may lie: if it is fit it becomes this node's newest, else it is removed."""

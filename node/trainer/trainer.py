@@ -16,11 +16,11 @@ import trio
 
 from farandole.protocol.errors import FarandoleError
 
-from ..supervision.kernel import count_oom_kills
-from ..system.children import ask_where, start_child
-from ..system.files import read_at
-from ..system.memory import SharedFile, map_shared_memory, open_shared_memory, remove_leftovers
-from ..system.signals import signal_name
+from ..base.system.children import ask_where, start_child
+from ..base.system.files import read_at
+from ..base.system.memory import SharedFile, map_shared_memory, open_shared_memory, remove_leftovers
+from ..base.system.oom_kills import count_oom_kills
+from ..base.system.signals import signal_name
 from .messages import (
     LENGTH,
     MAX_MESSAGE_BYTES,
@@ -238,7 +238,7 @@ async def open_trainer(
             memory = Memory(*(held.enter_context(open_shared_memory(name, folder)) for name in Memory._fields))
             output = held.enter_context(log.open("ab")) if log else None
             child = await start_child(
-                "farandole.node.trainer.main",
+                "farandole.node.trainer_process.main",
                 [str(memory.tracebacks.place)],
                 [shared.descriptor for shared in memory],
                 output,

@@ -21,9 +21,9 @@ from typing import Final
 import msgspec
 import trio
 
-from farandole.node.p2p.host import Host, open_host
-from farandole.node.run_state.gossip import GossipService
-from farandole.node.run_state.messenger import Messenger, open_messenger
+from farandole.node.mesh.host import Host, open_host
+from farandole.node.state.gossip import GossipService
+from farandole.node.state.messenger import Messenger, open_messenger
 from farandole.protocol.entries import (
     PARTNER_BYTES,
     Beat,

@@ -25,10 +25,10 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.console import Console
 
-from farandole.node.control import ControlError, NoNodeError, call
-from farandole.node.dashboard.place import find_place
-from farandole.node.settings import NodeSettings
+from farandole.node.base.control import ControlError, NoNodeError, call
+from farandole.node.base.settings import NodeSettings
 from farandole.node.status.status import NodeStatus
+from farandole.node.ui.dashboard.place import find_place
 from farandole.protocol.manifest import SignedManifest, manifest_from_dict, sign_manifest
 
 from .grid import Grid

@@ -18,9 +18,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from libp2p.abc import ISecureConn
 from libp2p.network.connection.raw_connection import RawConnection
 
-from farandole.node.p2p.libp2p_names import id_of
-from farandole.node.p2p.mends.sockets import Socket
-from farandole.node.p2p.mends.upgrading import make_upgrader
+from farandole.node.mesh.libp2p_names import id_of
+from farandole.node.mesh.workarounds.sockets import Socket
+from farandole.node.mesh.workarounds.upgrading import make_upgrader
 from farandole.protocol.errors import FarandoleError
 
 MULTISTREAM: Final = "/multistream/1.0.0"

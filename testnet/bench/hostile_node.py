@@ -22,9 +22,9 @@ from typing import Any, Final
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.errors import PeerUnreachableError
-from farandole.node.p2p.host import Host, open_host
-from farandole.node.p2p.libp2p_stream import Stream
+from farandole.node.base.errors import PeerUnreachableError
+from farandole.node.mesh.host import Host, open_host
+from farandole.node.mesh.libp2p_stream import Stream
 from farandole.protocol.identity import public_key_of
 
 from .hostile_attacks import Target, attack

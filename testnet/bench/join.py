@@ -22,7 +22,7 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.console import Console
 
-from farandole.node.checkpoints.folder import index_of
+from farandole.node.store.folder import index_of
 from farandole.protocol.blocks import (
     BLOCK_BYTES,
     Index,

@@ -22,16 +22,16 @@ import trio
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.checkpoints.fetching import Progress, fetch_checkpoint
-from farandole.node.checkpoints.folder import index_of
-from farandole.node.checkpoints.giving import BlockService
-from farandole.node.checkpoints.holdings import Holding
-from farandole.node.checkpoints.taking import Conditions
-from farandole.node.exchanges.bulk import BulkService, open_bulk
-from farandole.node.exchanges.contributions import Outgoing
-from farandole.node.exchanges.exchange import ExchangeService
-from farandole.node.p2p.host import Host, open_host
-from farandole.node.shaping import Shaping
+from farandole.node.base.bandwidth import Shaping
+from farandole.node.bulk.contributions import Outgoing
+from farandole.node.bulk.exchange_service import ExchangeService
+from farandole.node.bulk.negotiation import BulkService, open_bulk
+from farandole.node.mesh.host import Host, open_host
+from farandole.node.store.fetch import Progress, fetch_checkpoint
+from farandole.node.store.folder import index_of
+from farandole.node.store.holdings import Holding
+from farandole.node.store.provider import Conditions
+from farandole.node.store.serve import BlockService
 from farandole.protocol.block_transfer import Question
 from farandole.protocol.blocks import Index, SignedIndex, decode_signed_index, is_required
 from farandole.protocol.exchange_messages import Offer

@@ -1,4 +1,4 @@
-"""What a mesh process of the benchmark tells its trainer in a round, as `farandole.node.rounds.round_session` does."""
+"""What a mesh process of the benchmark tells its trainer in a round, as `farandole.node.loop.round_session` does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 
 import trio
 
-from farandole.node.exchanges.contributions import Outgoing
+from farandole.node.bulk.contributions import Outgoing
 from farandole.node.trainer import messages
 from farandole.node.trainer.trainer import TrainerStream
 

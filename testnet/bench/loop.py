@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from farandole.node.control import call
+from farandole.node.base.control import call
 
 from .meter import percentiles
 from .process import MB, Say, Worker, elapsed, greatest_of, open_payload, open_worker, worker_command

@@ -12,8 +12,8 @@ from typing import Final
 import msgspec
 import trio
 
-from farandole.node.control import ControlError, NoNodeError, call
-from farandole.node.joining.addresses import choose_bootstrap_addresses
+from farandole.node.base.control import ControlError, NoNodeError, call
+from farandole.node.join.invite_addresses import choose_bootstrap_addresses
 from farandole.node.status.status import NodeStatus
 from farandole.protocol.invite import Invite, encode_invite
 

@@ -26,18 +26,18 @@ import trio
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.exchanges.bulk import open_bulk
-from farandole.node.exchanges.contributions import Outgoing
-from farandole.node.exchanges.exchange import ExchangeService
-from farandole.node.joining.joining import Target, connect_to_run
-from farandole.node.mapping.router import LEASE_SECONDS
-from farandole.node.p2p.host import Host, open_host
-from farandole.node.reach.connectivity import Connectivity, open_connectivity
-from farandole.node.run_state.gossip import GossipService
-from farandole.node.run_state.membership import Membership
-from farandole.node.run_state.messenger import open_messenger
-from farandole.node.run_state.store import open_store
-from farandole.node.shaping import Shaping
+from farandole.node.base.bandwidth import Shaping
+from farandole.node.base.settings import PORT_LEASE_SECONDS
+from farandole.node.bulk.contributions import Outgoing
+from farandole.node.bulk.exchange_service import ExchangeService
+from farandole.node.bulk.negotiation import open_bulk
+from farandole.node.join.bootstrap import Target, connect_to_run
+from farandole.node.mesh.host import Host, open_host
+from farandole.node.mesh.reach.connectivity import Connectivity, open_connectivity
+from farandole.node.state.gossip import GossipService
+from farandole.node.state.membership import Membership
+from farandole.node.state.messenger import open_messenger
+from farandole.node.state.store import open_store
 from farandole.node.status.board import Board
 from farandole.protocol.exchange_messages import Offer
 from farandole.protocol.pairing_events import StartExchange
@@ -77,7 +77,9 @@ async def open_member(run_id: bytes, port: int, peers: dict[bytes, list[str]]) -
             open_store(Path(folder, "store.sqlite")) as store,
             open_host(key, [f"/ip4/0.0.0.0/tcp/{port}"], shaping=shaping) as host,
             open_messenger(host) as messenger,
-            open_connectivity(host, key, run_id, shaping, peers, Limits(), port_lease=LEASE_SECONDS) as connectivity,
+            open_connectivity(
+                host, key, run_id, shaping, peers, Limits(), port_lease=PORT_LEASE_SECONDS
+            ) as connectivity,
         ):
             state = RunState(run_id, bytes(32))
             gossip = GossipService(state, Writer(key, run_id), host, messenger, store, rng)

@@ -20,8 +20,8 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.console import Console
 
-from farandole.node.run_file import manifest_of
 from farandole.node.status.status import NodeStatus
+from farandole.node.store.run_file import manifest_of
 from farandole.protocol.invite import Invite, encode_invite
 from farandole.protocol.manifest import SignedManifest, sign_manifest
 

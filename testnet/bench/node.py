@@ -11,12 +11,12 @@ from typing import Any, Final, Literal
 
 import trio
 
-from farandole.node.control import serve_control
-from farandole.node.exchanges.bulk import BulkService
-from farandole.node.exchanges.bulk_channel import BulkChannel
-from farandole.node.exchanges.contributions import Judge, Outgoing
-from farandole.node.exchanges.exchange import ExchangeService
-from farandole.node.p2p.host import Host
+from farandole.node.base.control import serve_control
+from farandole.node.bulk.channel import BulkChannel
+from farandole.node.bulk.contributions import Judge, Outgoing
+from farandole.node.bulk.exchange_service import ExchangeService
+from farandole.node.bulk.negotiation import BulkService
+from farandole.node.mesh.host import Host
 from farandole.protocol.exchange_messages import Offer
 from farandole.protocol.manifest import Codec
 from farandole.protocol.pairing_events import StartExchange

@@ -21,11 +21,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509.oid import NameOID
 
-from farandole.node.exchanges.bulk import BulkService, open_bulk
-from farandole.node.exchanges.bulk_channel import BulkChannel
-from farandole.node.p2p.host import Host, open_host
-from farandole.node.p2p.libp2p_stream import Stream
-from farandole.node.p2p.yamux_frames import PIECE_BYTES
+from farandole.node.bulk.channel import BulkChannel
+from farandole.node.bulk.negotiation import BulkService, open_bulk
+from farandole.node.mesh.host import Host, open_host
+from farandole.node.mesh.libp2p_stream import Stream
+from farandole.node.mesh.yamux_frames import PIECE_BYTES
 from farandole.protocol.bulk import SESSION_BYTES
 from farandole.protocol.identity import public_key_of
 

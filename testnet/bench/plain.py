@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from farandole.node.run_file import manifest_of
-from farandole.node.trainer.conversion import training_configs
+from farandole.node.base.conversion import training_configs
+from farandole.node.store.run_file import manifest_of
 from farandole.training.data import Sampler, load_text
 from farandole.training.device import choose_device
 from farandole.training.model import build_model, language_loss

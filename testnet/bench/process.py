@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from farandole.node.system.memory import map_shared_memory, open_shared_memory
+from farandole.node.base.system.memory import map_shared_memory, open_shared_memory
 from farandole.protocol.errors import FarandoleError
 
 MB: Final = 1_000_000

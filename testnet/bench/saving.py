@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from farandole.node.run_file import manifest_of
+from farandole.node.store.run_file import manifest_of
 
 from .grid import Grid
 from .process import Worker, open_worker

@@ -14,11 +14,11 @@ from typing import Any, Final
 
 import torch
 
-from farandole.node.checkpoints.folder import CheckpointFolder
-from farandole.node.checkpoints.saving import Saver
-from farandole.node.trainer.conversion import training_configs
-from farandole.node.trainer.main import NICENESS
+from farandole.node.base.conversion import training_configs
+from farandole.node.store.folder import CheckpointFolder
+from farandole.node.store.save import Saver
 from farandole.node.trainer.messages import Saved
+from farandole.node.trainer_process.main import NICENESS
 from farandole.protocol.manifest import manifest_from_dict
 from farandole.training.durable import sync_folder
 from farandole.training.learner import Learner, build_learner

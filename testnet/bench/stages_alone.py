@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from farandole.node.trainer.conversion import training_configs
-from farandole.node.trainer.main import NICENESS
+from farandole.node.base.conversion import training_configs
+from farandole.node.trainer_process.main import NICENESS
 from farandole.protocol.manifest import manifest_from_dict
 from farandole.training.data import build_sampler
 from farandole.training.device import choose_device

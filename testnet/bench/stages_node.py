@@ -17,12 +17,12 @@ from typing import Any, Final
 import msgspec
 import trio
 
-from farandole.node.exchanges.bulk import open_bulk
-from farandole.node.nurseries import open_service_nursery
-from farandole.node.p2p.host import Host, open_host
-from farandole.node.run_state.messenger import open_messenger
-from farandole.node.shaping import Shaping
-from farandole.node.stages.pipeline import PipelineService, Worker
+from farandole.node.base.bandwidth import Shaping
+from farandole.node.base.nurseries import open_service_nursery
+from farandole.node.bulk.negotiation import open_bulk
+from farandole.node.loop.stages.pipeline import PipelineService, Worker
+from farandole.node.mesh.host import Host, open_host
+from farandole.node.state.messenger import open_messenger
 from farandole.node.trainer import messages
 from farandole.node.trainer.trainer import Trainer, open_trainer
 from farandole.protocol import pipeline_events as machine

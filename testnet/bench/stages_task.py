@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.trainer.conversion import training_configs
+from farandole.node.base.conversion import training_configs
 from farandole.protocol.identity import public_bytes
 from farandole.protocol.manifest import manifest_from_dict
 from farandole.training.config import ModelConfig

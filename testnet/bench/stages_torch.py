@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from farandole.node.trainer.conversion import training_configs
-from farandole.node.trainer.main import NICENESS
+from farandole.node.base.conversion import training_configs
+from farandole.node.trainer_process.main import NICENESS
 from farandole.protocol.manifest import manifest_from_dict
 from farandole.training.config import ModelConfig
 from farandole.training.cut import layers_of

@@ -16,7 +16,7 @@ from typing import Any
 
 import trio
 
-from farandole.node.system.memory import map_shared_memory
+from farandole.node.base.system.memory import map_shared_memory
 
 from .meter import Meter
 from .paths import PATHS, Announce, End

@@ -46,7 +46,7 @@ from typing import Any
 
 import trio
 
-from farandole.node.exits import Exit
+from farandole.node.base.exits import Exit
 
 from .changes import apply
 from .markdown import Block, Command, blocks

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from farandole.node.base.config.file import SETTINGS
+from farandole.node.base.exits import Exit
 from farandole.node.cli import app
-from farandole.node.config.file import SETTINGS
-from farandole.node.exits import Exit
 
 from .markdown import Block, anchors, blocks, code_spans, links
 from .pages import PAGES, ROOT, name_of

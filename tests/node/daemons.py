@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import trio
 
-from farandole.node.control import call
+from farandole.node.base.control import call
 from farandole.node.status.status import NodeStatus
 from farandole.protocol.invite import Invite, encode_invite
 

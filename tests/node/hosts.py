@@ -7,8 +7,8 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.p2p.host import Host, open_host
-from farandole.node.p2p.libp2p_stream import Stream
+from farandole.node.mesh.host import Host, open_host
+from farandole.node.mesh.libp2p_stream import Stream
 
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
 ECHO = "/echo/1"

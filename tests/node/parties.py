@@ -12,12 +12,12 @@ import trio
 import trio.testing
 from blake3 import blake3
 
-from farandole.node.errors import PeerUnreachableError
-from farandole.node.exchanges.bulk_channel import ChannelError
-from farandole.node.exchanges.contributions import Outgoing
-from farandole.node.exchanges.exchange import EXCHANGE_PROTOCOL, ExchangeResult, ExchangeService
-from farandole.node.exchanges.way import Channels
-from farandole.node.streams import Stream
+from farandole.node.base.errors import PeerUnreachableError
+from farandole.node.base.streams import Stream
+from farandole.node.bulk.channel import ChannelError
+from farandole.node.bulk.contributions import Outgoing
+from farandole.node.bulk.exchange_service import EXCHANGE_PROTOCOL, ExchangeResult, ExchangeService
+from farandole.node.bulk.transport import Channels
 from farandole.protocol.exchange_messages import CHUNK_BYTES, Offer
 from farandole.protocol.incoming import Incoming
 from farandole.protocol.pairing_events import StartExchange

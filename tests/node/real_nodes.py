@@ -11,10 +11,10 @@ import trio
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.exchanges.bulk import BulkService, open_bulk
-from farandole.node.exchanges.contributions import Outgoing
-from farandole.node.exchanges.exchange import ExchangeResult, ExchangeService
-from farandole.node.p2p.host import Host, open_host
+from farandole.node.bulk.contributions import Outgoing
+from farandole.node.bulk.exchange_service import ExchangeResult, ExchangeService
+from farandole.node.bulk.negotiation import BulkService, open_bulk
+from farandole.node.mesh.host import Host, open_host
 from farandole.protocol.exchange import BULK_FROM
 from farandole.protocol.exchange_messages import Offer
 from farandole.protocol.manifest import Codec

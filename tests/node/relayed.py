@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import trio.testing
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.nurseries import open_service_nursery
-from farandole.node.p2p.host import Host, open_host
-from farandole.node.reach.relay_server import RelayServer
-from farandole.node.shaping import Shaping
+from farandole.node.base.bandwidth import Shaping
+from farandole.node.base.nurseries import open_service_nursery
+from farandole.node.mesh.host import Host, open_host
+from farandole.node.mesh.reach.relay_server import RelayServer
 from farandole.protocol.relay import Limits
 
 from .hosts import LOOPBACK, host_at_loopback

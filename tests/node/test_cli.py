@@ -16,10 +16,10 @@ import pytest
 import trio
 import trio.testing
 
+from farandole.node.base.control import serve_control
+from farandole.node.base.exits import Exit
+from farandole.node.base.identity import locked
 from farandole.node.cli import main
-from farandole.node.control import serve_control
-from farandole.node.exits import Exit
-from farandole.node.identity import locked
 from farandole.protocol.invite import decode_invite
 from farandole.protocol.manifest import decode_manifest
 

@@ -7,30 +7,30 @@ from pathlib import Path
 
 import pytest
 
-from farandole.node.p2p.relay_client import MIN_RESERVATION_SECONDS, seconds_left
-from farandole.node.p2p.relay_messages import Answer
+from farandole.node.mesh.relay_client import MIN_RESERVATION_SECONDS, seconds_left
+from farandole.node.mesh.relay_messages import Answer
 from farandole.protocol.relay import RESERVATION_SECONDS, Status
 
 NODE = Path(__file__).parents[2] / "node"
 NOW = 1_750_000_000
 TIME_OF_DAY = {"time", "time_ns", "now", "utcnow", "today", "localtime", "gmtime"}
 READ_IN = {
-    "commands/checkpoints.py": "when a run was made, in its manifest",
-    "commands/looking.py": "how long ago something was, shown",
-    "commands/runs.py": "when a run was made, in its manifest",
+    "app/commands/checkpoints.py": "when a run was made, in its manifest",
+    "app/commands/runs.py": "when a run was made, in its manifest",
+    "app/commands/status.py": "how long ago something was, shown",
+    "app/doctor/examination.py": "compared with that of others",
+    "app/doctor/mesh.py": "compared with that of others",
     "daemon.py": "since when the node runs, shown",
-    "doctor/examination.py": "compared with that of others",
-    "doctor/mesh.py": "compared with that of others",
-    "joining/address_book.py": "when a peer was reached last, kept from one life to the next",
+    "join/address_book.py": "when a peer was reached last, kept from one life to the next",
     "member.py": "a number that grows from one life to the next",
-    "p2p/relay_client.py": "libp2p says in time of day until when a reservation lasts",
-    "reach/checkup.py": "told to whoever asks what time it is",
-    "reach/relay_server.py": "libp2p says in time of day until when a reservation lasts",
+    "mesh/reach/checkup.py": "told to whoever asks what time it is",
+    "mesh/reach/relay_server.py": "libp2p says in time of day until when a reservation lasts",
+    "mesh/relay_client.py": "libp2p says in time of day until when a reservation lasts",
     "relay_node.py": "since when the node runs, shown",
-    "run_state/gossip.py": "of entries, whose author says when they were written; never for who lives",
+    "state/gossip.py": "of entries, whose author says when they were written; never for who lives",
     "status/board.py": "since when the phase lasts, shown",
-    "watch/lines.py": "the time of a line",
-    "watch/panels.py": "the time of a line",
+    "ui/watch/lines.py": "the time of a line",
+    "ui/watch/panels.py": "the time of a line",
 }
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import trio
 
-from farandole.node.exits import Exit
-from farandole.node.rounds.round_session import MAX_ROUNDS_BEHIND
+from farandole.node.base.exits import Exit
 from farandole.protocol.identity import peer_id_of
 from farandole.protocol.invite import Invite, encode_invite
 from farandole.protocol.manifest import SignedManifest
+from farandole.protocol.pairing import MAX_ROUNDS_BEHIND
 
 from ..patience import PATIENCE
 from .daemons import Daemon, joined

@@ -11,25 +11,25 @@ import trio
 import trio.testing
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.checkpoints.fetching import Fetched, FetchError
-from farandole.node.checkpoints.folder import CheckpointFolder
-from farandole.node.commands.leaving import LEAVE_TIMEOUT
-from farandole.node.errors import PeerUnreachableError
-from farandole.node.joining import weights as weights_module
-from farandole.node.joining.address_book import AddressBook
-from farandole.node.joining.joining import Target
-from farandole.node.joining.weights import WEIGHTS_TIMEOUT
+from farandole.node.app.commands.leave import LEAVE_TIMEOUT
+from farandole.node.base.bandwidth import Shaping
+from farandole.node.base.errors import PeerUnreachableError
+from farandole.node.base.settings import NodeSettings
+from farandole.node.join import weights as weights_module
+from farandole.node.join.address_book import AddressBook
+from farandole.node.join.bootstrap import Target
+from farandole.node.join.weights import WEIGHTS_TIMEOUT
+from farandole.node.loop.pause.pause import Rest
 from farandole.node.member import FAREWELL_TIMEOUT, MAX_ISOLATION_INTERVAL, RunMember, leave_timeout
-from farandole.node.rest.rest import Rest
-from farandole.node.run_state.store import StoreError
-from farandole.node.settings import NodeSettings
-from farandole.node.shaping import Shaping
+from farandole.node.state.store import StoreError
 from farandole.node.status.board import Board
+from farandole.node.store.fetch import Fetched, FetchError
+from farandole.node.store.folder import CheckpointFolder
 from farandole.protocol.blocks import Index, SignedIndex
 from farandole.protocol.identity import public_bytes
 from farandole.protocol.manifest import Manifest, ModelConfig, sign_manifest
 
-from .checkpoints.files import signed_index_of
+from .store.files import signed_index_of
 
 MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))

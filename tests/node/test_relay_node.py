@@ -12,14 +12,14 @@ from pathlib import Path
 import msgspec
 import trio
 
-from farandole.node.dashboard.place import find_place
-from farandole.node.exits import Exit
-from farandole.node.p2p.host import Host
-from farandole.node.reach.dialback import Dialback
-from farandole.node.run_state.store import open_store
-from farandole.node.settings import NodeSettings
-from farandole.node.traffic.budget import Used
-from farandole.node.traffic.keeper import TRAFFIC_FACT
+from farandole.node.base.exits import Exit
+from farandole.node.base.settings import NodeSettings
+from farandole.node.loop.traffic.budget import Used
+from farandole.node.loop.traffic.traffic_service import TRAFFIC_FACT
+from farandole.node.mesh.host import Host
+from farandole.node.mesh.reach.dialback import Dialback
+from farandole.node.state.store import open_store
+from farandole.node.ui.dashboard.place import find_place
 from farandole.protocol.identity import short_name
 from farandole.protocol.invite import Invite, encode_invite, split_address
 from farandole.protocol.records import relay_key, run_key

@@ -9,18 +9,18 @@ from pathlib import Path
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.checkpoints.fetching import ask_for_index, fetch_checkpoint
-from farandole.node.checkpoints.giving import BlockService
-from farandole.node.checkpoints.holdings import Holding
-from farandole.node.checkpoints.taking import Conditions
-from farandole.node.errors import PeerUnreachableError
-from farandole.node.exchanges.bulk import open_bulk
-from farandole.node.p2p.host import open_host
-from farandole.node.shaping import Shaping
+from farandole.node.base.bandwidth import Shaping
+from farandole.node.base.errors import PeerUnreachableError
+from farandole.node.bulk.negotiation import open_bulk
+from farandole.node.mesh.host import open_host
+from farandole.node.store.fetch import ask_for_index, fetch_checkpoint
+from farandole.node.store.holdings import Holding
+from farandole.node.store.provider import Conditions
+from farandole.node.store.serve import BlockService
 from farandole.protocol.block_transfer import Question
 from farandole.protocol.identity import public_key_of
 
-from ..node.checkpoints.files import RUN, checkpoint_bytes, hold
+from ..node.store.files import RUN, checkpoint_bytes, hold
 
 NUM_ELEMENTS = 3_000_000  # 48 MB: half a minute at 12 Mbit/s
 

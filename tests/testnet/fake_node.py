@@ -19,10 +19,10 @@ from typing import Any
 import msgspec
 import trio
 
-from farandole.node.checkpoints.folder import CheckpointFolder
-from farandole.node.control import serve_control
-from farandole.node.identity import load_or_create_key
-from farandole.node.settings import NodeSettings
+from farandole.node.base.control import serve_control
+from farandole.node.base.identity import load_or_create_key
+from farandole.node.base.settings import NodeSettings
+from farandole.node.store.folder import CheckpointFolder
 from farandole.protocol.identity import peer_id_of, public_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "node"))

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import trio
 
-from farandole.node.exits import Exit
+from farandole.node.base.exits import Exit
 from farandole.testnet.beside import CleanReportError, compare, judged, load_report
 from farandole.testnet.cli import main
 from farandole.testnet.fault_table import throughput_lines

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from farandole.node.exits import Exit
+from farandole.node.base.exits import Exit
 
 # What takes more than the tenth of a second that a person waits for help.
 HEAVY = {"torch", "libp2p", "numpy", "trio", "cryptography", "transformers", "zeroconf", "asyncio"}

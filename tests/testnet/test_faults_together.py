@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import trio
 
-from farandole.node.control import call
+from farandole.node.base.control import call
 from farandole.node.status.status import NodeStatus
 from farandole.testnet.chaos import DURATIONS
 from farandole.testnet.launch import Testnet

@@ -13,16 +13,16 @@ import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.consolidated.folder import VECTORS, read_folder
-from farandole.node.consolidated.merging import consolidate
-from farandole.node.exits import Exit
+from farandole.node.base.exits import Exit
+from farandole.node.store.consolidated.folder import VECTORS, read_folder
+from farandole.node.store.consolidated.merge import consolidate
 from farandole.protocol.manifest import SignedManifest, decode_manifest, sign_manifest
 from farandole.testnet.launch import MANIFEST_NAME, Testnet
 from farandole.testnet.scenario import load_scenario
 
-from ..node.consolidated.logits import assert_same_logits
-from ..node.consolidated.validation import learner_of, validation_loss
 from ..node.daemons import Daemon, started
+from ..node.store.consolidated.logits import assert_same_logits
+from ..node.store.consolidated.validation import learner_of, validation_loss
 from .test_soak import Quiet
 
 NUM_BATCHES = 32

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import trio
 
-from farandole.node.control import NoNodeError, call
+from farandole.node.base.control import NoNodeError, call
 from farandole.protocol.invite import decode_invite
 from farandole.testnet import launch, process
 from farandole.testnet.launch import TestnetError, prepare_folder

@@ -7,8 +7,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from farandole.node.run_file import manifest_of
-from farandole.node.trainer.conversion import training_configs
+from farandole.node.base.conversion import training_configs
+from farandole.node.store.run_file import manifest_of
 from farandole.testnet.merge import measure_merged, merge_checkpoints
 from farandole.training.errors import CheckpointError
 from farandole.training.learner import Learner, build_learner

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from farandole.node.config.file import SETTINGS
-from farandole.node.doctor.causes import CAUSES
-from farandole.node.exits import Exit
+from farandole.node.app.doctor.causes import CAUSES
+from farandole.node.base.config.file import SETTINGS
+from farandole.node.base.exits import Exit
 from farandole.testnet.cli import main
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -5,8 +5,8 @@ import math
 import msgspec
 import pytest
 
-from farandole.node.metrics.rounds import RoundRecord
 from farandole.node.status.board import MAX_EVENTS, Board
+from farandole.node.status.round_log import RoundRecord
 from farandole.node.status.status import NodeStatus
 from farandole.protocol.identity import peer_id_of, short_name
 

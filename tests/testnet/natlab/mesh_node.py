@@ -12,10 +12,10 @@ import msgspec
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.errors import PeerUnreachableError
-from farandole.node.p2p.host import Host, open_host
-from farandole.node.reach.connectivity import Connectivity, open_connectivity
-from farandole.node.shaping import Shaping
+from farandole.node.base.bandwidth import Shaping
+from farandole.node.base.errors import PeerUnreachableError
+from farandole.node.mesh.host import Host, open_host
+from farandole.node.mesh.reach.connectivity import Connectivity, open_connectivity
 from farandole.protocol.relay import Limits
 
 PORT = 4001

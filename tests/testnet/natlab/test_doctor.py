@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import trio
 
-from farandole.node.doctor.finding import Diagnosis, Level
+from farandole.node.app.doctor.finding import Diagnosis, Level
 from farandole.protocol.invite import Invite, encode_invite
 from farandole.testnet.natlab.home import Home
 from farandole.testnet.natlab.lab import Lab

@@ -1,0 +1,1 @@
+"""The `farandole` command: its subcommands, the doctor, and the installed service."""

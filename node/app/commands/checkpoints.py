@@ -1,0 +1,259 @@
+"""``farandole checkpoint``: take a whole model out of a run, check it, pass it on, go on from it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from farandole.protocol.errors import ManifestError
+
+from ...base.settings import NodeSettings
+from .options import AsJson, Home, takes_settings
+from .output import print_json
+
+if TYPE_CHECKING:
+    from farandole.protocol.manifest import SignedManifest
+
+    from ...inspect.listing import Offer
+
+# More replicas hardly make the mean better, and each is a download of the whole model.
+MAX_MERGED: Final = 16
+
+checkpoint_app = typer.Typer(
+    help="Look at checkpoints; take a whole model out of a run, check it, pass it on, go on from it.",
+    no_args_is_help=True,
+)
+
+Folder = Annotated[
+    Path, typer.Argument(metavar="FOLDER", help="A consolidated checkpoint, of `pull` or `import`.", exists=True)
+]
+RunFile = Annotated[
+    Path, typer.Argument(metavar="RUN.TOML", help="The new run: as for `run create`; what it leaves out stays.")
+]
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", "-o", metavar="NEW.MANIFEST", help="The new manifest.", show_default="beside RUN.TOML"),
+]
+
+
+@checkpoint_app.command("list")
+@takes_settings("invite", "listen", "bootstrap", "mdns")
+def list_checkpoints(settings: NodeSettings, as_json: AsJson = False) -> None:
+    """Show the checkpoints in the node's folder, and what the run's members hold: by an invite, or as this node knows.
+
+    Examples: [cyan]farandole checkpoint list[/cyan]; [cyan]farandole checkpoint list farandole1... --json[/cyan]
+    """
+    import msgspec
+    from rich.console import Console
+
+    from ...base.running import run_to_end
+    from ...inspect.listing import local_checkpoints, node_offers, visit_offers
+    from ...inspect.view import checkpoints_screen
+
+    local = local_checkpoints(settings.checkpoints)
+    offers: list[Offer] | None
+    if settings.invite is not None:
+        offers = run_to_end(partial(visit_offers, settings, partial(typer.echo, err=True)))
+    else:
+        offers = node_offers(settings.home)
+    if as_json:
+        print_json({"here": msgspec.to_builtins(local), "run": msgspec.to_builtins(offers)})
+    else:
+        Console().print(checkpoints_screen(settings.checkpoints, local, offers))
+
+
+@checkpoint_app.command("pull")
+@takes_settings("invite", "listen", "bootstrap", "upload_mbit", "download_mbit", "mdns")
+def pull_model(
+    settings: NodeSettings,
+    to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="A new folder.")] = Path("model"),
+    merge: Annotated[
+        int, typer.Option(min=1, max=MAX_MERGED, metavar="K", help="Take K replicas of each stage, and their mean.")
+    ] = 1,
+    optimizer: Annotated[
+        bool, typer.Option("--optimizer", help="Take the inner optimizer's state too: twice the size.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Take the whole model out of a run, as a folder: each stage from the members that hold it, without training.
+
+    Without an invite it is the run of the node that runs here. Late in a run the mean of several replicas is better
+    than any of them. Blocks that were fetched are kept if the pull is interrupted, for the next one, which goes on with
+    them while a member still holds that checkpoint.
+
+    Examples: [cyan]farandole checkpoint pull farandole1... --to model --merge 4[/cyan]; then
+    [cyan]farandole checkpoint export model --to model-hf[/cyan]
+    """
+    from ...base.identity import load_or_create_key
+    from ...base.running import run_to_end
+    from ...inspect.pull import pull
+    from .progress import open_progress
+
+    settings = replace(settings, invite=settings.invite or _own_invite(settings.home))
+    key = load_or_create_key(settings.key)
+    with open_progress() as (say, show):
+        task = partial(pull, settings, to, key, merge=merge, with_optimizer=optimizer, say=say, show=show)
+        try:
+            checkpoint_id = run_to_end(task)
+        except KeyboardInterrupt:
+            say(f"interrupted: the next pull to {to} goes on with what has come")
+            raise
+    if as_json:
+        print_json({"folder": str(to), "id": checkpoint_id.hex()})
+    else:
+        typer.echo(f"{to} holds the model; its id is {checkpoint_id.hex()}")
+
+
+def _own_invite(home: Path) -> str:
+    """To the run of the node that runs here; `NoNodeError` if none does."""
+    from farandole.protocol.invite import Invite, encode_invite
+
+    from ...join.invite_addresses import choose_bootstrap_addresses
+    from .output import node_status
+
+    status = node_status(home)
+    if not status.run.run_id:
+        raise ManifestError("the node has not found its run yet; `farandole status` says what it waits for")
+    addresses = choose_bootstrap_addresses(status)
+    return encode_invite(Invite(bytes.fromhex(status.run.run_id), tuple(addresses)))
+
+
+@checkpoint_app.command("verify")
+def verify_checkpoint(
+    path: Annotated[Path, typer.Argument(metavar="FOLDER|FILE", help="A consolidated checkpoint, or one file.")],
+    as_json: AsJson = False,
+) -> None:
+    """Check hashes, names, shapes and every value; exit code 0 only if all is well.
+
+    Examples: [cyan]farandole checkpoint verify model[/cyan];
+    [cyan]farandole checkpoint verify ~/.farandole/checkpoints/stage-0-round-41.safetensors[/cyan]
+    """
+    import msgspec
+
+    from ...base.figures import count, size
+    from ...store.consolidated.verify import verify
+
+    verified = verify(path)
+    if as_json:
+        print_json(msgspec.to_builtins(verified))
+        return
+    held = f"{verified.num_tensors} tensors ({', '.join(verified.vectors)}), {size(verified.size)}"
+    if not verified.id:
+        typer.echo(f"{path} is well in itself: {held}, all finite; what it should hold, only a folder or an index says")
+        return
+    typer.echo(
+        f"{path} is whole: {held}, all finite, hashes right; round {verified.round}, {verified.inner_steps} inner "
+        f"steps, {count(verified.tokens or 0)} tokens; id {verified.id}"
+    )
+
+
+@checkpoint_app.command("resume")
+def resume_run(home: Home, folder: Folder, run_file: RunFile, out: Out = None, as_json: AsJson = False) -> None:
+    """Make a new run that goes on from a checkpoint: with other stages, nodes, codec or length, the model the same.
+
+    The run file may be two lines; what it leaves out is as it was. The learning rate's schedule goes on where it was,
+    and so do epochs of the data.
+
+    Example: [cyan]farandole checkpoint resume model run.toml -o more.manifest[/cyan], then
+    [cyan]farandole join more.manifest --start model[/cyan]
+    """
+    from farandole.protocol.manifest import sign_manifest
+
+    from ...base.identity import load_or_create_key
+    from ...store.consolidated.folder import read_folder
+    from ...store.consolidated.resume import other_slices, resumed_manifest
+    from ...store.run_file import read_toml
+
+    path = _new_file(out, run_file)
+    try:
+        before = read_folder(folder)
+        manifest = resumed_manifest(before, read_toml(run_file), run_file.parent, time.time())
+    except ManifestError as error:
+        raise ManifestError(f"{run_file}: {error}") from error
+    signed = sign_manifest(manifest, load_or_create_key(home / "key"))
+    _write_manifest(path, signed, folder, as_json)
+    if manifest.data.epochs and not as_json:
+        assert manifest.start is not None, "it is resumed"
+        epochs, why = manifest.start.epochs, other_slices(before.manifest, manifest)
+        typer.echo(
+            f"its data begins anew, with epoch 1: {why or 'the folder does not say how far that was'}"
+            if epochs is None
+            else f"its data goes on in epoch {epochs.epoch + 1} of {manifest.data.epochs}, at nodes with the same text"
+        )
+
+
+@checkpoint_app.command("import")
+def import_model(
+    home: Home,
+    hf_folder: Annotated[
+        Path, typer.Argument(metavar="HF_FOLDER", help="config.json and model.safetensors.", exists=True)
+    ],
+    run_file: RunFile,
+    to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="Where its weights go, as a checkpoint.")],
+    out: Out = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a run that goes on training a Llama or GPT-2 of Hugging Face. Nothing is downloaded.
+
+    Example: [cyan]farandole checkpoint import ./gpt2 run.toml --to gpt2-start -o more.manifest[/cyan], then
+    [cyan]farandole join more.manifest --start gpt2-start[/cyan]
+    """
+    from ...base.identity import load_or_create_key
+    from ...store.consolidated.resume import import_model
+    from ...store.run_file import read_toml
+
+    path = _new_file(out, run_file)
+    key = load_or_create_key(home / "key")
+    try:
+        _, signed = import_model(hf_folder, read_toml(run_file), run_file.parent, to, key, time.time())
+    except ManifestError as error:
+        raise ManifestError(f"{run_file}: {error}") from error
+    _write_manifest(path, signed, to, as_json)
+
+
+@checkpoint_app.command("export")
+def export_model(
+    folder: Folder,
+    to: Annotated[Path, typer.Option("--to", metavar="HF_FOLDER", help="A new folder.")],
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="The run's tokenizer file, if it has one; it goes along.", exists=True, dir_okay=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a Hugging Face folder: config.json, model.safetensors, tokenizer; for transformers, and who reads the like.
+
+    Example: [cyan]farandole checkpoint export model --to model-hf[/cyan]
+    """
+    from ...store.consolidated.folder import read_folder
+    from ...store.consolidated.hf_export import export_hf
+
+    names = export_hf(read_folder(folder), to, tokenizer)
+    if as_json:
+        print_json({"folder": str(to), "files": names})
+    else:
+        typer.echo(f"{to} holds {', '.join(names)}")
+
+
+def _new_file(out: Path | None, run_file: Path) -> Path:
+    path = out or run_file.with_suffix(".manifest")
+    if path.exists():
+        raise ManifestError(f"{path} is there already: remove it, or name another with --out")
+    return path
+
+
+def _write_manifest(path: Path, signed: SignedManifest, folder: Path, as_json: bool) -> None:
+    try:
+        path.write_bytes(signed.encode())
+    except OSError as error:
+        raise ManifestError(f"cannot write {path}: {error.strerror}") from error
+    if as_json:
+        print_json({"run_id": signed.run_id.hex(), "manifest": str(path), "start": str(folder)})
+        return
+    typer.echo(f"run {signed.run_id.hex()}")
+    typer.echo(f"manifest in {path}; start its first node with: farandole join {path} --start {folder}")

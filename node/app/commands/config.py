@@ -1,0 +1,122 @@
+"""``farandole config``: the settings file, and where each value comes from."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from ...base.config.file import CONFIG_NAME, CONFIG_VARIABLE, SETTINGS, ConfigError, config_text, read_config
+from ...base.config.setting import VARIABLE_PREFIX, Setting
+from ...base.settings import HOME_VARIABLE, NodeSettings
+from .options import AsJson, Home, takes_settings
+from .output import print_json
+
+config_app = typer.Typer(help="Settings: a file of them, and where each value comes from.", no_args_is_help=True)
+
+# As click calls them.
+_SOURCES: Final = {
+    "COMMANDLINE": "flag",
+    "ENVIRONMENT": "environment",
+    "DEFAULT_MAP": "file",
+    "DEFAULT": "default",
+}
+
+
+@config_app.command("init")
+def init_config(
+    home: Home,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+) -> None:
+    """Write a settings file into the node's folder, with every setting, its meaning and its default, commented out.
+
+    Example: [cyan]farandole config init[/cyan]
+    """
+    from ...base.identity import make_home
+
+    make_home(home)
+    path = home / CONFIG_NAME
+    try:
+        with path.open("w" if force else "x", encoding="utf-8") as file:
+            file.write(config_text())
+    except FileExistsError as error:
+        raise ConfigError(f"{path} is there already; --force replaces it") from error
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    typer.echo(f"settings in {path}: take the # before one away, and it counts from the next start on")
+
+
+@config_app.command("show")
+@takes_settings(*(setting.name for setting in SETTINGS), must_exist=False)
+def show_config(settings: NodeSettings, context: typer.Context, config: Path, as_json: AsJson = False) -> None:
+    """Print every setting, and whether a flag, the environment, the settings file or the default says it.
+
+    Takes all flags of settings, to see what would come of it.
+
+    Examples: [cyan]farandole config show[/cyan]; [cyan]farandole config show --json | jq .settings.slow[/cyan]
+    """
+    sources = {setting.name: _SOURCES[_source_name(context, setting)] for setting in SETTINGS}
+    values = {setting.name: _plain(getattr(settings, setting.name)) for setting in SETTINGS}
+    if as_json:
+        shown = {name: {"value": value, "source": sources[name]} for name, value in values.items()}
+        print_json({"home": str(settings.home), "file": str(config) if config.exists() else None, "settings": shown})
+    else:
+        typer.echo(f"home  {settings.home}")
+        typer.echo(f"file  {config}{'' if config.exists() else ' (not there)'}")
+        _print_table(values, sources)
+    for fault in _stray_variables(os.environ):
+        typer.secho(fault, fg=typer.colors.YELLOW, err=True)
+
+
+@config_app.command("check")
+def check_config(
+    home: Home,
+    path: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE", help="Which one.", show_default=f"{CONFIG_NAME} in the node's folder"),
+    ] = None,
+) -> None:
+    """Check a settings file; exit code 3 if anything in it is wrong, and every fault is named.
+
+    Example: [cyan]farandole config check config.toml[/cyan]
+    """
+    path = path or home / CONFIG_NAME
+    typer.echo(f"{path} is right; it sets: {', '.join(read_config(path)) or 'nothing'}")
+
+
+def _source_name(context: typer.Context, setting: Setting) -> str:
+    source = context.get_parameter_source(setting.name)
+    return "DEFAULT" if source is None else source.name
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _print_table(values: Mapping[str, Any], sources: Mapping[str, str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("setting", "value", "from", box=None)
+    for setting in SETTINGS:
+        source = sources[setting.name]
+        value = values[setting.name]
+        origin = f"{source} {setting.variable}" if source == "environment" else source
+        told = setting.about.unset if value is None else json.dumps(value)
+        table.add_row(setting.name, told, origin, style="dim" if source == "default" else "")
+    Console(markup=False).print(table)
+
+
+def _stray_variables(environment: Mapping[str, str]) -> list[str]:
+    """A line for each variable that looks like a setting and is none: nobody reads it."""
+    known = {HOME_VARIABLE, CONFIG_VARIABLE, *(setting.variable for setting in SETTINGS)}
+    stray = sorted(name for name in environment if name.startswith(VARIABLE_PREFIX) and name not in known)
+    near = {name: difflib.get_close_matches(name, known, n=1) for name in stray}
+    return [f"{name} is no setting{f'; did you mean {near[name][0]}?' if near[name] else ''}" for name in stray]

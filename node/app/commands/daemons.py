@@ -1,0 +1,67 @@
+"""``farandole join`` and ``farandole relay``: a daemon in the foreground."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from ...base.settings import NodeSettings
+from .options import takes_settings
+from .output import split_source
+
+
+@takes_settings()
+def join(settings: NodeSettings) -> None:
+    """Join a run and train until Ctrl-C (or `farandole leave`), saying what happens.
+
+    Examples: [cyan]farandole join farandole1...[/cyan]; [cyan]farandole join run.manifest[/cyan] (a run's first node);
+    [cyan]farandole join[/cyan] (comes back to the run of this folder);
+    [cyan]farandole join farandole1... --stage 2[/cyan] (holds that stage, where the node would else choose one)
+    """
+    invite, manifest = split_source(settings.invite)
+    settings = replace(settings, invite=invite, manifest=manifest)
+    import trio
+
+    from ...base.logs import logging_to_file
+    from ...base.system.allocator import give_memory_back
+    from ...daemon import run_node
+
+    give_memory_back()
+    with logging_to_file(settings):
+        code = trio.run(run_node, settings)
+    raise typer.Exit(code)
+
+
+@takes_settings(
+    *("listen", "bootstrap", "upload_mbit", "download_mbit", "monthly_traffic", "mdns", "upnp"),
+    *("dashboard", "dashboard_port", "log_level", "log_format"),
+)
+def relay(
+    settings: NodeSettings,
+    invites: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="INVITE...", help="An invite to each run; none: the runs that this folder knows."),
+    ] = None,
+) -> None:
+    """Help runs without training: introduce newcomers, and pass on to each other peers behind NAT.
+
+    For a machine that others can dial, with a port that stays the same; it needs neither GPU nor memory.
+
+    Example: [cyan]farandole relay farandole1... --listen /ip4/0.0.0.0/tcp/4001[/cyan]
+    """
+    from farandole.protocol.invite import decode_invite
+
+    for invite in invites or []:
+        decode_invite(invite)  # a slip is told at once
+    import trio
+
+    from ...base.logs import logging_to_file
+    from ...base.system.allocator import give_memory_back
+    from ...relay_node import run_relay
+
+    give_memory_back()
+    with logging_to_file(settings):
+        code = trio.run(run_relay, settings, invites or [])
+    raise typer.Exit(code)

@@ -1,0 +1,43 @@
+"""``farandole doctor``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ...base.exits import Exit
+from ...base.settings import NodeSettings
+from .options import AsJson, takes_settings
+from .output import print_json
+
+
+@takes_settings(
+    *("invite", "listen", "bootstrap", "device", "data", "tokenizer", "stream", "allow_model"), must_exist=False
+)
+def doctor(
+    settings: NodeSettings,
+    bandwidth: Annotated[
+        bool, typer.Option("--bandwidth", help="Measure the line to a peer too: a few megabytes each way.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Find out what keeps this machine from joining or from being reached; exit code 1 if something must be mended.
+
+    Give it what you would give to join: it says whether that is there, too.
+
+    Examples: [cyan]farandole doctor farandole1...[/cyan]; [cyan]farandole doctor --json | jq .findings[/cyan]
+    """
+    import msgspec
+    import trio
+    from rich.console import Console
+
+    from ..doctor.examination import Examination
+    from ..doctor.view import diagnosis_screen
+
+    diagnosis = trio.run(Examination(settings, is_speed_wanted=bandwidth).run)
+    if as_json:
+        print_json(msgspec.to_builtins(diagnosis))
+    else:
+        Console().print(diagnosis_screen(diagnosis))
+    raise typer.Exit(Exit.OK if diagnosis.is_well else Exit.NOT_WELL)

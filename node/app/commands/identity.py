@@ -1,0 +1,24 @@
+"""``farandole id``."""
+
+from __future__ import annotations
+
+import typer
+
+from .options import AsJson, Home
+from .output import print_json
+
+
+def show_id(home: Home, as_json: AsJson = False) -> None:
+    """Print this node's peer id; its key is made on first use.
+
+    Example: [cyan]farandole id[/cyan]
+    """
+    from farandole.protocol.identity import peer_id_of, public_bytes
+
+    from ...base.identity import load_or_create_key
+
+    public_key = public_bytes(load_or_create_key(home / "key"))
+    if as_json:
+        print_json({"peer_id": peer_id_of(public_key), "public_key": public_key.hex(), "home": str(home)})
+    else:
+        typer.echo(peer_id_of(public_key))

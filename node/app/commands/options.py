@@ -1,0 +1,119 @@
+"""Options that several commands take; those that are settings are made of the settings' own declarations."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_type_hints
+
+import typer
+
+from ...base.config.file import CONFIG_NAME, CONFIG_VARIABLE, read_config
+from ...base.config.setting import Setting, settings_of
+from ...base.settings import HOME_VARIABLE, NodeSettings, default_home
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+Home = Annotated[
+    Path,
+    typer.Option(
+        "--home",
+        default_factory=default_home,
+        envvar=HOME_VARIABLE,
+        help="The node's folder.",
+        show_default="~/.farandole",
+        file_okay=False,
+        is_eager=True,  # the settings file lies in it
+    ),
+]
+
+
+def _read_config(context: typer.Context, path: Path | None) -> Path:
+    """Let the settings file say what neither flag nor variable does; one that is not named need not be there."""
+    place = path or Path(context.params["home"]) / CONFIG_NAME
+    if not context.resilient_parsing and (path or place.exists()):
+        context.default_map = read_config(place)
+    return place
+
+
+ConfigFile = Annotated[
+    Path,
+    typer.Option(
+        "--config",
+        callback=_read_config,
+        envvar=CONFIG_VARIABLE,
+        help="Settings file; flags and FARANDOLE_* variables go before it.",
+        show_default=f"{CONFIG_NAME} in the node's folder",
+        dir_okay=False,
+        is_eager=True,
+    ),
+]
+
+Command = Callable[..., None]
+
+
+def takes_settings(*names: str, must_exist: bool = True) -> Callable[[Command], Command]:
+    """Give a command ``--home``, ``--config``, and the options of the settings that are named, or of all of a daemon's.
+
+    Its first parameter gets the `NodeSettings` that they make; the others are its own options and arguments, among
+    them ``config``, the settings file's path, if it wants that. Paths that are not there are refused, unless
+    ``must_exist`` is False.
+    """
+    chosen = [
+        setting
+        for setting in settings_of(NodeSettings)
+        if (setting.name in names if names else not setting.about.is_of_service)
+    ]
+
+    def decorate(command: Command) -> Command:
+        hints = get_type_hints(command, include_extras=True)
+        _, *own = inspect.signature(command).parameters.values()
+
+        @functools.wraps(command)
+        def run(home: Path, config: Path, **given: Any) -> None:
+            values = {setting.name: given.pop(setting.name) for setting in chosen}
+            if "config" in hints:
+                given["config"] = config
+            command(NodeSettings(home=home, **values), **given)
+
+        parameters = [
+            _parameter("home", Home, inspect.Parameter.empty),
+            _parameter("config", ConfigFile, None),
+            *(_parameter(each.name, hints[each.name], each.default) for each in own if each.name != "config"),
+            *(_parameter(setting.name, _option(setting, must_exist), setting.default) for setting in chosen),
+        ]
+        # What typer looks at.
+        vars(run).update(__signature__=inspect.Signature(parameters))
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return decorate
+
+
+def _parameter(name: str, annotation: object, default: object) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _option(setting: Setting, must_exist: bool) -> Any:
+    """The field's type, with what typer needs to make an option of it."""
+    about = setting.about
+
+    def check(value: Any) -> Any:
+        if not setting.is_allowed(value):
+            raise typer.BadParameter(f"expected {setting.expected}")
+        return setting.read(value)
+
+    told: dict[str, Any] = {
+        "help": f"{about.help} ({setting.bounds[0].upper()}{setting.bounds[1:]}.)" if setting.bounds else about.help,
+        "envvar": setting.variable,
+        "callback": check,
+    }
+    if placeholder := about.placeholder or about.unit.upper():
+        told["metavar"] = placeholder
+    if about.unset:
+        told["show_default"] = about.unset
+    if setting.kind is Path or Path in get_args(setting.kind):
+        told.update(exists=must_exist, dir_okay=about.placeholder != "FILE")
+    made = typer.Argument(**told) if about.is_argument else typer.Option(setting.flag, **told)
+    return Annotated[setting.annotation, made]

@@ -1,0 +1,31 @@
+"""Downloads as people watch them: a bar each on a terminal, lines of what happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+    from ...store.fetch import Progress as FetchProgress
+
+
+@contextmanager
+def open_progress() -> Iterator[tuple[Callable[[str], None], Callable[[str, FetchProgress], None]]]:
+    """What says a line, and what shows how far a named download is, on standard error as long as the block runs."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[how]}"))
+    bars: dict[str, TaskID] = {}
+    with Progress(*columns, console=console, transient=True) as progress:
+
+        def show(name: str, fetch: FetchProgress) -> None:
+            if name not in bars:
+                bars[name] = progress.add_task(name, how="")
+            progress.update(bars[name], total=fetch.total or None, completed=fetch.num_bytes, how=str(fetch))
+
+        yield lambda text: console.print(text, highlight=False, soft_wrap=True, markup=False), show

@@ -1,0 +1,122 @@
+"""The reference of every command, setting and exit code, made of the code itself: ``docs/reference.md``."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, Final
+
+import typer
+
+from ...base.config.file import SETTINGS, default_of
+from ...base.exits import Exit
+
+_BY_VARIABLE: Final = {setting.variable: setting for setting in SETTINGS}
+_HEAD: Final = """\
+# Reference
+
+Every command, setting and exit code of farandole. Made by `make reference`; do not edit it by hand.
+"""
+_SETTINGS: Final = """\
+## Settings
+
+What a volunteer decides about a node. Each is a flag, an environment variable, and a key in the settings file
+(`config.toml` in the node's folder, or what `--config` or `FARANDOLE_CONFIG` names): a flag goes before the variable,
+that before the file, and that before the default. `farandole config init` writes a file with all of them,
+`farandole config check` looks one over, and `farandole config show` tells where each value comes from.
+Of a setting that takes several values, repeat the flag, separate them by spaces in the variable (paths by `:`), and
+write a list in the file, whose relative paths start at its folder.
+"""
+
+
+def print_reference(
+    context: typer.Context, errors: Annotated[bool, typer.Option("--errors", help="What can be wrong instead.")] = False
+) -> None:
+    """Print the reference of all commands, settings and exit codes, or what can be wrong, as Markdown."""
+    if errors:
+        from .catalogue import catalogue
+
+        parts = catalogue()
+    else:
+        root = context.find_root()
+        parts = itertools.chain([_HEAD], _commands(root.command, root), _settings(), _exits())
+    typer.echo("\n".join(parts), nl=False)
+
+
+def _commands(command: Any, context: Any) -> Iterator[str]:
+    """A section for each command below ``command``; typer has no public types for what it makes of an application."""
+    for name in command.list_commands(context):
+        child = command.get_command(context, name)
+        if child.hidden:
+            continue
+        within = typer.Context(child, info_name=name, parent=context)
+        if hasattr(child, "list_commands"):
+            yield from _commands(child, within)
+        else:
+            yield _section(child, within)
+
+
+def _section(command: Any, context: Any) -> str:
+    path = _path(context)
+    parts = [f"## {path}", f"    {path} {' '.join(command.collect_usage_pieces(context))}", _markdown(command.help)]
+    taken, rows = [], []
+    for parameter in command.get_params(context):
+        if parameter.envvar in _BY_VARIABLE:
+            taken.append(_BY_VARIABLE[parameter.envvar])
+        elif parameter.name != "help" and not parameter.hidden:
+            rows.append(_row(parameter, context))
+    if rows:
+        parts.append("\n".join(["| option | meaning | default |", "|---|---|---|", *rows]))
+    if len(taken) == len(SETTINGS):
+        parts.append("And every [setting](#settings).")
+    elif taken:
+        flags = ", ".join(f"`{setting.flag or setting.name}`" for setting in taken)
+        parts.append(f"And the [settings](#settings) {flags}.")
+    return "\n\n".join(parts) + "\n"
+
+
+def _path(context: Any) -> str:
+    """Without the name by which this very process was started."""
+    names = []
+    while context.parent is not None:
+        names.append(context.info_name)
+        context = context.parent
+    return " ".join(["farandole", *reversed(names)])
+
+
+def _row(parameter: Any, context: Any) -> str:
+    names, told = parameter.get_help_record(context)
+    meaning = parameter.help or ""
+    extra = told.removeprefix(meaning).strip().removeprefix("[").removesuffix("]")
+    names = parameter.metavar if parameter.param_type_name == "argument" else names.replace(" range>", ">")
+    return f"| `{_cell(names)}` | {_cell(_markdown(meaning))} | {_cell(extra.removeprefix('default: '))} |"
+
+
+def _settings() -> Iterator[str]:
+    yield _SETTINGS
+    yield "| key | flag | variable | value | default | meaning |\n|---|---|---|---|---|---|"
+    for setting in SETTINGS:
+        about = setting.about
+        value = setting.expected + (f" ({about.unit})" if about.unit else "")
+        flag = f"`{setting.flag}`" if setting.flag else f"`{_cell(about.placeholder)}`, without a flag"
+        default = f"`{default_of(setting)}`" if setting.default not in (None, []) else default_of(setting)
+        yield f"| `{setting.name}` | {flag} | `{setting.variable}` | {value} | {default} | {_cell(about.help)} |"
+    yield ""
+
+
+def _exits() -> Iterator[str]:
+    yield "## Exit codes\n"
+    yield "| code | name | meaning |\n|---|---|---|"
+    for code in Exit:
+        yield f"| {code.value} | {code.name} | {code.meaning} |"
+    yield ""
+
+
+def _markdown(text: str) -> str:
+    """Rich's markup as Markdown's."""
+    return re.sub(r"\[cyan\](.*?)\[/cyan\]", r"`\1`", text)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|").replace("\n", " ")

@@ -1,0 +1,161 @@
+"""``farandole service``: a node that begins with the machine and is started again when it fails."""
+
+from __future__ import annotations
+
+import getpass
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from ...base.config.file import CONFIG_NAME
+from ...base.exits import Exit
+from ...base.interrupts import interruptible
+from ...base.settings import NodeSettings
+from ..service.launchd import Launchd
+from ..service.service import STOP_SECONDS, Command, Manager, Service, ServiceError
+from ..service.systemd import Systemd
+from .options import Home, takes_settings
+from .output import split_source
+
+service_app = typer.Typer(help="Keep a node running by the machine's own service manager.", no_args_is_help=True)
+
+# Of a manager's command; stopping waits for the node to leave in good order.
+_TIMEOUT: Final = STOP_SECONDS + 30.0
+
+Name = Annotated[str, typer.Option("--name", help="Of the service, where several nodes run on one machine.")]
+
+
+@service_app.command("install")
+@takes_settings("memory_gb", "cpu_cores")
+def install_service(
+    settings: NodeSettings,
+    config: Path,
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="INVITE|MANIFEST", help="As for join; none: the run that this folder knows."),
+    ] = None,
+    as_relay: Annotated[bool, typer.Option("--as-relay", help="Run farandole relay, not farandole join.")] = False,
+    name: Name = "farandole",
+    only_print: Annotated[bool, typer.Option("--print", help="Show what would be written, and do nothing.")] = False,
+) -> None:
+    """Have systemd (launchd on macOS) run a node of yours: from now on, after each login, and again when it fails.
+
+    It sees neither flags nor variables of this terminal: what it shall do otherwise stands in the settings file.
+
+    Examples: [cyan]farandole service install farandole1...[/cyan]; [cyan]farandole service install --print[/cyan];
+    [cyan]farandole service install --as-relay farandole1... --name relay[/cyan]
+    """
+    home, manager = settings.home.absolute(), manager_here()
+    command = [sys.executable, "-m", "farandole.node", "relay" if as_relay else "join", *_sources(sources, as_relay)]
+    command += ["--home", str(home)]
+    if config.absolute() != home / CONFIG_NAME:
+        command += ["--config", str(config.absolute())]
+    service = Service(name, command, home, settings.memory_gb, settings.cpu_cores)
+    if only_print:
+        typer.echo(f"# {manager.path(name)}", err=True)
+        typer.echo(manager.text(service), nl=False)
+        return
+    from ...base.identity import make_home
+
+    make_home(home)
+    _install(manager, service)
+    typer.echo(f"{manager.path(name)} is written, and the node started; farandole service logs shows what it says")
+    if hint := manager.hint(getpass.getuser()):
+        typer.echo(hint)
+
+
+@service_app.command("uninstall")
+def uninstall_service(name: Name = "farandole") -> None:
+    """Stop the service in good order, and remove it; the node's folder stays.
+
+    Example: [cyan]farandole service uninstall[/cyan]
+    """
+    manager = manager_here()
+    path = manager.path(name)
+    if not path.exists():
+        raise ServiceError(f"there is no service {name}: {path} is not there")
+    for command in manager.stop(name):
+        _run(command, must_succeed=False)
+    path.unlink()
+    for command in manager.reload():
+        _run(command)
+    typer.echo(f"{path} is removed")
+
+
+@service_app.command("status")
+def service_status(name: Name = "farandole") -> None:
+    """Print what the service manager says of the service; exit code 4 if it does not run.
+
+    Example: [cyan]farandole service status[/cyan]
+    """
+    code = _show(manager_here().status(name))
+    raise typer.Exit(Exit.OK if code == 0 else Exit.NO_NODE)
+
+
+@service_app.command("logs")
+def service_logs(
+    home: Home,
+    name: Name = "farandole",
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="How many of the last.")] = 50,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
+) -> None:
+    """Print what the service's node has said.
+
+    Example: [cyan]farandole service logs --follow[/cyan]
+    """
+    with interruptible():
+        _show(manager_here().logs(name, home.absolute(), lines, is_followed=follow))
+
+
+def manager_here() -> Manager:
+    """The service manager of this kind of machine. Raises `ServiceError` where farandole knows none."""
+    if sys.platform == "darwin":
+        return Launchd()
+    if sys.platform == "linux":
+        return Systemd()
+    raise ServiceError("no service manager is known for this machine: run farandole join from one of your own")
+
+
+def _sources(sources: Sequence[str] | None, as_relay: bool) -> list[str]:
+    """Invites, and a manifest by its absolute path; checked here, where somebody reads what is wrong."""
+    checked = [split_source(source) for source in sources or []]
+    if len(checked) > 1 and not as_relay:
+        raise ServiceError("a node joins one run; a service of another --home joins another")
+    if as_relay and any(manifest for _, manifest in checked):
+        raise ServiceError("a relay takes invites; farandole run invite makes one")
+    return [invite or str(Path(str(manifest)).absolute()) for invite, manifest in checked]
+
+
+def _install(manager: Manager, service: Service) -> None:
+    path = manager.path(service.name)
+    if path.exists():
+        for command in manager.stop(service.name):
+            _run(command, must_succeed=False)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(manager.text(service), encoding="utf-8")
+    except OSError as error:
+        raise ServiceError(f"cannot write {path}: {error.strerror}") from error
+    for command in [*manager.reload(), *manager.start(service.name)]:
+        _run(command)
+
+
+def _run(command: Command, *, must_succeed: bool = True) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ServiceError(f"{command[0]}: {error}") from error
+    if done.returncode and must_succeed:
+        raise ServiceError(f"{' '.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+
+
+def _show(command: Command) -> int:
+    """Let a command speak for itself; its exit code."""
+    try:
+        return subprocess.call(command)
+    except OSError as error:
+        raise ServiceError(f"{command[0]}: {error.strerror}") from error

@@ -1,0 +1,174 @@
+"""``farandole status`` and ``farandole peers``: what the node that runs here says of itself."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ...base.interrupts import interruptible
+from .options import AsJson, Home
+from .output import node_status, print_json
+
+if TYPE_CHECKING:
+    from threading import Event
+
+    from ...ui.watch.feed import Feed
+
+From = Annotated[
+    Path | None,
+    typer.Option(
+        "--from",
+        metavar="FILE",
+        help="Of another machine's node: lines of its `farandole status --json --watch`, - for standard input.",
+        allow_dash=True,
+        dir_okay=False,
+    ),
+]
+
+
+def status(
+    home: Home,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="On the whole screen, every second: q quits, p pauses.")
+    ] = False,
+    as_json: AsJson = False,
+    source: From = None,
+) -> None:
+    """Say what the node that runs here is doing: in or not, with whom it exchanged, whether the loss falls.
+
+    With --json and --watch, a line a second, which names the 64 members closest to the node at most.
+
+    Examples: [cyan]farandole status --watch[/cyan]; [cyan]farandole status --json | jq .loss[/cyan];
+    [cyan]ssh host farandole status --json --watch | farandole status --watch --from -[/cyan]
+    """
+    if source is not None and as_json:
+        raise typer.BadParameter("what comes from there is JSON already", param_hint="--from")
+    with interruptible() as is_interrupted:
+        if watch and as_json:
+            _watch_json(home, is_interrupted)
+        elif watch:
+            _watch(_feed(home, source), is_interrupted)
+        elif source is not None:
+            _print_first(_feed(home, source))
+        else:
+            _print_status(home, as_json)
+
+
+def peers(home: Home, as_json: AsJson = False) -> None:
+    """List the members of the run as this node sees them, and how it reaches each.
+
+    Example: [cyan]farandole peers[/cyan]
+    """
+    from rich.console import Console
+
+    from ...base.control import call
+    from ...ui.view import members_table
+
+    if as_json:
+        print_json(call(home, "peers"))
+    else:
+        status = node_status(home)
+        Console().print(members_table(status.members, status.run.providers))
+
+
+def dashboard(
+    home: Home,
+    open_browser: Annotated[bool, typer.Option("--open", help="Open it in this machine's browser.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print the address of the page about the node that runs here; it bears the token that its buttons need.
+
+    Example: [cyan]farandole dashboard --open[/cyan]
+    """
+    import webbrowser
+
+    from farandole.protocol.errors import FarandoleError
+
+    from ...base.settings import NodeSettings
+    from ...ui.dashboard.place import find_place
+
+    node_status(home)  # or the error that says that no node runs here
+    place = find_place(NodeSettings(home=home).dashboard_place)
+    if place is None:
+        raise FarandoleError("this node serves no page: it was started with --no-dashboard, or is just starting")
+    if as_json:
+        print_json({"url": place.url, "token": place.token})
+    else:
+        typer.echo(place.link)
+    if open_browser and not webbrowser.open(place.link):
+        raise FarandoleError("no browser is to be had here; open the address above")
+
+
+def _print_status(home: Path, as_json: bool) -> None:
+    from rich.console import Console
+
+    from ...base.control import call
+    from ...ui.view import status_screen
+
+    if as_json:
+        print_json(call(home, "status"))
+    else:
+        Console().print(status_screen(node_status(home), time.time()))
+
+
+def _feed(home: Path, source: Path | None) -> Feed:
+    from ...ui.watch.feed import HomeFeed, LinesFeed
+
+    return HomeFeed(home) if source is None else LinesFeed(source)
+
+
+def _print_first(feed: Feed) -> None:
+    from threading import Event
+
+    from rich.console import Console
+
+    from farandole.protocol.errors import FarandoleError
+
+    from ...ui.view import status_screen
+    from ...ui.watch.view import Lost
+
+    no_more = Event()
+    no_more.set()
+    news = next(feed.news(no_more), Lost("there is no status in it"))
+    if isinstance(news, Lost):
+        raise FarandoleError(news.why)
+    Console().print(status_screen(news.status, news.status.at))
+
+
+def _watch_json(home: Path, is_interrupted: Event) -> None:
+    """One line a second: a stream for scripts. A node that was there may go away, and come back."""
+    from farandole.protocol.errors import FarandoleError
+
+    from ...base.control import call
+    from ...ui.watch.feed import INTERVAL, MAX_MEMBERS, error_line
+
+    was_there = False
+    while True:
+        try:
+            typer.echo(json.dumps(call(home, "status", max_members=MAX_MEMBERS)))
+            was_there = True
+        except FarandoleError as error:
+            if not was_there:
+                raise
+            typer.echo(error_line(error))
+        if is_interrupted.wait(INTERVAL):
+            return
+
+
+def _watch(feed: Feed, is_interrupted: Event) -> None:
+    """On the whole screen if there is one, else what happens, line by line."""
+    from ...ui.watch.terminal import has_screen, keys_from_terminal
+
+    if not has_screen():
+        from ...ui.watch.lines import print_lines
+
+        print_lines(feed, is_interrupted, typer.echo)
+        return
+    keys_from_terminal()
+    from ...ui.watch.app import WatchApp
+
+    WatchApp(feed).run()

@@ -1,0 +1,224 @@
+"""Whether the addresses of peers can be reached over TCP, and what stands in the way: names, routes, firewalls."""
+
+from __future__ import annotations
+
+import errno
+import re
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+import trio
+
+from farandole.protocol.reachability import HTTPS_PORT, is_global
+
+from ...base.errors import StrangerError
+from ...mesh.host import Host
+from .causes import found, lessen
+from .finding import Finding
+
+RESOLVE_TIMEOUT: Final = 5.0
+# A SYN that is lost is sent again after one second and after three.
+KNOCK_TIMEOUT: Final = 4.0
+PROVE_TIMEOUT: Final = 8.0
+# Knocked at where a peer's own port is silent: a machine that is on answers or refuses. The last one is nobody's.
+OTHER_PORTS: Final = (HTTPS_PORT, 80, 33_433)
+# An address of no machine (RFC 5737): nothing is sent there, the system is asked for the way.
+_ELSEWHERE: Final = ("192.0.2.1", 9)
+_NAMED: Final = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d{1,5})(?:/.*)?")
+_FAMILIES: Final = {"dns4": socket.AF_INET, "dns6": socket.AF_INET6}
+# Doors knocked at at once; an invite has eight.
+MAX_DOORS: Final = 16
+
+
+class Knock(StrEnum):
+    """What a TCP port says."""
+
+    OPEN = "open"
+    REFUSED = "refused"
+    SILENT = "silent"
+    NO_ROUTE = "no-route"
+
+
+@dataclass
+class Door:
+    """One address of one peer, and what was found there."""
+
+    peer: bytes
+    address: str
+    kind: str = ""
+    name: str = ""
+    port: int = 0
+    ips: list[str] = field(default_factory=list)
+    knock: Knock | None = None
+    is_proved: bool = False
+    is_stranger: bool = False
+    why: str = ""
+
+    @property
+    def is_relayed(self) -> bool:
+        """Whether the address leads to a relay, which leads to the peer."""
+        return "/p2p-circuit" in self.address
+
+    @property
+    def is_named(self) -> bool:
+        """Whether it has a name that must be resolved."""
+        return self.kind.startswith("dns")
+
+
+def make_doors(addresses: Iterable[tuple[bytes, str]]) -> list[Door]:
+    """From peers and their multiaddrs, the first `MAX_DOORS` that are of TCP."""
+    doors = []
+    for peer, address in addresses:
+        match = _NAMED.fullmatch(address)
+        if match is not None:
+            doors.append(Door(peer, address, match[1], match[2], int(match[3])))
+    return doors[:MAX_DOORS]
+
+
+def has_route() -> bool:
+    """Whether the system knows a way to the rest of the internet."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(_ELSEWHERE)
+        except OSError:
+            return False
+        return True
+
+
+async def resolve(doors: Sequence[Door]) -> list[Finding]:
+    """Fill in the doors' IP addresses; a finding for each name."""
+    findings: dict[str, Finding] = {}
+
+    async def look_up(door: Door) -> None:
+        if not door.is_named:
+            door.ips = [door.name]
+            return
+        family = _FAMILIES.get(door.kind, socket.AF_UNSPEC)
+        why: object = f"no answer within {RESOLVE_TIMEOUT:g} s"
+        with trio.move_on_after(RESOLVE_TIMEOUT):
+            try:
+                answers = await trio.socket.getaddrinfo(door.name, door.port, family, socket.SOCK_STREAM)
+                door.ips = list(dict.fromkeys(str(answer[4][0]) for answer in answers))
+            except (OSError, UnicodeError) as error:
+                why = error
+        if door.ips:
+            findings[door.name] = found("dns-fine", name=door.name, ips=", ".join(door.ips))
+        else:
+            findings[door.name] = found("dns-unresolved", name=door.name, why=why)
+
+    async with trio.open_nursery() as nursery:
+        for door in doors:
+            nursery.start_soon(look_up, door)
+    return list(findings.values()) or [found("dns-none")]
+
+
+async def knock(ip: str, port: int) -> Knock:
+    """Try to open a TCP connection, and close it."""
+    family = trio.socket.AF_INET6 if ":" in ip else trio.socket.AF_INET
+    with trio.socket.socket(family, trio.socket.SOCK_STREAM) as probe:
+        try:
+            with trio.fail_after(KNOCK_TIMEOUT):
+                await probe.connect((ip, port))
+        except trio.TooSlowError:
+            return Knock.SILENT
+        except ConnectionRefusedError:
+            return Knock.REFUSED
+        except OSError as error:
+            return Knock.SILENT if error.errno == errno.ETIMEDOUT else Knock.NO_ROUTE
+    return Knock.OPEN
+
+
+async def knock_at_all(host: Host, doors: Sequence[Door]) -> None:
+    """Fill in what each door says, and whether the peer is behind it."""
+
+    async def try_door(door: Door) -> None:
+        for ip in door.ips:
+            door.knock = await knock(ip, door.port)
+            if door.knock is Knock.OPEN:
+                await _prove(host, door, ip)
+                return
+
+    async with trio.open_nursery() as nursery:
+        for door in doors:
+            nursery.start_soon(try_door, door)
+
+
+async def _prove(host: Host, door: Door, ip: str) -> None:
+    try:
+        with trio.fail_after(PROVE_TIMEOUT):
+            if door.is_relayed:
+                await host.connect(door.peer, [door.address], PROVE_TIMEOUT)
+            else:
+                await host.prove(door.peer, (ip, door.port))
+        door.is_proved = True
+    except StrangerError:
+        door.is_stranger = True
+    except Exception as error:  # whatever the handshake raises, the peer was not reached
+        door.why = str(error) or repr(error)
+
+
+async def examine_egress(doors: Sequence[Door]) -> Finding:
+    """Which TCP ports get out of this network, as the doors and the machines behind silent ones tell."""
+    said = {(ip, door.port): door.knock for door in doors for ip in door.ips[:1] if door.knock is not None}
+    silent = list(dict.fromkeys(ip for (ip, _), knocked in said.items() if knocked is Knock.SILENT))
+
+    async def try_port(ip: str, port: int) -> None:
+        said[ip, port] = await knock(ip, port)
+
+    async with trio.open_nursery() as nursery:
+        for ip in silent:
+            for port in OTHER_PORTS:
+                if (ip, port) not in said:
+                    nursery.start_soon(try_port, ip, port)
+    return judge_egress({place: knocked for place, knocked in said.items() if knocked is not None})
+
+
+def judge_egress(said: dict[tuple[str, int], Knock]) -> Finding:
+    """From what ports of IP addresses have said. One that refuses has been reached, too."""
+    if not said:
+        return found("egress-untold")
+    answered = {place for place, knocked in said.items() if knocked in (Knock.OPEN, Knock.REFUSED)}
+    ports = ", ".join(map(str, sorted({port for _, port in answered})))
+    # A machine that answers on one port and drops the others may be its own firewall's doing; not if all do so.
+    silent_where_one_answers = {
+        place for place, knocked in said.items() if knocked is Knock.SILENT and (place[0], HTTPS_PORT) in answered
+    }
+    if answered and silent_where_one_answers and all(port == HTTPS_PORT for _, port in answered):
+        return found("egress-only-443")
+    if answered:
+        return found("egress-fine", ports=ports)
+    if all(knocked is Knock.NO_ROUTE for knocked in said.values()) or not has_route():
+        return found("egress-offline")
+    return found("egress-silent")
+
+
+def judge_doors(doors: Sequence[Door], egress: Finding) -> list[Finding]:
+    """One finding for each address; while one leads to its peer, the others are no more than warnings."""
+    findings = [_judge_door(door, egress) for door in doors]
+    is_any_fine = any(door.is_proved for door in doors)
+    return [lessen(finding) if is_any_fine else finding for finding in findings] or [found("bootstrap-none")]
+
+
+def _judge_door(door: Door, egress: Finding) -> Finding:
+    if door.is_proved:
+        return found("bootstrap-fine", address=door.address)
+    if not door.ips:
+        return found("bootstrap-unresolved", address=door.address)
+    match door.knock:
+        case Knock.OPEN if door.is_relayed:
+            return found("bootstrap-behind-relay", address=door.address)
+        case Knock.OPEN if door.is_stranger:
+            return found("bootstrap-stranger", address=door.address)
+        case Knock.OPEN:
+            return found("bootstrap-no-handshake", address=door.address, why=door.why)
+        case Knock.REFUSED:
+            return found("bootstrap-refused", address=door.address)
+        case Knock.NO_ROUTE:
+            is_private = not is_global(door.ips[0])
+            return found("bootstrap-private" if is_private else "bootstrap-no-route", address=door.address)
+    if egress.cause == "egress-only-443" and door.port != HTTPS_PORT:
+        return found("bootstrap-filtered", address=door.address, port=door.port)
+    return found("bootstrap-silent", address=door.address, seconds=KNOCK_TIMEOUT)

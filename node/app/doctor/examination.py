@@ -1,0 +1,164 @@
+"""All checks, in the order in which they build on each other; what does not depend on each other goes on at once.
+
+The network is looked at with a key of its own, so that a key that is broken, or a node that runs with it, stands in
+nobody's way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.protocol.errors import FarandoleError
+
+from ...base.control import call
+from ...base.errors import ListenError
+from ...base.settings import DEFAULT_LISTEN, NodeSettings
+from ...mesh.host import Host, open_host
+from .causes import CHECKS, found
+from .dial_probe import examine_egress, judge_doors, knock_at_all, make_doors, resolve
+from .finding import Diagnosis, Finding, Level, conclude
+from .inputs import check_data, check_models
+from .invite import Invitation, read_invitation
+from .machine import check_disk, check_home, check_key, check_ports, check_torch, is_node_running
+from .mesh import check_clock, check_nat, check_relay, check_run, check_speed, check_udp, meet
+from .router import check_upnp
+
+CONTROL_TIMEOUT: Final = 3.0
+# Peers known from before that are dialled beside the invite's.
+MAX_REMEMBERED: Final = 16
+
+
+@dataclass
+class Examination:
+    """One visit."""
+
+    settings: NodeSettings
+    clock: Callable[[], float] = time.time
+    """Unix seconds."""
+    is_speed_wanted: bool = False
+    """Move some megabytes to and from a peer."""
+    findings: list[Finding] = field(default_factory=list)
+
+    async def run(self) -> Diagnosis:
+        """Look at everything."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._one, "torch", lambda: check_torch(self.settings.device))
+            await self.look_at_folder()
+            await self.look_at_network()
+        return self.conclude()
+
+    def conclude(self) -> Diagnosis:
+        """What was found so far."""
+        order = list(CHECKS)
+        return conclude(sorted(self.findings, key=lambda finding: order.index(finding.check)))
+
+    # This machine
+
+    async def look_at_folder(self) -> None:
+        """The node's folder, and what it takes to begin; before the network, where this visit itself listens."""
+        settings = self.settings
+        is_running = await trio.to_thread.run_sync(is_node_running, settings.lock)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._aside, "home", lambda: [check_home(settings.home)])
+            nursery.start_soon(self._aside, "node", lambda: [_look_at_node(settings.home, is_running=is_running)])
+            nursery.start_soon(self._aside, "key", lambda: [check_key(settings.key)])
+            nursery.start_soon(self._aside, "disk", lambda: [check_disk(settings.home)])
+            nursery.start_soon(self._aside, "data", lambda: check_data(settings.data, settings.stream))
+            nursery.start_soon(self._aside, "model", lambda: check_models(settings.allow_model))
+            nursery.start_soon(self._many, "port", lambda: check_ports(settings.listen, is_running=is_running))
+
+    # The network
+
+    async def look_at_network(self) -> None:
+        """The invite, the way to peers, and what these say."""
+        settings = self.settings
+        invitation = await read_invitation(settings.invite, settings.bootstrap, settings.store)
+        self.findings += invitation.findings
+        key = Ed25519PrivateKey.generate()
+        try:
+            async with open_host(key, settings.listen) as host:
+                await self._look_out(host, invitation)
+        except ListenError:  # the matter of `check_ports`
+            async with open_host(key, [DEFAULT_LISTEN]) as host:
+                await self._look_out(host, invitation)
+
+    async def _look_out(self, host: Host, invitation: Invitation) -> None:
+        async with trio.open_nursery() as nursery:
+            port = host.listening[0][1]
+            nursery.start_soon(self._one, "upnp", lambda: check_upnp(port))
+            await self._look_for_peers(host, invitation)
+
+    async def _look_for_peers(self, host: Host, invitation: Invitation) -> None:
+        doors = make_doors(invitation.doors)
+        await self._many("dns", lambda: resolve(doors))
+        await knock_at_all(host, doors)
+        async with trio.open_nursery() as nursery:
+
+            async def look_at_ways() -> list[Finding]:
+                egress = await examine_egress(doors)
+                return [egress, *judge_doors(doors, egress)]
+
+            nursery.start_soon(self._many, "egress", look_at_ways)
+            peers = dict(list(invitation.remembered.items())[:MAX_REMEMBERED])
+            for door in doors:
+                if door.is_proved:
+                    peers[door.peer] = [door.address, *peers.get(door.peer, [])]
+            await self._ask_peers(host, await meet(host, peers, invitation.run_id), invitation)
+
+    async def _ask_peers(self, host: Host, peers: Sequence[bytes], invitation: Invitation) -> None:
+        if not peers:
+            self.findings += [found(f"{check}-untold") for check in ("run", "clock", "udp", "nat", "relay")]
+            return
+
+        async def look_at_reachability() -> list[Finding]:
+            nat, kind = await check_nat(host, peers)
+            return [nat, await check_relay(host, peers, kind)]
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._many, "run", lambda: check_run(host, peers, invitation.run_id, self.settings))
+            nursery.start_soon(self._one, "clock", lambda: check_clock(host, peers, self.clock))
+            nursery.start_soon(self._one, "udp", lambda: check_udp(host, peers))
+            nursery.start_soon(self._many, "nat", look_at_reachability)
+        if self.is_speed_wanted:
+            await self._one("speed", lambda: check_speed(host, peers))
+
+    # One check at a time
+
+    async def _one(self, name: str, check: Callable[[], Awaitable[Finding]]) -> None:
+        async def as_list() -> list[Finding]:
+            return [await check()]
+
+        await self._many(name, as_list)
+
+    async def _many(self, name: str, check: Callable[[], Awaitable[list[Finding]]]) -> None:
+        """Raises nothing: a check that fails in a way that nobody foresaw is a finding too."""
+        try:
+            self.findings += await check()
+        except Exception as error:  # it is a finding, and ends no other check
+            self.findings.append(Finding(name, f"{name}-broken-check", Level.WARNING, f"cannot be told: {error!r}"))
+
+    async def _aside(self, name: str, check: Callable[[], list[Finding]]) -> None:
+        """In a thread, as it reads the disk."""
+
+        async def in_thread() -> list[Finding]:
+            return await trio.to_thread.run_sync(check)
+
+        await self._many(name, in_thread)
+
+
+def _look_at_node(home: Path, *, is_running: bool) -> Finding:
+    if not is_running:
+        return found("node-none")
+    try:
+        status = call(home, "status", timeout=CONTROL_TIMEOUT)
+    except FarandoleError:
+        return found("node-silent")
+    kind = status.get("reachability", "unknown") if isinstance(status, dict) else "unknown"
+    return found("node-running", kind=kind)

@@ -1,0 +1,100 @@
+"""What a node brings to a run beside its machine: text, data sets, code; looked at without running any of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from farandole.protocol.manifest import Manifest
+from farandole.protocol.own_model import FunctionName
+from farandole.training.own_function import package_of
+
+from ...base.settings import NodeSettings
+from .causes import found
+from .finding import Finding
+
+# Enough to know that there is something.
+MAX_FILES_LOOKED_AT: Final = 10_000
+_STREAMS_NEED: Final = "datasets"
+
+
+def check_data(paths: Sequence[Path], streams: Sequence[str] = ()) -> list[Finding]:
+    """Whether the files and folders of text can be read, and the streams opened, as far as can be told from here."""
+    if paths and streams:
+        return [found("data-two-kinds")]
+    return [*map(_check_data, paths), *map(_check_stream, streams)] or [found("data-none")]
+
+
+def _check_data(path: Path) -> Finding:
+    try:
+        if path.is_dir():
+            num_files = 0
+            for _, _, names in os.walk(path):
+                num_files += len(names)
+                if num_files > MAX_FILES_LOOKED_AT:
+                    break
+            is_fine = num_files > 0 and os.access(path, os.R_OK | os.X_OK)
+            return found("data-fine" if is_fine else "data-empty", path=path)
+        with path.open("rb") as file:
+            return found("data-fine" if file.read(1) else "data-empty", path=path)
+    except OSError as error:
+        return found("data-unreadable", path=path, why=error.strerror)
+
+
+def _check_stream(name: str) -> Finding:
+    from farandole.training.streaming import is_data_set  # with numpy, which a doctor can do without
+
+    if not is_data_set(name):
+        return found("data-no-stream", name=name)
+    if _spec_of(_STREAMS_NEED) is None:
+        return found("data-no-package", name=name, package=_STREAMS_NEED)
+    return found("data-stream", name=name)
+
+
+def check_models(functions: Sequence[str]) -> list[Finding]:
+    """Whether the code that the owner allows is installed."""
+    return [_check_model(function) for function in functions] or [found("model-none")]
+
+
+def _check_model(function: str) -> Finding:
+    try:
+        msgspec.convert(function, FunctionName)
+    except msgspec.ValidationError:
+        return found("model-no-function", function=function)
+    module = function.partition(":")[0]
+    if _spec_of(module) is None:
+        return found("model-missing", function=function, module=module)
+    package = package_of(function)
+    return found("model-fine", function=function, package=package or "no package that pip knows")
+
+
+def _spec_of(module: str) -> ModuleSpec | None:
+    """Where Python would import it from. `importlib.util.find_spec` would run the code of the packages around it."""
+    spec: ModuleSpec | None = None
+    name = ""
+    for part in module.split("."):
+        name, path = (f"{name}.{part}", spec.submodule_search_locations) if spec else (part, None)
+        if spec is not None and path is None:  # no package, so nothing is in it
+            return None
+        found_by = (finder.find_spec(name, path) for finder in sys.meta_path)
+        spec = next((each for each in found_by if each is not None), None)
+        if spec is None:
+            return None
+    return spec
+
+
+def check_needs(manifest: Manifest, settings: NodeSettings) -> Iterator[Finding]:
+    """What the run asks of each node, and nothing here names."""
+    if manifest.data.source == "text" and not (settings.data or settings.stream):
+        yield found("run-needs-text")
+    if manifest.tokenizer.kind == "tokenizers" and settings.tokenizer is None:
+        yield found("run-needs-tokenizer", sha256=manifest.tokenizer.sha256)
+    own = manifest.model.own
+    if own is not None and own.function not in settings.allow_model:
+        yield found("run-needs-model", function=own.function, package=own.package or "no package that it names")

@@ -1,0 +1,84 @@
+"""What the invite says, and what the folder knows: of which run, and whom to dial."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import trio
+
+from farandole.protocol.errors import FarandoleError
+from farandole.protocol.identity import short_name
+from farandole.protocol.invite import PREFIX, VERSION, InviteError, decode_invite, is_invite, split_address
+from farandole.protocol.manifest import decode_manifest
+
+from ...daemon import MANIFEST_FACT
+from ...join.address_book import AddressBook
+from ...state.store import StoreError, open_store
+from .causes import found
+from .finding import Finding
+
+
+@dataclass
+class Invitation:
+    """The run to join, as far as it is known, and who may know it."""
+
+    findings: list[Finding] = field(default_factory=list)
+    run_id: bytes | None = None
+    doors: list[tuple[bytes, str]] = field(default_factory=list)
+    """Public key and multiaddr of each address that a person has named."""
+    remembered: dict[bytes, list[str]] = field(default_factory=dict)
+    """Peers from the folder's address book -> multiaddrs."""
+
+
+async def read_invitation(text: str | None, bootstrap: list[str], store: Path) -> Invitation:
+    """Raises nothing: what is wrong is a finding."""
+    invitation = Invitation()
+    if text is not None:
+        _read_invite(text, invitation)
+    for address in bootstrap:
+        try:
+            invitation.doors.append((split_address(address)[1], address))
+        except InviteError as error:
+            invitation.findings.append(found("invite-address", why=error))
+    stored = await _read_store(trio.Path(store), invitation)
+    if text is None:
+        invitation.run_id = stored
+        invitation.findings.append(found("invite-none") if stored is None else found("invite-stored"))
+    elif stored is not None and invitation.run_id not in (None, stored):
+        invitation.findings.append(found("invite-other-run", home=store.parent, run=stored.hex()[:16]))
+    return invitation
+
+
+def _read_invite(text: str, invitation: Invitation) -> None:
+    clean = "".join(text.split()).lower()
+    try:
+        invite = decode_invite(text)
+    except InviteError as error:
+        is_other_version = is_invite(text) and not clean.startswith(PREFIX + VERSION)
+        cause = "invite-other-version" if is_other_version else "invite-damaged" if is_invite(text) else "invite-no"
+        invitation.findings.append(found(cause, why=error))
+        return
+    invitation.run_id = invite.run_id
+    invitation.doors = [(split_address(address)[1], address) for address in invite.addresses]
+    names = ", ".join(dict.fromkeys(short_name(peer) for peer, _ in invitation.doors))
+    cause = "invite-fine" if invite.addresses else "invite-empty"
+    invitation.findings.append(found(cause, run=invite.run_id.hex()[:16], names=names))
+
+
+async def _read_store(path: trio.Path, invitation: Invitation) -> bytes | None:
+    if not await path.exists():
+        return None
+    try:
+        async with open_store(Path(path)) as store:
+            book = AddressBook(store)
+            await book.load()
+            invitation.remembered = book.peers()
+            manifest = await store.get_fact(MANIFEST_FACT)
+    except StoreError:  # a full disk, of which another check tells
+        return None
+    try:
+        return decode_manifest(manifest)[1].run_id if manifest is not None else None
+    except FarandoleError as error:
+        invitation.findings.append(found("invite-store-damaged", store=path, why=error))
+        return None

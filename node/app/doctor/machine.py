@@ -1,0 +1,178 @@
+"""What can be told without the network: the node's folder and key, the disk, ports, PyTorch and its device."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import trio
+
+from ...base.identity import KEY_BYTES, IdentityInUseError, locked
+from ...base.system.files import others_may
+from .causes import found
+from .finding import Finding
+
+# What is tried to be written: more than a file system keeps aside for its own small needs.
+PROBE_BYTES: Final = 1 << 20
+# A run state, two log files (`farandole.node.base.logs`) and a checkpoint of the smallest model.
+MIN_FREE_BYTES: Final = 256 << 20
+# Of a model of 125 million parameters, 16 bytes each: two checkpoints, one that is being written, and a peer's.
+GOOD_FREE_BYTES: Final = 8 << 30
+# PyTorch is a gigabyte, which a slow disk reads for long.
+TORCH_TIMEOUT: Final = 60.0
+_LISTEN: Final = re.compile(r"/ip[46]/([^/]+)/tcp/(\d{1,5})")
+
+
+def check_home(home: Path) -> Finding:
+    """Whether the node's folder can be used, or made."""
+    try:
+        if not home.exists():
+            above = _nearest_folder(home)
+            is_fine = os.access(above, os.W_OK | os.X_OK)
+            return found("home-missing", home=home) if is_fine else found("home-unwritable", home=home, why="denied")
+        if not home.is_dir():
+            return found("home-unwritable", home=home, why="not a folder")
+        _write_to(home, b".")
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return found("home-fine", home=home)  # the matter of `check_disk`
+        return found("home-unwritable", home=home, why=error.strerror)
+    return found("home-fine", home=home)
+
+
+def check_key(key: Path) -> Finding:
+    """Whether the key file is there, whole, and its owner's alone."""
+    try:
+        mode = others_may(key)
+        size = len(key.read_bytes())
+    except FileNotFoundError:
+        return found("key-missing", key=key)
+    except OSError as error:
+        return found("key-unreadable", key=key, why=error.strerror)
+    if size != KEY_BYTES:
+        return found("key-broken", key=key, size=size, wanted=KEY_BYTES)
+    if mode:
+        return found("key-readable-by-others", key=key, mode=f"{mode:o}")
+    return found("key-fine", key=key)
+
+
+def is_node_running(lock: Path) -> bool:
+    """Whether a node runs with this folder's key."""
+    try:
+        if lock.exists():
+            with locked(lock):
+                return False
+    except IdentityInUseError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return False
+
+
+def check_disk(home: Path) -> Finding:
+    """Whether there is space, by trying: quotas and reserved blocks are not in the figures."""
+    folder = _nearest_folder(home)
+    free = shutil.disk_usage(folder).free
+    try:
+        if folder == home:
+            _write_to(home, bytes(PROBE_BYTES))
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return found("disk-full", home=home, free=_megabytes(free))
+    if free < PROBE_BYTES:
+        return found("disk-full", home=home, free=_megabytes(free))
+    cause = "disk-nearly-full" if free < MIN_FREE_BYTES else "disk-small" if free < GOOD_FREE_BYTES else "disk-fine"
+    return found(cause, home=home, free=_megabytes(free))
+
+
+def _nearest_folder(path: Path) -> Path:
+    return next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+
+
+def _write_to(home: Path, data: bytes) -> None:
+    probe = home / f"doctor.{os.getpid()}.probe"
+    try:
+        with probe.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+async def check_ports(listen: Sequence[str], *, is_running: bool) -> list[Finding]:
+    """Whether each address can be listened on; ``is_running``: by a node of this folder, perhaps."""
+    return [await _check_port(address, is_running=is_running) for address in listen]
+
+
+async def _check_port(address: str, *, is_running: bool) -> Finding:
+    match = _LISTEN.fullmatch(address)
+    if match is None or int(match[2]) > 65_535:
+        return found("port-no-address", address=address)
+    try:
+        for listener in await trio.open_tcp_listeners(int(match[2]), host=match[1]):
+            await listener.aclose()
+    except OSError as error:
+        codes = {each.errno for each in _causes(error)}
+        if errno.EADDRINUSE in codes:
+            return found("port-ours" if is_running else "port-taken", address=address)
+        if errno.EACCES in codes:
+            return found("port-forbidden", address=address)
+        return found("port-unusable", address=address, why=error.strerror or error)
+    return found("port-fine", address=address)
+
+
+def _causes(error: BaseException) -> Iterator[OSError]:
+    """The errors of the system behind one of trio's."""
+    if isinstance(error, OSError):
+        yield error
+    if error.__cause__ is not None:
+        yield from _causes(error.__cause__)
+    if isinstance(error, BaseExceptionGroup):
+        for each in error.exceptions:
+            yield from _causes(each)
+
+
+class TorchReport(msgspec.Struct, frozen=True):
+    """What `farandole.node.app.doctor.torch_probe` prints."""
+
+    version: str
+    device: str = ""
+    error: str = ""
+
+
+async def check_torch(device: str) -> Finding:
+    """PyTorch and the device, looked at by a process of its own, as the trainer is: neither is needed here."""
+    command = [sys.executable, "-P", "-m", "farandole.node.app.doctor.torch_probe", device]
+    try:
+        with trio.fail_after(TORCH_TIMEOUT):
+            done = await trio.run_process(command, capture_stdout=True, capture_stderr=True, check=False)
+    except trio.TooSlowError:
+        return found("torch-slow", seconds=TORCH_TIMEOUT)
+    return judge_torch(done, has_nvidia=await trio.Path("/dev/nvidiactl").exists())
+
+
+def judge_torch(done: subprocess.CompletedProcess[bytes], *, has_nvidia: bool) -> Finding:
+    """From what the process left."""
+    try:
+        report = msgspec.json.decode(done.stdout, type=TorchReport)
+    except msgspec.MsgspecError:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        return found("torch-broken", why=lines[-1] if lines else f"exit status {done.returncode}")
+    if report.error:
+        return found("device-missing", version=report.version, why=report.error)
+    if has_nvidia and report.device.startswith("CPU"):
+        return found("gpu-unused", version=report.version, device=report.device)
+    return found("torch-fine", version=report.version, device=report.device)

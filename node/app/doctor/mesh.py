@@ -1,0 +1,184 @@
+"""What peers can tell: whether they know the run, what time it is, whether UDP passes, how others reach this node."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Final, TypeVar
+
+import trio
+
+from farandole.protocol.checkup import Offset, agreed_offset
+from farandole.protocol.errors import ManifestError, RemoteProtocolError, UnknownManifestError
+from farandole.protocol.identity import short_name
+from farandole.protocol.manifest import Manifest, decode_manifest
+from farandole.protocol.reachability import Kind, Verdict
+from farandole.protocol.records import run_key
+from farandole.protocol.state import MAX_AHEAD
+
+from ...base.errors import PeerUnreachableError
+from ...base.figures import BYTES_PER_MBIT
+from ...base.settings import MIN_CAP_MBIT, NodeSettings
+from ...join.bootstrap import dial
+from ...join.manifests import fetch_manifest
+from ...mesh.host import Host
+from ...mesh.reach.checkup import ask_echo, ask_time
+from ...mesh.reach.reachability import Examiner, Reachability
+from ...mesh.reach.speed import measure
+from .causes import found
+from .finding import Finding
+from .inputs import check_needs
+
+# For members in the DHT, and then for dialling them: some of those have gone.
+FIND_TIMEOUT: Final = 4.0
+# Two agree against one that errs.
+NUM_ASKED: Final = 3
+# A clock that is farther off works, and leaves little of what others accept for the time that messages take.
+MAX_FINE_OFFSET: Final = 10.0
+
+_Answer = TypeVar("_Answer")
+
+
+async def meet(host: Host, peers: dict[bytes, list[str]], run_id: bytes | None) -> list[bytes]:
+    """Dial them, and members that the DHT knows if few answer; those that are connected."""
+    await dial(host, peers)
+    if run_id is not None and host.connected and len(host.connected) < NUM_ASKED:
+        found_peers = dict(await host.find_providers(run_key(run_id), FIND_TIMEOUT))
+        found_peers.pop(host.author, None)
+        with trio.move_on_after(FIND_TIMEOUT):
+            await dial(host, found_peers)
+    return list(host.connected)
+
+
+async def check_run(host: Host, peers: Sequence[bytes], run_id: bytes | None, settings: NodeSettings) -> list[Finding]:
+    """Whether one of them knows the run, and what the run asks for that the settings have not."""
+    if run_id is None:
+        return [found("run-none")]
+
+    async def ask(peer: bytes) -> Manifest | UnknownManifestError:
+        try:
+            return decode_manifest(await fetch_manifest(host, peer, run_id), run_id)[0]
+        except UnknownManifestError as error:
+            return error
+        except ManifestError as error:
+            raise PeerUnreachableError(str(error)) from error
+
+    answers = await _ask_all(ask, peers)
+    manifests = [answer for answer in answers if isinstance(answer, Manifest)]
+    run = run_id.hex()[:16]
+    if not manifests:
+        return [found("run-newer", why=str(answers[0])) if answers else found("run-unknown", run=run)]
+    return [found("run-fine", run=run, name=manifests[0].name), *check_needs(manifests[0], settings)]
+
+
+async def check_clock(host: Host, peers: Sequence[bytes], clock: Callable[[], float] = time.time) -> Finding:
+    """How far this clock is from what most peers' say."""
+
+    async def ask(peer: bytes) -> Offset:
+        return await ask_time(host, peer, clock)
+
+    offsets = await _ask_all(ask, peers[:NUM_ASKED])
+    return judge_clock(offsets) if offsets else found("clock-untold")
+
+
+def judge_clock(offsets: Sequence[Offset]) -> Finding:
+    """From at least one answer. With two that contradict each other, nobody knows which clock is right."""
+    ahead = agreed_offset(offsets)
+    apart = max(offset.seconds for offset in offsets) - min(offset.seconds for offset in offsets)
+    if len(offsets) == 2 and apart > MAX_AHEAD:
+        return found("clock-disputed", apart=describe_seconds(apart))
+    how = f"{describe_seconds(abs(ahead))} {'ahead' if ahead > 0 else 'behind'}"
+    if abs(ahead) > MAX_AHEAD:
+        return found("clock-off", how=how)
+    return found("clock-fine" if abs(ahead) <= MAX_FINE_OFFSET else "clock-slightly-off", how=how)
+
+
+def describe_seconds(seconds: float) -> str:
+    """For people."""
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7_200 else f"{seconds / 3_600:.1f} h"
+
+
+async def check_udp(host: Host, peers: Sequence[bytes]) -> Finding:
+    """Whether datagrams pass, to any of them."""
+
+    async def ask(peer: bytes) -> bool:
+        return await ask_echo(host, peer)
+
+    answers = await _ask_all(ask, [peer for peer in peers if host.is_direct(peer)][:NUM_ASKED])
+    if not answers:
+        return found("udp-untold")
+    return found("udp-fine" if any(answers) else "udp-blocked", num=len(answers))
+
+
+async def check_nat(host: Host, peers: Sequence[bytes]) -> tuple[Finding, Kind]:
+    """How others reach this node."""
+    reachability = Reachability()
+    await Examiner(host, reachability, random.Random()).examine()
+    num_witnesses = sum(host.is_direct(peer) for peer in peers)
+    return judge_nat(reachability.verdict, host.own_ips, num_witnesses), reachability.kind
+
+
+def judge_nat(verdict: Verdict, own_ips: Sequence[str], num_witnesses: int) -> Finding:
+    """What the verdict says of the router, with the addresses that this machine has itself."""
+    seen = ", ".join(f"{ip} port {port}" for ip, port in verdict.addresses)
+    is_translated = not any(ip in own_ips for ip, _ in verdict.addresses)
+    ips = [ip for ip, _ in verdict.addresses]
+    match verdict.kind:
+        case Kind.PUBLIC:
+            return found("nat-port-open" if is_translated else "nat-public", seen=seen)
+        case Kind.PUNCHABLE if not is_translated:
+            return found("nat-firewall", seen=seen)
+        case Kind.PUNCHABLE:
+            return found("nat-punchable" if num_witnesses > 1 else "nat-one-witness", seen=seen)
+        case Kind.RELAY_ONLY if len(set(ips)) < len(ips):
+            return found("nat-symmetric", seen=seen)
+        case Kind.RELAY_ONLY:
+            return found("nat-relay-only")
+    return found("nat-untold")
+
+
+async def check_relay(host: Host, peers: Iterable[bytes], kind: Kind) -> Finding:
+    """Whether one of them would pass others on to this node, where that is needed."""
+    if kind is Kind.PUBLIC:
+        return found("relay-needless")
+
+    async def ask(peer: bytes) -> str:
+        await host.relays.reserve(peer)
+        return short_name(peer)
+
+    names = await _ask_all(ask, [peer for peer in peers if host.is_direct(peer)])
+    if names:
+        return found("relay-fine", names=", ".join(names))
+    return found("relay-none-needed" if kind is Kind.RELAY_ONLY else "relay-none")
+
+
+async def check_speed(host: Host, peers: Iterable[bytes]) -> Finding:
+    """How fast the line is to the first peer that lets us measure, one way after the other."""
+    for peer in peers:
+        try:
+            down = await measure(host, peer, is_up=False) / BYTES_PER_MBIT
+            up = await measure(host, peer, is_up=True) / BYTES_PER_MBIT
+        except PeerUnreachableError:
+            continue
+        cause = "speed-slow" if min(up, down) < MIN_CAP_MBIT else "speed-fine"
+        return found(cause, up=f"{up:.1f}", down=f"{down:.1f}", name=short_name(peer))
+    return found("speed-untold")
+
+
+async def _ask_all(ask: Callable[[bytes], Awaitable[_Answer]], peers: Iterable[bytes]) -> list[_Answer]:
+    """The answers of those who answer; each question has its deadline."""
+    answers: list[_Answer] = []
+
+    async def ask_one(peer: bytes) -> None:
+        try:
+            answers.append(await ask(peer))
+        except (PeerUnreachableError, RemoteProtocolError):
+            return
+
+    async with trio.open_nursery() as nursery:
+        for peer in peers:
+            nursery.start_soon(ask_one, peer)
+    return answers

@@ -1,0 +1,74 @@
+"""launchd, for one user of macOS: ``~/Library/LaunchAgents/org.farandole.NAME.plist``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .service import RESTART_SECONDS, STOP_SECONDS, Command, Service
+
+
+class Launchd:
+    """`farandole.node.app.service.service.Manager` by ``launchctl``."""
+
+    def path(self, name: str) -> Path:
+        """Where `launchd.plist(5)` has a user's own agents."""
+        return Path.home() / "Library" / "LaunchAgents" / f"{_label(name)}.plist"
+
+    def text(self, service: Service) -> str:
+        """A property list. launchd bounds neither memory nor cores, and waits between restarts, without end."""
+        import plistlib  # half of what ``--help`` would take
+
+        content: dict[str, Any] = {
+            "Label": _label(service.name),
+            "ProgramArguments": list(service.command),
+            "WorkingDirectory": str(service.home),
+            "EnvironmentVariables": {"PYTHONUNBUFFERED": "1"},
+            "RunAtLoad": True,
+            "KeepAlive": {"SuccessfulExit": False},
+            "ThrottleInterval": RESTART_SECONDS,
+            "ExitTimeOut": STOP_SECONDS,
+            "StandardOutPath": os.devnull,  # the node's own log has it all, and is bounded
+            "StandardErrorPath": str(_errors(service.home)),
+        }
+        return plistlib.dumps(content, sort_keys=False).decode()
+
+    def reload(self) -> Sequence[Command]:
+        """Launchd reads the file whenever it is told to start."""
+        return []
+
+    def start(self, name: str) -> Sequence[Command]:
+        """Now, and with each login."""
+        return [["launchctl", "bootstrap", _domain(), str(self.path(name))]]
+
+    def stop(self, name: str) -> Sequence[Command]:
+        """By SIGTERM."""
+        return [["launchctl", "bootout", f"{_domain()}/{_label(name)}"]]
+
+    def status(self, name: str) -> Command:
+        """State, process, last exit."""
+        return ["launchctl", "print", f"{_domain()}/{_label(name)}"]
+
+    def logs(self, name: str, home: Path, num_lines: int, *, is_followed: bool) -> Command:
+        """From the node's log, and from the file that has why it ended, if it did."""
+        return ["tail", "-n", str(num_lines), *(["-F"] if is_followed else []), str(home / "log"), str(_errors(home))]
+
+    def hint(self, user: str) -> str:
+        """An agent lives as long as its user is logged in."""
+        return "it runs while you are logged in"
+
+
+def _label(name: str) -> str:
+    return f"org.farandole.{name}"
+
+
+def _domain() -> str:
+    from ...base.system.files import user_id  # with what ``--help`` does not need
+
+    return f"gui/{user_id()}"
+
+
+def _errors(home: Path) -> Path:
+    return home / "service.log"

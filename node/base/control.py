@@ -1,0 +1,229 @@
+"""The control API: how the CLI and scripts talk to the daemon on this machine.
+
+A socket for its owner alone (`farandole.node.base.system.endpoint`); one JSON object a line:
+
+    {"method": "status", "params": {}}  ->  {"ok": ...}  or  {"error": {"code": "...", "message": "..."}}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import trio
+
+from farandole.protocol.errors import FarandoleError
+
+from .system.endpoint import Endpoint, bound_endpoint, connect
+
+# Requests name a method and a few settings.
+MAX_REQUEST_BYTES: Final = 64 * 1024
+# The members of the largest run (4,096 authors) at about 600 bytes each, and room.
+MAX_RESPONSE_BYTES: Final = 16 * 1024 * 1024
+# A person, a `status --watch` or two, a monitoring script; more is a script gone wild.
+MAX_CONNECTIONS: Final = 32
+REQUEST_TIMEOUT: Final = 30.0
+IDLE_TIMEOUT: Final = 300.0
+# Where no descriptor is free, one may be soon.
+ACCEPT_PAUSE: Final = 0.1
+# Whoever must say a token says it at once.
+TOKEN_TIMEOUT: Final = 5.0
+
+if TYPE_CHECKING:
+    # libp2p installs trio-typing's stubs, which hide trio's own types from checkers and keep this one elsewhere.
+    from trio_typing import TaskStatus
+
+Handler = Callable[[dict[str, Any]], Awaitable[object]]
+
+_log = logging.getLogger(__name__)
+
+
+class ControlError(FarandoleError):
+    """A request was refused; ``code`` is for scripts, the message for people."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class NoNodeError(FarandoleError):
+    """No daemon answers in this home folder."""
+
+
+class _Request(msgspec.Struct, forbid_unknown_fields=True):
+    method: str
+    params: dict[str, Any] = {}
+
+
+class _ErrorBody(msgspec.Struct):
+    code: str
+    message: str
+
+
+class _Response(msgspec.Struct, omit_defaults=True):
+    ok: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    error: _ErrorBody | msgspec.UnsetType = msgspec.UNSET
+
+
+# --- the daemon's end -------------------------------------------------------------------------------------------
+
+
+async def serve_control(
+    path: Path, handlers: Mapping[str, Handler], *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED
+) -> None:
+    """Serve requests at ``path`` until cancelled; started once the socket listens.
+
+    The caller holds the home's lock. A handler refuses with `ControlError`; whatever else it raises is logged, and
+    costs the request only.
+    """
+    with bound_endpoint(path) as endpoint:
+        endpoint.listener.listen(MAX_CONNECTIONS)
+        slots = trio.CapacityLimiter(MAX_CONNECTIONS)
+        async with trio.open_nursery() as nursery:
+            task_status.started()
+            while True:
+                try:
+                    accepted, _ = await endpoint.listener.accept()
+                except OSError as error:  # out of descriptors, or the client is gone again
+                    _log.warning("cannot accept a connection of a program: %s", error)
+                    await trio.sleep(ACCEPT_PAUSE)
+                    continue
+                nursery.start_soon(_serve_connection, trio.SocketStream(accepted), endpoint, handlers, slots)
+
+
+async def _serve_connection(
+    stream: trio.SocketStream, endpoint: Endpoint, handlers: Mapping[str, Handler], slots: trio.CapacityLimiter
+) -> None:
+    # A client that goes away in the middle is no event.
+    with contextlib.suppress(trio.BrokenResourceError, trio.TooSlowError):
+        async with stream, slots:
+            buffer = bytearray()
+            if endpoint.token and not await _is_owner(stream, buffer, endpoint):
+                return
+            while True:
+                with trio.fail_after(IDLE_TIMEOUT):
+                    line = await _receive_line(stream, buffer)
+                if line is None:
+                    return
+                with trio.fail_after(REQUEST_TIMEOUT + 5.0):
+                    await stream.send_all(await _answer(line, handlers))
+
+
+async def _is_owner(stream: trio.SocketStream, buffer: bytearray, endpoint: Endpoint) -> bool:
+    """Whether the first line is the token; if not, nothing that follows is read."""
+    with trio.fail_after(TOKEN_TIMEOUT):
+        line = await _receive_line(stream, buffer)
+        if line is not None and endpoint.is_token(line):
+            return True
+        await stream.send_all(_refusal(ControlError("unauthorized", "say the token of this node's folder first")))
+    return False
+
+
+async def _receive_line(stream: trio.SocketStream, buffer: bytearray) -> bytes | None:
+    """The next line, without its end; None when the client is through (or says too much)."""
+    searched = 0
+    while (end := buffer.find(b"\n", searched)) < 0:
+        searched = len(buffer)
+        data = await stream.receive_some()
+        if not data or len(buffer) + len(data) > MAX_REQUEST_BYTES:
+            return None
+        buffer += data
+    line = bytes(buffer[:end])
+    del buffer[: end + 1]
+    return line
+
+
+async def _answer(line: bytes, handlers: Mapping[str, Handler]) -> bytes:
+    try:
+        result = msgspec.json.encode(await _handle(line, handlers))
+        return msgspec.json.encode(_Response(ok=msgspec.Raw(result))) + b"\n"
+    except ControlError as error:
+        return _refusal(error)
+
+
+def _refusal(error: ControlError) -> bytes:
+    return msgspec.json.encode(_Response(error=_ErrorBody(error.code, str(error)))) + b"\n"
+
+
+async def _handle(line: bytes, handlers: Mapping[str, Handler]) -> object:
+    try:
+        request = msgspec.json.decode(line, type=_Request)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ControlError("bad_request", f"not a request: {error}") from error
+    handler = handlers.get(request.method)
+    if handler is None:
+        known = ", ".join(sorted(handlers))
+        raise ControlError("unknown_method", f"no method {request.method!r}; there are: {known}")
+    try:
+        with trio.fail_after(REQUEST_TIMEOUT):
+            return await handler(request.params)
+    except ControlError:
+        raise
+    except trio.TooSlowError as error:
+        raise ControlError("timeout", f"{request.method} took more than {REQUEST_TIMEOUT:g} s") from error
+    except Exception as error:  # whatever a handler raises costs whoever asked his answer, and not the node
+        _log.exception("the control method %s failed", request.method)
+        raise ControlError("internal", f"{request.method} failed: {error!r}; see the node's log") from error
+
+
+# --- the CLI's end ----------------------------------------------------------------------------------------------
+
+
+def call(home: Path, method: str, *, timeout: float = 10.0, **params: object) -> Any:
+    """Ask the daemon that runs in ``home``; the decoded JSON of its answer.
+
+    Raises `NoNodeError` if there is none (or it does not answer within ``timeout`` seconds), `ControlError` if it
+    refuses.
+    """
+    request = msgspec.json.encode(_Request(method, params)) + b"\n"
+    raw = _exchange(home, request, time.monotonic() + timeout)
+    try:
+        response = msgspec.json.decode(raw, type=_Response)
+    except msgspec.MsgspecError as error:  # a port that was a node's may be another program's now
+        raise NoNodeError(f"what answers for {home} is no node") from error
+    if response.error is not msgspec.UNSET:
+        raise ControlError(response.error.code, response.error.message)
+    return None if response.ok is msgspec.UNSET else msgspec.json.decode(response.ok)
+
+
+def _exchange(home: Path, request: bytes, deadline: float) -> bytes:
+    """Send one line, receive one line."""
+    advice = "start one with `farandole join INVITE`, or name another folder with --home"
+    try:
+        with contextlib.closing(connect(home / "control.sock", _remaining(deadline))) as connection:
+            connection.sendall(request)
+            return _receive_response(connection, deadline)
+    except (FileNotFoundError, ConnectionError) as error:
+        raise NoNodeError(f"no node runs in {home}: {advice}") from error
+    except TimeoutError as error:
+        raise NoNodeError(
+            f"the node in {home} does not answer: is it stopped or overloaded? its log is {home / 'log'}"
+        ) from error
+    except PermissionError as error:
+        raise NoNodeError(f"the node in {home} belongs to another user ({error})") from error
+
+
+def _receive_response(connection: socket.socket, deadline: float) -> bytes:
+    received = bytearray()
+    while not received.endswith(b"\n"):
+        connection.settimeout(_remaining(deadline))
+        data = connection.recv(256 * 1024)
+        if not data:
+            raise ConnectionResetError("the node closed the connection")
+        received += data
+        if len(received) > MAX_RESPONSE_BYTES:
+            raise ControlError("too_long", f"the answer has more than {MAX_RESPONSE_BYTES} bytes")
+    return bytes(received)
+
+
+def _remaining(deadline: float) -> float:
+    remaining = deadline - time.monotonic()
+    if remaining <= 0:
+        raise TimeoutError
+    return remaining

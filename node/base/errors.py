@@ -1,0 +1,21 @@
+"""Errors of the network edge: foreign exceptions stop in node/mesh/host.py and become these."""
+
+from __future__ import annotations
+
+from farandole.protocol.errors import FarandoleError
+
+
+class PeerUnreachableError(FarandoleError):
+    """No connection to a peer, or no stream of the protocol asked for, in the time given; the message says why."""
+
+
+class StrangerError(PeerUnreachableError):
+    """Another peer than the one that was dialled is at this address."""
+
+
+class ListenError(FarandoleError):
+    """This node cannot listen on an address that it was told to listen on."""
+
+
+class JoinError(FarandoleError):
+    """This node cannot join; the message says which step failed and what to do."""

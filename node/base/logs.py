@@ -1,0 +1,140 @@
+"""The daemon's log file: its own loggers from the level asked for, libraries' from warnings on.
+
+What is told at the terminal is `farandole.node.ui.console`'s. Both are lines for people, or the same JSON objects:
+the standard library's logging does that in a few lines, so structlog, which does more, is not needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import logging.handlers
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from typing import Final, TextIO
+
+import msgspec
+
+from .identity import IdentityError, make_home
+from .settings import LogFormat, NodeSettings
+from .system.terminal import is_journal
+
+# Two files of 8 MB: some weeks of an ordinary node's lines, and never a full disk.
+MAX_LOG_BYTES: Final = 8 * 1024 * 1024
+# Lines a minute that differ in their arguments only, and how many kinds of line are told apart: more than there are.
+MAX_ALIKE_PER_MINUTE: Final = 10
+MAX_KINDS: Final = 1_024
+CONSOLE: Final = "farandole.node.ui.console"
+# Of `farandole.node.status.round_log`: two files of some 40,000 rounds each.
+ROUNDS: Final = "farandole.rounds"
+MAX_ROUNDS_BYTES: Final = 16 * 1024 * 1024
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: ``time`` (ISO 8601), ``level``, ``logger``, ``message``; ``figures``, ``exception``."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        fields: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if figures := getattr(record, "figures", None):
+            fields["figures"] = figures
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(fields).decode()
+
+
+def is_for_machines(log_format: LogFormat, stream: TextIO | None) -> bool:
+    """Whether lines that go there (None: to a file) are JSON objects."""
+    if log_format == "auto":
+        return stream is None or not (stream.isatty() or is_journal(stream))
+    return log_format == "json"
+
+
+class Throttle(logging.Filter):
+    """Lets the same message through a few times a minute, whatever its arguments; then says how many it kept back.
+
+    Strangers cause messages of a few kinds, as many as they like. What `farandole.node.ui.console` tells people is
+    never kept back, nor what somebody has asked for by the level debug.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._minutes: dict[tuple[str, str], tuple[float, int]] = {}  # when each began, and how many since
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether to let it through; then perhaps with the number kept back before it."""
+        if record.name == CONSOLE or record.levelno < logging.INFO:
+            return True
+        key = record.name, str(record.msg)
+        now = self._clock()
+        began_at, count = self._minutes.get(key, (now, 0))
+        num_kept_back = 0
+        if now - began_at >= 60:
+            num_kept_back = max(0, count - MAX_ALIKE_PER_MINUTE)
+            began_at, count = now, 0
+        self._minutes.pop(key, None)
+        self._minutes[key] = began_at, count + 1
+        if len(self._minutes) > MAX_KINDS:
+            del self._minutes[next(iter(self._minutes))]
+        if count >= MAX_ALIKE_PER_MINUTE:
+            return False
+        if num_kept_back:
+            record.msg = f"{record.msg} (and {num_kept_back} more like this)"
+        return True
+
+
+class _LogFile(logging.handlers.RotatingFileHandler):
+    """A log file that a full disk silences: it neither stops the node nor fills the terminal with tracebacks."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Drop the line if it was the disk, and tell anything else."""
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+
+    def close(self) -> None:
+        """What is still buffered is lost if the disk does not take it."""
+        with contextlib.suppress(OSError):
+            super().close()
+
+
+@contextlib.contextmanager
+def logging_to_file(settings: NodeSettings) -> Iterator[None]:
+    """Log to ``settings.log`` until the context ends. Raises `IdentityError` if the node's folder cannot be used."""
+    make_home(settings.home)
+    root, ours, rounds = logging.getLogger(), logging.getLogger("farandole"), logging.getLogger(ROUNDS)
+    try:
+        handler = _LogFile(settings.log, maxBytes=MAX_LOG_BYTES, backupCount=1, encoding="utf-8")
+    except OSError as error:
+        raise IdentityError(
+            f"cannot write {settings.log}: {error.strerror}; name another folder with --home"
+        ) from error
+    kept = _LogFile(settings.rounds, maxBytes=MAX_ROUNDS_BYTES, backupCount=1, encoding="utf-8", delay=True)
+    if is_for_machines(settings.log_format, None):
+        handler.setFormatter(JsonFormatter())
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    previous = root.level, ours.level
+    root.setLevel(logging.WARNING)
+    ours.setLevel(settings.log_level.upper())
+    rounds.setLevel(logging.INFO)
+    rounds.propagate = False
+    handler.addFilter(Throttle())
+    root.addHandler(handler)
+    rounds.addHandler(kept)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        rounds.removeHandler(kept)
+        handler.close()
+        kept.close()
+        root.setLevel(previous[0])
+        ours.setLevel(previous[1])

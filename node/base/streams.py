@@ -1,0 +1,70 @@
+"""What services use of a `farandole.node.mesh.host.Host` and its streams: so they, and their tests, need no libp2p."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+import trio
+
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.framing import FrameParser
+
+# What a stream hands over at once: a chunk's frame.
+READ_BYTES = 65_536
+DIAL_TIMEOUT = 8.0
+# What was sent still has to leave; nobody waits for more.
+CLOSE_TIMEOUT = 2.0
+
+
+class Stream(Protocol):
+    """A stream to a peer."""
+
+    is_bulk: bool
+    """That its user keeps to the node's caps (`farandole.node.base.bandwidth`)."""
+
+    @property
+    def peer(self) -> bytes:
+        """The remote's public key, authenticated."""
+
+    async def send_all(self, data: bytes) -> None:
+        """Send all of it, or raise `trio.BrokenResourceError`."""
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
+        """At least a byte, none at the end; or raise `trio.BrokenResourceError`."""
+
+    async def aclose(self) -> None:
+        """Close both sides; forcefully if cancelled."""
+
+
+class RelayedStream(Stream, Protocol):
+    """A stream that can be broken off."""
+
+    def reset(self) -> None:
+        """Without waiting: the peer gets an error, not an end."""
+
+
+class StreamHost(Protocol):
+    """Opens and serves streams."""
+
+    def set_handler(self, protocol: str, handler: Callable[[Stream], Awaitable[None]]) -> None:
+        """Serve incoming streams."""
+
+    async def open_stream(self, peer: bytes, protocol: str, timeout: float = DIAL_TIMEOUT) -> Stream:
+        """Open a stream, connecting if need be, or raise `PeerUnreachableError`."""
+
+
+async def receive_frame(stream: Stream, parser: FrameParser) -> bytes:
+    """Read one frame; `RemoteProtocolError` if the stream ends before."""
+    while (payload := parser.next_frame()) is None:
+        data = await stream.receive_some(READ_BYTES)
+        if not data:
+            raise RemoteProtocolError("the stream ended before its frame")
+        parser.receive_data(data)
+    return payload
+
+
+async def close_stream(stream: Stream) -> None:
+    """Close, so that what was sent still arrives; break it off if that takes too long, or when cancelled."""
+    with trio.move_on_after(CLOSE_TIMEOUT):
+        await stream.aclose()

@@ -1,0 +1,95 @@
+"""The control API's listening socket as a file, in the node's home folder or, where that is too long, in a private one.
+
+The file system's permissions are the authentication, and two nodes never clash. One of two modules with the same two
+functions (`farandole.node.base.system.endpoint`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import socket
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import trio
+
+from farandole.protocol.errors import FarandoleError
+
+from .endpoint import Endpoint
+
+assert sys.platform != "win32"
+
+# sockaddr_un holds 108 bytes with the final zero on Linux, 104 on macOS.
+MAX_SOCKET_PATH_BYTES: Final = 103
+
+
+@contextlib.contextmanager
+def bound(path: Path) -> Iterator[Endpoint]:
+    """A socket with mode 0600, and no trace of it afterwards."""
+    real = socket_path(path)
+    _make_private(real.parent)
+    real.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        _bind_privately(listener, real)
+        if real != path.absolute():
+            _record_of(path).write_text(str(real), encoding="utf-8")
+        try:
+            yield Endpoint(trio.socket.from_stdlib_socket(listener))
+        finally:
+            real.unlink(missing_ok=True)
+            _record_of(path).unlink(missing_ok=True)
+
+
+def connected(path: Path, timeout: float) -> socket.socket:
+    """A connection with it."""
+    record = _record_of(path)
+    real = Path(record.read_text(encoding="utf-8")) if record.exists() else socket_path(path)
+    if not stat.S_ISSOCK(real.stat().st_mode):
+        raise FileNotFoundError(real)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(timeout)
+        connection.connect(os.fspath(real))
+    except BaseException:  # whatever it is, nobody else has the socket yet
+        connection.close()
+        raise
+    return connection
+
+
+def socket_path(path: Path) -> Path:
+    """Where the socket for ``path`` really lies: there, or, if that is too long, in a private temporary folder.
+
+    The place follows from the path alone, so both ends compute the same.
+    """
+    absolute = path.absolute()
+    if len(os.fsencode(absolute)) <= MAX_SOCKET_PATH_BYTES:
+        return absolute
+    digest = hashlib.sha256(os.fsencode(absolute)).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"farandole-{os.getuid()}" / f"{digest}.sock"
+
+
+def _record_of(path: Path) -> Path:
+    """The file beside ``path`` that says where the socket is, when it is elsewhere (TMPDIR differs between shells)."""
+    return path.with_suffix(".path")
+
+
+def _make_private(folder: Path) -> None:
+    """Make the folder of a socket if need be, and refuse one in the temporary folder that somebody else prepared."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if folder.stat().st_uid != os.getuid():
+        raise FarandoleError(f"{folder} belongs to another user: give the node a shorter --home")
+
+
+def _bind_privately(listener: socket.socket, path: Path) -> None:
+    """Bind with mode 0600 from the first moment."""
+    previous = os.umask(0o177)
+    try:
+        listener.bind(os.fspath(path))
+    finally:
+        os.umask(previous)

@@ -1,0 +1,282 @@
+"""Carries out exchanges: one session of `farandole.protocol.exchange` over one stream, with a deadline on every wait.
+
+`ExchangeService.run` returns by its deadline whatever the partner does: dies, freezes, lies, or never comes. What a
+partner does wrong is in the result's reason, never an exception. Contributions go in and out of memory that the caller
+holds. Here is how sessions find their streams; what is said over one is in `farandole.node.bulk.exchange_session`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import trio
+
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.exchange import Exchange
+from farandole.protocol.exchange_messages import Offer, peek_offer
+from farandole.protocol.outcomes import (
+    Outcome,
+    Outcomes,
+    Resolution,
+    Resolve,
+    decode_resolution,
+    decode_resolve,
+    encode_resolve,
+    resolve_parser,
+)
+from farandole.protocol.pairing_events import StartExchange
+
+from ..base.bandwidth import Shaping
+from ..base.errors import PeerUnreachableError
+from ..base.streams import DIAL_TIMEOUT, READ_BYTES, Stream, StreamHost, close_stream, receive_frame
+from .contributions import Judge, Outgoing
+from .exchange_session import Conversation
+from .transport import Channels, Way
+
+EXCHANGE_PROTOCOL = "/farandole/exchange/1"
+RESOLVE_PROTOCOL = "/farandole/resolve/1"
+# Streams that have not said yet which session they belong to, or whose session is not expected yet. Of honest peers
+# there is one at a time: the partner, whose Begin is on its way on another stream.
+MAX_UNCLAIMED = 32
+# As many of them may be one peer's: its last round's, given up, and this one's.
+MAX_UNCLAIMED_PER_PEER = 4
+# How long such a stream may stay: the partner's Begin was sent before it was opened.
+CLAIM_TIMEOUT = 5.0
+# One question to an initiator, dial included, and the pause before the next one.
+RESOLVE_TIMEOUT, RESOLVE_INTERVAL = 5.0, 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeResult:
+    """How a session ended for this node."""
+
+    session: bytes
+    partner: bytes
+    round: int
+    """Our own."""
+    committed: bool
+    """The partner's contribution is to be used; it lies whole in the incoming memory."""
+    reason: str
+    """Why it was not committed, for people; empty if it was."""
+    bytes_sent: int
+    """On the stream, framing included, and on the channel."""
+    bytes_received: int
+    seconds: float
+    partner_round: int
+    partner_tokens: int
+    partner_size: int
+    """Bytes of the contribution received; 0, like the two above, if it was not committed."""
+    path: str
+    """"bulk" if the contributions moved, or were to move, over a bulk channel, else "stream"."""
+    is_broken: bool = False
+    """It was not committed, and nobody refused a contribution."""
+
+
+class ExchangeService:
+    """All exchanges of one node: opens streams as initiator, matches incoming ones to the sessions it expects."""
+
+    def __init__(self, host: StreamHost, channels: Channels[Any] | None = None, shaping: Shaping | None = None) -> None:
+        self.channels = channels
+        """Ways beside the streams; without them everything goes over the streams."""
+        self._host = host
+        self._shaping = shaping or Shaping()
+        self._outcomes = Outcomes()
+        self._running: dict[Conversation, trio.CancelScope] = {}
+        self._one_ended = trio.Event()
+        self._expected: dict[bytes, _Expected] = {}
+        self._expected_more = trio.Event()
+        self._unclaimed: Counter[bytes] = Counter()
+        host.set_handler(EXCHANGE_PROTOCOL, self._serve_exchange)
+        host.set_handler(RESOLVE_PROTOCOL, self._serve_resolve)
+
+    @property
+    def is_exchanging(self) -> bool:
+        """Whether contributions are under way."""
+        return bool(self._running)
+
+    async def wait_quiet(self) -> None:
+        """Until none are."""
+        while self._running:
+            await self._one_ended.wait()
+
+    async def run(
+        self, start: StartExchange, offer: Offer, outgoing: Outgoing, incoming: memoryview, judge: Judge
+    ) -> ExchangeResult:
+        """Exchange contributions as `Pairing` has asked; returns by ``start.deadline``.
+
+        ``offer`` describes ``outgoing``; the partner's contribution is received into ``incoming`` and then judged.
+        Nothing in ``incoming`` counts unless the result is committed. ``start.deadline`` is of `trio.current_time`.
+        """
+        exchange = Exchange(start.is_initiator, offer, incoming)
+        way = Way(start.peer, self.channels)
+        conversation = Conversation(exchange, outgoing, judge, start.deadline, self._outcomes, way, self._shaping)
+        started_at = trio.current_time()
+        if start.is_initiator:
+            self._outcomes.begin(start.session, start.peer)
+        reason = "out of time"
+        try:
+            with trio.move_on_at(start.deadline) as self._running[conversation]:
+                take_part = self._initiate if start.is_initiator else self._respond
+                reason = await take_part(start, conversation)
+        finally:
+            del self._running[conversation]
+            self._one_ended.set()
+            self._one_ended = trio.Event()
+            (way.keep if conversation.is_committed else way.discard)()
+            if start.is_initiator:
+                self._outcomes.decide(start.session, committed=False)  # unless it is decided already
+        if conversation.is_in_doubt:
+            reason = "the initiator's decision could not be learnt in time"
+        is_committed = conversation.is_committed
+        partner = exchange.partner_offer if is_committed else None
+        return ExchangeResult(
+            session=start.session,
+            partner=start.peer,
+            round=start.round,
+            committed=is_committed,
+            reason="" if is_committed else reason,
+            bytes_sent=conversation.bytes_sent,
+            bytes_received=conversation.bytes_received,
+            seconds=trio.current_time() - started_at,
+            partner_round=partner.round if partner else 0,
+            partner_tokens=partner.tokens if partner else 0,
+            partner_size=partner.size if partner else 0,
+            path="stream" if exchange.channel is None else "bulk",
+            is_broken=not is_committed and not conversation.is_refused,
+        )
+
+    def give_up(self, reason: str) -> None:
+        """End whatever runs and is not decided, and tell the partners why; `run` returns soon.
+
+        A responder that has promised to commit goes on asking for the decision.
+        """
+        for conversation, scope in self._running.items():
+            if conversation.is_held:
+                conversation.give_up(reason)
+            else:
+                scope.cancel()
+
+    async def _initiate(self, start: StartExchange, conversation: Conversation) -> str:
+        try:
+            stream = await self._host.open_stream(start.peer, EXCHANGE_PROTOCOL, DIAL_TIMEOUT)
+        except PeerUnreachableError as error:
+            return str(error)
+        try:
+            return await conversation.hold(stream, b"")
+        finally:
+            await close_stream(stream)
+
+    async def _respond(self, start: StartExchange, conversation: Conversation) -> str:
+        expected = self._expected[start.session] = _Expected(start.peer)
+        self._expected_more.set()
+        self._expected_more = trio.Event()
+        try:
+            with trio.move_on_at(conversation.data_by):
+                await expected.arrived.wait()
+            if expected.stream is None:
+                return "the partner opened no stream"
+            with conversation.way.expecting():
+                reason = await conversation.hold(expected.stream, expected.received)
+        finally:
+            del self._expected[start.session]
+            expected.done.set()
+        if conversation.is_in_doubt:
+            return await self._resolve(start, conversation)
+        return reason
+
+    async def _serve_exchange(self, stream: Stream) -> None:
+        """An incoming stream: find the session that expects it, and keep it open until that is over."""
+        try:
+            expected = await self._claim_in_time(stream)
+            if expected is not None:
+                await expected.done.wait()
+        finally:
+            await close_stream(stream)
+
+    async def _claim_in_time(self, stream: Stream) -> _Expected | None:
+        peer = stream.peer
+        if self._unclaimed.total() >= MAX_UNCLAIMED or self._unclaimed[peer] >= MAX_UNCLAIMED_PER_PEER:
+            return None
+        self._unclaimed[peer] += 1
+        try:
+            with trio.move_on_after(CLAIM_TIMEOUT), contextlib.suppress(RemoteProtocolError, trio.BrokenResourceError):
+                return await self._claim(stream)
+        finally:
+            self._unclaimed[peer] -= 1
+            self._unclaimed += Counter()  # forgets the zeros
+        return None
+
+    async def _claim(self, stream: Stream) -> _Expected | None:
+        received, offer = await _receive_offer(stream)
+        while offer.session not in self._expected:
+            await self._expected_more.wait()
+        expected = self._expected[offer.session]
+        if expected.peer != stream.peer or expected.stream is not None:
+            return None
+        expected.stream, expected.received = stream, received
+        expected.arrived.set()
+        return expected
+
+    async def _resolve(self, start: StartExchange, conversation: Conversation) -> str:
+        """We have promised to commit and do not know the decision: ask until the deadline."""
+        while True:
+            outcome: Outcome = "undecided"
+            with trio.move_on_after(RESOLVE_TIMEOUT):
+                outcome = await self._ask(start.peer, start.session)
+            if outcome != "undecided":
+                conversation.is_committed = outcome == "committed"
+                return "the partner had aborted"
+            await trio.sleep(RESOLVE_INTERVAL)
+
+    async def _ask(self, peer: bytes, session: bytes) -> Outcome:
+        """One question; "undecided" if there is no answer."""
+        try:
+            stream = await self._host.open_stream(peer, RESOLVE_PROTOCOL, RESOLVE_TIMEOUT)
+        except PeerUnreachableError:
+            return "undecided"
+        try:
+            await stream.send_all(encode_resolve(Resolve(session)))
+            return decode_resolution(await receive_frame(stream, resolve_parser())).outcome
+        except (trio.BrokenResourceError, RemoteProtocolError):
+            return "undecided"
+        finally:
+            await close_stream(stream)
+
+    async def _serve_resolve(self, stream: Stream) -> None:
+        """A responder in doubt asks; one question a stream."""
+        try:
+            with (
+                trio.move_on_after(RESOLVE_TIMEOUT),
+                contextlib.suppress(RemoteProtocolError, trio.BrokenResourceError),
+            ):
+                question = decode_resolve(await receive_frame(stream, resolve_parser()))
+                answer = self._outcomes.answer(question.session, stream.peer)
+                await stream.send_all(encode_resolve(Resolution(answer)))
+        finally:
+            await close_stream(stream)
+
+
+@dataclass(slots=True, eq=False)
+class _Expected:
+    """A session that this node awaits as responder, and the stream that has come for it."""
+
+    peer: bytes
+    arrived: trio.Event = field(default_factory=trio.Event)
+    done: trio.Event = field(default_factory=trio.Event)
+    stream: Stream | None = None
+    received: bytes = b""
+    """What was read from the stream so far: the offer, and perhaps more."""
+
+
+async def _receive_offer(stream: Stream) -> tuple[bytes, Offer]:
+    """Read until the offer is complete: all that was read, and the offer. `RemoteProtocolError` if it is none."""
+    received = b""
+    while (offer := peek_offer(received)) is None:
+        more = await stream.receive_some(READ_BYTES)
+        if not more:
+            raise RemoteProtocolError("the stream ended before its offer")
+        received += more
+    return received, offer

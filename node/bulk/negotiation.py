@@ -1,0 +1,553 @@
+"""Bulk channels of one node: opened with a partner when an exchange asks, kept for the next one, closed when idle.
+
+`BulkService.acquire` never raises for what a peer or the network does: without a channel the exchange goes over its
+libp2p stream. Nobody is served who is not expected: a node answers proposals only of a peer with which it awaits an
+exchange (`expecting`), and reads from TCP connections only while it negotiates.
+
+The dials of one negotiation (`farandole.protocol.bulk`) start together: from any port, as firewalls like it best, and a
+moment later from the listener's own port too, where two such dials meet in the middle and open a way through NATs that
+keep ports (TCP simultaneous open, RFC 5382).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import socket
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from typing import Protocol
+
+import trio
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+from farandole.protocol.bulk import (
+    GREETING_BYTES,
+    MAX_OFFERED,
+    MAX_PROPOSAL_BYTES,
+    MIN_PORT,
+    SESSION_BYTES,
+    TOKEN_BYTES,
+    Address,
+    Proposal,
+    Side,
+    agree,
+    decode_proposal,
+    dialable,
+    encode_proposal,
+    greeting,
+    is_greeting,
+)
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.framing import FrameParser, frame
+from farandole.protocol.identity import short_name
+
+from ..base.backoff import Backoff
+from ..base.bandwidth import Shaping
+from ..base.errors import PeerUnreachableError
+from ..base.nurseries import open_service_nursery
+from ..base.streams import READ_BYTES, Stream, StreamHost, close_stream, receive_frame
+from ..base.system.features import SHARES_PORTS
+from ..base.system.sockets import share_port
+from ..mesh.reuse import calm
+from .channel import BulkChannel, ChannelError, open_channel
+
+logger = logging.getLogger(__name__)
+
+BULK_PROTOCOL = "/farandole/bulk/2"
+# From the proposal to the channel: two round trips on the stream, a TCP handshake, greetings and ready records, over a
+# bad line.
+OPEN_TIMEOUT = 5.0
+# A peer that could not be reached so is left alone for a while: its exchanges start without the wait. A failure may be
+# chance (a lost packet, a busy peer), so the first pause lasts a few of these waits; one NAT that lets nothing through
+# costs a wait every ten minutes in the end. Ten seconds doubled are 600 at the seventh failure.
+FIRST_RETRY_AFTER, MAX_RETRY_AFTER = 10.0, 600.0
+# Longer than a round of most runs; a NAT forgets a connection after a quarter of an hour at the earliest, mostly.
+IDLE_TIMEOUT = 300.0
+# A node exchanges with one partner at a time, and meets it again by chance.
+MAX_IDLE = 8
+# A greeting is written as soon as the connection opens.
+GREETING_TIMEOUT = 3.0
+# Connections that have not greeted yet. A partner opens one or two from each of its addresses.
+MAX_UNPROVEN, MAX_UNPROVEN_PER_ADDRESS = 32, 8
+# After an accept that failed for want of descriptors.
+ACCEPT_PAUSE = 0.5
+# Connections that wait for the answerer's choice; it makes one.
+MAX_CANDIDATES = 2 * MAX_OFFERED
+# Before a dial from the listener's port: most plain dials have answered by then.
+PUNCH_AFTER = 0.3
+_CHOSEN = b"\x01"
+
+
+class BulkHost(StreamHost, Protocol):
+    """A host whose name and addresses, and those of its peers, are known."""
+
+    @property
+    def author(self) -> bytes:
+        """This node's public key."""
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where this node can be dialled, as multiaddrs."""
+
+    @property
+    def observed_ips(self) -> list[str]:
+        """As whom others see this node."""
+
+    @property
+    def bulk_ports(self) -> set[int]:
+        """Where to say on which ports channels are awaited."""
+
+    @property
+    def mapped(self) -> Mapping[int, tuple[str, int]]:
+        """Ports of this machine -> where its router sends on to them."""
+
+    @property
+    def is_out_of_reach(self) -> Callable[[bytes], bool]:
+        """Whether attempts have shown that nothing but relays leads to a peer."""
+
+    @property
+    def observe_port(self) -> Callable[[int], contextlib.AbstractAsyncContextManager[list[Address]]]:
+        """As whom others see a port of this machine, where its router changes ports, for as long as a block runs."""
+
+    def remote_addresses(self, peer: bytes) -> list[str]:
+        """The other ends of the connections to a peer, as multiaddrs."""
+
+
+class BulkService:
+    """All bulk channels of one node; made by `open_bulk`."""
+
+    def __init__(
+        self, host: BulkHost, listeners: dict[socket.AddressFamily, trio.socket.SocketType], shaping: Shaping
+    ) -> None:
+        self._host = host
+        self._listeners = listeners
+        self._shaping = shaping
+        self._idle: OrderedDict[bytes, BulkChannel] = OrderedDict()
+        self._backoff = Backoff(FIRST_RETRY_AFTER, MAX_RETRY_AFTER)
+        self._expected: Counter[bytes] = Counter()
+        self._races: dict[bytes, _Race] = {}  # by session; at most one a peer that is expected, or was asked
+        self._unproven: Counter[str] = Counter()
+        self._is_closed = False
+        host.set_handler(BULK_PROTOCOL, self._answer)
+
+    # What exchanges ask for
+
+    @contextlib.contextmanager
+    def expecting(self, peer: bytes) -> Iterator[None]:
+        """Answer this peer's proposals for as long as the block runs."""
+        self._expected[peer] += 1
+        try:
+            yield
+        finally:
+            self._expected[peer] -= 1
+            if not self._expected[peer]:
+                del self._expected[peer]
+
+    async def acquire(self, peer: bytes) -> BulkChannel | None:
+        """A channel with a peer that expects us, kept or new; None if there is none in `OPEN_TIMEOUT`, or no way to it.
+
+        Whoever gets a channel gives it back by `release` or `discard`.
+        """
+        for kept in [channel for channel in self._idle.values() if channel.peer == peer]:
+            if (fit := self.take(peer, kept.session)) is not None:
+                return fit
+        if self._host.is_out_of_reach(peer) or not self._backoff.is_due(peer, self._path(peer), trio.current_time()):
+            return None
+        channel: BulkChannel | None = None
+        reason = "no answer, or no way, in time"
+        try:
+            with trio.move_on_after(OPEN_TIMEOUT):
+                channel = await self._ask(peer)
+        except (ChannelError, PeerUnreachableError, RemoteProtocolError, trio.BrokenResourceError) as error:
+            reason = str(error)
+        finally:  # also where the caller's time is up, which may be less
+            if channel is None:
+                self._note_failure(peer, reason)
+        return channel
+
+    def _note_failure(self, peer: bytes, reason: str) -> None:
+        count, pause = self._backoff.note_failure(peer, self._path(peer), trio.current_time())
+        logger.info(
+            "no bulk channel with %s (%s), %s: exchanges with it go over the stream; for %.0f s no channel is tried",
+            short_name(peer),
+            reason,
+            "for the first time" if count == 1 else f"{count} times in a row",
+            pause,
+        )
+
+    def _path(self, peer: bytes) -> list[str]:
+        """What a channel depends on: the addresses here, and at the other ends of the peer's connections."""
+        own = (*self._host.observed_ips, *interfaces(self._host))
+        return [*sorted(own), "", *sorted(self._host.remote_addresses(peer))]
+
+    def take(self, peer: bytes, session: bytes) -> BulkChannel | None:
+        """The channel that the peer has acquired, by its name; None if it is not here or no longer fit."""
+        channel = self._idle.get(session)
+        if channel is None or channel.peer != peer:
+            return None
+        del self._idle[session]
+        if not channel.is_fit:
+            channel.close()
+            return None
+        return channel
+
+    def release(self, channel: BulkChannel) -> None:
+        """Keep a channel, on which nothing is under way in either direction, for the next exchange."""
+        if self._is_closed:
+            return channel.close()
+        channel.idle_since = trio.current_time()
+        self._idle[channel.session] = channel
+        if len(self._idle) > MAX_IDLE:
+            self._idle.popitem(last=False)[1].close()
+
+    def discard(self, channel: BulkChannel) -> None:
+        """Close a channel on which something went wrong."""
+        channel.close()
+
+    # Negotiations
+
+    async def _ask(self, peer: bytes) -> BulkChannel:
+        key = X25519PrivateKey.generate()
+        channel: BulkChannel | None = None
+        try:
+            async with self._observed() as observed:
+                proposal = self._propose(secrets.token_bytes(SESSION_BYTES), key, observed)
+                stream = await self._host.open_stream(peer, BULK_PROTOCOL, OPEN_TIMEOUT)
+                try:
+                    with self._race(proposal, peer) as race:
+                        await stream.send_all(frame(encode_proposal(proposal), MAX_PROPOSAL_BYTES))
+                        theirs = await _receive_proposal(stream)
+                        if theirs.session != proposal.session:
+                            raise RemoteProtocolError("an answer to another proposal")
+                        channel = await self._run_race(race, stream, theirs, key, is_asker=True)
+                finally:
+                    await close_stream(stream)
+        except BaseException:  # cancelled while the stream closes, too: nobody else has the channel yet
+            if channel is not None:
+                channel.close()
+            raise
+        return channel
+
+    async def _answer(self, stream: Stream) -> None:
+        """A peer proposes a channel; the stream closes when that is done."""
+        try:
+            if self._expected[stream.peer]:
+                with trio.move_on_after(OPEN_TIMEOUT):
+                    theirs = await _receive_proposal(stream)
+                    async with self._observed() as observed:
+                        if not self._is_busy(stream.peer, theirs.session):
+                            await self._take_part(stream, theirs, observed)
+        except (ChannelError, RemoteProtocolError, trio.BrokenResourceError) as error:
+            logger.debug("no bulk channel: %s", error)
+        finally:
+            await close_stream(stream)
+
+    async def _take_part(self, stream: Stream, theirs: Proposal, observed: list[Address]) -> None:
+        """In the negotiation that a peer has begun."""
+        key = X25519PrivateKey.generate()
+        proposal = self._propose(theirs.session, key, observed)
+        with self._race(proposal, stream.peer) as race:
+            await stream.send_all(frame(encode_proposal(proposal), MAX_PROPOSAL_BYTES))
+            channel = await self._run_race(race, stream, theirs, key, is_asker=False)
+            self.release(channel)
+            channel.announce()
+
+    @contextlib.asynccontextmanager
+    async def _observed(self) -> AsyncIterator[list[Address]]:
+        """As whom others see the listener, as far as that has to be asked."""
+        listener = self._listeners.get(socket.AF_INET)
+        if listener is None:
+            yield []
+            return
+        async with self._host.observe_port(listener.getsockname()[1]) as observed:
+            yield observed
+
+    def _is_busy(self, peer: bytes, session: bytes) -> bool:
+        """One negotiation with a peer at a time; and no name for two channels."""
+        return session in self._races or session in self._idle or any(r.peer == peer for r in self._races.values())
+
+    def _propose(self, session: bytes, key: X25519PrivateKey, observed: list[Address]) -> Proposal:
+        """What this node offers: where its router sends on; what others have observed of the listener; as whom they see
+        this node, and its interfaces, with the port that listens, since most NATs keep ports where they can (RFC 4787,
+        4.2.1). And its half of the keys.
+        """
+        ports = {family: listener.getsockname()[1] for family, listener in self._listeners.items()}
+        ips = dict.fromkeys((*self._host.observed_ips, *interfaces(self._host)))
+        mapped = [self._host.mapped[port] for port in ports.values() if port in self._host.mapped]
+        known = [(ip, ports[f]) for ip in ips if (f := _family(ip)) in ports]
+        addresses = [address for address in dict.fromkeys((*mapped, *observed, *known)) if address[1] >= MIN_PORT]
+        return Proposal(
+            session=session,
+            token=secrets.token_bytes(TOKEN_BYTES),
+            key=key.public_key().public_bytes_raw(),
+            addresses=addresses[:MAX_OFFERED],
+        )
+
+    @contextlib.contextmanager
+    def _race(self, proposal: Proposal, peer: bytes) -> Iterator[_Race]:
+        """From now on, until the block ends, connections that greet for this session are let in."""
+        race = self._races[proposal.session] = _Race(peer, proposal)
+        try:
+            yield race
+        finally:
+            del self._races[proposal.session]
+            race.end()
+
+    async def _run_race(
+        self, race: _Race, stream: Stream, theirs: Proposal, key: X25519PrivateKey, is_asker: bool
+    ) -> BulkChannel:
+        """Dial, let the answerer choose, confirm the keys; give up if the peer does, and closes the stream."""
+        us, them = Side(self._host.author, race.proposal), Side(race.peer, theirs)
+        channel_secrets = agree(key, us, them, is_asker)
+        race.begin(theirs)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_cancel_at_end, stream, nursery.cancel_scope)
+            for address in dialable(theirs.addresses, _direct_ips(self._host.remote_addresses(race.peer))):
+                nursery.start_soon(self._dial, race, address, False)
+                if SHARES_PORTS:
+                    nursery.start_soon(self._dial, race, address, True)
+            await (race.await_choice() if is_asker else race.choose())
+            nursery.cancel_scope.cancel()
+        plain = race.claim()
+        if plain is None:
+            raise ChannelError("the peer gave up")
+        channel = await open_channel(race.peer, race.session, plain, channel_secrets, is_asker, self._shaping)
+        self._backoff.note_success(race.peer)
+        return channel
+
+    # Connections
+
+    async def _dial(self, race: _Race, address: Address, is_punch: bool) -> None:
+        """One attempt, from the listener's port if it is to punch."""
+        family = _family(address[0])
+        connection = trio.socket.socket(family, socket.SOCK_STREAM)
+        race.adopt(connection)
+        with contextlib.suppress(OSError):
+            if is_punch:
+                await trio.sleep(PUNCH_AFTER)
+                listener = self._listeners.get(family)
+                if listener is None:
+                    return
+                share_port(connection)
+                await connection.bind(listener.getsockname())
+                calm(connection)
+            await connection.connect(address)
+            await _send_all(connection, greeting(race.session, race.their_token))
+            if race.is_greeted_by(await _receive_exactly(connection, GREETING_BYTES)):
+                race.offer(connection)
+
+    async def _admit(self, connection: trio.socket.SocketType, address: str) -> None:
+        """A connection has come: it greets for a race that is on, or is closed."""
+        self._unproven[address] += 1
+        try:
+            with trio.move_on_after(GREETING_TIMEOUT), contextlib.suppress(OSError):
+                received = await _receive_exactly(connection, GREETING_BYTES)
+                race = self._races.get(received[:SESSION_BYTES])
+                if race is not None and race.is_greeted_by(received):
+                    await race.is_on.wait()
+                    race.adopt(connection)
+                    await _send_all(connection, greeting(race.session, race.their_token))
+                    race.offer(connection)
+                    return
+            connection.close()
+        except BaseException:  # cancelled, too: nobody else has the socket yet
+            connection.close()
+            raise
+        finally:
+            self._unproven[address] -= 1
+            if not self._unproven[address]:
+                del self._unproven[address]
+
+    async def listen(self, listener: trio.socket.SocketType, nursery: trio.Nursery) -> None:
+        """Let connections in, few at a time, and none at all while nothing is negotiated."""
+        while True:
+            try:
+                connection, (address, *_) = await listener.accept()
+            except OSError as error:  # out of descriptors, or the peer is gone again
+                logger.warning("cannot accept a bulk connection: %s", error)
+                await trio.sleep(ACCEPT_PAUSE)
+                continue
+            is_full = self._unproven.total() >= MAX_UNPROVEN or self._unproven[address] >= MAX_UNPROVEN_PER_ADDRESS
+            if is_full or not self._races:
+                connection.close()
+            else:
+                nursery.start_soon(self._admit, connection, address)
+
+    async def close_idle(self) -> None:
+        """Close kept channels in time, and at once those that the peer has closed."""
+        while True:
+            await trio.sleep(IDLE_TIMEOUT / 4)
+            for channel in list(self._idle.values()):
+                if not channel.is_fit or trio.current_time() - channel.idle_since > IDLE_TIMEOUT:
+                    del self._idle[channel.session]
+                    channel.close()
+
+    def close(self) -> None:
+        """Close all kept channels."""
+        while self._idle:
+            self._idle.popitem()[1].close()
+
+    def end(self) -> None:
+        """The same, and from now on keep none: the host's handlers may end later, and release theirs."""
+        self._is_closed = True
+        self.close()
+
+
+class _Race:
+    """Connections of one negotiation, of which the answerer chooses one."""
+
+    def __init__(self, peer: bytes, proposal: Proposal) -> None:
+        self.peer = peer
+        self.proposal = proposal
+        self.session = proposal.session
+        self.their_token = b""
+        self.is_on = trio.Event()
+        self._connections: set[trio.socket.SocketType] = set()
+        self._chosen: socket.socket | None = None
+        self._has_ended = False
+        self._offers, self._offered = trio.open_memory_channel[trio.socket.SocketType](MAX_CANDIDATES)
+
+    def begin(self, theirs: Proposal) -> None:
+        """The other end's proposal is here."""
+        self.their_token = theirs.token
+        self.is_on.set()
+
+    def is_greeted_by(self, received: bytes) -> bool:
+        """Whether it is the other end that has sent these bytes."""
+        return is_greeting(received, self.session, self.proposal.token)
+
+    def adopt(self, connection: trio.socket.SocketType) -> None:
+        """Close this one at the end, unless it is the one; at once if that has been."""
+        if self._has_ended:
+            connection.close()
+        else:
+            self._connections.add(connection)
+
+    def offer(self, connection: trio.socket.SocketType) -> None:
+        """Both have greeted on this one. It is passed over if too many came before, or the race is over."""
+        with contextlib.suppress(trio.WouldBlock, trio.BrokenResourceError):
+            self._offers.send_nowait(connection)
+
+    async def choose(self) -> None:
+        """The answerer's part: the first that comes and takes the news."""
+        while True:
+            connection = await self._offered.receive()
+            with contextlib.suppress(OSError):
+                await _send_all(connection, _CHOSEN)
+                return self._take(connection)
+
+    async def await_choice(self) -> None:
+        """The asker's part: the one on which the answerer says so."""
+
+        async def listen_to(connection: trio.socket.SocketType) -> None:
+            with contextlib.suppress(OSError):
+                if await connection.recv(1) == _CHOSEN and self._chosen is None:
+                    self._take(connection)
+                    nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            while True:
+                nursery.start_soon(listen_to, await self._offered.receive())
+
+    def _take(self, connection: trio.socket.SocketType) -> None:
+        self._connections.remove(connection)
+        self._chosen = socket.socket(fileno=connection.detach())
+
+    def claim(self) -> socket.socket | None:
+        """The one that was chosen, from now on the caller's."""
+        chosen, self._chosen = self._chosen, None
+        return chosen
+
+    def end(self) -> None:
+        """Close what was not chosen or not claimed, and what comes too late."""
+        self._has_ended = True
+        self._offered.close()
+        if self._chosen is not None:
+            self._chosen.close()
+        while self._connections:
+            self._connections.pop().close()
+
+
+@contextlib.asynccontextmanager
+async def open_bulk(host: BulkHost, shaping: Shaping | None = None) -> AsyncIterator[BulkService]:
+    """Bulk channels for as long as the block runs; listens where the host does, on any ports."""
+    listeners = _open_listeners(interfaces(host))
+    service = BulkService(host, listeners, shaping or Shaping())
+    ports = {listener.getsockname()[1] for listener in listeners.values()}
+    host.bulk_ports.update(ports)
+    try:
+        async with open_service_nursery() as nursery:
+            for listener in listeners.values():
+                nursery.start_soon(service.listen, listener, nursery)
+            nursery.start_soon(service.close_idle)
+            yield service
+    finally:
+        host.bulk_ports.difference_update(ports)
+        service.end()
+        for listener in listeners.values():
+            listener.close()
+
+
+def _open_listeners(ips: list[str]) -> dict[socket.AddressFamily, trio.socket.SocketType]:
+    """One a family: on the one address of the host's, or on all if it has several. None where that fails."""
+    listeners: dict[socket.AddressFamily, trio.socket.SocketType] = {}
+    for family, wildcard in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
+        own = [ip for ip in ips if _family(ip) is family]
+        if not own:
+            continue
+        listener = socket.socket(family, socket.SOCK_STREAM)  # not trio's, whose bind may be cancelled
+        try:
+            share_port(listener)
+            if family is socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listener.bind((own[0] if len(own) == 1 else wildcard, 0))
+            listener.listen(MAX_UNPROVEN)
+        except OSError as error:
+            logger.warning("bulk channels cannot be opened from outside over %s: %s", family.name, error)
+            listener.close()
+        else:
+            listeners[family] = trio.socket.from_stdlib_socket(listener)
+    return listeners
+
+
+def interfaces(host: BulkHost) -> list[str]:
+    """The IP addresses that the host announces, without names and relays."""
+    return _direct_ips(host.addresses)
+
+
+def _direct_ips(addresses: Iterable[str]) -> list[str]:
+    direct = [address.split("/") for address in addresses if "/p2p-circuit" not in address]
+    return list(dict.fromkeys(parts[2] for parts in direct if parts[1] in ("ip4", "ip6")))
+
+
+def _family(ip: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in ip else socket.AF_INET
+
+
+async def _send_all(connection: trio.socket.SocketType, data: bytes) -> None:
+    """A few bytes, which a fresh connection takes at once."""
+    if await connection.send(data) != len(data):
+        raise OSError("the connection takes nothing")
+
+
+async def _receive_exactly(connection: trio.socket.SocketType, size: int) -> bytes:
+    received = b""
+    while len(received) < size:
+        piece = await connection.recv(size - len(received))
+        if not piece:
+            raise OSError("the connection ended before its greeting")
+        received += piece
+    return received
+
+
+async def _receive_proposal(stream: Stream) -> Proposal:
+    return decode_proposal(await receive_frame(stream, FrameParser(MAX_PROPOSAL_BYTES)))
+
+
+async def _cancel_at_end(stream: Stream, scope: trio.CancelScope) -> None:
+    with contextlib.suppress(trio.BrokenResourceError):
+        while await stream.receive_some(READ_BYTES):
+            pass
+    scope.cancel()

@@ -1,0 +1,99 @@
+"""The way of one session's contributions: a bulk channel, or none, which means the session's own stream."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Protocol, TypeVar
+
+import trio
+
+from farandole.protocol.incoming import Incoming
+
+
+class Channel(Protocol):
+    """What is used of a `farandole.node.bulk.channel.BulkChannel`."""
+
+    @property
+    def session(self) -> bytes:
+        """Its name at both ends."""
+
+    @property
+    def num_sent(self) -> int:
+        """Bytes sent over it so far, whether they have arrived or not."""
+
+    @property
+    def num_received(self) -> int:
+        """Bytes that have come over it so far, whether they turn out to be the peer's or not."""
+
+    def limit_unsent(self, max_bytes: int) -> None:
+        """Let no more wait in the kernel before it is sent, where the system can say so."""
+
+    async def send(self, data: memoryview) -> None:
+        """Send all, or raise `ChannelError`."""
+
+    async def receive(self, incoming: Incoming) -> None:
+        """Fill it to its end, or raise `ChannelError`. Nothing touches its memory once this is over."""
+
+
+C = TypeVar("C", bound=Channel)
+
+
+class Channels(Protocol[C]):
+    """What is used of a `farandole.node.bulk.negotiation.BulkService`."""
+
+    def expecting(self, peer: bytes) -> contextlib.AbstractContextManager[None]:
+        """While the block runs, the peer may open channels."""
+
+    async def acquire(self, peer: bytes) -> C | None:
+        """A channel with the peer, if there is a way."""
+
+    def take(self, peer: bytes, session: bytes) -> C | None:
+        """The channel that the peer has acquired."""
+
+    def release(self, channel: C) -> None:
+        """Keep it for the next exchange."""
+
+    def discard(self, channel: C) -> None:
+        """Close it."""
+
+
+class Way:
+    """The bulk channel of one session, if it comes to one; another one when that breaks."""
+
+    def __init__(self, peer: bytes, channels: Channels[Any] | None) -> None:
+        self.channel: Channel | None = None
+        self._peer = peer
+        self._channels = channels
+
+    def expecting(self) -> contextlib.AbstractContextManager[None]:
+        """The partner may open channels while the block runs."""
+        return self._channels.expecting(self._peer) if self._channels else contextlib.nullcontext()
+
+    async def open(self, until: float) -> bytes | None:
+        """The initiator's word, which may take until then: the channel's name, or None for the stream."""
+        if self._channels is not None:
+            with trio.move_on_at(until):
+                self.channel = await self._channels.acquire(self._peer)
+        return self._name
+
+    def take(self, proposed: bytes | None) -> bytes | None:
+        """The responder's word."""
+        if self._channels is not None and proposed is not None:
+            self.channel = self._channels.take(self._peer, proposed)
+        return self._name
+
+    def keep(self) -> None:
+        """For the next session: nothing more is to come over the channel from this one."""
+        channel, self.channel = self.channel, None
+        if channel is not None and self._channels is not None:
+            self._channels.release(channel)
+
+    def discard(self) -> None:
+        """Close the channel, over which something may still come."""
+        channel, self.channel = self.channel, None
+        if channel is not None and self._channels is not None:
+            self._channels.discard(channel)
+
+    @property
+    def _name(self) -> bytes | None:
+        return None if self.channel is None else self.channel.session

@@ -1,1 +1,0 @@
-"""A node's checkpoints: the folder in which they lie, and what is done with them."""

@@ -1,1 +1,0 @@
-"""Contributions between two partners: the conversation, and the ways on which the bytes go."""

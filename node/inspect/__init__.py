@@ -1,0 +1,1 @@
+"""Looking at a run and its checkpoints without being a member: list, pull, peek."""

@@ -1,0 +1,245 @@
+"""Taking a whole model out of a run: every stage's checkpoint from its members, put together in a folder.
+
+The members of each stage are asked for their newest checkpoint, which they save anew if it is old; the newest of these
+that is not far beyond the others is fetched, from all who hold a copy. With ``merge`` several replicas of each stage
+are, and their mean is what is kept.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.protocol.blocks import MAX_HEADER_BYTES, Index, SignedIndex
+from farandole.protocol.epoch_progress import epoch_progress
+from farandole.protocol.errors import FarandoleError
+from farandole.protocol.identity import short_name
+from farandole.protocol.invite import decode_invite
+from farandole.protocol.manifest import EpochsConfig
+from farandole.protocol.pairing import MAX_ROUNDS_BEHIND
+from farandole.training.cut import stage_parameters
+
+from ..base.bandwidth import Shaping
+from ..base.conversion import slice_order, training_configs
+from ..base.errors import PeerUnreachableError
+from ..base.settings import NodeSettings
+from ..store.consolidated.folder import OPTIMIZER_VECTORS, VECTORS
+from ..store.consolidated.merge import consolidate
+from ..store.consolidated.tensors import ConsolidatedError, check_is_new
+from ..store.fetch import Progress, ask_for_index, fetch_checkpoint
+from ..store.partial_file import has_begun
+from ..store.provider import Conditions
+from .peek import Visit, open_visit
+
+# Members of a stage that are asked at once for their newest checkpoint: each may have to save one.
+MAX_ASKED: Final = 8
+# How often a stage that nobody gives is tried, and how long one waits between.
+ATTEMPTS: Final = 5
+RETRY_SECONDS: Final = 5.0
+# Vectors of a node's own checkpoint, at most: slow and fast weights, momentum, AdamW's two, what the codec feeds back.
+_MAX_VECTORS: Final = 6
+
+Show = Callable[[str, Progress], None]
+
+
+class PullError(FarandoleError):
+    """The run's members do not give what is asked for; the message says which stage, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A checkpoint that somebody has."""
+
+    signed: SignedIndex
+    index: Index
+    donor: bytes
+
+
+async def pull(
+    settings: NodeSettings,
+    to: Path,
+    key: Ed25519PrivateKey,
+    *,
+    merge: int,
+    with_optimizer: bool,
+    say: Callable[[str], None],
+    show: Show,
+) -> bytes:
+    """Visit the run of the settings' invite, and pull its model; see `Pull`. Raises `JoinError` as well."""
+    check_is_new(to)
+    invite = decode_invite(settings.invite or "")
+    shaping = Shaping.of_mbit(settings.upload_mbit, settings.download_mbit)
+    async with open_visit(invite, settings, shaping, say) as visit:
+        return await Pull(visit, to, key, merge=merge, with_optimizer=with_optimizer, say=say, show=show).run()
+
+
+class Pull:
+    """One pull of a run's model to a folder. ``say`` tells a person what happens, ``show`` how far a download is."""
+
+    def __init__(
+        self,
+        visit: Visit,
+        to: Path,
+        key: Ed25519PrivateKey,
+        *,
+        merge: int = 1,
+        with_optimizer: bool = False,
+        say: Callable[[str], None],
+        show: Show,
+    ) -> None:
+        self._visit = visit
+        self._model = training_configs(visit.manifest).model
+        self._to = to
+        self._key = key
+        self._merge = merge
+        self._vectors = (*VECTORS, *(OPTIMIZER_VECTORS if with_optimizer else ()))
+        self._say = say
+        self._show = show
+        self._conditions = Conditions(visit.host, visit.run_id, visit.shaping, visit.channels)
+        self._parts = to.with_name(f".{to.name}.parts")
+
+    async def run(self) -> bytes:
+        """Fetch and write everything; the checkpoint's id. What was fetched before an interruption is not again.
+
+        Raises `PullError` or `ConsolidatedError`.
+        """
+        try:
+            self._parts.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConsolidatedError(f"cannot write {self._parts}: {error.strerror}") from error
+        epochs = self._epochs()  # before the weights, which then have all of what it says
+        stages = [await self._fetch_stage(stage) for stage in range(self._model.num_stages)]
+        self._say("putting the stages together" if len(stages) > 1 or self._merge > 1 else "writing the model")
+        checkpoint_id = await trio.to_thread.run_sync(
+            consolidate, self._to, self._key, self._visit.raw_manifest, stages, self._vectors, epochs
+        )
+        shutil.rmtree(self._parts, ignore_errors=True)
+        return checkpoint_id
+
+    def _epochs(self) -> EpochsConfig | None:
+        """How far the run is in its data, by what its members say."""
+        visit = self._visit
+        if not visit.manifest.data.epochs:
+            return None
+        progress = epoch_progress(visit.state, visit.live())
+        if progress is None:
+            return None
+        return EpochsConfig(
+            run_id=slice_order(visit.manifest, visit.run_id).hex(),
+            corpus=progress.corpus.hex(),
+            epoch=min(progress.epoch, visit.manifest.data.epochs),  # whatever they say, all are over then
+            done=progress.done.to_bytes(-(-progress.done.bit_length() // 8), "little").hex(),
+        )
+
+    async def _fetch_stage(self, stage: int) -> list[Path]:
+        problem = ""
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                await trio.sleep(RETRY_SECONDS)
+            found, problem = await self._find(stage)
+            if not found:
+                continue
+            if len(found) < self._merge:
+                self._say(f"{self._name(stage)}: {len(found)} of {self._merge} replicas are to be had")
+            try:
+                return [await self._fetch(each) for each in found]
+            except PeerUnreachableError as error:
+                problem = str(error)
+        raise PullError(
+            f"{self._name(stage)}: no member gives its checkpoint ({problem or 'none is live'}). Try again when a node "
+            "that holds it is there; `farandole checkpoint list` shows who has what"
+        )
+
+    def _name(self, stage: int) -> str:
+        return "the model" if self._model.num_stages == 1 else f"stage {stage}"
+
+    def _max_bytes(self, stage: int) -> int:
+        return _MAX_VECTORS * 4 * stage_parameters(self._model, stage) + MAX_HEADER_BYTES
+
+    async def _find(self, stage: int) -> tuple[list[_Found], str]:
+        """As many checkpoints as are wanted, of different replicas; and what was wrong with others.
+
+        The newest, but for those of which an earlier attempt has some blocks, as long as somebody has them.
+        """
+        found: list[_Found] = []
+        problems: list[str] = []
+
+        async def ask(donor: bytes, wanted: Sequence[bytes | None]) -> None:
+            for checkpoint_id in wanted:
+                try:
+                    signed, index = await ask_for_index(
+                        self._conditions, donor, stage, self._max_bytes(stage), checkpoint_id
+                    )
+                except PeerUnreachableError as error:
+                    problems.append(f"{short_name(donor)}: {error}")
+                else:
+                    found.append(_Found(signed, index, donor))
+                    return
+
+        members = list(self._visit.members_of(stage))
+        held = [(holder, notice.id) for holder, notice in self._visit.notices() if notice.stage == stage]
+        copies = [(holder, checkpoint_id) for holder, checkpoint_id in held if holder not in members]
+        begun = [(holder, checkpoint_id) for holder, checkpoint_id in held if has_begun(self._parts, checkpoint_id)]
+        asked = [(member, None) for member in random.sample(members, min(MAX_ASKED, len(members)))]
+        questions: dict[bytes, list[bytes | None]] = {}  # a donor answers one at a time
+        for donor, checkpoint_id in (*begun[:MAX_ASKED], *asked, *copies[:MAX_ASKED]):
+            questions.setdefault(donor, []).append(checkpoint_id)
+        async with trio.open_nursery() as nursery:
+            for donor, wanted in questions.items():
+                nursery.start_soon(ask, donor, wanted)
+        return self._choose(found), "; ".join(problems)
+
+    def _choose(self, found: Sequence[_Found]) -> list[_Found]:
+        begun = {each.signed.id for each in found if has_begun(self._parts, each.signed.id)}
+        sound = [each for each in found if each.signed.id in begun or self._is_likely(each)]
+        newest = max((each.index.round for each in sound), default=0)
+        chosen: dict[bytes, _Found] = {}
+        for each in sorted(sound, key=lambda each: (each.signed.id not in begun, -each.index.round)):
+            if each.signed.id in begun or each.index.round >= newest - MAX_ROUNDS_BEHIND:
+                chosen.setdefault(each.index.author, each)
+        return list(chosen.values())[: self._merge]
+
+    def _is_likely(self, one: _Found) -> bool:
+        """Whether its round is not far beyond those in which most members say that they train.
+
+        Or whoever says the highest number would be taken for the whole run.
+        """
+        rounds = self._visit.rounds_of(one.index.stage)
+        if not rounds or one.index.round <= (usual := statistics.median_low(rounds)) + MAX_ROUNDS_BEHIND:
+            return True
+        self._say(
+            f"{self._name(one.index.stage)}: not the checkpoint of {short_name(one.index.author)}, which would be of "
+            f"round {one.index.round}: the run is in round {usual}, say most"
+        )
+        return False
+
+    async def _fetch(self, found: _Found) -> Path:
+        index = found.index
+        prefixes = tuple(f"{vector}/" for vector in self._vectors)
+        path = self._parts / f"stage-{index.stage}-{index.author.hex()[:16]}.safetensors"
+        name = f"{self._name(index.stage)}, round {index.round} of {short_name(index.author)}"
+
+        def donors() -> list[bytes]:
+            holders = [holder for holder, notice in self._visit.notices() if notice.id == found.signed.id]
+            return [found.donor, *(holder for holder in holders if holder != found.donor)]
+
+        fetched = await fetch_checkpoint(
+            self._conditions,
+            found.signed,
+            index,
+            donors,
+            lambda tensor: tensor.startswith(prefixes),
+            path,
+            lambda progress: self._show(name, progress),
+        )
+        given = len(fetched.num_by_donor)
+        self._say(f"{name}: from {given} {'member' if given == 1 else 'members'}, hashes right")
+        return path

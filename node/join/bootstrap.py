@@ -1,0 +1,224 @@
+"""From an invite to a member: which run, whom to dial, where its manifest is. Each step says what it waits for.
+
+"The node never joins" is what users of every system in this field complain of most, so there are many ways in (the
+invite's addresses, ``--bootstrap``, the address book, the DHT, whoever dials this node), each is tried again and again,
+and what stands against them is said. Nobody has to start a node again because the network came after it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import trio
+
+from farandole.protocol.errors import ManifestError, UnknownManifestError
+from farandole.protocol.identity import peer_id_of, short_name
+from farandole.protocol.invite import decode_invite, split_address
+from farandole.protocol.manifest import Manifest, decode_manifest
+from farandole.protocol.records import run_key
+
+from ..base.backoff import pauses
+from ..base.errors import JoinError, PeerUnreachableError
+from ..base.settings import NodeSettings
+from ..mesh.host import Host
+from ..status.board import Board
+from .manifests import fetch_manifest
+
+# How long something that others should give at once is tried before the node gives up, or a person is advised.
+JOIN_TIMEOUT = 120.0
+# Between two rounds of dialling everybody: seconds at first and at most (`pauses`). A thousand who come back after the
+# first are 250 a second, which one node can take.
+FIRST_REDIAL_PAUSE, MAX_REDIAL_PAUSE = 4.0, 20.0
+DIAL_TIMEOUT = 8.0
+# Peers dialled at once; an address book holds hundreds.
+MAX_PARALLEL_DIALS = 16
+DHT_TIMEOUT = 15.0
+# Once one has answered, the others get this much longer: several connections are better than one.
+LAGGARDS_TIMEOUT = 1.0
+
+
+@dataclass(frozen=True)
+class Target:
+    """The run to join, and who might know it."""
+
+    run_id: bytes
+    manifest: bytes | None
+    """Its signed bytes, where this node has them already."""
+    peers: dict[bytes, list[str]] = field(default_factory=dict)
+    """Public key -> addresses, in the order in which to dial: those that were named, then those reached last."""
+
+
+def find_target(settings: NodeSettings, own: bytes, stored: bytes | None, remembered: dict[bytes, list[str]]) -> Target:
+    """What the settings, the store's manifest and its address book say together.
+
+    Raises `ManifestError` (a damaged invite or manifest) or `JoinError` (nothing says which run).
+    """
+    manifest = settings.manifest.read_bytes() if settings.manifest else None
+    invite = decode_invite(settings.invite) if settings.invite else None
+    run_id = invite.run_id if invite else None
+    for candidate in (manifest, stored):
+        if candidate is not None and run_id is None:
+            run_id = decode_manifest(candidate)[1].run_id
+    if run_id is None:
+        raise JoinError("which run? Give an invite (`farandole join farandole1...`) or a manifest file")
+    if manifest is not None:
+        decode_manifest(manifest, run_id)  # an invite and a manifest must be of one run
+    if stored is not None and decode_manifest(stored)[1].run_id != run_id:
+        raise JoinError(
+            f"{settings.home} belongs to another run ({decode_manifest(stored)[1].run_id.hex()[:16]}): "
+            "use a folder of its own for this one, with --home"
+        )
+    named = [*(invite.addresses if invite else ()), *settings.bootstrap]
+    peers: dict[bytes, list[str]] = {}
+    for address in named:
+        peers.setdefault(split_address(address)[1], []).append(address)
+    for peer, addresses in remembered.items():
+        known = peers.setdefault(peer, [])
+        known += [address for address in addresses if address not in known]
+    peers.pop(own, None)
+    return Target(run_id, manifest or stored, peers)
+
+
+async def dial(host: Host, peers: dict[bytes, list[str]], *, is_one_enough: bool = False) -> dict[bytes, str]:
+    """Dial all of them, a few at a time, until the deadline of each; peer -> why it failed.
+
+    ``is_one_enough``: once one has answered, do not wait for the others.
+    """
+    failures: dict[bytes, str] = {}
+    limit = trio.CapacityLimiter(MAX_PARALLEL_DIALS)
+
+    async def dial_one(peer: bytes, addresses: Sequence[str]) -> None:
+        async with limit:
+            try:
+                await host.connect(peer, addresses, timeout=DIAL_TIMEOUT)
+            except PeerUnreachableError as error:
+                failures[peer] = str(error)
+                return
+        if is_one_enough:
+            end = trio.current_time() + LAGGARDS_TIMEOUT
+            nursery.cancel_scope.deadline = min(nursery.cancel_scope.deadline, end)
+
+    async with trio.open_nursery() as nursery:
+        for peer, addresses in peers.items():
+            nursery.start_soon(dial_one, peer, addresses)
+    return failures
+
+
+async def connect_to_run(host: Host, target: Target, board: Board) -> None:
+    """Reach somebody, or be reached, however long that takes.
+
+    A run's first node has nobody to dial, and one that knows the manifest goes on alone after one try: it may well be
+    the others who come back to it, and a member goes on trying.
+    """
+    if not target.peers:
+        board.say("nobody to dial: waiting for others to join")
+        return
+    began_at, is_advised = trio.current_time(), False
+    names = ", ".join(short_name(peer) for peer in list(target.peers)[:4])
+    peers = "1 known peer" if len(target.peers) == 1 else f"{len(target.peers)} known peers"
+    for attempt, pause in enumerate(pauses(FIRST_REDIAL_PAUSE, MAX_REDIAL_PAUSE, random.Random()), 1):
+        board.announce("joining", f"dialling {peers} ({names})", "a bootstrap peer")
+        failures = await dial(host, target.peers, is_one_enough=True)
+        if host.connected:
+            board.say(f"connected to {len(host.connected)} of {len(target.peers)}")
+            return
+        if target.manifest is not None:
+            board.warn("none of the peers known from before answers; going on alone until one does")
+            return
+        if not is_advised and trio.current_time() - began_at >= JOIN_TIMEOUT:
+            is_advised = True
+            board.warn(_why_nobody_answers(failures))
+        times = "once" if attempt == 1 else f"{attempt} times"
+        board.announce(
+            "joining", f"{peers} dialled {times}, none answered; trying again in {pause:.0f} s", "a bootstrap peer"
+        )
+        await wait_for_anyone(host, pause)
+
+
+def _why_nobody_answers(failures: dict[bytes, str]) -> str:
+    reasons = "\n".join(f"  {peer_id_of(peer)}: {reason}" for peer, reason in failures.items())
+    return (
+        f"step 1, dialling: no bootstrap peer could be reached within {JOIN_TIMEOUT:g} s:\n{reasons}\n"
+        "Is this machine online, and does a firewall let it out? Ask for a newer invite: any member can make one "
+        "(`farandole run invite`). Trying on."
+    )
+
+
+async def wait_for_anyone(host: Host, timeout: float) -> None:
+    """So many seconds, or until there is a connection, whoever made it."""
+    with trio.move_on_after(timeout), host.connection_events() as events:
+        async for _, is_connected in events:
+            if is_connected:
+                return
+
+
+async def obtain_manifest(host: Host, target: Target, board: Board) -> tuple[Manifest, bytes]:
+    """The manifest and its signed bytes: from the target, from a connected peer, or from members found in the DHT.
+
+    Tries without end, and goes on dialling the target's peers meanwhile. Raises `UnknownManifestError` if the run
+    needs a newer version of this program.
+    """
+    if target.manifest is not None:
+        return decode_manifest(target.manifest, target.run_id)[0], target.manifest
+    board.announce("joining", "fetching the run's manifest", "a member of the run")
+    began_at, is_advised = trio.current_time(), False
+    for pause in pauses(FIRST_REDIAL_PAUSE, MAX_REDIAL_PAUSE, random.Random()):
+        found = await _ask_all(host, host.connected, target.run_id)
+        if found is None:
+            board.enter("joining", "looking for members in the DHT", "the DHT")
+            found = await _ask_all(host, await find_members(host, target.run_id), target.run_id)
+        if found is not None:
+            board.say(f"manifest of run {target.run_id.hex()[:16]} verified: {found[0].name!r}")
+            return found
+        if not is_advised and trio.current_time() - began_at >= JOIN_TIMEOUT:
+            is_advised = True
+            board.warn(
+                "step 2, the manifest: bootstrap peers answer, but no member of run "
+                f"{target.run_id.hex()[:16]} was found through them or the DHT. Has the run ended? Ask for a newer "
+                "invite. Trying on."
+            )
+        board.enter("joining", f"no member found; looking again in {pause:.0f} s", "a member of the run")
+        await trio.sleep(pause)
+        missing = {peer: addresses for peer, addresses in target.peers.items() if not host.is_connected(peer)}
+        await dial(host, missing)
+    raise AssertionError("pauses have no end")
+
+
+async def find_members(host: Host, run_id: bytes) -> list[bytes]:
+    """Members that the DHT knows, dialled."""
+    return await reachable_providers(host, run_key(run_id))
+
+
+async def reachable_providers(host: Host, key: bytes) -> list[bytes]:
+    """Who says in the DHT that he has what the key stands for, and could be dialled; without this node itself."""
+    providers = dict(await host.find_providers(key, DHT_TIMEOUT))
+    providers.pop(host.author, None)
+    failures = await dial(host, providers)
+    return [peer for peer in providers if peer not in failures]
+
+
+async def _ask_all(host: Host, peers: Iterable[bytes], run_id: bytes) -> tuple[Manifest, bytes] | None:
+    """Ask all at once; the first good answer ends the others. Raises `UnknownManifestError`, as all would give it."""
+    answer: tuple[Manifest, bytes] | None = None
+    unknown: UnknownManifestError | None = None
+
+    async with trio.open_nursery() as nursery:
+
+        async def ask(peer: bytes) -> None:
+            nonlocal answer, unknown
+            try:
+                raw = await fetch_manifest(host, peer, run_id)
+                answer = decode_manifest(raw, run_id)[0], raw
+            except UnknownManifestError as error:
+                unknown = error  # raised below, out of the nursery, which would wrap it in a group
+            except (PeerUnreachableError, ManifestError):
+                return
+            nursery.cancel_scope.cancel()
+
+        for peer in peers:
+            nursery.start_soon(ask, peer)
+    if unknown is not None:
+        raise unknown
+    return answer

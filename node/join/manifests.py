@@ -1,0 +1,62 @@
+"""Serving and fetching the run's manifest, which a newcomer asks a member for first.
+
+One question on a stream of its own: the run id (32 bytes). An empty frame answers "not here", else one frame holds the
+manifest, which the run id proves.
+"""
+
+from __future__ import annotations
+
+import trio
+
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.framing import FrameParser, frame
+from farandole.protocol.manifest import MAX_MANIFEST_BYTES, RUN_ID_BYTES
+
+from ..base.errors import PeerUnreachableError
+from ..base.streams import Stream, StreamHost, close_stream, receive_frame
+
+MANIFEST_PROTOCOL = "/farandole/manifest/1"
+# A question and its small answer.
+ANSWER_TIMEOUT = 10.0
+
+
+class TransferError(PeerUnreachableError):
+    """A peer did not give what it was asked for; another may."""
+
+
+class ManifestService:
+    """Answers newcomers."""
+
+    def __init__(self, run_id: bytes, manifest: bytes) -> None:
+        self._run_id = run_id
+        self._manifest = manifest
+
+    def register(self, host: StreamHost) -> None:
+        """Serve on the host."""
+        host.set_handler(MANIFEST_PROTOCOL, self.serve)
+
+    async def serve(self, stream: Stream) -> None:
+        """Answer one question."""
+        with trio.fail_after(ANSWER_TIMEOUT):
+            question = await receive_frame(stream, FrameParser(RUN_ID_BYTES))
+            await stream.send_all(frame(self._manifest if question == self._run_id else b"", 2 * MAX_MANIFEST_BYTES))
+
+
+async def fetch_manifest(host: StreamHost, peer: bytes, run_id: bytes) -> bytes:
+    """The manifest's bytes as a peer gives them; the caller verifies them against the run id.
+
+    Raises `TransferError` or `PeerUnreachableError`.
+    """
+    try:
+        with trio.fail_after(ANSWER_TIMEOUT):
+            stream = await host.open_stream(peer, MANIFEST_PROTOCOL)
+            try:
+                await stream.send_all(frame(run_id, RUN_ID_BYTES))
+                raw = await receive_frame(stream, FrameParser(2 * MAX_MANIFEST_BYTES))
+            finally:
+                await close_stream(stream)
+    except (trio.TooSlowError, trio.BrokenResourceError, trio.ClosedResourceError, RemoteProtocolError) as error:
+        raise TransferError(f"no manifest from this peer: {str(error) or 'too slow'}") from error
+    if not raw:
+        raise TransferError("this peer is not in the run")
+    return raw

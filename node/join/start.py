@@ -1,0 +1,237 @@
+"""The weights that a run starts from, at one node: a consolidated checkpoint, which the manifest names by its content.
+
+Whoever has the folder (the run's creator, or anybody else) joins with it, ``--start FOLDER``, and gives it; the others
+fetch from those what their stage needs, and who holds the whole model gives it in turn. It is needed once: as soon as a
+node has a checkpoint of its own it goes on from that, and gives that to others. Nobody begins from the seed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Final
+
+import trio
+
+from farandole.protocol.block_transfer import Question
+from farandole.protocol.blocks import MAX_HEADER_BYTES, Index, SignedIndex, decode_signed_index, encode_signed_index
+from farandole.protocol.entries import CheckpointNotice
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.identity import short_name
+from farandole.protocol.manifest import Manifest, StartConfig
+from farandole.training.durable import replacing
+from farandole.training.shapes import names_of_stage, shapes_of
+
+from ..base.conversion import training_configs
+from ..base.errors import JoinError, PeerUnreachableError
+from ..base.settings import NodeSettings
+from ..mesh.host import Host
+from ..state.membership import Membership
+from ..status.board import Board
+from ..store.consolidated.folder import CHECKPOINT_NAME, INDEX_NAME, OPTIMIZER_VECTORS, VECTORS, read_folder
+from ..store.consolidated.tensors import ConsolidatedError
+from ..store.consolidated.verify import verify_hashes
+from ..store.fetch import Progress, ask_for_index, fetch_checkpoint
+from ..store.holdings import Holding
+from .bootstrap import reachable_providers
+from .weights import TELL_INTERVAL, Weights
+
+# Between two looks at who has it, while nobody has.
+RETRY_SECONDS: Final = 1.0
+# The DHT is asked beside the run state, every so often.
+DHT_INTERVAL: Final = 30.0
+# Members that are asked for it in one turn.
+MAX_ASKED: Final = 8
+# Between two lines at the terminal that say what a node waits for.
+REMIND_SECONDS: Final = 60.0
+_WHO: Final = "a node that has them: farandole join MANIFEST --start FOLDER"
+
+
+class Start:
+    """The starting checkpoint at one node. `open` it before training, and `run` it meanwhile."""
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        manifest: Manifest,
+        start: StartConfig,
+        board: Board,
+        host: Host,
+        weights: Weights,
+        membership: Membership,
+    ) -> None:
+        self._settings = settings
+        self._model = training_configs(manifest).model
+        self._start = start
+        self._board = board
+        self._host = host
+        self._weights = weights
+        self._membership = membership
+        self._folder = settings.home / "start"
+        self._held: Holding | None = None
+        self._is_held = trio.Event()
+        self._asked_dht_at = self._reminded_at = -math.inf
+
+    async def run(self) -> None:
+        """Once all of it is here, tell the run and the DHT, until cancelled."""
+        await self._is_held.wait()
+        assert self._held is not None
+        index = self._held.index
+        notice = CheckpointNotice(
+            round=0,
+            stage=0,
+            id=self._start.checkpoint,
+            size=index.size,
+            total_tokens=index.tokens,
+            inner_steps=index.inner_steps,
+        )
+        await self._host.provide(self._start.checkpoint)
+        while True:
+            await self._membership.tell_start(notice)
+            await trio.sleep(TELL_INTERVAL)
+
+    def find(self, question: Question) -> Holding | None:
+        """All of it, held for whoever asks for it by its id; None if another is asked for, or it is not here."""
+        if self._held is None or question.id != self._start.checkpoint:
+            return None
+        return self._held.hold()
+
+    def path_of(self, stage: int) -> Path | None:
+        """The file with a stage's weights, if it is here."""
+        for path in (self._whole, self._part(stage)):
+            if path.exists():
+                return path
+        return None
+
+    @property
+    def _whole(self) -> Path:
+        return self._folder / CHECKPOINT_NAME
+
+    def _part(self, stage: int) -> Path:
+        return self._folder / f"stage-{stage}.safetensors"
+
+    async def open(self) -> None:
+        """Take in the folder that was named, or what an earlier life has kept.
+
+        Raises `JoinError` if the folder is not what this run starts from.
+        """
+        if self._whole.exists():
+            await self._open_whole()
+        if self._held is None and self._settings.start is not None:
+            self._board.say(f"checking {self._settings.start}, from which this run starts")
+            await trio.to_thread.run_sync(self._take_in, self._settings.start)
+            await self._open_whole()
+
+    async def _open_whole(self) -> None:
+        await trio.to_thread.run_sync(self._hold)
+        if self._held is not None:
+            self._is_held.set()
+
+    def _take_in(self, path: Path) -> None:
+        """By a link where that can be, so that it takes no room; last, as its being there says that all is."""
+        try:
+            folder = read_folder(path)
+            if folder.id != self._start.checkpoint:
+                raise JoinError(
+                    f"{path} is not what this run starts from: its id is {folder.id.hex()[:16]}..., the manifest names "
+                    f"{self._start.id[:16]}..."
+                )
+            verify_hashes(folder)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._write_index((path / INDEX_NAME).read_bytes())
+            try:
+                os.link(folder.checkpoint, self._whole)
+            except OSError:  # another file system, or one without links
+                with folder.checkpoint.open("rb") as source, replacing(self._whole) as file:
+                    shutil.copyfileobj(source, file)
+        except ConsolidatedError as error:
+            raise JoinError(str(error)) from error
+        except OSError as error:
+            raise JoinError(f"cannot keep {path} in {self._folder}: {error.strerror or error}") from error
+
+    def _write_index(self, raw: bytes) -> None:
+        with replacing(self._folder / INDEX_NAME) as file:
+            file.write(raw)
+
+    def _hold(self) -> None:
+        """Open it for others; what is damaged goes."""
+        try:
+            raw = (self._folder / INDEX_NAME).read_bytes()
+            signed, index = decode_signed_index(raw, self._start.run, self._max_bytes)
+            if signed.id != self._start.checkpoint:
+                raise RemoteProtocolError("it is another checkpoint's")
+            self._held = Holding.open(self._whole, signed, index)
+        except (OSError, RemoteProtocolError) as error:
+            self._board.warn(f"the starting checkpoint in {self._folder} cannot be used ({error}): it is taken anew")
+            self._whole.unlink(missing_ok=True)
+
+    @property
+    def _max_bytes(self) -> int:
+        num_elements = sum(math.prod(shape) for shape in shapes_of(self._model).values())
+        return 4 * num_elements * len(VECTORS + OPTIMIZER_VECTORS) + MAX_HEADER_BYTES
+
+    async def obtain(self, stage: int) -> bool:
+        """Whether a stage's weights are here now. If not, a person was told, and some time has passed."""
+        if self.path_of(stage) is not None:
+            return True
+        if trio.current_time() >= self._reminded_at + REMIND_SECONDS:
+            self._reminded_at = trio.current_time()
+            self._board.announce("fetching weights", "looking for the weights that this run starts from", _WHO)
+        if await self._try(stage, await self._candidates()):
+            return True
+        self._board.enter("fetching weights", "no node that is there has the weights that this run starts from", _WHO)
+        await trio.sleep(RETRY_SECONDS)
+        return False
+
+    async def _candidates(self) -> list[bytes]:
+        """Who says that he has it; and if nobody does, whom the DHT knows, and members who may be about to say so."""
+        holders = self._membership.start_holders(self._start.checkpoint)
+        if not holders and trio.current_time() >= self._asked_dht_at + DHT_INTERVAL:
+            self._asked_dht_at = trio.current_time()
+            holders = await reachable_providers(self._host, self._start.checkpoint)
+        others = list(self._membership.everyone.difference(holders))
+        return [*holders, *random.sample(others, len(others))][:MAX_ASKED]
+
+    async def _try(self, stage: int, donors: list[bytes]) -> bool:
+        for donor in donors:
+            try:
+                signed, index = await ask_for_index(
+                    self._weights.conditions, donor, 0, self._max_bytes, self._start.checkpoint, self._start.run
+                )
+                await self._fetch(stage, donor, signed, index)
+            except PeerUnreachableError as error:
+                self._board.enter("fetching weights", f"{short_name(donor)}: {error}", "another node")
+                continue
+            except OSError as error:
+                self._board.warn(f"the weights that this run starts from cannot be stored: {error}; trying again")
+                return False
+            return True
+        return False
+
+    async def _fetch(self, stage: int, donor: bytes, signed: SignedIndex, index: Index) -> None:
+        names = names_of_stage(self._model, stage)
+        is_whole = self._model.num_stages == 1
+        path = self._whole if is_whole else self._part(stage)
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+        def show(progress: Progress) -> None:
+            self._board.enter("fetching weights", f"what this run starts from: {progress}", "donors")
+
+        if is_whole:
+            await trio.to_thread.run_sync(self._write_index, encode_signed_index(signed))
+        await fetch_checkpoint(
+            self._weights.conditions,
+            signed,
+            index,
+            lambda: dict.fromkeys((donor, *self._membership.start_holders(self._start.checkpoint))),
+            lambda tensor: is_whole or tensor.partition("/")[2] in names,
+            path,
+            show,
+        )
+        what = "the model" if is_whole else f"stage {stage}"
+        self._board.say(f"{what} begins with the weights from which this run starts: hashes verified")
+        if is_whole:
+            await self._open_whole()

@@ -1,1 +1,0 @@
-"""How a node finds its run, and gets the manifest and the weights that it begins with."""

@@ -1,1 +1,0 @@
-"""Data leases in a node: what `farandole.protocol.leases` decides, said in the run state and told the trainer."""

@@ -1,0 +1,1 @@
+"""The training loop: trainer supervision, rounds, stages, leases, pauses and the traffic budget."""

@@ -1,0 +1,274 @@
+"""Keeps this node's leases of the data: told the trainer, said in the run state, remembered on disk.
+
+The leases outlive trainers: one that starts anew goes on where the last one stopped. A node that holds no part of the
+model that draws data has none, and learns from the others when all epochs are over.
+
+A slice counts as done when an inner step has been taken on it. What a node loses when it dies is then what every round
+loses with it, the inner steps since its last outer step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import msgspec
+import trio
+
+from farandole.node.state.store import StoreError
+from farandole.node.status.board import Board
+from farandole.node.status.status import DataStatus
+from farandole.node.trainer import messages
+from farandole.protocol.entries import Kind, Lease, Payload
+from farandole.protocol.epoch_progress import median_epoch
+from farandole.protocol.lease_events import (
+    Announce,
+    Assign,
+    EpochBegan,
+    Event,
+    Heard,
+    Left,
+    Output,
+    Ticked,
+    Trained,
+    news,
+)
+from farandole.protocol.leases import Leases
+from farandole.protocol.manifest import Manifest
+from farandole.protocol.slices import parts
+from farandole.protocol.state import RunState
+
+logger = logging.getLogger(__name__)
+
+TICK_SECONDS: Final = 1.0
+# The run state has the same for an hour; this is for runs in which all have been away for longer.
+SAVE_SECONDS: Final = 10.0
+LEASES_FACT: Final = "leases"
+
+_Saved = tuple[bytes, list[tuple[int, Lease]]]
+"""Whose text, and what `Leases.saved` gave."""
+
+
+class Publisher(Protocol):
+    """Writes this node's entries: of `farandole.node.state.gossip.GossipService` what is used here."""
+
+    async def publish(self, kind: Kind, index: int, payload: Payload) -> None:
+        """Say something to the run."""
+
+
+class FactStore(Protocol):
+    """Keeps small facts on disk: what `farandole.node.state.store.Store` is, as far as it is used here."""
+
+    async def get_fact(self, name: str) -> bytes | None:
+        """What was put, or None."""
+
+    async def put_fact(self, name: str, value: bytes) -> None:
+        """On disk when it returns."""
+
+
+class LeaseKeeper:
+    """One node's leases. For runs that count epochs.
+
+    ``origins`` are the live members that draw data, this node excluded, and ``period`` is how far heartbeats are apart,
+    in seconds; ``on_over`` is called when all epochs are over.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        author: bytes,
+        state: RunState,
+        publisher: Publisher,
+        store: FactStore,
+        board: Board,
+        *,
+        origins: Callable[[], frozenset[bytes]],
+        period: Callable[[], float],
+        on_over: Callable[[], None],
+    ) -> None:
+        self._manifest = manifest
+        self._author = author
+        self._state = state
+        self._publisher = publisher
+        self._store = store
+        self._board = board
+        self._origins = origins
+        self._period = period
+        self._on_over = on_over
+        self._leases: Leases | None = None
+        self._send: Callable[[messages.DrawSlices], None] | None = None
+        self._seen: dict[tuple[bytes, int], int] = {}
+        self._unsaid: deque[Announce] = deque()
+        self._restored: _Saved | None = None
+        self._saved_at = 0.0
+        self._is_over = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all epochs of the run are."""
+        return self._is_over
+
+    def status(self) -> DataStatus | None:
+        """For people; None at a node that has no leases."""
+        leases = self._leases
+        if leases is None:
+            return None
+        return DataStatus(
+            epoch=min(leases.epoch + 1, leases.num_epochs),
+            epochs=leases.num_epochs,
+            slices=leases.sections.num_slices,
+            done=leases.sections.num_slices if leases.is_over else leases.done.count,
+            leased=leases.num_leased,
+            others_texts=len(leases.strangers),
+        )
+
+    async def restore(self) -> None:
+        """What an earlier life has saved; before a trainer begins."""
+        try:
+            raw = await self._store.get_fact(LEASES_FACT)
+            if raw is not None:
+                self._restored = msgspec.msgpack.decode(raw, type=_Saved)
+        except (StoreError, msgspec.MsgspecError) as error:
+            self._board.warn(f"what was leased of the data is not known any more: {error}")
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            self._tick()
+            await self._say()
+            if trio.current_time() - self._saved_at >= SAVE_SECONDS:
+                await self._save()
+            await trio.sleep(TICK_SECONDS)
+
+    async def leave(self) -> None:
+        """Hand the leases over: a next life has none of them."""
+        self._handle(Left())
+        await self._say()
+        await self._save()
+
+    # Trainers
+
+    def begin(self, prepared: messages.Prepared, send: Callable[[messages.DrawSlices], None]) -> None:
+        """A trainer is ready. One without slices holds a stage that draws none: its node's leases are given back."""
+        if not prepared.num_slices:
+            self._handle(Left())
+            self._leases = None
+            return
+        leases = self._leases
+        if leases is None or (leases.corpus, leases.sections.num_slices) != (prepared.corpus, prepared.num_slices):
+            self._begin_leases(prepared.corpus, prepared.num_slices)
+        self._send = send
+        assert self._leases is not None
+        self._carry_out(self._leases.assignment())
+
+    def _begin_leases(self, corpus: bytes, num_slices: int) -> None:
+        self._leases = Leases(
+            self._author,
+            corpus,
+            num_slices,
+            self._manifest.data.epochs,
+            exchange_seconds=self._manifest.rounds.exchange_seconds,
+        )
+        self._go_on_from_start()
+        if self._restored is not None and self._restored[0] == corpus:
+            for index, lease in self._restored[1]:
+                self._handle(Heard(self._author, index, lease))
+        self._seen.clear()
+        for event in news(self._state, self._seen):
+            self._handle(event)
+
+    def _go_on_from_start(self) -> None:
+        """Where the run was from whose checkpoint this one starts: as if this node itself had said so."""
+        leases, start = self._leases, self._manifest.start
+        assert leases is not None, "they have begun"
+        if start is None or start.epochs is None:
+            return
+        epochs = start.epochs
+        if bytes.fromhex(epochs.corpus) != leases.corpus:
+            self._board.warn("the text is another than that of the run which this one goes on from: epoch 1 begins")
+            return
+        done = [Lease(epochs.epoch, leases.corpus, (), raw) for raw in parts(epochs.mask & leases.sections.all)]
+        for index, lease in enumerate((Lease(epochs.epoch, leases.corpus), *done)):
+            self._handle(Heard(self._author, index, lease))
+        if self._restored is None:  # an earlier life of this run is further
+            share = leases.done.count / leases.sections.num_slices
+            where = f"epoch {epochs.epoch + 1} of {leases.num_epochs}"
+            self._board.say(f"the data goes on in {where}, {share:.0%} of it done")
+
+    def trained(self, report: messages.SlicesTrained) -> None:
+        """The trainer has trained on slices."""
+        logger.debug("trained on slices of epoch %d: %s", report.epoch, report.ranges)
+        self._handle(Trained(report.epoch, tuple(report.ranges)))
+
+    def end(self) -> None:
+        """The trainer is gone."""
+        self._send = None
+
+    # The machine
+
+    def _tick(self) -> None:
+        if self._leases is None:
+            self._note_others()
+            return
+        for event in news(self._state, self._seen):
+            if event.author != self._author:
+                self._handle(event)
+        num_strangers = len(self._leases.strangers)
+        self._handle(Ticked(self._origins(), self._period()))
+        if self._leases.is_over:
+            self._end_run()
+        if len(self._leases.strangers) > num_strangers:
+            self._board.warn(
+                f"{len(self._leases.strangers)} of {len(self._origins())} other nodes train on another text than this "
+                "one, and share no slices with it: all should name the same files or folders with --data"
+            )
+
+    def _note_others(self) -> None:
+        """Whether those who draw data have come to the end of it."""
+        heard = {
+            author: {0: lease}
+            for author in self._origins()
+            if (lease := self._state.payload(author, Lease)) is not None
+        }
+        epoch = median_epoch(heard, heard)
+        if epoch is not None and epoch >= self._manifest.data.epochs:
+            self._end_run()
+
+    def _handle(self, event: Event) -> None:
+        if self._leases is not None:
+            for output in self._leases.handle(event, trio.current_time()):
+                self._carry_out(output)
+
+    def _carry_out(self, output: Output) -> None:
+        match output:
+            case Announce():
+                self._unsaid.append(output)
+            case Assign(epoch, ranges):
+                if self._send is not None:
+                    self._send(messages.DrawSlices(epoch, list(ranges)))
+            case EpochBegan(epoch):
+                if epoch < self._manifest.data.epochs:
+                    self._board.say(f"epoch {epoch + 1} of {self._manifest.data.epochs} begins")
+
+    def _end_run(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._on_over()
+
+    async def _say(self) -> None:
+        """In order, though `leave` may come while `run` is at it."""
+        while self._unsaid:
+            announce = self._unsaid.popleft()
+            await self._publisher.publish(Kind.LEASE, announce.index, announce.lease)
+
+    async def _save(self) -> None:
+        if self._leases is None:
+            return
+        self._saved_at = trio.current_time()
+        saved: _Saved = (self._leases.corpus, self._leases.saved())
+        try:
+            await self._store.put_fact(LEASES_FACT, msgspec.msgpack.encode(saved))
+        except StoreError as error:
+            self._board.warn(f"{error}; a next life may not know what was leased of the data")

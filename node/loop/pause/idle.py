@@ -1,0 +1,109 @@
+"""Whether others want this machine, as a node that trains "only when idle" sees it.
+
+A pure decision about what was seen, look after look (`farandole.node.loop.pause.idle_probe` looks). A rest costs the
+trainer a start, and its owner a machine that is not his own while it lasts, so both ends have a threshold of their own
+in time: a reason must have been there for `BEGIN_SECONDS` before the node rests, and all must have been gone for
+`CALM_SECONDS` before it trains again. Where rests follow each other soon, the calm asked for doubles, up to
+`MAX_CALM_SECONDS`: somebody who compiles every few minutes is at work all the while.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+
+class Reason(Enum):
+    """Why a machine is not idle."""
+
+    BATTERY = "battery"
+    GPU = "GPU"
+    CPU = "CPU"
+
+
+# For how long a reason must have been seen. Whoever pulls the plug means it; a program that only asks the driver which
+# GPU there is is gone by the next look; a page that loads takes all cores for some seconds.
+BEGIN_SECONDS: Final = {Reason.BATTERY: 0.0, Reason.GPU: 8.0, Reason.CPU: 30.0}
+CALM_SECONDS: Final = 60.0
+MAX_CALM_SECONDS: Final = 960.0
+# A rest that begins within so many seconds of the last one's end follows it soon.
+SOON_SECONDS: Final = 600.0
+# Others' share of the cores ends a rest below half of what begins it.
+CPU_CALM_SHARE: Final = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One look at the machine; None: it cannot be told, which is no reason to rest."""
+
+    on_battery: bool | None = None
+    gpu_users: tuple[str, ...] | None = None
+    """Others' processes on the GPU, for people."""
+    others_cpu: float | None = None
+    """The share of all cores, 0 to 1, that others' processes took since the look before."""
+
+
+class IdleWatch:
+    """Judges looks, in order. ``cpu_limit``: others' share of the cores beyond which the node rests; 0: any is fine."""
+
+    def __init__(self, cpu_limit: float = 0.0, *, may_use_battery: bool = False) -> None:
+        self._cpu_limit = cpu_limit
+        self._may_use_battery = may_use_battery
+        self._since: dict[Reason, float] = {}
+        self._words = ""
+        self._calm_since: float | None = None  # while it rests
+        self._calm_needed = CALM_SECONDS
+        self._rested_until = -math.inf
+        self._has_looked = False
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether the last look said so."""
+        return bool(self._words)
+
+    def look(self, seen: Seen, now: float) -> str:
+        """Why the node is to rest, for people; empty if it may train. ``now``: seconds, never decreasing."""
+        found = self._find(seen)
+        self._since = {reason: self._since.get(reason, now) for reason in found}
+        # Before the first trainer has begun there is nothing to lose by a rest.
+        is_first, self._has_looked = not self._has_looked, True
+        due = [reason for reason in found if is_first or now - self._since[reason] >= BEGIN_SECONDS[reason]]
+        if self.is_resting:
+            self._go_on(found, now)
+        elif due:
+            self._begin(found[due[0]], now)
+        return self._words
+
+    def _begin(self, words: str, now: float) -> None:
+        is_soon = now - self._rested_until < SOON_SECONDS
+        self._calm_needed = min(2 * self._calm_needed, MAX_CALM_SECONDS) if is_soon else CALM_SECONDS
+        self._calm_since = None
+        self._words = self._explain(words)
+
+    def _go_on(self, found: dict[Reason, str], now: float) -> None:
+        if found:
+            self._calm_since = None
+            self._words = self._explain(next(iter(found.values())))
+        elif self._calm_since is None:
+            self._calm_since = now
+        elif now - self._calm_since >= self._calm_needed:
+            self._words, self._rested_until = "", now
+
+    def _explain(self, words: str) -> str:
+        minutes = self._calm_needed / 60
+        after = "a minute" if minutes == 1 else f"{minutes:.0f} minutes"
+        return f"{words}; trains again {after} after that ends, or at once without --only-when-idle"
+
+    def _find(self, seen: Seen) -> dict[Reason, str]:
+        """What speaks against training, the plainest first."""
+        found: dict[Reason, str] = {}
+        if seen.on_battery and not self._may_use_battery:
+            found[Reason.BATTERY] = "this machine runs on its battery (--on-battery: train all the same)"
+        if seen.gpu_users:
+            found[Reason.GPU] = f"the GPU is used by {', '.join(seen.gpu_users)}"
+        limit = self._cpu_limit * (CPU_CALM_SHARE if self.is_resting else 1.0)
+        if self._cpu_limit and seen.others_cpu is not None and seen.others_cpu > limit:
+            found[Reason.CPU] = f"other programs take more than {self._cpu_limit:.0%} of this machine's cores"
+        return found

@@ -1,0 +1,198 @@
+"""Looking at the machine: who is on its GPU, what it runs on, what others take of its cores.
+
+The GPU is asked by ``nvidia-smi pmon``, which comes with every NVIDIA driver and tells compute from graphics. A desktop
+is always on the GPU, so what draws counts from `GRAPHICS_PERCENT` of it on, and what computes always: it has memory
+there. On Linux the rest is read from ``/sys`` and ``/proc``; elsewhere the battery is asked of psutil, if it is
+installed, and the cores of nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Final, TypeVar
+
+import trio
+
+from ...base.system.processes import may_exist
+
+# A game, and not a desktop, a browser or a film.
+GRAPHICS_PERCENT: Final = 25
+# It looks for a second, and starts in another one; a driver that hangs answers never.
+GPU_TIMEOUT: Final = 10.0
+# For it to die.
+KILL_TIMEOUT: Final = 1.0
+# What is said of others on the GPU.
+MAX_NAMED: Final = 3
+MAX_NAME_CHARS: Final = 40
+_GPU_COMMAND: Final = ("nvidia-smi", "pmon", "-c", "1", "-s", "u")
+_NO_ANSWER: Final = f"nvidia-smi gives no answer within {GPU_TIMEOUT:g} s"
+_COLUMNS: Final = frozenset({"pid", "type", "sm", "command"})
+
+
+_Result = TypeVar("_Result")
+
+
+class ProbeError(Exception):
+    """It cannot be told, for this reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuProcess:
+    """A process on a GPU."""
+
+    pid: int
+    name: str
+    computes: bool
+    """It has a compute context, and no other."""
+    percent: int
+    """Of the GPU's time, of late."""
+
+    @property
+    def is_in_earnest(self) -> bool:
+        """Whether it wants the GPU for itself."""
+        return self.computes or self.percent >= GRAPHICS_PERCENT
+
+
+def parse_gpu_processes(text: str) -> list[GpuProcess]:
+    """The table of ``nvidia-smi pmon``, whose columns differ by driver: its first line names them.
+
+    Raises `ProbeError` for what is no such table.
+    """
+    lines = [line.split() for line in text.splitlines() if line.strip()]
+    names = next((line[1:] for line in lines if line[0] == "#" and "pid" in line), None)
+    if names is None or not _COLUMNS.issubset(names):
+        raise ProbeError("nvidia-smi pmon says nothing that is understood here")
+    found: dict[int, GpuProcess] = {}
+    for line in lines:
+        row = dict(zip(names, line, strict=False))
+        if line[0].startswith("#") or not _COLUMNS.issubset(row) or not row["pid"].isdigit():
+            continue
+        percent = int(row["sm"]) if row["sm"].isdigit() else 0
+        pid, name = int(row["pid"]), row["command"][:MAX_NAME_CHARS]
+        found[pid] = GpuProcess(pid, name, row["type"] == "C", percent)
+    return list(found.values())
+
+
+def gpu_users(processes: Collection[GpuProcess], own: Collection[int]) -> tuple[str, ...]:
+    """Those of others that count, for people.
+
+    In a container the driver names processes by numbers of outside. Such a number says nothing here, so it is passed
+    over; it may as well be our own trainer.
+    """
+    users = [p for p in processes if p.pid not in own and p.is_in_earnest and may_exist(p.pid)]
+    return tuple(f"{process.name} (process {process.pid})" for process in users[:MAX_NAMED])
+
+
+class GpuProbe:
+    """Asks in a thread that may be left alone: who hangs in the driver cannot even be killed."""
+
+    def __init__(self) -> None:
+        self._limiter = trio.CapacityLimiter(1)
+
+    async def users(self, own: Collection[int]) -> tuple[str, ...]:
+        """Others' processes on this machine's GPUs. Raises `ProbeError`."""
+        if shutil.which(_GPU_COMMAND[0]) is None:
+            raise ProbeError("there is no nvidia-smi here")
+        if not self._limiter.available_tokens:
+            raise ProbeError("nvidia-smi has not ended yet")
+        with trio.move_on_after(GPU_TIMEOUT + KILL_TIMEOUT):
+            return await in_a_thread_left_alone(partial(_ask_nvidia, own), self._limiter)
+        raise ProbeError(_NO_ANSWER)
+
+
+async def in_a_thread_left_alone(work: Callable[[], _Result], limiter: trio.CapacityLimiter | None = None) -> _Result:
+    """Do blocking work; who is cancelled does not wait for its end."""
+    # `abandon_on_cancel` is newer than the stubs of trio that libp2p brings.
+    return await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=limiter)  # type: ignore[call-arg]
+
+
+def _ask_nvidia(own: Collection[int]) -> tuple[str, ...]:
+    try:
+        done = subprocess.run(_GPU_COMMAND, stdin=subprocess.DEVNULL, capture_output=True, timeout=GPU_TIMEOUT)
+    except OSError as error:
+        raise ProbeError(f"nvidia-smi cannot be run: {error}") from error
+    except subprocess.TimeoutExpired as error:
+        raise ProbeError(_NO_ANSWER) from error
+    if done.returncode:
+        said = (done.stdout or done.stderr).decode(errors="replace").strip().splitlines()
+        raise ProbeError(f"nvidia-smi says {said[0]!r}" if said else f"nvidia-smi ended with {done.returncode}")
+    return gpu_users(parse_gpu_processes(done.stdout.decode(errors="replace")), own)
+
+
+def is_on_battery(system: Path = Path("/sys")) -> bool | None:
+    """Whether the machine runs on its battery; None if it has none, or nobody can say."""
+    if not sys.platform.startswith("linux"):
+        return _ask_psutil()
+    supplies = [_supply(path) for path in sorted((system / "class" / "power_supply").glob("*"))]
+    # Not those of a mouse, nor of a telephone that is charged.
+    batteries = [supply for supply in supplies if supply["type"] == "Battery" and supply["scope"] != "Device"]
+    if not batteries:
+        return None
+    if any(supply["type"] != "Battery" and supply["online"] == "1" for supply in supplies):
+        return False
+    return any(supply["status"] == "Discharging" for supply in batteries)
+
+
+def _supply(path: Path) -> Mapping[str, str]:
+    """What the kernel says of one (Documentation/ABI/testing/sysfs-class-power)."""
+    said = dict.fromkeys(("type", "scope", "online", "status"), "")
+    for name in said:
+        with contextlib.suppress(OSError):
+            said[name] = (path / name).read_text().strip()
+    return said
+
+
+def _ask_psutil() -> bool | None:
+    try:
+        battery = importlib.import_module("psutil").sensors_battery()
+    except (ImportError, AttributeError, OSError):
+        return None
+    return None if battery is None or battery.power_plugged is None else not battery.power_plugged
+
+
+@dataclass(frozen=True, slots=True)
+class CpuTimes:
+    """Clock ticks that went by on all cores, those of them in which something ran, and those of some processes."""
+
+    total: int
+    busy: int
+    own: Mapping[int, int] = field(default_factory=dict)
+
+    def others_since(self, before: CpuTimes) -> float | None:
+        """The share of all cores, 0 to 1, that others took between the two; None if no time went by."""
+        total = self.total - before.total
+        if total <= 0:
+            return None
+        own = sum(ticks - before.own.get(pid, 0) for pid, ticks in self.own.items())
+        return min(max((self.busy - before.busy - own) / total, 0.0), 1.0)
+
+
+def cpu_times(own: Collection[int], processes: Path = Path("/proc")) -> CpuTimes | None:
+    """Now; ``own`` are processes whose time is told apart. None where the system has no such files."""
+    try:
+        ticks = [int(text) for text in (processes / "stat").read_text().split("\n", 1)[0].split()[1:9]]
+        _, _, _, idle, waiting, _, _, stolen = ticks
+    except (OSError, ValueError):
+        return None
+    return CpuTimes(
+        total=sum(ticks),
+        busy=sum(ticks) - idle - waiting - stolen,
+        own={pid: own_ticks for pid in own if (own_ticks := _ticks_of(processes / str(pid) / "stat")) is not None},
+    )
+
+
+def _ticks_of(path: Path) -> int | None:
+    """Of a process: user and system time (proc(5)). Its name, in parentheses, may have any character."""
+    try:
+        fields = path.read_text().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+    except (OSError, ValueError, IndexError):
+        return None

@@ -1,0 +1,86 @@
+"""Rests while others want the machine: looks at it every so often, off the event loop, and does what `idle` says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import trio
+
+from .idle import IdleWatch, Seen
+from .idle_probe import CpuTimes, GpuProbe, ProbeError, cpu_times, in_a_thread_left_alone, is_on_battery
+from .pause import Rest
+
+IN_USE: Final = "in use"
+# Whoever starts a game waits for its memory no longer than its own loading takes: two looks and a pause.
+LOOK_INTERVAL: Final = 5.0
+# A file of the kernel's that does not answer: a driver that hangs.
+READ_TIMEOUT: Final = 5.0
+
+
+class IdleKeeper:
+    """``trainer_pid`` says which process is this node's own beside this one; ``warn`` tells a person.
+
+    ``system`` and ``processes`` are where the kernel tells of the machine, ``clock`` gives seconds.
+    """
+
+    def __init__(
+        self,
+        rest: Rest,
+        watch: IdleWatch,
+        trainer_pid: Callable[[], int | None],
+        warn: Callable[[str], None],
+        *,
+        looks_at_gpu: bool = True,
+        system: Path = Path("/sys"),
+        processes: Path = Path("/proc"),
+        clock: Callable[[], float] = trio.current_time,
+    ) -> None:
+        self._rest = rest
+        self._watch = watch
+        self._trainer_pid = trainer_pid
+        self._warn = warn
+        self._looks_at_gpu = looks_at_gpu
+        self._system = system
+        self._processes = processes
+        self._clock = clock
+        self._gpu = GpuProbe()
+        self._before: CpuTimes | None = None
+        self._has_warned = False
+
+    async def run(self) -> None:
+        """Look every so often, until cancelled."""
+        while True:
+            await trio.sleep(LOOK_INTERVAL)
+            await self.look()
+
+    async def look(self) -> None:
+        """Once; the first look is before anything is trained."""
+        own = {os.getpid()} | ({pid} if (pid := self._trainer_pid()) is not None else set())
+        users = await self._look_at_gpu(own)
+        on_battery, times = await self._read(own)
+        others = None if times is None or self._before is None else times.others_since(self._before)
+        self._before = times
+        words = self._watch.look(Seen(on_battery, users, others), self._clock())
+        if words:
+            self._rest.begin(IN_USE, words)
+        else:
+            self._rest.end(IN_USE)
+
+    async def _read(self, own: set[int]) -> tuple[bool | None, CpuTimes | None]:
+        with trio.move_on_after(READ_TIMEOUT):
+            return await in_a_thread_left_alone(lambda: (is_on_battery(self._system), cpu_times(own, self._processes)))
+        return None, None
+
+    async def _look_at_gpu(self, own: set[int]) -> tuple[str, ...] | None:
+        if not self._looks_at_gpu:
+            return None
+        try:
+            return await self._gpu.users(own)
+        except ProbeError as error:
+            if not self._has_warned:
+                self._warn(f"who else uses the GPU is not seen: {error}; --only-when-idle looks at the rest")
+            self._has_warned = True
+            return None

@@ -1,0 +1,74 @@
+"""What begins and ends a node's rest: its owner's word, which outlives the daemon, and his quiet hours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from typing import Final
+
+import trio
+
+from ...base.quiet_hours import QuietHours, quiet_until
+from ...state.store import Store, StoreError
+from .pause import BY_HAND, Rest
+
+PAUSED_FACT: Final = "paused"
+QUIET: Final = "quiet hours"
+# Nobody minds a few seconds of the quiet hours; a clock that is set is noticed.
+LOOK_INTERVAL: Final = 5.0
+
+
+class RestKeeper:
+    """``clock`` gives the local time; ``warn`` tells a person."""
+
+    def __init__(
+        self,
+        rest: Rest,
+        store: Store,
+        hours: Sequence[QuietHours],
+        clock: Callable[[], datetime],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._rest = rest
+        self._store = store
+        self._hours = hours
+        self._clock = clock
+        self._warn = warn
+
+    async def begin(self) -> None:
+        """Before anything else: rest if an earlier life was told to, or if the hours are quiet."""
+        if await self._store.get_fact(PAUSED_FACT):
+            self._pause()
+        self._look()
+
+    async def run(self) -> None:
+        """Keep the quiet hours, until cancelled."""
+        while True:
+            self._look()
+            await trio.sleep(LOOK_INTERVAL)
+
+    async def pause(self) -> None:
+        """Until `resume`, in later lives too."""
+        self._pause()
+        await self._remember(b"1")
+
+    async def resume(self) -> None:
+        """The owner's own word does not end the quiet hours, which are his word too."""
+        self._rest.end(BY_HAND)
+        await self._remember(b"")
+
+    def _pause(self) -> None:
+        self._rest.begin(BY_HAND, "paused; `farandole resume` goes on")
+
+    async def _remember(self, value: bytes) -> None:
+        try:
+            await self._store.put_fact(PAUSED_FACT, value)
+        except StoreError as error:
+            self._warn(f"{error}; after a restart this node does not know whether it was paused")
+
+    def _look(self) -> None:
+        until = quiet_until(self._hours, self._clock())
+        if until is None:
+            self._rest.end(QUIET)
+        else:
+            self._rest.begin(QUIET, f"quiet hours until {until:%a %H:%M}")

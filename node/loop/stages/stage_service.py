@@ -1,0 +1,152 @@
+"""Gives this node its stage, and moves it: carries out what `farandole.protocol.stage_choice` decides.
+
+A move costs the run as little as can be: the weights come beside the training, then the node tells its new stage and
+starts its trainer anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import trio
+
+from farandole.protocol.stage_choice import (
+    LEASE_SECONDS,
+    Claim,
+    GiveBack,
+    Move,
+    Provider,
+    StageChoice,
+    Stay,
+    View,
+    first_stage,
+)
+
+from ...base.errors import JoinError
+from ...join.weights import Weights
+from ...state.membership import Membership
+from ...status.board import Board
+
+DECIDE_INTERVAL: Final = 1.0
+# A lease lives for three minutes (`protocol.entries`).
+RENEW_INTERVAL: Final = 60.0
+# A move must have been worth it for so many heartbeats.
+PATIENT_BEATS: Final = 6.0
+# In a run that begins, the trainer starts when nothing has changed for so long, and at the latest after the other.
+QUIET_SECONDS: Final = 3.0
+MAX_QUIET_SECONDS: Final = 20.0
+
+
+class StageKeeper:
+    """One node's stage of a model that is cut into several.
+
+    ``wanted``: the stage that the volunteer has chosen for good. ``on_moved`` is told of each new stage, the first one
+    included, before the trainer is started anew by ``restart_trainer``.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        weights: Weights,
+        board: Board,
+        author: bytes,
+        *,
+        wanted: int | None,
+        heartbeat_seconds: float,
+        restart_trainer: Callable[[], None],
+        on_moved: Callable[[int], Awaitable[None]],
+    ) -> None:
+        if wanted is not None and wanted >= membership.num_stages:
+            last = membership.num_stages - 1
+            raise JoinError(f"--stage {wanted}: the run's model has {'no stage but 0' if not last else f'0 to {last}'}")
+        self._membership = membership
+        self._weights = weights
+        self._board = board
+        self._author = author
+        self._wanted = wanted
+        self._choice = StageChoice(author, PATIENT_BEATS * heartbeat_seconds)
+        self._restart_trainer = restart_trainer
+        self._on_moved = on_moved
+
+    async def begin(self, held_before: int | None) -> None:
+        """Take the first stage: the volunteer's, or that of an earlier life, or the one that the run needs most."""
+        membership = self._membership
+        stage = held_before if self._wanted is None else self._wanted
+        if stage is None or stage >= membership.num_stages:
+            stage = first_stage(self._view(), self._author)
+        await self._hold(stage)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await trio.sleep(DECIDE_INTERVAL)
+            if self._weights.trainer_stage not in (None, self._membership.stage):
+                self._restart_trainer()  # it was still being started when this node moved
+            if self._wanted is None:
+                await self._act(self._choice.decide(self._view(), trio.current_time()))
+
+    async def wait_quiet(self) -> None:
+        """In a run that begins: until the nodes that began together have spread over the stages."""
+        membership = self._membership
+        seen, since = membership.nodes_of_stages(), trio.current_time()
+        with trio.move_on_after(MAX_QUIET_SECONDS):
+            while membership.is_young and trio.current_time() - since < QUIET_SECONDS:
+                self._board.enter("preparing", f"stage {membership.stage}; others choose theirs", "other nodes' stages")
+                await trio.sleep(DECIDE_INTERVAL / 2)
+                if membership.nodes_of_stages() != seen:
+                    seen, since = membership.nodes_of_stages(), trio.current_time()
+
+    def _view(self) -> View:
+        membership = self._membership
+        own = {self._author: Provider(membership.stage, membership.speed)}
+        stages = range(membership.num_stages)
+        return View(
+            membership.providers() | own,
+            membership.num_stages,
+            membership.leases(),
+            is_young=membership.is_young,
+            download_seconds=max(self._weights.download_seconds(stage) for stage in stages),
+        )
+
+    async def _act(self, decision: Stay | Claim | Move | GiveBack) -> None:
+        membership = self._membership
+        match decision:
+            case Claim(target):
+                await membership.lease(target, is_settled=False)
+            case GiveBack():
+                await membership.lease(membership.stage, is_settled=False)
+            case Move(target) if membership.is_young:
+                await self._hold(target)
+                self._restart_trainer()
+            case Move(target):
+                await self._move(target)
+            case Stay():
+                pass
+
+    async def _move(self, target: int) -> None:
+        """With a lease: fetch the weights while the trainer works on, then go."""
+        membership, source = self._membership, self._membership.stage
+        self._board.say(f"moving from stage {source} to stage {target}, which needs it more")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._renew_lease, target)
+            if await self._weights.fetch_ahead(target):
+                await self._hold(target)
+                self._restart_trainer()
+                await trio.sleep(LEASE_SECONDS)  # so that all know that we are there before they may follow
+            else:
+                self._board.warn(f"nobody gave the weights of stage {target}: staying in stage {source}")
+            nursery.cancel_scope.cancel()
+        await membership.lease(membership.stage, is_settled=False)
+
+    async def _renew_lease(self, target: int) -> None:
+        while True:
+            await self._membership.lease(target, is_settled=True)
+            await trio.sleep(RENEW_INTERVAL)
+
+    async def _hold(self, stage: int) -> None:
+        membership = self._membership
+        self._weights.forget_saved()
+        await membership.hold(stage)
+        self._board.say(f"this node holds stage {stage} (of 0 to {membership.num_stages - 1})")
+        await self._on_moved(stage)

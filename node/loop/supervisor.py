@@ -1,0 +1,110 @@
+"""What becomes of a node whose trainer has died: another one at once, or later, or with less in memory at a time.
+
+Here it is only decided; `farandole.node.loop.rounds` carries it out. A trainer goes on from its last checkpoint; the
+node's partners see an exchange that came to nothing, and the mesh process nothing at all.
+
+- *Out of memory*: the next trainer takes half as many sequences at a time, down to one. Its inner steps are the same
+  within rounding (`farandole.training.learner`). The size stays for this node's later lives.
+- *Crashes* are waited out, ever longer. Where several in a row are too many, the node rests: it says why, serves its
+  peers without training, and tries again much later, since what was wrong (a driver, another program that fills the
+  card) may have been put right. Where the model is cut, others rely on whoever holds a stage, so the node leaves.
+- *A peer's weights that are unfit* are the peer's fault, who must not be able to stop this node by them.
+- *What cannot be set up* at first (no such device, too little text) is told to the volunteer, who has just started it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from ..trainer.trainer import TrainerError
+
+# A trainer that dies is started again from its checkpoint after these many seconds, the last one again and again; a
+# machine that cannot train does not spin.
+RESTART_DELAYS: Final = (1.0, 5.0, 30.0, 120.0)
+# A trainer that trained for so long was well: the next crash is a first one again.
+HEALTHY_SECONDS: Final = 300.0
+# Crashes in a row after which the node rests. With the delays between them they take five minutes at least, in which a
+# passing fault passes, and half an hour at most.
+MAX_CRASHES: Final = 6
+# A rest: a try costs some seconds of loading, and a month has 700 of them.
+REST_SECONDS: Final = 3_600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """Start the next trainer after so many seconds."""
+
+    delay: float
+    words: str
+    """What happened and what follows, for people."""
+    is_rest: bool = False
+    """The node gives up for now."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """No trainer can be had here: the node leaves the run, with these words."""
+
+    words: str
+
+
+class Supervisor:
+    """Judges the deaths of one node's trainers, one after the other.
+
+    ``batch_size`` is the run's, in sequences, ``microbatch`` how many of them the trainer takes at a time (0: all).
+    ``is_cut``: the model is cut into stages.
+    """
+
+    def __init__(self, batch_size: int, microbatch: int = 0, *, is_cut: bool = False) -> None:
+        self.microbatch = microbatch
+        """Sequences that the next trainer is to take at a time; 0: the whole batch."""
+        self._batch_size = batch_size
+        self._is_cut = is_cut
+        self._crashes = 0
+        self._has_trained = False
+
+    def judge(self, error: TrainerError, lived: float | None) -> Again | End:
+        """What follows when a trainer has died so many seconds after it was ready; None: it never was."""
+        self._has_trained = self._has_trained or lived is not None
+        if error.cause == "setup" and not self._has_trained:
+            return End(str(error))
+        if error.cause == "weights":
+            return Again(RESTART_DELAYS[0], f"{error}; trying another peer's")
+        if error.cause == "memory" and lived is not None and not self._is_cut:
+            return self._shrink(error)
+        return self._count_crash(error, lived or 0.0)
+
+    def _shrink(self, error: TrainerError) -> Again:
+        size = min(self.microbatch or self._batch_size, self._batch_size)
+        if size == 1:
+            return self._rest(f"{error}, with one sequence at a time. {_remedy(is_cut=False)}")
+        self.microbatch = -(-size // 2)
+        words = f"{error}; starting it again with {self.microbatch} of a batch's {self._batch_size} sequences at a time"
+        return Again(RESTART_DELAYS[0], f"{words}, which makes the same inner steps")
+
+    def _count_crash(self, error: TrainerError, lived: float) -> Again | End:
+        self._crashes = 1 if lived > HEALTHY_SECONDS else self._crashes + 1
+        words = f"{error}. {_remedy(self._is_cut)}" if error.cause == "memory" else str(error)
+        if self._crashes < MAX_CRASHES:
+            delay = RESTART_DELAYS[min(self._crashes, len(RESTART_DELAYS)) - 1]
+            return Again(delay, f"{words}; starting it again in {delay:g} s from the last checkpoint")
+        words = f"{words}; {MAX_CRASHES} crashes in a row"
+        if self._is_cut:
+            return End(f"{words}: leaving, so that others take this stage")
+        return self._rest(words)
+
+    def _rest(self, words: str) -> Again:
+        self._crashes = 0
+        advice = "to try at once: `farandole pause`, then `farandole resume`"
+        words = f"{words}. Training rests for {REST_SECONDS / 60:.0f} minutes, the node stays in the run; {advice}"
+        return Again(REST_SECONDS, words, is_rest=True)
+
+
+def _remedy(is_cut: bool) -> str:
+    if is_cut:
+        return (
+            "What a stage takes is set by the run: its creator may make one with pipeline.recompute = true, or with "
+            "fewer pipeline.in_flight; or choose a --device with more memory"
+        )
+    return "Close other programs, or choose a --device with more memory, or a run of a smaller model"

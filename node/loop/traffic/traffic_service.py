@@ -1,0 +1,165 @@
+"""Counts what a node moves, keeps the count over restarts, and says what may move.
+
+On disk is more than was counted (`AHEAD_BYTES`, written before it is used): a node that is killed has counted too much
+by that at most, and too little only where more than half of it moved since the last look. One that ends in good order
+writes the count itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime
+from typing import Final
+
+import msgspec
+import trio
+
+from ...base.bandwidth import Shaping
+from ...state.store import Store, StoreError
+from ...status.status import TrafficStatus
+from ..pause.pause import Rest
+from .budget import Budget, Used
+
+TRAFFIC_FACT: Final = "traffic"
+SPENT: Final = "traffic is spent"
+SAVING: Final = "traffic is saved"
+# So much may move between two looks; on a line of 1 Gbit/s it is what a look sees.
+LOOK_INTERVAL: Final = 0.5
+AHEAD_BYTES: Final = 64 * 1024 * 1024
+# Of a small budget, no more than this is ahead.
+MAX_AHEAD_SHARE: Final = 0.002
+
+
+class TrafficKeeper:
+    """One node's budget; without ``limit`` (bytes a month) it counts nothing and allows everything.
+
+    ``clock`` gives the local time, ``warn`` tells a person.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        rest: Rest,
+        store: Store,
+        shaping: Shaping,
+        clock: Callable[[], datetime],
+        warn: Callable[[str], None],
+    ) -> None:
+        self.needs_traffic = False
+        """Whether training is nothing without it: of a model that is cut into stages."""
+        self._rest = rest
+        self._store = store
+        self._shaping = shaping
+        self._clock = clock
+        self._warn = warn
+        self._ahead = int(min(AHEAD_BYTES, MAX_AHEAD_SHARE * limit))
+        now = clock()
+        self._budget = Budget(limit, Used(now.year, now.month, 0)) if limit else None
+        self._counted = 0  # of what the shapers have seen
+        self._stored: Used | None = None
+        self._online = trio.Event()
+        self._offline = trio.Event()
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the node has to be offline."""
+        return self._budget is not None and self._budget.is_spent()
+
+    def status(self) -> TrafficStatus | None:
+        """For people; None without a budget."""
+        budget = self._budget
+        if budget is None:
+            return None
+        self._count()
+        resumes_at = budget.end if budget.is_spent() else budget.resumes_at()
+        is_saved = not budget.may_spend(0, self._clock())
+        return TrafficStatus(budget.limit, budget.used.num_bytes, is_saved, resumes_at.timestamp())
+
+    def may_spend(self, num_bytes: int) -> bool:
+        """Whether bulk of so many bytes, both ways together, may begin."""
+        if self._budget is None:
+            return True
+        self._count()
+        return self._budget.may_spend(num_bytes, self._clock())
+
+    async def begin(self) -> None:
+        """Before anything moves: what earlier lives have counted."""
+        if self._budget is None:
+            return
+        raw = await self._store.get_fact(TRAFFIC_FACT)
+        try:
+            self._budget.used = msgspec.msgpack.decode(raw, type=Used) if raw else self._budget.used
+        except msgspec.MsgspecError as error:
+            self._warn(f"what this node knew of its traffic of this month cannot be read: {error}")
+        await self.look()
+
+    async def run(self) -> None:
+        """Count, until cancelled; then keep the exact count."""
+        if self._budget is None:
+            return
+        try:
+            while True:
+                await self.look()
+                await trio.sleep(LOOK_INTERVAL)
+        finally:
+            self._count()
+            with trio.CancelScope(shield=True):
+                await self._put(self._budget.used)
+
+    async def wait_online(self) -> None:
+        """Until something may move."""
+        while self.is_spent:
+            await self._online.wait()
+
+    async def wait_offline(self) -> None:
+        """Until nothing may."""
+        while not self.is_spent:
+            await self._offline.wait()
+
+    def _count(self) -> None:
+        assert self._budget is not None
+        total = self._shaping.up.total + self._shaping.down.total
+        self._budget.count(total - self._counted, self._clock())
+        self._counted = total
+
+    async def look(self) -> None:
+        """Count, say what follows, and keep the count if that is due."""
+        budget = self._budget
+        assert budget is not None
+        self._count()
+        self._tell(budget)
+        stored, used = self._stored, budget.used
+        is_new_month = stored is None or (stored.year, stored.month) != (used.year, used.month)
+        if stored is None or is_new_month or used.num_bytes > stored.num_bytes - self._ahead // 2:
+            await self._put(Used(used.year, used.month, used.num_bytes + self._ahead))
+
+    def _tell(self, budget: Budget) -> None:
+        if budget.is_spent():
+            self._rest.begin(SPENT, f"{_gigabytes(budget.limit)} of traffic are used up until {_day(budget.end)}")
+            self._offline.set()
+            self._offline = trio.Event()
+            return
+        self._rest.end(SPENT)
+        self._online.set()
+        self._online = trio.Event()
+        now = self._clock()
+        if not self.needs_traffic or now >= budget.resumes_at():
+            self._rest.end(SAVING)
+        elif not budget.may_spend(0, now):
+            until = _day(budget.resumes_at())
+            self._rest.begin(SAVING, f"saving this month's {_gigabytes(budget.limit)} of traffic until {until}")
+
+    async def _put(self, used: Used) -> None:
+        try:
+            await self._store.put_fact(TRAFFIC_FACT, msgspec.msgpack.encode(used))
+        except StoreError as error:
+            self._warn(f"{error}; after a restart this node does not know its traffic of this month")
+        self._stored = used  # else each look would try, and warn
+
+
+def _gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:g} GB"
+
+
+def _day(at: datetime) -> str:
+    return f"{at:%a %d %b %H:%M}"

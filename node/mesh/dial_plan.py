@@ -1,0 +1,92 @@
+"""Which of a peer's addresses to try, and when."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable
+
+import trio
+from multiaddr import Multiaddr
+
+from farandole.protocol.identity import peer_id_of
+from farandole.protocol.relay import parse_circuit
+
+from ..base.errors import PeerUnreachableError
+from .yamux import YamuxConn
+
+# A relay carries what cannot go directly: its turn comes when all direct attempts have failed, or have had three round
+# trips of the slowest lines.
+DIRECT_HEAD_START = 1.0
+# A machine has a few interfaces, in two families, and a relay or two.
+MAX_ADDRESSES_PER_PEER = 16
+MAX_DIALLED_ADDRESSES = 3 * MAX_ADDRESSES_PER_PEER
+
+_DIALABLE = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d{1,5})(?:/p2p/([^/]+))?")
+
+
+def dial_target(address: str, peer: bytes) -> tuple[str, int] | None:
+    """Host and port of a TCP multiaddr, or None: another transport, through a relay, another peer's, or nonsense."""
+    match = _DIALABLE.fullmatch(address)
+    if match is None:
+        return None
+    kind, host, port, peer_id = match.groups()
+    if int(port) not in range(1, 65536) or (peer_id is not None and peer_id != peer_id_of(peer)):
+        return None
+    try:
+        if kind.startswith("ip") and ipaddress.ip_address(host).is_unspecified:
+            return None
+    except ValueError:
+        return None
+    return host, int(port)
+
+
+def is_circuit_to(address: str, peer: bytes) -> bool:
+    """Whether this is an address through a relay, other than the peer itself, that leads to the peer."""
+    circuit = parse_circuit(address)
+    return circuit is not None and circuit.peer in (None, peer) and circuit.relay != peer
+
+
+def is_multiaddr(address: str) -> bool:
+    """Whether the text is a multiaddr."""
+    try:
+        return len(Multiaddr(address).to_bytes()) > 0
+    except Exception:  # the library parses hostile text with whatever exception comes
+        return False
+
+
+class Dial:
+    """One attempt to reach a peer, shared by all who want that."""
+
+    def __init__(self, is_direct: bool, own: Iterable[tuple[str, int]]) -> None:
+        """``own``: where this node itself listens; the homes behind most routers have the same private addresses."""
+        self.is_direct = is_direct
+        self._own = frozenset(own)
+        self.began_at = trio.current_time()
+        self.done = trio.Event()
+        self.news = trio.Event()  # another address, or the end of an attempt
+        self.addresses: list[str] = []
+        self.winner: tuple[str, YamuxConn] | None = None
+        self.failures: list[str] = []
+        self.error: PeerUnreachableError | None = None
+        self._num_direct = self._num_relayed = 0  # tried so far, of the addresses of either kind
+
+    def offer(self, addresses: Iterable[str]) -> None:
+        """Try these too."""
+        fresh = [address for address in addresses if address not in self.addresses]
+        self.addresses += fresh[: MAX_DIALLED_ADDRESSES - len(self.addresses)]
+        self.news.set()
+
+    def next_address(self, peer: bytes, *, is_trying: bool) -> str | None:
+        """The next to try, if any is to be tried now; relays when it is their turn."""
+        direct = [a for a in self.addresses if (t := dial_target(a, peer)) is not None and t not in self._own]
+        if self._num_direct < len(direct):
+            self._num_direct += 1
+            return direct[self._num_direct - 1]
+        if self.is_direct or (is_trying and trio.current_time() < self.began_at + DIRECT_HEAD_START):
+            return None
+        relayed = [address for address in self.addresses if is_circuit_to(address, peer)]
+        if self._num_relayed < len(relayed):
+            self._num_relayed += 1
+            return relayed[self._num_relayed - 1]
+        return None

@@ -1,0 +1,37 @@
+"""Where peers may be reached, as far as a host has heard."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from .dial_plan import MAX_ADDRESSES_PER_PEER, is_multiaddr
+
+# More than a run has members; with 16 addresses each of a hundred bytes, 10 MB.
+MAX_KNOWN_PEERS = 4096
+MAX_ADDRESS_CHARS = 512
+
+
+class KnownAddresses:
+    """The latest addresses of each of the peers that were heard of last."""
+
+    def __init__(self) -> None:
+        self._peers: OrderedDict[bytes, dict[str, None]] = OrderedDict()
+
+    def add(self, peer: bytes, addresses: Iterable[str]) -> list[str]:
+        """Remember those that are addresses, and return them; the oldest make room."""
+        known = self._peers.setdefault(peer, {})
+        self._peers.move_to_end(peer)
+        good = [address for address in addresses if len(address) <= MAX_ADDRESS_CHARS and is_multiaddr(address)]
+        for address in good:
+            known.pop(address, None)
+            known[address] = None
+        while len(known) > MAX_ADDRESSES_PER_PEER:
+            del known[next(iter(known))]
+        while len(self._peers) > MAX_KNOWN_PEERS:
+            self._peers.popitem(last=False)
+        return good
+
+    def of(self, peer: bytes) -> list[str]:
+        """The addresses known for a peer, the latest first."""
+        return list(reversed(self._peers.get(peer, {})))

@@ -1,0 +1,93 @@
+"""The way out of the local network: the one machine there that is asked for ports."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+import struct
+import sys
+from dataclasses import dataclass
+from typing import Final
+
+import trio
+
+from ...base.system.proc import read_proc
+from .router import MappingError
+
+# Of a route in Linux's table that is up and leads over a gateway (linux/route.h).
+_UP_BY_GATEWAY: Final = 0x0003
+# What macOS and the BSDs are asked; it answers from memory.
+_ROUTE_COMMAND: Final = ("/sbin/route", "-n", "get", "default")
+_WINDOWS_ROUTE_COMMAND: Final = ("route", "print", "-4", "0.0.0.0")
+ROUTE_TIMEOUT: Final = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """Both in the same private network."""
+
+    ip: str
+    local_ip: str
+    """This machine's address, as the gateway sees it."""
+
+
+async def find_gateway() -> Gateway:
+    """Raises `MappingError` where there is none, or none is needed: this machine has an address of the internet's."""
+    ip = await _default_route()
+    if ip is None or not _is_private(ip):
+        raise MappingError("no home's router leads out of here")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((ip, 9))  # sends nothing: asks the kernel for its choice
+        except OSError as error:
+            raise MappingError(f"no way to the router: {error}") from error
+        local_ip = str(probe.getsockname()[0])
+    if not _is_private(local_ip):
+        raise MappingError("this machine has an address of its own on the internet")
+    return Gateway(ip, local_ip)
+
+
+def _is_private(ip: str) -> bool:
+    parsed = ipaddress.IPv4Address(ip)
+    return parsed.is_private and not parsed.is_loopback
+
+
+async def _default_route() -> str | None:
+    """The gateway's IPv4 address, where this system says it."""
+    try:
+        if sys.platform == "linux":
+            return gateway_of_linux(read_proc("net/route") or "")
+        is_windows = sys.platform == "win32"
+        command = _WINDOWS_ROUTE_COMMAND if is_windows else _ROUTE_COMMAND
+        with trio.fail_after(ROUTE_TIMEOUT):
+            done = await trio.run_process(command, capture_stdout=True, capture_stderr=True, check=False)
+        told = done.stdout.decode(errors="replace")
+        return gateway_of_windows(told) if is_windows else gateway_of_bsd(told)
+    except (OSError, trio.TooSlowError):
+        return None
+
+
+def gateway_of_linux(routes: str) -> str | None:
+    """Of what /proc/net/route says: of the default routes, the one with the smallest metric."""
+    found: list[tuple[int, str]] = []
+    for line in routes.splitlines()[1:]:
+        fields = line.split()
+        if len(fields) < 8 or fields[1] != "00000000" or fields[7] != "00000000":
+            continue
+        if int(fields[3], 16) & _UP_BY_GATEWAY == _UP_BY_GATEWAY:
+            found.append((int(fields[6]), socket.inet_ntoa(struct.pack("=I", int(fields[2], 16)))))
+    return min(found)[1] if found else None
+
+
+def gateway_of_windows(told: str) -> str | None:
+    """Of what ``route print -4 0.0.0.0`` prints, in any language: the gateway of the route with the smallest metric."""
+    address = r"(\d{1,3}(?:\.\d{1,3}){3})"
+    routes = re.findall(rf"(?m)^\s*0\.0\.0\.0\s+0\.0\.0\.0\s+{address}\s+{address}\s+(\d{{1,6}})\s*$", told)
+    return min(routes, key=lambda route: int(route[2]))[0] if routes else None
+
+
+def gateway_of_bsd(told: str) -> str | None:
+    """Of what ``route -n get default`` prints."""
+    match = re.search(r"(?m)^\s*gateway:\s*(\d{1,3}(?:\.\d{1,3}){3})\s*$", told)
+    return match[1] if match else None

@@ -1,0 +1,117 @@
+"""Asking the home's router for a port by NAT-PMP (RFC 6886): a datagram there, a datagram back.
+
+Routers that speak its successor PCP (RFC 6887) answer it as well, as far as they are found in homes. The socket is
+connected, so that the kernel lets through nothing but what the gateway's address has sent.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import struct
+from typing import Final
+
+import trio
+
+from farandole.protocol.errors import RemoteProtocolError
+
+from .gateway import Gateway
+from .router import MappingError, Opened
+
+PORT: Final = 5_351
+_VERSION: Final = 0
+_GET_ADDRESS, _MAP_TCP = 0, 2
+_IS_ANSWER: Final = 128
+_ANSWER_TO_ADDRESS: Final = struct.Struct(">BBHI4s")
+_ANSWER_TO_MAPPING: Final = struct.Struct(">BBHIHHI")
+_QUESTION_FOR_MAPPING: Final = struct.Struct(">BBHHHI")
+MAX_DATAGRAM: Final = 64
+# The RFC's first pauses before it asks again (3.1); who is in the same house answers before the second.
+PAUSES: Final = (0.25, 0.5, 1.0)
+# By so much a router's clock may seem slow (3.6).
+_CLOCK_RATE, _CLOCK_SLACK = 7 / 8, 2.0
+_RESULTS: Final = {
+    1: "it knows another version",
+    2: "its owner does not want that",
+    3: "it has no connection",
+    4: "it has no more",
+    5: "it does not do that",
+}
+
+
+class NatPmpRouter:
+    """A `farandole.node.mesh.mapping.router.Router`."""
+
+    def __init__(self, gateway: Gateway, port: int = PORT) -> None:
+        self._gateway = gateway
+        self._address = (gateway.ip, port)
+        self._epoch: tuple[float, int] | None = None  # on trio's clock, and on the router's
+        self._has_restarted = False
+
+    @property
+    def ip(self) -> str:
+        """Its own, inside."""
+        return self._gateway.ip
+
+    async def external_ip(self) -> str:
+        """Its outer address; raises `MappingError`."""
+        answer = await self._ask(bytes([_VERSION, _GET_ADDRESS]), _ANSWER_TO_ADDRESS)
+        return str(ipaddress.IPv4Address(answer[4]))
+
+    async def open_port(self, port: int, seconds: int) -> Opened:
+        """Open, or keep open; the router chooses another outer port where that one is taken. Raises `MappingError`."""
+        inner, outer, granted = await self._map(port, port, seconds)
+        if inner != port or not outer or not granted:
+            raise MappingError("the router opens another port than it was asked for")
+        return Opened(port, (await self.external_ip(), outer), min(granted, seconds))
+
+    async def close_port(self, opened: Opened) -> None:
+        """Close; raises `MappingError`."""
+        await self._map(opened.port, 0, 0)
+
+    async def has_forgotten(self, opened: Opened) -> bool:
+        """By its clock, which begins anew with its memory (3.6), and its outer address. Raises `MappingError`."""
+        self._has_restarted = False
+        return await self.external_ip() != opened.outer[0] or self._has_restarted
+
+    async def _map(self, port: int, outer: int, seconds: int) -> tuple[int, int, int]:
+        question = _QUESTION_FOR_MAPPING.pack(_VERSION, _MAP_TCP, 0, port, outer, seconds)
+        inner, mapped, granted = (await self._ask(question, _ANSWER_TO_MAPPING))[4:]
+        return inner, mapped, granted
+
+    async def _ask(self, question: bytes, form: struct.Struct) -> tuple[int, ...]:
+        """The fields of the answer to a question."""
+        with trio.socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            try:
+                await sock.connect(self._address)
+                for pause in PAUSES:
+                    await sock.send(question)
+                    with trio.move_on_after(pause):
+                        while True:
+                            try:
+                                return self._read(await sock.recv(MAX_DATAGRAM), question[1], form)
+                            except RemoteProtocolError:
+                                continue  # an answer to an earlier question, or nonsense
+            except OSError as error:
+                raise MappingError(f"the router speaks no NAT-PMP: {error}") from error
+        raise MappingError("the router does not answer by NAT-PMP")
+
+    def _read(self, data: bytes, asked: int, form: struct.Struct) -> tuple[int, ...]:
+        """Raises `MappingError` where it says no, `RemoteProtocolError` where it is no answer to that."""
+        if len(data) < 4 or data[1] != asked + _IS_ANSWER:
+            raise RemoteProtocolError("no answer to the question")
+        result = int.from_bytes(data[2:4], "big")
+        if result or data[0] != _VERSION:
+            raise MappingError(f"the router refuses by NAT-PMP: {_RESULTS.get(result, f'result {result}')}")
+        if len(data) != form.size:
+            raise RemoteProtocolError("an answer of another length")
+        fields = form.unpack(data)
+        self._note_epoch(fields[3])
+        return fields
+
+    def _note_epoch(self, epoch: int) -> None:
+        now = trio.current_time()
+        if self._epoch is not None:
+            then, before = self._epoch
+            self._has_restarted |= epoch + _CLOCK_SLACK < before + _CLOCK_RATE * (now - then)
+        self._epoch = now, epoch

@@ -1,0 +1,161 @@
+"""Keeping this node's ports open at the home's router: asked anew before each lease ends, after a restart of the
+router's and when its outer address has changed; closed when the node leaves.
+
+What a router says proves nothing: whether others can dial the node is for those to say who try (dialback.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING, Final
+
+import trio
+
+from ...base.backoff import pauses
+from .gateway import find_gateway
+from .natpmp import NatPmpRouter
+from .router import MappingError, Opened, Router
+from .upnp import find_upnp_router
+
+if TYPE_CHECKING:
+    from ..host import Host
+
+logger = logging.getLogger(__name__)
+
+# Between two looks at whether the router still has what it has opened: a restart is noticed within a quarter of the
+# minute in which a node shall be back.
+CHECK_INTERVAL: Final = 15.0
+# Between two looks at which ports this node has: that of bulk channels comes a moment later than that of libp2p.
+PORTS_INTERVAL: Final = 0.5
+# After a router that opens nothing, or has gone; the laptop may be in another network by then.
+FIRST_RETRY_AFTER, MAX_RETRY_AFTER = 4.0, 300.0
+# However short a lease is.
+MIN_RENEWAL_INTERVAL: Final = 2.0
+# A node opens at most as many: for libp2p, and for bulk channels.
+MAX_PORTS: Final = 4
+# The last word to the router; it forgets the ports by itself when their leases end.
+CLOSE_TIMEOUT: Final = 2.0
+
+
+async def find_router() -> Router:
+    """The gateway, by the protocol in which it answers first; raises `MappingError` if it answers in none."""
+    gateway = await find_gateway()
+    found: list[Router] = []
+    errors: list[str] = []
+
+    async def by_natpmp() -> Router:
+        router = NatPmpRouter(gateway)
+        await router.external_ip()
+        return router
+
+    async def by_upnp() -> Router:
+        return await find_upnp_router(gateway)
+
+    async with trio.open_nursery() as nursery:
+
+        async def attempt(find: Callable[[], Awaitable[Router]]) -> None:
+            try:
+                found.append(await find())
+            except MappingError as error:
+                errors.append(str(error))
+            else:
+                nursery.cancel_scope.cancel()
+
+        nursery.start_soon(attempt, by_natpmp)
+        nursery.start_soon(attempt, by_upnp)
+    if not found:
+        raise MappingError("; ".join(errors))
+    return found[0]
+
+
+class PortKeeper:
+    """Of one host; says in ``host.mapped`` what is open."""
+
+    def __init__(self, host: Host, on_change: Callable[[], None], lease_seconds: int) -> None:
+        """``on_change``: told whenever others may reach the host otherwise."""
+        self.has_tried = trio.Event()
+        """Set once a router has been asked, or there was none to ask."""
+        self._host = host
+        self._on_change = on_change
+        self._lease_seconds = lease_seconds
+        self._opened: dict[int, Opened] = {}
+        self._asked: set[int] = set()
+        self._renew_at = 0.0
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        waits = pauses(FIRST_RETRY_AFTER, MAX_RETRY_AFTER, random.Random())
+        while True:
+            try:
+                if self._ports():
+                    await self._keep(await find_router())
+            except MappingError as error:
+                logger.debug("no port at the router: %s", error)
+            if self._opened:
+                waits = pauses(FIRST_RETRY_AFTER, MAX_RETRY_AFTER, random.Random())
+            self._tell({})
+            self.has_tried.set()
+            await trio.sleep(next(waits))
+
+    async def _keep(self, router: Router) -> None:
+        """Until the router does it no more; raises `MappingError`."""
+        try:
+            while True:
+                await self._open(router)
+                self.has_tried.set()
+                await self._watch(router)
+        except trio.Cancelled:  # this node leaves
+            with trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_TIMEOUT):
+                await self._close(router, self._opened.values())
+            raise
+
+    async def _watch(self, router: Router) -> None:
+        """Until ports are to be opened, or opened anew; raises `MappingError`."""
+        look_at = trio.current_time() + CHECK_INTERVAL
+        while self._asked == set(self._ports()) and trio.current_time() < self._renew_at:
+            await trio.sleep(PORTS_INTERVAL)
+            if trio.current_time() >= look_at:
+                look_at = trio.current_time() + CHECK_INTERVAL
+                if any([await router.has_forgotten(opened) for opened in self._opened.values()]):
+                    logger.info("the router %s has begun anew, or has another address", router.ip)
+                    return
+
+    async def _open(self, router: Router) -> None:
+        """That of libp2p, and of the others those that the router opens."""
+        ports, opened = self._ports(), dict[int, Opened]()
+        self._asked = set(ports)
+        for port in ports:
+            try:
+                opened[port] = await router.open_port(port, self._lease_seconds)
+            except MappingError as error:
+                if not opened:
+                    raise
+                logger.debug("port %d is not sent on: %s", port, error)
+        await self._close(router, [each for port, each in self._opened.items() if port not in ports])
+        soonest = min((each.seconds for each in opened.values()), default=0.0)
+        self._renew_at = trio.current_time() + max(soonest / 2, MIN_RENEWAL_INTERVAL)
+        self._tell(opened)
+
+    async def _close(self, router: Router, ports: Iterable[Opened]) -> None:
+        for opened in ports:
+            try:
+                await router.close_port(opened)
+            except MappingError as error:
+                logger.debug("a port stays open until its lease ends: %s", error)
+                return
+
+    def _tell(self, opened: dict[int, Opened]) -> None:
+        before, self._opened = self._host.mapped, opened
+        self._host.mapped = {port: each.outer for port, each in opened.items()}
+        for port, (ip, outer) in self._host.mapped.items() - before.items():
+            logger.info("the router sends on port %d of %s to port %d here", outer, ip, port)
+        listening = [port for _, port in self._host.listening]
+        if any(port in listening for port, _ in self._host.mapped.items() ^ before.items()):
+            self._on_change()
+
+    def _ports(self) -> list[int]:
+        """Those that more than this machine can reach over IPv4."""
+        listening = [port for ip, port in self._host.listening if ":" not in ip and not ip.startswith("127.")]
+        return list(dict.fromkeys((*listening, *(self._host.bulk_ports if listening else ()))))[:MAX_PORTS]

@@ -1,0 +1,253 @@
+"""Asking the home's router for a port: UPnP's Internet Gateway Device, versions 1 and 2, over IPv4.
+
+Found by SSDP (a datagram to a group of the local network), described in XML over HTTP, asked by SOAP. Only the
+gateway's answers count, and even it is a stranger: it is asked at no other address, what it says is bounded in bytes
+and time, and XML that declares anything is refused unread.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import random
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+from urllib.parse import urljoin, urlsplit
+from xml.etree import ElementTree
+from xml.sax.saxutils import escape
+
+import trio
+
+from .gateway import Gateway
+from .router import MappingError, Opened
+
+_GROUP: Final = ("239.255.255.250", 1900)
+_TARGETS: Final = (
+    "urn:schemas-upnp-org:device:InternetGatewayDevice:1",
+    "urn:schemas-upnp-org:device:InternetGatewayDevice:2",
+)
+_SERVICES: Final = (
+    "urn:schemas-upnp-org:service:WANIPConnection:2",
+    "urn:schemas-upnp-org:service:WANIPConnection:1",
+    "urn:schemas-upnp-org:service:WANPPPConnection:1",
+)
+# A datagram may be lost: asked again so often, so far apart. Routers answer within the second that MX allows them.
+NUM_SEARCHES: Final = 3
+SEARCH_INTERVAL: Final = 1.0
+MAX_DATAGRAM: Final = 2_048
+HTTP_TIMEOUT: Final = 4.0
+# Descriptions of real routers have up to 20 KB.
+MAX_REPLY_BYTES: Final = 65_536
+# What people see of a router's own words.
+MAX_REASON_CHARS: Final = 80
+# Errors of the services' (WANIPConnection:1, 2.4.16): another machine has the port, and no leases but endless ones.
+_NO_SUCH_MAPPING, _CONFLICT, _ONLY_ENDLESS = 714, 718, 725
+# Other outer ports to try where this machine's is taken, in the range from which systems take their own.
+NUM_TRIES: Final = 4
+_FIRST_PORT, _LAST_PORT = 49_152, 65_535
+
+
+class UpnpError(MappingError):
+    """As its base; with what it calls the error, 0 if nothing."""
+
+    def __init__(self, message: str, code: int = 0) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class UpnpRouter:
+    """A `farandole.node.mesh.mapping.router.Router`."""
+
+    control: str
+    """The URL to ask."""
+    service: str
+    """What it calls itself there."""
+    local_ip: str
+    """This machine's address, as the router sees it."""
+    outer_ports: dict[int, int] = field(default_factory=dict)
+    """Of this machine's ports that it has opened."""
+
+    @property
+    def ip(self) -> str:
+        """Its own, inside."""
+        return urlsplit(self.control).hostname or ""
+
+    async def external_ip(self) -> str:
+        """Its outer address; raises `MappingError`."""
+        ip = (await self._ask("GetExternalIPAddress", {})).get("NewExternalIPAddress", "")
+        try:
+            return str(ipaddress.IPv4Address(ip))
+        except ValueError as error:
+            raise UpnpError("the router does not know its outer address") from error
+
+    async def open_port(self, port: int, seconds: int) -> Opened:
+        """Open, or keep open, at the same port outside, or at another if that is taken; raises `MappingError`."""
+        outer = self.outer_ports.get(port, port)
+        for _ in range(NUM_TRIES):
+            try:
+                granted = await self._add(port, outer, seconds)
+            except UpnpError as error:
+                if error.code != _CONFLICT:
+                    raise
+                outer = random.randint(_FIRST_PORT, _LAST_PORT)
+            else:
+                self.outer_ports[port] = outer
+                return Opened(port, (await self.external_ip(), outer), granted)
+        raise UpnpError("the router has given the port to another machine", _CONFLICT)
+
+    async def _add(self, port: int, outer: int, seconds: int) -> float:
+        """Returns the seconds of its lease."""
+        mapping = {
+            **_name(outer),
+            "NewInternalPort": str(port),
+            "NewInternalClient": self.local_ip,
+            "NewEnabled": "1",
+            "NewPortMappingDescription": "farandole",
+            "NewLeaseDuration": str(seconds),
+        }
+        try:
+            await self._ask("AddPortMapping", mapping)
+        except UpnpError as error:
+            if error.code != _ONLY_ENDLESS:
+                raise
+            await self._ask("AddPortMapping", {**mapping, "NewLeaseDuration": "0"})
+            return math.inf
+        return seconds
+
+    async def close_port(self, opened: Opened) -> None:
+        """Close; raises `MappingError`."""
+        await self._ask("DeletePortMapping", _name(opened.outer[1]))
+
+    async def has_forgotten(self, opened: Opened) -> bool:
+        """By its own word; raises `MappingError`."""
+        try:
+            entry = await self._ask("GetSpecificPortMappingEntry", _name(opened.outer[1]))
+        except UpnpError as error:
+            if error.code != _NO_SUCH_MAPPING:
+                raise
+            return True
+        return entry.get("NewInternalClient") != self.local_ip or await self.external_ip() != opened.outer[0]
+
+    async def _ask(self, action: str, arguments: Mapping[str, str]) -> dict[str, str]:
+        values = "".join(f"<{name}>{escape(value)}</{name}>" for name, value in arguments.items())
+        body = (
+            '<?xml version="1.0"?><s:Envelope xmlns:s="http://schemas.xmlsoap.org/soap/envelope/" '
+            's:encodingStyle="http://schemas.xmlsoap.org/soap/encoding/"><s:Body>'
+            f'<u:{action} xmlns:u="{self.service}">{values}</u:{action}></s:Body></s:Envelope>'
+        )
+        headers = {"SOAPAction": f'"{self.service}#{action}"', "Content-Type": 'text/xml; charset="utf-8"'}
+        status, reply, _ = await _request("POST", self.control, headers, body.encode())
+        answers = {_local_name(element): element.text or "" for element in _parse(reply).iter()}
+        if status != 200:
+            reason = "".join(filter(str.isprintable, answers.get("errorDescription", "")))[:MAX_REASON_CHARS]
+            code = answers.get("errorCode", "").strip()
+            raise UpnpError(
+                reason or f"the router answers {action} with status {status}",
+                int(code) if re.fullmatch(r"[0-9]{3}", code) else 0,
+            )
+        return answers
+
+
+def _name(outer: int) -> dict[str, str]:
+    """What names a mapping."""
+    return {"NewRemoteHost": "", "NewExternalPort": str(outer), "NewProtocol": "TCP"}
+
+
+async def find_upnp_router(gateway: Gateway) -> UpnpRouter:
+    """The gateway, if it opens ports by UPnP; raises `MappingError` if not."""
+    location = await _search(gateway)
+    status, reply, local_ip = await _request("GET", location, {}, b"")
+    if status != 200:
+        raise UpnpError(f"the router does not describe itself (status {status})")
+    services = {}
+    for element in _parse(reply).iter():
+        if _local_name(element) == "service":
+            fields = {_local_name(child): (child.text or "").strip() for child in element}
+            services[fields.get("serviceType", "")] = fields.get("controlURL", "")
+    for service in _SERVICES:
+        if services.get(service):
+            try:
+                control = urljoin(location, services[service])
+            except ValueError as error:
+                raise UpnpError("the router's URL is none") from error
+            is_there = urlsplit(control).hostname == urlsplit(location).hostname
+            if not is_there or not re.fullmatch(r"http://[!-~]{1,512}", control):
+                raise UpnpError("the router sends us to another machine")
+            return UpnpRouter(control, service, local_ip)
+    raise UpnpError("the router opens no ports for others")
+
+
+async def _search(gateway: Gateway) -> str:
+    """The URL of its description."""
+    with trio.socket.socket(trio.socket.AF_INET, trio.socket.SOCK_DGRAM) as sock:
+        try:
+            await sock.bind((gateway.local_ip, 0))
+            for _ in range(NUM_SEARCHES):
+                for target in _TARGETS:
+                    await sock.sendto(_question(target), _GROUP)
+                with trio.move_on_after(SEARCH_INTERVAL):
+                    while True:
+                        data, sender = await sock.recvfrom(MAX_DATAGRAM)
+                        if sender[0] == gateway.ip and (location := _location(data, sender[0])) is not None:
+                            return location
+        except OSError as error:
+            raise UpnpError(f"no local network to ask: {error}") from error
+    raise UpnpError("no router answers")
+
+
+def _question(target: str) -> bytes:
+    lines = ("M-SEARCH * HTTP/1.1", "HOST: 239.255.255.250:1900", 'MAN: "ssdp:discover"', "MX: 1", f"ST: {target}")
+    return "\r\n".join((*lines, "", "")).encode()
+
+
+def _location(data: bytes, sender: str) -> str | None:
+    """Of an answer that leads to the machine that gave it."""
+    match = re.search(rb"(?im)^location:[ \t]*(http://[!-~]{1,256})[ \t]*\r?$", data)
+    if match is None:
+        return None
+    location = match[1].decode("ascii")
+    try:
+        return location if urlsplit(location).hostname == sender else None
+    except ValueError:
+        return None
+
+
+async def _request(method: str, url: str, headers: Mapping[str, str], body: bytes) -> tuple[int, bytes, str]:
+    """One HTTP request: status, body, and this machine's address towards the other; raises `UpnpError`."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port or 80
+        path = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
+        fields = {"Host": f"{host}:{port}", "Connection": "close", "Content-Length": str(len(body)), **headers}
+        lines = [f"{method} {path} HTTP/1.0", *(f"{name}: {value}" for name, value in fields.items()), "", ""]
+        with trio.fail_after(HTTP_TIMEOUT):
+            async with await trio.open_tcp_stream(host, port) as stream:
+                local_ip = str(stream.socket.getsockname()[0])
+                await stream.send_all("\r\n".join(lines).encode("ascii") + body)
+                reply = bytearray()
+                while len(reply) <= MAX_REPLY_BYTES and (data := await stream.receive_some(MAX_REPLY_BYTES)):
+                    reply += data
+    except (OSError, ValueError, trio.TooSlowError, trio.BrokenResourceError) as error:
+        raise UpnpError(f"the router answers not, or too slowly: {error!r}") from error
+    head, _, content = bytes(reply).partition(b"\r\n\r\n")
+    match = re.match(rb"HTTP/1\.[01] (\d{3})\b", head)
+    if match is None or len(reply) > MAX_REPLY_BYTES:
+        raise UpnpError("the router does not speak HTTP, or says too much")
+    return int(match[1]), content, local_ip
+
+
+def _parse(content: bytes) -> ElementTree.Element:
+    """Entities may grow without bound, and nobody needs them here; nor UTF-16, in which they would not be seen."""
+    if b"\0" in content or b"<!" in re.sub(rb"(?s)<!--.*?-->", b"", content):
+        raise UpnpError("the router's XML declares something")
+    try:
+        return ElementTree.fromstring(content)
+    except (ElementTree.ParseError, ValueError, LookupError) as error:
+        raise UpnpError(f"the router's XML is none: {error}") from error
+
+
+def _local_name(element: ElementTree.Element) -> str:
+    return element.tag.rpartition("}")[2]

@@ -1,0 +1,236 @@
+"""Finding others of the same run in the same network, without anything beyond it: multicast DNS (RFC 6762, 6763).
+
+Each node announces one service a run: its name begins with a hash of the run's id, which it does not give away, its TXT
+record has the peer id, its addresses are those of the interfaces. The library works in threads of its own; what it
+finds comes to trio as names, a bounded number of them. Anybody in the network can answer anything: an answer only ever
+leads to a dial of an address in one of this machine's own networks, where whoever answers has to prove its peer id.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import ifaddr
+import trio
+from zeroconf import Error as ZeroconfError
+from zeroconf import IPVersion, ServiceBrowser, ServiceInfo, ServiceStateChange, Zeroconf
+
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.identity import public_key_of
+from farandole.protocol.records import local_name
+
+from ..base.backoff import Backoff
+from ..base.errors import PeerUnreachableError
+from ..base.nurseries import open_service_nursery
+from .addresses import multiaddr_of
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from .host import Host
+
+logger = logging.getLogger(__name__)
+
+SERVICE_TYPE: Final = "_farandole._tcp.local."
+PEER_PROPERTY: Final = b"peer"
+# Names waiting to be looked at, and peers remembered: a classroom; of a flood the rest is dropped.
+MAX_NAMES: Final = 64
+MAX_PEERS: Final = 64
+# Of one peer: a few interfaces.
+MAX_ADDRESSES: Final = 8
+# A run of many in one network needs no mesh of all with all; the others' addresses are known for exchanges.
+MAX_CONNECTED: Final = 8
+RESOLVE_TIMEOUT: Final = 3.0
+DIAL_TIMEOUT: Final = 5.0
+# Between two looks at the interfaces, and at who is not connected. A laptop that is opened is back within that.
+CHECK_INTERVAL: Final = 10.0
+FIRST_RETRY_AFTER, MAX_RETRY_AFTER = 10.0, 300.0
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """Who answered, by its own word."""
+
+    peer: bytes
+    addresses: list[str]
+    """Multiaddrs in this machine's networks."""
+
+
+def local_networks() -> list[Network]:
+    """The networks of this machine's interfaces, without loopback and link-local ones."""
+    found: list[Network] = []
+    for adapter in ifaddr.get_adapters():
+        for ip in adapter.ips:
+            text = ip.ip if isinstance(ip.ip, str) else ip.ip[0]
+            network = ipaddress.ip_network(f"{text}/{ip.network_prefix}", strict=False)
+            if not network.is_loopback and not network.is_link_local:
+                found.append(network)
+    return found
+
+
+def neighbour_of(
+    peer: object, ips: Iterable[str], port: object, networks: Sequence[Network], own: bytes
+) -> Neighbour | None:
+    """What an answer says, if it is of use: another peer with addresses in these networks."""
+    if not isinstance(peer, bytes) or not isinstance(port, int) or port not in range(1, 65536):
+        return None
+    try:
+        author = public_key_of(peer.decode("ascii"))
+    except (RemoteProtocolError, UnicodeDecodeError):
+        return None
+    near = [multiaddr_of(ip, port) for ip in dict.fromkeys(ips) if _is_in(ip, networks)][:MAX_ADDRESSES]
+    return Neighbour(author, near) if near and author != own else None
+
+
+def _is_in(ip: str, networks: Sequence[Network]) -> bool:
+    try:
+        address = ipaddress.ip_address(ip)
+    except ValueError:
+        return False
+    return any(address in network for network in networks)
+
+
+class Mdns:
+    """Announces one host, and dials whom it finds; `open_mdns` runs it."""
+
+    def __init__(self, host: Host, run_ids: Sequence[bytes]) -> None:
+        self._host = host
+        self._names = [local_name(run_id) for run_id in run_ids]
+        self._found: OrderedDict[str, None] = OrderedDict()
+        self._news = trio.Event()  # a name
+        self._arrival = trio.Event()  # a neighbour
+        self._around: OrderedDict[bytes, list[str]] = OrderedDict()
+        self._backoff = Backoff(FIRST_RETRY_AFTER, MAX_RETRY_AFTER)
+
+    async def run(self) -> None:
+        """Until cancelled; begins anew when the interfaces change."""
+        while True:
+            ips = self._ips()
+            if ips:
+                try:
+                    await self._run_at(ips)
+                except (OSError, ZeroconfError) as error:
+                    logger.warning("no multicast DNS at %s: %s", ", ".join(ips), error)
+            await trio.sleep(CHECK_INTERVAL)
+
+    def _ips(self) -> list[str]:
+        """Where this node listens, beyond this machine."""
+        return [ip for ip in self._host.own_ips if not ipaddress.ip_address(ip).is_loopback]
+
+    async def _run_at(self, ips: list[str]) -> None:
+        interfaces = [ip for ip in ips if ":" not in ip]
+        if not interfaces:
+            return
+        responder = await trio.to_thread.run_sync(lambda: Zeroconf(interfaces, ip_version=IPVersion.V4Only))
+        token = trio.lowlevel.current_trio_token()
+
+        def on_change(zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
+            if state_change is not ServiceStateChange.Removed:
+                token.run_sync_soon(self._note, name)
+
+        browser = ServiceBrowser(responder, SERVICE_TYPE, handlers=[on_change])
+
+        def end() -> None:
+            browser.cancel()
+            responder.close()  # says farewell, and ends the library's threads
+
+        try:
+            for info in self._announcements(ips):
+                # Two nodes never have one name: it holds the peer id. So there is nothing to probe for.
+                await trio.to_thread.run_sync(
+                    lambda info=info: responder.register_service(info, cooperating_responders=True)
+                )
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._resolve, responder)
+                nursery.start_soon(self._connect)
+                while True:
+                    await trio.sleep(CHECK_INTERVAL)
+                    if self._ips() != ips:
+                        break
+                nursery.cancel_scope.cancel()
+        finally:
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(end)
+
+    def _announcements(self, ips: Sequence[str]) -> list[ServiceInfo]:
+        ports = {port for ip, port in self._host.listening if ipaddress.ip_address(ip).is_unspecified or ip in ips}
+        if not ports:
+            return []
+        return [
+            ServiceInfo(
+                SERVICE_TYPE,
+                f"{name}-{self._host.peer_id[-16:]}.{SERVICE_TYPE}",
+                port=min(ports),
+                properties={PEER_PROPERTY: self._host.peer_id.encode()},
+                parsed_addresses=list(ips),
+                server=f"{self._host.peer_id[-32:].lower()}.local.",
+            )
+            for name in self._names
+        ]
+
+    def _note(self, name: str) -> None:
+        if any(name.startswith(f"{ours}-") for ours in self._names) and len(self._found) < MAX_NAMES:
+            self._found[name] = None
+            self._news.set()
+
+    async def _resolve(self, responder: Zeroconf) -> None:
+        while True:
+            while not self._found:
+                self._news = trio.Event()
+                await self._news.wait()
+            name, _ = self._found.popitem(last=False)
+            info = await trio.to_thread.run_sync(
+                lambda name=name: responder.get_service_info(SERVICE_TYPE, name, int(1000 * RESOLVE_TIMEOUT))
+            )
+            if info is not None:
+                networks = await trio.to_thread.run_sync(local_networks)
+                peer = info.properties.get(PEER_PROPERTY)
+                neighbour = neighbour_of(peer, info.parsed_addresses(), info.port, networks, self._host.author)
+                if neighbour is not None:
+                    self.take(neighbour)
+
+    def take(self, neighbour: Neighbour) -> None:
+        """Remember it; the oldest makes room."""
+        self._around.pop(neighbour.peer, None)
+        self._around[neighbour.peer] = neighbour.addresses
+        while len(self._around) > MAX_PEERS:
+            self._around.popitem(last=False)
+        self._arrival.set()
+
+    async def _connect(self) -> None:
+        while True:
+            self._arrival = trio.Event()
+            num_connected = sum(self._host.is_connected(peer) for peer in self._around)
+            for peer, addresses in list(self._around.items()):
+                is_due = self._backoff.is_due(peer, addresses, trio.current_time())
+                if num_connected < MAX_CONNECTED and is_due and not self._host.is_connected(peer):
+                    num_connected += await self._dial(peer, addresses)
+            with trio.move_on_after(CHECK_INTERVAL):
+                await self._arrival.wait()
+
+    async def _dial(self, peer: bytes, addresses: list[str]) -> bool:
+        try:
+            await self._host.connect(peer, addresses, timeout=DIAL_TIMEOUT)
+        except PeerUnreachableError as error:
+            logger.debug("a neighbour did not answer: %s", error)
+            self._backoff.note_failure(peer, addresses, trio.current_time())
+            return False
+        self._backoff.note_success(peer)
+        return True
+
+
+@asynccontextmanager
+async def open_mdns(host: Host, run_ids: Sequence[bytes], *, is_on: bool = True) -> AsyncIterator[None]:
+    """Be found, and find others, of these runs in the networks of this machine for as long as the block runs."""
+    async with open_service_nursery() as nursery:
+        if is_on:
+            nursery.start_soon(Mdns(host, run_ids).run)
+        yield

@@ -1,0 +1,199 @@
+"""Asking peers whether they can dial us, and as whom they see us; and doing that for others.
+
+As a witness this node dials only the IP address from which the asker comes, a few times a minute, and says nothing
+there but the handshake: it can be made to knock at nobody else's door, nor at one door for long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import trio
+
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.framing import FrameParser, frame
+from farandole.protocol.reachability import (
+    DIALBACK_PROTOCOL,
+    MAX_MESSAGE_BYTES,
+    MAX_PORTS,
+    Address,
+    Answer,
+    Request,
+    Witness,
+    decode_answer,
+    decode_request,
+    encode,
+)
+
+from ...base.errors import PeerUnreachableError
+from ...base.streams import receive_frame
+from ..admission import site_of
+
+if TYPE_CHECKING:
+    from ..host import Host
+    from ..libp2p_stream import Stream
+
+logger = logging.getLogger(__name__)
+
+# A SYN that is lost is sent again after one second and after three.
+DIAL_TIMEOUT = 4.0
+REQUEST_TIMEOUT = 5.0
+ANSWER_TIMEOUT = DIAL_TIMEOUT + REQUEST_TIMEOUT
+# To ask peers what they see: two round trips and a handshake. They are asked one after the other, until one has
+# answered.
+OBSERVE_TIMEOUT = 3.0
+NUM_OBSERVERS = 2
+# Nobody's reachability changes faster; a node that has just started asks once.
+DIAL_INTERVAL = 20.0
+# Asked by so many at once, and by so many of one address, behind which may be a carrier's customers, or a stranger with
+# many keys: the others are told so, and ask another.
+MAX_DIALLING, MAX_DIALLING_PER_ADDRESS = 8, 4
+# Askers remembered for `DIAL_INTERVAL`; as many as a node has connections.
+MAX_ASKERS = 512
+
+
+class Dialback:
+    """Both sides of `farandole.protocol.reachability`, for one host."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._dialling: Counter[str] = Counter()
+        self._num_asking = 0
+        self._none_asking = trio.Event()
+        self.holed_at = -math.inf
+        """When a connection from the port that listens was last opened: until the router forgets it, what came in
+        may have come through that hole."""
+        self._dialled_at: OrderedDict[bytes, float] = OrderedDict()
+        host.set_handler(DIALBACK_PROTOCOL, self._serve)
+
+    # Asking
+
+    async def ask(self, peer: bytes) -> Witness:
+        """Whether the peer can dial our listeners. `PeerUnreachableError` if it does not say."""
+        stream = await self._host.open_stream(peer, DIALBACK_PROTOCOL)
+        if stream.remote_address is None:
+            stream.reset()
+            raise PeerUnreachableError("a relay cannot tell")
+        listening = [port for _, port in self._host.listening]
+        mapped = [outer for port, (_, outer) in self._host.mapped.items() if port in listening]
+        ports = tuple(dict.fromkeys((*listening, *mapped)))[-MAX_PORTS:]
+        self._num_asking += 1
+        try:
+            return await _ask_over(stream, Request(ports))
+        finally:
+            self._num_asking -= 1
+            if not self._num_asking:
+                self._none_asking.set()
+                self._none_asking = trio.Event()
+
+    @contextlib.asynccontextmanager
+    async def observed_by(
+        self, peer: bytes, timeout: float = ANSWER_TIMEOUT, port: int | None = None
+    ) -> AsyncIterator[Witness]:
+        """As whom the peer sees our listening port; the connection that it sees stays for as long as the block runs.
+
+        ``port``: another one of this machine's, over IPv4, which others may share.
+
+        Waits while others dial us, who must not find the hole that this makes. Raises `PeerUnreachableError` where the
+        connection, or the answer, takes longer than ``timeout`` seconds from then on.
+        """
+        while self._num_asking:
+            await self._none_asking.wait()
+        self.holed_at = trio.current_time()
+        async with self._host.open_aside(peer, timeout, port) as open_stream:
+            with _deadline(timeout):
+                witness = await _ask_over(await open_stream(DIALBACK_PROTOCOL), Request(()))
+            yield witness
+
+    @contextlib.asynccontextmanager
+    async def observed_by_any(self, port: int | None = None) -> AsyncIterator[list[Address]]:
+        """The same by one of those whom we have dialled, as a list that is empty where nobody tells."""
+        peers = [peer for peer in self._host.connected if self._host.is_dialled(peer)]
+        async with contextlib.AsyncExitStack() as stack:
+            seen: list[Address] = []
+            for peer in peers[:NUM_OBSERVERS]:
+                try:
+                    witness = await stack.enter_async_context(self.observed_by(peer, OBSERVE_TIMEOUT, port))
+                except PeerUnreachableError as error:
+                    logger.debug("nobody to tell what it sees: %s", error)
+                else:
+                    seen.append((witness.answer.ip, witness.answer.port))
+                    break
+            yield seen
+
+    # Answering
+
+    async def _serve(self, stream: Stream) -> None:
+        with trio.fail_after(REQUEST_TIMEOUT):
+            request = decode_request(await receive_frame(stream, FrameParser(MAX_MESSAGE_BYTES)))
+        ip, port = stream.remote_address or ("", 0)
+        reached: Sequence[int] = ()
+        site = site_of(ip).address
+        may_dial = bool(ip and request.ports) and self._may_dial(stream.peer, site)
+        if may_dial:
+            self._dialling[site] += 1
+            try:
+                reached = await self._dial_all(stream.peer, ip, request.ports)
+            finally:
+                self._dialling[site] -= 1
+                self._dialling += Counter()  # forgets the zeros
+        with trio.fail_after(REQUEST_TIMEOUT):
+            answer = Answer(ip.partition("%")[0], port, may_dial, tuple(reached))
+            await stream.send_all(frame(encode(answer), MAX_MESSAGE_BYTES))
+
+    def _may_dial(self, peer: bytes, site: str) -> bool:
+        now = trio.current_time()
+        if self._dialling.total() >= MAX_DIALLING or self._dialling[site] >= MAX_DIALLING_PER_ADDRESS:
+            return False
+        last = self._dialled_at.get(peer)
+        if last is not None and now - last < DIAL_INTERVAL:
+            return False
+        self._dialled_at[peer] = now
+        self._dialled_at.move_to_end(peer)
+        if len(self._dialled_at) > MAX_ASKERS:
+            self._dialled_at.popitem(last=False)
+        return True
+
+    async def _dial_all(self, peer: bytes, ip: str, ports: Sequence[int]) -> list[int]:
+        reached: list[int] = []
+
+        async def dial(port: int) -> None:
+            try:
+                await self._host.prove(peer, (ip, port))
+            except Exception as error:  # whatever the handshake raises, the port was not reached
+                logger.debug("cannot dial %s port %d back: %r", ip, port, error)
+            else:
+                reached.append(port)
+
+        with trio.move_on_after(DIAL_TIMEOUT):
+            async with trio.open_nursery() as nursery:
+                for port in ports:
+                    nursery.start_soon(dial, port)
+        return reached
+
+
+@contextlib.contextmanager
+def _deadline(timeout: float) -> Iterator[None]:
+    try:
+        with trio.fail_after(timeout):
+            yield
+    except trio.TooSlowError as error:
+        raise PeerUnreachableError("no answer to a dial-back") from error
+
+
+async def _ask_over(stream: Stream, request: Request) -> Witness:
+    remote = stream.remote_address
+    try:
+        with trio.fail_after(ANSWER_TIMEOUT):
+            await stream.send_all(frame(encode(request), MAX_MESSAGE_BYTES))
+            answer = decode_answer(await receive_frame(stream, FrameParser(MAX_MESSAGE_BYTES)), request)
+    except (RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
+        raise PeerUnreachableError(f"no answer to a dial-back: {error!r}") from error
+    finally:
+        stream.reset()
+    return Witness(remote[0] if remote else "", answer)

@@ -1,0 +1,211 @@
+"""Making a direct connection out of a relayed one: DCUtR over TCP (github.com/libp2p/specs, relay/DCUtR.md).
+
+    callee     Connect(my addresses)             over the relayed connection, which the caller had made
+    caller     Connect(mine)
+    callee     Sync
+    both       dial, the caller at once, the callee half a round trip after it has sent `Sync`
+
+Both dial from the port that listens, so that the way out for the one's packets is the way in for the other's. It is the
+callee who begins the handshake, whichever dial has arrived, and where the caller's has come to the callee's listener
+too. The addresses are asked for just before: relays say what they see of that port, over a connection that stays
+until the attempt is over, as does what the NAT has made of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Final
+
+import trio
+
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.identity import short_name
+from farandole.protocol.punching import DCUTR_PROTOCOL, NUM_ATTEMPTS, offer, targets
+from farandole.protocol.reachability import Address
+
+from ...base.backoff import Backoff
+from ...base.errors import PeerUnreachableError
+from ..punch_messages import encode_connect, encode_sync, receive_connect, receive_sync
+from .dialback import ANSWER_TIMEOUT, NUM_OBSERVERS, OBSERVE_TIMEOUT, Dialback
+from .reachability import Reachability
+
+if TYPE_CHECKING:
+    from ..host import Host
+    from ..libp2p_stream import Stream
+
+logger = logging.getLogger(__name__)
+
+# A lost SYN is sent again after one second, and after three.
+ATTEMPT_TIMEOUT: Final = 4.0
+# Where the other end's router refuses instead of dropping, until the way is open.
+REDIAL_INTERVAL: Final = 0.2
+# Until a peer has asked its own, which may have to wait for a dial-back.
+MESSAGE_TIMEOUT: Final = ANSWER_TIMEOUT + NUM_OBSERVERS * OBSERVE_TIMEOUT
+# Routers do not change; what fails twelve seconds long fails again, unless an address has changed.
+FIRST_RETRY_AFTER, MAX_RETRY_AFTER = 60.0, 3_600.0
+# Each dials a few addresses.
+MAX_PUNCHING: Final = 8
+# How often to look for pairs to try, and for relayed connections that are needed no more.
+CHECK_INTERVAL: Final = 5.0
+# By then most exchanges and downloads on a relayed connection are over; a link between stages is made again.
+RETIRE_AFTER: Final = 120.0
+
+
+class Puncher:
+    """Both sides, for one host."""
+
+    def __init__(self, host: Host, dialback: Dialback, reachability: Reachability) -> None:
+        self._host = host
+        self._dialback = dialback
+        self._reachability = reachability
+        self._backoff = Backoff(FIRST_RETRY_AFTER, MAX_RETRY_AFTER)
+        self._under_way: set[bytes] = set()
+        self._renewing: set[bytes] = set()
+        host.is_out_of_reach = self._is_out_of_reach
+        host.set_handler(DCUTR_PROTOCOL, self._answer)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with trio.open_nursery() as nursery, trio.open_nursery() as watching:
+            watching.start_soon(self._watch, nursery)
+            while True:
+                for peer in self._host.connected:
+                    if self._host.is_direct(peer):
+                        self._host.retire_relayed(peer, RETIRE_AFTER)
+                    else:
+                        self._begin(peer, nursery)
+                        nursery.start_soon(self._renew, peer)
+                await trio.sleep(CHECK_INTERVAL)
+
+    async def _watch(self, nursery: trio.Nursery) -> None:
+        with self._host.connection_events() as events:
+            async for peer, is_connected in events:
+                if is_connected and not self._host.is_direct(peer):
+                    self._begin(peer, nursery)
+
+    async def _renew(self, peer: bytes) -> None:
+        """Keep a relayed connection longer than its relay would."""
+        if peer in self._renewing:
+            return
+        self._renewing.add(peer)
+        try:
+            await self._host.renew_worn(peer, RETIRE_AFTER)
+        except Exception as error:  # whatever the handshakes raise
+            logger.debug("no other circuit to %s: %r", short_name(peer), error)
+        finally:
+            self._renewing.discard(peer)
+
+    def _begin(self, peer: bytes, nursery: trio.Nursery) -> None:
+        is_due = self._backoff.is_due(peer, self._path(), trio.current_time())
+        if self._host.is_called_by(peer) and is_due and self._may_begin(peer):
+            nursery.start_soon(self._punch, peer)
+
+    def _may_begin(self, peer: bytes) -> bool:
+        return peer not in self._under_way and len(self._under_way) < MAX_PUNCHING and bool(self._host.listening)
+
+    def _path(self) -> list[str]:
+        """What success depends on here: as whom others see us."""
+        return [f"{ip} {port}" for ip, port in self._reachability.verdict.addresses]
+
+    # The callee, who leads
+
+    async def _punch(self, peer: bytes) -> None:
+        if not self._may_begin(peer):
+            return
+        self._under_way.add(peer)
+        began = trio.current_time()
+        try:
+            await self._lead(peer)
+        except (PeerUnreachableError, RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
+            logger.debug("no hole to %s: %r", short_name(peer), error)
+        finally:
+            self._under_way.discard(peer)
+        self._note_end(peer, trio.current_time() - began)
+
+    def _note_end(self, peer: bytes, seconds: float) -> None:
+        if self._host.is_direct(peer):
+            logger.info("direct with %s after %.1f s", short_name(peer), seconds)
+            self._backoff.note_success(peer)
+        elif self._host.is_connected(peer):
+            _, pause = self._backoff.note_failure(peer, self._path(), trio.current_time())
+            logger.info("no direct way to %s: relayed; tried again in %.0f s", short_name(peer), pause)
+
+    def _is_out_of_reach(self, peer: bytes) -> bool:
+        return not self._host.is_direct(peer) and self._backoff.has_failed(peer, self._path())
+
+    async def _lead(self, peer: bytes) -> None:
+        async with self._observed() as observed:
+            stream = await self._host.open_stream(peer, DCUTR_PROTOCOL)
+            try:
+                for _ in range(NUM_ATTEMPTS):
+                    asked_at = trio.current_time()
+                    with trio.fail_after(MESSAGE_TIMEOUT):
+                        await stream.send_all(encode_connect(self._offered(observed)))
+                        theirs = await receive_connect(stream)
+                        if theirs is None:
+                            raise RemoteProtocolError("it says nothing")
+                    chosen = targets(theirs, observed, self._host.own_ips)
+                    with self._host.expecting(peer, [ip for ip, _ in chosen]):  # its dial may come before ours leaves
+                        with trio.fail_after(MESSAGE_TIMEOUT):
+                            await stream.send_all(encode_sync())
+                        await trio.sleep((trio.current_time() - asked_at) / 2)
+                        await self._meet(peer, chosen, is_initiator=True)
+                    if self._host.is_direct(peer):
+                        return
+            finally:
+                stream.reset()
+
+    # The caller
+
+    async def _answer(self, stream: Stream) -> None:
+        peer = stream.peer
+        if not stream.is_relayed or not self._may_begin(peer):
+            raise RemoteProtocolError("there is nothing to punch")
+        self._under_way.add(peer)
+        began = trio.current_time()
+        try:
+            async with self._observed() as observed:
+                for _ in range(NUM_ATTEMPTS):
+                    with trio.fail_after(ATTEMPT_TIMEOUT + 2 * MESSAGE_TIMEOUT):
+                        theirs = await receive_connect(stream)
+                        if theirs is None:
+                            return
+                        await stream.send_all(encode_connect(self._offered(observed)))
+                        await receive_sync(stream)
+                    chosen = targets(theirs, observed, self._host.own_ips)
+                    with self._host.expecting(peer, ()):
+                        await self._meet(peer, chosen, is_initiator=False)
+        finally:
+            self._under_way.discard(peer)
+            self._note_end(peer, trio.current_time() - began)
+
+    # Both
+
+    def _offered(self, observed: Sequence[Address]) -> list[Address]:
+        ports = {":" in ip: port for ip, port in self._host.listening}
+        return offer(observed, [(ip, ports[":" in ip]) for ip in self._host.own_ips if (":" in ip) in ports])
+
+    @contextlib.asynccontextmanager
+    async def _observed(self) -> AsyncIterator[list[Address]]:
+        """As whom others see the port that listens, while what they see is held open."""
+        async with self._dialback.observed_by_any() as seen:
+            yield list(dict.fromkeys((*seen, *self._reachability.verdict.addresses)))
+
+    async def _meet(self, peer: bytes, chosen: Sequence[Address], *, is_initiator: bool) -> None:
+        """Dial all of them until there is a direct connection, or the time of the attempt is over."""
+        with trio.move_on_after(ATTEMPT_TIMEOUT):
+            async with trio.open_nursery() as nursery:
+                for target in chosen:
+                    nursery.start_soon(self._dial_on, peer, target, is_initiator)
+                await self._host.wait_direct(peer)
+                nursery.cancel_scope.cancel()
+
+    async def _dial_on(self, peer: bytes, target: Address, is_initiator: bool) -> None:
+        while not self._host.is_direct(peer):
+            try:
+                await self._host.meet(peer, target, is_initiator=is_initiator)
+            except Exception as error:  # whatever the other end does on a connection that proves nothing yet
+                logger.debug("not met at %s port %d: %r", *target, error)
+                await trio.sleep(REDIAL_INTERVAL)

@@ -1,0 +1,221 @@
+"""Knowing how others reach this node: asks peers, now and then, and whenever something may have changed.
+
+What is needed of it elsewhere is `Reachability`; who only needs a given answer (a test, a relay with a fixed address)
+makes that value itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
+
+import trio
+
+from farandole.protocol.reachability import Kind, Verdict, Witness, classify, is_global
+
+from ...base.errors import PeerUnreachableError
+from ..addresses import multiaddr_of
+from .dialback import Dialback
+
+if TYPE_CHECKING:
+    from ..host import Host
+
+logger = logging.getLogger(__name__)
+
+# Two that agree against one that lies or errs.
+NUM_WITNESSES = 3
+# It takes two to tell whether a NAT shows them the same.
+NUM_COMPARED = 2
+# Routers change their minds, and the address of a home changes every day in some countries. Longer than any NAT keeps
+# a connection that has ended, so that no hole that we made ourselves lets a dial-back in.
+EXAMINE_INTERVAL = 300.0
+# Until then, who comes in may have come through a hole that we made: where a verdict would change by that, it waits.
+HOLE_SECONDS = EXAMINE_INTERVAL
+# Where nobody has told anything yet; and between two examinations, whatever happens.
+RETRY_INTERVAL = 10.0
+# The first peers come within a moment of each other.
+SETTLE_SECONDS = 0.5
+# Most routers that open ports do so within a moment, and then a node is public from the beginning.
+PREPARE_SECONDS = 1.0
+# Who can be dialled hears so within three round trips of the slowest lines; who hears nothing by then is likely to need
+# relays. The witness tries on, since a SYN may be lost.
+DOUBT_AFTER = 1.0
+
+
+class Reachability:
+    """What is known. ``kind`` and ``addresses`` change while the node runs."""
+
+    def __init__(self, verdict: Verdict | None = None) -> None:
+        self.verdict = verdict or Verdict(Kind.UNKNOWN)
+        self.is_examined = verdict is not None
+        """Whether peers have been asked, whatever they said."""
+        self.is_doubtful = False
+        """Whether the first peers that were asked have not reached this node at once: they still try."""
+        self._changed = trio.Event()
+
+    @property
+    def kind(self) -> Kind:
+        """How others reach this node."""
+        return self.verdict.kind
+
+    def set(self, verdict: Verdict) -> None:
+        """From now on."""
+        if verdict.kind is not self.kind:
+            logger.info("this node is %s", verdict.kind)
+        self.verdict = verdict
+        self.is_examined = True
+        self._tell()
+
+    def doubt(self) -> None:
+        """Whoever dials this node has not come through yet."""
+        self.is_doubtful = True
+        self._tell()
+
+    @property
+    def needs_relays(self) -> bool:
+        """Whether others cannot dial this node, or it looks like that so far."""
+        return self.kind is not Kind.PUBLIC and (self.is_examined or self.is_doubtful)
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    async def changed(self) -> None:
+        """Until it is examined again, or there is doubt."""
+        await self._changed.wait()
+
+
+class Examiner:
+    """Examines one host's reachability, again and again."""
+
+    def __init__(
+        self,
+        host: Host,
+        reachability: Reachability,
+        rng: random.Random,
+        prepare: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint,
+    ) -> None:
+        """``prepare``: waited for, not for long, before peers are asked for the first time."""
+        self.dialback = Dialback(host)
+        self._host = host
+        self._reachability = reachability
+        self._rng = rng
+        self._prepare = prepare
+        self._due = trio.Event()
+        self._witnesses: frozenset[bytes] = frozenset()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch)
+            with trio.move_on_after(PREPARE_SECONDS):
+                await self._prepare()
+            while True:
+                await self._due.wait()
+                await trio.sleep(SETTLE_SECONDS)
+                self._due = trio.Event()
+                has_verdict = await self.examine()
+                await trio.sleep(RETRY_INTERVAL)
+                if has_verdict:
+                    with trio.move_on_after(EXAMINE_INTERVAL):
+                        await self._due.wait()
+                if self._host.connected:
+                    self._due.set()
+
+    def note_change(self) -> None:
+        """This node may be reached otherwise from now on."""
+        if self._host.connected:
+            self._due.set()
+
+    async def _watch(self) -> None:
+        """Examine when the first come, when the first from the internet do, and when one who was asked is lost."""
+        num_asked_far = num_connected = 0
+        with self._host.connection_events() as events:
+            async for peer, is_connected in events:
+                was_alone, num_connected = num_connected == 0, len(self._host.connected)
+                is_far = is_connected and is_global(self._ip_of(peer))
+                if not is_connected and peer in self._witnesses:  # maybe because our address has changed
+                    self._due.set()
+                if is_connected and (was_alone or (is_far and num_asked_far < NUM_COMPARED)):
+                    num_asked_far = 0 if was_alone else num_asked_far
+                    num_asked_far += is_far
+                    self._due.set()
+
+    async def examine(self) -> bool:
+        """Ask a few peers at once; whether that has led to a verdict."""
+        if not self._host.listening:
+            self._reachability.set(Verdict(Kind.RELAY_ONLY))
+            return True
+        witnesses = self._choose()
+        self._witnesses = frozenset(witnesses)
+        dialled = await self._gather_dialled(witnesses)
+        if self._reachability.is_examined and not any(witness.answer.has_dialled for witness in dialled):
+            return False  # nobody who could contradict what is known
+        verdict = classify(dialled, ())
+        if verdict.kind is Kind.PUBLIC and self._may_be_through_hole(verdict):
+            return True
+        if verdict.kind is not Kind.PUBLIC:
+            verdict = classify(dialled, await self._gather(witnesses, is_aside=True))
+        self._reachability.set(verdict)
+        self._host.set_observed_ips([ip for ip, _ in verdict.addresses])
+        return verdict.kind is not Kind.UNKNOWN
+
+    def _may_be_through_hole(self, verdict: Verdict) -> bool:
+        """Whether this node is known to sit behind NAT, and seems public all at once."""
+        is_sudden = self._reachability.is_examined and self._reachability.kind is not Kind.PUBLIC
+        is_holed = trio.current_time() < self.dialback.holed_at + HOLE_SECONDS
+        own, mapped = self._host.own_ips, [port for _, port in self._host.mapped.values()]
+        is_explained = any(ip in own or port in mapped for ip, port in verdict.addresses)
+        return is_sudden and is_holed and not is_explained
+
+    async def _gather_dialled(self, witnesses: Sequence[bytes]) -> list[Witness]:
+        async with trio.open_nursery() as nursery:
+
+            async def doubt() -> None:
+                await trio.sleep(DOUBT_AFTER)
+                self._reachability.doubt()
+
+            if witnesses and not self._reachability.is_examined:
+                nursery.start_soon(doubt)
+            dialled = await self._gather(witnesses, is_aside=False)
+            nursery.cancel_scope.cancel()
+        return dialled
+
+    def _choose(self) -> list[bytes]:
+        """Peers with direct connections, from far away if there are any, each at an address of its own if may be."""
+        peers = [peer for peer in self._host.connected if self._host.is_direct(peer)]
+        self._rng.shuffle(peers)
+        peers.sort(key=lambda peer: not is_global(self._ip_of(peer)))
+        apart = {self._ip_of(peer): peer for peer in reversed(peers)}
+        return [*reversed(apart.values()), *(peer for peer in peers if apart[self._ip_of(peer)] != peer)][
+            :NUM_WITNESSES
+        ]
+
+    def _ip_of(self, peer: bytes) -> str:
+        addresses = [address.split("/") for address in self._host.remote_addresses(peer)]
+        return next((parts[2] for parts in addresses if parts[1] in ("ip4", "ip6") and "p2p-circuit" not in parts), "")
+
+    async def _gather(self, peers: Sequence[bytes], *, is_aside: bool) -> list[Witness]:
+        found: list[Witness] = []
+
+        async def ask(peer: bytes) -> None:
+            try:
+                if is_aside:
+                    async with self.dialback.observed_by(peer) as witness:
+                        found.append(witness)
+                else:
+                    found.append(await self.dialback.ask(peer))
+            except PeerUnreachableError as error:
+                logger.debug("no witness: %s", error)
+
+        async with trio.open_nursery() as nursery:
+            for peer in peers:
+                nursery.start_soon(ask, peer)
+        return found
+
+
+def announced(verdict: Verdict) -> list[str]:
+    """What others can dial, as multiaddrs without a peer id."""
+    return [multiaddr_of(*address) for address in verdict.addresses] if verdict.kind is Kind.PUBLIC else []

@@ -1,0 +1,169 @@
+"""Keeping a node reachable that others cannot dial: reservations with two relays, and another when one is lost.
+
+Candidates are the peers that are connected, those that have been relays before, those that the DHT knows as relays of
+the run, and its members; none is built in. Whether a peer relays is found out by asking it, which costs a round trip,
+and who has refused is left alone for a while.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Final
+
+import trio
+
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.identity import short_name
+from farandole.protocol.reachability import is_global
+
+from ...base.backoff import Backoff, pauses
+from ...base.errors import PeerUnreachableError
+from ..relay_client import Reservation
+from .reachability import Reachability, announced
+
+if TYPE_CHECKING:
+    from ..host import Host
+
+logger = logging.getLogger(__name__)
+
+# While one is being replaced, the other serves.
+NUM_RELAYS: Final = 2
+# Before the end of a reservation; there are several tries in it.
+RENEW_BEFORE: Final = 300.0
+# A relay that refused is full; a peer that is none answers at once that it speaks no such protocol, and may be one
+# soon, where all have begun at the same time.
+FIRST_RETRY_AFTER, MAX_RETRY_AFTER = 4.0, 600.0
+# Between two looks at what is held, beside those that a lost connection causes.
+CHECK_INTERVAL: Final = 15.0
+# While fewer are held than should be; ever longer, up to the other, where nobody relays.
+HURRY_INTERVAL: Final = 2.0
+# Asked at once for each place that is free.
+NUM_ASKED: Final = 3
+# Of those that are not connected, in one look: in a run of a thousand of whom few relay it would else dial everybody.
+MAX_STRANGERS: Final = 12
+# Relays of before, which are asked again when all connections are gone: a router that restarts loses the node nothing.
+MAX_FORMER: Final = 8
+
+FindRelays = Callable[[], Awaitable[list[bytes]]]
+
+
+class RelayKeeper:
+    """Holds the reservations of one host, and says where it can be reached."""
+
+    def __init__(self, host: Host, reachability: Reachability, find: FindRelays, rng: random.Random) -> None:
+        """``find``: peers beyond those connected that may relay, the likeliest first; their addresses are known."""
+        self._host = host
+        self._reachability = reachability
+        self._find = find
+        self._rng = rng
+        self._backoff = Backoff(FIRST_RETRY_AFTER, MAX_RETRY_AFTER)
+        self._held: set[bytes] = set()
+        self._former: OrderedDict[bytes, None] = OrderedDict()  # the latest last
+        host.protect(self._held.__contains__)
+
+    @property
+    def held(self) -> list[Reservation]:
+        """The reservations that hold."""
+        return [held for held in self._host.relays.reservations if held.relay in self._held]
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        hurry = self._hurry()
+        while True:
+            if self._reachability.needs_relays:
+                await self._keep()
+            else:
+                self._give_up()
+            self._announce()
+            if self._reachability.needs_relays and len(self.held) < NUM_RELAYS:
+                await self._wait(next(hurry))
+            else:
+                hurry = self._hurry()
+                await self._wait(CHECK_INTERVAL)
+
+    def _hurry(self) -> Iterator[float]:
+        return pauses(HURRY_INTERVAL, CHECK_INTERVAL, self._rng)
+
+    async def _wait(self, seconds: float) -> None:
+        """So long, or until a relay is lost or the node's reachability has changed."""
+        with trio.move_on_after(seconds):
+            async with trio.open_nursery() as nursery:
+
+                async def end_when(wait: Callable[[], Awaitable[None]]) -> None:
+                    await wait()
+                    nursery.cancel_scope.cancel()
+
+                nursery.start_soon(end_when, self._reachability.changed)
+                nursery.start_soon(end_when, self._loss)
+
+    async def _loss(self) -> None:
+        """Until a relay that we count on is gone."""
+        with self._host.connection_events() as events:
+            async for peer, is_connected in events:
+                if not is_connected and peer in self._held:
+                    return
+
+    async def _keep(self) -> None:
+        soon = trio.current_time() + RENEW_BEFORE
+        self._held.intersection_update(held.relay for held in self._host.relays.reservations)
+        async with trio.open_nursery() as nursery:
+            for held in self.held:
+                if held.expires_at < soon:
+                    nursery.start_soon(self._reserve, held.relay)
+        if len(self._held) < NUM_RELAYS:
+            connected = self._due([peer for peer in self._host.connected if self._host.is_direct(peer)])
+            self._rng.shuffle(connected)
+            await self._ask_some(connected)
+        if len(self._held) < NUM_RELAYS:
+            found = sorted(await self._find(), key=lambda peer: self._backoff.has_failed(peer, ()))
+            await self._ask_some(self._due([*self._former, *found])[:MAX_STRANGERS])
+
+    def _due(self, peers: Iterable[bytes]) -> list[bytes]:
+        """Those that may be asked now, in the same order, each once."""
+        now = trio.current_time()
+        return [peer for peer in dict.fromkeys(peers) if peer not in self._held and self._backoff.is_due(peer, (), now)]
+
+    async def _ask_some(self, peers: list[bytes]) -> None:
+        asked = sorted(peers, key=lambda peer: not self._is_far(peer))
+        while asked and len(self._held) < NUM_RELAYS:
+            batch, asked = asked[:NUM_ASKED], asked[NUM_ASKED:]
+            async with trio.open_nursery() as nursery:
+                for peer in batch:
+                    nursery.start_soon(self._reserve, peer)
+
+    async def _reserve(self, relay: bytes) -> None:
+        try:
+            await self._host.relays.reserve(relay)
+        except (PeerUnreachableError, RemoteProtocolError) as error:
+            logger.debug("no relay: %s", error)
+            self._backoff.note_failure(relay, (), trio.current_time())
+            return
+        self._backoff.note_success(relay)
+        if relay in self._held or len(self._held) < NUM_RELAYS:
+            if relay not in self._held:
+                logger.info("reachable through the relay %s", short_name(relay))
+            self._held.add(relay)
+            self._announce()  # what else is asked for may take its time
+            self._former[relay] = None
+            self._former.move_to_end(relay)
+            if len(self._former) > MAX_FORMER:
+                self._former.popitem(last=False)
+        else:
+            self._host.relays.forget(relay)
+
+    def _is_far(self, peer: bytes) -> bool:
+        """Whether others on the internet could dial it, as far as our own connections tell."""
+        addresses = [a.split("/") for a in (*self._host.remote_addresses(peer), *self._host.addresses_of(peer))]
+        return any(is_global(parts[2]) for parts in addresses if len(parts) > 2)
+
+    def _give_up(self) -> None:
+        for relay in self._held:
+            self._host.relays.forget(relay)
+        self._held.clear()
+
+    def _announce(self) -> None:
+        through = [held.address for held in self.held]
+        self._host.set_external_addresses([*announced(self._reachability.verdict), *through])

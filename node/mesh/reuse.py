@@ -1,0 +1,33 @@
+"""Dialling from the port that listens: what a NAT makes of that port is then known, and two such dials can meet."""
+
+from __future__ import annotations
+
+import socket
+
+import trio
+
+from ..base.system.features import SHARES_PORTS
+from ..base.system.sockets import prefer_congestion_control, share_port
+
+
+async def connect_from(local: tuple[str, int], target: tuple[str, int]) -> trio.SocketStream:
+    """A TCP connection from a listening socket's address; `OSError` if it comes to none."""
+    if not SHARES_PORTS:
+        raise OSError("this system cannot dial from a port that listens")
+    family = socket.AF_INET6 if ":" in target[0] else socket.AF_INET
+    connection = trio.socket.socket(family, socket.SOCK_STREAM)
+    try:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        share_port(connection)
+        await connection.bind(local)
+        await connection.connect(target)
+        calm(connection)
+    except BaseException:  # cancelled, too: nobody else has the socket yet
+        connection.close()
+        raise
+    return trio.SocketStream(connection)
+
+
+def calm(connection: trio.socket.SocketType) -> None:
+    """Use CUBIC where there is it: BBR slows what simultaneous open has opened for about ten seconds."""
+    prefer_congestion_control(connection, "cubic")

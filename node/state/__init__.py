@@ -1,0 +1,1 @@
+"""I/O of the run state: gossip, the SQLite store, this node's own entries, frames between members."""

@@ -1,0 +1,402 @@
+"""Keeps this node's run state equal to everybody's: carries out what `farandole.protocol.gossip` decides.
+
+Push goes over the messenger, anti-entropy over streams of its own, the dirty authors to the store every two seconds.
+Nothing here waits for a peer without a deadline, and no failure of a peer or of the disk ends it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import trio
+
+from farandole.protocol.antientropy import PROTOCOL as SYNC_PROTOCOL
+from farandole.protocol.antientropy import Session
+from farandole.protocol.entries import Delta, Entry, Kind, Payload, decode_delta, fit_member
+from farandole.protocol.entries import Member as MemberPayload
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.gossip import SYNC_PERIOD, Gossip, is_worth_forwarding, slices_of, sync_periods
+from farandole.protocol.identity import peer_id_of, short_name
+from farandole.protocol.liveness import BASE_PERIOD, Liveness
+from farandole.protocol.push import MAX_PUSH_BYTES, TICK_SECONDS
+from farandole.protocol.push import PROTOCOL as PUSH_PROTOCOL
+from farandole.protocol.state import RunState
+from farandole.protocol.token_bucket import PeerMeters
+from farandole.protocol.writer import Mark, Writer
+
+from ..base.errors import PeerUnreachableError
+from ..base.streams import READ_BYTES, Stream, StreamHost
+from .store import StoreError
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
+logger = logging.getLogger(__name__)
+
+FLUSH_PERIOD = 2.0
+RETRY_PERIOD = 1.0
+"""How often entries are tried again that came too soon after the last of their slot, or that the disk refused."""
+SESSION_TIMEOUT = 30.0
+"""A whole session: 4 MB over a line of 1 Mbit/s."""
+JOIN_TIMEOUT = 20.0
+NUM_JOIN_SESSIONS = 3
+FAREWELL_SECONDS = 0.5
+"""For the messenger to get the last push out."""
+SYNC_ATTEMPTS = 3
+MAX_SERVED = 8
+"""Sessions that others have with this node at a time: 16 MB of buffers."""
+SERVED_BURST = 6
+SERVED_RATE = 0.5
+"""Sessions that one peer may begin at once, and a second: an honest one begins one in ten seconds, or two in small
+testnets."""
+MAX_CLOCKS = 31
+"""Peers whose clocks are compared with ours."""
+
+
+class GossipHost(StreamHost, Protocol):
+    """A host that knows who is connected, and may be told where peers are."""
+
+    @property
+    def connected(self) -> frozenset[bytes]:
+        """Peers with a connection."""
+
+    def add_addresses(self, peer: bytes, addresses: Sequence[str]) -> None:
+        """Where a peer may be dialled."""
+
+
+class FrameSender(Protocol):
+    """Sends small frames: what `messenger.Messenger` is, as far as it is used here."""
+
+    def send_nowait(self, peer: bytes, protocol: str, payload: bytes) -> None:
+        """Best effort."""
+
+    def set_receiver(
+        self,
+        protocol: str,
+        max_bytes: int,
+        receive: Callable[[bytes, bytes], None],
+        on_failed: Callable[[bytes, str], None] | None = None,
+    ) -> None:
+        """Who gets a protocol's frames, and who is told of peers that did not get them."""
+
+
+class StateStore(Protocol):
+    """Keeps run state on disk: what `store.Store` is, as far as it is used here."""
+
+    async def load_authors(self) -> dict[bytes, bytes]:
+        """Author -> its entries."""
+
+    async def save_authors(self, rows: Mapping[bytes, bytes | None]) -> None:
+        """All of it or nothing."""
+
+    async def load_mark(self) -> Mark:
+        """The writer's mark."""
+
+    async def save_mark(self, mark: Mark) -> None:
+        """On disk when it returns."""
+
+
+class GossipService:
+    """The run state of this node, kept up to date while `run` runs."""
+
+    def __init__(
+        self,
+        state: RunState,
+        writer: Writer,
+        host: GossipHost,
+        messenger: FrameSender,
+        store: StateStore,
+        rng: random.Random,
+        *,
+        base_period: float = BASE_PERIOD,
+        sync_period: float = SYNC_PERIOD,
+        unix: Callable[[], float] = time.time,
+    ) -> None:
+        """``base_period``: seconds between heartbeats in a small run. ``unix``: this machine's idea of the time."""
+        self.state = state
+        self._writer = writer
+        self._host = host
+        self._messenger = messenger
+        self._store = store
+        self._rng = rng
+        self._sync_period = sync_period
+        self._unix = unix
+        self._gossip = Gossip(state, writer.author, rng, base_period)
+        self._postponed: dict[tuple[Kind, int], Payload] = {}
+        self._write_lock = trio.Lock()
+        self._has_changed = trio.Event()
+        self._served: set[bytes] = set()
+        self._serving_meters = PeerMeters(SERVED_BURST, SERVED_RATE)
+        self._clock_offsets: dict[bytes, float] = {}
+
+    @property
+    def liveness(self) -> Liveness:
+        """Who lives."""
+        return self._gossip.liveness
+
+    @property
+    def clock_skew(self) -> float:
+        """Seconds by which the peers' clocks are ahead of this one's, in the median of three or more; else 0.
+
+        Nothing here depends on it. Beyond a minute, others put off what this node says, and it what they say: a person
+        should set the clock.
+        """
+        offsets = self._clock_offsets.values()
+        return statistics.median(offsets) if len(offsets) >= 3 else 0.0
+
+    @property
+    def has_forked(self) -> bool:
+        """Whether this very node is barred: two processes have used its key."""
+        return self.state.proof_of(self._writer.author) is not None
+
+    async def changed(self) -> None:
+        """Wait until entries have come in that were not there when this was called."""
+        await self._has_changed.wait()
+
+    async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Load what is stored, then gossip until cancelled."""
+        await self._load()
+        self._messenger.set_receiver(PUSH_PROTOCOL, MAX_PUSH_BYTES, self._receive_push, self._note_failure)
+        self._host.set_handler(SYNC_PROTOCOL, self._serve)
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._repeat, itertools.repeat(TICK_SECONDS), self._tick)
+                nursery.start_soon(self._repeat, sync_periods(self._sync_period), self._sync)
+                nursery.start_soon(self._repeat, itertools.repeat(FLUSH_PERIOD), self._save)
+                nursery.start_soon(self._repeat, itertools.repeat(RETRY_PERIOD), self._write_postponed)
+                task_status.started()
+        finally:
+            with trio.CancelScope(shield=True):
+                await self._save()
+
+    async def _repeat(self, periods: Iterator[float], do: Callable[[], Awaitable[None]]) -> None:
+        for period in periods:
+            await trio.sleep(period * self._rng.uniform(0.75, 1.25))
+            await do()
+
+    # writing
+
+    async def publish(self, kind: Kind, index: int, payload: Payload) -> None:
+        """Say something to the run; it leaves with the next push.
+
+        If the slot was written so lately that its tick has not passed (or the disk refuses the mark), it is kept and
+        written when that is possible, unless a newer payload takes its place before.
+        """
+        if isinstance(payload, MemberPayload):
+            payload = fit_member(payload)
+        self._postponed[kind, index] = payload
+        await self._write_postponed()
+
+    async def _write_postponed(self) -> None:
+        async with self._write_lock:
+            for (kind, index), payload in list(self._postponed.items()):
+                try:
+                    is_written = await self._write(kind, index, payload)
+                except StoreError as error:
+                    logger.warning("%s is not published yet: %s", kind.name, error)
+                    return
+                if is_written and self._postponed[kind, index] is payload:
+                    del self._postponed[kind, index]
+
+    async def _write(self, kind: Kind, index: int, payload: Payload) -> bool:
+        """Write it now if its slot may be written; the mark goes to disk before anything is signed."""
+        now = self._unix()
+        if self._writer.delay(kind, index, now) > 0:
+            return False
+        while (mark := self._writer.mark_needed(kind, index, now)) is not None:
+            await self._store.save_mark(mark)
+            self._writer.marked(mark)
+        if self._writer.delay(kind, index, now) > 0:
+            return False  # meanwhile an entry of a past life has come in
+        self._gossip.publish(self._writer.write(kind, index, payload, now), now)
+        self._wake()
+        return True
+
+    async def flush(self) -> None:
+        """Push what is queued, before leaving."""
+        await self._tick()
+        await trio.sleep(FAREWELL_SECONDS)
+
+    # push
+
+    async def _tick(self) -> None:
+        for batch in self._gossip.tick(self._unix(), trio.current_time()):
+            self._messenger.send_nowait(batch.peer, PUSH_PROTOCOL, batch.payload)
+
+    def _receive_push(self, peer: bytes, payload: bytes) -> None:
+        """Raises `RemoteProtocolError`, which costs the peer its stream."""
+        try:
+            report = self._gossip.receive_push(peer, payload, self._unix(), trio.current_time())
+        except RemoteProtocolError:
+            self._gossip.unreachable(peer, trio.current_time())
+            raise
+        self._take_note(report.new)
+
+    def _note_failure(self, peer: bytes, protocol: str) -> None:
+        self._gossip.unreachable(peer, trio.current_time())
+
+    def _take_note(self, entries: Iterable[Entry]) -> None:
+        """React to what is new, whichever way it came."""
+        is_any = False
+        for entry in entries:
+            is_any = True
+            if entry.author == self._writer.author:
+                self._writer.observe(entry)
+            elif entry.kind is Kind.MEMBER:
+                self._host.add_addresses(entry.author, dialable_addresses(entry.author, entry.payload))
+        if is_any:
+            self._wake()
+
+    def _wake(self) -> None:
+        self._has_changed.set()
+        self._has_changed = trio.Event()
+
+    # anti-entropy
+
+    async def join(self) -> int:
+        """Sync with three peers, heartbeats included; returns with how many that went well.
+
+        The first are those that are connected; what they tell leads to the others. It is over within `JOIN_TIMEOUT`,
+        and at once where nobody is connected: the first node of a run is alone. Each peer is asked once.
+        """
+        done: set[bytes] = set()
+        asked: set[bytes] = set()
+        with trio.move_on_after(JOIN_TIMEOUT):
+            while len(done) < NUM_JOIN_SESSIONS:
+                known = self._host.connected | set(self._gossip.candidates(trio.current_time()))
+                fresh = sorted(known - asked)
+                if not fresh:
+                    break
+                chosen = self._rng.sample(fresh, min(NUM_JOIN_SESSIONS - len(done), len(fresh)))
+                asked.update(chosen)
+                async with trio.open_nursery() as nursery:
+                    for peer in chosen:
+                        nursery.start_soon(self._join_with, peer, done)
+        return len(done)
+
+    async def _join_with(self, peer: bytes, done: set[bytes]) -> None:
+        if await self._sync_with(peer, with_beats=True):
+            done.add(peer)
+
+    async def _sync(self) -> None:
+        """Sync with one peer; beside that, try one that has fallen silent."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._sync_with_anyone)
+            silent = self._gossip.choose_silent(trio.current_time())
+            if silent is not None:
+                nursery.start_soon(self._sync_with, silent, True)
+
+    async def _sync_with_anyone(self) -> None:
+        """With a live member, or where none is known with whoever is connected; where that fails, with another."""
+        for _ in range(SYNC_ATTEMPTS):
+            partner = self._gossip.choose_partner(trio.current_time())
+            connected = sorted(self._host.connected)
+            if partner is None and not connected:
+                return
+            if await self._sync_with(partner or self._rng.choice(connected), with_beats=partner is None):
+                return
+
+    async def _sync_with(self, peer: bytes, with_beats: bool) -> bool:
+        """One session as the initiator; whether it went well."""
+        try:
+            with trio.fail_after(SESSION_TIMEOUT):
+                stream = await self._host.open_stream(peer, SYNC_PROTOCOL)
+                try:
+                    session = self._gossip.open_session(self._unix(), is_initiator=True, with_beats=with_beats)
+                    await stream.send_all(session.start())
+                    await self._converse(stream, session)
+                finally:
+                    await stream.aclose()
+        except (PeerUnreachableError, RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
+            logger.debug("no sync with %s: %s", short_name(peer), error)
+            self._gossip.unreachable(peer, trio.current_time())
+            return False
+        self._gossip.reached(peer)
+        return True
+
+    async def _serve(self, stream: Stream) -> None:
+        """A session that a peer has begun. Raises `RemoteProtocolError` if it does what no honest peer does."""
+        peer, now = stream.peer, trio.current_time()
+        if peer in self._served or len(self._served) >= MAX_SERVED or not self._serving_meters.of(peer, now).take(now):
+            await stream.aclose()
+            return
+        self._served.add(peer)
+        try:
+            with trio.fail_after(SESSION_TIMEOUT):
+                await self._converse(stream, self._gossip.open_session(self._unix(), is_initiator=False))
+        finally:
+            self._served.discard(peer)
+
+    async def _converse(self, stream: Stream, session: Session) -> None:
+        """Carry a session through to its end."""
+        while not session.is_done:
+            data = await stream.receive_some(READ_BYTES)
+            if not data:
+                session.receive_eof()
+                return
+            received = session.receive_data(bytes(data))
+            if session.peer_now is not None:
+                self._compare_clocks(stream.peer, session.peer_now)
+            for delta in received.deltas:
+                await self._merge(delta, stream.peer)
+            if received.to_send:
+                await stream.send_all(received.to_send)
+
+    async def _merge(self, delta: Delta, peer: bytes) -> None:
+        forward = is_worth_forwarding(delta)
+        for part in slices_of(delta):
+            report = self._gossip.merge(part, peer, self._unix(), trio.current_time(), forward)
+            self._take_note(report.new)
+            await trio.lowlevel.checkpoint()
+
+    def _compare_clocks(self, peer: bytes, peer_now: int) -> None:
+        self._clock_offsets.pop(peer, None)
+        self._clock_offsets[peer] = peer_now - self._unix()
+        while len(self._clock_offsets) > MAX_CLOCKS:
+            del self._clock_offsets[next(iter(self._clock_offsets))]
+
+    # disk
+
+    async def _load(self) -> None:
+        """Take in what was stored; verified like anything from outside. `StoreError` if the mark is unreadable."""
+        self._writer.resume(await self._store.load_mark())  # without the mark nothing may be written
+        try:
+            rows = await self._store.load_authors()
+        except StoreError as error:
+            logger.warning("starting without the stored run state: %s", error)
+            return
+        for author, row in rows.items():
+            try:
+                delta = decode_delta(row)
+            except RemoteProtocolError as error:
+                logger.warning("the stored entries of %s are damaged: %s", short_name(author), error)
+                self.state.dirty.add(author)
+                continue
+            self._take_note(self.state.merge(delta, self._unix()).new)
+            await trio.lowlevel.checkpoint()
+
+    async def _save(self) -> None:
+        """Write the dirty authors, as many at a time as do not hold up the disk for long."""
+        rows = self.state.take_dirty()
+        if not rows:
+            return
+        try:
+            await self._store.save_authors(rows)
+        except StoreError as error:
+            logger.warning("the run state is not on disk: %s", error)
+            self.state.dirty.update(rows)
+        except BaseException:  # cancelled, too: what is not written is written the next time
+            self.state.dirty.update(rows)
+            raise
+
+
+def dialable_addresses(author: bytes, member: MemberPayload) -> list[str]:
+    """The multiaddrs of a member, each with its peer id at the end."""
+    suffix = f"/p2p/{peer_id_of(author)}"
+    return [address if address.endswith(suffix) else address + suffix for address in member.addresses]

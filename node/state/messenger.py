@@ -1,0 +1,235 @@
+"""Small frames between peers, over streams that stay open: pairing messages, and the run state's pushes.
+
+Sending never waits and promises nothing: frames to one peer of one protocol arrive in order or not at all, a queue that
+overflows loses its oldest frames (newer ones supersede them in every protocol here), and a stream that fails is opened
+again for what is still queued. Who has to know that a peer did not get something is told (`on_failed`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import trio
+
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.framing import FrameParser, frame
+from farandole.protocol.identity import short_name
+
+from ..base.errors import PeerUnreachableError
+from ..base.nurseries import open_service_nursery
+
+if TYPE_CHECKING:
+    from ..mesh.host import Host
+    from ..mesh.libp2p_stream import Stream
+
+logger = logging.getLogger(__name__)
+
+# Largest frame of a protocol that this node sends without receiving it.
+DEFAULT_MAX_BYTES = 1024 * 1024
+# Waiting for one peer, of one protocol: a push every half second for two minutes, and what they may weigh.
+MAX_QUEUED_FRAMES = 256
+MAX_QUEUED_BYTES = 4 * 1024 * 1024
+# Streams that this node keeps open for sending: a few protocols to every neighbour and partner of late.
+MAX_OUTGOING = 1024
+# Streams of one protocol that one peer may have open to us: one, and what is left of reconnecting.
+MAX_INCOMING_PER_PEER = 4
+# One write to a stream takes several frames; beyond this they wait for the next.
+BATCH_BYTES = 64 * 1024
+READ_BYTES = 64 * 1024
+SEND_TIMEOUT = 10.0
+# The sender closes a stream that it has not used for so long; the receiver allows it twice that.
+IDLE_TIMEOUT = 120.0
+# From the first byte of a frame to its last.
+FRAME_TIMEOUT = 30.0
+# Peers whose faults are counted; beyond, the count starts anew.
+MAX_FAULTY_PEERS = 4096
+
+Receive = Callable[[bytes, bytes], None]
+OnFailed = Callable[[bytes, str], None]
+
+
+class _Outgoing:
+    """What waits for one peer in one protocol."""
+
+    def __init__(self) -> None:
+        self.frames: deque[bytes] = deque()
+        self.num_bytes = 0
+        self.wakeup = trio.Event()
+
+    def take_batch(self) -> bytes:
+        """The oldest frames, up to `BATCH_BYTES` of them, but at least one."""
+        batch = [self.pop()]
+        size = len(batch[0])
+        while self.frames and size + len(self.frames[0]) <= BATCH_BYTES:
+            batch.append(self.pop())
+            size += len(batch[-1])
+        return b"".join(batch)
+
+    def pop(self) -> bytes:
+        oldest = self.frames.popleft()
+        self.num_bytes -= len(oldest)
+        return oldest
+
+
+class Messenger:
+    """Sends and receives frames; made by `open_messenger`.
+
+    `num_dropped` counts frames given up before they were sent; `faults` the streams that each peer lost by breaking a
+    protocol.
+    """
+
+    def __init__(self, host: Host, nursery: trio.Nursery) -> None:
+        self._host = host
+        self._nursery = nursery
+        self._outgoing: dict[tuple[bytes, str], _Outgoing] = {}
+        self._incoming: Counter[tuple[bytes, str]] = Counter()
+        self._max_bytes: dict[str, int] = {}
+        self._on_failed: dict[str, OnFailed] = {}
+        self.num_dropped = 0
+        self.faults: Counter[bytes] = Counter()
+
+    def set_receiver(self, protocol: str, max_bytes: int, receive: Receive, on_failed: OnFailed | None = None) -> None:
+        """Hand frames of a protocol, of at most `max_bytes`, to `receive(peer, payload)`.
+
+        A `RemoteProtocolError` from it costs the peer that stream. `on_failed(peer, protocol)` is told of a peer that
+        did not get something sent in this protocol. Both are called from other tasks and must not block.
+        """
+        self._max_bytes[protocol] = max_bytes
+        if on_failed is not None:
+            self._on_failed[protocol] = on_failed
+
+        async def handle(stream: Stream) -> None:
+            await self._receive_stream(stream, max_bytes, receive)
+
+        self._host.set_handler(protocol, handle)
+
+    def send_nowait(self, peer: bytes, protocol: str, payload: bytes) -> None:
+        """Queue a frame for a peer, connecting if need be; `LocalProtocolError` if it is larger than the protocol's."""
+        framed = frame(payload, self._max_bytes.get(protocol, DEFAULT_MAX_BYTES))
+        outgoing = self._outgoing.get((peer, protocol))
+        if outgoing is None:
+            if len(self._outgoing) >= MAX_OUTGOING:
+                self._fail(peer, protocol, 1)
+                return
+            outgoing = self._outgoing[peer, protocol] = _Outgoing()
+            self._nursery.start_soon(self._run_outgoing, peer, protocol, outgoing)
+        outgoing.frames.append(framed)
+        outgoing.num_bytes += len(framed)
+        while len(outgoing.frames) > MAX_QUEUED_FRAMES or outgoing.num_bytes > max(MAX_QUEUED_BYTES, len(framed)):
+            outgoing.pop()
+            self.num_dropped += 1
+        outgoing.wakeup.set()
+
+    async def _run_outgoing(self, peer: bytes, protocol: str, outgoing: _Outgoing) -> None:
+        """Send what is queued, and end when the peer cannot be reached or nothing more comes."""
+        try:
+            while outgoing.frames:
+                try:
+                    stream = await self._host.open_stream(peer, protocol)
+                except PeerUnreachableError as error:
+                    logger.debug("nothing reaches %s: %s", short_name(peer), error)
+                    break
+                try:
+                    await self._send_queued(stream, outgoing)
+                    await stream.aclose()
+                except (trio.BrokenResourceError, trio.TooSlowError) as error:
+                    logger.debug("a stream of %s to %s failed: %r", protocol, short_name(peer), error)
+                    self._fail(peer, protocol, 0)
+                finally:
+                    stream.reset()
+        finally:
+            del self._outgoing[peer, protocol]
+        if outgoing.frames:
+            self._fail(peer, protocol, len(outgoing.frames))
+
+    async def _send_queued(self, stream: Stream, outgoing: _Outgoing) -> None:
+        """Until the queue is empty for long, or the peer has closed its side."""
+
+        async def watch_for_end() -> None:
+            # The peer sends nothing on this stream; all that can come is its end.
+            try:
+                await stream.receive_some(1)
+            except trio.BrokenResourceError:
+                logger.debug("%s broke off a stream of %s", short_name(stream.peer), stream.protocol)
+            has_ended.set()
+            outgoing.wakeup.set()
+
+        has_ended = trio.Event()
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(watch_for_end)
+                while not has_ended.is_set():
+                    if outgoing.frames:
+                        batch = outgoing.take_batch()
+                        with trio.fail_after(SEND_TIMEOUT):
+                            await stream.send_all(batch)
+                    else:
+                        outgoing.wakeup = trio.Event()
+                        with trio.move_on_after(IDLE_TIMEOUT) as idle:
+                            await outgoing.wakeup.wait()
+                        if idle.cancelled_caught:
+                            break
+                nursery.cancel_scope.cancel()
+        except* (trio.BrokenResourceError, trio.TooSlowError) as group:
+            raise group.exceptions[0] from None
+
+    def _fail(self, peer: bytes, protocol: str, num_lost: int) -> None:
+        self.num_dropped += num_lost
+        on_failed = self._on_failed.get(protocol)
+        if on_failed is not None:
+            on_failed(peer, protocol)
+
+    async def _receive_stream(self, stream: Stream, max_bytes: int, receive: Receive) -> None:
+        key = (stream.peer, stream.protocol)
+        if self._incoming[key] >= MAX_INCOMING_PER_PEER:
+            stream.reset()
+            return
+        self._incoming[key] += 1
+        try:
+            await self._receive_frames(stream, max_bytes, receive)
+        except RemoteProtocolError as error:
+            logger.info("%s broke %s: %s", short_name(stream.peer), stream.protocol, error)
+            self._count_fault(stream.peer)
+            stream.reset()
+        except (trio.BrokenResourceError, trio.TooSlowError):
+            stream.reset()
+        finally:
+            self._incoming[key] -= 1
+            if not self._incoming[key]:
+                del self._incoming[key]
+
+    async def _receive_frames(self, stream: Stream, max_bytes: int, receive: Receive) -> None:
+        parser = FrameParser(max_bytes)
+        frame_ends_by = trio.current_time() + FRAME_TIMEOUT
+        while True:
+            if not parser.buffered:
+                frame_ends_by = trio.current_time() + 2 * IDLE_TIMEOUT
+            with trio.fail_at(frame_ends_by):
+                data = await stream.receive_some(READ_BYTES)
+            if not data:
+                parser.receive_eof()
+                return
+            was_between_frames = not parser.buffered
+            parser.receive_data(data)
+            num_received = 0
+            while (payload := parser.next_frame()) is not None:
+                receive(stream.peer, payload)
+                num_received += 1
+            if was_between_frames or num_received:
+                frame_ends_by = trio.current_time() + FRAME_TIMEOUT
+
+    def _count_fault(self, peer: bytes) -> None:
+        if len(self.faults) >= MAX_FAULTY_PEERS:
+            self.faults.clear()
+        self.faults[peer] += 1
+
+
+@asynccontextmanager
+async def open_messenger(host: Host) -> AsyncIterator[Messenger]:
+    """A messenger for as long as the block runs; what is still queued at its end is not sent."""
+    async with open_service_nursery() as nursery:
+        yield Messenger(host, nursery)

@@ -1,0 +1,216 @@
+"""What a node keeps on its disk: the run state, a few facts, an address book, and the mark of its writer.
+
+SQLite in WAL mode holds all but the mark; every call runs in a thread, one at a time, and each is one transaction, so
+a kill in the middle leaves all of it or nothing. What is read back is no more trusted than what a peer sends: run
+state is merged again entry by entry. A damaged database is put aside and begun anew, since all of it can be had from
+peers. The mark cannot, and it must be stored even on a full disk: it is a file of its own, a few bytes that are
+overwritten in place and synced (see `farandole.protocol.writer`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import sqlite3
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import trio
+
+from farandole.protocol.errors import FarandoleError
+from farandole.protocol.writer import MAX_SPANS, Mark
+from farandole.training.durable import sync_file, sync_folder
+
+from ..base.system.files import open_binary, write_at
+
+logger = logging.getLogger(__name__)
+
+MAX_FACT_BYTES = 1024 * 1024
+# As wide as any number of seconds, and as many lines as a mark may have: 336 bytes, less than a disk's sector.
+_MARK_DIGITS = 20
+_MARK_LINE = b"%020d %020d\n"
+_NO_SPAN = (0, 0)
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS authors (author BLOB PRIMARY KEY, entries BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS peers (peer BLOB PRIMARY KEY, addresses BLOB NOT NULL, seen_at REAL NOT NULL) WITHOUT ROWID;
+"""
+_Result = TypeVar("_Result")
+PeerRow = tuple[bytes, bytes, float]
+"""A peer's public key, its multiaddrs in JSON, and when it was reached last, in Unix time."""
+
+
+def _span(line: bytes) -> tuple[int, int]:
+    """A line of the mark's file; older ones had one line with one number, up to which all may have been used."""
+    numbers = line.split()
+    if not 1 <= len(numbers) <= 2 or not all(number.isdigit() and len(number) <= _MARK_DIGITS for number in numbers):
+        return _NO_SPAN
+    return (int(numbers[0]) if len(numbers) == 2 else 0), int(numbers[-1])
+
+
+class StoreError(FarandoleError):
+    """The disk did not take it (full, broken, read-only); nothing was changed, and a later try may succeed."""
+
+
+class Store:
+    """See the head of the file; made by `open_store`. Every method raises `StoreError` when the disk fails."""
+
+    def __init__(self, connection: sqlite3.Connection, mark_path: Path) -> None:
+        self._connection = connection
+        self._mark_path = mark_path
+        self._lock = trio.Lock()
+
+    async def _in_thread(self, work: Callable[[], _Result]) -> _Result:
+        """Run in a thread, alone; a cancelled caller waits for its end, which is milliseconds away."""
+        async with self._lock:
+            try:
+                return await trio.to_thread.run_sync(work)
+            except (sqlite3.Error, OSError) as error:
+                raise StoreError(f"{self._mark_path.parent} did not take what this node keeps: {error}") from error
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield self._connection
+        except BaseException:  # whatever it is: all of it or nothing
+            if self._connection.in_transaction:  # some errors end it by themselves (sqlite.org/lang_transaction.html)
+                self._connection.execute("ROLLBACK")
+            raise
+        self._connection.execute("COMMIT")
+
+    # run state
+
+    async def load_authors(self) -> dict[bytes, bytes]:
+        """Author -> what `RunState.export` gave. To be verified."""
+        return await self._in_thread(lambda: dict(self._connection.execute("SELECT author, entries FROM authors")))
+
+    async def save_authors(self, rows: Mapping[bytes, bytes | None]) -> None:
+        """Replace these authors' rows, all or none; None deletes one."""
+        gone = [(author,) for author, entries in rows.items() if entries is None]
+        kept = [(author, entries) for author, entries in rows.items() if entries is not None]
+
+        def work() -> None:
+            with self._transaction() as connection:
+                connection.executemany("DELETE FROM authors WHERE author = ?", gone)
+                connection.executemany("INSERT OR REPLACE INTO authors VALUES (?, ?)", kept)
+
+        await self._in_thread(work)
+
+    # the writer's mark
+
+    async def load_mark(self) -> Mark:
+        """The mark stored last, empty if there is none."""
+
+        def work() -> Mark:
+            try:
+                lines = self._mark_path.read_bytes().split(b"\n")[:MAX_SPANS]
+            except FileNotFoundError:
+                return ()
+            return tuple(span for line in lines if (span := _span(line)) != _NO_SPAN)
+
+        return await self._in_thread(work)
+
+    async def save_mark(self, mark: Mark) -> None:
+        """On disk when this returns. It takes no new space, and a sector is written whole or not at all."""
+        lines = [_MARK_LINE % span for span in (*mark, *[_NO_SPAN] * (MAX_SPANS - len(mark)))]
+
+        def work() -> None:
+            data, is_new = b"".join(lines), not self._mark_path.exists()
+            descriptor = open_binary(self._mark_path, os.O_WRONLY | os.O_CREAT)
+            try:
+                if write_at(descriptor, data, 0) != len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                sync_file(descriptor)
+            finally:
+                os.close(descriptor)
+            if is_new:
+                sync_folder(self._mark_path.parent)
+
+        await self._in_thread(work)
+
+    # facts
+
+    async def get_fact(self, name: str) -> bytes | None:
+        """A value that was put under this name."""
+
+        def work() -> bytes | None:
+            row = self._connection.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
+            return row[0] if row else None
+
+        return await self._in_thread(work)
+
+    async def put_fact(self, name: str, value: bytes) -> None:
+        """Keep a value of at most 1 MB: the manifest's bytes, say."""
+        if len(value) > MAX_FACT_BYTES:
+            raise ValueError(f"a fact has at most {MAX_FACT_BYTES} bytes, not {len(value)}")
+
+        def work() -> None:
+            with self._transaction() as connection:
+                connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
+
+        await self._in_thread(work)
+
+    # the address book
+
+    async def load_peers(self) -> list[PeerRow]:
+        """Every peer that was saved. To be verified."""
+        return await self._in_thread(
+            lambda: list(self._connection.execute("SELECT peer, addresses, seen_at FROM peers"))
+        )
+
+    async def save_peers(self, rows: Iterable[PeerRow], gone: Iterable[bytes]) -> None:
+        """Replace the rows of these peers and delete the others', all or none."""
+
+        def work() -> None:
+            with self._transaction() as connection:
+                connection.executemany("DELETE FROM peers WHERE peer = ?", [(peer,) for peer in gone])
+                connection.executemany("INSERT OR REPLACE INTO peers VALUES (?, ?, ?)", rows)
+
+        await self._in_thread(work)
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    # One thread at a time uses it, never two (`Store._in_thread`); which one varies.
+    connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=5.0)
+    try:
+        connection.execute("PRAGMA journal_mode=WAL")
+        # A power cut may lose the last seconds, which peers still have, but not damage the file (sqlite.org/wal.html).
+        connection.execute("PRAGMA synchronous=NORMAL")
+        connection.execute("PRAGMA fullfsync=ON")  # heeded on macOS alone: see `sync_file`
+        connection.executescript(_SCHEMA)
+        if connection.execute("PRAGMA quick_check").fetchone() != ("ok",):
+            raise sqlite3.DatabaseError("quick_check found damage")
+    except BaseException:  # whatever it is, nobody else has the connection yet
+        connection.close()
+        raise
+    return connection
+
+
+def _connect_or_begin_anew(path: Path) -> sqlite3.Connection:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        return _connect(path)
+    except sqlite3.OperationalError as error:
+        raise StoreError(f"cannot open {path}: {error}") from error
+    except sqlite3.DatabaseError as error:
+        logger.warning("%s is damaged (%s): it is put aside, and what it held comes from peers again", path, error)
+        for suffix in ("", "-wal", "-shm"):
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(f"{path}{suffix}", f"{path}{suffix}.damaged")
+        return _connect(path)
+
+
+@asynccontextmanager
+async def open_store(path: Path) -> AsyncIterator[Store]:
+    """The store in this file, made if it is not there; `StoreError` if it cannot be opened."""
+    connection = await trio.to_thread.run_sync(_connect_or_begin_anew, path)
+    try:
+        yield Store(connection, path.with_name(path.name + ".mark"))
+    finally:
+        with trio.CancelScope(shield=True):
+            await trio.to_thread.run_sync(connection.close)

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: saving, serving, fetching, and consolidated models."""

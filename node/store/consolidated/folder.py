@@ -1,0 +1,200 @@
+"""A consolidated checkpoint: a whole model in one file, as no node of a run in stages has it, in a folder of its own.
+
+    checkpoint.safetensors   each parameter by its name, of all stages together: "slow/NAME", "momentum/NAME", and with
+                             the inner optimizer's state "mean/NAME", "square/NAME"; fp32
+    checkpoint.index         the hashes of its blocks, signed (`farandole.protocol.blocks`): its SHA-256 is the
+                             checkpoint's id, by which the manifest of a run that starts from it names it
+    manifest                 of the run that it comes from; of an imported model, of the run that starts from it
+    epochs.json              of a run that counts epochs of its data: how far these were (`EpochsConfig`)
+
+As in Universal Checkpointing (arXiv 2406.18820), nothing in it depends on how many nodes or stages have made it. What
+belongs to one replica alone is left out: what its codec fed back, and its inner steps since the last outer step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.protocol.blocks import (
+    MAX_HEADER_BYTES,
+    Index,
+    decode_signed_index,
+    encode_signed_index,
+    max_index_bytes,
+    sign_index,
+)
+from farandole.protocol.errors import ManifestError, RemoteProtocolError
+from farandole.protocol.identity import public_bytes
+from farandole.protocol.manifest import MAX_MANIFEST_BYTES, EpochsConfig, Manifest, SignedManifest, decode_manifest
+from farandole.training.blocks import content_of
+from farandole.training.shapes import Shape, shapes_of
+
+from ...base.conversion import training_configs
+from .tensors import ConsolidatedError, Floats, new_folder, write_file, write_tensors
+
+FORMAT: Final = "farandole/consolidated/1"
+CHECKPOINT_NAME: Final = "checkpoint.safetensors"
+INDEX_NAME: Final = "checkpoint.index"
+MANIFEST_NAME: Final = "manifest"
+EPOCHS_NAME: Final = "epochs.json"
+
+SLOW: Final = "slow"
+VECTORS: Final = (SLOW, "momentum")
+OPTIMIZER_VECTORS: Final = ("mean", "square")
+# The run of a model that comes from none: it was imported.
+NO_RUN: Final = bytes(32)
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """How far the weights are."""
+
+    round: int
+    inner_steps: int
+    """Of one replica: where the learning rate's schedule goes on."""
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Consolidated:
+    """A folder whose manifest and index are good; its tensors are looked at by `verify`."""
+
+    path: Path
+    manifest: Manifest
+    signed: SignedManifest
+    id: bytes
+    """32 bytes: SHA-256 of the index."""
+    index: Index
+    epochs: EpochsConfig | None = None
+    """How far its run was in the data, if that counts epochs."""
+
+    @property
+    def checkpoint(self) -> Path:
+        """The safetensors file."""
+        return self.path / CHECKPOINT_NAME
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """Of the model's parameters, by their names."""
+        return model_shapes(self.manifest)
+
+
+def model_shapes(manifest: Manifest) -> dict[str, Shape]:
+    """Each parameter's shape by its name, in the order of the file."""
+    return shapes_of(training_configs(manifest).model)
+
+
+def tensor_shapes(vectors: Sequence[str], parameters: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Of a file with these vectors, which lie one behind the other."""
+    return {f"{vector}/{name}": shape for vector in vectors for name, shape in parameters.items()}
+
+
+def read_folder(path: Path) -> Consolidated:
+    """Open a consolidated checkpoint; `ConsolidatedError` says what is wrong with the folder."""
+    try:
+        manifest, signed = decode_manifest(_read(path / MANIFEST_NAME, 2 * MAX_MANIFEST_BYTES))
+        max_size = max_file_bytes(manifest)
+        raw_index = _read(path / INDEX_NAME, max_index_bytes(max_size))
+        index_id, index = _decode_index(raw_index, manifest, signed, max_size)
+        epochs = _read_epochs(path / EPOCHS_NAME)
+    except (ManifestError, RemoteProtocolError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConsolidatedError(f"{path} is no consolidated checkpoint: {error}") from error
+    return Consolidated(path, manifest, signed, index_id, index, epochs)
+
+
+def _read_epochs(path: Path) -> EpochsConfig | None:
+    return msgspec.json.decode(_read(path, MAX_MANIFEST_BYTES), type=EpochsConfig) if path.exists() else None
+
+
+def _decode_index(raw: bytes, manifest: Manifest, signed: SignedManifest, max_size: int) -> tuple[bytes, Index]:
+    """Of the manifest's run, or what that starts from. Raises `RemoteProtocolError`."""
+    start = manifest.start
+    try:
+        index_id, index = decode_checkpoint_index(raw, signed.run_id, max_size)
+    except RemoteProtocolError:
+        if start is None:
+            raise
+        index_id, index = decode_checkpoint_index(raw, start.run, max_size)
+        if index_id != start.checkpoint:
+            raise RemoteProtocolError("the index is not of the checkpoint that the manifest starts from") from None
+    return index_id, index
+
+
+def decode_checkpoint_index(raw: bytes, run_id: bytes, max_size: int) -> tuple[bytes, Index]:
+    """The id and the index of a whole model's checkpoint of a run; raises `RemoteProtocolError`."""
+    signed, index = decode_signed_index(raw, run_id, max_size)
+    if index.num_stages != 1:
+        raise RemoteProtocolError(f"the index is of a stage of {index.num_stages}, not of a whole model")
+    return signed.id, index
+
+
+def max_file_bytes(manifest: Manifest) -> int:
+    """The most that the run's whole model takes as a checkpoint, with the inner optimizer's state."""
+    num_elements = sum(math.prod(shape) for shape in model_shapes(manifest).values())
+    return 4 * num_elements * len(VECTORS + OPTIMIZER_VECTORS) + MAX_HEADER_BYTES
+
+
+def write_folder(
+    path: Path,
+    key: Ed25519PrivateKey,
+    run_id: bytes,
+    parameters: Mapping[str, Shape],
+    vectors: Sequence[str],
+    counters: Counters,
+    tensor_of: Callable[[str], Floats],
+    manifest_of: Callable[[bytes], bytes],
+    epochs: EpochsConfig | None = None,
+) -> bytes:
+    """Write a consolidated checkpoint, all of it or nothing; returns its id.
+
+    ``tensor_of`` is asked for "slow/NAME" and so on in the file's order; ``manifest_of`` for the manifest's signed
+    bytes, once the checkpoint's id is known. Raises `ConsolidatedError`.
+    """
+    shapes = tensor_shapes(vectors, parameters)
+    num_bytes = sum(4 * math.prod(shape) for shape in shapes.values())
+    metadata = {"format": FORMAT, "run_id": run_id.hex()}
+    metadata |= {name: str(value) for name, value in asdict(counters).items()}
+    with new_folder(path, num_bytes) as folder:
+        write_tensors(folder / CHECKPOINT_NAME, metadata, shapes, tensor_of)
+        content = content_of(folder / CHECKPOINT_NAME)  # what is on the disk
+        index = Index(
+            run_id=run_id,
+            author=public_bytes(key),
+            round=counters.round,
+            inner_steps=counters.inner_steps,
+            tokens=counters.tokens,
+            size=content.size,
+            layout=layout_hash(parameters),
+            hashes=content.hashes,
+        )
+        signed = sign_index(key, index)
+        write_file(folder / INDEX_NAME, encode_signed_index(signed))
+        write_file(folder / MANIFEST_NAME, manifest_of(signed.id))
+        if epochs is not None:
+            write_file(folder / EPOCHS_NAME, msgspec.json.encode(epochs))
+    return signed.id
+
+
+def layout_hash(parameters: Mapping[str, Shape]) -> bytes:
+    """32 bytes; models whose parameters differ in a name, a shape or their order have others."""
+    lines = [f"{name} {'x'.join(map(str, shape))}" for name, shape in parameters.items()]
+    return hashlib.sha256("\n".join([FORMAT, *lines]).encode()).digest()
+
+
+def _read(path: Path, max_bytes: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(max_bytes + 1)
+    except OSError as error:
+        raise ConsolidatedError(f"cannot read {path}: {error.strerror}") from error
+    if len(raw) > max_bytes:
+        raise ConsolidatedError(f"{path} has more than {max_bytes} bytes")
+    return raw

@@ -1,0 +1,400 @@
+"""Fetching a checkpoint, or some of its tensors, from all who have it at once.
+
+`farandole.protocol.download` decides whom to ask for what; here its words are carried out. The header comes first, as
+it says where the wanted tensors are; then come their blocks, each verified before it is written to its place. A fetch
+that is cut off, by whatever, goes on where it was when it is begun again (`farandole.node.store.partial_file`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import trio
+
+from farandole.protocol.block_transfer import Question
+from farandole.protocol.blocks import (
+    BLOCK_BYTES,
+    Index,
+    Selection,
+    SignedIndex,
+    blocks_between,
+    header_size,
+    parse_header,
+    select,
+)
+from farandole.protocol.download import (
+    BLOCK_TIMEOUT,
+    Accuse,
+    Ask,
+    BlockArrived,
+    BlockWrong,
+    BytesArrived,
+    Complete,
+    Dial,
+    DonorBusy,
+    DonorLost,
+    DonorReady,
+    DonorsKnown,
+    Download,
+    Event,
+    Forget,
+    HangUp,
+    Needed,
+    Output,
+    Tick,
+)
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.identity import short_name
+
+from ..base.errors import PeerUnreachableError
+from ..base.nurseries import open_service_nursery
+from ..bulk.channel import ChannelError
+from .partial_file import PartialFile, partial_path, remove_partials
+from .provider import AbsentError, Conditions, DonorBusyError, DonorError, Taking, open_taking
+
+logger = logging.getLogger(__name__)
+
+TICK_SECONDS: Final = 0.1
+# A download that nobody advances for so long, though nobody is busy, is given up; what is here is kept. Some retries of
+# whoever was lost last; and two of the slowest blocks.
+PATIENCE: Final = 20.0
+BLOCK_PATIENCE: Final = 2 * BLOCK_TIMEOUT
+# How often the rate that people see is taken, and how much the newest counts in it.
+RATE_SECONDS: Final = 0.5
+RATE_WEIGHT: Final = 0.2
+
+# What comes of a donor that gives nothing (more).
+LOST: Final = (
+    PeerUnreachableError,
+    RemoteProtocolError,
+    ChannelError,
+    trio.TooSlowError,
+    trio.BrokenResourceError,
+    trio.ClosedResourceError,
+)
+
+
+class FetchError(PeerUnreachableError):
+    """The checkpoint is not here: nobody gives it, or it cannot be stored; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a fetch is."""
+
+    num_bytes: int
+    """That are here, those of an earlier attempt included."""
+    total: int
+    rate: float
+    """Bytes a second, of late."""
+    num_donors: int
+    """That give now."""
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At this rate; None if nothing moves."""
+        return (self.total - self.num_bytes) / self.rate if self.rate > 0 else None
+
+    def __str__(self) -> str:
+        text = f"{self.num_bytes / 1e6:.1f} of {self.total / 1e6:.1f} MB"
+        text += f" ({self.num_bytes * 100 // max(self.total, 1)} %), {self.rate / 1e6:.1f} MB/s"
+        donors = "donor" if self.num_donors == 1 else "donors"
+        left = "" if self.seconds_left is None else f", {self.seconds_left:.0f} s left"
+        return f"{text} from {self.num_donors} {donors}{left}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What is here now."""
+
+    signed: SignedIndex
+    index: Index
+    num_by_donor: dict[bytes, int]
+    """Blocks that each donor gave, those included that came twice."""
+    num_bytes: int
+    """That came, those included that came twice."""
+    total: int
+    """That were needed: of whole blocks."""
+    num_kept: int
+    """Blocks of an earlier attempt."""
+
+
+async def ask_for_index(
+    conditions: Conditions,
+    donor: bytes,
+    stage: int,
+    max_size: int,
+    checkpoint_id: bytes | None = None,
+    made_by: bytes | None = None,
+) -> tuple[SignedIndex, Index]:
+    """The index of a donor's newest checkpoint of a stage, saved anew if it is old; or of the one with this id.
+
+    ``made_by`` is the run that has made it, if that is not the donor's own. Raises `PeerUnreachableError`, of which
+    `DonorBusyError` is one.
+    """
+    question = Question(conditions.run_id, stage, checkpoint_id)
+    try:
+        async with open_taking(conditions, donor, question, max_size) as taking:
+            signed, index = taking.signed_index(max_size, made_by or conditions.run_id)
+    except PeerUnreachableError:
+        raise
+    except LOST as error:
+        raise DonorError(f"no index: {str(error) or 'too slow'}") from error
+    if index.stage != stage or checkpoint_id not in (None, signed.id):
+        raise DonorError("it gave the index of another checkpoint")
+    return signed, index
+
+
+async def fetch_checkpoint(
+    conditions: Conditions,
+    signed: SignedIndex,
+    index: Index,
+    donors: Callable[[], Collection[bytes]],
+    wanted: Callable[[str], bool],
+    path: Path,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+    accuse: Callable[[bytes, str, bytes], None] = lambda donor, reason, evidence: None,
+    *,
+    is_prefix: bool = False,
+) -> Fetched:
+    """Fetch the tensors whose name is wanted, as a safetensors file at ``path``.
+
+    ``donors`` are those who are said to have it now, the best first; they are asked anew every so often. ``accuse`` is
+    told who gave wrong bytes. With ``is_prefix`` the file is no safetensors file but the checkpoint's own first blocks,
+    up to the last wanted tensor: what can be given to others. Raises `FetchError`.
+    """
+    try:
+        fetch = _Fetch(conditions, signed, index, donors, on_progress, accuse)
+        return await fetch.run(wanted, path, is_prefix)
+    except OSError as error:
+        raise FetchError(f"the download cannot be stored: {error}") from error
+    except RemoteProtocolError as error:
+        raise FetchError(f"its author made it no checkpoint: {error}") from error
+
+
+class _Contact:
+    """A donor that was dialled."""
+
+    def __init__(self, donor: bytes) -> None:
+        self.donor = donor
+        self.scope = trio.CancelScope()
+        self.taking: Taking | None = None
+        """Once it gives."""
+        self._progress = 0
+
+    def has_advanced(self) -> bool:
+        """Whether something has come since this was asked last."""
+        before, self._progress = self._progress, self.taking.progress if self.taking else 0
+        return self._progress != before
+
+
+class _Speedometer:
+    """How fast something has grown of late."""
+
+    def __init__(self) -> None:
+        self.rate = 0.0
+        self._count, self._at = 0, trio.current_time()
+
+    def note(self, count: int) -> None:
+        """It is so much now."""
+        seconds = trio.current_time() - self._at
+        if seconds >= RATE_SECONDS:
+            newest = (count - self._count) / seconds
+            self.rate += (newest - self.rate) * (RATE_WEIGHT if self.rate else 1.0)
+            self._count, self._at = count, trio.current_time()
+
+
+class _Fetch:
+    """One fetch, from the donors' first words to the file."""
+
+    def __init__(
+        self,
+        conditions: Conditions,
+        signed: SignedIndex,
+        index: Index,
+        donors: Callable[[], Collection[bytes]],
+        on_progress: Callable[[Progress], None],
+        accuse: Callable[[bytes, str, bytes], None],
+    ) -> None:
+        self._conditions = conditions
+        self._signed = signed
+        self._index = index
+        self._question = Question(conditions.run_id, index.stage, signed.id, has_index=True)
+        self._donors = donors
+        self._on_progress = on_progress
+        self._accuse = accuse
+        self._contacts: dict[bytes, _Contact] = {}
+        self._num_by_donor: dict[bytes, int] = {}
+        self._absent: set[bytes] = set()  # donors that do not have it
+        self._num_bytes = 0
+        self._needed: frozenset[int] = frozenset()
+        self._is_complete = trio.Event()
+        self._failure: FetchError | None = None
+        self._last_problem = "nobody is known who has it"
+
+    async def run(self, wanted: Callable[[str], bool], path: Path, is_prefix: bool) -> Fetched:
+        """See `fetch_checkpoint`."""
+        run_sync = trio.to_thread.run_sync
+        await run_sync(remove_partials, path, self._signed.id)
+        self._file = await run_sync(PartialFile, partial_path(path, self._signed.id), self._index)
+        try:
+            self._have = await run_sync(self._file.blocks)
+            num_kept = len(self._have)
+            self._download = Download(self._have)
+            # Patience begins with the donors: to hash what an earlier attempt left may take minutes.
+            self._heard_at = self._given_at = trio.current_time()
+            async with open_service_nursery() as self._nursery:
+                self._nursery.start_soon(self._watch)
+                selection = await self._fetch_wanted(wanted, is_prefix)
+            if is_prefix:
+                await run_sync(self._file.make_prefix, selection.blocks[-1] + 1, path)
+            else:
+                await run_sync(self._file.make, selection, path)
+        finally:
+            self._file.close()
+        total = self._size_of(self._needed)
+        return Fetched(self._signed, self._index, self._num_by_donor, self._num_bytes, total, num_kept)
+
+    async def _fetch_wanted(self, wanted: Callable[[str], bool], is_prefix: bool) -> Selection:
+        size = self._index.size
+        await self._fetch(range(1))
+        header_end = header_size(await trio.to_thread.run_sync(self._file.read_block, 0), size)
+        await self._fetch(blocks_between(0, header_end))
+        selection = select(parse_header(await trio.to_thread.run_sync(self._file.read, 0, header_end), size), wanted)
+        blocks = range(selection.blocks[-1] + 1) if is_prefix else selection.blocks
+        made = selection.size if selection.header and not is_prefix else 0
+        num_bytes = self._size_of(set(blocks) - self._have) + made
+        await trio.to_thread.run_sync(self._conditions.room.check, self._file.path.parent, num_bytes)
+        await self._fetch(blocks)
+        return selection
+
+    async def _fetch(self, blocks: Iterable[int]) -> None:
+        self._is_complete = trio.Event()
+        self._needed = frozenset(blocks)
+        self._tell(Needed(sorted(self._needed)))
+        await self._is_complete.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def _fail(self, failure: FetchError) -> None:
+        self._failure = self._failure or failure
+        self._is_complete.set()
+
+    # Time
+
+    async def _watch(self) -> None:
+        known: tuple[bytes, ...] = ()
+        speedometer = _Speedometer()
+        while True:
+            if (names := tuple(self._donors())) != known:
+                known = names
+                self._tell(DonorsKnown(known))
+            self._listen()
+            self._tell(Tick())
+            num_bytes = self._size_of(self._needed & self._have)
+            speedometer.note(num_bytes)
+            self._on_progress(
+                Progress(num_bytes, self._size_of(self._needed), speedometer.rate, self._download.num_open)
+            )
+            await trio.sleep(TICK_SECONDS)
+
+    def _size_of(self, blocks: Collection[int]) -> int:
+        """In bytes."""
+        is_last_among = self._index.num_blocks - 1 in blocks
+        return len(blocks) * BLOCK_BYTES - (is_last_among and -self._index.size % BLOCK_BYTES)
+
+    def _listen(self) -> None:
+        now = trio.current_time()
+        for contact in list(self._contacts.values()):
+            if contact.has_advanced():
+                self._heard_at = now
+                self._tell(BytesArrived(contact.donor))
+        if now > min(self._heard_at + PATIENCE, self._given_at + BLOCK_PATIENCE):
+            self._fail(FetchError(f"the download does not get on: {self._last_problem}"))
+
+    # Donors
+
+    def _tell(self, event: Event) -> None:
+        for output in self._download.handle(event, trio.current_time()):
+            self._carry_out(output)
+
+    def _carry_out(self, output: Output) -> None:
+        match output:
+            case Dial(donor):
+                contact = self._contacts[donor] = _Contact(donor)
+                self._nursery.start_soon(self._converse, contact)
+            case Ask(donor, first, count):
+                self._say(donor, lambda taking: taking.want(first, count))
+            case Forget(donor, block):
+                self._say(donor, lambda taking: taking.forget(block))
+            case HangUp(donor, reason):
+                self._note_problem(donor, reason)
+                self._contacts.pop(donor).scope.cancel()
+            case Accuse(donor, block):
+                self._accuse(donor, f"gave wrong bytes for block {block} of a checkpoint", self._signed.id)
+            case Complete():
+                self._is_complete.set()
+
+    def _say(self, donor: bytes, say: Callable[[Taking], None]) -> None:
+        contact = self._contacts[donor]
+        assert contact.taking is not None, "only who is ready is asked"
+        try:
+            say(contact.taking)
+        except trio.WouldBlock:
+            contact.scope.cancel()  # it does not listen
+
+    def _note_problem(self, donor: bytes, problem: object) -> None:
+        self._last_problem = f"{short_name(donor)}: {problem or 'too slow'}"
+        logger.info("checkpoint %s: %s", self._signed.id.hex()[:8], self._last_problem)
+
+    async def _converse(self, contact: _Contact) -> None:
+        """With a donor, until nothing more is to be had."""
+        donor, size = contact.donor, self._index.size
+        ended: Event = DonorLost(donor)
+        try:
+            with contact.scope:
+                async with open_taking(self._conditions, donor, self._question, size) as taking:
+                    await taking.route(size)
+                    contact.taking = taking
+                    self._tell(DonorReady(donor, min(taking.num_held, self._index.num_blocks)))
+                    await taking.run(size, partial(self._take, contact))
+        except DonorBusyError as error:
+            self._heard_at = max(self._heard_at, trio.current_time() + error.seconds)
+            ended = DonorBusy(donor, error.seconds)
+            self._note_problem(donor, error)
+        except LOST as error:
+            self._note_problem(donor, error)
+            if isinstance(error, AbsentError):
+                self._absent.add(donor)
+        if self._contacts.get(donor) is contact:
+            del self._contacts[donor]
+            self._tell(ended)
+            self._give_up_if_absent()
+
+    def _give_up_if_absent(self) -> None:
+        """A checkpoint that nobody has any more is not waited for: there are newer ones."""
+        donors = set(self._donors())
+        if donors and donors <= self._absent and not self._contacts:
+            self._fail(FetchError(f"nobody has it any more: {self._last_problem}"))
+
+    async def _take(self, contact: _Contact, block: int, data: memoryview) -> None:
+        """Something has come that is said to be this block."""
+        try:
+            is_right = await trio.to_thread.run_sync(self._file.write, block, data)
+        except OSError as error:
+            self._fail(FetchError(f"the download cannot be stored: {error}"))
+            return
+        donor = contact.donor
+        if self._contacts.get(donor) is not contact:
+            return
+        if is_right:
+            self._have.add(block)
+            self._num_by_donor[donor] = self._num_by_donor.get(donor, 0) + 1
+            self._num_bytes += len(data)
+            self._given_at = trio.current_time()
+        self._tell(BlockArrived(donor, block) if is_right else BlockWrong(donor, block))

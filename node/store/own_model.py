@@ -1,0 +1,93 @@
+"""One's own module: in a run file, and at the door of a node that would join such a run.
+
+A run file says ``model = "mypackage.models:build"``, or a table that says more:
+
+    [model]
+    own = "mypackage.models:build"
+    context = 256
+    vocabulary = 256
+    config = {width = 128, depth = 4}     # what the function is given
+
+The function is called once, if the owner of this machine allows it: what it makes goes into the manifest as names and
+shapes (`farandole.protocol.own_model`). It needs torch, and takes as long as the model takes to make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from farandole.protocol.errors import ManifestError
+from farandole.protocol.hf_config import Context, Vocabulary
+from farandole.protocol.manifest import Manifest
+from farandole.protocol.own_model import FunctionName, Settings
+from farandole.training.errors import TrainingError
+from farandole.training.own_function import require_allowed
+
+from ..base.errors import JoinError
+
+# Of both presets and byte-level text.
+DEFAULT_CONTEXT: Final = 256
+DEFAULT_VOCABULARY: Final = 256
+# What the function decides.
+_DECIDED: Final = ("num_layers", "width", "num_heads", "hidden", "hf", "preset")
+
+
+class _Table(msgspec.Struct, frozen=True):
+    """What a run file says of the model."""
+
+    own: FunctionName
+    context: Context = DEFAULT_CONTEXT
+    vocabulary: Vocabulary = DEFAULT_VOCABULARY
+    config: Settings = {}
+
+
+def require_allowed_model(manifest: Manifest, allowed: Collection[str]) -> None:
+    """Raises `JoinError`, which says what to install and what to pass, unless the run's model is none of its own or the
+    owner allows it. Nothing is imported here: the trainer does, and nobody else.
+    """
+    if manifest.model.own is None:
+        return
+    try:
+        require_allowed(msgspec.to_builtins(manifest.model.own), allowed)
+    except TrainingError as error:
+        raise JoinError(str(error)) from error
+
+
+def own_model(model: Mapping[str, Any], allowed: Collection[str]) -> dict[str, Any]:
+    """The ``model`` table of a manifest, from one of a run file that has ``own``; other fields stay as they are.
+
+    Raises `ManifestError`, which says what to mend: in the run file, in the model, or in what is allowed.
+    """
+    if decided := [name for name in _DECIDED if name in model]:
+        raise ManifestError(f"model.{decided[0]}: what {model['own']} returns decides on it; leave it out")
+    try:
+        table = msgspec.convert(model, _Table, strict=True)
+    except msgspec.ValidationError as error:
+        raise ManifestError(f"model: {error}") from error
+    try:
+        require_allowed({"function": table.own}, allowed)
+        from farandole.training.own_trial import try_own_model  # torch is imported for no other run file
+
+        tried = try_own_model(table.own, table.config, table.context, table.vocabulary, allowed)
+    except TrainingError as error:
+        raise ManifestError(f"model.own: {error}") from error
+    rest = {name: value for name, value in model.items() if name not in ("own", "config")}
+    return {
+        **rest,
+        "context": table.context,
+        "vocabulary": table.vocabulary,
+        "num_layers": tried.num_layers,
+        "width": tried.width,
+        "num_heads": 0,
+        "hidden": 0,
+        "own": {
+            "function": table.own,
+            "config": table.config,
+            "ends": tried.ends,
+            "layer": tried.layer,
+            "package": tried.package,
+        },
+    }

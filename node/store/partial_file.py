@@ -1,0 +1,152 @@
+"""A checkpoint on its way here: a file in which each block lies at its place, and the rest is holes.
+
+Nothing else is written down about how far it is. Whoever opens it again, after a crash or a power cut, hashes what is
+there: what is a block of the index is kept, and what is not is fetched again. Whole, or as far as it was wanted, it
+becomes a checkpoint of its own (`PartialFile.make`), under its name only when it is on the disk for good.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+from typing import Final
+
+from farandole.protocol.blocks import BLOCK_BYTES, Index, Selection, block_range, blocks_between
+from farandole.training.durable import replacing, sync_file, sync_folder
+
+from ..base.system.files import open_binary, read_at, write_at
+from .disk_space import Room
+
+PARTIAL_SUFFIX: Final = ".part"
+
+
+class PartialFile:
+    """The blocks of one checkpoint. Every method may block, and raises `OSError`."""
+
+    def __init__(self, path: Path, index: Index) -> None:
+        """Open it, or create it, readable and writable by its owner alone."""
+        self.path = path
+        self._index = index
+        self._descriptor = open_binary(path, os.O_RDWR | os.O_CREAT)
+        self._is_open = True
+        try:
+            os.ftruncate(self._descriptor, index.size)
+        except BaseException:  # whatever it is, nobody else would close it
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Keep it for later. It may be closed already."""
+        if self._is_open:
+            self._is_open = False
+            os.close(self._descriptor)
+
+    def blocks(self) -> set[int]:
+        """Those that are here and right."""
+        return {block for block in self._written() if self._index.is_block(block, self.read_block(block))}
+
+    def _written(self) -> Iterator[int]:
+        """Blocks that are not wholly holes, where the system tells; all where it does not."""
+        if not hasattr(os, "SEEK_DATA"):
+            yield from range(self._index.num_blocks)
+            return
+        block = 0
+        while block < self._index.num_blocks:
+            try:
+                start = os.lseek(self._descriptor, block * BLOCK_BYTES, os.SEEK_DATA)
+            except OSError as error:
+                if error.errno == errno.ENXIO:  # only a hole is left
+                    return
+                raise
+            block = start // BLOCK_BYTES
+            yield block
+            block += 1
+
+    def write(self, block: int, data: memoryview) -> bool:
+        """Put the data there if it is that block; whether it is."""
+        if not self._index.is_block(block, data):
+            return False
+        position = block * BLOCK_BYTES
+        while data:
+            num_written = write_at(self._descriptor, data, position)
+            data, position = data[num_written:], position + num_written
+        return True
+
+    def read_block(self, block: int) -> bytes:
+        """What is there."""
+        return self.read(*block_range(self._index.size, block))
+
+    def read(self, start: int, end: int) -> bytes:
+        """What is there, from one byte to another."""
+        return read(self._descriptor, start, end)
+
+    def make(self, selection: Selection, path: Path) -> None:
+        """What is selected becomes the file at ``path``, durably and in one step; this one is of no more use."""
+        if not selection.header:
+            self._take_name(path)
+        else:
+            Room().check(path.parent, selection.size)
+            with replacing(path) as file:
+                _write_all(file, selection.header)
+                for start, end in selection.pieces:
+                    self._copy(start, end, file)
+            self.close()  # Windows neither removes nor renames a file that is open
+            self.path.unlink(missing_ok=True)
+
+    def make_prefix(self, num_blocks: int, path: Path) -> None:
+        """The first blocks alone become the file at ``path``, durably and in one step; this one is of no more use."""
+        os.ftruncate(self._descriptor, block_range(self._index.size, num_blocks - 1)[1])
+        self._take_name(path)
+
+    def _take_name(self, path: Path) -> None:
+        sync_file(self._descriptor)
+        self.close()
+        self.path.replace(path)
+        sync_folder(path.parent)
+
+    def _copy(self, start: int, end: int, target: FileIO) -> None:
+        for block in blocks_between(start, end):
+            first, last = block_range(self._index.size, block)
+            _write_all(target, self.read(max(start, first), min(end, last)))
+
+
+def read(descriptor: int, start: int, end: int) -> bytes:
+    """A part of a file, which must have it; raises `OSError`."""
+    data = read_at(descriptor, end - start, start)
+    while len(data) < end - start:
+        more = read_at(descriptor, end - start - len(data), start + len(data))
+        if not more:
+            raise OSError(errno.EIO, f"the file ends before byte {end}")
+        data += more
+    return data
+
+
+def partial_path(path: Path, checkpoint_id: bytes) -> Path:
+    """Where the blocks of a checkpoint lie while it is fetched to ``path``."""
+    return path.with_name(f"{path.name}.{checkpoint_id.hex()[:16]}{PARTIAL_SUFFIX}")
+
+
+def has_partial(path: Path, checkpoint_id: bytes) -> bool:
+    """Whether an earlier fetch to ``path`` has begun with a checkpoint."""
+    return partial_path(path, checkpoint_id).exists()
+
+
+def has_begun(folder: Path, checkpoint_id: bytes) -> bool:
+    """Whether an earlier fetch to anywhere in a folder has begun with a checkpoint."""
+    return any(folder.glob(f"*.{checkpoint_id.hex()[:16]}{PARTIAL_SUFFIX}"))
+
+
+def remove_partials(path: Path, kept: bytes | None = None) -> None:
+    """Remove what earlier fetches to ``path`` left, but for that of one checkpoint."""
+    for leftover in path.parent.glob(f"{path.name}.*{PARTIAL_SUFFIX}"):
+        if kept is None or leftover != partial_path(path, kept):
+            leftover.unlink(missing_ok=True)
+
+
+def _write_all(file: FileIO, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]

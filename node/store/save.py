@@ -1,0 +1,154 @@
+"""Saving a trainer's checkpoints behind its inner steps: one at a time, each durable before an older one goes.
+
+A thread writes the snapshot, at a lower priority than training's. What goes wrong costs that one checkpoint: the older
+ones stay, and the next save, which has a file of its own, may do better.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Protocol
+
+import msgspec
+
+from farandole.training.durable import sync_folder
+
+from ..base.system.priority import lower_thread_priority
+from ..trainer.messages import Saved
+from .folder import KEPT, CheckpointFolder, index_of
+
+if TYPE_CHECKING:
+    from farandole.training.blocks import Content
+    from farandole.training.checkpoint import Counters
+
+# Of the writing thread. Training (`farandole.node.trainer_process.main.NICENESS`) goes first: where they compete it has
+# three times as much. With the least priority 411 MB took 77 s on a machine under load, longer than who leaves can
+# wait.
+NICENESS: Final = 10
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Savable(Protocol):
+    """A replica, or a snapshot of one."""
+
+    @property
+    def counters(self) -> Counters:
+        """How far it is."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes on disk, but for a header."""
+
+    def save(self, path: Path) -> Content:
+        """Write it, atomically and durably; raises `OSError`."""
+
+
+class Saver:
+    """Writes one stage's checkpoints, and tells by ``report``, from whatever thread, how each save went.
+
+    ``num_kept``: how many it keeps.
+    """
+
+    def __init__(self, folder: CheckpointFolder, report: Callable[[Saved], None], num_kept: int = KEPT) -> None:
+        self._folder = folder
+        self._report = report
+        self._kept: deque[Path] = deque(maxlen=num_kept)
+        self._newest: Saved | None = None
+        self._writing: threading.Thread | None = None
+
+    @property
+    def newest(self) -> Saved | None:
+        """The newest checkpoint that is durable. Waits for one that is being written."""
+        self.wait()
+        return self._newest
+
+    def adopt(self, fetched: Path, content: Content, counters: Counters) -> Saved:
+        """Give a peer's file, which is fit and durable, its place among this node's own."""
+        path = self._make_way(counters)
+        fetched.replace(path)
+        sync_folder(path.parent)
+        return self.note(path, content, counters)
+
+    def note(self, path: Path, content: Content, counters: Counters) -> Saved:
+        """This checkpoint is good, and the newest."""
+        if path not in self._kept:
+            self._kept.append(path)
+        self._newest = Saved(
+            counters.round,
+            counters.steps,
+            counters.tokens,
+            str(path),
+            content.size,
+            content.hashes,
+        )
+        return self._newest
+
+    def save(self, source: Savable, note: str = "") -> None:
+        """Now, in this thread; with a ``note`` to the report."""
+        self.wait()
+        self._report(msgspec.structs.replace(self._write(source), note=note))
+
+    def save_behind(self, source: Savable) -> None:
+        """In a thread of its own, which needs ``source`` as it is until the report."""
+        self.wait()
+        self._writing = threading.Thread(target=self._work, args=(source,), name="checkpoint", daemon=True)
+        self._writing.start()
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
+
+    def _work(self, source: Savable) -> None:
+        lower_thread_priority(NICENESS)
+        saved = self._write(source)
+        with contextlib.suppress(OSError):  # the mesh process is gone: the trainer sees it too, and ends
+            self._report(saved)
+
+    def _write(self, source: Savable) -> Saved:
+        counters = source.counters
+        try:
+            path = self._make_way(counters)
+            saved = self.note(path, source.save(path), counters)
+        except (OSError, RuntimeError, MemoryError) as error:  # RuntimeError: a device from which nothing can be copied
+            return Saved(counters.round, counters.steps, counters.tokens, problem=self._explain(error, source))
+        self._folder.keep(self._kept)
+        return saved
+
+    def _make_way(self, counters: Counters) -> Path:
+        """The file's path; the index of one that had this name goes before it does."""
+        path = self._folder.file(counters.round)
+        if not path.parent.exists():
+            path.parent.mkdir()
+            sync_folder(path.parent.parent)
+        index_of(path).unlink(missing_ok=True)
+        return path
+
+    def _explain(self, error: Exception, source: Savable) -> str:
+        """What is wrong, what is needed, what to do."""
+        folder, size = self._folder.path, f"{source.num_bytes / 1e6:,.1f} MB"
+        reason, remedy = str(error) or repr(error), ""
+        if isinstance(error, OSError):
+            reason, remedy = os.strerror(error.errno or 0), f"look after the disk of {folder}"
+            if error.errno in _NO_ROOM:
+                remedy = f"it takes {size} in {folder}, where {_free(folder)} are free: make room"
+            elif error.errno == errno.EFBIG:
+                remedy = f"it takes {size}, and files may not be so large: raise the limit (ulimit -f)"
+        kept = "the last good one is kept, and the" if self._newest is not None else "the"
+        what = f"the checkpoint of round {source.counters.round} is not written: {reason}"
+        return "; ".join(filter(None, [what, remedy, f"{kept} next save tries again"]))
+
+
+def _free(folder: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(folder).free / 1e6:,.1f} MB"
+    except OSError as error:
+        return f"an unknown number ({error.strerror})"

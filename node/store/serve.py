@@ -1,0 +1,327 @@
+"""Giving blocks of checkpoints to those who need them, without harm to this node's own training.
+
+A few peers are served at once, each over a stream and, where there is a way, a bulk channel. They share what the node
+sends by turns: where there is a cap, the shaper serves pieces in the order in which they ask, and every peer has one
+piece at a time under way. Who is too many is told for how long; whoever has been served for a while then makes room,
+so nobody has to wait for all of another's checkpoint, and nobody who takes it slowly keeps others out.
+
+While the node's own exchange is under way, blocks get a tenth of the time: the run's rounds come first. For that little
+of what is given may wait in the kernel, where it would go before the exchange.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, Final, Protocol
+
+import trio
+
+from farandole.protocol.block_transfer import (
+    BLOCKS_PROTOCOL,
+    MAX_MESSAGE_BYTES,
+    Absent,
+    Busy,
+    Forget,
+    Give,
+    Here,
+    Question,
+    Route,
+    Routed,
+    Want,
+    Wanted,
+    decode_asked,
+    decode_question,
+    encode,
+    max_answer_bytes,
+)
+from farandole.protocol.blocks import BLOCK_BYTES, encode_signed_index
+from farandole.protocol.download import BLOCK_TIMEOUT
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.framing import FrameParser, frame
+
+from ..base.bandwidth import Shaping
+from ..base.streams import READ_BYTES, Stream, StreamHost, receive_frame
+from ..bulk.channel import ChannelError
+from ..bulk.transport import Channels, Way
+from .holdings import Holding
+
+# A question and its answer, where no fresh checkpoint has to be saved for it.
+ANSWER_TIMEOUT: Final = 10.0
+# Peers served at once. Where the upload is capped, as many as get more than `MIN_SHARE` of half of it, the other half
+# being for exchanges, but one at least.
+MAX_SERVED: Final = 4
+MIN_SHARE: Final = 64 * 1024
+# A peer that wants nothing for so long has what it needs, or waits for another's blocks.
+IDLE_TIMEOUT: Final = 20.0
+# How long a peer is served, at least, while others wait: on a line of 20 Mbit/s that is 75 MB. Then it has this long to
+# take the block that is under way.
+TURN_SECONDS: Final = 30.0
+GRACE_SECONDS: Final = 10.0
+# For who is served over another stream: that may be about to close.
+CLOSING_SECONDS: Final = 0.5
+# For who is turned out: others have come by then.
+TURNED_OUT_SECONDS: Final = 5.0
+# For everybody while this node saves its month's traffic, which takes hours: others give meanwhile.
+SAVING_SECONDS: Final = 30.0
+# Where a block takes long, or an exchange is under way, blocks move in pieces of this size: a tenth of a second on a
+# line of 20 Mbit/s. No more waits in the kernel of a channel.
+PIECE_BYTES: Final = 256 * 1024
+LONG_SECONDS: Final = 0.1
+# A rest between two pieces while an exchange is under way: nine times as long as the piece took, but not so long that
+# whoever waits takes this node for dead (`farandole.protocol.download.SILENCE`).
+REST: Final = 9.0
+MAX_REST: Final = 2.0
+# How much of the slowest piece's pace is remembered at the next one.
+FORGETTING: Final = 0.9
+# On the stream itself, a piece is what a frame of other protocols is.
+CHUNK_BYTES: Final = 65_507
+
+Find = Callable[[Question], Awaitable[Holding | None]]
+"""The checkpoint that is asked for, held for whoever asks; None if it is not here."""
+
+
+class Exchanges(Protocol):
+    """What is used of a `farandole.node.bulk.exchange_service.ExchangeService`."""
+
+    @property
+    def is_exchanging(self) -> bool:
+        """Whether an exchange is under way."""
+
+    async def wait_quiet(self) -> None:
+        """Until none is."""
+
+
+class BlockService:
+    """Gives blocks of what ``find`` finds, of one run. ``exchanges`` are what goes first."""
+
+    def __init__(
+        self,
+        run_id: bytes,
+        find: Find,
+        shaping: Shaping | None = None,
+        exchanges: Exchanges | None = None,
+    ) -> None:
+        self.channels: Channels[Any] | None = None
+        """Ways beside the streams; without them everything goes over the streams."""
+        self.bytes_sent = 0
+        self._run_id = run_id
+        self._find = find
+        self._shaping = shaping or Shaping()
+        self._exchanges = exchanges
+        rate = self._shaping.up.rate
+        self._max_served = min(MAX_SERVED, max(1, int(rate / (2 * MIN_SHARE)))) if rate else MAX_SERVED
+        self._served: dict[bytes, _Service] = {}
+        """Who is served, in the order in which they came."""
+
+    def register(self, host: StreamHost) -> None:
+        """Serve on the host."""
+        host.set_handler(BLOCKS_PROTOCOL, self.serve)
+
+    async def serve(self, stream: Stream) -> None:
+        """One peer, until it has what it needs."""
+        parser = FrameParser(MAX_MESSAGE_BYTES)
+        with trio.fail_after(ANSWER_TIMEOUT):
+            question = decode_question(await receive_frame(stream, parser))
+        if question.run_id != self._run_id:
+            await _answer(stream, Absent())
+        elif not self._shaping.may_spend(BLOCK_BYTES):
+            await _answer(stream, Busy(SAVING_SECONDS))
+        elif (seconds := self._seconds_until_free(stream.peer)) > 0:
+            await _answer(stream, Busy(seconds))
+        else:
+            with self._turn(stream.peer) as turn:
+                await self._give(stream, parser, question, turn)
+
+    def _seconds_until_free(self, peer: bytes) -> float:
+        """0 if there is room now; whoever has been served for long enough is told to make some."""
+        if peer in self._served:
+            return CLOSING_SECONDS
+        if len(self._served) < self._max_served:
+            return 0.0
+        oldest = next(iter(self._served.values()))
+        oldest.end_after_turn()
+        return max(1.0, oldest.turn_ends_at - trio.current_time())
+
+    @contextlib.contextmanager
+    def _turn(self, peer: bytes) -> Iterator[_Service]:
+        turn = self._served[peer] = _Service()
+        try:
+            with turn.scope:
+                yield turn
+        finally:
+            del self._served[peer]
+
+    async def _give(self, stream: Stream, parser: FrameParser, question: Question, turn: _Service) -> None:
+        stream.is_bulk = False
+        holding = await self._find(question)
+        if holding is None:
+            await _answer(stream, Absent())
+            return
+        try:
+            index = b"" if question.has_index else encode_signed_index(holding.signed)
+            way = Way(stream.peer, self.channels)
+            with way.expecting():
+                await _answer(stream, Here(holding.num_held, index), max_answer_bytes(holding.index.size))
+                giver = _Giver(stream, parser, holding, way, turn, self._shaping, self._exchanges)
+                try:
+                    await giver.run()
+                finally:
+                    self.bytes_sent += giver.bytes_sent
+        finally:
+            holding.let_go()
+
+
+class _Service:
+    """The time for which a peer is served."""
+
+    def __init__(self) -> None:
+        self.scope = trio.CancelScope()
+        self.turn_ends_at = trio.current_time() + TURN_SECONDS
+        self._are_others_waiting = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is others' turn."""
+        return self._are_others_waiting and trio.current_time() >= self.turn_ends_at
+
+    def end_after_turn(self) -> None:
+        """Others are waiting."""
+        self._are_others_waiting = True
+        self.scope.deadline = max(trio.current_time(), self.turn_ends_at) + GRACE_SECONDS
+
+
+class _Giver:
+    """Gives one peer blocks of one checkpoint."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        parser: FrameParser,
+        holding: Holding,
+        way: Way,
+        turn: _Service,
+        shaping: Shaping,
+        exchanges: Exchanges | None,
+    ) -> None:
+        self.bytes_sent = 0
+        self._stream = stream
+        self._parser = parser
+        self._holding = holding
+        self._way = way
+        self._turn = turn
+        self._shaping = shaping
+        self._exchanges = exchanges
+        self._pace = 0.0  # seconds a byte
+        self._wanted = Wanted(holding.num_held)
+        self._has_more = trio.Event()
+        self._is_routed = False
+        self._is_giving = False
+
+    async def run(self) -> None:
+        """Until the peer goes, falls silent, or others have their turn."""
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._read, nursery.cancel_scope)
+                await self._give_wanted()
+                nursery.cancel_scope.cancel()
+        except* (
+            RemoteProtocolError,
+            trio.BrokenResourceError,
+            trio.ClosedResourceError,
+            trio.TooSlowError,
+            ChannelError,
+        ):
+            pass  # which end it was, and why, is of no interest: the peer asks again, or another
+        finally:
+            (self._way.discard if self._is_giving or self._wanted else self._way.keep)()
+
+    async def _read(self, scope: trio.CancelScope) -> None:
+        while True:
+            while (payload := self._parser.next_frame()) is not None:
+                await self._hear(payload)
+            data = await self._stream.receive_some(READ_BYTES)
+            if not data:
+                break
+            if self._stream.is_bulk:
+                self._shaping.down.charge(len(data))
+            self._parser.receive_data(data)
+        scope.cancel()
+
+    async def _hear(self, payload: bytes) -> None:
+        message = decode_asked(payload)
+        match message:
+            case Route(channel) if not self._is_routed:
+                self._is_routed = True
+                name = self._way.take(channel)
+                self._stream.is_bulk = name is None
+                if self._way.channel is not None and not self._shaping.up.rate:  # else it is limited by that
+                    self._way.channel.limit_unsent(PIECE_BYTES)
+                await self._say(Routed(name))
+            case Want() if self._is_routed:
+                self._wanted.add(message)
+                self._has_more.set()
+            case Forget(block) if self._is_routed:
+                self._wanted.forget(block)
+            case _:
+                raise RemoteProtocolError(f"{type(message).__name__} out of turn")
+
+    async def _give_wanted(self) -> None:
+        while not self._turn.is_over and self._shaping.may_spend(BLOCK_BYTES):
+            if not self._wanted:
+                self._has_more = trio.Event()
+                with trio.move_on_after(IDLE_TIMEOUT) as patience:
+                    await self._has_more.wait()
+                if patience.cancelled_caught:
+                    return
+                continue
+            self._is_giving = True
+            await self._give(self._wanted.pop())
+            self._is_giving = False
+        await self._say(Busy(TURNED_OUT_SECONDS))
+
+    async def _give(self, block: int) -> None:
+        data = memoryview(await trio.to_thread.run_sync(self._holding.read, block))
+        with trio.fail_after(BLOCK_TIMEOUT):
+            await self._say(Give(block))
+            start = 0
+            while start < len(data):
+                began_at = trio.current_time()
+                piece = data[start : start + self._piece_bytes()]
+                await self._send(piece)
+                start += len(piece)
+                self.bytes_sent += len(piece)
+                self._note_pace((trio.current_time() - began_at) / len(piece))
+                if self._exchanges is not None:
+                    with trio.move_on_after(min(REST * self._pace * len(piece), MAX_REST)):
+                        await self._exchanges.wait_quiet()
+
+    def _note_pace(self, pace: float) -> None:
+        """What a piece took is the line's pace only where it had to wait: after a rest there is room in buffers."""
+        rate = self._shaping.up.rate
+        self._pace = max(pace, FORGETTING * self._pace, 1 / rate if rate else 0.0)
+
+    def _piece_bytes(self) -> int:
+        if self._way.channel is None:
+            return min(CHUNK_BYTES, self._shaping.up.quantum)
+        is_exchanging = self._exchanges is not None and self._exchanges.is_exchanging
+        return PIECE_BYTES if self._pace * BLOCK_BYTES > LONG_SECONDS or is_exchanging else BLOCK_BYTES
+
+    async def _send(self, piece: memoryview) -> None:
+        if self._way.channel is not None:
+            await self._way.channel.send(piece)
+        else:
+            await self._shaping.up.wait(len(piece))
+            await self._stream.send_all(bytes(piece))
+
+    async def _say(self, message: Routed | Give | Busy) -> None:
+        payload = frame(encode(message), MAX_MESSAGE_BYTES)
+        if self._stream.is_bulk:
+            self._shaping.up.charge(len(payload))
+        with trio.fail_after(ANSWER_TIMEOUT):
+            await self._stream.send_all(payload)
+
+
+async def _answer(stream: Stream, message: Here | Busy | Absent, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
+    with trio.fail_after(ANSWER_TIMEOUT):
+        await stream.send_all(frame(encode(message), max_bytes))

@@ -1,0 +1,1 @@
+"""The trainer process: runs torch, knows no network."""

@@ -1,0 +1,117 @@
+"""Entry point of the trainer process: ``python -m farandole.node.trainer_process.main PARENT TRACEBACKS``."""
+
+from __future__ import annotations
+
+import sys
+
+import msgspec
+
+from farandole.protocol.manifest import Manifest
+
+from ..base.system.memory import open_shared
+from ..base.system.parent import connect_to_parent
+from ..base.system.priority import lower_priority
+from ..base.system.proc import write_proc
+from ..base.system.signals import ignore_stop_signals, tell_where
+from ..trainer.channel import Channel
+from ..trainer.messages import Failed, Prepare
+from .process import TrainerProcess, UnfitWeightsError
+
+# Below everybody's interactive programs, and below the mesh process, whose answers others wait for.
+NICENESS = 5
+# Where memory is used up, the kernel ends this process and neither the mesh process nor anybody's editor: halfway to a
+# process that is always ended first. Linux alone.
+OOM_SCORE_ADJUSTMENT = 500
+# Of torch's message about memory: the allocator's name, how much was tried, and how much there is.
+MAX_QUOTED_CHARS = 200
+
+
+def main() -> None:
+    """Serve the mesh process until it is gone."""
+    parent, tracebacks = sys.argv[1:]
+    # Ctrl-C, and a service manager's SIGTERM to the whole group, are for the daemon, which stops us in its own time.
+    ignore_stop_signals()
+    with connect_to_parent(parent) as connection:
+        tell_where(open_shared(tracebacks))
+        lower_priority(NICENESS)
+        write_proc("self/oom_score_adj", str(OOM_SCORE_ADJUSTMENT))
+        channel = Channel(connection)
+        try:
+            _serve(channel)
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            return
+
+
+def _make_trainer(channel: Channel, prepare: Prepare) -> TrainerProcess:
+    """Torch is imported here, where Prepare has said with how many threads."""
+    import torch
+
+    from farandole.training.device import choose_device, limit_memory
+
+    from .learner_process import LearnerProcess
+    from .stage_process import StageProcess
+
+    # Inside an operation, and of operations beside each other: one of these has the other's whole share.
+    torch.set_num_threads(prepare.threads)
+    torch.set_num_interop_threads(1)
+    if prepare.gpu_memory:
+        limit_memory(choose_device(prepare.device), prepare.gpu_memory)
+    manifest = msgspec.msgpack.decode(prepare.manifest, type=Manifest)
+    kind = LearnerProcess if manifest.model.num_stages == 1 else StageProcess
+    return kind(channel, prepare, manifest)
+
+
+def _serve(channel: Channel) -> None:
+    prepare = channel.receive()
+    if not isinstance(prepare, Prepare):
+        raise EOFError("the first command must be Prepare")
+    try:
+        trainer = _make_trainer(channel, prepare)
+    except (ValueError, OSError, ImportError, RuntimeError, MemoryError) as error:
+        channel.send(Failed(_why_not_ready(error), "setup"))
+        return
+    except UnfitWeightsError as error:
+        channel.send(Failed(f"{error}", "weights"))
+        return
+    while True:
+        command = channel.receive()
+        try:
+            trainer.handle(command)
+        except EOFError:
+            raise
+        except Exception as error:  # torch's RuntimeError: CUDA faults, memory; and whatever one's own module raises
+            if _is_out_of_memory(error):
+                channel.send(Failed(f"the trainer is out of memory ({_first_line(error)})", "memory"))
+                return
+            channel.send(Failed(f"{type(error).__name__}: {error}", "fault"))
+            raise
+
+
+def _why_not_ready(error: Exception) -> str:
+    if not _is_out_of_memory(error):
+        return str(error)
+    return (
+        f"the model, and what training takes beside it, has no room in this machine's memory ({_first_line(error)}): "
+        "close other programs, or choose a --device with more memory, or a run of a smaller model"
+    )
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Without importing torch, whose import may be what failed, where Python itself knows."""
+    if isinstance(error, ImportError):
+        return False
+    if isinstance(error, MemoryError):
+        return True
+    from farandole.training.memory import is_out_of_memory
+
+    return is_out_of_memory(error)
+
+
+def _first_line(error: Exception) -> str:
+    """Torch's advice to its programmers is left out."""
+    lines = str(error).splitlines()
+    return lines[0][:MAX_QUOTED_CHARS] if lines else type(error).__name__
+
+
+if __name__ == "__main__":
+    main()

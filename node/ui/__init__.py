@@ -1,0 +1,1 @@
+"""Status for people and programs: text, full-screen view, dashboard, Prometheus."""

@@ -1,0 +1,52 @@
+"""What a daemon says at the terminal, and in its log: one line an event, for people, or JSON objects for machines."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from typing import TextIO
+
+import msgspec
+
+from ..base.logs import ROUNDS, JsonFormatter
+from ..status.round_log import RoundRecord
+
+logger = logging.getLogger(__name__)
+rounds = logging.getLogger(ROUNDS)
+
+
+class Console:
+    """Writes lines to standard output; a terminal that went away silences it and stops nothing."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+        self._formatter = JsonFormatter()
+
+    def say(self, text: str, figures: Mapping[str, object] | None = None) -> None:
+        """One event; its ``figures`` are for machines alone."""
+        self._tell(logging.INFO, text, f"{time.strftime('%H:%M:%S')}  {text}", sys.stdout, figures)
+
+    def tell_round(self, record: RoundRecord) -> None:
+        """A round is over; it goes into the file of rounds, too."""
+        figures: dict[str, object] = msgspec.structs.asdict(record)
+        self.say(record.line, figures)
+        rounds.info("%s", json.dumps(figures))
+
+    def complain(self, text: str) -> None:
+        """Why the node ends."""
+        self._tell(logging.ERROR, text, text, sys.stderr)
+
+    def _tell(
+        self, level: int, text: str, line: str, stream: TextIO, figures: Mapping[str, object] | None = None
+    ) -> None:
+        """``line``: for people."""
+        extra = {"figures": figures} if figures else {}
+        record = logger.makeRecord(logger.name, level, "", 0, "%s", (text,), None, extra=extra)
+        if logger.isEnabledFor(level):
+            logger.handle(record)
+        with contextlib.suppress(OSError, ValueError):
+            print(self._formatter.format(record) if self._as_json else line, file=stream, flush=True)

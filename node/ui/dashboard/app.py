@@ -1,0 +1,193 @@
+"""The dashboard's web application: a page, a stream of events, and the few things that a person may do.
+
+It listens on loopback, and that is not enough: any web page in the same browser can send requests there. So a request
+must name a loopback host (a name of an attacker's that resolves to 127.0.0.1 does not pass: DNS rebinding), come from
+the page itself where the browser says where it comes from, and, if it changes anything, bear the node's token. The page
+runs no script but its own file (Content-Security-Policy).
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import msgspec
+import trio
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ...base.control import ControlError
+from ...status.status import NodeStatus
+from ..metrics.exposition import CONTENT_TYPE, metrics_text
+from .history import RunHistory
+from .views import members_view, overview
+
+LOOPBACK_NAMES: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
+OVERVIEW_INTERVAL: Final = 1.0
+# The members of a large run are a hundred times as much as the rest: those of a small one come every time.
+MEMBERS_INTERVAL: Final = 5.0
+SMALL_RUN: Final = 64
+# Tabs that were left open; each is a stream that this node feeds.
+MAX_LISTENERS: Final = 8
+
+_HEADERS: Final = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+_PAGE: Final = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/dashboard.js": ("dashboard.js", "text/javascript; charset=utf-8"),
+    "/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
+    "/style.css": ("style.css", "text/css; charset=utf-8"),
+}
+
+Deed = Callable[[dict[str, Any]], Awaitable[object]]
+
+
+@dataclass
+class Dashboard:
+    """What the pages of one node show. ``deeds``: what they may ask for, by name; ``clock`` gives Unix seconds."""
+
+    status: Callable[[], NodeStatus]
+    deeds: Mapping[str, Deed]
+    token: str
+    clock: Callable[[], float]
+    history: RunHistory = field(default_factory=RunHistory)
+    _num_listeners: int = 0
+    _seen: tuple[float, NodeStatus] | None = None
+
+    def _look(self) -> NodeStatus:
+        """The status, the same for all pages that ask within half a second: one of a large run takes its time."""
+        now = trio.current_time()
+        if self._seen is None or now - self._seen[0] >= OVERVIEW_INTERVAL / 2:
+            self._seen = now, self.status()
+        return self._seen[1]
+
+    async def run(self) -> None:
+        """Look at the run, until cancelled."""
+        while True:
+            status = self._look()
+            self.history.observe(status, self.clock())
+            await trio.sleep(OVERVIEW_INTERVAL if len(status.members) <= SMALL_RUN else MEMBERS_INTERVAL)
+
+    def application(self) -> Starlette:
+        """The ASGI application."""
+        return Starlette(
+            routes=[
+                *(Route(path, _file(*served)) for path, served in _PAGE.items()),
+                Route("/api/overview", self._overview),
+                Route("/api/members", self._members),
+                Route("/metrics", self._metrics),
+                Route("/events", self._events),
+                Route("/api/{deed}", self._do, methods=["POST"]),
+            ],
+            middleware=[Middleware(_SameOrigin)],
+        )
+
+    async def _overview(self, request: Request) -> Response:
+        return _json(overview(self._look(), self.history, self.clock()))
+
+    async def _members(self, request: Request) -> Response:
+        return _json(members_view(self._look(), self.history))
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(metrics_text(self.status()), media_type=CONTENT_TYPE, headers=_HEADERS)
+
+    async def _events(self, request: Request) -> Response:
+        if self._num_listeners >= MAX_LISTENERS:
+            return _problem(503, f"{MAX_LISTENERS} pages are open already: close one")
+        return StreamingResponse(self._event_stream(), media_type="text/event-stream", headers=_HEADERS)
+
+    async def _event_stream(self) -> AsyncIterator[bytes]:
+        """Until the page is closed, which cancels this; nothing if others have come since it was let in."""
+        if self._num_listeners >= MAX_LISTENERS:
+            return
+        self._num_listeners += 1
+        try:
+            members_at = 0.0
+            while True:
+                status, now = self._look(), trio.current_time()
+                yield _event("overview", overview(status, self.history, self.clock()))
+                if len(status.members) <= SMALL_RUN or now >= members_at:
+                    members_at = now + MEMBERS_INTERVAL
+                    yield _event("members", members_view(status, self.history))
+                await trio.sleep(OVERVIEW_INTERVAL)
+        finally:
+            self._num_listeners -= 1
+
+    async def _do(self, request: Request) -> Response:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), self.token.encode()):
+            return _problem(401, "open the page by the address that `farandole dashboard` prints: it bears the token")
+        deed = self.deeds.get(request.path_params["deed"])
+        if deed is None:
+            return _problem(404, f"there are: {', '.join(sorted(self.deeds))}")
+        try:
+            return JSONResponse({"ok": msgspec.to_builtins(await deed({}))}, headers=_HEADERS)
+        except ControlError as error:
+            return _problem(409, str(error))
+
+
+class _SameOrigin:
+    """Turns away what does not come from this page, before anything is looked at."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            refusal = _refusal(Request(scope))
+            if refusal is not None:
+                await refusal(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _refusal(request: Request) -> Response | None:
+    host = request.headers.get("host", "")
+    if _name_of(host) not in LOOPBACK_NAMES:
+        return _problem(403, "this page is for the browser of the node's own machine")
+    origin = request.headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc != host:
+        return _problem(403, "requests of other pages are refused")
+    if request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
+        return _problem(403, "requests of other pages are refused")
+    return None
+
+
+def _name_of(host: str) -> str:
+    """Without its port."""
+    name, separator, port = host.rpartition(":")
+    return name if separator and port.isdigit() else host
+
+
+def _file(name: str, media_type: str) -> Callable[[Request], Awaitable[Response]]:
+    body = files(__package__).joinpath("page", name).read_bytes()
+
+    async def serve(request: Request) -> Response:
+        return Response(body, media_type=media_type, headers=_HEADERS)
+
+    return serve
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json", headers=_HEADERS)
+
+
+def _event(name: str, value: object) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), msgspec.json.encode(value))
+
+
+def _problem(code: int, text: str) -> Response:
+    return JSONResponse({"error": text}, status_code=code, headers=_HEADERS)

@@ -1,0 +1,76 @@
+"""Serving the dashboard on a loopback port, and telling the command line where it is."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import trio
+from hypercorn.config import Config, Sockets
+from hypercorn.trio.run import worker_serve
+from hypercorn.utils import wrap_app
+
+from ...base.system.sockets import LOOPBACK, listen_alone
+from ...status.status import NodeStatus
+from .app import Dashboard, Deed
+from .place import Place, stored_place
+
+# A page that was closed without a word is found out by then; its own stream speaks every second.
+KEEP_ALIVE_SECONDS: Final = 10.0
+# Requests have no bodies, and headers of a browser's size.
+MAX_HEADER_BYTES: Final = 16 * 1024
+MAX_BACKLOG: Final = 32
+_MAX_WSGI_BODY_BYTES: Final = 0  # of applications of another kind
+
+
+@asynccontextmanager
+async def open_dashboard(
+    place_file: Path,
+    port: int,
+    status: Callable[[], NodeStatus],
+    deeds: Mapping[str, Deed],
+    clock: Callable[[], float],
+) -> AsyncIterator[Place]:
+    """Serve meanwhile, at the place that ``place_file`` says; at another port if ``port`` is not free."""
+    dashboard = Dashboard(status, deeds, secrets.token_urlsafe(24), clock)
+    application: Any = dashboard.application()  # by Starlette's and Hypercorn's types ASGI is two things
+    with _listening(port) as listener, stored_place(place_file, _place(listener, dashboard.token)) as place:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(dashboard.run)
+            nursery.start_soon(
+                partial(worker_serve, sockets=Sockets([], [listener], []), shutdown_trigger=trio.sleep_forever),
+                wrap_app(application, _MAX_WSGI_BODY_BYTES, "asgi"),
+                _config(),
+            )
+            yield place
+            nursery.cancel_scope.cancel()
+
+
+def _place(listener: socket.socket, token: str) -> Place:
+    return Place(f"http://{LOOPBACK}:{listener.getsockname()[1]}/", token)
+
+
+def _config() -> Config:
+    config = Config()
+    config.errorlog = None
+    config.accesslog = None
+    config.keep_alive_timeout = KEEP_ALIVE_SECONDS
+    config.h11_max_incomplete_size = MAX_HEADER_BYTES
+    config.graceful_timeout = 0.0
+    return config
+
+
+def _listening(port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listen_alone(listener)
+    try:
+        listener.bind((LOOPBACK, port))
+    except (OSError, OverflowError):  # taken, not ours to take, or no port at all
+        listener.bind((LOOPBACK, 0))
+    listener.listen(MAX_BACKLOG)
+    return listener

@@ -1,0 +1,169 @@
+"""The first line of ``farandole status``: whether this node is well, and if not, what to do about it.
+
+One rule after another, the gravest first; the first that holds is told. Each says what is the case in words that need
+no knowledge of farandole, and a remedy that can be typed or done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from ..base.figures import count, duration, loss
+from ..status.status import REFUSED_HERE, REFUSED_THERE, ExchangeStatus, NodeStatus
+
+Level = Literal["well", "busy", "trouble"]
+
+# Joining, a first start of torch and a download take this long without anything being wrong.
+USUAL_SECONDS: Final = 60.0
+# One exchange fails for many reasons that are nobody's business; so many in a row have a cause.
+FAILURES_IN_A_ROW: Final = 3
+_REFUSED_HERE: Final = f"failed: {REFUSED_HERE}"
+_REFUSED_THERE: Final = f"failed: {REFUSED_THERE}"
+# What an exchange's verdict may begin with, what is to be said if the last ones all do so, and the remedy. Where two
+# contributions are far apart both ends refuse, and it is chance whose word comes first.
+_REFUSALS: Final = (
+    (
+        (_REFUSED_HERE,),
+        "this node refuses what its partners send",
+        "nothing to do, if the loss below falls; else `farandole peers` shows whose differs, theirs or ours",
+    ),
+    (
+        (_REFUSED_THERE, _REFUSED_HERE),
+        "others refuse this node's contributions",
+        "if its loss is far from the others' below, stop it, move away the folder `checkpoints` and join again",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """One line for a person."""
+
+    level: Level
+    """``well``: nothing to do; ``busy``: it will be, without anybody's help; ``trouble``: read the remedy."""
+    text: str
+    remedy: str = ""
+
+
+def headline(status: NodeStatus, now: float) -> Headline:
+    """What a person should know first; ``now`` is Unix time."""
+    return next(found for rule in _RULES if (found := rule(status, now)) is not None)
+
+
+def _failed(status: NodeStatus, now: float) -> Headline | None:
+    if status.phase != "failed":
+        return None
+    return Headline(
+        "trouble", f"not training: {status.phase_detail or 'the trainer failed'}", "see `farandole doctor` and the log"
+    )
+
+
+def _leaving(status: NodeStatus, now: float) -> Headline | None:
+    return Headline("busy", "leaving the run") if status.phase == "leaving" else None
+
+
+def _paused(status: NodeStatus, now: float) -> Headline | None:
+    if status.phase != "paused":
+        return None
+    return Headline("busy", f"not training: {status.phase_detail}")
+
+
+def _trainer_died(status: NodeStatus, now: float) -> Headline | None:
+    if status.phase != "preparing" or not status.is_trainer_dead:
+        return None
+    times = "once" if status.trainer_restarts == 1 else f"{status.trainer_restarts} times"
+    remedy = "its last words are in the log, whose end says where it is" if not status.warnings else status.warnings[-1]
+    return Headline("trouble", f"the trainer died ({times} so far) and is started again: nothing to do yet", remedy)
+
+
+def _outside(status: NodeStatus, now: float) -> Headline | None:
+    if status.is_member or status.phase == "relaying":
+        return None
+    since = now - status.started_at
+    waiting = f"not in the run yet, for {duration(since)}: {status.phase_detail or status.phase}"
+    if since < USUAL_SECONDS:
+        return Headline("busy", waiting)
+    return Headline("trouble", waiting, "`farandole doctor INVITE` finds out why; a newer invite may help")
+
+
+def _isolated(status: NodeStatus, now: float) -> Headline | None:
+    if not status.isolation:
+        return None
+    return Headline(
+        "trouble",
+        f"cut off from all other members: {status.isolation}",
+        "check this machine's internet; `farandole doctor` says more. Training goes on meanwhile",
+    )
+
+
+def _failing(status: NodeStatus, now: float) -> Headline | None:
+    tried = [exchange for exchange in status.recent_exchanges if exchange.partner]
+    last = tried[-FAILURES_IN_A_ROW:]
+    if len(last) < FAILURES_IN_A_ROW or any(exchange.verdict == "committed" for exchange in last):
+        return None
+    num_failed = _failures_at_end(tried)
+    for prefixes, text, remedy in _REFUSALS:
+        if all(exchange.verdict.startswith(prefixes) for exchange in last):
+            reason = last[-1].verdict.rpartition("refused:")[2].strip()
+            return Headline("trouble", f"{text}, the last {num_failed} in a row: {reason}", remedy)
+    reason = last[-1].verdict.removeprefix("failed:").strip()
+    return Headline(
+        "trouble",
+        f"no exchange succeeds, the last {num_failed} in a row failed: {reason}",
+        "the line may be too slow or lose too much: `farandole doctor --bandwidth` measures it",
+    )
+
+
+def _failures_at_end(tried: list[ExchangeStatus]) -> int:
+    return next(
+        (number for number, exchange in enumerate(reversed(tried)) if exchange.verdict == "committed"), len(tried)
+    )
+
+
+def _preparing(status: NodeStatus, now: float) -> Headline | None:
+    if status.phase not in ("starting", "joining", "fetching weights", "preparing"):
+        return None
+    return Headline("busy", f"in the run, not training yet: {status.phase_detail or status.phase}")
+
+
+def _alone(status: NodeStatus, now: float) -> Headline | None:
+    if status.run.members_live > 1 or status.phase in ("finished", "relaying"):
+        return None
+    known = f"; {status.run.members_gone} others were here" if status.run.members_gone else ""
+    return Headline(
+        "trouble",
+        f"training alone: there is no other live member in this run{known}",
+        "`farandole run invite` prints an invite for others",
+    )
+
+
+def _well(status: NodeStatus, now: float) -> Headline:
+    if status.phase == "relaying":
+        return Headline("well", f"relaying: {status.connected_peers} peers are connected")
+    others = status.run.members_live - 1
+    company = f"with {others} other{'s' if others != 1 else ''}"
+    if status.phase == "finished":
+        return Headline("well", f"all rounds are done; here {company} for those who still train")
+    text = f"training {company}, round {status.round}, {count(status.tokens_per_second)} tokens/s"
+    if status.loss is not None:
+        text += f", loss {loss(status.loss)}"
+    last = next((exchange for exchange in reversed(status.recent_exchanges) if exchange.verdict == "committed"), None)
+    if last is not None:
+        text += f"; averaged {duration(now - last.ended_at)} ago with {last.partner[-8:]}"
+    return Headline("well", text)
+
+
+_RULES: Final[tuple[Callable[[NodeStatus, float], Headline | None], ...]] = (
+    _failed,
+    _leaving,
+    _paused,
+    _trainer_died,
+    _outside,
+    _isolated,
+    _failing,
+    _preparing,
+    _alone,
+    _well,
+)

@@ -1,0 +1,264 @@
+"""Making the status: the board, the run state and the connections as one value for people and scripts."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+
+import msgspec
+import trio
+
+from farandole.protocol.entries import PARTNER_BYTES, Beat, Member, Progress
+from farandole.protocol.identity import peer_id_of, short_name
+from farandole.protocol.liveness import Liveness
+from farandole.protocol.state import RunState
+
+from ..base.bandwidth import Shaping
+from ..base.figures import BYTES_PER_MBIT
+from ..loop.lease_service import LeaseKeeper
+from ..loop.stages.pipeline import PipelineService
+from ..loop.traffic.traffic_service import TrafficKeeper
+from ..mesh.host import Host
+from ..mesh.reach.connectivity import Connectivity
+from ..state.membership import LOSS_SCALE
+from ..status.board import Board
+from ..status.resources import measure_resources
+from ..status.status import MAX_LINKS, ExchangeStatus, LinkStatus, MemberStatus, NodeStatus, Resources, RunStatus
+from .chronicle import Connections
+
+# One screen, and one answer of the control socket; a run of thousands is summed up in `RunStatus`.
+MAX_MEMBERS_SHOWN = 1_000
+# A look at a thousand members takes 10 ms, so more than so many are looked at once in so many seconds.
+MANY_MEMBERS, MEMBERS_AGE = 64, 5.0
+
+
+@dataclass
+class _Seen:
+    """The members and what they are together, as of that moment of trio's clock."""
+
+    at: float
+    members: list[MemberStatus]
+    run: RunStatus
+
+
+@dataclass(frozen=True)
+class Reporter:
+    """Reads the node's parts; owns nothing. ``state`` and ``liveness`` are None until the run is known."""
+
+    host: Host
+    board: Board
+    run_id: bytes
+    run_name: str
+    started_at: float
+    shaping: Shaping
+    connectivity: Connectivity
+    state: RunState | None = None
+    liveness: Liveness | None = None
+    pipeline: PipelineService | None = None
+    leases: LeaseKeeper | None = None
+    traffic: TrafficKeeper | None = None
+    _seen: list[_Seen] = field(default_factory=list)  # one at most
+
+    def status(self, max_members: int = MAX_MEMBERS_SHOWN) -> NodeStatus:
+        """Everything that ``farandole status`` shows, as of now, with so many members, connected ones first."""
+        board = self.board
+        seen = self._look()
+        shown = members = seen.members
+        if len(members) > max_members:
+            shown = sorted(members, key=lambda member: not (member.is_self or member.is_connected))[:max_members]
+        return NodeStatus(
+            version=_version(),
+            peer_id=self.host.peer_id,
+            pid=os.getpid(),
+            started_at=self.started_at,
+            addresses=self.host.addresses,
+            mapped_addresses=self.host.mapped_addresses,
+            phase=board.phase,
+            phase_detail=board.detail,
+            phase_since=board.phase_since,
+            is_member=any(member.is_self and not member.has_left for member in members),
+            stage=board.stage,
+            round=board.round,
+            inner_steps=board.inner_steps,
+            inner_steps_this_round=board.inner_steps_this_round,
+            tokens=board.tokens,
+            tokens_per_second=board.tokens_per_second,
+            utilisation=board.utilisation,
+            recent_utilisation=board.recent_utilisation,
+            late_steps=board.late_steps,
+            loss=board.loss,
+            losses=list(board.losses),
+            loss_first=board.loss_first,
+            validation=list(board.validation),
+            device=board.device,
+            trainer_pid=board.trainer_pid,
+            trainer_restarts=board.trainer_restarts,
+            microbatch=board.microbatch,
+            exchanges_ok=board.exchanges_ok,
+            exchanges_alone=board.exchanges_alone,
+            exchanges_failed=board.exchanges_failed,
+            partners=dict(board.partners.most_common(max_members)),
+            paths=dict(board.paths),
+            bytes_sent=board.bytes_sent,
+            bytes_received=board.bytes_received,
+            last_exchange=board.last_exchange,
+            recent_exchanges=list(board.recent_exchanges),
+            waits_for=board.waits_for,
+            isolation=board.isolation,
+            upload_mbit=self.shaping.up.rate / BYTES_PER_MBIT,
+            download_mbit=self.shaping.down.rate / BYTES_PER_MBIT,
+            bytes_sent_per_second=self.shaping.up.per_second(),
+            bytes_received_per_second=self.shaping.down.per_second(),
+            num_parameters=board.num_parameters,
+            pipeline=None if self.pipeline is None else self.pipeline.status(),
+            data=None if self.leases is None else self.leases.status(),
+            connected_peers=len(self.host.connected),
+            reachability=self.connectivity.reachability.kind.value,
+            relays=[peer_id_of(held.relay) for held in self.connectivity.keeper.held],
+            relayed_peers=self.connectivity.num_reservations,
+            relayed_circuits=self.connectivity.num_circuits,
+            run=seen.run,
+            members=shown,
+            warnings=list(board.warnings),
+            traffic=None if self.traffic is None else self.traffic.status(),
+            resources=self._resources(),
+            at=board.clock(),
+            round_steps=board.round_steps,
+            round_seconds=board.round_seconds,
+            round_since=board.round_since,
+            links=self.links(),
+            events=list(board.events),
+            is_trainer_dead=board.is_trainer_dead,
+        )
+
+    def _resources(self) -> Resources | None:
+        board = self.board
+        taken = measure_resources(board.trainer_pid)
+        if taken is None or board.trainer_pid is None or board.device_memory is None:
+            return taken
+        device_memory, total = board.device_memory
+        return msgspec.structs.replace(taken, device_memory=device_memory, device_memory_total=total)
+
+    def connections(self) -> Connections:
+        """How the node is connected, for its chronicle."""
+        return Connections(
+            self.connectivity.reachability.kind.value,
+            frozenset(short_name(held.relay) for held in self.connectivity.keeper.held),
+            {short_name(peer): self.host.path(peer) for peer in self.host.connected},
+        )
+
+    def links(self) -> list[LinkStatus]:
+        """Connections first, and of these the ones with whom the last exchanges were."""
+        last_exchanges = self.board.last_exchanges
+        connected = {peer_id_of(peer): peer for peer in self.host.connected}
+        names = sorted(
+            connected.keys() | last_exchanges.keys(),
+            key=lambda name: (name not in connected, -_ended_at(last_exchanges.get(name)), name),
+        )
+        return [self._link(name, connected.get(name)) for name in names[:MAX_LINKS]]
+
+    def _link(self, name: str, peer: bytes | None) -> LinkStatus:
+        board = self.board
+        last = board.last_exchanges.get(name)
+        return LinkStatus(
+            peer_id=name,
+            path="" if peer is None else self.host.path(peer),
+            round_trip_seconds=None if peer is None else self.host.round_trip(peer),
+            bytes_per_second=board.bandwidths.get(name),
+            committed=board.partners[name],
+            last_round=None if last is None else last.round,
+            last_verdict="" if last is None else last.verdict,
+            last_at=_ended_at(last),
+        )
+
+    def members(self) -> list[MemberStatus]:
+        """Live ones first. Those of a large run may be a few seconds old: pages and screens ask every second."""
+        return self._look().members
+
+    def _look(self) -> _Seen:
+        now = trio.current_time()
+        if not self._seen or len(self._seen[0].members) <= MANY_MEMBERS or now - self._seen[0].at >= MEMBERS_AGE:
+            members = self._members(now)
+            self._seen[:] = [_Seen(now, members, self._run(members))]
+        return self._seen[0]
+
+    def _members(self, now: float) -> list[MemberStatus]:
+        if self.state is None or self.liveness is None:
+            return []
+        liveness = self.liveness
+        live = {peer for peer in liveness.live(now) if not liveness.is_suspect(peer)}
+        connected = self.host.connected
+        partners = {author[:PARTNER_BYTES]: author for author in self.state.authors}
+        members = [
+            self._member(author, member, author in live, author in connected, now, partners)
+            for author in self.state.authors
+            if (member := self.state.payload(author, Member)) is not None
+        ]
+        members.sort(key=lambda member: (not member.is_live, not member.is_self, member.peer_id))
+        return members[:MAX_MEMBERS_SHOWN]
+
+    def _member(
+        self,
+        author: bytes,
+        member: Member,
+        is_live: bool,
+        is_connected: bool,
+        now: float,
+        partners: Mapping[bytes, bytes],
+    ) -> MemberStatus:
+        assert self.state is not None
+        assert self.liveness is not None
+        beat = self.state.payload(author, Beat) or Beat(0, 0, None, 0)
+        progress = self.state.payload(author, Progress)
+        is_self = author == self.host.author
+        partner = self.board.last_partner if is_self else partners.get(beat.partner)
+        return MemberStatus(
+            peer_id=peer_id_of(author),
+            is_live=(is_live or is_self) and not member.left,
+            is_self=is_self,
+            has_left=member.left,
+            stage=self.board.stage if is_self else member.stage,
+            round=self.board.round if is_self else beat.round,
+            inner_steps=self.board.inner_steps if is_self else beat.inner_steps,
+            tokens=self.board.tokens if is_self else progress.tokens if progress else 0,
+            tokens_per_second=self.board.tokens_per_second if is_self else float(beat.tokens_per_second),
+            loss=self.board.loss if is_self else None if beat.loss is None else beat.loss / LOSS_SCALE,
+            device=member.device,
+            addresses=list(member.addresses),
+            is_connected=is_connected,
+            path=self.host.path(author) if is_connected else "",
+            last_seen_seconds=None if is_self else self.liveness.seconds_since(author, now),
+            is_paused=self.board.phase == "paused" if is_self else member.is_paused,
+            last_partner=peer_id_of(partner) if partner else "",
+        )
+
+    def _run(self, members: list[MemberStatus]) -> RunStatus:
+        live = [member for member in members if member.is_live]
+        losses = [member.loss for member in live if member.loss is not None]
+        gone_tokens = self.state.total_progress().tokens if self.state is not None else 0
+        return RunStatus(
+            run_id=self.run_id.hex(),
+            name=self.run_name,
+            members_live=len(live),
+            members_gone=len(members) - len(live),
+            tokens=max(gone_tokens, sum(member.tokens for member in members)),
+            tokens_per_second=sum(member.tokens_per_second for member in live),
+            loss_mean=sum(losses) / len(losses) if losses else None,
+            loss_min=min(losses, default=None),
+            loss_max=max(losses, default=None),
+            state_root=self.state.root.hex() if self.state is not None else "",
+            providers=list(self.board.providers),
+        )
+
+
+@functools.cache
+def _version() -> str:
+    """Which is read from a file."""
+    return version("farandole")
+
+
+def _ended_at(exchange: ExchangeStatus | None) -> float:
+    return 0.0 if exchange is None else exchange.ended_at

@@ -1,0 +1,128 @@
+"""Where statuses come from: the node of this machine, asked every second, or lines that another one writes.
+
+A line is what ``farandole status --json --watch`` prints: a status, or ``{"error": ...}`` when none was to be had.
+"""
+
+from __future__ import annotations
+
+import abc
+import os
+import sys
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Event
+from typing import BinaryIO, Final
+
+import msgspec
+
+from farandole.protocol.errors import FarandoleError
+
+from ...base.control import MAX_RESPONSE_BYTES, NoNodeError, call
+from ...status.status import NodeStatus
+from .view import Lost, News, Seen
+
+INTERVAL: Final = 1.0
+# A screen has room for no more, and all are in `farandole peers`: a status of a thousand members has a megabyte.
+MAX_MEMBERS: Final = 64
+STANDARD_INPUT: Final = Path("-")
+
+
+class Feed(abc.ABC):
+    """Tells of one node, again and again."""
+
+    @abc.abstractmethod
+    def news(self, is_over: Event) -> Iterator[News]:
+        """Until ``is_over`` is set, or nothing more can come. Blocks between two; runs in a thread of its own."""
+
+    @abc.abstractmethod
+    def ask(self, deed: str) -> str:
+        """Have the node ``pause`` or ``resume``; what it says to that. Raises `FarandoleError`."""
+
+
+class HomeFeed(Feed):
+    """The node that runs in a home folder."""
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+
+    def news(self, is_over: Event) -> Iterator[News]:
+        """One a second."""
+        while not is_over.is_set():
+            try:
+                yield Seen(msgspec.convert(call(self._home, "status", max_members=MAX_MEMBERS), NodeStatus))
+            except (FarandoleError, msgspec.MsgspecError) as error:
+                yield Lost(str(error))
+            is_over.wait(INTERVAL)
+
+    def ask(self, deed: str) -> str:
+        """Over the control socket."""
+        return str(call(self._home, deed))
+
+
+class LinesFeed(Feed):
+    """Lines of a stream, or of a file that may still grow, from its last line on."""
+
+    def __init__(self, source: Path) -> None:
+        """``source``: a file, or `STANDARD_INPUT`. Raises `FarandoleError` if it cannot be read."""
+        self._source = source
+        if source == STANDARD_INPUT and sys.stdin.isatty():
+            raise FarandoleError("nothing comes in: `ssh HOST farandole status --json --watch | ...` goes before this")
+        try:
+            # A descriptor of its own: keys may be read from that of standard input (farandole.node.ui.watch.terminal).
+            self._file: BinaryIO = os.fdopen(os.dup(0), "rb") if source == STANDARD_INPUT else source.open("rb")
+        except OSError as error:
+            raise FarandoleError(f"cannot read {source}: {error.strerror}") from error
+
+    def news(self, is_over: Event) -> Iterator[News]:
+        """As they come."""
+        with self._file:
+            if self._source == STANDARD_INPUT:
+                yield from map(read_line, self._lines())
+                yield Lost("its statuses have come to an end: was the connection lost?")
+                return
+            yield from map(read_line, deque(self._lines(), maxlen=1))
+            while not is_over.is_set():
+                yield from map(read_line, self._lines())
+                is_over.wait(INTERVAL)
+
+    def ask(self, deed: str) -> str:
+        """A stream has one direction."""
+        raise FarandoleError(f"this is another machine's node: there, `farandole {deed}`")
+
+    def _lines(self) -> Iterator[bytes]:
+        """Those that are complete; a part of one is kept for the next time."""
+        while line := self._file.readline(MAX_RESPONSE_BYTES):
+            if not line.endswith(b"\n") and self._file.seekable():
+                self._file.seek(-len(line), 1)
+                return
+            yield line
+
+
+def read_line(line: bytes) -> News:
+    """What a line says."""
+    try:
+        said = msgspec.json.decode(line, type=_Line)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        return Lost(f"this is no line of `farandole status --json --watch`: {error}")
+    if said.error is not None:
+        return Lost(said.error.message)
+    try:
+        return Seen(msgspec.json.decode(line, type=NodeStatus))
+    except msgspec.MsgspecError as error:
+        return Lost(f"this is no status of farandole, or one of another version: {error}")
+
+
+def error_line(error: FarandoleError) -> str:
+    """What is written where the node did not answer."""
+    code = "no_node" if isinstance(error, NoNodeError) else getattr(error, "code", "internal")
+    return msgspec.json.encode(_Line(_Problem(code, str(error)))).decode()
+
+
+class _Problem(msgspec.Struct):
+    code: str
+    message: str
+
+
+class _Line(msgspec.Struct):
+    error: _Problem | None = None

@@ -1,0 +1,95 @@
+"""What the screen is drawn from: the newest status, how old it is, and what came of asking for it."""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from ...status.status import Event, NodeStatus
+from ..headline import Headline, headline
+
+# A node answers within seconds, or says that it is stopped; a line of ssh that is dead says nothing at all.
+STALE_SECONDS: Final = 12.0
+# What the screen itself has to tell: nodes come and go more seldom than that.
+MAX_OWN_EVENTS: Final = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The node answered."""
+
+    status: NodeStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """It did not; ``why`` is for people."""
+
+    why: str
+
+
+News = Seen | Lost
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """``read_at`` and ``lost_at`` are of the viewer's steady clock, and so is every ``now`` that a method takes."""
+
+    status: NodeStatus | None = None
+    read_at: float = 0.0
+    lost: str = ""
+    """Why the node does not answer; empty while it does."""
+    lost_at: float = 0.0
+    own_events: tuple[Event, ...] = field(default=())
+    """What the node cannot know: that it went away, and came back."""
+
+    def told(self, news: News, now: float) -> View:
+        """The view with these news."""
+        match news:
+            case Seen(status):
+                return self._seen(status, now)
+            case Lost(why):
+                if self.lost:
+                    return replace(self, lost=why)
+                return replace(self, lost=why, lost_at=now)._noting(f"the node does not answer: {why}", now)
+
+    def _seen(self, status: NodeStatus, now: float) -> View:
+        view = replace(self, status=status, read_at=now, lost="")
+        before = self.status
+        if before is not None and (before.pid, before.started_at) != (status.pid, status.started_at):
+            return view._noting("the node was started anew", now, is_warning=False)
+        return view._noting("the node answers again", now, is_warning=False) if self.lost else view
+
+    def _noting(self, text: str, now: float, *, is_warning: bool = True) -> View:
+        event = Event(self.node_time(now), text, is_warning)
+        return replace(self, own_events=(*self.own_events, event)[-MAX_OWN_EVENTS:])
+
+    def node_time(self, now: float) -> float:
+        """Unix seconds by the node's own clock, which may be another machine's."""
+        return 0.0 if self.status is None else self.status.at + now - self.read_at
+
+    def trouble(self, now: float) -> str:
+        """Why what is shown is not of now; empty if it is."""
+        if self.lost:
+            return self.lost
+        silent = now - self.read_at
+        if self.status is None:
+            return "" if silent < STALE_SECONDS else "nothing has come yet"
+        return "" if silent < STALE_SECONDS else f"nothing was heard of the node for {silent:.0f} s"
+
+    def headline(self, now: float) -> Headline:
+        """The first line."""
+        if trouble := self.trouble(now):
+            age = "" if self.status is None else f"; what is below is {now - self.read_at:.0f} s old"
+            return Headline("trouble", f"the node does not answer{age}", trouble)
+        if self.status is None:
+            return Headline("busy", "asking the node")
+        return headline(self.status, self.node_time(now))
+
+    def events(self) -> list[Event]:
+        """What happened, by the node and by this screen, oldest first."""
+        events = list(self.status.events) if self.status is not None else []
+        for event in self.own_events:
+            bisect.insort(events, event, key=lambda each: each.at)
+        return events

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farandole.node.base.exits import Exit
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def shown(run: Run, *arguments: str | Path) -> dict[str, Any]:
+    code, out, err = run("config", "show", "--json", *arguments)
+    assert code == Exit.OK, err
+    settings: dict[str, Any] = json.loads(out)["settings"]
+    return settings
+
+
+@pytest.fixture
+def file(home: Path) -> Path:
+    home.mkdir()
+    return home / "config.toml"
+
+
+def test_a_flag_goes_before_a_variable_before_the_file_before_the_default(
+    run: Run, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = [shown(run)["slow"]]
+    file.write_text("slow = 2")
+    told.append(shown(run)["slow"])
+    monkeypatch.setenv("FARANDOLE_SLOW", "3")
+    told.append(shown(run)["slow"])
+    told.append(shown(run, "--slow", "4")["slow"])
+    assert told == [
+        {"value": 1.0, "source": "default"},
+        {"value": 2.0, "source": "file"},
+        {"value": 3.0, "source": "environment"},
+        {"value": 4.0, "source": "flag"},
+    ]
+
+
+def test_settings_of_all_kinds_come_from_a_file(run: Run, file: Path, tmp_path: Path) -> None:
+    file.write_text(
+        'invite = "run.manifest"\nlisten = ["/ip4/1.2.3.4/tcp/1", "/ip4/1.2.3.4/tcp/2"]\ndata = ["texts"]\n'
+        'stage = 1\nrelay = false\nlog_format = "json"\nlog_level = "debug"\n'
+    )
+    settings = shown(run)
+    assert {name: told["value"] for name, told in settings.items() if told["source"] == "file"} == {
+        "invite": "run.manifest",
+        "listen": ["/ip4/1.2.3.4/tcp/1", "/ip4/1.2.3.4/tcp/2"],
+        "data": [str(file.parent / "texts")],
+        "stage": 1,
+        "relay": False,
+        "log_format": "json",
+        "log_level": "debug",
+    }
+    assert shown(run, "--log-format", "human", "--relay")["log_format"] == {"value": "human", "source": "flag"}
+
+
+def test_several_values_in_one_variable(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FARANDOLE_LISTEN", "/ip4/1.2.3.4/tcp/1 /ip4/1.2.3.4/tcp/2")
+    assert shown(run)["listen"]["value"] == ["/ip4/1.2.3.4/tcp/1", "/ip4/1.2.3.4/tcp/2"]
+
+
+def test_hours_in_a_variable_may_have_spaces(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FARANDOLE_QUIET_HOURS", "Sat-Sun 09:00-18:00 22:00 - 07:30 Mon 8:00-9:00")
+    assert shown(run)["quiet_hours"]["value"] == ["Sat-Sun 09:00-18:00", "22:00 - 07:30", "Mon 8:00-9:00"]
+
+
+def test_hours_that_are_none_are_found_before_a_node_begins(
+    run: Run, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.write_text('quiet_hours = ["Sat-Sun"]')
+    code, _, err = run("config", "check")
+    assert (code, "quiet_hours: expected a list of hours" in err) == (Exit.BAD_INPUT, True)
+    file.unlink()
+    for hours in ("by night", "25:00-26:00", "22:00-07:30 and later"):
+        code, _, err = run("config", "show", "--quiet-hours", hours)
+        assert (code, "22:00-07:30 or Sat-Sun" in " ".join(err.split())) == (Exit.USAGE, True)
+
+
+def test_another_file_may_be_named(run: Run, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = tmp_path / "other.toml"
+    file.write_text("threads = 2")
+    other.write_text("threads = 3")
+    assert shown(run)["threads"]["value"] == 2
+    assert shown(run, "--config", other)["threads"]["value"] == 3
+    monkeypatch.setenv("FARANDOLE_CONFIG", str(other))
+    assert shown(run)["threads"]["value"] == 3
+    # The home that a flag names has a file of its own.
+    monkeypatch.delenv("FARANDOLE_CONFIG")
+    assert shown(run, "--home", tmp_path)["threads"]["source"] == "default"
+    assert run("config", "show", "--config", tmp_path / "none.toml")[0] == Exit.BAD_INPUT
+
+
+def test_a_table_for_people_and_a_word_about_variables_that_nobody_reads(
+    run: Run, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FARANDOLE_THREADS", "2")
+    monkeypatch.setenv("FARANDOLE_UPLOAD_MBITS", "5")
+    file.write_text("slow = 2")
+    code, out, err = run("config", "show")
+    lines = [line.split() for line in out.splitlines()]
+    assert code == Exit.OK
+    assert ["slow", "2.0", "file"] in lines
+    assert ["threads", "2", "environment", "FARANDOLE_THREADS"] in lines
+    assert ["relay", "true", "default"] in lines
+    assert err == "FARANDOLE_UPLOAD_MBITS is no setting; did you mean FARANDOLE_UPLOAD_MBIT?\n"
+
+
+def test_a_file_is_made_checked_and_not_replaced_by_accident(run: Run, home: Path) -> None:
+    assert run("config", "init")[0] == Exit.OK
+    assert run("config", "check")[:2] == (Exit.OK, f"{home / 'config.toml'} is right; it sets: nothing\n")
+    (home / "config.toml").write_text("slow = 2")
+    code, _, err = run("config", "init")
+    assert (code, "--force" in err) == (Exit.BAD_INPUT, True)
+    assert "sets: slow" in run("config", "check")[1]
+    assert run("config", "init", "--force")[0] == Exit.OK
+    assert "slow = 1.0" in (home / "config.toml").read_text()
+
+
+def test_no_command_begins_with_a_wrong_file(run: Run, file: Path) -> None:
+    file.write_text("sloww = 2\nthreads = 0")
+    for command in (
+        ["join"],
+        ["relay"],
+        ["doctor"],
+        ["config", "show"],
+        ["config", "check"],
+        ["config", "check", file],
+    ):
+        code, _, err = run(*command)
+        assert code == Exit.BAD_INPUT
+        assert "did you mean slow?" in err
+        assert "threads: expected a whole number, at least 1, got 0" in err
+
+
+def test_a_wrong_variable_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FARANDOLE_THREADS", "0")
+    code, _, err = run("join")
+    assert (code, "FARANDOLE_THREADS" in err, "at least 1" in err) == (Exit.USAGE, True, True)

@@ -1,0 +1,416 @@
+"""The doctor meets the real cause of each trouble, and names it. What routers do is in tests/testnet/natlab."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.node.app.doctor.causes import CAUSES
+from farandole.node.app.doctor.examination import Examination
+from farandole.node.app.doctor.finding import Diagnosis, Finding, Level, conclude
+from farandole.node.app.doctor.inputs import check_data, check_models, check_needs
+from farandole.node.app.doctor.machine import check_disk, check_home, check_key, check_ports, check_torch, judge_torch
+from farandole.node.base.bandwidth import Shaping
+from farandole.node.base.exits import Exit
+from farandole.node.base.identity import load_or_create_key, locked
+from farandole.node.base.settings import NodeSettings
+from farandole.node.cli import main
+from farandole.node.daemon import MANIFEST_FACT
+from farandole.node.join.address_book import AddressBook
+from farandole.node.join.manifests import ManifestService
+from farandole.node.mesh.host import Host, open_host
+from farandole.node.mesh.reach.connectivity import open_connectivity
+from farandole.node.state.store import open_store
+from farandole.protocol.invite import Invite, encode_invite
+from farandole.protocol.manifest import (
+    DataConfig,
+    Manifest,
+    ModelConfig,
+    SignedManifest,
+    TokenizerConfig,
+    sign_manifest,
+)
+from farandole.protocol.own_model import OwnModel
+
+from ....patience import PATIENCE
+from ...relayed import open_home, open_relay, reserve
+
+MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
+SIGNED = sign_manifest(Manifest("tiny", MODEL), Ed25519PrivateKey.from_private_bytes(bytes(32)))
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+HOUR = 3_600.0
+
+
+@pytest.fixture(autouse=True)
+def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No router is there, or it is not the tests' to ask for long."""
+    monkeypatch.setattr("farandole.node.mesh.mapping.upnp.SEARCH_INTERVAL", 0.02)
+    monkeypatch.setattr("farandole.node.mesh.mapping.natpmp.PAUSES", (0.02,))
+
+
+@contextlib.asynccontextmanager
+async def open_peer(signed: SignedManifest = SIGNED) -> AsyncIterator[Host]:
+    """A member of a run, as far as a newcomer sees it before it joins."""
+    key = Ed25519PrivateKey.generate()
+
+    async with open_host(key, [LOOPBACK]) as host, open_connectivity(host, key, signed.run_id, Shaping()):
+        ManifestService(signed.run_id, signed.encode()).register(host)
+        yield host
+
+
+def invite_to(*addresses: str, run_id: bytes = SIGNED.run_id) -> str:
+    return encode_invite(Invite(run_id, addresses))
+
+
+async def look(home: Path, invite: str | None, clock: Callable[[], float] = time.time) -> Diagnosis:
+    """What the doctor finds of the network."""
+    examination = Examination(NodeSettings(home=home, invite=invite, listen=[LOOPBACK]), clock)
+    with trio.fail_after(PATIENCE):
+        await examination.look_at_network()
+    return examination.conclude()
+
+
+def of(diagnosis: Diagnosis, check: str) -> Finding:
+    (finding,) = [finding for finding in diagnosis.findings if finding.check == check]
+    return finding
+
+
+def causes(diagnosis: Diagnosis, level: Level = Level.FAILED) -> list[str]:
+    return [finding.cause for finding in diagnosis.findings if finding.level is level]
+
+
+# The network
+
+
+async def test_with_peers_that_answer_nothing_is_wrong(tmp_path: Path) -> None:
+    async with open_peer() as peer, open_peer() as other:
+        diagnosis = await look(tmp_path, invite_to(*peer.addresses, *other.addresses))
+    assert diagnosis.is_well
+    assert causes(diagnosis, Level.WARNING) == []
+    for cause in ("bootstrap-fine", "egress-fine", "run-fine", "clock-fine", "udp-fine", "nat-public"):
+        assert cause in causes(diagnosis, Level.OK)
+
+
+async def test_a_bootstrap_peer_that_is_down(tmp_path: Path) -> None:
+    async with open_peer() as peer:
+        invite = invite_to(*peer.addresses)
+    diagnosis = await look(tmp_path, invite)
+    assert causes(diagnosis) == ["bootstrap-refused"]
+    assert "newer invite" in of(diagnosis, "bootstrap").remedy
+    assert of(diagnosis, "clock").level is Level.SKIPPED
+
+
+async def test_one_that_is_down_is_a_warning_while_another_answers(tmp_path: Path) -> None:
+    async with open_peer() as gone:
+        address = gone.addresses[0]
+    async with open_peer() as peer:
+        diagnosis = await look(tmp_path, invite_to(address, *peer.addresses))
+    assert diagnosis.is_well
+    assert causes(diagnosis, Level.WARNING) == ["bootstrap-refused"]
+
+
+async def test_another_node_at_the_address_of_the_invite(tmp_path: Path) -> None:
+    async with open_peer() as gone, open_peer() as other:
+        address = other.addresses[0].replace(other.peer_id, gone.peer_id)
+        diagnosis = await look(tmp_path, invite_to(address))
+    assert "bootstrap-stranger" in causes(diagnosis)
+
+
+async def test_something_else_at_the_address_of_the_invite(tmp_path: Path) -> None:
+    async def serve(stream: trio.SocketStream) -> None:
+        with contextlib.suppress(trio.BrokenResourceError):
+            await stream.send_all(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    port = listener.socket.getsockname()[1]
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trio.serve_listeners, serve, [listener])
+        async with open_peer() as peer:
+            diagnosis = await look(tmp_path, invite_to(f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer.peer_id}"))
+        nursery.cancel_scope.cancel()
+    assert causes(diagnosis) == ["bootstrap-no-handshake"]
+
+
+async def test_a_peer_behind_a_relay_and_one_that_has_left_it(tmp_path: Path) -> None:
+    async with open_relay() as relay:
+        async with open_home() as home:
+            address = await reserve(home, relay.host)
+            diagnosis = await look(tmp_path, invite_to(address))
+            assert "bootstrap-fine" in causes(diagnosis, Level.OK)
+        diagnosis = await look(tmp_path, invite_to(address))
+    assert "bootstrap-behind-relay" in causes(diagnosis)
+
+
+async def test_a_name_that_does_not_resolve(tmp_path: Path) -> None:
+    async with open_peer() as peer:
+        port = peer.addresses[0].split("/")[4]
+        lost = f"/dns4/farandole.invalid/tcp/{port}/p2p/{peer.peer_id}"
+        diagnosis = await look(tmp_path, invite_to(lost))
+    assert causes(diagnosis) == ["dns-unresolved", "bootstrap-unresolved"]
+
+
+async def test_an_invite_to_a_run_that_nobody_knows(tmp_path: Path) -> None:
+    async with open_peer() as peer:
+        diagnosis = await look(tmp_path, invite_to(*peer.addresses, run_id=bytes(32)))
+    assert causes(diagnosis) == ["run-unknown"]
+
+
+async def test_an_invite_to_a_run_that_needs_a_newer_farandole(tmp_path: Path) -> None:
+    class NewerManifest(Manifest, frozen=True):
+        colour: str = "blue"
+
+    newer = sign_manifest(NewerManifest("tiny", MODEL), Ed25519PrivateKey.generate())
+    async with open_peer(newer) as peer:
+        diagnosis = await look(tmp_path, invite_to(*peer.addresses, run_id=newer.run_id))
+    assert causes(diagnosis) == ["run-newer"]
+    assert "colour" in of(diagnosis, "run").found
+
+
+@pytest.mark.parametrize(
+    ("spoil", "cause"),
+    [
+        (lambda text: text[:-5] + ("a" if text[-5] != "a" else "b") + text[-4:], "invite-damaged"),
+        (lambda text: text.replace("farandole1", "farandole2"), "invite-other-version"),
+        (lambda text: "hello", "invite-no"),
+    ],
+)
+async def test_an_invite_that_cannot_be_read(tmp_path: Path, spoil: Callable[[str], str], cause: str) -> None:
+    diagnosis = await look(tmp_path, spoil(invite_to()))
+    assert causes(diagnosis) == [cause]
+    assert of(diagnosis, "invite").remedy
+
+
+async def test_an_invite_to_another_run_than_the_folders(tmp_path: Path) -> None:
+    async with open_store(tmp_path / "store.sqlite") as store:
+        await store.put_fact(MANIFEST_FACT, SIGNED.encode())
+    async with open_peer() as peer:
+        diagnosis = await look(tmp_path, invite_to(*peer.addresses, run_id=bytes(32)))
+    assert "invite-other-run" in causes(diagnosis)
+
+
+async def test_without_an_invite_the_folder_knows_its_run_and_peers(tmp_path: Path) -> None:
+    async with open_peer() as peer:
+        async with open_store(tmp_path / "store.sqlite") as store:
+            await store.put_fact(MANIFEST_FACT, SIGNED.encode())
+            book = AddressBook(store)
+            book.note_reached(peer.author, peer.addresses)
+            await book.save(is_last=True)
+        diagnosis = await look(tmp_path, None)
+    assert diagnosis.is_well
+    assert {"invite-stored", "run-fine"} <= set(causes(diagnosis, Level.OK))
+
+
+@pytest.mark.parametrize(("shift", "words"), [(HOUR, "60 min ahead"), (-HOUR, "60 min behind")])
+async def test_a_clock_that_is_an_hour_off(tmp_path: Path, shift: float, words: str) -> None:
+    async with open_peer() as peer, open_peer() as other, open_peer() as third:
+        invite = invite_to(*peer.addresses, *other.addresses, *third.addresses)
+        diagnosis = await look(tmp_path, invite, lambda: time.time() + shift)
+    assert causes(diagnosis) == ["clock-off"]
+    assert words in of(diagnosis, "clock").found
+    assert "NTP" in of(diagnosis, "clock").remedy
+
+
+async def test_the_line_to_a_peer_is_measured_both_ways_if_asked_for(tmp_path: Path) -> None:
+    async with open_peer() as peer:
+        settings = NodeSettings(home=tmp_path, invite=invite_to(*peer.addresses), listen=[LOOPBACK])
+        with trio.fail_after(PATIENCE):
+            examination = Examination(settings, is_speed_wanted=True)
+            await examination.look_at_network()
+    assert of(examination.conclude(), "speed").cause == "speed-fine"
+
+
+# This machine
+
+
+def test_a_key_that_others_can_read(tmp_path: Path) -> None:
+    load_or_create_key(tmp_path / "key")
+    assert check_key(tmp_path / "key").cause == "key-fine"
+    (tmp_path / "key").chmod(0o644)
+    finding = check_key(tmp_path / "key")
+    assert (finding.cause, finding.level) == ("key-readable-by-others", Level.FAILED)
+    assert finding.remedy == f"chmod 600 {tmp_path / 'key'}"
+
+
+def test_where_files_have_no_modes_a_key_is_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farandole.node.base.system.files.HAS_FILE_MODES", False)  # as on Windows
+    load_or_create_key(tmp_path / "key")
+    (tmp_path / "key").chmod(0o666)
+    assert check_key(tmp_path / "key").cause == "key-fine"
+
+
+def test_keys_that_are_missing_broken_or_no_file(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    assert check_key(key).cause == "key-missing"
+    assert not key.exists()
+    key.write_bytes(b"short")
+    assert check_key(key).cause == "key-broken"
+    key.unlink()
+    key.mkdir()
+    assert check_key(key).cause == "key-unreadable"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of 2 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "none", folder], check=False, capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("only root can mount a file system")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_disk_that_is_full(small_disk: Path) -> None:
+    assert check_disk(small_disk).cause == "disk-nearly-full"
+    load_or_create_key(small_disk / "key")
+    with contextlib.suppress(OSError), (small_disk / "filler").open("wb") as file:
+        file.write(bytes(4 << 20))
+    finding = check_disk(small_disk)
+    assert (finding.cause, finding.level) == ("disk-full", Level.FAILED)
+    assert check_home(small_disk).cause == "home-fine"
+    assert sorted(path.name for path in small_disk.iterdir()) == ["filler", "key"]
+
+
+def test_folders_that_can_and_cannot_be_used(tmp_path: Path) -> None:
+    assert check_home(tmp_path).cause == "home-fine"
+    assert check_home(tmp_path / "new").cause == "home-missing"
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "file").touch()
+    assert check_home(tmp_path / "file").cause == "home-unwritable"
+
+
+async def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}"
+        assert [finding.cause for finding in await check_ports([address], is_running=False)] == ["port-taken"]
+        assert [finding.cause for finding in await check_ports([address], is_running=True)] == ["port-ours"]
+    others = [LOOPBACK, "/ip4/203.0.113.1/tcp/4001", "/ip4/127.0.0.1/udp/1"]
+    found = await check_ports(others, is_running=False)
+    assert [finding.cause for finding in found] == ["port-fine", "port-unusable", "port-no-address"]
+
+
+def test_text_that_is_there_or_not(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "text").write_text("hello")
+    paths = [tmp_path / name for name in ("empty", "full", "missing")]
+    assert [finding.cause for finding in check_data(paths)] == ["data-empty", "data-fine", "data-unreadable"]
+
+
+def test_streams_are_judged_by_their_names_and_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = ["owner/name", "owner/name:config", str(tmp_path), "https://example.org/x"]
+    found = check_data([], streams)
+    assert [finding.cause for finding in found] == ["data-stream"] * 3 + ["data-no-stream"]
+    assert [finding.cause for finding in check_data([tmp_path], streams)] == ["data-two-kinds"]
+    monkeypatch.setattr("farandole.node.app.doctor.inputs._STREAMS_NEED", "a_package_that_nobody_has")
+    (finding,) = check_data([], ["owner/name"])
+    assert (finding.cause, "farandole[data]" in finding.remedy) == ("data-no-package", True)
+
+
+def test_code_that_is_allowed_is_found_and_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    package = tmp_path / "volunteers_package" / "inner"
+    package.mkdir(parents=True)
+    for path in (package.parent / "__init__.py", package / "__init__.py", package / "models.py"):
+        path.write_text("raise RuntimeError('nobody has allowed this to be run by a doctor')")
+    assert [finding.cause for finding in check_models([])] == ["model-none"]
+    functions = [
+        f"volunteers_package.{module}:build" for module in ("inner.models", "inner", "models", "inner.models.x")
+    ]
+    found = check_models([*functions, "nowhere.models:build", "no function"])
+    assert [finding.cause for finding in found] == [
+        *("model-fine", "model-fine", "model-missing", "model-missing", "model-missing", "model-no-function"),
+    ]
+
+
+def test_what_a_run_asks_for_and_nobody_has_named_is_said(tmp_path: Path) -> None:
+    own = OwnModel(function="package.models:build", ends={"weight": (1,)})
+    manifest = Manifest(
+        "tiny",
+        msgspec.structs.replace(MODEL, own=own, width=0, num_heads=0, hidden=0),
+        data=DataConfig(source="text"),
+        tokenizer=TokenizerConfig("tokenizers", "ab" * 32),
+    )
+    needs = [finding.cause for finding in check_needs(manifest, NodeSettings(home=tmp_path))]
+    assert needs == ["run-needs-text", "run-needs-tokenizer", "run-needs-model"]
+    settings = NodeSettings(
+        home=tmp_path, stream=["owner/name"], tokenizer=tmp_path / "t.json", allow_model=["package.models:build"]
+    )
+    assert list(check_needs(manifest, settings)) == []
+
+
+@pytest.mark.parametrize(
+    ("stdout", "stderr", "has_nvidia", "cause"),
+    [
+        (b'{"version":"2","device":"CPU (x86_64)"}', b"", False, "torch-fine"),
+        (b'{"version":"2","device":"CPU (x86_64)"}', b"", True, "gpu-unused"),
+        (b'{"version":"2","error":"PyTorch finds no cuda"}', b"", False, "device-missing"),
+        (b"", b"Traceback:\nImportError: libcudart", True, "torch-broken"),
+    ],
+)
+def test_what_pytorch_says_of_itself(stdout: bytes, stderr: bytes, has_nvidia: bool, cause: str) -> None:
+    done = subprocess.CompletedProcess([], 0, stdout, stderr)
+    assert judge_torch(done, has_nvidia=has_nvidia).cause == cause
+
+
+async def test_what_lies_in_the_current_folder_is_not_taken_for_pytorch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('another program')")
+    monkeypatch.chdir(tmp_path)
+    assert (await check_torch("cpu")).cause == "torch-fine"
+
+
+async def test_a_process_that_holds_the_key_and_says_nothing(tmp_path: Path) -> None:
+    examination = Examination(NodeSettings(home=tmp_path, listen=[LOOPBACK]))
+    with locked(tmp_path / "lock"):
+        await examination.look_at_folder()
+    assert "node-silent" in causes(examination.conclude(), Level.WARNING)
+
+
+# The whole
+
+
+def run(*arguments: str | Path) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", *map(str, arguments)])
+    return int(ended.value.code or 0)
+
+
+def test_the_command_says_it_as_json_and_by_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    home = tmp_path / "home"
+    options = ("--home", home, "--listen", LOOPBACK, "--device", "cpu")
+    assert run(*options, "--json") == Exit.OK
+    diagnosis = msgspec.json.decode(capsys.readouterr().out, type=Diagnosis)
+    assert diagnosis.is_well
+    assert diagnosis.schema == 1
+    assert of(diagnosis, "torch").cause == "torch-fine"
+    assert not home.exists()
+    load_or_create_key(home / "key")
+    (home / "key").chmod(0o640)
+    assert run(*options) == Exit.NOT_WELL
+    assert "chmod 600" in capsys.readouterr().out
+
+
+def test_only_what_failed_makes_the_whole_fail() -> None:
+    findings = [Finding("key", "key-fine", level, "") for level in Level]
+    assert not conclude(findings).is_well
+    assert conclude(finding for finding in findings if finding.level is not Level.FAILED).is_well
+
+
+def test_what_must_be_mended_has_a_remedy() -> None:
+    bad = [cause for cause in CAUSES.values() if cause.level in (Level.FAILED, Level.WARNING)]
+    assert [cause for cause in bad if not cause.remedy] == []
+    assert [cause for cause in CAUSES.values() if "\n" in cause.found + cause.remedy] == []

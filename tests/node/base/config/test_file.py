@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import dataclasses
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from farandole.node.base.config.file import SETTINGS, ConfigError, config_text, read_config
+from farandole.node.base.settings import NodeSettings
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "config.toml"
+
+
+def uncommented(text: str) -> str:
+    return re.sub(r"^#(?! )", "", text, flags=re.MULTILINE)
+
+
+def test_the_file_for_beginners_changes_nothing(path: Path) -> None:
+    path.write_text(config_text())
+    assert read_config(path) == {}
+
+
+def test_the_file_for_beginners_has_every_setting_with_its_default_or_an_example(path: Path) -> None:
+    path.write_text(uncommented(config_text()))
+    assert set(read_config(path)) == {setting.name for setting in SETTINGS}
+    for name, value in tomllib.loads(path.read_text()).items():
+        default = getattr(NodeSettings(), name)
+        assert value == default or default in (None, [])
+
+
+def test_the_file_for_beginners_says_meaning_bounds_unit_flag_and_variable() -> None:
+    paragraph = next(part for part in config_text().split("\n\n") if "#upload_mbit" in part).replace("\n# ", " ")
+    for word in ("Send no faster", "at least 0.5", "Mbit/s", "--upload-mbit", "FARANDOLE_UPLOAD_MBIT", "Default: 0.0"):
+        assert word in paragraph
+
+
+def test_paths_start_at_the_file_s_folder(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/alice")
+    path.write_text('data = ["texts", "/abs", "~/own"]\ntokenizer = "t.json"\n')
+    assert read_config(path) == {
+        "data": [str(path.parent / "texts"), "/abs", "/home/alice/own"],
+        "tokenizer": str(path.parent / "t.json"),
+    }
+
+
+def test_every_fault_is_named_with_what_would_be_right(path: Path) -> None:
+    path.write_text('upload_mbits = 5\nslow = "fast"\nlog-level = "info"\nthreads = true\nqwertz = 1\nlisten = "x"\n')
+    with pytest.raises(ConfigError) as caught:
+        read_config(path)
+    assert str(caught.value).splitlines() == [
+        f"{path}: upload_mbits is no setting; did you mean upload_mbit?",
+        f'{path}: slow: expected a finite number, at least 1, got "fast"',
+        f"{path}: log-level is no setting; did you mean log_level?",
+        f"{path}: threads: expected a whole number, at least 1, got true",
+        f"{path}: qwertz is no setting; `farandole config init` writes a file with all there are",
+        f'{path}: listen: expected a list of texts in quotes, got "x"',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"slow = ", "not TOML"),
+        (b"slow = '\xff'", "not TOML"),
+        (b"data = " + b"[" * 100_000, "not TOML"),
+        (b"#" * 300_000, "no settings file"),
+    ],
+)
+def test_what_is_no_settings_file_is_refused(path: Path, content: bytes, message: str) -> None:
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        read_config(path)
+
+
+def test_a_file_that_is_not_there_is_an_error(path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_config(path)
+
+
+def test_every_setting_of_a_file_is_a_field_of_the_node_s() -> None:
+    assert {setting.name for setting in SETTINGS} <= {field.name for field in dataclasses.fields(NodeSettings)}

@@ -1,0 +1,39 @@
+"""A process that has had peaks gives their memory back."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+PEAKS = """
+import os, sys
+from farandole.node.base.system.allocator import give_memory_back
+from farandole.node.base.system.proc import resident_bytes
+
+if sys.argv[1] == "back":
+    give_memory_back()
+bytearray(1_000_000)  # from which glibc learns
+before = resident_bytes(os.getpid())
+kept = []
+for _ in range(40):
+    large = [bytearray(900_000) for _ in range(4)]
+    kept.append(bytearray(3_000))
+    other = bytearray(700_000)
+    del large
+del other
+print(resident_bytes(os.getpid()) - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc alone is told")
+def test_memory_of_peaks_is_given_back() -> None:
+    def grown(how: str) -> int:
+        told = subprocess.run(
+            [sys.executable, "-c", PEAKS, how], capture_output=True, text=True, check=True, timeout=60
+        )
+        return int(told.stdout)
+
+    assert grown("back") < 1_000_000 < grown("as ever")

@@ -1,0 +1,80 @@
+"""When what failed with a peer is tried again."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+
+from farandole.node.base.backoff import MAX_PEERS, Backoff, pauses
+from farandole.node.join.bootstrap import FIRST_REDIAL_PAUSE, MAX_REDIAL_PAUSE
+
+ALICE, BOB = b"a" * 32, b"b" * 32
+PATH = ["/ip4/192.0.2.1/tcp/4001"]
+
+
+def test_pauses_double_up_to_the_longest() -> None:
+    backoff, now, pauses = Backoff(10.0, 600.0), 100.0, []
+    for count in range(1, 10):
+        assert backoff.is_due(ALICE, PATH, now)
+        failures, pause = backoff.note_failure(ALICE, PATH, now)
+        assert failures == count
+        assert not backoff.is_due(ALICE, PATH, now + pause - 0.001)
+        now += pause
+        pauses.append(pause)
+    assert pauses == [10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 600.0, 600.0, 600.0]
+
+
+def test_what_has_failed_is_known_until_it_succeeds_or_the_path_changes() -> None:
+    backoff = Backoff(10.0, 600.0)
+    assert not backoff.has_failed(ALICE, PATH)
+    backoff.note_failure(ALICE, PATH, 0.0)
+    assert backoff.has_failed(ALICE, PATH)
+    assert not backoff.has_failed(BOB, PATH)
+    assert not backoff.has_failed(ALICE, [*PATH, "/ip4/192.0.2.2/tcp/4001"])
+    backoff.note_success(ALICE)
+    assert not backoff.has_failed(ALICE, PATH)
+
+
+def test_a_success_forgets_the_failures() -> None:
+    backoff = Backoff(10.0, 600.0)
+    for now in (0.0, 10.0):
+        backoff.note_failure(ALICE, PATH, now)
+    backoff.note_success(ALICE)
+    assert backoff.is_due(ALICE, PATH, 10.0)
+    assert backoff.note_failure(ALICE, PATH, 10.0) == (1, 10.0)
+
+
+def test_another_path_is_tried_at_once_and_counted_anew() -> None:
+    backoff = Backoff(10.0, 600.0)
+    for now in (0.0, 10.0):
+        backoff.note_failure(ALICE, PATH, now)
+    assert not backoff.is_due(ALICE, PATH, 10.0)
+    other = [*PATH, "/ip4/192.0.2.2/tcp/4001"]
+    assert backoff.is_due(ALICE, other, 10.0)
+    assert backoff.note_failure(ALICE, other, 10.0) == (1, 10.0)
+
+
+def test_one_peers_failures_are_not_anothers() -> None:
+    backoff = Backoff(10.0, 600.0)
+    backoff.note_failure(ALICE, PATH, 0.0)
+    assert backoff.is_due(BOB, PATH, 0.0)
+
+
+def test_only_so_many_peers_are_remembered() -> None:
+    backoff = Backoff(10.0, 600.0)
+    backoff.note_failure(ALICE, PATH, 0.0)
+    for number in range(MAX_PEERS):
+        backoff.note_failure(number.to_bytes(32), PATH, 0.0)
+    assert backoff.is_due(ALICE, PATH, 0.0)
+    assert not backoff.is_due(bytes(32), PATH, 0.0)
+
+
+def test_a_thousand_who_lose_one_peer_come_back_at_different_times() -> None:
+    first, longest = FIRST_REDIAL_PAUSE, MAX_REDIAL_PAUSE
+    times = [
+        list(itertools.accumulate(itertools.islice(pauses(first, longest, random.Random(node)), 6)))
+        for node in range(1_000)
+    ]
+    assert max(Counter(int(at) for each in times for at in each).values()) <= 300
+    assert all(0.5 * longest <= later - before <= 1.5 * longest for *_, before, later in times)

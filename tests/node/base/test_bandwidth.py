@@ -1,0 +1,362 @@
+"""Caps: exact by a clock of the test's own, and on real sockets by what they must never let through."""
+
+from __future__ import annotations
+
+import math
+import random
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+from blake3 import blake3
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farandole.node.base.bandwidth import (
+    BULK_SHARE,
+    MAX_DEBT_SECONDS,
+    MAX_QUANTUM,
+    METER_SECONDS,
+    MIN_QUANTUM,
+    Shaper,
+    Shaping,
+)
+from farandole.node.base.figures import BYTES_PER_MBIT
+from farandole.node.bulk.channel import BulkChannel, open_channel
+from farandole.node.bulk.exchange_session import SILENT_FOR
+from farandole.node.mesh.host import open_host
+from farandole.node.store.fetch import fetch_checkpoint
+from farandole.node.store.holdings import Holding
+from farandole.node.store.provider import Conditions
+from farandole.node.store.serve import MAX_SERVED, BlockService
+from farandole.protocol.block_transfer import Question
+from farandole.protocol.bulk import Secrets
+from farandole.protocol.manifest import RoundConfig
+from farandole.protocol.record_layer import HEADER_BYTES, OVERHEAD_BYTES, RECORD_BYTES
+
+from ..hosts import LOOPBACK
+from ..sockets import tcp_pair
+from ..store.files import RUN, checkpoint_bytes, hold
+
+PATIENCE = 30.0
+RATES = [2_000.0, 125_000.0, 1_250_000.0, 12_500_000.0, 1.25e9]
+MIB = 1 << 20
+
+
+class Clock:
+    """Stands where it is put."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def assert_within(shaper: Shaper, moved: list[tuple[float, int]], late: int = 0) -> None:
+    """Of all that moved at (time, bytes), no window holds more than burst, rate and what came late."""
+    total, worst = 0, -math.inf  # bytes so far; over all beginnings of windows, rate * beginning - bytes before it
+    for at, count in sorted(moved):
+        worst = max(worst, shaper.rate * at - total)
+        total += count
+        assert total + worst - shaper.rate * at <= shaper.burst + late + 1  # rounding of large numbers
+
+
+@given(
+    st.sampled_from(RATES),
+    st.lists(st.tuples(st.floats(0, 0.3), st.integers(1, 3), st.floats(0.01, 1)), min_size=1, max_size=60),
+)
+def test_no_window_holds_more_than_the_burst_and_the_rate(rate: float, asked: list[tuple[float, int, float]]) -> None:
+    clock = Clock()
+    shaper = Shaper(rate, clock)
+    moved = []
+    for pause, num_flows, share in asked:
+        clock.now += pause
+        for _ in range(num_flows):
+            count = max(1, int(share * shaper.quantum))
+            moved.append((clock.now + shaper.reserve(count), count))
+    assert_within(shaper, moved)
+
+
+@pytest.mark.parametrize("rate", RATES[:-1])
+def test_a_busy_flow_gets_the_whole_rate(rate: float) -> None:
+    clock = Clock()
+    shaper = Shaper(rate, clock)
+    began, moved = clock.now, []
+    for number in range(1_000):
+        clock.now += shaper.reserve(shaper.quantum) + (0.02 if number % 50 == 49 else 0)  # woken late at times
+        moved.append((clock.now, shaper.quantum))
+    assert sum(count for _, count in moved) >= rate * (clock.now - began) * 0.999
+    assert_within(shaper, moved, late=shaper.quantum)
+
+
+@pytest.mark.parametrize("rate", RATES)
+def test_pieces_are_small_and_no_more_of_them_than_the_machine_can_do(rate: float) -> None:
+    shaper = Shaper(rate)
+    assert MIN_QUANTUM <= shaper.quantum <= MAX_QUANTUM
+    assert shaper.quantum <= shaper.burst
+    assert shaper.burst <= max(0.05 * rate, MIN_QUANTUM)
+
+
+def test_without_a_cap_nothing_waits() -> None:
+    clock = Clock()
+    shaper = Shaper(0, clock)
+    assert shaper.quantum == MAX_QUANTUM
+    assert [shaper.reserve(10**12) for _ in range(3)] == [0.0] * 3
+
+
+@pytest.mark.parametrize("rate", [-1.0, math.nan, math.inf])
+def test_a_rate_that_is_none_is_refused(rate: float) -> None:
+    with pytest.raises(ValueError, match="bytes a second"):
+        Shaper(rate)
+
+
+def move_bulk(shaper: Shaper, clock: Clock, seconds: float, flood: float = 0.0) -> int:
+    """What one flow moves in so long, while so many times the rate of control goes by."""
+    ends_at, moved = clock.now + seconds, 0
+    while (wait := shaper.reserve(shaper.quantum)) + clock.now < ends_at:
+        shaper.charge(round(flood * shaper.rate * wait))
+        clock.now += wait
+        moved += shaper.quantum
+    clock.now = ends_at
+    return moved
+
+
+def test_bulk_pays_for_what_control_has_taken() -> None:
+    clock = Clock()
+    shaper = Shaper(125_000, clock)
+    shaper.charge(round(shaper.burst) + 200_000)
+    assert move_bulk(shaper, clock, 2) == pytest.approx(2 * BULK_SHARE * 125_000, abs=2 * shaper.quantum)
+    assert move_bulk(shaper, clock, 2) == pytest.approx(2 * 125_000, abs=2 * shaper.quantum)
+
+
+def test_a_pause_pays_for_what_control_has_taken() -> None:
+    clock = Clock()
+    shaper = Shaper(125_000, clock)
+    shaper.charge(round(shaper.burst) + 125_000)
+    clock.now += 1
+    assert shaper.reserve(1_250) == pytest.approx(0.01)
+    clock.now += 10
+    assert shaper.reserve(shaper.quantum) == 0.0
+
+
+@pytest.mark.parametrize("rate", RATES)
+def test_a_flood_of_control_slows_bulk_down_and_never_stops_it(rate: float) -> None:
+    clock = Clock()
+    shaper = Shaper(rate, clock)
+    seconds = 1_000 * shaper.quantum / rate
+    shaper.charge(round(1_000 * rate))
+    assert move_bulk(shaper, clock, seconds, flood=10) >= BULK_SHARE * rate * seconds - 2 * shaper.quantum
+
+
+def test_a_flood_of_control_is_paid_for_so_long_and_no_longer() -> None:
+    clock = Clock()
+    shaper = Shaper(125_000, clock)
+    for _ in range(10_000):
+        shaper.charge(10_000)
+    slow = MAX_DEBT_SECONDS / (1 - BULK_SHARE)
+    assert move_bulk(shaper, clock, slow) == pytest.approx(BULK_SHARE * slow * 125_000, abs=2 * shaper.quantum)
+    assert move_bulk(shaper, clock, 2) == pytest.approx(2 * 125_000, abs=2 * shaper.quantum)
+
+
+@pytest.mark.parametrize("mbit", [0.5, 5, 500])
+def test_no_partner_takes_a_flood_for_silence(mbit: float) -> None:
+    """Each of the flows there may be has its next piece long before an exchange of 30 s takes another way."""
+    shaper = Shaper(mbit * BYTES_PER_MBIT, Clock())
+    shaper.charge(round(1_000 * shaper.rate))
+    waits = [shaper.reserve(shaper.quantum) for _ in range(1 + MAX_SERVED)]
+    assert max(waits) < SILENT_FOR * RoundConfig().exchange_seconds / 1.5
+
+
+async def test_flows_share_evenly_and_control_goes_at_once(autojump_clock: trio.testing.MockClock) -> None:
+    shaper = Shaper(125_000, trio.current_time)
+    moved = [0, 0, 0]
+
+    async def flow(index: int) -> None:
+        while True:
+            await shaper.wait(shaper.quantum)
+            moved[index] += shaper.quantum
+
+    with trio.move_on_after(20):
+        async with trio.open_nursery() as nursery:
+            for index in range(3):
+                nursery.start_soon(flow, index)
+            while True:
+                await trio.sleep(0.5)
+                before = trio.current_time()
+                shaper.charge(12_500)
+                assert trio.current_time() == before
+    assert max(moved) - min(moved) <= 2 * shaper.quantum
+    left_for_bulk = 20 * (125_000 - 25_000)
+    assert sum(moved) == pytest.approx(left_for_bulk, abs=shaper.burst + 4 * shaper.quantum + 12_500)
+
+
+async def test_a_wait_says_how_long_it_was(autojump_clock: trio.testing.MockClock) -> None:
+    shaper = Shaper(1_000, trio.current_time)
+    assert await shaper.wait(MIN_QUANTUM) == 0.0
+    began = trio.current_time()
+    seconds = await shaper.wait(MIN_QUANTUM)
+    assert seconds == pytest.approx(MIN_QUANTUM / 1_000) == pytest.approx(trio.current_time() - began)
+
+
+def test_the_rate_of_late_is_of_the_last_seconds() -> None:
+    clock = Clock()
+    shaper = Shaper(0, clock)
+    for _ in range(3 * METER_SECONDS):
+        clock.now += 1
+        shaper.reserve(600)
+        shaper.charge(400)
+    assert shaper.per_second() == pytest.approx(1_000, rel=0.2)
+    clock.now += 2 * METER_SECONDS
+    assert shaper.per_second() == 0.0
+
+
+def test_settings_are_in_megabits() -> None:
+    shaping = Shaping.of_mbit(8, 0)
+    assert shaping.up.rate == 1_000_000
+    assert shaping.down.rate == 0
+
+
+# On real sockets
+
+
+@asynccontextmanager
+async def open_channels(near: Shaping, far: Shaping) -> AsyncIterator[tuple[BulkChannel, BulkChannel]]:
+    """Both ends of a channel over loopback TCP."""
+    dialled, accepted = tcp_pair()
+    secrets = Secrets(b"n" * 32, b"f" * 32)
+    channels: dict[bool, BulkChannel] = {}
+
+    async def open_one(connection: socket.socket, is_asker: bool, shaping: Shaping) -> None:
+        own = secrets if is_asker else Secrets(secrets.opening, secrets.sealing)
+        channel = await open_channel(b"p" * 32, b"s" * 16, connection, own, is_asker, shaping)
+        channels[is_asker] = channel
+        if not is_asker:
+            channel.announce()
+
+    with trio.fail_after(PATIENCE):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(open_one, dialled, True, near)
+            nursery.start_soon(open_one, accepted, False, far)
+        try:
+            yield channels[True], channels[False]
+        finally:
+            channels[False].close()
+            channels[True].close()
+
+
+@pytest.mark.parametrize(("up", "down"), [(24, 0), (0, 24)])
+async def test_a_channel_moves_no_more_than_the_cap(up: float, down: float) -> None:
+    data = random.Random(1).randbytes(MIB + 1_001)
+    memory = bytearray(len(data))
+    near, far = Shaping.of_mbit(up, 0), Shaping.of_mbit(0, down)
+    capped = near.up if up else far.down
+    async with open_channels(near, far) as (sender, receiver):
+        began = time.monotonic()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(sender.send, memoryview(data))
+            digest = await receiver.receive_into(memoryview(memory))
+        seconds = time.monotonic() - began
+    assert digest == blake3(data).digest()
+    assert memory == data
+    assert len(data) <= capped.burst + capped.rate * seconds
+
+
+def num_counted(shaper: Shaper) -> float:
+    """All that it has counted, if its clock stands at 0."""
+    return shaper.per_second() * (METER_SECONDS - 1)
+
+
+async def test_a_channel_counts_what_it_moves() -> None:
+    near, far = (Shaping(*(Shaper(clock=lambda: 0.0) for _ in range(2))) for _ in range(2))
+    size = 2 * RECORD_BYTES + 1
+    async with open_channels(near, far) as (sender, receiver), trio.open_nursery() as nursery:
+        nursery.start_soon(sender.send, memoryview(bytes(size)))
+        await receiver.receive_into(memoryview(bytearray(size)))
+    assert num_counted(near.up) == size + 3 * OVERHEAD_BYTES
+    assert num_counted(near.up) <= num_counted(far.down) <= num_counted(near.up) + HEADER_BYTES  # of what may come next
+    assert num_counted(near.down) == num_counted(far.up) == 0
+
+
+@pytest.mark.parametrize(("up", "down"), [(0, 24), (24, 0), (24, 24)])
+async def test_both_ways_at_once_caps_hold_whatever_the_records_sizes(up: float, down: float) -> None:
+    sides = Shaping.of_mbit(up, down), Shaping()
+    data = random.Random(1).randbytes(MIB + 1_001)
+    async with open_channels(*sides) as channels:
+        began = time.monotonic()
+
+        async def move(sender: BulkChannel, receiver: BulkChannel) -> None:
+            memory = bytearray(len(data))
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(sender.send, memoryview(data))
+                await receiver.receive_into(memoryview(memory))
+            assert memory == data
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(move, *channels)
+            nursery.start_soon(move, *reversed(channels))
+        seconds = time.monotonic() - began
+    for shaper in (sides[0].up, sides[0].down):
+        assert not shaper.rate or len(data) <= shaper.burst + shaper.rate * seconds
+
+
+@pytest.mark.parametrize("is_sending", [True, False])
+async def test_a_thread_that_waits_for_its_turn_ends_when_it_is_cancelled(is_sending: bool) -> None:
+    rate = MIN_QUANTUM / (2 * PATIENCE)  # the second piece may move when it is too late
+    async with open_channels(Shaping(Shaper(rate), Shaper(rate)), Shaping()) as (capped, free):
+        first, all_of_it = memoryview(bytearray(MIN_QUANTUM - OVERHEAD_BYTES)), memoryview(bytearray(MIB))
+        async with trio.open_nursery() as nursery:
+            if is_sending:
+                nursery.start_soon(capped.send, all_of_it)
+                await free.receive_into(first)
+            else:
+                nursery.start_soon(capped.receive_into, all_of_it)
+                await free.send(memoryview(bytes(3 * MIN_QUANTUM)))  # in one record
+            nursery.cancel_scope.cancel()
+        assert not capped.is_fit
+
+
+async def test_a_checkpoint_between_two_hosts_counts_once(tmp_path: Path) -> None:
+    content = checkpoint_bytes(3 * MIB // 16)
+    holding = hold(tmp_path / "theirs", content)
+    alices, bobs = (Shaping(*(Shaper(clock=lambda: 0.0) for _ in range(2))) for _ in range(2))
+    keys = [Ed25519PrivateKey.generate() for _ in range(2)]
+
+    async def find(question: Question) -> Holding:
+        await trio.lowlevel.checkpoint()
+        return holding.hold()
+
+    with trio.fail_after(PATIENCE):
+        async with (
+            open_host(keys[0], LOOPBACK, shaping=alices) as alice,
+            open_host(keys[1], LOOPBACK, shaping=bobs) as bob,
+        ):
+            BlockService(RUN, find, alices).register(alice)
+            bob.add_addresses(alice.author, alice.addresses)
+            conditions, donors = Conditions(bob, RUN, bobs), [alice.author]
+            path = tmp_path / "ours"
+            await fetch_checkpoint(conditions, holding.signed, holding.index, lambda: donors, lambda name: True, path)
+    assert path.read_bytes() == content
+    for shaper in (alices.up, bobs.down):
+        assert len(content) < num_counted(shaper) < 1.02 * len(content)
+    for shaper in (alices.down, bobs.up):
+        assert 0 < num_counted(shaper) < 0.02 * len(content)
+
+
+@pytest.mark.parametrize("mbit", [0.5, 5, 500])
+async def test_the_kernel_is_left_with_little_to_send(mbit: float) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as dialled,
+    ):
+        free = dialled.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT)
+        Shaping().fit_buffers(dialled)
+        assert dialled.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) == free
+        Shaping.of_mbit(mbit, mbit).fit_buffers(dialled)
+        assert dialled.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) <= MAX_QUANTUM

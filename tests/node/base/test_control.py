@@ -1,0 +1,267 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import stat
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from farandole.node.base import control
+from farandole.node.base.control import ControlError, NoNodeError, call, serve_control
+from farandole.node.base.system import endpoint
+from farandole.node.base.system.unix_socket import MAX_SOCKET_PATH_BYTES, socket_path
+
+from ...patience import PATIENCE
+
+
+async def echo(params: dict[str, Any]) -> object:
+    return params
+
+
+async def refuse(params: dict[str, Any]) -> object:
+    raise ControlError("not_ready", "the node still joins")
+
+
+async def fail(params: dict[str, Any]) -> object:
+    raise RuntimeError("a defect")
+
+
+HANDLERS = {"echo": echo, "refuse": refuse, "fail": fail}
+
+
+@pytest.fixture(params=[True, False], ids=["unix-socket", "port"])
+def has_unix_sockets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(endpoint, "HAS_UNIX_SOCKETS", request.param)
+    return bool(request.param)
+
+
+@pytest.fixture
+async def home(has_unix_sockets: bool, tmp_path: Path, nursery: trio.Nursery) -> AsyncIterator[Path]:
+    await nursery.start(serve_control, tmp_path / "control.sock", HANDLERS)
+    yield tmp_path
+    nursery.cancel_scope.cancel()
+
+
+async def ask(home: Path, method: str, **params: Any) -> Any:
+    with trio.fail_after(PATIENCE):
+        return await trio.to_thread.run_sync(partial(call, home, method, **params))
+
+
+async def raw(home: Path, sent: bytes) -> list[dict[str, Any]]:
+    """What the server answers to these bytes until it or the end closes the connection."""
+    with trio.fail_after(PATIENCE):
+        connection = await trio.to_thread.run_sync(endpoint.connect, home / "control.sock", 5.0)
+        return await said_to(connection, sent)
+
+
+async def said_to(connection: socket.socket, sent: bytes) -> list[dict[str, Any]]:
+    async with trio.SocketStream(trio.socket.from_stdlib_socket(connection)) as stream:
+        await stream.send_all(sent)
+        stream.socket.shutdown(trio.socket.SHUT_WR)
+        received = b"".join([data async for data in stream])
+    return [json.loads(line) for line in received.splitlines()]
+
+
+async def test_a_moment_without_descriptors_ends_neither_the_node_nor_its_control(
+    tmp_path: Path, nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_refused = 0
+
+    class Listener:
+        """Like the real one, once descriptors are free."""
+
+        def __init__(self, real: trio.socket.SocketType) -> None:
+            self.listen, self._accept = real.listen, real.accept
+
+        async def accept(self) -> object:
+            nonlocal num_refused
+            if num_refused < 3:
+                num_refused += 1
+                await trio.lowlevel.checkpoint()
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return await self._accept()
+
+    @contextmanager
+    def starved(path: Path) -> Iterator[endpoint.Endpoint]:
+        with endpoint.bound_endpoint(path) as bound:
+            listener: Any = Listener(bound.listener)
+            yield replace(bound, listener=listener)
+
+    monkeypatch.setattr(control, "bound_endpoint", starved)
+    monkeypatch.setattr(control, "ACCEPT_PAUSE", 0.0)
+    await nursery.start(serve_control, tmp_path / "control.sock", HANDLERS)
+    assert await ask(tmp_path, "echo", tokens=3) == {"tokens": 3}
+    assert num_refused == 3
+    nursery.cancel_scope.cancel()
+
+
+async def test_a_call_comes_back_with_the_answer(home: Path) -> None:
+    assert await ask(home, "echo", tokens=3, names=["a", "b"]) == {"tokens": 3, "names": ["a", "b"]}
+
+
+async def test_what_leads_to_it_is_for_its_owner_alone(home: Path, has_unix_sockets: bool) -> None:
+    place = home / ("control.sock" if has_unix_sockets else "control.port")
+    assert list(home.iterdir()) == [place]
+    assert stat.S_IMODE(place.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("has_unix_sockets", [False], indirect=True)
+@pytest.mark.parametrize(
+    "first",
+    [
+        b"",
+        b"\n",
+        b'{"method": "echo"}\n',
+        b"a token\n",
+        b"POST / HTTP/1.1\r\nHost: rebound.example\r\nContent-Length: 19\r\n\r\n",
+    ],
+)
+async def test_on_a_port_nothing_is_obeyed_without_the_token(home: Path, first: bytes) -> None:
+    port = json.loads((home / "control.port").read_bytes())["port"]
+    connection = await trio.to_thread.run_sync(socket.create_connection, ("127.0.0.1", port))
+    try:
+        answers = await said_to(connection, first + b'{"method": "echo"}\n' * 2)
+    except trio.BrokenResourceError:  # closed with the rest unread
+        answers = []
+    assert [answer["error"]["code"] for answer in answers] in ([], ["unauthorized"])
+
+
+@pytest.mark.parametrize("has_unix_sockets", [False], indirect=True)
+async def test_a_token_of_before_is_no_token(home: Path, tmp_path: Path, nursery: trio.Nursery) -> None:
+    before = (home / "control.port").read_bytes()
+    again = tmp_path / "again"
+    await nursery.start(serve_control, again / "control.sock", HANDLERS)
+    now = json.loads((again / "control.port").read_bytes())
+    (again / "control.port").write_bytes(json.dumps({**json.loads(before), "port": now["port"]}).encode())
+    with pytest.raises(ControlError, match="token"):
+        await ask(again, "echo")
+
+
+@pytest.mark.parametrize("has_unix_sockets", [False], indirect=True)
+async def test_who_is_silent_on_a_port_is_hung_up_on(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "TOKEN_TIMEOUT", 0.01)
+    port = json.loads((home / "control.port").read_bytes())["port"]
+    with trio.fail_after(PATIENCE):
+        stream = await trio.open_tcp_stream("127.0.0.1", port)
+        async with stream:
+            assert await stream.receive_some() == b""
+
+
+@pytest.mark.parametrize("has_unix_sockets", [False], indirect=True)
+async def test_another_programs_answer_is_told_from_a_node(home: Path, nursery: trio.Nursery) -> None:
+    async def babble(stream: trio.SocketStream) -> None:
+        await stream.receive_some()
+        await stream.send_all(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    (listener,) = await nursery.start(partial(trio.serve_tcp, babble, 0, host="127.0.0.1"))
+    place = home / "control.port"
+    place.write_text(json.dumps({"port": listener.socket.getsockname()[1], "token": "a"}))
+    with pytest.raises(NoNodeError, match="is no node"):
+        await ask(home, "echo")
+    place.write_text("{}")
+    with pytest.raises(NoNodeError, match="no node runs"):
+        await ask(home, "echo")
+
+
+async def test_a_refusal_keeps_its_code_and_message(home: Path) -> None:
+    with pytest.raises(ControlError, match="still joins") as caught:
+        await ask(home, "refuse")
+    assert caught.value.code == "not_ready"
+
+
+async def test_an_unknown_method_names_those_that_there_are(home: Path) -> None:
+    with pytest.raises(ControlError, match="echo, fail, refuse") as caught:
+        await ask(home, "reboot")
+    assert caught.value.code == "unknown_method"
+
+
+async def test_a_failing_handler_costs_its_request_only(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ControlError, match="a defect") as caught:
+        await ask(home, "fail")
+    assert caught.value.code == "internal"
+    assert "the control method fail failed" in caplog.text
+    assert await ask(home, "echo", still="there") == {"still": "there"}
+
+
+async def test_several_requests_on_one_connection(home: Path) -> None:
+    sent = b'{"method": "echo"}\nnot json\n{"method": "echo", "params": {"a": 1}}\n{"method": 7}\n'
+    answers = await raw(home, sent)
+    assert [answer.get("ok", answer.get("error", {}).get("code")) for answer in answers] == [
+        {},
+        "bad_request",
+        {"a": 1},
+        "bad_request",
+    ]
+
+
+async def test_an_endless_request_is_cut_off(home: Path) -> None:
+    assert await raw(home, b"x" * (control.MAX_REQUEST_BYTES - 1)) == []
+    with pytest.raises(trio.BrokenResourceError):
+        await raw(home, b"x" * 8 * control.MAX_REQUEST_BYTES)
+    assert await ask(home, "echo") == {}
+
+
+async def wait(params: dict[str, Any]) -> object:
+    await trio.sleep_forever()
+
+
+async def test_a_slow_handler_times_out(autojump_clock: trio.abc.Clock) -> None:
+    answer = json.loads(await control._answer(b'{"method": "wait"}', {"wait": wait}))
+    assert answer["error"]["code"] == "timeout"
+
+
+async def test_no_node(has_unix_sockets: bool, tmp_path: Path) -> None:
+    with pytest.raises(NoNodeError, match=r"no node runs in .*farandole join INVITE"):
+        await ask(tmp_path, "echo")
+
+
+async def test_a_dead_nodes_socket_is_told_from_a_node_and_replaced(tmp_path: Path, nursery: trio.Nursery) -> None:
+    path = tmp_path / "control.sock"
+    with trio.socket.socket(trio.socket.AF_UNIX) as dead:
+        await dead.bind(str(path))
+    with pytest.raises(NoNodeError, match="no node runs"):
+        await ask(tmp_path, "echo")
+    await nursery.start(serve_control, path, HANDLERS)
+    assert await ask(tmp_path, "echo") == {}
+    nursery.cancel_scope.cancel()
+
+
+async def test_a_node_that_does_not_answer(tmp_path: Path) -> None:
+    with trio.socket.socket(trio.socket.AF_UNIX) as frozen:
+        await frozen.bind(str(tmp_path / "control.sock"))
+        frozen.listen(1)
+        with pytest.raises(NoNodeError, match="does not answer"):
+            await ask(tmp_path, "echo", timeout=0.05)
+
+
+@pytest.fixture
+def short_folder() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="f") as folder:
+        yield folder
+
+
+async def test_a_path_too_long_for_a_socket(tmp_path: Path, short_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / ("long" * 30)
+    path = home / "control.sock"
+    monkeypatch.setattr("tempfile.tempdir", short_folder)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(serve_control, path, HANDLERS)
+        real = socket_path(path)
+        assert len(os.fsencode(real)) <= MAX_SOCKET_PATH_BYTES
+        monkeypatch.setattr("tempfile.tempdir", "/nowhere")  # as in another shell, with another TMPDIR
+        assert await ask(home, "echo") == {}
+        nursery.cancel_scope.cancel()
+    assert not real.exists()
+    assert list(home.iterdir()) == []
+    with pytest.raises(NoNodeError):
+        await ask(home, "echo")

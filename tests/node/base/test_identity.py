@@ -1,0 +1,115 @@
+"""The key file and its lock."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from farandole.node.base.identity import IdentityError, IdentityInUseError, load_or_create_key, locked
+from farandole.node.base.system import features, files, locking
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.identity import SMALL_ORDER_KEYS, is_signed_by, peer_id_of, public_bytes, public_key_of, sign
+
+
+def test_a_key_is_made_once_and_kept(tmp_path: Path) -> None:
+    path = tmp_path / "home" / "key"
+    first = load_or_create_key(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert public_bytes(load_or_create_key(path)) == public_bytes(first)
+    assert [entry.name for entry in path.parent.iterdir()] == ["key"]
+
+
+def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    load_or_create_key(path)
+    path.chmod(0o644)
+    with pytest.raises(IdentityError, match="chmod 600"):
+        load_or_create_key(path)
+
+
+def test_where_files_have_no_modes_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "HAS_FILE_MODES", False)
+    path = tmp_path / "key"
+    key = load_or_create_key(path)
+    path.chmod(0o666)
+    assert public_bytes(load_or_create_key(path)) == public_bytes(key)
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    home = tmp_path / "file" / "home"
+    with pytest.raises(IdentityError, match="--home"):
+        load_or_create_key(home / "key")
+    with pytest.raises(IdentityError, match="--home"), locked(home / "lock"):
+        pass
+
+
+def test_a_key_that_is_there_is_read_without_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = load_or_create_key(tmp_path / "key")
+
+    def full(*arguments: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.open", full)
+    assert public_bytes(load_or_create_key(tmp_path / "key")) == public_bytes(first)
+
+
+def test_a_damaged_key_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_bytes(b"short")
+    with pytest.raises(IdentityError, match="not a farandole key"):
+        load_or_create_key(path)
+    assert path.read_bytes() == b"short"
+
+
+@pytest.mark.parametrize("without", ["", "file-locks,positioned-io"])
+def test_the_lock_keeps_a_second_process_out_and_dies_with_the_first(
+    without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(features.WITHOUT_VARIABLE, without)
+    if without:
+        monkeypatch.setattr(locking, "HAS_FILE_LOCKS", False)
+        monkeypatch.setattr(files, "HAS_POSITIONED_IO", False)
+    path = tmp_path / "lock"
+    hold = (
+        "from farandole.node.base.identity import locked; from pathlib import Path\n"
+        f"with locked(Path({str(path)!r})): print('held', flush=True); input()"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(IdentityInUseError, match=str(holder.pid)), locked(path):
+            pass
+        holder.kill()
+    with locked(path):
+        assert path.read_text().strip().isdigit()
+
+
+def test_peer_ids_and_keys_convert_both_ways(tmp_path: Path) -> None:
+    public = public_bytes(load_or_create_key(tmp_path / "key"))
+    assert peer_id_of(public).startswith("12D3KooW")
+    assert public_key_of(peer_id_of(public)) == public
+    for wrong in ("", "0OIl", "12D3", "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N", "1" * 5_000):
+        with pytest.raises(RemoteProtocolError):
+            public_key_of(wrong)
+
+
+def test_signatures_hold_for_their_parts_alone(tmp_path: Path) -> None:
+    key = load_or_create_key(tmp_path / "key")
+    public, signature = public_bytes(key), sign(key, b"test", b"ab", b"c")
+    assert is_signed_by(public, signature, b"test", b"ab", b"c")
+    assert not is_signed_by(public, signature, b"test", b"a", b"bc")
+    assert not is_signed_by(public, signature, b"other", b"ab", b"c")
+    assert not is_signed_by(public, signature[:-1], b"test", b"ab", b"c")
+
+
+def test_keys_of_small_order_sign_nothing() -> None:
+    identity_point = (1).to_bytes(32, "little")
+    forged = identity_point + bytes(32)  # R = identity, S = 0 verifies for every message where nobody looks
+    assert identity_point in SMALL_ORDER_KEYS
+    assert not any(is_signed_by(key, forged, b"test", bytes([n])) for key in SMALL_ORDER_KEYS for n in range(8))

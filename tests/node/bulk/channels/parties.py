@@ -1,0 +1,122 @@
+"""Nodes with bulk channels over loopback TCP, whose libp2p streams are memory."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+import trio
+import trio.testing
+from blake3 import blake3
+
+from farandole.node.base.errors import PeerUnreachableError
+from farandole.node.bulk.channel import BulkChannel
+from farandole.node.bulk.negotiation import BulkService, open_bulk
+from farandole.protocol.bulk import Proposal, decode_proposal
+from farandole.protocol.framing import frame
+
+from ....patience import PATIENCE
+from ...parties import ALICE, BOB, MemoryHost, MemoryStream
+
+
+class BulkStream(MemoryStream):
+    """One end of a libp2p stream; ``change`` alters the proposals that go through it."""
+
+    def __init__(self, stream: trio.abc.Stream, peer: bytes, host: BulkHost) -> None:
+        super().__init__(stream, peer, host.faults)
+        self._host = host
+
+    async def send_all(self, data: bytes) -> None:
+        if self._host.is_frozen:
+            await trio.sleep_forever()
+        if self._host.change is not None:
+            proposal = self._host.change(decode_proposal(data[4:]))
+            data = frame(msgspec.msgpack.encode(proposal), 4_096)
+        await super().send_all(data)
+
+
+@dataclass
+class BulkHost(MemoryHost):
+    """A host that negotiates bulk channels."""
+
+    change: Callable[[Proposal], Proposal] | None = None
+    is_frozen: bool = False
+    streams_opened: int = 0
+    remote_port: int = 4_001
+    unreachable: set[bytes] = field(default_factory=set)
+    observed: list[tuple[str, int]] = field(default_factory=list)
+
+    def is_out_of_reach(self, peer: bytes) -> bool:
+        return peer in self.unreachable
+
+    def observe_port(self, port: int) -> contextlib.AbstractAsyncContextManager[list[tuple[str, int]]]:
+        return contextlib.nullcontext(self.observed)
+
+    def remote_addresses(self, peer: bytes) -> list[str]:
+        return [f"/ip4/127.0.0.1/tcp/{self.remote_port}"]
+
+    async def open_stream(self, peer: bytes, protocol: str, timeout: float = 8.0) -> BulkStream:
+        self.streams_opened += 1
+        remote = self.network.get(peer)
+        if remote is None or protocol not in remote.handlers:
+            raise PeerUnreachableError("nobody there")
+        assert isinstance(remote, BulkHost)
+        near, far = trio.testing.memory_stream_pair()
+        self.nursery.start_soon(remote.handlers[protocol], BulkStream(far, self.author, remote))
+        return BulkStream(near, peer, self)
+
+
+@dataclass
+class Party:
+    """A node with its bulk service."""
+
+    host: BulkHost
+    service: BulkService
+
+    @property
+    def port(self) -> int:
+        return int(self.service._listeners[socket.AF_INET].getsockname()[1])
+
+
+@asynccontextmanager
+async def two_parties() -> AsyncIterator[tuple[Party, Party]]:
+    network: dict[bytes, MemoryHost] = {}
+    with trio.fail_after(PATIENCE):
+        async with trio.open_nursery() as nursery:
+            hosts = [BulkHost(author, nursery, network) for author in (ALICE, BOB)]
+            async with open_bulk(hosts[0]) as first, open_bulk(hosts[1]) as second:
+                yield Party(hosts[0], first), Party(hosts[1], second)
+            nursery.cancel_scope.cancel()
+
+
+async def meet(alice: Party, bob: Party) -> tuple[BulkChannel, BulkChannel]:
+    """Both ends of a channel."""
+    with bob.service.expecting(ALICE):
+        near = await alice.service.acquire(BOB)
+    assert near is not None
+    far = bob.service.take(ALICE, near.session)
+    assert far is not None
+    return near, far
+
+
+async def assert_no_channel(alice: Party, bob: Party) -> None:
+    """When the negotiation is over at both ends."""
+    for service in (alice.service, bob.service):
+        while service._races:
+            await trio.lowlevel.checkpoint()
+        assert not any(channel.is_fit for channel in service._idle.values())
+
+
+async def move(sender: BulkChannel, receiver: BulkChannel, data: bytes) -> None:
+    """Send and compare, the hash too."""
+    memory, so_far = bytearray(len(data)), sender.num_sent
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(sender.send, memoryview(data))
+        digest = await receiver.receive_into(memoryview(memory))
+    assert memory == data
+    assert digest == blake3(data).digest()
+    assert sender.num_sent - so_far == len(data)

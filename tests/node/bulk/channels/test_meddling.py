@@ -1,0 +1,168 @@
+"""Somebody on the path of a channel."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+import trio.testing
+from blake3 import blake3
+
+from farandole.node.base.bandwidth import Shaping
+from farandole.node.bulk.channel import BulkChannel, ChannelError, open_channel
+from farandole.protocol.bulk import Secrets
+from farandole.protocol.incoming import Incoming
+from farandole.protocol.record_layer import HEADER_BYTES, RECORD_BYTES, Sealer
+
+from ....patience import PATIENCE
+from ...parties import ALICE, BOB
+from ...sockets import tcp_pair
+
+
+class Meddler:
+    """Between two ends of a channel: passes on what Alice's sends, record by record, as ``change`` makes it."""
+
+    def __init__(self, change: Callable[[list[bytes]], list[bytes]]) -> None:
+        self._change = change
+        self.has_ended = trio.Event()
+        """Set once all is passed on, and the end of it too."""
+
+    async def run(self, from_alice: trio.SocketStream, to_bob: trio.SocketStream, num_records: int) -> None:
+        records = [await self._read_record(from_alice) for _ in range(num_records)]
+        with contextlib.suppress(trio.BrokenResourceError):
+            for record in self._change(records):
+                await to_bob.send_all(record)
+            await to_bob.send_eof()
+            self.has_ended.set()
+
+    async def _read_record(self, stream: trio.SocketStream) -> bytes:
+        header = await self._read_exactly(stream, HEADER_BYTES)
+        return header + await self._read_exactly(stream, int.from_bytes(header, "big"))
+
+    async def _read_exactly(self, stream: trio.SocketStream, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            data += await stream.receive_some(size - len(data))
+        return data
+
+
+def flipped(record: bytes, at: int) -> bytes:
+    return record[:at] + bytes([record[at] ^ 1]) + record[at + 1 :]
+
+
+MEDDLING: dict[str, tuple[int, Callable[[list[bytes]], list[bytes]]]] = {
+    "nothing": (4, lambda r: r),
+    "flips the length": (1, lambda r: [r[0], flipped(r[1], 3), *r[2:]]),
+    "makes it long": (1, lambda r: [r[0], b"\xff" + r[1][1:], *r[2:]]),
+    "flips a byte": (1, lambda r: [r[0], flipped(r[1], 100), *r[2:]]),
+    "flips the tag": (2, lambda r: [*r[:2], flipped(r[2], len(r[2]) - 1), r[3]]),
+    "drops": (1, lambda r: [r[0], *r[2:]]),
+    "drops the last": (3, lambda r: r[:3]),
+    "swaps": (1, lambda r: [r[0], r[2], r[1], r[3]]),
+    "repeats": (2, lambda r: [*r[:2], *r[1:]]),
+    "truncates": (3, lambda r: [*r[:3], r[3][:-1]]),
+    "truncates the length": (3, lambda r: [*r[:3], r[3][:2]]),
+    "inserts": (1, lambda r: [r[0], random.Random(1).randbytes(5_000), *r[1:]]),
+}
+
+
+@pytest.mark.parametrize("meddling", MEDDLING)
+async def test_who_meddles_on_the_path_breaks_the_channel_and_nothing_counts(
+    meddling: str, nursery: trio.Nursery
+) -> None:
+    num_good, change = MEDDLING[meddling]
+    data = random.Random(2).randbytes(3 * RECORD_BYTES + 1_000)
+    memory = bytearray(len(data))
+    incoming = Incoming(memoryview(memory))
+    with trio.fail_after(PATIENCE):
+        meddler = Meddler(change)
+        async with open_meddled(meddler, 4) as (near, far):
+            async with trio.open_nursery() as moving:
+                moving.start_soon(near.send, memoryview(data))
+                if num_good == 4:
+                    await far.receive(incoming)
+                else:
+                    with pytest.raises(ChannelError):
+                        await far.receive(incoming)
+            if num_good == 4:
+                await meddler.has_ended.wait()
+            received = data[: num_good * RECORD_BYTES]
+            assert incoming.position == len(received)
+            assert memory[: len(received)] == received
+            assert incoming.digest() == blake3(received).digest()
+            assert not far.is_fit
+            if num_good < 4:
+                for _ in range(2):
+                    with pytest.raises(ChannelError):
+                        await far.receive(incoming)
+                assert incoming.position == len(received)
+
+
+@asynccontextmanager
+async def open_meddled(meddler: Meddler, num_records: int) -> AsyncIterator[tuple[BulkChannel, BulkChannel]]:
+    """Both ends of a channel that leads through somebody else once it is open."""
+    (alices, from_alice), (to_bob, bobs) = tcp_pair(), tcp_pair()
+    near = BulkChannel(BOB, b"s" * 16, alices, SECRETS, Shaping())
+    far = BulkChannel(ALICE, b"s" * 16, bobs, Secrets(SECRETS.opening, SECRETS.sealing), Shaping())
+    middle = []
+    for plain in (from_alice, to_bob):
+        plain.setblocking(False)
+        middle.append(trio.SocketStream(trio.socket.from_stdlib_socket(plain)))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(meddler.run, *middle, num_records)
+        try:
+            yield near, far
+        finally:  # before the meddler's end: where Bob's window is shut, nothing but this lets him go
+            for end in (near, far):
+                end.close()
+    for stream in middle:
+        await stream.aclose()
+
+
+SECRETS = Secrets(b"n" * 32, b"f" * 32)
+
+
+@pytest.mark.parametrize(
+    ("answerers", "num_opened"),
+    [
+        (Secrets(SECRETS.opening, SECRETS.sealing), 2),
+        (SECRETS, 0),  # as who hears himself has
+        (Secrets(SECRETS.opening, b"x" * 32), 0),  # the answerer hears nothing that it can open, and says nothing
+        (Secrets(b"x" * 32, SECRETS.sealing), 1),  # and here the asker
+    ],
+)
+async def test_ends_with_different_keys_open_no_channel(answerers: Secrets, num_opened: int) -> None:
+    opened: list[BulkChannel] = []
+
+    async def open_one(connection: socket.socket, own: Secrets, is_asker: bool) -> None:
+        with contextlib.suppress(ChannelError):
+            channel = await open_channel(b"p" * 32, b"s" * 16, connection, own, is_asker, Shaping())
+            opened.append(channel)
+            if not is_asker:
+                channel.announce()
+
+    with trio.fail_after(PATIENCE):
+        dialled, accepted = tcp_pair()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(open_one, dialled, SECRETS, True)
+            nursery.start_soon(open_one, accepted, answerers, False)
+    assert len(opened) == num_opened
+    if num_opened < 2:
+        assert dialled.fileno() == -1
+    assert {channel.is_fit for channel in opened} <= {num_opened == 2}
+    for channel in opened:
+        channel.close()
+
+
+async def test_whose_first_record_says_something_else_is_refused() -> None:
+    dialled, accepted = tcp_pair()
+    with accepted, trio.fail_after(PATIENCE):
+        accepted.sendall(Sealer(SECRETS.opening).seal(memoryview(b"hello")))
+        with pytest.raises(ChannelError, match="ready"):
+            await open_channel(b"p" * 32, b"s" * 16, dialled, SECRETS, True, Shaping())
+    assert dialled.fileno() == -1

@@ -1,0 +1,274 @@
+"""How a channel comes about, and who gets none."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import warnings
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import trio
+import trio.testing
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+from farandole.node.bulk import negotiation as bulk
+from farandole.node.bulk.negotiation import BULK_PROTOCOL, FIRST_RETRY_AFTER, MAX_UNPROVEN_PER_ADDRESS
+from farandole.protocol.bulk import Proposal, encode_proposal, greeting
+from farandole.protocol.framing import frame
+
+from ....patience import PATIENCE
+from ...parties import ALICE, BOB
+from .parties import Party, assert_no_channel, meet, move, two_parties
+
+
+async def test_nobody_is_answered_who_is_not_expected(alice: Party, bob: Party) -> None:
+    assert await alice.service.acquire(BOB) is None
+    await assert_no_channel(alice, bob)
+
+
+async def test_who_could_not_be_reached_is_not_tried_at_once_again(
+    alice: Party, bob: Party, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", bulk.__name__)
+    assert await alice.service.acquire(BOB) is None
+    with bob.service.expecting(ALICE):
+        assert await alice.service.acquire(BOB) is None
+    assert alice.host.streams_opened == 1
+    (message,) = caplog.messages
+    assert "for the first time" in message
+    assert "for 10 s no channel is tried" in message
+
+
+async def test_what_the_router_sends_on_is_offered_first_and_what_others_observe(alice: Party, bob: Party) -> None:
+    bob.host.mapped[bob.port] = ("5.1.1.1", 5_002)
+    bob.host.observed = [("5.1.1.1", 5_003)]
+    offered: list[Proposal] = []
+
+    def note(proposal: Proposal) -> Proposal:
+        offered.append(proposal)
+        return proposal
+
+    bob.host.change = note
+    assert bob.host.bulk_ports == {bob.port}
+    for channel in await meet(alice, bob):
+        channel.close()
+    assert offered[0].addresses == [("5.1.1.1", 5_002), ("5.1.1.1", 5_003), ("127.0.0.1", bob.port)]
+
+
+async def test_who_is_out_of_reach_costs_no_wait(alice: Party, bob: Party) -> None:
+    alice.host.unreachable.add(BOB)
+    with bob.service.expecting(ALICE):
+        assert await alice.service.acquire(BOB) is None
+    assert alice.host.streams_opened == 0
+    alice.host.unreachable.clear()
+    for channel in await meet(alice, bob):
+        channel.close()
+
+
+async def test_who_could_not_be_reached_is_tried_again_over_another_connection(alice: Party, bob: Party) -> None:
+    assert await alice.service.acquire(BOB) is None
+    alice.host.remote_port += 1
+    near, far = await meet(alice, bob)
+    near.close()
+    far.close()
+
+
+async def test_who_could_not_be_reached_is_tried_again_soon_and_then_later(
+    alice: Party, bob: Party, caplog: pytest.LogCaptureFixture, autojump_clock: trio.testing.MockClock
+) -> None:
+    caplog.set_level("INFO", bulk.__name__)
+    assert await alice.service.acquire(BOB) is None
+    await trio.sleep(FIRST_RETRY_AFTER)
+    assert await alice.service.acquire(BOB) is None
+    assert alice.host.streams_opened == 2
+    assert "2 times in a row" in caplog.messages[-1]
+    assert "for 20 s no channel is tried" in caplog.messages[-1]
+
+
+async def test_a_negotiation_for_which_the_exchange_has_no_more_time_counts_as_failed(alice: Party, bob: Party) -> None:
+    bob.host.is_frozen = True
+    with bob.service.expecting(ALICE), trio.move_on_after(0.1):
+        await alice.service.acquire(BOB)
+    bob.host.is_frozen = False
+    with bob.service.expecting(ALICE):
+        assert await alice.service.acquire(BOB) is None
+    assert alice.host.streams_opened == 1
+
+
+@pytest.mark.parametrize("liar", [ALICE, BOB])
+async def test_another_key_than_the_proposed_one_is_refused(alice: Party, bob: Party, liar: bytes) -> None:
+    other = X25519PrivateKey.generate().public_key().public_bytes_raw()
+    host = alice.host if liar == ALICE else bob.host
+    host.change = lambda proposal: msgspec.structs.replace(proposal, key=other)
+    with bob.service.expecting(ALICE):
+        assert await alice.service.acquire(BOB) is None
+    await assert_no_channel(alice, bob)
+
+
+@pytest.mark.parametrize("lie", [{"key": bytes(32)}, {"key": b""}, {"session": b"x" * 16}])
+async def test_a_proposal_that_lies_brings_no_channel(alice: Party, bob: Party, lie: dict[str, object]) -> None:
+    bob.host.change = lambda proposal: msgspec.structs.replace(proposal, **lie)
+    with bob.service.expecting(ALICE):
+        assert await alice.service.acquire(BOB) is None
+    await assert_no_channel(alice, bob)
+
+
+@pytest.mark.usefixtures("short_timeouts")
+@pytest.mark.parametrize("liar", [ALICE, BOB])
+async def test_a_wrong_token_lets_nobody_in(alice: Party, bob: Party, liar: bytes) -> None:
+    host = alice.host if liar == ALICE else bob.host
+    host.change = lambda proposal: msgspec.structs.replace(proposal, token=bytes(32))
+    with bob.service.expecting(ALICE):
+        assert await alice.service.acquire(BOB) is None
+    assert alice.service._idle == {}
+
+
+@pytest.mark.usefixtures("short_timeouts")
+async def test_without_a_way_there_is_no_channel(alice: Party, bob: Party) -> None:
+    for host in (alice.host, bob.host):
+        host.change = lambda proposal: msgspec.structs.replace(proposal, addresses=[])
+    with bob.service.expecting(ALICE):
+        assert await alice.service.acquire(BOB) is None
+
+
+@pytest.mark.parametrize("hidden", [ALICE, BOB])
+async def test_one_listener_within_reach_is_enough(alice: Party, bob: Party, hidden: bytes) -> None:
+    host = alice.host if hidden == ALICE else bob.host
+    host.change = lambda proposal: msgspec.structs.replace(proposal, addresses=[])
+    near, far = await meet(alice, bob)
+    await move(near, far, b"data")
+    near.close()
+    far.close()
+
+
+@pytest.mark.usefixtures("short_timeouts")
+@pytest.mark.parametrize("who", [ALICE, BOB])
+async def test_a_peer_that_freezes_in_the_negotiation_costs_its_timeout(alice: Party, bob: Party, who: bytes) -> None:
+    (alice if who == ALICE else bob).host.is_frozen = True
+    with bob.service.expecting(ALICE):
+        assert await alice.service.acquire(BOB) is None
+
+
+async def _closed_by_peer(connection: trio.SocketStream) -> bool:
+    try:
+        return await connection.receive_some(1) == b""
+    except trio.BrokenResourceError:
+        return True
+
+
+async def test_a_stranger_is_cut_off_while_nothing_is_negotiated(bob: Party) -> None:
+    async with await trio.open_tcp_stream("127.0.0.1", bob.port) as stranger:
+        assert await _closed_by_peer(stranger)
+
+
+@pytest.mark.usefixtures("short_timeouts")
+async def test_strangers_get_in_neither_silent_nor_talking_and_do_not_hinder(
+    alice: Party, bob: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk, "OPEN_TIMEOUT", PATIENCE)
+    token = b"t" * 32
+    with bob.service._race(Proposal(session=b"s" * 16, token=token, key=b"k" * 32, addresses=[]), b"m" * 32):
+        rubbish = [await trio.open_tcp_stream("127.0.0.1", bob.port) for _ in range(3)]
+        await rubbish[0].send_all(greeting(b"s" * 16, b"u" * 32))
+        await rubbish[1].send_all(greeting(b"x" * 16, token))
+        await rubbish[2].send_all(b"GET / HTTP/1.1\r\nHost: example.org\r\nAccept: */*\r\n\r\n")
+        for stranger in rubbish:
+            assert await _closed_by_peer(stranger)
+            await stranger.aclose()
+        silent = [await trio.open_tcp_stream("127.0.0.1", bob.port) for _ in range(MAX_UNPROVEN_PER_ADDRESS + 3)]
+        await trio.testing.wait_all_tasks_blocked()
+        near, far = await meet(alice, bob)  # by the reverse dial
+        for stranger in silent:
+            assert await _closed_by_peer(stranger)
+            await stranger.aclose()
+    await move(near, far, b"data")
+    near.close()
+    far.close()
+
+
+async def test_a_cancelled_negotiation_leaves_nothing_behind(alice: Party, bob: Party) -> None:
+    bob.host.is_frozen = True
+    with bob.service.expecting(ALICE):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(alice.service.acquire, BOB)
+            await trio.testing.wait_all_tasks_blocked()
+            assert alice.service._races
+            nursery.cancel_scope.cancel()
+    assert not alice.service._races
+
+
+class CancelledAt(trio.abc.Instrument):
+    """Cancels a scope before the task that makes this takes its ``step``-th step from then on."""
+
+    def __init__(self, scope: trio.CancelScope, step: int) -> None:
+        self._task, self._scope, self.steps_left = trio.lowlevel.current_task(), scope, step
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        if task is self._task:
+            self.steps_left -= 1
+            if not self.steps_left:
+                self._scope.cancel()
+
+
+@contextlib.contextmanager
+def cancelled_at(step: int) -> Iterator[CancelledAt]:
+    """At this step, the block ends."""
+    with trio.CancelScope() as scope:
+        instrument = CancelledAt(scope, step)
+        trio.lowlevel.add_instrument(instrument)
+        try:
+            yield instrument
+        finally:
+            trio.lowlevel.remove_instrument(instrument)
+
+
+async def test_wherever_an_attempt_is_cancelled_no_socket_is_left_open() -> None:
+    channel = None
+    for step in itertools.count(1):
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always", ResourceWarning)
+            async with two_parties() as (alice, bob):
+                with bob.service.expecting(ALICE), cancelled_at(step) as instrument:
+                    channel = await alice.service.acquire(BOB)
+                if channel is not None:
+                    channel.close()
+            gc.collect()
+        assert not [str(each.message) for each in warned], f"cancelled at step {step}"
+        if instrument.steps_left > 0:
+            break
+    assert step > 5  # else it was over before there was anything to leave
+
+
+async def test_no_two_negotiations_with_one_peer(alice: Party, bob: Party) -> None:
+    proposal = alice.service._propose(b"1" * 16, X25519PrivateKey.generate(), [])
+    with bob.service.expecting(ALICE), bob.service._race(proposal, ALICE):
+        stream = await alice.host.open_stream(BOB, BULK_PROTOCOL)
+        await stream.send_all(frame(encode_proposal(msgspec.structs.replace(proposal, session=b"2" * 16)), 4_096))
+        assert await stream.receive_some(1) == b""
+
+
+async def test_each_negotiation_has_keys_of_its_own(alice: Party, bob: Party) -> None:
+    proposed: list[Proposal] = []
+
+    def note(proposal: Proposal) -> Proposal:
+        proposed.append(proposal)
+        return proposal
+
+    for party in (alice, bob):
+        party.host.change = note
+    for _ in range(2):
+        for end in await meet(alice, bob):
+            end.close()
+    assert len({proposal.key for proposal in proposed}) == len(proposed) == 4
+
+
+async def test_who_passes_anothers_proposals_on_gets_between_nobody(alice: Party, bob: Party) -> None:
+    """Mallory, in the middle of two libp2p streams of her own: Alice means her, and Bob does."""
+    mallory = b"m" * 32
+    alice.host.network[mallory] = bob.host  # Alice's stream to Mallory ends at Bob, unchanged
+    with bob.service.expecting(ALICE):
+        assert await alice.service.acquire(mallory) is None
+    await assert_no_channel(alice, bob)

@@ -1,0 +1,54 @@
+"""Partners that speak the protocol of an exchange by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import trio
+import trio.testing
+from blake3 import blake3
+
+from farandole.node.base.streams import Stream
+from farandole.node.bulk.exchange_service import EXCHANGE_PROTOCOL
+from farandole.protocol.exchange import Event, Exchange
+from farandole.protocol.exchange_messages import CHUNK_BYTES, Chunk, Control, Offer, Sealed
+
+from ..parties import ALICE, BOB, MemoryHost, Party
+
+
+class Liar:
+    """A partner that speaks the protocol by hand."""
+
+    def __init__(self, stream: Stream, offer: Offer, contribution: bytes) -> None:
+        self.stream = stream
+        self.exchange = Exchange(True, offer, memoryview(bytearray(offer.size)))
+        self.contribution = memoryview(contribution)
+        self.digest = blake3(contribution).digest()
+
+    async def send(self, message: Control | Chunk) -> None:
+        await self.stream.send_all(self.exchange.send(message))
+
+    async def send_contribution(self) -> None:
+        await self.send(Sealed(self.digest))
+        for offset in range(0, self.exchange.offer.size, CHUNK_BYTES):
+            await self.send(Chunk(offset, self.contribution[offset : offset + CHUNK_BYTES]))
+
+    async def expect(self, kind: type[Event]) -> None:
+        """The next event that is not the honest one's hash, which comes when it comes."""
+        while (event := self.exchange.next_event()) is None or isinstance(event, Sealed):
+            if event is not None:
+                continue
+            data = await self.stream.receive_some(65_536)
+            assert data
+            self.exchange.receive_data(bytes(data))
+        assert isinstance(event, kind)
+
+
+async def meet_liar(bob: Party, script: Callable[[Liar], Awaitable[None]], offer: Offer, contribution: bytes) -> None:
+    """Bob exchanges with an Alice who follows the script."""
+    host = MemoryHost(ALICE, bob.host.nursery, bob.host.network)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(bob.exchange, ALICE)
+        await trio.testing.wait_all_tasks_blocked()
+        stream = await host.open_stream(BOB, EXCHANGE_PROTOCOL)
+        await script(Liar(stream, offer, contribution))

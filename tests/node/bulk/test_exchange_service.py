@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import pytest
+import trio
+import trio.testing
+
+from farandole.node.base.bandwidth import Shaper, Shaping
+from farandole.node.bulk.exchange_service import CLAIM_TIMEOUT, EXCHANGE_PROTOCOL, MAX_UNCLAIMED, MAX_UNCLAIMED_PER_PEER
+from farandole.protocol.exchange import ASK_FROM, DATA_UNTIL
+from farandole.protocol.exchange_messages import CHUNK_BYTES
+
+from ..parties import ALICE, BOB, PATIENCE, SESSION, SIZE, Faults, MemoryHost, Party, assert_committed, meet
+
+
+async def test_both_have_the_others_exact_bytes(
+    alice: Party, bob: Party, autojump_clock: trio.testing.MockClock
+) -> None:
+    await meet(alice, bob)
+    assert_committed(alice, bob)
+    assert alice.result.reason == ""
+    assert (alice.result.partner, alice.result.partner_round, alice.result.partner_tokens) == (BOB, 2, 200)
+    assert (bob.result.partner, bob.result.partner_round, bob.result.partner_tokens) == (ALICE, 1, 100)
+    assert bob.result.partner_size == SIZE
+    assert alice.result.bytes_sent == bob.result.bytes_received > SIZE
+
+
+async def test_contributions_wait_for_the_caps(
+    alice: Party, bob: Party, autojump_clock: trio.testing.MockClock
+) -> None:
+    up, down = (Shaper(SIZE / seconds, trio.current_time) for seconds in (5, 10))
+    alice.service._shaping = Shaping(up, down)
+    began = trio.current_time()
+    await meet(alice, bob)
+    assert_committed(alice, bob)
+    assert trio.current_time() - began >= (SIZE - down.burst) / down.rate
+
+
+async def test_a_verdict_overtakes_a_contribution_that_waits_for_its_cap(
+    alice: Party, bob: Party, autojump_clock: trio.testing.MockClock
+) -> None:
+    up = Shaper(SIZE / 5, trio.current_time)
+    up.charge(2 * SIZE)
+    alice.service._shaping = Shaping(up, Shaper())
+    alice.refuses = "not this one"
+    await meet(alice, bob)
+    assert bob.result.reason == "the partner aborted: refused: not this one"
+    assert not bob.result.is_broken
+    assert up.reserve(0) > 0  # the contribution would still wait
+
+
+async def test_one_byte_at_a_time(nursery: trio.Nursery, autojump_clock: trio.testing.MockClock) -> None:
+    network: dict[bytes, MemoryHost] = {}
+    alice = Party(MemoryHost(ALICE, nursery, network, Faults(piece=1)), seed=1, size=500)
+    bob = Party(MemoryHost(BOB, nursery, network, Faults(piece=1)), seed=2, size=500)
+    await meet(alice, bob)
+    assert_committed(alice, bob)
+
+
+@pytest.mark.parametrize("refuser", [ALICE, BOB])
+async def test_what_one_refuses_neither_uses(
+    alice: Party, bob: Party, refuser: bytes, autojump_clock: trio.testing.MockClock
+) -> None:
+    refusing, other = (alice, bob) if refuser == ALICE else (bob, alice)
+    refusing.refuses = "not finite"
+    await meet(alice, bob)
+    assert not alice.result.committed
+    assert not bob.result.committed
+    assert refusing.result.reason == "refused: not finite"
+    assert other.result.reason == "the partner aborted: refused: not finite"
+    assert not refusing.result.is_broken
+    assert not other.result.is_broken
+    assert trio.current_time() < 1
+
+
+async def test_a_partner_that_never_comes_costs_a_share_of_the_deadline(
+    bob: Party, autojump_clock: trio.testing.MockClock
+) -> None:
+    await bob.exchange(ALICE)
+    assert bob.result.reason == "the partner opened no stream"
+    assert trio.current_time() == pytest.approx(DATA_UNTIL * PATIENCE)
+
+
+async def test_a_partner_that_is_gone_is_known_at_once(alice: Party, autojump_clock: trio.testing.MockClock) -> None:
+    await alice.exchange(BOB)
+    assert alice.result.reason == "nobody there"
+    assert alice.result.is_broken
+    assert trio.current_time() < 1
+
+
+async def test_the_shorter_deadline_holds_for_both(
+    alice: Party, bob: Party, autojump_clock: trio.testing.MockClock
+) -> None:
+    bob.host.faults.freeze_at = CHUNK_BYTES
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(alice.exchange, BOB, 100.0)
+        nursery.start_soon(bob.exchange, ALICE, 10.0)
+    assert not alice.result.committed
+    assert trio.current_time() <= 10.0
+
+
+async def test_a_stream_that_comes_before_its_session_is_expected_waits_for_it(
+    alice: Party, bob: Party, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(alice.exchange, BOB)
+        await trio.sleep(CLAIM_TIMEOUT / 2)
+        nursery.start_soon(bob.exchange, ALICE)
+    assert_committed(alice, bob)
+
+
+async def test_streams_that_nobody_expects_are_few_and_short(
+    bob: Party, autojump_clock: trio.testing.MockClock
+) -> None:
+    streams = []
+    for i in range(MAX_UNCLAIMED + 5):
+        mallory = MemoryHost(bytes([i]) * 32, bob.host.nursery, bob.host.network)
+        streams.append(await mallory.open_stream(BOB, EXCHANGE_PROTOCOL))
+    await trio.testing.wait_all_tasks_blocked()
+    for stream in streams[MAX_UNCLAIMED:]:
+        assert await stream.receive_some(1) == b""
+    assert trio.current_time() == 0
+    for stream in streams[:MAX_UNCLAIMED]:
+        assert await stream.receive_some(1) == b""
+    assert trio.current_time() == pytest.approx(CLAIM_TIMEOUT)
+
+
+async def test_a_peer_that_opens_many_streams_keeps_no_partner_away(
+    alice: Party, bob: Party, autojump_clock: trio.testing.MockClock
+) -> None:
+    mallory = MemoryHost(b"m" * 32, bob.host.nursery, bob.host.network)
+    streams = [await mallory.open_stream(BOB, EXCHANGE_PROTOCOL) for _ in range(MAX_UNCLAIMED)]
+    await trio.testing.wait_all_tasks_blocked()
+    for stream in streams[MAX_UNCLAIMED_PER_PEER:]:
+        assert await stream.receive_some(1) == b""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(bob.exchange, ALICE)
+        nursery.start_soon(alice.exchange, BOB)
+    assert_committed(alice, bob)
+
+
+async def test_a_cancelled_exchange_ends_at_once_and_is_aborted(
+    alice: Party, bob: Party, autojump_clock: trio.testing.MockClock
+) -> None:
+    bob.host.faults.freeze_at = CHUNK_BYTES
+    with trio.move_on_after(3):
+        await alice.exchange(BOB)
+    assert not alice.results
+    assert alice.service._outcomes.answer(SESSION, BOB) == "aborted"
+
+
+async def test_a_slow_screening_is_cut_off(
+    alice: Party, bob: Party, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def sleepy(size: int) -> str | None:
+        await trio.sleep_forever()
+        return None
+
+    monkeypatch.setattr(bob, "refusal", sleepy)
+    await meet(alice, bob)
+    assert not alice.result.committed
+    assert not bob.result.committed
+    assert trio.current_time() <= ASK_FROM * PATIENCE

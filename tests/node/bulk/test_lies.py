@@ -1,0 +1,172 @@
+"""What a partner, or a stranger, can do to an exchange: cost its deadline, and nothing else."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import trio
+import trio.testing
+
+from farandole.node.bulk.contributions import Outgoing
+from farandole.node.bulk.exchange_service import EXCHANGE_PROTOCOL
+from farandole.node.bulk.exchange_session import FAREWELL_TIMEOUT
+from farandole.protocol.exchange import ContributionReceived, Exchange
+from farandole.protocol.exchange_messages import CHUNK_BYTES, Aborted, Accepted, Chunk, Commit, Offer, Route
+
+from ..parties import ALICE, BOB, SIZE, MemoryChannel, MemoryHost, Party, assert_committed, offer_of
+from .bulk_pair import BulkPair
+from .liars import Liar, meet_liar
+
+
+async def test_a_wrong_hash_is_refused(bob: Party, autojump_clock: trio.testing.MockClock) -> None:
+    contribution = bytes(SIZE)
+
+    async def script(liar: Liar) -> None:
+        await liar.send(liar.exchange.offer)
+        await liar.expect(Offer)
+        liar.digest = bytes(32)
+        await liar.send_contribution()
+
+    await meet_liar(bob, script, msgspec.structs.replace(offer_of(contribution), seconds_left=30.0), contribution)
+    assert not bob.result.committed
+    assert "hash" in bob.result.reason
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"run_id": b"x" * 32},
+        {"stage": 1},
+        {"layout": b"x" * 32},
+        {"codec": "int8"},
+        {"size": SIZE + 1},
+        {"size": 2**44},
+        {"version": 1},
+    ],
+)
+async def test_an_offer_that_does_not_fit_is_refused_before_any_data(
+    bob: Party, lie: dict[str, object], autojump_clock: trio.testing.MockClock
+) -> None:
+    honest = msgspec.structs.replace(offer_of(bytes(SIZE)), seconds_left=30.0)
+
+    async def script(liar: Liar) -> None:
+        await liar.stream.send_all(liar.exchange.send(msgspec.structs.replace(honest, **lie)))
+
+    await meet_liar(bob, script, honest, bytes(SIZE))
+    assert not bob.result.committed
+    assert "the partner broke the protocol: the partner's offer is of another" in bob.result.reason
+    assert trio.current_time() <= FAREWELL_TIMEOUT
+
+
+async def test_bytes_behind_the_decision_change_nothing(bob: Party, autojump_clock: trio.testing.MockClock) -> None:
+    contribution = bytes(SIZE)
+
+    async def script(liar: Liar) -> None:
+        await liar.send(liar.exchange.offer)
+        await liar.expect(Offer)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(liar.send_contribution)
+            await liar.expect(ContributionReceived)
+        await liar.expect(Accepted)
+        await liar.stream.send_all(liar.exchange.send(Commit()) + b"rubbish")
+
+    await meet_liar(bob, script, msgspec.structs.replace(offer_of(contribution), seconds_left=30.0), contribution)
+    assert bob.result.committed
+    assert bob.incoming == contribution
+
+
+async def test_a_stranger_cannot_take_the_partners_place(
+    alice: Party, bob: Party, autojump_clock: trio.testing.MockClock
+) -> None:
+    mallory = MemoryHost(b"m" * 32, alice.host.nursery, alice.host.network)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(bob.exchange, ALICE)
+        await trio.testing.wait_all_tasks_blocked()
+        stream = await mallory.open_stream(BOB, EXCHANGE_PROTOCOL)
+        liar = Exchange(True, alice.offer, memoryview(bytearray(SIZE)))
+        await stream.send_all(liar.send(alice.offer))
+        assert await stream.receive_some(1) == b""
+        nursery.start_soon(alice.exchange, BOB)
+    assert_committed(alice, bob)
+
+
+async def test_an_abort_in_the_middle_ends_it_at_once(bob: Party, autojump_clock: trio.testing.MockClock) -> None:
+    async def script(liar: Liar) -> None:
+        await liar.send(liar.exchange.offer)
+        await liar.expect(Offer)
+        await liar.send(Chunk(0, liar.contribution[:CHUNK_BYTES]))
+        await liar.send(Aborted("out of memory"))
+
+    await meet_liar(bob, script, msgspec.structs.replace(offer_of(bytes(SIZE)), seconds_left=30.0), bytes(SIZE))
+    assert bob.result.reason == "the partner aborted: out of memory"
+    assert trio.current_time() <= FAREWELL_TIMEOUT
+
+
+@pytest.mark.parametrize("liar", [ALICE, BOB])
+async def test_a_wrong_hash_over_the_channel_is_refused(
+    pair: BulkPair, liar: bytes, autojump_clock: trio.testing.MockClock
+) -> None:
+    party = pair.party(liar)
+    party.outgoing = Outgoing.whole(memoryview(party.contribution), bytes(32))
+    await pair.meet()
+    pair.assert_aborted()
+    assert "hash" in pair.party(BOB if liar == ALICE else ALICE).result.reason
+
+
+async def agree_on_channel(liar: Liar, pair: BulkPair) -> MemoryChannel:
+    """An honest beginning: both are to send over this channel."""
+    await liar.send(liar.exchange.offer)
+    await liar.expect(Offer)
+    channel = await pair.way(ALICE).acquire(BOB)
+    assert channel is not None
+    await liar.send(Route(channel.session, 0))
+    await liar.expect(Route)
+    return channel
+
+
+async def test_an_abort_ends_what_moves_over_the_channel(
+    pair: BulkPair, autojump_clock: trio.testing.MockClock
+) -> None:
+    pair.way(ALICE).faults.freeze_at = 1_000
+
+    async def script(liar: Liar) -> None:
+        await agree_on_channel(liar, pair)
+        await liar.send(Aborted("out of memory"))
+
+    offer = msgspec.structs.replace(pair.alice.offer, seconds_left=30.0)
+    await meet_liar(pair.bob, script, offer, pair.alice.contribution)
+    assert pair.bob.result.reason == "the partner aborted: out of memory"
+    assert pair.way(BOB).discarded
+    assert trio.current_time() <= FAREWELL_TIMEOUT
+
+
+async def test_all_of_a_contribution_and_no_hash_is_worth_nothing(
+    pair: BulkPair, autojump_clock: trio.testing.MockClock
+) -> None:
+    async def script(liar: Liar) -> None:
+        channel = await agree_on_channel(liar, pair)
+        await channel.send(liar.contribution)
+        await trio.testing.wait_all_tasks_blocked()
+        await liar.send(Route(None, 0))
+
+    await meet_liar(
+        pair.bob, script, msgspec.structs.replace(pair.alice.offer, seconds_left=30.0), pair.alice.contribution
+    )
+    assert pair.bob.incoming == pair.alice.contribution
+    assert pair.bob.result.reason == "the partner broke the protocol: all of the contribution, and no hash"
+    assert trio.current_time() <= FAREWELL_TIMEOUT
+
+
+async def test_a_channel_that_is_not_there_is_not_used(pair: BulkPair, autojump_clock: trio.testing.MockClock) -> None:
+    async def script(liar: Liar) -> None:
+        await liar.send(liar.exchange.offer)
+        await liar.expect(Offer)
+        await liar.send(Route(b"x" * 16, 0))
+        await liar.expect(Route)
+        assert liar.exchange.channel is None
+        await liar.send(Aborted("never mind"))
+
+    await meet_liar(
+        pair.bob, script, msgspec.structs.replace(pair.alice.offer, seconds_left=30.0), pair.alice.contribution
+    )
+    assert pair.bob.result.path == "stream"

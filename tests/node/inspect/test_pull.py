@@ -1,0 +1,140 @@
+"""Which checkpoints a pull takes, of those that members offer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import trio.testing
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.node.inspect import pull as pulling
+from farandole.node.inspect.pull import Pull
+from farandole.node.store.fetch import Fetched, FetchError
+from farandole.node.store.partial_file import partial_path
+from farandole.protocol.blocks import Index, SignedIndex, sign_index
+from farandole.protocol.entries import CheckpointNotice
+from farandole.protocol.epoch_progress import EpochProgress
+from farandole.protocol.identity import public_bytes
+from farandole.protocol.manifest import DataConfig, EpochsConfig, Manifest
+
+from ..store.consolidated.runs import KEY, MODELS, decoded, manifest_for
+from ..store.files import KEY as AUTHOR
+from ..store.files import checkpoint_bytes, index_of
+
+ANN, BOB = b"a" * 32, b"b" * 32
+SIGNED = manifest_for(MODELS["own"])
+
+
+def offered(round_index: int) -> tuple[SignedIndex, Index]:
+    index = index_of(checkpoint_bytes(8, seed=round_index), round_index)
+    return sign_index(AUTHOR, index), index
+
+
+def pull_to(
+    folder: Path,
+    manifest: Manifest,
+    notices: Collection[tuple[bytes, CheckpointNotice]] = (),
+    members: Collection[bytes] = (ANN,),
+    rounds: Collection[int] = (),
+) -> Pull:
+    """Out of a run with these members, who train in these rounds, and others who have copies."""
+    visit: Any = SimpleNamespace(
+        manifest=manifest,
+        run_id=SIGNED.run_id,
+        host=None,
+        shaping=None,
+        channels=None,
+        state=None,
+        live=lambda: members,
+        rounds_of=lambda stage: rounds,
+        members_of=lambda stage: members,
+        notices=lambda: notices,
+    )
+    return Pull(visit, folder, KEY, say=lambda text: None, show=lambda name, progress: None)
+
+
+async def test_what_was_begun_is_ended_while_somebody_holds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Ann trains on, and saves anew for whoever asks; Bob has a copy of what she gave before."""
+    rounds = iter(range(20, 100, 20))
+    fetched: list[int] = []
+
+    async def ask(
+        conditions: object, donor: bytes, stage: int, max_size: int, checkpoint_id: bytes | None
+    ) -> tuple[SignedIndex, Index]:
+        await trio.lowlevel.checkpoint()
+        return offered(next(rounds)) if checkpoint_id is None else offered(20)
+
+    async def fetch(
+        conditions: object,
+        signed: SignedIndex,
+        index: Index,
+        donors: Callable[[], Collection[bytes]],
+        wanted: object,
+        path: Path,
+        show: object,
+    ) -> Fetched:
+        await trio.lowlevel.checkpoint()
+        fetched.append(index.round)
+        if len(fetched) < 3:
+            partial_path(path, signed.id).touch()
+            raise FetchError("the line broke")
+        return Fetched(signed, index, {BOB: 1}, 1, 1, 0)
+
+    monkeypatch.setattr(pulling, "ask_for_index", ask)
+    monkeypatch.setattr(pulling, "fetch_checkpoint", fetch)
+    signed, index = offered(20)
+    pull = pull_to(tmp_path / "model", decoded(SIGNED), [(BOB, CheckpointNotice(20, 0, signed.id, index.size, 1, 1))])
+    pull._parts.mkdir()
+    await pull._fetch_stage(0)
+    assert fetched == [20, 20, 20]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "trained", "taken"),
+    [
+        ([100], [100], 100),
+        ([100, 10**6], [100, 10**6], 100),
+        ([100, 102, 10**6], [100, 102, 10**6], 102),
+        ([100, 102, 110], [100, 102, 110], 110),  # who is a little ahead is ahead
+        ([10, 10, 102], [102], 102),  # who rests says nothing of where the run is
+        ([10, 20], [], 20),  # but nobody else does
+        ([500, 100], [500, 500], 500),  # one cannot save any more
+    ],
+)
+async def test_who_says_the_highest_number_is_not_taken_for_the_run(
+    rounds: list[int], trained: list[int], taken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = [Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32) for number in range(1, 1 + len(rounds))]
+    members = [public_bytes(key) for key in keys]
+    indices = [index_of(checkpoint_bytes(8), number, key) for number, key in zip(rounds, keys, strict=True)]
+    signed = [sign_index(key, index) for key, index in zip(keys, indices, strict=True)]
+    given = dict(zip(members, zip(signed, indices, strict=True), strict=True))
+
+    async def ask(
+        conditions: object, donor: bytes, stage: int, max_size: int, checkpoint_id: bytes | None
+    ) -> tuple[SignedIndex, Index]:
+        await trio.lowlevel.checkpoint()
+        return given[donor]
+
+    monkeypatch.setattr(pulling, "ask_for_index", ask)
+    pull = pull_to(tmp_path / "model", decoded(SIGNED), members=members, rounds=trained)
+    found, _ = await pull._find(0)
+    assert [each.index.round for each in found] == [taken]
+
+
+def test_what_members_say_of_epochs_can_be_read_again_whatever_they_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulling, "epoch_progress", lambda state, live: EpochProgress(b"one text", 2**31 - 1, 0))
+    manifest = msgspec.structs.replace(decoded(SIGNED), data=DataConfig(epochs=3))
+    epochs = pull_to(tmp_path / "model", manifest)._epochs()
+    assert epochs is not None
+    assert epochs.epoch == 3
+    assert msgspec.json.decode(msgspec.json.encode(epochs), type=EpochsConfig) == epochs

@@ -1,0 +1,176 @@
+"""The address book: what a next life finds in it, whatever was written there."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import trio
+
+from farandole.node.join.address_book import MAX_AGE, MAX_PEERS, NUM_LATEST, NUM_OTHERS, SAVE_INTERVAL, AddressBook
+from farandole.node.state.store import PeerRow, Store, StoreError, open_store
+
+ALICE, BOB = b"a" * 32, b"b" * 32
+HERE, THERE = "/ip4/1.1.1.1/tcp/1", "/ip4/2.2.2.2/tcp/2"
+
+
+@dataclass
+class Clock:
+    """Unix time as the test says."""
+
+    now: float = 1_800_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[Store]:
+    async with open_store(tmp_path / "store.sqlite") as opened:
+        yield opened
+
+
+async def reopened(store: Store, clock: Clock) -> AddressBook:
+    book = AddressBook(store, clock=clock, rng=random.Random(0))
+    await book.load()
+    return book
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+async def test_who_was_reached_last_comes_first_in_the_next_life(store: Store, clock: Clock) -> None:
+    book = await reopened(store, clock)
+    for peer in (ALICE, BOB):
+        clock.now += 1
+        book.note_reached(peer, [HERE, THERE])
+    clock.now += 1
+    book.note_reached(ALICE, [THERE])
+    await book.save()
+    again = await reopened(store, clock)
+    assert list(again.peers().items()) == [(ALICE, [THERE]), (BOB, [HERE, THERE])]
+
+
+async def test_it_is_bounded_and_the_latest_are_not_all_that_are_given(store: Store, clock: Clock) -> None:
+    book = await reopened(store, clock)
+    for number in range(MAX_PEERS + 100):
+        clock.now += 1
+        book.note_reached(key(number), [HERE])
+    await book.save()
+    assert len(await store.load_peers()) == MAX_PEERS
+    given = list((await reopened(store, clock)).peers())
+    assert len(given) == NUM_LATEST + NUM_OTHERS
+    newest = [key(number) for number in range(MAX_PEERS + 99, MAX_PEERS + 99 - NUM_LATEST, -1)]
+    assert given[:NUM_LATEST] == newest
+    assert not set(given) & {key(number) for number in range(100)}
+
+
+async def test_who_was_not_reached_for_long_is_forgotten_on_disk_too(store: Store, clock: Clock) -> None:
+    book = await reopened(store, clock)
+    book.note_reached(ALICE, [HERE])
+    await book.save()
+    clock.now += MAX_AGE / 2
+    book.note_reached(BOB, [THERE])
+    await book.save()
+    clock.now += MAX_AGE / 2 + 1
+    book = await reopened(store, clock)
+    assert list(book.peers()) == [BOB]
+    await book.save(is_last=True)
+    assert [peer for peer, _, _ in await store.load_peers()] == [BOB]
+
+
+@dataclass
+class CountingStore:
+    """Counts what it is made to write, and refuses while it is full."""
+
+    num_writes: int = 0
+    is_full: bool = False
+
+    async def load_peers(self) -> list[PeerRow]:
+        await trio.lowlevel.checkpoint()
+        raise StoreError("the disk is broken")
+
+    async def save_peers(self, rows: Iterable[PeerRow], gone: Iterable[bytes]) -> None:
+        await trio.lowlevel.checkpoint()
+        if self.is_full:
+            raise StoreError("the disk is full")
+        self.num_writes += 1
+
+
+async def test_news_is_written_at_once_and_times_seldom(clock: Clock) -> None:
+    counting = CountingStore()
+    book = AddressBook(counting, clock=clock)
+    await book.load()  # a broken disk is a warning
+    book.note_reached(ALICE, [HERE])
+    await book.save()
+    assert counting.num_writes == 1
+    for _ in range(int(SAVE_INTERVAL / 10) - 1):
+        clock.now += 10
+        book.note_reached(ALICE, [HERE])
+        await book.save()
+    assert counting.num_writes == 1
+    clock.now += 10
+    await book.save()
+    assert counting.num_writes == 2
+    book.note_reached(ALICE, [THERE])
+    await book.save()
+    assert counting.num_writes == 3
+    await book.save(is_last=True)  # nothing is new
+    assert counting.num_writes == 3
+
+
+async def test_what_a_full_disk_refused_is_written_later(clock: Clock) -> None:
+    counting = CountingStore(is_full=True)
+    book = AddressBook(counting, clock=clock)
+    book.note_reached(ALICE, [HERE])
+    with pytest.raises(StoreError):
+        await book.save()
+    counting.is_full = False
+    await book.save()
+    assert counting.num_writes == 1
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        (b"short", b'["/ip4/1.1.1.1/tcp/1"]', 1_800_000_000.0),
+        ("text", b'["/ip4/1.1.1.1/tcp/1"]', 1_800_000_000.0),
+        (BOB, b"\xff\xfe", 1_800_000_000.0),
+        (BOB, b"[" * 100_000, 1_800_000_000.0),
+        (BOB, b"[]", 1_800_000_000.0),
+        (BOB, b'["not an address"]', 1_800_000_000.0),
+        (BOB, b'["/ip4/1.1.1.1/tcp/1\\u0007"]', 1_800_000_000.0),
+        (BOB, b'["/' + b"x" * 10_000 + b'"]', 1_800_000_000.0),
+        (BOB, b"[" + b",".join([b'"/a"'] * 1_000) + b"]", 1_800_000_000.0),
+        (BOB, "text", 1_800_000_000.0),
+        (BOB, b'["/ip4/1.1.1.1/tcp/1"]', "text"),
+        (BOB, b'["/ip4/1.1.1.1/tcp/1"]', float("-inf")),
+    ],
+)
+async def test_a_damaged_entry_costs_a_warning_and_no_other(
+    row: PeerRow, store: Store, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    await store.save_peers([row, (ALICE, b'["/ip4/1.1.1.1/tcp/1"]', clock.now - 5)], [])
+    with caplog.at_level(logging.WARNING):
+        book = await reopened(store, clock)
+    assert book.peers() == {ALICE: [HERE]}
+    await book.save(is_last=True)
+    assert [peer for peer, _, _ in await store.load_peers()] == [ALICE]
+
+
+async def test_a_time_in_the_future_is_now(store: Store, clock: Clock) -> None:
+    await store.save_peers([(BOB, b'["/ip4/1.1.1.1/tcp/1"]', float("inf"))], [])
+    book = await reopened(store, clock)
+    clock.now += 1
+    book.note_reached(ALICE, [HERE])
+    assert list(book.peers()) == [ALICE, BOB]

@@ -1,0 +1,130 @@
+"""Ways into a run, between real hosts on loopback: whoever answers is enough, and nobody ever gives up."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.node.base.settings import NodeSettings
+from farandole.node.join import bootstrap as joining
+from farandole.node.join.bootstrap import Target, connect_to_run, find_target, obtain_manifest
+from farandole.node.join.manifests import ManifestService
+from farandole.node.mesh.host import Host, open_host
+from farandole.node.status.board import Board
+from farandole.protocol.errors import UnknownManifestError
+from farandole.protocol.identity import peer_id_of
+from farandole.protocol.invite import Invite, encode_invite
+from farandole.protocol.manifest import Manifest, ModelConfig, sign_manifest
+
+from ...patience import PATIENCE
+from ..hosts import LOOPBACK
+from ..relayed import open_public, until
+
+MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
+SIGNED = sign_manifest(Manifest("tiny", MODEL), Ed25519PrivateKey.from_private_bytes(bytes(32)))
+RUN = SIGNED.run_id
+# Nothing listens on port 1, and nobody has these keys.
+NOWHERE = "/ip4/127.0.0.1/tcp/1"
+DEAD = {bytes([i]) * 32: [NOWHERE] for i in range(1, 5)}
+
+
+class NewerManifest(Manifest, frozen=True):
+    """One that has a field which this version does not know."""
+
+    colour: str = "blue"
+
+
+@pytest.fixture
+def board() -> Board:
+    return Board(say=lambda text: None)
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "FIRST_REDIAL_PAUSE", 0.05)
+    monkeypatch.setattr(joining, "MAX_REDIAL_PAUSE", 0.1)
+
+
+@contextlib.asynccontextmanager
+async def open_member(listen: list[str] = LOOPBACK) -> AsyncIterator[Host]:
+    """A host that knows the run's manifest."""
+    async with open_host(Ed25519PrivateKey.generate(), listen) as host:
+        ManifestService(RUN, SIGNED.encode()).register(host)
+        yield host
+
+
+def test_who_was_named_comes_first_and_then_the_book(tmp_path: Path) -> None:
+    alice, bob, carol, own = (bytes([i]) * 32 for i in range(4))
+    named = tuple(f"/ip4/1.1.1.{i}/tcp/1/p2p/{peer_id_of(bob)}" for i in (1, 2))
+    settings = NodeSettings(home=tmp_path, invite=encode_invite(Invite(RUN, named)))
+    book = {carol: ["/ip4/3.3.3.3/tcp/3"], bob: ["/ip4/2.2.2.2/tcp/2", named[1]], alice: [NOWHERE], own: [NOWHERE]}
+    target = find_target(settings, own, None, book)
+    assert list(target.peers) == [bob, carol, alice]
+    assert target.peers[bob] == [*named, "/ip4/2.2.2.2/tcp/2"]
+
+
+async def test_one_member_of_the_book_is_enough_when_the_invites_peers_are_dead(board: Board) -> None:
+    with trio.fail_after(PATIENCE):
+        async with open_member() as member, open_public() as newcomer:
+            target = Target(RUN, None, {**DEAD, member.author: member.addresses})
+            await connect_to_run(newcomer, target, board)
+            manifest, raw = await obtain_manifest(newcomer, target, board)
+            assert (manifest.name, raw) == ("tiny", SIGNED.encode())
+
+
+async def test_a_newcomer_tries_until_somebody_is_there_and_says_so(
+    board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "JOIN_TIMEOUT", 0.1)
+    with trio.fail_after(PATIENCE):
+        async with open_public() as newcomer, trio.open_nursery() as nursery:
+            nursery.start_soon(connect_to_run, newcomer, Target(RUN, None, DEAD), board)
+            await until(lambda: bool(re.search("4 known peers dialled ([3-9]|..+) times, none answered", board.detail)))
+            assert board.waits_for == "a bootstrap peer"
+            await until(lambda: bool(board.warnings))
+            async with open_member() as member:  # it is enough that somebody else comes
+                await member.connect(newcomer.author, newcomer.addresses)
+                await until(lambda: not nursery.child_tasks)
+    (warning,) = board.warnings
+    assert "step 1, dialling" in warning
+    assert "farandole run invite" in warning
+
+
+async def test_a_newcomer_among_strangers_waits_for_a_member(board: Board) -> None:
+    with trio.fail_after(PATIENCE):
+        async with open_public() as stranger, open_public() as newcomer, trio.open_nursery() as nursery:
+            await newcomer.connect(stranger.author, stranger.addresses)
+            found: list[bytes] = []
+
+            async def obtain() -> None:
+                found.append((await obtain_manifest(newcomer, Target(RUN, None, DEAD), board))[1])
+
+            nursery.start_soon(obtain)
+            await until(lambda: "no member found; looking again" in board.detail)
+            async with open_member() as member:
+                await member.connect(newcomer.author, newcomer.addresses)
+                await until(lambda: not nursery.child_tasks)
+    assert found == [SIGNED.encode()]
+
+
+async def test_a_node_that_is_too_old_for_the_run_is_told_so(board: Board) -> None:
+    newer = sign_manifest(NewerManifest("tiny", MODEL), Ed25519PrivateKey.generate())
+    with trio.fail_after(PATIENCE):
+        async with open_public() as newcomer, open_host(Ed25519PrivateKey.generate(), LOOPBACK) as member:
+            ManifestService(newer.run_id, newer.encode()).register(member)
+            await newcomer.connect(member.author, member.addresses)
+            with pytest.raises(UnknownManifestError, match=r"does not know.*colour.*up to date"):
+                await obtain_manifest(newcomer, Target(newer.run_id, None, DEAD), board)
+
+
+async def test_who_knows_the_run_goes_on_alone(board: Board) -> None:
+    with trio.fail_after(PATIENCE):
+        async with open_public() as host:
+            await connect_to_run(host, Target(RUN, SIGNED.encode(), DEAD), board)
+    assert any("going on alone" in warning for warning in board.warnings)

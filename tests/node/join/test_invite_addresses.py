@@ -1,0 +1,80 @@
+"""Which addresses go into an invite."""
+
+from __future__ import annotations
+
+import msgspec
+
+from farandole.node.join.invite_addresses import choose_bootstrap_addresses
+from farandole.node.status.status import MemberStatus
+from farandole.protocol.identity import peer_id_of
+from farandole.protocol.invite import MAX_ADDRESSES, Invite, decode_invite, encode_invite
+
+from ..statuses import ALICE, STATUS
+
+RELAY = peer_id_of(b"r" * 32)
+THROUGH_RELAY = f"/ip4/9.9.9.9/tcp/4001/p2p/{RELAY}/p2p-circuit"
+
+
+def member(number: int, *addresses: str, is_live: bool = True, is_connected: bool = True) -> MemberStatus:
+    return msgspec.structs.replace(
+        STATUS.members[1],
+        peer_id=peer_id_of(bytes([number]) * 32),
+        addresses=list(addresses),
+        is_live=is_live,
+        is_connected=is_connected,
+    )
+
+
+def chosen(own: list[str], *members: MemberStatus) -> list[str]:
+    addresses = choose_bootstrap_addresses(
+        msgspec.structs.replace(
+            STATUS, addresses=[f"{address}/p2p/{ALICE}" for address in own], members=[STATUS.members[0], *members]
+        )
+    )
+    assert decode_invite(encode_invite(Invite(bytes(32), tuple(addresses)))).addresses == tuple(addresses)
+    return [address.removesuffix(f"/p2p/{address.rpartition('/p2p/')[2]}") for address in addresses]
+
+
+def test_a_home_names_its_relayed_address_and_members_that_are_public() -> None:
+    assert chosen(
+        ["/ip4/192.168.1.5/tcp/4001", THROUGH_RELAY],
+        member(1, "/ip4/192.168.1.6/tcp/4001", "/ip4/8.8.8.1/tcp/4001"),
+        member(2, "/ip4/8.8.8.2/tcp/4001", is_live=False),
+        member(3, "/ip4/8.8.8.3/tcp/4001", is_connected=False),
+        member(4, THROUGH_RELAY),
+    ) == [
+        "/ip4/8.8.8.1/tcp/4001",
+        "/ip4/8.8.8.3/tcp/4001",
+        THROUGH_RELAY,
+        THROUGH_RELAY,
+        "/ip4/192.168.1.5/tcp/4001",
+    ]
+
+
+def test_the_first_of_a_run_names_what_its_router_says() -> None:
+    """Nobody is there yet to try it."""
+    own, outer = (f"/ip4/{ip}/tcp/4001/p2p/{ALICE}" for ip in ("192.168.1.5", "8.8.4.4"))
+    alone = msgspec.structs.replace(
+        STATUS, members=STATUS.members[:1], mapped_addresses=[outer], reachability="unknown"
+    )
+    assert choose_bootstrap_addresses(msgspec.structs.replace(alone, addresses=[own])) == [outer, own]
+    assert choose_bootstrap_addresses(msgspec.structs.replace(alone, addresses=[own, outer])) == [outer, own]
+    tried = msgspec.structs.replace(alone, addresses=[own], reachability="relay only")
+    assert choose_bootstrap_addresses(tried) == [own], "peers have tried, and did not get through"
+
+
+def test_in_a_large_run_the_maker_of_the_invite_stays_in_it() -> None:
+    found = chosen(["/ip4/192.168.1.5/tcp/4001"], *(member(i, f"/ip4/8.8.8.{i}/tcp/4001") for i in range(1, 30)))
+    assert len(found) == MAX_ADDRESSES
+    assert found[-1] == "/ip4/192.168.1.5/tcp/4001"
+
+
+def test_nobodys_loopback_is_passed_on_where_there_is_anything_else() -> None:
+    assert chosen(["/ip4/127.0.0.1/tcp/1"], member(1, "/ip4/8.8.8.1/tcp/4001")) == ["/ip4/8.8.8.1/tcp/4001"]
+    assert chosen(["/ip4/127.0.0.1/tcp/1"]) == ["/ip4/127.0.0.1/tcp/1"]
+
+
+def test_what_a_member_says_cannot_spoil_an_invite() -> None:
+    nonsense = ["", "no address", "/" + "x" * 300, "/ip4/8.8.8.1/tcp/1 /p2p/", "/ip4/8.8.8.1\n/tcp/1", "/ümlaut"]
+    members = [member(i, text) for i, text in enumerate(nonsense, 1)]
+    assert chosen(["/ip4/8.8.8.8/tcp/4001"], *members)[0] == "/ip4/8.8.8.8/tcp/4001"

@@ -1,0 +1,514 @@
+"""Where a node of a model in stages gets weights from, gives them, and keeps a copy of another stage's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import trio
+import trio.testing
+
+from farandole.node.base.bandwidth import Shaping
+from farandole.node.base.errors import JoinError
+from farandole.node.base.settings import NodeSettings
+from farandole.node.base.streams import DIAL_TIMEOUT
+from farandole.node.join import bootstrap as joining
+from farandole.node.join import weights as weights_module
+from farandole.node.join.weights import (
+    MAX_ASKED,
+    PASS_OVER_SECONDS,
+    SEED_AFTER,
+    WEIGHTS_RETRY,
+    WEIGHTS_TIMEOUT,
+    Weights,
+)
+from farandole.node.status.board import Board
+from farandole.node.store.fetch import Fetched, FetchError
+from farandole.node.store.holdings import Holding
+from farandole.node.store.partial_file import partial_path
+from farandole.node.store.provider import DonorBusyError, DonorError
+from farandole.node.trainer import messages
+from farandole.protocol.block_transfer import Question
+from farandole.protocol.blocks import Index, SignedIndex, sign_index
+from farandole.protocol.copies import ranked
+from farandole.protocol.entries import RULES, CheckpointNotice, Kind
+from farandole.protocol.manifest import Manifest, ModelConfig
+from farandole.protocol.records import checkpoint_key, shard_key
+
+from ..store.files import KEY, RUN, checkpoint_bytes, index_of
+
+MODEL = ModelConfig(num_layers=3, width=16, num_heads=2, hidden=32, context=16, vocabulary=256, num_stages=3)
+ME, ANN, BOB, CYD, DAN = (bytes([number]) * 32 for number in range(5))
+
+
+def content_of(peer: bytes, stage: int, round_index: int) -> bytes:
+    return checkpoint_bytes(8, seed=hash((peer, stage, round_index)))
+
+
+class World:
+    """A membership, and peers with checkpoints of stages: (peer, stage) -> (author, round)."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_stages = 3
+        self.stage = 1
+        self.round = 30
+        self.by_peer: dict[tuple[bytes, int], tuple[bytes, int]] = {}
+        self.members: dict[bytes, int] = {}
+        """Live members -> stage, all of this run's round."""
+        self.silent: set[bytes] = set()
+        """Of the members."""
+        self.busy: set[bytes] = set()
+        self.in_dht: dict[bytes, list[bytes]] = {}
+        """Key -> who provides it."""
+        self.asked: list[tuple[bytes, int]] = []
+        self.fetched_from: list[tuple[bytes, ...]] = []
+        self.told: list[tuple[int, int, bool]] = []
+        self.provided: list[bytes] = []
+        self.seconds = 1.0
+        """For which a download goes on."""
+        self.said: list[str] = []
+        self.board = Board(say=self.said.append)
+        self.settings = NodeSettings(home=folder, backup_seconds=10.0)
+        self.settings.checkpoints.mkdir()
+        self.weights = self.begin()
+        monkeypatch.setattr(weights_module, "ask_for_index", self.ask)
+        monkeypatch.setattr(weights_module, "fetch_checkpoint", self.fetch)
+        monkeypatch.setattr(joining, "dial", self.dial)
+        monkeypatch.setattr(trio.to_thread, "run_sync", run_here)
+
+    def begin(self) -> Weights:
+        """A life of the node."""
+        host: Any = SimpleNamespace(
+            author=ME, find_providers=self.find_providers, provide=self.provide, withdraw=self.provided.remove
+        )
+        me: Any = self
+        return Weights(self.settings, KEY, self.board, host, me, Manifest("cut", MODEL), RUN, Shaping(), lambda: None)
+
+    def index(self, peer: bytes, stage: int) -> Index:
+        author, round_index = self.by_peer[peer, stage]
+        index = index_of(content_of(author, stage, round_index), round_index)
+        return msgspec.structs.replace(index, stage=stage, num_stages=3)
+
+    # What weights use of a membership
+
+    def current_round(self) -> int:
+        return self.round
+
+    def nodes_of_stages(self) -> tuple[frozenset[bytes], ...]:
+        return tuple(frozenset(peer for peer, held in self.members.items() if held == stage) for stage in range(3))
+
+    def donors(self, after_round: int, stage: int) -> list[bytes]:
+        return [peer for peer, held in self.members.items() if held == stage and self.round > after_round]
+
+    def announced(self, stage: int) -> dict[bytes, CheckpointNotice]:
+        return {peer: found[0] for peer, found in self.notices(stage).items() if self.members[peer] == stage}
+
+    def notices(self, stage: int) -> dict[bytes, list[CheckpointNotice]]:
+        return {
+            peer: [CheckpointNotice(told[1], of, sign_index(KEY, self.index(peer, of)).id, 1, 1, 1)]
+            for (peer, of), told in self.by_peer.items()
+            if of == stage and peer in self.members
+        }
+
+    def holders(self, stage: int, checkpoint_id: bytes) -> list[bytes]:
+        return [peer for peer, notices in self.notices(stage).items() if notices[0].id == checkpoint_id]
+
+    def told_checkpoints(self) -> frozenset[bytes]:
+        return frozenset()
+
+    def checkpoint_held(self, checkpoint_id: bytes, index: Index, *, is_copy: bool) -> None:
+        self.told.append((index.stage, index.round, is_copy))
+
+    def accuse(self, peer: bytes, reason: str, evidence: bytes) -> None:
+        raise AssertionError("nobody lies here")
+
+    # What weights use of a network
+
+    async def find_providers(self, key: bytes, timeout: float) -> list[tuple[bytes, list[str]]]:
+        await trio.lowlevel.checkpoint()
+        return [(peer, []) for peer in self.in_dht.get(key, [])]
+
+    async def provide(self, key: bytes) -> None:
+        await trio.lowlevel.checkpoint()
+        self.provided.append(key)
+
+    async def dial(self, host: object, peers: dict[bytes, list[str]]) -> dict[bytes, str]:
+        await trio.lowlevel.checkpoint()
+        return {}
+
+    async def ask(
+        self, conditions: object, peer: bytes, stage: int, max_size: int, known: bytes | None
+    ) -> tuple[SignedIndex, Index]:
+        await trio.lowlevel.checkpoint()
+        self.asked.append((peer, stage))
+        if (peer, stage) not in self.by_peer or peer in self.silent:
+            raise DonorError("it does not have the checkpoint")
+        if peer in self.busy:
+            raise DonorBusyError(1.0)
+        index = self.index(peer, stage)
+        signed = sign_index(KEY, index)
+        assert known in (None, signed.id)
+        return signed, index
+
+    async def fetch(
+        self,
+        conditions: object,
+        signed: SignedIndex,
+        index: Index,
+        donors: Callable[[], Collection[bytes]],
+        wanted: object,
+        path: Path,
+        show: object,
+        accuse: object,
+        *,
+        is_prefix: bool,
+    ) -> Fetched:
+        await trio.sleep(self.seconds)
+        names = tuple(donors())
+        if names:
+            author, round_index = self.by_peer[names[0], index.stage]
+            path.write_bytes(content_of(author, index.stage, round_index))
+        else:
+            partial_path(path, signed.id).replace(path)
+        assert is_prefix is (path.suffix == ".blocks")
+        self.fetched_from.append(names)
+        return Fetched(signed, index, dict.fromkeys(names, 1), 1, 1, 0)
+
+    def is_fetched(self, author: bytes, stage: int, round_index: int) -> bool:
+        path = self.settings.fetched(stage)
+        return path.exists() and path.read_bytes() == content_of(author, stage, round_index)
+
+    def two_to_copy(self) -> list[bytes]:
+        """Members of the next stage with checkpoints, in the order in which they are to be copied."""
+        self.members = {ANN: 2, BOB: 2}
+        self.by_peer = {(ANN, 2): (ANN, 29), (BOB, 2): (BOB, 28)}
+        return ranked(RUN, 2, [ANN, BOB])
+
+    async def given(self, weights: Weights, stage: int) -> Holding | None:
+        return await weights.find(Question(RUN, stage))
+
+
+async def run_here(function: Any, *args: object) -> object:
+    """The clock would jump while a thread works."""
+    await trio.lowlevel.checkpoint()
+    return function(*args)
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(tmp_path, monkeypatch)
+
+
+async def test_weights_come_from_the_stages_members_and_each_stage_has_its_file(
+    world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    world.members = {ANN: 1, BOB: 0}
+    world.by_peer = {(ANN, 1): (ANN, 29), (BOB, 1): (BOB, 20)}
+    await world.weights.obtain()
+    assert world.asked == [(ANN, 1)]
+    assert world.is_fetched(ANN, 1, 29)
+    assert world.settings.fetched(None).name == "fetched.safetensors"
+
+
+async def test_a_checkpoint_that_two_hold_comes_from_both_unless_there_are_newer_ones(
+    world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    world.members = {ANN: 1, BOB: 0, CYD: 1}
+    world.by_peer = {(CYD, 1): (CYD, 28), (ANN, 1): (ANN, 27), (BOB, 1): (ANN, 27)}
+    await world.weights.obtain()
+    assert world.is_fetched(ANN, 1, 27)
+    assert set(world.fetched_from[-1]) == {ANN, BOB}
+    assert "weights of stage 1, of round 27 from" in "\n".join(world.said)
+    world.settings.fetched(1).unlink()
+    world.by_peer[CYD, 1] = (CYD, 33)
+    world.members = {CYD: 1, ANN: 1, BOB: 0}
+    await world.begin().obtain()
+    assert world.is_fetched(CYD, 1, 33)
+
+
+async def test_a_download_that_was_begun_is_ended_though_there_are_newer_checkpoints(
+    world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    world.members = {ANN: 1, BOB: 1, CYD: 1}
+    world.by_peer = {(ANN, 1): (ANN, 29), (BOB, 1): (ANN, 29), (CYD, 1): (CYD, 25)}
+    begun = sign_index(KEY, world.index(CYD, 1)).id
+    partial_path(world.settings.fetched(1), begun).touch()
+    await world.weights.obtain()
+    assert world.is_fetched(CYD, 1, 25)
+
+
+async def test_where_no_member_gives_weights_a_copy_does(world: World, autojump_clock: trio.testing.MockClock) -> None:
+    world.members = {ANN: 1, BOB: 0, CYD: 2}
+    world.by_peer = {(BOB, 1): (DAN, 20), (CYD, 1): (DAN, 25)}
+    await world.weights.obtain()
+    assert world.asked == [(ANN, 1), (CYD, 1)]
+    assert world.is_fetched(DAN, 1, 25)
+
+
+async def test_whom_the_run_state_does_not_know_the_dht_may(
+    world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    world.in_dht = {shard_key(RUN, 1): [ANN]}
+    world.by_peer = {(ANN, 1): (ANN, 20)}
+    await world.weights.obtain()
+    assert world.is_fetched(ANN, 1, 20)
+
+
+async def test_who_holds_the_checkpoint_of_a_single_donor_is_asked_of_the_dht(
+    world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    world.members = {ANN: 1}
+    world.by_peer = {(ANN, 1): (ANN, 27)}
+    world.in_dht = {checkpoint_key(RUN, sign_index(KEY, world.index(ANN, 1)).id): [ME, CYD, DAN]}
+    await world.weights.obtain()
+    assert world.fetched_from == [(ANN, CYD, DAN)]
+
+
+async def test_where_the_run_state_knows_of_donors_enough_the_dht_is_not_asked(
+    world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    world.members = {ANN: 1, CYD: 1}
+    world.by_peer = {(ANN, 1): (ANN, 27), (CYD, 1): (ANN, 27)}
+    world.in_dht = {checkpoint_key(RUN, sign_index(KEY, world.index(ANN, 1)).id): [DAN]}
+    await world.weights.obtain()
+    assert [set(names) for names in world.fetched_from] == [{ANN, CYD}]
+
+
+async def test_a_stage_that_nobody_has_begins_from_the_seed_with_a_loud_warning(
+    world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    world.members = {BOB: 0}
+    began_at = trio.current_time()
+    await world.weights.obtain()
+    assert SEED_AFTER <= trio.current_time() - began_at <= SEED_AFTER + 5
+    assert "NOBODY HAS THE WEIGHTS OF STAGE 1" in world.board.warnings[-1]
+    assert await world.weights.fetch_ahead(1)
+
+
+async def test_a_stage_whose_members_have_weights_does_not_begin_from_the_seed(
+    world: World, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.members = {ANN: 1}
+    notice = CheckpointNotice(0, 1, bytes(32), 1, 1, 1)
+    monkeypatch.setattr(world, "notices", lambda stage: {ANN: [notice]})
+    with pytest.raises(JoinError, match="step 4"):
+        await world.weights.obtain()
+    assert not await world.weights.fetch_ahead(1)
+
+
+async def test_the_next_stages_newest_weights_are_kept_told_and_given(
+    nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    world.members = {ANN: 2, BOB: 0}
+    world.by_peer = {(ANN, 2): (ANN, 29)}
+    nursery.start_soon(world.weights.run)
+    await trio.sleep(30)
+    assert world.asked == [(ANN, 2)]
+    assert world.told == [(2, 29, True)]
+    assert len(world.provided) == 1
+    given = await world.given(world.weights, 2)
+    assert given is not None
+    assert given.read(0) == content_of(ANN, 2, 29)
+    assert await world.given(world.weights, 0) is None
+    world.stage = 2  # it moves: its own copy is what it needs
+    world.members = {BOB: 0}
+    await world.weights.obtain()
+    assert world.is_fetched(ANN, 2, 29)
+    world.by_peer = {(BOB, 0): (BOB, 31)}
+    await trio.sleep(30)
+    assert {path.name[:6] for path in world.settings.checkpoints.iterdir()} == {"copy-0"}
+    assert len(world.provided) == 1
+    nursery.cancel_scope.cancel()
+
+
+async def test_where_the_one_to_be_copied_does_not_answer_another_is_copied(
+    nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    first, second = world.two_to_copy()
+    world.silent = {first}
+    nursery.start_soon(world.weights.run)
+    await trio.sleep(60)
+    assert world.asked == [(first, 2), (second, 2)]
+    assert world.fetched_from == [(second,)]
+    world.silent = set()
+    await trio.sleep(PASS_OVER_SECONDS)
+    assert world.fetched_from == [(second,), (first,)]
+    nursery.cancel_scope.cancel()
+
+
+async def test_one_that_is_busy_is_copied_as_soon_as_it_is_not(
+    nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    first, _ = world.two_to_copy()
+    world.busy = {first}
+    nursery.start_soon(world.weights.run)
+    await trio.sleep(30)
+    assert set(world.asked) == {(first, 2)}
+    world.busy = set()
+    await trio.sleep(30)
+    assert world.fetched_from == [(first,)]
+    nursery.cancel_scope.cancel()
+
+
+async def test_a_copy_outlives_its_node(
+    nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    world.members, world.by_peer = {ANN: 2}, {(ANN, 2): (ANN, 29)}
+    nursery.start_soon(world.weights.run)
+    await trio.sleep(15)
+    world.members = {}
+    world.told.clear()
+    again = world.begin()
+    nursery.start_soon(again.run)
+    await trio.sleep(1)
+    assert world.told == [(2, 29, True)]
+    given = await world.given(again, 2)
+    assert given is not None
+    assert given.read(0) == content_of(ANN, 2, 29)
+    nursery.cancel_scope.cancel()
+
+
+async def test_a_copy_makes_room_for_text_that_was_tokenised_meanwhile(
+    nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.settings = replace(world.settings, disk=100.0)
+    world.members, world.by_peer = {ANN: 2}, {(ANN, 2): (ANN, 29)}
+    weights = world.begin()
+    nursery.start_soon(weights.run)
+    await trio.sleep(15)
+    assert await world.given(weights, 2) is not None
+    monkeypatch.setattr(weights_module, "used_bytes", lambda folder: 100 * 10**9)
+    await trio.sleep(15)
+    assert await world.given(weights, 2) is None
+    assert list(world.settings.checkpoints.iterdir()) == []
+    nursery.cancel_scope.cancel()
+
+
+async def test_copies_take_a_tenth_of_the_time_at_most(
+    nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    world.members = {ANN: 2}
+    world.seconds = 100.0
+    nursery.start_soon(world.weights.run)
+    for round_index in range(160):  # always a newer one
+        world.by_peer = {(ANN, 2): (ANN, round_index)}
+        await trio.sleep(50)
+    assert 5 <= len(world.fetched_from) <= 12
+    nursery.cancel_scope.cancel()
+
+
+async def test_what_a_trainer_of_the_stage_before_saves_is_not_taken_for_this_stages(
+    nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    content = content_of(ME, 1, 30)
+    path = world.settings.checkpoints / "stage-1-round-30.safetensors"
+    path.write_bytes(content)
+    saved = messages.Saved(30, 1, 1, str(path), len(content), index_of(content).hashes)
+    nursery.start_soon(world.weights.run)
+    world.weights.trainer_stage = 0
+    world.weights.note_saved(saved)
+    await trio.sleep(1)
+    assert world.told == []
+    world.weights.trainer_stage = 1
+    world.weights.note_saved(saved)
+    await trio.sleep(1)
+    assert world.told == [(1, 30, False)]
+    path.unlink()  # the trainer keeps two
+    given = await world.given(world.weights, 1)
+    assert given is not None
+    assert given.read(0) == content
+    assert await world.weights.find(Question(RUN, 1, given.id)) is given
+    assert await world.weights.find(Question(RUN, 1, bytes(32))) is None
+    nursery.cancel_scope.cancel()
+
+
+async def test_copies_that_break_off_leave_one_beginning_and_not_one_each(
+    nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[Path] = []
+
+    async def break_off(
+        conditions: object,
+        signed: SignedIndex,
+        index: Index,
+        donors: object,
+        wanted: object,
+        path: Path,
+        *args: object,
+        is_prefix: bool,
+    ) -> Fetched:
+        await trio.lowlevel.checkpoint()
+        begun.append(partial_path(path, signed.id))
+        begun[-1].touch()
+        raise FetchError("the line is too slow")
+
+    monkeypatch.setattr(weights_module, "fetch_checkpoint", break_off)
+    world.members = {ANN: 2}
+    nursery.start_soon(world.weights.run)
+    for round_index in range(5):
+        world.by_peer = {(ANN, 2): (ANN, round_index)}
+        await trio.sleep(30)
+    assert len(set(begun)) == 5
+    assert list(world.settings.checkpoints.iterdir()) == [begun[-1]]
+    nursery.cancel_scope.cancel()
+
+
+async def test_a_checkpoint_whose_file_is_another_already_is_not_given(
+    nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    content = content_of(ME, 1, 30)
+    path = world.settings.checkpoints / "stage-1-round-30.safetensors"
+    path.write_bytes(content_of(ME, 1, 31))  # saved again in the same round
+    nursery.start_soon(world.weights.run)
+    world.weights.trainer_stage = 1
+    world.weights.note_saved(messages.Saved(30, 1, 1, str(path), len(content), index_of(content).hashes))
+    await trio.sleep(1)
+    assert world.told == []
+    assert list(world.settings.checkpoints.iterdir()) == [path]
+    nursery.cancel_scope.cancel()
+
+
+async def test_within_a_limit_of_the_disk_there_is_no_room_for_the_stages_that_a_node_has_left(
+    world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    world.round = 7
+    world.settings = replace(world.settings, disk=1.0)
+    for name in ("stage-0-round-7", "stage-1-round-7", "stage-2-round-7"):
+        (world.settings.checkpoints / f"{name}.safetensors").write_bytes(content_of(ME, 1, 7))
+    await world.begin().obtain()
+    assert [path.stem for path in world.settings.checkpoints.iterdir()] == ["stage-1-round-7"]
+
+
+async def test_what_is_held_is_told_again_before_the_run_forgets_it(
+    nursery: trio.Nursery, world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    world.members, world.by_peer = {ANN: 2}, {(ANN, 2): (ANN, 29)}
+    nursery.start_soon(world.weights.run)
+    await trio.sleep(30)
+    world.members = {}  # the stage's only copy is this node's
+    await trio.sleep(RULES[Kind.CHECKPOINT].ttl / 2)
+    assert len(world.told) >= 2
+    assert set(world.told) == {(2, 29, True)}
+    nursery.cancel_scope.cancel()
+
+
+async def test_many_members_that_do_not_answer_do_not_keep_a_newcomer_for_hours(
+    world: World, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def no_answer(*args: object) -> tuple[SignedIndex, Index]:
+        await trio.sleep(DIAL_TIMEOUT)
+        raise DonorError("no answer")
+
+    notice = CheckpointNotice(0, 1, bytes(32), 1, 1, 1)
+    monkeypatch.setattr(weights_module, "ask_for_index", no_answer)
+    monkeypatch.setattr(world, "notices", lambda stage: {ANN: [notice]})  # so it does not begin from the seed
+    world.members = {bytes([1, number]) * 16: 1 for number in range(200)}
+    began_at = trio.current_time()
+    with pytest.raises(JoinError, match="step 4"):
+        await world.weights.obtain()
+    assert trio.current_time() - began_at <= WEIGHTS_TIMEOUT + MAX_ASKED * DIAL_TIMEOUT + WEIGHTS_RETRY

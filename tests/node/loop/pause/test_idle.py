@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farandole.node.loop.pause.idle import BEGIN_SECONDS, CALM_SECONDS, MAX_CALM_SECONDS, IdleWatch, Reason, Seen
+
+STEP = 5.0
+CALM = Seen(on_battery=False, gpu_users=(), others_cpu=0.0)
+GAME = Seen(on_battery=False, gpu_users=("game (process 7)",), others_cpu=0.0)
+
+
+class Story:
+    """A watch that looks every `STEP` seconds of its own time."""
+
+    def __init__(self, cpu_limit: float = 0.0, *, may_use_battery: bool = False) -> None:
+        self.watch = IdleWatch(cpu_limit, may_use_battery=may_use_battery)
+        self.now = 1_000.0
+        self.look(CALM)
+
+    def look(self, seen: Seen) -> str:
+        self.now += STEP
+        return self.watch.look(seen, self.now)
+
+    def seconds_until(self, seen: Seen, *, is_resting: bool) -> float:
+        """How long the same has to be seen until the node rests, or trains."""
+        began = self.now
+        while bool(self.look(seen)) != is_resting:
+            assert self.now - began < 2 * MAX_CALM_SECONDS, "it never does"
+        return self.now - began
+
+
+def test_the_gpu_is_given_up_soon_and_taken_again_when_it_was_free_for_a_while() -> None:
+    story = Story()
+    assert story.seconds_until(GAME, is_resting=True) <= BEGIN_SECONDS[Reason.GPU] + 2 * STEP
+    words = story.look(GAME)
+    assert "game (process 7)" in words
+    assert "--only-when-idle" in words
+    assert CALM_SECONDS <= story.seconds_until(CALM, is_resting=False) <= CALM_SECONDS + 2 * STEP
+
+
+def test_a_glance_at_the_gpu_is_no_reason_to_rest() -> None:
+    story = Story()
+    for _ in range(10):
+        assert not story.look(GAME)
+        assert not story.look(CALM)
+
+
+def test_a_short_calm_does_not_end_a_rest() -> None:
+    story = Story()
+    story.seconds_until(GAME, is_resting=True)
+    for _ in range(10):
+        for _ in range(int(CALM_SECONDS / STEP) - 1):
+            assert story.look(CALM)
+        assert story.look(GAME)
+
+
+def test_rests_that_follow_each_other_soon_grow() -> None:
+    story = Story()
+    calms = []
+    for _ in range(8):
+        story.seconds_until(GAME, is_resting=True)
+        calms.append(story.seconds_until(CALM, is_resting=False))
+    assert all(later >= 1.9 * earlier for earlier, later in pairwise(calms[:4]))
+    assert max(calms) <= MAX_CALM_SECONDS + STEP
+
+    story.now += 3_600
+    story.seconds_until(GAME, is_resting=True)
+    assert story.seconds_until(CALM, is_resting=False) == calms[0]
+
+
+def test_who_pulls_the_plug_means_it() -> None:
+    unplugged = Seen(on_battery=True)
+    assert "battery" in Story().look(unplugged)
+    assert not Story(may_use_battery=True).look(unplugged)
+
+
+def test_what_is_so_from_the_beginning_needs_no_time() -> None:
+    assert IdleWatch().look(GAME, 0.0)
+
+
+def test_others_cores_count_where_that_is_asked_for() -> None:
+    busy, less, calm = (Seen(others_cpu=share) for share in (0.9, 0.4, 0.2))
+    story = Story(cpu_limit=0.5)
+    assert story.seconds_until(busy, is_resting=True) >= BEGIN_SECONDS[Reason.CPU]
+    assert all(story.look(less) for _ in range(100))  # below the limit, and not far below
+    story.seconds_until(calm, is_resting=False)
+    assert not any(story.look(less) for _ in range(100))
+    unasked = Story()
+    assert not any(unasked.look(busy) for _ in range(100))
+
+
+def test_what_cannot_be_told_is_no_reason() -> None:
+    story = Story(cpu_limit=0.5)
+    assert not any(story.look(Seen()) for _ in range(100))
+
+
+@given(st.lists(st.booleans(), max_size=400))
+def test_it_never_flaps(uses: list[bool]) -> None:
+    """Whatever others do, a rest lasts as long as the calm it asks for, at least."""
+    story = Story()
+    resting, began = False, story.now
+    for is_used in uses:
+        now_resting = bool(story.look(GAME if is_used else CALM))
+        if now_resting != resting:
+            assert now_resting or story.now - began >= CALM_SECONDS
+            resting, began = now_resting, story.now

@@ -1,0 +1,240 @@
+"""Looking at a machine that the test has made: a tree of files, and a program on the PATH."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from farandole.node.loop.pause import idle_probe as probing
+from farandole.node.loop.pause.idle import CALM_SECONDS, IdleWatch
+from farandole.node.loop.pause.idle_probe import (
+    GPU_TIMEOUT,
+    GpuProbe,
+    ProbeError,
+    cpu_times,
+    is_on_battery,
+    parse_gpu_processes,
+)
+from farandole.node.loop.pause.idle_service import LOOK_INTERVAL, IdleKeeper
+from farandole.node.loop.pause.pause import Rest
+
+linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the files of Linux")
+
+OLD_TABLE = """\
+# gpu        pid  type    sm   mem   enc   dec   command
+# Idx          #   C/G     %     %     %     %   name
+    0       1812     G     3     1     -     -   Xorg
+    0       4711     C    97    40     -     -   python
+    1          -     -     -     -     -     -   -
+"""
+NEW_TABLE = """\
+# gpu         pid   type     sm    mem    enc    dec    jpg    ofa    command
+# Idx           #    C/G      %      %      %      %      %      %    name
+    0       2001     C+G     61     20      -      -      -      -    game
+    0       2002     C+G      2      0      -      -      -      -    desktop
+    0       2003       C      -      -      -      -      -      -    notebook
+"""
+
+
+def test_what_computes_counts_and_what_draws_if_it_draws_much() -> None:
+    earnest = {p.name: p.is_in_earnest for p in parse_gpu_processes(OLD_TABLE)}
+    assert earnest == {"Xorg": False, "python": True}
+    earnest = {p.name: p.is_in_earnest for p in parse_gpu_processes(NEW_TABLE)}
+    assert earnest == {"game": True, "desktop": False, "notebook": True}
+
+
+def test_a_line_that_is_cut_short_is_left_out() -> None:
+    cut = f"{OLD_TABLE}    0       4712     C    9\n    0       4713\n    0\n"
+    assert parse_gpu_processes(cut) == parse_gpu_processes(OLD_TABLE)
+
+
+@pytest.mark.parametrize("text", ["", "No devices were found", "# gpu pid\n0 1"])
+def test_what_is_no_table_is_said(text: str) -> None:
+    with pytest.raises(ProbeError, match="pmon"):
+        parse_gpu_processes(text)
+
+
+def install_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """A program of that name, first on the PATH."""
+    folder.mkdir(exist_ok=True)
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+
+def table(*pids: int) -> str:
+    """A script that says that these compute."""
+    rows = "".join(f"    0 {pid} C 50 10 - - python\n" for pid in pids)
+    return f"cat <<'END'\n{OLD_TABLE.splitlines()[0]}\n{rows}END"
+
+
+async def test_own_processes_are_told_from_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, other = os.getpid(), os.getppid()
+    install_nvidia_smi(tmp_path, monkeypatch, table(own, other))
+    assert await GpuProbe().users({own}) == (f"python (process {other})",)
+    assert await GpuProbe().users({own, other}) == ()
+
+
+async def test_numbers_of_outside_say_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container, where our own trainer has a number that we do not know."""
+    gone = await trio.lowlevel.open_process(["true"])
+    await gone.wait()
+    install_nvidia_smi(tmp_path, monkeypatch, table(gone.pid))
+    assert await GpuProbe().users({os.getpid()}) == ()
+
+
+async def test_without_the_program_or_its_driver_it_is_said_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_nvidia_smi(tmp_path, monkeypatch, "echo 'NVIDIA-SMI has failed'; exit 9")
+    with pytest.raises(ProbeError, match="has failed"):
+        await GpuProbe().users(set())
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    with pytest.raises(ProbeError, match="no nvidia-smi"):
+        await GpuProbe().users(set())
+
+
+async def test_a_driver_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probing, "GPU_TIMEOUT", 0.2)
+    install_nvidia_smi(tmp_path, monkeypatch, "exec sleep 600")
+    with trio.fail_after(GPU_TIMEOUT), pytest.raises(ProbeError, match="no answer"):
+        await GpuProbe().users(set())
+
+
+async def test_who_cannot_even_be_killed_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process in a driver that hangs, which no test can make: here its thread waits for the test."""
+    monkeypatch.setattr(probing, "GPU_TIMEOUT", 0.1)
+    monkeypatch.setattr(probing, "KILL_TIMEOUT", 0.1)
+    install_nvidia_smi(tmp_path, monkeypatch, table())
+    driver_answers, run = threading.Event(), subprocess.run
+
+    def hang(*arguments: Any, **options: Any) -> Any:
+        driver_answers.wait()
+        return run(*arguments, **{**options, "timeout": None})
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    probe = GpuProbe()
+    with trio.fail_after(GPU_TIMEOUT):
+        with pytest.raises(ProbeError, match="no answer"):
+            await probe.users(set())
+        with pytest.raises(ProbeError, match="not ended"):
+            await probe.users(set())
+        driver_answers.set()
+        while True:
+            with contextlib.suppress(ProbeError):
+                assert await probe.users(set()) == ()
+                return
+            await trio.sleep(0.01)
+
+
+def write_supply(system: Path, name: str, **said: str) -> None:
+    """As the kernel has it."""
+    folder = system / "class" / "power_supply" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    for key, value in said.items():
+        (folder / key).write_text(f"{value}\n")
+
+
+MAINS: Mapping[str, str] = {"type": "Mains", "online": "1"}
+UNPLUGGED: Mapping[str, str] = {"type": "Mains", "online": "0"}
+DISCHARGING: Mapping[str, str] = {"type": "Battery", "status": "Discharging", "scope": "System"}
+CHARGING: Mapping[str, str] = {"type": "Battery", "status": "Charging"}
+MOUSE: Mapping[str, str] = {"type": "Battery", "status": "Discharging", "scope": "Device"}
+
+
+@linux_only
+@pytest.mark.parametrize(
+    ("supplies", "expected"),
+    [
+        ([], None),
+        ([MAINS], None),
+        ([MOUSE], None),
+        ([UNPLUGGED, DISCHARGING], True),
+        ([DISCHARGING], True),
+        ([MAINS, CHARGING, MOUSE], False),
+        ([MAINS, DISCHARGING], False),  # a weak adapter
+        ([{"type": "USB", "online": "1"}, CHARGING], False),
+        ([{"type": "Battery", "status": "Full"}], False),
+    ],
+)
+def test_the_battery_as_the_kernel_tells_of_it(
+    tmp_path: Path, supplies: list[Mapping[str, str]], expected: bool | None
+) -> None:
+    for number, supply in enumerate(supplies):
+        write_supply(tmp_path, f"supply{number}", **supply)
+    assert is_on_battery(tmp_path) is expected
+
+
+@linux_only
+def test_others_share_of_the_cores_is_without_our_own(tmp_path: Path) -> None:
+    def write(busy: int, idle: int, own: int) -> None:
+        (tmp_path / "stat").write_text(f"cpu  {busy} 0 0 {idle} 0 0 0 0 0 0\ncpu0 1 2 3\n")
+        (tmp_path / "42").mkdir(exist_ok=True)
+        (tmp_path / "42" / "stat").write_text(f"42 (a (b) c) S {'0 ' * 10}{own} 0 {'0 ' * 30}")
+
+    write(busy=1_000, idle=1_000, own=700)
+    before = cpu_times([42, 43], tmp_path)
+    write(busy=1_600, idle=1_400, own=1_000)
+    after = cpu_times([42, 43], tmp_path)
+    assert before is not None
+    assert after is not None
+    assert after.others_since(before) == pytest.approx(0.3)
+    assert after.others_since(after) is None
+    assert cpu_times([], tmp_path / "nowhere") is None
+
+
+@linux_only
+def test_the_real_files_can_be_read() -> None:
+    before = cpu_times([os.getpid()])
+    assert before is not None
+    began = time.process_time()
+    while time.process_time() - began < 0.1:
+        pass
+    after = cpu_times([os.getpid()])
+    assert after is not None
+    assert after.own[os.getpid()] - before.own[os.getpid()] >= 5  # hundredths of a second
+
+
+@linux_only
+async def test_a_node_rests_while_another_uses_the_gpu_and_goes_on_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files and the program are real, the time between two looks is not."""
+    rest, warnings, now = Rest(), list[str](), 0.0
+    keeper = IdleKeeper(rest, IdleWatch(), lambda: None, warnings.append, system=tmp_path / "sys", clock=lambda: now)
+
+    async def look_for(seconds: float) -> None:
+        nonlocal now
+        until = now + seconds
+        while now < until:
+            now += LOOK_INTERVAL
+            await keeper.look()
+
+    install_nvidia_smi(tmp_path / "bin", monkeypatch, table(os.getpid()))
+    await keeper.look()
+    assert not rest.is_on
+    install_nvidia_smi(tmp_path / "bin", monkeypatch, table(os.getppid()))
+    await look_for(3 * LOOK_INTERVAL)
+    assert "python" in rest.words
+
+    write_supply(tmp_path / "sys", "BAT0", **DISCHARGING)
+    install_nvidia_smi(tmp_path / "bin", monkeypatch, "exit 1")
+    await look_for(2 * LOOK_INTERVAL)
+    assert "battery" in rest.words
+    assert len(warnings) == 1
+
+    write_supply(tmp_path / "sys", "BAT0", **CHARGING)
+    await look_for(CALM_SECONDS + 2 * LOOK_INTERVAL)
+    assert not rest.is_on
+    assert len(warnings) == 1

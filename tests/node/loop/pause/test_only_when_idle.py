@@ -1,0 +1,92 @@
+"""A node with its trainer, on a machine that others want now and then: what the GPU's driver says is the test's own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.node.base.identity import load_or_create_key
+from farandole.node.base.settings import NodeSettings
+from farandole.node.daemon import Node
+from farandole.node.loop.pause import idle
+from farandole.node.loop.pause import idle_service as idle_keeper
+from farandole.node.state.store import open_store
+from farandole.node.status.board import Board
+from farandole.protocol.manifest import manifest_from_dict, sign_manifest
+
+from ....patience import PATIENCE
+
+MANIFEST: dict[str, Any] = {
+    "name": "idle",
+    "model": {"num_layers": 1, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256},
+    "inner": {"batch_size": 2},
+    "rounds": {"inner_steps": 0, "round_seconds": 0.5, "exchange_seconds": 5.0},
+    "data": {"source": "text"},
+}
+SAYS = """\
+#!/bin/sh
+echo '# gpu pid type sm mem enc dec command'
+cat "$(dirname "$0")/users"
+"""
+
+
+async def test_a_node_has_no_trainer_while_another_computes_on_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All is real but the driver, the machine's idea of a minute, and the battery, of which it has none."""
+    monkeypatch.setattr(idle_keeper, "LOOK_INTERVAL", 0.05)
+    monkeypatch.setattr(idle, "CALM_SECONDS", 0.1)
+    monkeypatch.setattr(idle, "BEGIN_SECONDS", dict.fromkeys(idle.Reason, 0.0))
+    monkeypatch.setattr(idle_keeper, "is_on_battery", lambda system: None)
+    driver, users = tmp_path / "bin" / "nvidia-smi", tmp_path / "bin" / "users"
+    driver.parent.mkdir()
+    driver.write_text(SAYS)
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{driver.parent}{os.pathsep}{os.environ['PATH']}")
+    game = f"0 {os.getppid()} C 97 40 - - game\n"
+    users.write_text(game)
+    (tmp_path / "text.txt").write_text("some text, which goes on and on. " * 500)
+    manifest = tmp_path / "run.manifest"
+    manifest.write_bytes(sign_manifest(manifest_from_dict(MANIFEST), Ed25519PrivateKey.generate()).encode())
+    settings = NodeSettings(
+        home=tmp_path / "home",
+        manifest=manifest,
+        listen=["/ip4/127.0.0.1/tcp/0"],
+        data=[tmp_path / "text.txt"],
+        only_when_idle=True,
+        mdns=False,
+        upnp=False,
+        dashboard=False,
+    )
+    told, heard = trio.open_memory_channel[str](1_000)
+    board = Board(say=told.send_nowait)
+
+    async def says(words: str) -> None:
+        while words not in await heard.receive():
+            pass
+
+    key = load_or_create_key(settings.key)
+    async with open_store(settings.store) as store, trio.open_nursery() as nursery:
+        node = Node(settings, key, store, board)
+        nursery.start_soon(node.run)
+        with trio.fail_after(PATIENCE):
+            await says(f"resting: the GPU is used by game (process {os.getppid()})")
+            users.write_text("")
+            await says("trainer ready")
+            trainer = board.trainer_pid
+            assert trainer is not None
+            await says("round 0")
+            users.write_text(f"{game}0 {trainer} C 90 40 - - python\n")
+            await says("resting: the GPU is used by game")
+            assert not Path(f"/proc/{trainer}").exists()
+            users.write_text("")
+            await says("trainer ready")
+            users.write_text(f"0 {board.trainer_pid} C 90 40 - - python\n")  # its own is nobody else's
+            await says("round ")
+            await says("round ")
+            node.is_leaving.set()

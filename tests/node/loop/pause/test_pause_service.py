@@ -1,0 +1,70 @@
+"""The owner's word and his quiet hours, by a clock of the test's own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from farandole.node.base.quiet_hours import parse_quiet_hours
+from farandole.node.loop.pause import pause_service as keeper_module
+from farandole.node.loop.pause.pause import Rest
+from farandole.node.loop.pause.pause_service import RestKeeper
+from farandole.node.state.store import open_store
+
+MIDNIGHT = datetime(2026, 11, 23)
+
+
+@asynccontextmanager
+async def open_keeper(home: Path, *hours: str) -> AsyncIterator[tuple[RestKeeper, Rest]]:
+    """Whose local time is Monday's midnight at first, and goes on with trio's."""
+    rest, began = Rest(), trio.current_time()
+    async with open_store(home / "store.sqlite") as store:
+
+        def local_time() -> datetime:
+            return MIDNIGHT + timedelta(seconds=trio.current_time() - began)
+
+        quiet = [parse_quiet_hours(text) for text in hours]
+        yield RestKeeper(rest, store, quiet, local_time, lambda warning: None), rest
+
+
+async def test_a_node_rests_in_its_quiet_hours_and_not_else(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A day of them, looked at in the middle of each minute."""
+    monkeypatch.setattr(keeper_module, "LOOK_INTERVAL", 20.0)
+    changes: list[tuple[str, bool]] = []
+    async with open_keeper(tmp_path, "09:00-12:30", "22:00-01:00") as (keeper, rest), trio.open_nursery() as nursery:
+        await keeper.begin()
+        assert rest.words == "quiet hours until Mon 01:00"
+        nursery.start_soon(keeper.run)
+        was_on = rest.is_on
+        await trio.sleep(30)
+        for minute in range(24 * 60):
+            if rest.is_on != was_on:
+                was_on = rest.is_on
+                changes.append((f"{minute // 60:02}:{minute % 60:02}", was_on))
+            await trio.sleep(60)
+        nursery.cancel_scope.cancel()
+    assert changes == [("01:00", False), ("09:00", True), ("12:30", False), ("22:00", True)]
+
+
+async def test_the_owners_word_outlives_the_node(tmp_path: Path) -> None:
+    async with open_keeper(tmp_path) as (keeper, rest):
+        await keeper.begin()
+        assert not rest.is_on
+        await keeper.pause()
+        assert "farandole resume" in rest.words
+    async with open_keeper(tmp_path) as (keeper, rest):
+        await keeper.begin()
+        assert rest.is_on
+        await keeper.resume()
+        assert not rest.is_on
+    async with open_keeper(tmp_path) as (keeper, rest):
+        await keeper.begin()
+        assert not rest.is_on

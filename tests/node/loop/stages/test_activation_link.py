@@ -1,0 +1,340 @@
+"""A link's driver over streams in memory: Bob's node sends a gradient, Alice hears what comes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+
+import pytest
+import trio
+import trio.testing
+
+from farandole.node.base.bandwidth import Shaper, Shaping
+from farandole.node.bulk.channel import BulkChannel
+from farandole.node.loop.stages import activation_link
+from farandole.node.loop.stages.activation_link import PROGRESS_TIMEOUT, ActivationLink
+from farandole.protocol.activations import (
+    DATA_BYTES,
+    Control,
+    Credits,
+    DataReceived,
+    Dropped,
+    Event,
+    Forward,
+    Gradient,
+    Hello,
+    Link,
+    Way,
+    Welcome,
+)
+from farandole.protocol.bulk import Secrets
+from farandole.protocol.exchange import BULK_FROM
+from farandole.protocol.record_layer import Sealer
+
+from ...sockets import tcp_pair
+
+PATIENCE = 10.0
+HELLO = Hello(run_id=b"r" * 32, stage=1, shape=b"s" * 32)
+FORWARD = Forward(ticket=b"t" * 16, origin=b"o" * 32, round=0, seconds_left=30.0)
+
+
+class Line:
+    """A stream to Alice; ``on_sent`` is called with the number of writes after each."""
+
+    def __init__(self, stream: trio.abc.Stream) -> None:
+        self.is_bulk = False
+        self.peer = b"alice"
+        self.num_sent = 0
+        self.on_sent: Callable[[int], None] = lambda number: None
+        self._stream = stream
+
+    async def send_all(self, data: bytes) -> None:
+        await self._stream.send_all(data)
+        self.num_sent += 1
+        self.on_sent(self.num_sent)
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
+        return await self._stream.receive_some(max_bytes)
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+class Alice:
+    def __init__(self, stream: trio.abc.Stream, size: int) -> None:
+        self.link = Link(True, HELLO, size)
+        self.memory = bytearray(size)
+        self._stream = stream
+
+    async def write(self, frames: bytes) -> None:
+        await self._stream.send_all(frames)
+
+    async def say(self, message: Control, data: bytes = b"") -> None:
+        frames = self.link.send(message)
+        for offset in range(0, len(data), DATA_BYTES):
+            frames += self.link.send_data(memoryview(data)[offset : offset + DATA_BYTES])
+        await self._stream.send_all(frames)
+
+    async def hear(self) -> Event:
+        while True:
+            if self.link.awaits_place:
+                self.link.place(memoryview(self.memory))
+            event = self.link.next_event()
+            if event is not None:
+                return event
+            self.link.receive_data(await self._stream.receive_some())
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3])
+@pytest.mark.parametrize("when", range(4))
+async def test_a_gradient_whose_memory_is_another_s_is_not_taken_for_one(num_chunks: int, when: int) -> None:
+    """Bob drops a microbatch after ``when`` writes of its gradient, and at once uses its memory again."""
+    size = (num_chunks - 1) * DATA_BYTES + 100
+    near, far = trio.testing.memory_stream_pair()
+    line, alice = Line(far), Alice(near, size)
+    bob = ActivationLink(0, Link(False, HELLO, size), line, Shaping())
+    gradient = bytearray(b"g" * size)
+    is_dropped = False
+
+    def drop(number: int) -> None:
+        nonlocal is_dropped
+        if number == when:
+            is_dropped = True
+            bob.send(Dropped(0, "the round is over", is_untouched=False))
+            gradient[:] = b"x" * size
+
+    def handle(link: ActivationLink, event: Event) -> None:
+        if isinstance(event, Forward):
+            link.link.place(memoryview(bytearray(size)))
+        elif isinstance(event, DataReceived):
+            line.num_sent = 0
+            line.on_sent = drop
+            link.send(Gradient(0), memoryview(gradient))
+            drop(0)
+
+    def welcome(event: Event) -> None:
+        bob.send(Welcome(1))
+
+    with trio.fail_after(PATIENCE):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(bob.greet, welcome)
+            await alice.say(HELLO)
+            assert await alice.hear() == Welcome(1)
+            nursery.start_soon(bob.run, handle)
+            await alice.say(FORWARD, bytes(size))
+            events = [await alice.hear()]
+            while not isinstance(events[-1], Dropped | DataReceived):
+                events.append(await alice.hear())
+            bob.close()
+    if isinstance(events[-1], DataReceived):
+        assert when > num_chunks, "all was sent before"
+        assert alice.memory == b"g" * size
+    else:
+        assert is_dropped
+
+
+async def test_what_comes_with_the_welcome_is_heard() -> None:
+    """Bob opens a link to Alice, whose first credits leave in one write with her welcome."""
+    near, far = trio.testing.memory_stream_pair()
+    alice, heard = Link(False, HELLO, 1), list[Event]()
+    bob = ActivationLink(0, Link(True, HELLO, 1), Line(far), Shaping())
+
+    def hear(link: ActivationLink, event: Event) -> None:
+        heard.append(event)
+        link.close()
+
+    with trio.fail_after(PATIENCE):
+        async with trio.open_nursery() as nursery:
+            bob.send(HELLO)
+            nursery.start_soon(bob.greet, lambda event: None)
+            alice.receive_data(await near.receive_some())
+            assert alice.next_event() == HELLO
+            await near.send_all(alice.send(Welcome(0)) + alice.send(Credits(3)))
+        await bob.run(hear)
+    assert heard == [Credits(3)]
+
+
+# Data that stop coming
+
+SIZE = 5 * DATA_BYTES
+CHUNK = memoryview(bytes(DATA_BYTES))
+SEALING, OPENING = b"s" * 32, b"o" * 32
+
+
+class Bob:
+    """A node downstream of Alice: it gives her microbatches memory, and notes what it hears."""
+
+    def __init__(self, stream: trio.abc.Stream, size: int, shaping: Shaping, channels: Channels | None = None) -> None:
+        self.heard: list[Event] = []
+        self.has_ended = trio.Event()
+        self.link = ActivationLink(0, Link(False, HELLO, size), Line(stream), shaping, channels)
+
+    async def run(self) -> None:
+        await self.link.greet(lambda event: self.link.send(Welcome(1)))
+        await self.link.run(self._hear)
+        self.has_ended.set()
+
+    def _hear(self, link: ActivationLink, event: Event) -> None:
+        self.heard.append(event)
+        if isinstance(event, Forward):
+            link.link.place(memoryview(bytearray(link.link.size)))
+
+
+class Channels:
+    """Ways beside the stream: one channel, whose other end is Alice's socket."""
+
+    def __init__(self) -> None:
+        self.alice, bob = tcp_pair()
+        self.channel = BulkChannel(b"alice", b"c" * 16, bob, Secrets(SEALING, OPENING), Shaping())
+
+    @contextlib.contextmanager
+    def expecting(self, peer: bytes) -> Iterator[None]:
+        yield
+
+    async def acquire(self, peer: bytes) -> BulkChannel | None:
+        raise AssertionError("the upstream node opens it")
+
+    def take(self, peer: bytes, session: bytes) -> BulkChannel | None:
+        return self.channel
+
+    def release(self, channel: BulkChannel) -> None:
+        raise AssertionError("a link's channel ends with it")
+
+    def discard(self, channel: BulkChannel) -> None:
+        channel.close()
+
+
+@contextlib.asynccontextmanager
+async def linked(
+    size: int = SIZE, shaping: Shaping | None = None, channels: Channels | None = None
+) -> AsyncIterator[tuple[Alice, Bob]]:
+    near, far = trio.testing.memory_stream_pair()
+    alice, bob = Alice(near, size), Bob(far, size, shaping or Shaping(), channels)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(bob.run)
+        await alice.say(HELLO)
+        assert await alice.hear() == Welcome(1)
+        yield alice, bob
+        bob.link.close()
+
+
+async def fall_silent(alice: Alice) -> None:
+    await trio.sleep_forever()
+
+
+async def trickle_frames(alice: Alice) -> None:
+    while True:
+        await alice.write(alice.link.send_data(CHUNK[:1]))
+        await trio.sleep(1.0)
+
+
+async def trickle_within_a_frame(alice: Alice) -> None:
+    for byte in alice.link.send_data(CHUNK):
+        await alice.write(bytes((byte,)))
+        await trio.sleep(1.0)
+
+
+@pytest.mark.parametrize("what", [fall_silent, trickle_frames, trickle_within_a_frame])
+@pytest.mark.parametrize("num_chunks", [0, 2])
+async def test_who_stops_in_the_middle_of_data_loses_the_link(
+    num_chunks: int, what: Callable[[Alice], Awaitable[None]], autojump_clock: trio.testing.MockClock
+) -> None:
+    async with linked() as (alice, bob):
+        await alice.say(FORWARD, bytes(num_chunks * DATA_BYTES))
+        began_at = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(what, alice)
+            with trio.fail_after(10 * PROGRESS_TIMEOUT):
+                await bob.has_ended.wait()
+            nursery.cancel_scope.cancel()
+        assert trio.current_time() - began_at <= 2 * PROGRESS_TIMEOUT
+        assert bob.heard[0] == FORWARD
+        assert not any(isinstance(event, DataReceived) for event in bob.heard)
+
+
+async def test_a_gradient_must_come_too(autojump_clock: trio.testing.MockClock) -> None:
+    """Here it is the upstream node that waits."""
+    near, far = trio.testing.memory_stream_pair()
+    bob, heard = Link(False, HELLO, SIZE), list[Event]()
+    alice = ActivationLink(0, Link(True, HELLO, SIZE), Line(far), Shaping())
+
+    def hear(link: ActivationLink, event: Event) -> None:
+        heard.append(event)
+        if isinstance(event, Gradient):
+            link.link.place(memoryview(bytearray(SIZE)))
+
+    async def answer() -> None:
+        while DataReceived(0) not in heard_by_bob:
+            bob.receive_data(await near.receive_some())
+            while (event := bob.next_event()) is not None:
+                heard_by_bob.append(event)
+                if isinstance(event, Forward):
+                    bob.place(memoryview(bytearray(SIZE)))
+        await near.send_all(bob.send(Gradient(0)) + bob.send_data(CHUNK))
+
+    heard_by_bob: list[Event] = []
+    async with trio.open_nursery() as nursery:
+        alice.send(HELLO)
+        nursery.start_soon(alice.greet, lambda event: None)
+        bob.receive_data(await near.receive_some())
+        assert bob.next_event() == HELLO
+        await near.send_all(bob.send(Welcome(1)))
+        await trio.testing.wait_all_tasks_blocked()
+        alice.send(FORWARD, memoryview(bytes(SIZE)))
+        nursery.start_soon(answer)
+        await alice.run(hear)
+    assert heard == [Gradient(0)]
+
+
+async def test_who_is_slow_but_steady_keeps_the_link(autojump_clock: trio.testing.MockClock) -> None:
+    async with linked() as (alice, bob):
+        await alice.say(FORWARD)
+        for _ in range(5):
+            await trio.sleep(0.9 * PROGRESS_TIMEOUT)
+            await alice.write(alice.link.send_data(CHUNK))
+        await trio.testing.wait_all_tasks_blocked()
+        assert bob.heard == [FORWARD, DataReceived(0)]
+
+
+async def test_what_this_node_s_own_cap_holds_up_is_not_the_peer_s_fault(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    cap = Shaper(DATA_BYTES / PROGRESS_TIMEOUT / 4, trio.current_time)
+    async with linked(shaping=Shaping(down=cap)) as (alice, bob):
+        await alice.say(FORWARD, bytes(SIZE))
+        await trio.sleep(4 * PROGRESS_TIMEOUT * SIZE / DATA_BYTES + 2 * PROGRESS_TIMEOUT)
+        assert bob.heard == [FORWARD, DataReceived(0)]
+        assert not bob.has_ended.is_set()
+
+
+async def test_a_link_without_anything_under_way_stays(autojump_clock: trio.testing.MockClock) -> None:
+    async with linked() as (alice, bob):
+        await trio.sleep(3_600)
+        await alice.say(FORWARD, bytes(SIZE))
+        await trio.sleep(3_600)
+        assert bob.heard == [FORWARD, DataReceived(0)]
+        assert not bob.has_ended.is_set()
+
+
+@pytest.mark.parametrize("pause", [None, 0.01])
+async def test_who_stops_in_the_middle_of_a_channel_s_data_loses_the_link(
+    pause: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Silent, or a byte now and then; over a real channel, so in real time."""
+    monkeypatch.setattr(activation_link, "PROGRESS_TIMEOUT", 0.3)
+    channels = Channels()
+    with channels.alice, trio.fail_after(PATIENCE):
+        async with linked(BULK_FROM, channels=channels) as (alice, bob):
+            await alice.say(Way(b"c" * 16))
+            assert await alice.hear() == Way(b"c" * 16)
+            await alice.say(Forward(FORWARD.ticket, FORWARD.origin, 0, 30.0, is_bulk=True))
+            record = bytes(Sealer(OPENING).seal(memoryview(bytes(100_000))))
+            channels.alice.sendall(record[:50_000])
+            for byte in record[50_000:]:
+                with contextlib.suppress(OSError):
+                    channels.alice.sendall(bytes((byte,)) if pause else b"")
+                await trio.sleep(pause or 0.01)
+                if bob.has_ended.is_set():
+                    break
+            await bob.has_ended.wait()
+            assert not any(isinstance(event, DataReceived) for event in bob.heard)

@@ -1,0 +1,272 @@
+"""A model in stages over real hosts, links and trainer processes learns what the whole model learns."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from safetensors.torch import load_file
+
+from farandole.node.base.bandwidth import Shaping
+from farandole.node.base.conversion import training_configs
+from farandole.node.bulk.negotiation import open_bulk
+from farandole.node.loop.stages import activation_link
+from farandole.node.loop.stages.pipeline import ACTIVATIONS_PROTOCOL, PipelineService, Worker
+from farandole.node.mesh.host import Host, open_host
+from farandole.node.state.messenger import open_messenger
+from farandole.node.store.folder import CheckpointFolder
+from farandole.node.trainer import messages
+from farandole.node.trainer.trainer import Trainer, open_trainer
+from farandole.protocol import pipeline_events as machine
+from farandole.protocol.activations import DATA_BYTES, Forward, Hello, Link
+from farandole.protocol.identity import public_bytes
+from farandole.protocol.manifest import Manifest, PipelineConfig, manifest_from_dict
+from farandole.training.data import Bring
+from farandole.training.learner import build_learner
+
+from ....patience import PATIENCE
+from ...hosts import LOOPBACK
+from ...trainer_commands import prepare_for
+
+STEPS = 20
+NUM_HELD_OUT = 2  # batches, which are microbatches here
+RUN_ID = b"r" * 32
+
+
+def manifest_of(num_stages: int, context: int = 16, width: int = 16) -> Manifest:
+    return manifest_from_dict(
+        {
+            "name": "staged",
+            "model": {
+                "num_layers": 4,
+                "width": width,
+                "num_heads": 2,
+                "hidden": 32,
+                "context": context,
+                "vocabulary": 256,
+                "num_stages": num_stages,
+            },
+            "inner": {"learning_rate": 3e-3, "warmup_steps": 2, "batch_size": 4, "clip": 0.0},
+            "pipeline": {"codec": "fp32", "microbatch_size": 4, "in_flight": 4},
+            "data": {"source": "text", "held_out": 0.2},
+        }
+    )
+
+
+@dataclass
+class Node:
+    host: Host
+    service: PipelineService
+    trainer: Trainer
+    reports: list[messages.Report] = field(default_factory=list)
+    contributed: trio.Event = field(default_factory=trio.Event)
+    saved: trio.Event = field(default_factory=trio.Event)
+    has_used_channels: bool = False
+
+    async def run(self, manifest: Manifest, stage: int, steps: int = STEPS) -> None:
+        sender, receiver = trio.open_memory_channel[messages.Command](100)
+
+        async def obey() -> None:
+            async for command in receiver:
+                await self.trainer.send(command)
+
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self.service.run)
+            nursery.start_soon(obey)
+            memory = self.trainer.map_activations(manifest.pipeline.in_flight)
+            finish = messages.FinishRound(0)
+            self.service.begin(
+                Worker(
+                    stage,
+                    memory,
+                    sender.send_nowait,
+                    lambda _: sender.send_nowait(finish),
+                    lambda: sender.send_nowait(messages.Validate(NUM_HELD_OUT)),
+                )
+            )
+            sender.send_nowait(messages.Train(0, 0))
+            if stage == 0:
+                self.service.handle(machine.Measure(NUM_HELD_OUT))
+            self.service.handle(machine.RoundBegan(0, steps))
+            while not self.saved.is_set():
+                report = await self.trainer.receive()
+                self.reports.append(report)
+                match report:
+                    case messages.Worked(problem):
+                        assert problem == ""
+                        self.service.handle(machine.Worked())
+                    case messages.InnerStepTaken(is_taken):
+                        assert is_taken
+                        links = self.service._links.values()
+                        self.has_used_channels |= any(link.link.channel is not None for link in links)
+                        self.service.handle(machine.Stepped())
+                    case messages.Encoded() if report.digest:
+                        sender.send_nowait(messages.TakeOuterStep(0))
+                        sender.send_nowait(messages.Save())
+                    case messages.Saved():
+                        self.saved.set()
+            self.service.end()
+            nursery.cancel_scope.cancel()
+
+    @property
+    def loss(self) -> float | None:
+        (loss,) = [report.loss for report in self.reports if isinstance(report, messages.Contributed)]
+        return loss
+
+
+def prepare(manifest: Manifest, author: bytes, stage: int, folder: Path) -> messages.Prepare:
+    return prepare_for(manifest, folder, run_id=RUN_ID, author=author, data=[str(folder / "texts")], stage=stage)
+
+
+@contextlib.asynccontextmanager
+async def open_nodes(manifest: Manifest, folder: Path, *, with_channels: bool = False) -> AsyncIterator[list[Node]]:
+    """One node a stage, connected with each other; the trainers are ready."""
+    folder.joinpath("texts").mkdir()
+    for number in range(20):
+        folder.joinpath("texts", f"{number}.txt").write_text(f"text {number}, which goes on and on; " * 100)
+    async with contextlib.AsyncExitStack() as stack:
+        nodes: list[Node] = []
+        authors: list[bytes] = []
+        for stage in range(manifest.model.num_stages):
+            key = Ed25519PrivateKey.from_private_bytes(bytes([stage + 1]) * 32)
+            authors.append(public_bytes(key))
+            host = await stack.enter_async_context(open_host(key, LOOPBACK))
+            messenger = await stack.enter_async_context(open_messenger(host))
+            for other in nodes:
+                await host.connect(other.host.author, other.host.addresses)
+            service = PipelineService(
+                host,
+                messenger,
+                manifest,
+                RUN_ID,
+                authors[stage],
+                Shaping(),
+                random.Random(stage),
+                is_neighbour=lambda peer, stage: peer in authors and authors.index(peer) == stage,
+            )
+            if with_channels:
+                service.channels = await stack.enter_async_context(open_bulk(host))
+            trainer = await stack.enter_async_context(
+                open_trainer(prepare(manifest, authors[stage], stage, folder), None)
+            )
+            nodes.append(Node(host, service, trainer))
+        for node in nodes:
+            node.service.set_nodes([frozenset({author}) for author in authors])
+        yield nodes
+
+
+async def run_all(nodes: Sequence[Node], manifest: Manifest, steps: int) -> None:
+    async with trio.open_nursery() as nursery:
+        for stage, node in enumerate(nodes):
+            nursery.start_soon(node.run, manifest, stage, steps)
+
+
+@pytest.mark.parametrize(("num_stages", "path"), [(2, "stream"), (4, "stream"), (2, "bulk")])
+async def test_nodes_of_one_stage_each_learn_what_one_node_learns_alone(
+    tmp_path: Path, num_stages: int, path: str
+) -> None:
+    is_bulk = path == "bulk"
+    manifest = manifest_of(num_stages, 1_024, 64) if is_bulk else manifest_of(num_stages)
+    steps = 4 if is_bulk else STEPS
+    with trio.fail_after(PATIENCE):
+        async with open_nodes(manifest, tmp_path, with_channels=is_bulk) as nodes:
+            await run_all(nodes, manifest, steps)
+            assert [node.has_used_channels for node in nodes] == [is_bulk] * num_stages
+            author = nodes[0].host.author
+            loss = nodes[0].loss
+            validated = [report.loss for report in nodes[0].reports if isinstance(report, messages.Validated)]
+            parameters = [node.trainer.prepared.num_parameters for node in nodes]
+
+    alone = build_learner(
+        *training_configs(manifest),
+        seed=manifest.seed,
+        run_id=RUN_ID,
+        author=author,
+        device="cpu",
+        bring=Bring((tmp_path / "texts",)),
+    )
+    assert validated == [pytest.approx(alone.validation_loss(NUM_HELD_OUT), rel=1e-6)]
+    losses = [float(alone.learn()) for _ in range(steps)]
+    assert loss == pytest.approx(sum(losses) / steps, rel=1e-6)
+    assert sum(parameters) == alone.layout.num_elements
+    assert max(parameters) < alone.layout.num_elements
+    alone.outer_step(None)
+    slow = alone.layout.views(alone.slow_weights())
+    learnt = {
+        name.removeprefix("slow/"): tensor
+        for stage in range(num_stages)
+        for name, tensor in load_file(CheckpointFolder(tmp_path, stage).file(1)).items()
+        if name.startswith("slow/")
+    }
+    assert learnt.keys() == slow.keys()
+    assert all(torch.equal(learnt[name], slow[name]) for name in slow)
+
+
+async def test_who_falls_silent_in_the_middle_of_activations_gives_the_slot_back(
+    monkeypatch: pytest.MonkeyPatch, nursery: trio.Nursery
+) -> None:
+    """Long before the microbatch's own deadline. Two real hosts; one of them is a neighbour that stops."""
+    monkeypatch.setattr(activation_link, "PROGRESS_TIMEOUT", 0.5)
+    manifest = msgspec.structs.replace(manifest_of(2, 1_024, 64), pipeline=PipelineConfig(microbatch_seconds=3_600.0))
+    size = 2 * DATA_BYTES
+    keys = [Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32) for number in (1, 2)]
+    neighbour, author = map(public_bytes, keys)
+    with trio.fail_after(PATIENCE):
+        async with (
+            open_host(keys[0], LOOPBACK) as near,
+            open_host(keys[1], LOOPBACK) as far,
+            open_messenger(far) as messenger,
+        ):
+            service = PipelineService(
+                far, messenger, manifest, RUN_ID, author, Shaping(), random.Random(1), is_neighbour=lambda *_: True
+            )
+            await nursery.start(service.run)
+            memory = memoryview(bytearray(2 * manifest.pipeline.in_flight * size))
+            service.begin(Worker(1, memory, lambda command: None, lambda round_index: None, lambda: None))
+            service.set_nodes([frozenset({neighbour}), frozenset({author})])
+            service.handle(machine.RoundBegan(0, 1))
+            await near.connect(author, far.addresses)
+            stream = await near.open_stream(author, ACTIVATIONS_PROTOCOL)
+            hello = Hello(RUN_ID, 1, service._shape)
+            link = Link(True, hello, size)
+            await stream.send_all(link.send(hello))
+            while link.credits == 0:
+                link.receive_data(await stream.receive_some())
+                while link.next_event() is not None:
+                    pass
+            forward = link.send(Forward(b"t" * 16, neighbour, 0, 3_600.0))
+            await stream.send_all(forward + link.send_data(memoryview(bytes(DATA_BYTES))))
+            while await stream.receive_some():
+                pass
+            assert service.counts.reasons == {"an earlier stage's node was lost": 1}
+    nursery.cancel_scope.cancel()
+
+
+async def test_strangers_and_what_is_of_another_shape_are_turned_away(tmp_path: Path) -> None:
+    manifest = manifest_of(2)
+    with trio.fail_after(PATIENCE):
+        async with open_nodes(manifest, tmp_path) as nodes, trio.open_nursery() as nursery:
+            nursery.start_soon(nodes[1].run, manifest, 1)
+            mallory = Ed25519PrivateKey.from_private_bytes(b"m" * 32)
+            async with open_host(mallory, ["/ip4/127.0.0.1/tcp/0"]) as stranger:
+                await stranger.connect(nodes[1].host.author, nodes[1].host.addresses)
+                stream = await stranger.open_stream(nodes[1].host.author, ACTIVATIONS_PROTOCOL)
+                assert await stream.receive_some() == b""
+            for hello in (
+                Hello(RUN_ID, 0, nodes[1].service._shape),  # to another stage
+                Hello(b"x" * 32, 1, nodes[1].service._shape),  # of another run
+                Hello(RUN_ID, 1, b"x" * 32),  # other shapes, or another codec
+            ):
+                neighbour = await nodes[0].host.open_stream(nodes[1].host.author, ACTIVATIONS_PROTOCOL)
+                await neighbour.send_all(Link(True, hello, 1).send(hello))
+                assert await neighbour.receive_some() == b""
+            assert nodes[1].service.num_in_flight == 0
+            nursery.cancel_scope.cancel()

@@ -1,0 +1,174 @@
+"""A node takes a stage and moves to another; what the choice decides is tested where it is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+from farandole.node.base.errors import JoinError
+from farandole.node.loop.stages.stage_service import StageKeeper
+from farandole.node.status.board import Board
+from farandole.protocol.entries import StageLease
+from farandole.protocol.stage_choice import Provider, View, even_stages
+
+ME, ANN, BOB = (bytes([number]) * 32 for number in range(1, 4))
+
+
+class World:
+    """What a keeper acts on: a membership and weights that keep what they are told, in order."""
+
+    def __init__(self, others: dict[bytes, Provider], *, is_young: bool = False, has_weights: bool = True) -> None:
+        self.others = others
+        self.has_weights = has_weights
+        self.done: list[object] = []
+        self.is_young = is_young
+        self.stage = 0
+        self.num_stages = 3
+        self.speed = 0.0
+        self.own_lease: StageLease | None = None
+        self.trainer_stage: int | None = None
+
+    def keeper(self, wanted: int | None = None) -> StageKeeper:
+        me: Any = self
+        return StageKeeper(
+            me,
+            me,
+            Board(say=lambda text: None),
+            ME,
+            wanted=wanted,
+            heartbeat_seconds=2.0,
+            restart_trainer=self.restart_trainer,
+            on_moved=self.note_moved,
+        )
+
+    # membership
+
+    def providers(self) -> dict[bytes, Provider]:
+        return dict(self.others)
+
+    def leases(self) -> dict[bytes, StageLease]:
+        return {} if self.own_lease is None else {ME: self.own_lease}
+
+    def nodes_of_stages(self) -> object:
+        return dict(self.others), self.stage
+
+    async def hold(self, stage: int) -> None:
+        self.stage = stage
+        self.done.append(f"hold {stage}")
+
+    async def lease(self, target: int, *, is_settled: bool) -> None:
+        lease = StageLease(self.stage, target, is_settled)
+        self.own_lease = None if target == self.stage else lease
+        self.done.append("give back" if target == self.stage else lease)
+
+    # weights
+
+    def download_seconds(self, stage: int) -> float:
+        return 1.0
+
+    async def fetch_ahead(self, stage: int) -> bool:
+        self.done.append(f"fetch {stage}")
+        await trio.sleep(1.0)
+        return self.has_weights
+
+    def forget_saved(self) -> None:
+        pass
+
+    # rounds
+
+    def restart_trainer(self) -> None:
+        self.done.append("restart")
+        self.trainer_stage = self.stage
+
+    async def note_moved(self, stage: int) -> None:
+        self.done.append(f"moved to {stage}")
+
+
+async def test_the_first_stage_is_the_volunteers_or_that_of_before_or_the_one_in_need() -> None:
+    others = {ANN: Provider(0), BOB: Provider(2)}
+    for wanted, before, stage in ((2, 0, 2), (None, 0, 0), (None, None, 1), (None, 7, 1)):
+        world = World(others)
+        await world.keeper(wanted).begin(before)
+        assert world.stage == stage
+        assert world.done == [f"hold {stage}", f"moved to {stage}"]
+
+
+def test_a_stage_that_the_model_does_not_have_is_refused() -> None:
+    with pytest.raises(JoinError, match="--stage 3: the run's model has 0 to 2"):
+        World({}).keeper(3)
+
+
+async def test_a_move_is_asked_for_and_its_weights_are_here_before_it(
+    nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
+) -> None:
+    world = World({ANN: Provider(0), BOB: Provider(2)})
+    nursery.start_soon(world.keeper().run)
+    await trio.sleep(60)
+    assert world.done[0] == StageLease(0, 1)
+    assert {StageLease(0, 1, True), "fetch 1"} == set(world.done[1:3])
+    assert world.done[3:] == ["hold 1", "moved to 1", "restart", "give back"]
+    nursery.cancel_scope.cancel()
+
+
+async def test_who_gets_no_weights_stays(nursery: trio.Nursery, autojump_clock: trio.testing.MockClock) -> None:
+    world = World({ANN: Provider(0), BOB: Provider(2)}, has_weights=False)
+    nursery.start_soon(world.keeper().run)
+    await trio.sleep(30)
+    assert world.stage == 0
+    assert "restart" not in world.done
+    assert "give back" in world.done
+    nursery.cancel_scope.cancel()
+
+
+async def test_who_has_chosen_his_stage_stays(nursery: trio.Nursery, autojump_clock: trio.testing.MockClock) -> None:
+    world = World({ANN: Provider(0), BOB: Provider(2)})
+    nursery.start_soon(world.keeper(wanted=0).run)
+    await trio.sleep(600)
+    assert world.done == []
+    nursery.cancel_scope.cancel()
+
+
+async def test_before_anybody_has_trained_a_move_needs_no_lease(
+    nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
+) -> None:
+    others = {bytes([number]) * 32: Provider(1) for number in (2, 3)}
+    world = World(others, is_young=True)
+    world.stage = 1
+    goes_to = even_stages(View(others | {ME: Provider(1)}, 3)).get(ME)
+    assert goes_to is not None
+    nursery.start_soon(world.keeper().run)
+    await trio.sleep(10)
+    assert world.done == [f"hold {goes_to}", f"moved to {goes_to}", "restart"]
+    nursery.cancel_scope.cancel()
+
+
+async def test_a_trainer_of_another_stage_is_started_anew(
+    nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
+) -> None:
+    world = World({ANN: Provider(1), BOB: Provider(2)})
+    world.trainer_stage = 1
+    nursery.start_soon(world.keeper().run)
+    await trio.sleep(5)
+    assert world.done == ["restart"]
+    nursery.cancel_scope.cancel()
+
+
+async def test_the_trainer_waits_until_the_stages_are_dealt_out(autojump_clock: trio.testing.MockClock) -> None:
+    world = World({}, is_young=True)
+    keeper = world.keeper()
+    began_at = trio.current_time()
+
+    async def come() -> None:
+        await trio.sleep(2)
+        world.others[ANN] = Provider(1)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(come)
+        await keeper.wait_quiet()
+    assert 5 <= trio.current_time() - began_at <= 6
+    world.is_young = False
+    await keeper.wait_quiet()
+    assert trio.current_time() - began_at <= 6

@@ -1,0 +1,308 @@
+"""The keeper beside a real run state: what it tells a trainer, says to the run, and keeps."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+import trio
+import trio.testing
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.node.loop.lease_service import SAVE_SECONDS, LeaseKeeper
+from farandole.node.status.board import Board
+from farandole.node.trainer import messages
+from farandole.protocol.entries import Delta, Kind, Lease, LeasedSlices, Payload
+from farandole.protocol.identity import public_bytes
+from farandole.protocol.lease_events import Announce
+from farandole.protocol.leases import SETTLE_SECONDS
+from farandole.protocol.manifest import DataConfig, EpochsConfig, Manifest, ModelConfig, StartConfig
+from farandole.protocol.state import RunState
+from farandole.protocol.writer import Writer
+
+RUN_ID, CORPUS, OTHER_TEXT = b"r" * 32, b"one text", b"another."
+NUM_SLICES = 160
+MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
+MANIFEST = Manifest("tiny", MODEL, data=DataConfig(epochs=2))
+ALICE, BOB = (Ed25519PrivateKey.from_private_bytes(bytes([number]) * 32) for number in (1, 2))
+PREPARED = messages.Prepared("cpu", 1, 1, b"l" * 32, 0, 0, 0, resumed=None)
+# Writers and states must agree on the time; it stands still, so slots are written ever further ahead.
+NOW = 1_800_000_000.0
+
+
+class Run:
+    """The run state, and who writes into it."""
+
+    def __init__(self) -> None:
+        self.state = RunState(RUN_ID, public_bytes(ALICE))
+        self.now = NOW
+
+    async def publish(self, kind: Kind, index: int, payload: Payload) -> None:
+        self.write(ALICE, index, payload, kind)
+        await trio.lowlevel.checkpoint()
+
+    def write(self, key: Ed25519PrivateKey, index: int, payload: Payload, kind: Kind = Kind.LEASE) -> None:
+        self.now += 2.0
+        writer = Writer(key, RUN_ID)
+        if (mark := writer.mark_needed(kind, index, self.now)) is not None:
+            writer.marked(mark)
+        self.state.merge(Delta((writer.write(kind, index, payload, self.now).signed,)), self.now)
+
+    def said(self, index: int = 0) -> Lease:
+        lease = self.state.payload(public_bytes(ALICE), Lease, index)
+        assert lease is not None
+        return lease
+
+
+class Disk:
+    """Keeps facts from one life to the next. The real store has a thread, for which virtual time does not wait."""
+
+    def __init__(self) -> None:
+        self._facts: dict[str, bytes] = {}
+
+    async def get_fact(self, name: str) -> bytes | None:
+        await trio.lowlevel.checkpoint()
+        return self._facts.get(name)
+
+    async def put_fact(self, name: str, value: bytes) -> None:
+        await trio.lowlevel.checkpoint()
+        self._facts[name] = bytes(value)
+
+
+class Node:
+    """A keeper, with what it told its trainer and its owner."""
+
+    def __init__(self, run: Run, disk: Disk, manifest: Manifest = MANIFEST) -> None:
+        self.drawn: list[messages.DrawSlices] = []
+        self.board = Board(say=lambda text: None)
+        self.num_ends = 0
+        self.origins: frozenset[bytes] = frozenset()
+        self.keeper = LeaseKeeper(
+            manifest,
+            public_bytes(ALICE),
+            run.state,
+            run,
+            disk,
+            self.board,
+            origins=lambda: self.origins,
+            period=lambda: 2.0,
+            on_over=self._end,
+        )
+
+    def _end(self) -> None:
+        self.num_ends += 1
+
+    def begin(self, corpus: bytes = CORPUS, num_slices: int = NUM_SLICES) -> None:
+        prepared = messages.Prepared(
+            "cpu", 1, 1, b"l" * 32, 0, 0, 0, resumed=None, num_slices=num_slices, corpus=corpus
+        )
+        self.keeper.begin(prepared, self.drawn.append)
+
+    def train(self) -> None:
+        """All that was assigned last."""
+        if self.drawn and self.drawn[-1].ranges:
+            self.keeper.trained(messages.SlicesTrained(self.drawn[-1].epoch, self.drawn[-1].ranges))
+
+
+@asynccontextmanager
+async def life(run: Run, disk: Disk, manifest: Manifest = MANIFEST) -> AsyncIterator[Node]:
+    """From the start of a daemon to its sudden end."""
+    async with trio.open_nursery() as nursery:
+        node = Node(run, disk, manifest)
+        await node.keeper.restore()
+        nursery.start_soon(node.keeper.run)
+        yield node
+        nursery.cancel_scope.cancel()
+
+
+@pytest.fixture
+def run() -> Run:
+    return Run()
+
+
+@pytest.fixture
+def disk() -> Disk:
+    return Disk()
+
+
+async def test_a_lease_is_said_and_then_drawn(run: Run, disk: Disk, autojump_clock: trio.testing.MockClock) -> None:
+    async with life(run, disk) as node:
+        node.begin()
+        await trio.sleep(SETTLE_SECONDS + 2)
+        (lease,) = run.said().leases
+        assert node.drawn[-1].ranges == [(lease.first, lease.count)]
+        status = node.keeper.status()
+        assert status is not None
+        assert (status.epoch, status.epochs, status.slices, status.leased) == (1, 2, NUM_SLICES, lease.count)
+
+
+async def test_all_epochs_go_by_and_the_run_is_over(
+    run: Run, disk: Disk, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with life(run, disk) as node:
+        node.begin()
+        with trio.fail_after(3_000):
+            while not node.keeper.is_over:
+                await trio.sleep(1)
+                node.train()
+        await trio.sleep(5)
+        assert node.num_ends == 1
+        assert run.said() == Lease(2, CORPUS)
+        status = node.keeper.status()
+        assert status is not None
+        assert (status.epoch, status.done) == (2, NUM_SLICES)
+
+
+async def test_another_life_goes_on_though_the_run_has_forgotten(
+    run: Run, disk: Disk, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with life(run, disk) as node:
+        node.begin()
+        for _ in range(40):
+            await trio.sleep(1)
+            node.train()
+        await trio.sleep(SAVE_SECONDS + 1)
+        before = node.keeper.status()
+    assert before is not None
+    assert before.done
+    async with life(Run(), disk) as node:
+        node.begin()
+        after = node.keeper.status()
+        assert after is not None
+        assert (after.epoch, after.done) == (before.epoch, before.done)
+
+
+DONE = [*range(40), *range(80, NUM_SLICES)]
+DONE_BITS = sum(1 << index for index in DONE).to_bytes(NUM_SLICES // 8, "little")
+GOES_ON = EpochsConfig(run_id="ab" * 32, corpus=CORPUS.hex(), epoch=1, done=DONE_BITS.hex())
+
+
+@pytest.mark.parametrize(("corpus", "epoch", "done"), [(CORPUS, 2, len(DONE)), (OTHER_TEXT, 1, 0)])
+async def test_a_run_that_starts_where_another_was_goes_on_with_its_epoch_if_the_text_is_the_same(
+    run: Run, disk: Disk, autojump_clock: trio.testing.MockClock, corpus: bytes, epoch: int, done: int
+) -> None:
+    start = StartConfig("cd" * 32, "ab" * 32, epochs=GOES_ON)
+    async with life(run, disk, msgspec.structs.replace(MANIFEST, start=start)) as node:
+        node.begin(corpus)
+        status = node.keeper.status()
+        assert status is not None
+        assert (status.epoch, status.done) == (epoch, done)
+        assert len(node.board.warnings) == (corpus != CORPUS)
+        await trio.sleep(SETTLE_SECONDS + 2)
+        for first, count in node.drawn[-1].ranges:
+            assert not done or not set(DONE) & set(range(first, first + count))
+        await trio.sleep(SAVE_SECONDS)
+        assert sum("the data goes on" in event.text for event in node.board.events) == (corpus == CORPUS)
+    async with life(run, disk, msgspec.structs.replace(MANIFEST, start=start)) as node:
+        node.begin(corpus)  # it goes on from itself
+        assert not any("the data goes on" in event.text for event in node.board.events)
+
+
+async def test_a_trainer_that_comes_back_goes_on_with_what_is_left(
+    run: Run, disk: Disk, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with life(run, disk) as node:
+        node.begin()
+        await trio.sleep(SETTLE_SECONDS + 2)
+        ((first, count),) = node.drawn[-1].ranges
+        node.keeper.trained(messages.SlicesTrained(0, [(first, 3)]))
+        node.keeper.end()
+        node.begin()
+        assert node.drawn[-1].ranges == [(first + 3, count - 3)]
+
+
+async def test_who_leaves_hands_over_what_is_left(run: Run, disk: Disk, autojump_clock: trio.testing.MockClock) -> None:
+    async with life(run, disk) as node:
+        node.begin()
+        await trio.sleep(SETTLE_SECONDS + 2)
+        ((first, _),) = node.drawn[-1].ranges
+        node.keeper.trained(messages.SlicesTrained(0, [(first, 3)]))
+        await node.keeper.leave()
+        assert run.said().leases == (LeasedSlices(first, 3, 3),)
+
+
+async def test_a_next_life_does_not_go_on_with_what_was_handed_over(
+    run: Run, disk: Disk, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with life(run, disk) as node:
+        node.begin()
+        await trio.sleep(SETTLE_SECONDS + SAVE_SECONDS)
+        await node.keeper.leave()
+    async with life(Run(), disk) as node:
+        node.begin()
+        status = node.keeper.status()
+        assert status is not None
+        assert status.leased == 0
+
+
+class SlowRun(Run):
+    """Of one slot, the payload that came last is what is written, whoever waits for that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meant: list[Payload] = []
+        self.gate = trio.Event()
+
+    async def publish(self, kind: Kind, index: int, payload: Payload) -> None:
+        self.meant.append(payload)
+        await self.gate.wait()
+
+
+async def test_what_is_said_last_is_what_was_meant_last(disk: Disk, nursery: trio.Nursery) -> None:
+    run = SlowRun()
+    node = Node(run, disk)
+    node.begin()
+    earlier = Lease(0, CORPUS, (LeasedSlices(0, 9),))
+    node.keeper._unsaid.extend([Announce(1, Lease(0, CORPUS)), Announce(0, earlier)])
+    nursery.start_soon(node.keeper._say)
+    await trio.testing.wait_all_tasks_blocked()
+    nursery.start_soon(node.keeper.leave)
+    await trio.testing.wait_all_tasks_blocked()
+    run.gate.set()
+    await trio.testing.wait_all_tasks_blocked()
+    assert run.meant[-2:] == [earlier, Lease(0, CORPUS)]
+
+
+async def test_who_is_gone_for_good_is_forgotten(run: Run, disk: Disk, autojump_clock: trio.testing.MockClock) -> None:
+    async with life(run, disk) as node:
+        node.origins = frozenset({public_bytes(BOB)})
+        run.write(BOB, 0, Lease(0, OTHER_TEXT))
+        node.begin()
+        await trio.sleep(3)
+        assert (public_bytes(BOB), 0) in node.keeper._seen
+        run.state.expire(run.now + 2 * 3_600)
+        await trio.sleep(3)
+        status = node.keeper.status()
+        assert status is not None
+        assert status.others_texts == 0
+        assert (public_bytes(BOB), 0) not in node.keeper._seen
+
+
+async def test_another_text_is_told_of(run: Run, disk: Disk, autojump_clock: trio.testing.MockClock) -> None:
+    async with life(run, disk) as node:
+        node.origins = frozenset({public_bytes(BOB)})
+        run.write(BOB, 0, Lease(0, OTHER_TEXT))
+        node.begin()
+        await trio.sleep(3)
+        (warning,) = node.board.warnings
+        assert "1 of 1 other nodes train on another text" in warning
+        status = node.keeper.status()
+        assert status is not None
+        assert status.others_texts == 1
+
+
+async def test_a_stage_that_draws_nothing_hears_of_the_end(
+    run: Run, disk: Disk, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with life(run, disk) as node:
+        node.origins = frozenset({public_bytes(BOB)})
+        node.begin(b"", 0)
+        run.write(BOB, 0, Lease(1, CORPUS))
+        await trio.sleep(3)
+        assert node.keeper.status() is None
+        assert not node.keeper.is_over
+        run.write(BOB, 0, Lease(2, CORPUS))
+        await trio.sleep(3)
+        assert node.num_ends == 1

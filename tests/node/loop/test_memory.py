@@ -1,0 +1,116 @@
+"""A trainer for which there is not enough memory, in processes of its own and under real limits."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.node.base.exits import Exit
+from farandole.node.base.system.oom_kills import count_oom_kills
+from farandole.node.trainer import messages
+from farandole.node.trainer.trainer import Trainer, TrainerError, open_trainer
+from farandole.protocol.manifest import Manifest, manifest_from_dict, sign_manifest
+
+from ...patience import PATIENCE
+from ..daemons import joined
+from ..trainer_commands import prepare_for
+
+BATCH = 64
+# An inner step of the whole batch takes 600 MB beside what the trainer has when it is ready, one of half of it 350 MB.
+ROOM = 450_000_000
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="limits that bind are Linux's")
+
+
+@pytest.fixture
+def manifest() -> Manifest:
+    return manifest_from_dict(
+        {
+            "name": "wide",
+            "model": {"num_layers": 4, "width": 64, "num_heads": 2, "hidden": 256, "context": 256, "vocabulary": 256},
+            "inner": {"batch_size": BATCH},
+            "rounds": {"inner_steps": 1, "round_seconds": 0.0, "exchange_seconds": 5.0},
+        }
+    )
+
+
+@pytest.fixture
+def prepare(manifest: Manifest, tmp_path: Path) -> messages.Prepare:
+    return prepare_for(manifest, tmp_path / "checkpoints")
+
+
+def used(pid: int, what: str) -> int:
+    """Bytes, as the kernel counts them."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1_024 for line in lines if line.startswith(f"{what}:"))
+
+
+async def train(trainer: Trainer) -> messages.Report:
+    """One inner step."""
+    await trainer.send(messages.Train(0, 1))
+    with trio.fail_after(PATIENCE):
+        while isinstance(report := await trainer.receive(), messages.Progress):
+            pass
+    return report
+
+
+async def test_a_node_without_memory_for_a_batch_takes_it_in_parts_and_remembers_that(
+    prepare: messages.Prepare, manifest: Manifest, tmp_path: Path
+) -> None:
+    with pytest.raises(TrainerError, match="out of memory") as caught:
+        async with open_trainer(prepare, None) as trainer:
+            limit = used(trainer.pid, "VmData") + ROOM
+            resource.prlimit(trainer.pid, resource.RLIMIT_DATA, (limit, limit))
+            await train(trainer)
+    assert caught.value.cause == "memory"
+
+    run = tmp_path / "run.manifest"
+    run.write_bytes(sign_manifest(manifest, Ed25519PrivateKey.generate()).encode())
+    for life in range(2):
+        async with joined(tmp_path / "alice", str(run), "--device", "cpu") as alice:
+            resource.prlimit(alice.process.pid, resource.RLIMIT_DATA, (limit, limit))  # and of all its trainers
+            await alice.says("trainer ready")
+            if life == 0:
+                await alice.says("out of memory", "starting it again", f"of a batch's {BATCH} sequences at a time")
+                await alice.says("trainer ready")
+            await alice.says("1 inner steps")
+            status = await alice.ask("status")
+            assert status["microbatch"] in (BATCH // 2, BATCH // 4)
+            assert (status["trainer_restarts"] > 0) == (life == 0)
+            assert await alice.end(signal.SIGTERM) == Exit.OK
+
+
+@pytest.fixture
+def memory_group() -> Iterator[tuple[Path, Path]]:
+    """A new control group for memory, and the file that sets its limit; removed in the end."""
+    root = Path("/sys/fs/cgroup")
+    is_first_version = (root / "memory").is_dir()
+    group = (root / "memory" if is_first_version else root) / f"farandole-{os.getpid()}"
+    try:
+        group.mkdir()
+        limit = group / ("memory.limit_in_bytes" if is_first_version else "memory.max")
+        limit.read_text()
+    except OSError as error:
+        pytest.skip(f"control groups for memory need root, and a kernel that has them: {error}")
+    yield group, limit
+    group.rmdir()
+
+
+@pytest.mark.skipif(count_oom_kills() is None, reason="this kernel does not count what it kills")
+async def test_a_trainer_that_the_kernel_kills_for_want_of_memory_is_known_for_that(
+    prepare: messages.Prepare, memory_group: tuple[Path, Path]
+) -> None:
+    group, limit = memory_group
+    with pytest.raises(TrainerError, match="probably by the kernel for want of memory") as caught:
+        async with open_trainer(prepare, None) as trainer:
+            (group / "cgroup.procs").write_text(str(trainer.pid))
+            limit.write_text(str(ROOM // 3))  # of what it takes from now on
+            await train(trainer)
+    assert caught.value.cause == "memory"

@@ -1,0 +1,160 @@
+"""A node's traffic by a calendar of the test's own, a store on disk, and a process that is killed."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import trio
+import trio.testing
+
+from farandole.node.base.bandwidth import Shaping
+from farandole.node.loop.pause.pause import Rest
+from farandole.node.loop.traffic.budget import HEAD_START, WIRE_SHARE
+from farandole.node.loop.traffic.traffic_service import MAX_AHEAD_SHARE, TrafficKeeper
+from farandole.node.state.store import open_store
+
+from ....patience import PATIENCE
+
+GB = 10**9
+LIMIT = 100 * GB
+
+
+class Story:
+    """A node that counts, in a home that is there again in its next life."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.now = datetime(2026, 11, 1)
+        self.warnings: list[str] = []
+
+    @asynccontextmanager
+    async def life(self, limit: int = LIMIT) -> AsyncIterator[Story]:
+        self.rest, self.shaping = Rest(), Shaping()
+        async with open_store(self.home / "store.sqlite") as store:
+            self.keeper = TrafficKeeper(limit, self.rest, store, self.shaping, lambda: self.now, self.warnings.append)
+            await self.keeper.begin()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self.keeper.run)
+                yield self
+                nursery.cancel_scope.cancel()
+
+    def used(self) -> int:
+        status = self.keeper.status()
+        assert status is not None
+        return status.used
+
+
+async def test_without_a_budget_anything_goes(tmp_path: Path) -> None:
+    async with Story(tmp_path).life(limit=0) as story:
+        story.shaping.up.charge(10**15)
+        assert story.keeper.may_spend(10**15)
+        assert story.keeper.status() is None
+        assert not story.keeper.is_spent
+
+
+async def test_what_moves_counts_both_ways_and_in_the_next_life(tmp_path: Path) -> None:
+    story = Story(tmp_path)
+    async with story.life():
+        story.shaping.up.charge(2 * GB)
+        story.shaping.down.reserve(3 * GB)
+        assert abs(story.used() - 5 * GB * WIRE_SHARE) <= 2
+        exact = story.used()
+    async with story.life():
+        assert story.used() == exact  # it ended in good order
+        story.now = datetime(2026, 12, 2)
+        assert story.used() == 0
+
+
+async def test_bulk_waits_for_its_share_of_the_month(tmp_path: Path) -> None:
+    async with Story(tmp_path).life() as story:
+        assert story.keeper.may_spend(round(0.9 * HEAD_START * LIMIT))
+        story.shaping.up.charge(round(HEAD_START * LIMIT))
+        assert not story.keeper.may_spend(0)
+        await story.keeper.look()
+        assert not story.rest.is_on  # it trains on, alone
+        status = story.keeper.status()
+        assert status is not None
+        assert status.is_saved
+        story.now = datetime.fromtimestamp(status.resumes_at)
+        assert story.keeper.may_spend(0)
+
+
+async def test_a_stage_rests_meanwhile_and_says_until_when(tmp_path: Path) -> None:
+    async with Story(tmp_path).life() as story:
+        story.keeper.needs_traffic = True
+        story.shaping.up.charge(round(0.12 * LIMIT))
+        await story.keeper.look()
+        assert "saving this month's 100 GB of traffic until" in story.rest.words
+        status = story.keeper.status()
+        assert status is not None
+        story.now = datetime.fromtimestamp(status.resumes_at) - timedelta(minutes=10)
+        await story.keeper.look()
+        assert story.rest.is_on  # though some has come in: it does not flap
+        story.now += timedelta(minutes=11)
+        await story.keeper.look()
+        assert not story.rest.is_on
+
+
+async def test_at_its_end_the_node_is_offline_until_the_month_is_over(tmp_path: Path) -> None:
+    story = Story(tmp_path)
+    async with story.life():
+        story.shaping.up.charge(LIMIT)
+        await story.keeper.look()
+        assert story.keeper.is_spent
+        assert "100 GB of traffic are used up until Tue 01 Dec" in story.rest.words
+        with trio.fail_after(PATIENCE):
+            await story.keeper.wait_offline()
+    async with story.life():
+        assert story.keeper.is_spent  # before anything has moved
+        story.now = datetime(2026, 12, 1)
+        await story.keeper.look()
+        assert not story.rest.is_on
+        with trio.fail_after(PATIENCE):
+            await story.keeper.wait_online()
+
+
+_KILLED = """
+import sys, time
+from datetime import datetime
+from pathlib import Path
+import trio
+from farandole.node.loop.pause.pause import Rest
+from farandole.node.state.store import open_store
+from farandole.node.base.bandwidth import Shaping
+from farandole.node.loop.traffic.traffic_service import TrafficKeeper
+
+async def main():
+    shaping = Shaping()
+    async with open_store(Path(sys.argv[1])) as store:
+        keeper = TrafficKeeper(100 * 10**9, Rest(), store, shaping, lambda: datetime(2026, 11, 3), print)
+        await keeper.begin()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(keeper.run)
+            for _ in range(20):
+                shaping.up.charge(5 * 10**6)
+                await keeper.look()
+            print(keeper.status().used, flush=True)
+            await trio.sleep_forever()
+
+trio.run(main)
+"""
+
+
+async def test_a_kill_never_forgets_and_adds_little(tmp_path: Path) -> None:
+    process = await trio.lowlevel.open_process(
+        [sys.executable, "-c", _KILLED, str(tmp_path / "store.sqlite")], stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    with trio.fail_after(PATIENCE):
+        used = int(await process.stdout.receive_some())
+        process.send_signal(signal.SIGKILL)
+        await process.wait()
+    story = Story(tmp_path)
+    async with story.life():
+        assert used <= story.used() <= used + MAX_AHEAD_SHARE * LIMIT

@@ -1,0 +1,74 @@
+"""A router's word is a stranger's: an HTTP server on loopback plays it. A real one is in tests/testnet/natlab."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+
+from farandole.node.base.nurseries import open_service_nursery
+from farandole.node.mesh.mapping.upnp import MAX_REPLY_BYTES, UpnpError, UpnpRouter, _location, _parse
+
+SERVICE = "urn:schemas-upnp-org:service:WANIPConnection:1"
+FAULT = "<e><errorCode>725</errorCode><errorDescription>OnlyPermanentLeasesSupported</errorDescription></e>"
+
+
+def answer(status: int, body: str) -> bytes:
+    return f"HTTP/1.1 {status} Whatever\r\nServer: x\r\n\r\n{body}".encode()
+
+
+async def ask(reply: bytes) -> str:
+    """A router that answers so."""
+
+    async def serve(stream: trio.SocketStream) -> None:
+        await stream.receive_some()
+        await stream.send_all(reply)
+
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    port = listener.socket.getsockname()[1]
+    router = UpnpRouter(f"http://127.0.0.1:{port}/control", SERVICE, "127.0.0.1")
+    async with open_service_nursery() as nursery:
+        nursery.start_soon(trio.serve_listeners, serve, [listener])
+        return await router.external_ip()
+
+
+async def test_a_router_tells_its_address() -> None:
+    body = '<u:R xmlns:u="urn:x"><NewExternalIPAddress>5.1.1.1</NewExternalIPAddress></u:R>'
+    assert await ask(answer(200, body)) == "5.1.1.1"
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"",
+        b"SSH-2.0\r\n",
+        answer(200, "no XML"),
+        answer(200, "<a/>"),
+        answer(200, "<a><NewExternalIPAddress>nowhere</NewExternalIPAddress></a>"),
+        answer(200, '<!DOCTYPE a [<!ENTITY b "c">]><a>&b;</a>'),
+        answer(500, FAULT),
+        answer(200, "<a>" + " " * MAX_REPLY_BYTES + "</a>"),
+    ],
+)
+async def test_whatever_a_router_says_is_an_answer_or_an_error(reply: bytes) -> None:
+    with pytest.raises(UpnpError):
+        await ask(reply)
+
+
+def test_declarations_are_not_read_in_any_encoding() -> None:
+    with pytest.raises(UpnpError):
+        _parse('<!DOCTYPE a [<!ENTITY b "c">]><a>&b;</a>'.encode("utf-16"))
+    assert _parse(b"<?xml version='1.0'?><!-- fine --><a/>").tag == "a"
+
+
+@pytest.mark.parametrize(
+    ("data", "location"),
+    [
+        (b"HTTP/1.1 200 OK\r\nLOCATION: http://192.168.1.1:5000/root.xml\r\nST: x\r\n\r\n", True),
+        (b"HTTP/1.1 200 OK\r\nLocation: http://192.168.1.2/root.xml\r\n\r\n", False),
+        (b"HTTP/1.1 200 OK\r\nLocation: file:///etc/passwd\r\n\r\n", False),
+        (b"HTTP/1.1 200 OK\r\nLocation: http://[/\r\n\r\n", False),
+        (b"\xff\x00", False),
+    ],
+)
+def test_a_router_leads_to_itself_alone(data: bytes, location: bool) -> None:
+    assert (_location(data, "192.168.1.1") is not None) == location

@@ -1,0 +1,103 @@
+"""Hosts on loopback that meet over a relay and become direct. NAT is in the lab (tests/testnet/natlab)."""
+
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.node.base.bandwidth import Shaping
+from farandole.node.base.errors import PeerUnreachableError
+from farandole.node.mesh.host import Host, open_host
+from farandole.node.mesh.libp2p_stream import Stream
+from farandole.node.mesh.punch_messages import encode_connect, encode_sync
+from farandole.node.mesh.reach.connectivity import Connectivity, open_connectivity
+from farandole.node.mesh.reach.dialback import Dialback
+from farandole.node.mesh.reach.reachability import Reachability
+from farandole.protocol.punching import DCUTR_PROTOCOL
+from farandole.protocol.reachability import Kind, Verdict
+
+from ....patience import PATIENCE
+from ...hosts import LOOPBACK
+from ...relayed import open_relay, reserve, until
+
+ECHO = "/echo/1"
+
+
+@contextlib.asynccontextmanager
+async def open_puncher() -> AsyncIterator[tuple[Host, Connectivity]]:
+    """It listens, and tells nobody where."""
+    key = Ed25519PrivateKey.generate()
+    async with open_host(key, LOOPBACK) as host:
+        reachability = Reachability(Verdict(Kind.PUNCHABLE))
+        async with open_connectivity(host, key, bytes(32), Shaping(), reachability=reachability) as connectivity:
+            yield host, connectivity
+
+
+async def test_a_relayed_pair_becomes_direct_and_lets_the_relay_go() -> None:
+    with trio.fail_after(PATIENCE):
+        async with open_relay() as relay, open_puncher() as (alice, _), open_puncher() as (bob, _):
+            Dialback(relay.host)
+
+            async def echo(stream: Stream) -> None:
+                stream.is_bulk = True
+                while data := await stream.receive_some():
+                    await stream.send_all(data)
+
+            bob.set_handler(ECHO, echo)
+            await alice.connect(relay.host.author, relay.host.addresses)
+            await alice.connect(bob.author, [await reserve(bob, relay.host)])
+            old = await alice.open_stream(bob.author, ECHO)
+            old.is_bulk = True
+            await until(lambda: alice.path(bob.author) == bob.path(alice.author) == "punched")
+            assert alice.is_direct(bob.author)
+            await old.send_all(b"still under way")
+            assert await old.receive_some() == b"still under way"
+            old.reset()
+            await until(lambda: relay.server.num_circuits == 0)
+            async with await alice.open_stream(bob.author, ECHO) as stream:
+                assert not stream.is_relayed
+                await stream.send_all(b"x")
+                assert await stream.receive_some() == b"x"
+
+
+@pytest.mark.parametrize("raw", [b"\xff\xff\xff\x7f", b"\x05hello", encode_sync(), encode_connect([]), b""])
+async def test_hostile_bytes_cost_their_stream_alone(raw: bytes) -> None:
+    with trio.fail_after(PATIENCE):
+        async with open_relay() as relay, open_puncher() as (alice, _), open_puncher() as (mallory, _):
+            mallory.remove_handler(DCUTR_PROTOCOL)
+            await alice.connect(mallory.author, [await reserve(mallory, relay.host)])
+            stream = await mallory.open_stream(alice.author, DCUTR_PROTOCOL)
+            await stream.send_all(raw)
+            await stream.send_eof()
+            with contextlib.suppress(trio.BrokenResourceError):
+                while await stream.receive_some():
+                    pass
+            assert alice.is_connected(mallory.author)
+
+
+async def test_who_dials_as_others_do_from_where_a_peer_is_expected_is_let_in() -> None:
+    with trio.fail_after(PATIENCE):
+        async with open_puncher() as (alice, _), open_puncher() as (bob, _), open_puncher() as (carol, _):
+            with bob.expecting(carol.author, ["127.0.0.1"]):
+                await alice.connect(bob.author, bob.addresses)
+                assert bob.path(alice.author) == "direct"
+
+
+async def test_who_is_expected_may_leave_the_beginning_to_us() -> None:
+    with trio.fail_after(PATIENCE):
+        async with open_puncher() as (alice, _), open_puncher() as (bob, _):
+            with bob.expecting(alice.author, ["127.0.0.1"]):
+                await alice.meet(bob.author, bob.listening[0], is_initiator=False)
+                await until(lambda: alice.path(bob.author) == bob.path(alice.author) == "punched")
+
+
+async def test_nobody_punches_over_a_direct_connection() -> None:
+    with trio.fail_after(PATIENCE):
+        async with open_puncher() as (alice, _), open_puncher() as (bob, _):
+            await alice.connect(bob.author, bob.addresses)
+            with pytest.raises((trio.BrokenResourceError, PeerUnreachableError)):
+                stream = await bob.open_stream(alice.author, DCUTR_PROTOCOL)
+                await stream.send_all(encode_connect([("127.0.0.1", 4001)]))
+                await stream.receive_some()

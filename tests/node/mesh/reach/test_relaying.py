@@ -1,0 +1,363 @@
+"""Circuits between real hosts, on loopback: what they carry, who refuses what, and what is left when one breaks."""
+
+import hashlib
+import os
+
+import pytest
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from libp2p.peer.envelope import Envelope, unmarshal_envelope
+
+from farandole.node.base.bandwidth import Shaping
+from farandole.node.base.errors import PeerUnreachableError
+from farandole.node.mesh.circuit import Circuit
+from farandole.node.mesh.host import Host
+from farandole.node.mesh.libp2p_stream import Stream
+from farandole.node.mesh.relay_messages import (
+    Answer,
+    ConnectRequest,
+    ReserveRequest,
+    encode_hop,
+    encode_stop,
+    receive_hop,
+)
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.identity import public_bytes
+from farandole.protocol.relay import HOP_PROTOCOL, MAX_MESSAGE_BYTES, STOP_PROTOCOL, Limits, Status
+
+from ....patience import PATIENCE
+from ...relayed import open_home, open_public, open_relay, reserve, until
+
+ECHO = "/echo/1"
+
+
+async def echo(stream: Stream) -> None:
+    while data := await stream.receive_some():
+        await stream.send_all(data)
+
+
+async def ask(host: Host, relay: Host, raw: bytes) -> Answer:
+    stream = await host.open_stream(relay.author, HOP_PROTOCOL)
+    try:
+        await stream.send_all(raw)
+        answer = await receive_hop(stream)
+        assert isinstance(answer, Answer)
+        return answer
+    finally:
+        stream.reset()
+
+
+async def test_two_homes_talk_through_a_relay_which_sees_ciphertext_only() -> None:
+    with trio.fail_after(PATIENCE):
+        async with open_relay() as relay, open_home() as alice, open_home() as bob:
+            bob.set_handler(ECHO, echo)
+            address = await reserve(bob, relay.host)
+            await alice.connect(bob.author, [address])
+            assert alice.path(bob.author) == bob.path(alice.author) == "relayed"
+            assert all(
+                "/p2p-circuit" in a for a in alice.remote_addresses(bob.author) + bob.remote_addresses(alice.author)
+            )
+            assert relay.server.num_circuits == 1
+            payload = os.urandom(8 * 2**20)
+            stream = await alice.open_stream(bob.author, ECHO)
+            received = bytearray()
+            async with trio.open_nursery() as nursery:
+
+                async def send() -> None:
+                    await stream.send_all(payload)
+                    await stream.send_eof()
+
+                nursery.start_soon(send)
+                while data := await stream.receive_some():
+                    received += data
+            assert hashlib.sha256(received).digest() == hashlib.sha256(payload).digest()
+            await alice.disconnect(bob.author)
+            await until(lambda: not bob.is_connected(alice.author) and relay.server.num_circuits == 0)
+
+
+async def test_a_relayed_address_is_announced_and_dialled_by_whoever_hears_of_it() -> None:
+    with trio.fail_after(PATIENCE):
+        async with open_relay() as relay, open_home() as alice, open_home() as bob:
+            address = await reserve(bob, relay.host)
+            bob.set_external_addresses([address.rpartition("/p2p/")[0]])
+            assert bob.addresses == [address]
+            alice.add_addresses(bob.author, bob.addresses)
+            await alice.open_stream(bob.author, "/ipfs/id/1.0.0")
+            assert alice.path(bob.author) == "relayed"
+
+
+async def test_direct_addresses_go_first() -> None:
+    with trio.fail_after(PATIENCE):
+        async with (
+            open_relay() as relay,
+            open_home() as alice,
+            open_public() as bob,
+        ):
+            address = await reserve(bob, relay.host)
+            await alice.connect(bob.author, [address, *bob.addresses])
+            assert alice.path(bob.author) == "direct"
+            assert relay.server.num_circuits == 0
+
+
+async def test_streams_go_over_the_direct_connection_once_there_is_one() -> None:
+    with trio.fail_after(PATIENCE):
+        async with (
+            open_relay() as relay,
+            open_home() as alice,
+            open_public() as bob,
+        ):
+            seen: list[bool] = []
+
+            async def note(stream: Stream) -> None:
+                seen.append(stream.is_relayed)
+                await echo(stream)
+
+            bob.set_handler(ECHO, note)
+            await alice.connect(bob.author, [await reserve(bob, relay.host)])
+            for addresses in ([], bob.addresses):
+                if addresses:
+                    await alice.connect(bob.author, addresses, is_direct=True)
+                async with await alice.open_stream(bob.author, ECHO) as stream:
+                    await stream.send_all(b"x")
+                    assert await stream.receive_some() == b"x"
+            assert seen == [True, False]
+            assert alice.path(bob.author) == "direct"
+
+
+async def test_without_a_reservation_nobody_is_reached() -> None:
+    with trio.fail_after(PATIENCE):
+        async with open_relay() as relay, open_home() as alice, open_home() as bob:
+            await bob.connect(relay.host.author, relay.host.addresses)
+            address = f"{relay.host.addresses[0]}/p2p-circuit/p2p/{bob.peer_id}"
+            with pytest.raises(PeerUnreachableError):
+                await alice.connect(bob.author, [address])
+            await alice.connect(relay.host.author, relay.host.addresses)
+            answer = await ask(alice, relay.host, encode_hop(ConnectRequest(bob.author)))
+            assert answer.status == Status.NO_RESERVATION
+
+
+async def test_a_reservation_has_a_voucher_and_limits_and_ends_with_its_connection() -> None:
+    with trio.fail_after(PATIENCE):
+        async with open_relay() as relay, open_home() as bob:
+            await bob.connect(relay.host.author, relay.host.addresses)
+            answer = await ask(bob, relay.host, encode_hop(ReserveRequest()))
+            assert answer.status == Status.OK
+            assert (answer.max_bytes, answer.max_seconds) == (Limits().circuit_bytes, Limits().circuit_seconds)
+            envelope = unmarshal_envelope(answer.voucher)
+            assert isinstance(envelope, Envelope)
+            envelope.validate("libp2p-relay-rsvp")
+            assert envelope.public_key.to_bytes() == relay.host.author
+            assert relay.server.num_reservations == 1
+            await bob.disconnect(relay.host.author)
+            await until(lambda: relay.server.num_reservations == 0)
+            assert bob.relays.reservations == []
+
+
+async def test_a_reservation_is_refused_beyond_the_limit_and_through_a_relay() -> None:
+    with trio.fail_after(PATIENCE):
+        limits = Limits(max_reservations_per_address=1)
+        async with open_relay(limits) as relay, open_relay() as second, open_home() as alice, open_home() as bob:
+            address = await reserve(second.host, relay.host)
+            with pytest.raises(PeerUnreachableError, match="200"):
+                await reserve(bob, relay.host)
+            await alice.connect(second.host.author, [address])
+            assert alice.path(second.host.author) == "relayed"
+            answer = await ask(alice, second.host, encode_hop(ReserveRequest()))
+            assert answer.status == Status.PERMISSION_DENIED
+
+
+async def test_circuits_end_at_their_limits() -> None:
+    with trio.fail_after(PATIENCE):
+        limits = Limits(circuit_bytes=1_000_000, max_circuits_per_peer=1)
+        async with open_relay(limits) as relay, open_home() as alice, open_home() as bob, open_home() as carol:
+            bob.set_handler(ECHO, echo)
+            address = await reserve(bob, relay.host)
+            await alice.connect(bob.author, [address])
+            with pytest.raises(PeerUnreachableError, match="201"):
+                await carol.connect(bob.author, [address])
+            stream = await alice.open_stream(bob.author, ECHO)
+            with pytest.raises(trio.BrokenResourceError):
+                while True:
+                    await stream.send_all(bytes(100_000))
+                    await stream.receive_some()
+            await until(lambda: relay.server.num_circuits == 0)
+            await carol.connect(bob.author, [address])
+
+
+@pytest.mark.parametrize("limits", [Limits(circuit_seconds=1), Limits(idle_seconds=0.3)])
+async def test_circuits_end_with_their_time_or_when_idle(limits: Limits) -> None:
+    with trio.fail_after(PATIENCE):
+        async with open_relay(limits) as relay, open_home() as alice, open_home() as bob:
+            await alice.connect(bob.author, [await reserve(bob, relay.host)])
+            await until(lambda: not alice.is_connected(bob.author) and not bob.is_connected(alice.author))
+            await until(lambda: relay.server.num_circuits == 0)
+
+
+async def test_a_circuit_near_its_limits_is_replaced_while_it_is_in_use() -> None:
+    with trio.fail_after(PATIENCE):
+        limits = Limits(circuit_bytes=1_000_000)
+        async with open_relay(limits) as relay, open_home() as alice, open_home() as bob:
+            bob.set_handler(ECHO, echo)
+            await alice.connect(bob.author, [await reserve(bob, relay.host)])
+            old = await alice.open_stream(bob.author, ECHO)
+            old.is_bulk = True
+            await old.send_all(b"x")
+            assert await old.receive_some() == b"x"
+            await alice.renew_worn(bob.author, after=60)
+            assert relay.server.num_circuits == 1  # it is not worn yet
+            for _ in range(85):
+                await old.send_all(bytes(5_000))
+                num_back = 0
+                while num_back < 5_000:
+                    num_back += len(await old.receive_some())
+            await alice.renew_worn(bob.author, after=60)
+            assert relay.server.num_circuits == 2
+            for host, peer in ((alice, bob), (bob, alice)):  # both take the new one from now on
+                peer.set_handler(ECHO, echo)
+                async with await host.open_stream(peer.author, ECHO) as stream:
+                    await stream.send_all(bytes(150_000))
+                    num_back = 0
+                    while num_back < 150_000:
+                        num_back += len(await stream.receive_some())
+            await alice.renew_worn(bob.author, after=60)
+            await old.send_all(b"y")  # what is under way goes on
+            assert await old.receive_some() == b"y"
+            await old.aclose()
+            await until(lambda: not any(old_conn.get_streams() for old_conn in alice._live_connections(bob.author)))
+            await alice.renew_worn(bob.author, after=60)
+            await until(lambda: relay.server.num_circuits == 1)
+            assert alice.path(bob.author) == "relayed"
+
+
+async def test_a_relay_that_dies_takes_its_circuits_and_reservations_along_and_nothing_else() -> None:
+    with trio.fail_after(PATIENCE):
+        async with open_home() as alice, open_home() as bob:
+            async with open_relay() as relay:
+                await alice.connect(bob.author, [await reserve(bob, relay.host)])
+                assert len(bob.relays.reservations) == 1
+            await until(lambda: not alice.is_connected(bob.author) and not bob.is_connected(alice.author))
+            assert bob.relays.reservations == []
+            async with open_relay() as other:
+                await alice.connect(bob.author, [await reserve(bob, other.host)])
+                assert alice.path(bob.author) == "relayed"
+
+
+async def test_circuits_come_and_go_and_leave_nothing() -> None:
+    with trio.fail_after(PATIENCE):
+        async with open_relay() as relay, open_home() as alice, open_home() as bob:
+            address = await reserve(bob, relay.host)
+            await alice.connect(bob.author, [address])
+            await alice.disconnect(bob.author)
+
+            def num_tasks() -> int:
+                return trio.lowlevel.current_statistics().tasks_living
+
+            await until(lambda: relay.server.num_circuits == 0)
+            await trio.sleep(0.5)
+            before = num_tasks()
+            for _ in range(30):
+                await alice.connect(bob.author, [address])
+                await alice.disconnect(bob.author)
+            await until(lambda: relay.server.num_circuits == 0 and num_tasks() <= before)
+
+
+async def test_a_target_that_is_frozen_costs_the_caller_its_dial_and_the_relay_no_place() -> None:
+    with trio.fail_after(PATIENCE):
+        async with open_relay() as relay, open_home() as alice, open_home() as bob:
+            address = await reserve(bob, relay.host)
+
+            async def freeze(stream: Stream) -> None:
+                await trio.sleep_forever()
+
+            bob.set_handler(STOP_PROTOCOL, freeze)
+            with pytest.raises(PeerUnreachableError):
+                await alice.connect(bob.author, [address])
+            await until(lambda: relay.server.num_circuits == 0)
+
+
+@pytest.mark.parametrize(
+    "raw", [b"\xff\xff\xff\x7f", b"\x00", b"\x05hello", b"\x7f", bytes(100), b"\x80" * 40, b"\x02\x08\x09"]
+)
+async def test_hostile_bytes_to_a_relay_cost_their_stream_alone(raw: bytes) -> None:
+    with trio.fail_after(PATIENCE):
+        async with open_relay() as relay, open_home() as mallory, open_home() as bob, open_home() as alice:
+            await mallory.connect(relay.host.author, relay.host.addresses)
+            stream = await mallory.open_stream(relay.host.author, HOP_PROTOCOL)
+            await stream.send_all(raw)
+            await stream.send_eof()
+            answer = await receive_hop(stream)
+            assert isinstance(answer, Answer)
+            assert answer.status == Status.MALFORMED_MESSAGE
+            await alice.connect(bob.author, [await reserve(bob, relay.host)])
+
+
+async def test_hostile_answers_of_a_relay_are_its_fault() -> None:
+    for raw in (b"\xff\xff\xff\x7f", b"\x05hello", encode_hop(ReserveRequest()), b"", encode_hop(Answer(Status.OK))):
+        with trio.fail_after(PATIENCE):
+            async with open_public() as mallory, open_home() as bob:
+
+                async def answer(stream: Stream, raw: bytes = raw) -> None:
+                    await stream.receive_some()
+                    await stream.send_all(raw)
+
+                mallory.set_handler(HOP_PROTOCOL, answer)
+                await bob.connect(mallory.author, mallory.addresses)
+                with pytest.raises((PeerUnreachableError, RemoteProtocolError)):
+                    await bob.relays.reserve(mallory.author)
+                with pytest.raises(PeerUnreachableError):
+                    address = f"{mallory.addresses[0]}/p2p-circuit"
+                    await bob.connect(public_bytes(Ed25519PrivateKey.generate()), [address])
+                assert bob.is_connected(mallory.author)
+
+
+async def test_nobody_is_passed_on_by_whom_was_not_asked_to() -> None:
+    with trio.fail_after(PATIENCE):
+        async with open_public() as mallory, open_home() as bob:
+            await bob.connect(mallory.author, mallory.addresses)
+            with pytest.raises((trio.BrokenResourceError, PeerUnreachableError)):
+                stream = await mallory.open_stream(bob.author, STOP_PROTOCOL)
+                await stream.send_all(encode_stop(ConnectRequest(mallory.author)))
+                await stream.receive_some()
+
+
+async def test_a_relay_cannot_pass_itself_off_as_another_peer() -> None:
+    """The relay accepts the call and speaks for the peer itself; the handshake tells."""
+    with trio.fail_after(PATIENCE):
+        async with (
+            open_public() as mallory,
+            open_home() as alice,
+            open_home() as bob,
+        ):
+
+            async def speak_for_bob(stream: Stream) -> None:
+                await receive_hop(stream)
+                await stream.send_all(encode_hop(Answer(Status.OK)))
+                await mallory.upgrade(Circuit(stream, f"{mallory.addresses[0]}/p2p-circuit"), None)
+
+            mallory.set_handler(HOP_PROTOCOL, speak_for_bob)
+            with pytest.raises(PeerUnreachableError):
+                await alice.connect(bob.author, [f"{mallory.addresses[0]}/p2p-circuit"])
+            assert not alice.is_connected(bob.author)
+
+
+async def test_a_capped_relay_keeps_to_its_cap_and_still_lets_the_circuit_live() -> None:
+    with trio.fail_after(PATIENCE):
+        shaping = Shaping.of_mbit(8, 8)
+        async with open_relay(shaping=shaping) as relay, open_home() as alice, open_home() as bob:
+            bob.set_handler(ECHO, echo)
+            await alice.connect(bob.author, [await reserve(bob, relay.host)])
+            stream = await alice.open_stream(bob.author, ECHO)
+            began = trio.current_time()
+            size = 1_000_000
+            received = 0
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(stream.send_all, bytes(size))
+                while received < size:
+                    received += len(await stream.receive_some())
+            # To bob and back: two megabytes over a line of one megabyte a second.
+            assert trio.current_time() - began > 1.5
+
+
+def test_no_message_is_longer_than_allowed() -> None:
+    addresses = tuple(f"/dns4/{'a' * 60}.{'b' * 60}.example/tcp/4001" for _ in range(16))
+    assert len(encode_hop(Answer(Status.OK, 2**31, addresses, bytes(300), 2**40, 2**20))) <= MAX_MESSAGE_BYTES

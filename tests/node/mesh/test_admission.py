@@ -1,0 +1,112 @@
+import math
+
+import pytest
+import trio
+import trio.lowlevel
+
+from farandole.node.mesh import admission
+from farandole.node.mesh.admission import Handshakes, Site, Turns, site_of
+
+
+class _Socket:
+    def __init__(self, host: str, waiting_since: float = math.inf) -> None:
+        self.site = site_of(host)
+        self.waiting_since = waiting_since
+        self.is_aborted = False
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+def begin(handshakes: Handshakes, *sockets: _Socket) -> list[bool]:
+    """Whether each was let in; and then it is counted."""
+    admitted = []
+    for socket in sockets:
+        admitted.append(handshakes.make_room(socket.site))
+        if admitted[-1]:
+            handshakes.add(socket)
+    return admitted
+
+
+def test_a_site_is_a_network_and_an_address_of_one_customer() -> None:
+    assert site_of("192.0.2.7") == Site("192.0.2.0/24", "192.0.2.7/32")
+    assert site_of("2001:db8:1:2:3::4") == Site("2001:db8:1::/48", "2001:db8:1:2::/64")
+    assert site_of("fe80::1%eth0") == site_of("fe80::2")
+    assert site_of("") == site_of("nonsense") == Site("", "")
+
+
+def test_at_one_address_who_keeps_us_waiting_for_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "MAX_HANDSHAKES_PER_ADDRESS", 3)
+    handshakes = Handshakes()
+    sockets = [_Socket("1.1.1.1"), _Socket("1.1.1.1", 5.0), _Socket("1.1.1.1", 4.0)]
+    assert begin(handshakes, *sockets, _Socket("1.1.1.1"), _Socket("2.2.2.2")) == [True] * 5
+    assert [socket.is_aborted for socket in sockets] == [False, False, True]
+    assert len(handshakes) == 4
+
+
+def test_where_all_wait_for_us_newcomers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "MAX_HANDSHAKES_PER_ADDRESS", 2)
+    handshakes = Handshakes()
+    sockets = [_Socket("1.1.1.1"), _Socket("1.1.1.1"), _Socket("1.1.1.1")]
+    assert begin(handshakes, *sockets) == [True, True, False]
+    assert not any(socket.is_aborted for socket in sockets)
+    handshakes.remove(sockets[0])
+    assert begin(handshakes, sockets[2]) == [True]
+
+
+@pytest.mark.parametrize("waiting_since", [1.0, math.inf])
+def test_the_busiest_network_makes_room_for_the_others(monkeypatch: pytest.MonkeyPatch, waiting_since: float) -> None:
+    monkeypatch.setattr(admission, "MAX_HANDSHAKES", 5)
+    handshakes = Handshakes()
+    honest = [_Socket("2.2.2.2", 0.5), _Socket("2001:db8::1", 0.5)]
+    crowd = [_Socket(f"9.9.9.{number}", waiting_since) for number in range(3)]
+    assert begin(handshakes, *honest, *crowd) == [True] * 5
+    newcomers = [_Socket("3.3.3.3"), _Socket("4.4.4.4")]
+    assert begin(handshakes, *newcomers) == [True, True]
+    assert not any(socket.is_aborted for socket in honest)
+    assert sum(socket.is_aborted for socket in crowd) == 2
+
+
+def test_the_busiest_network_has_no_room_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "MAX_HANDSHAKES", 3)
+    handshakes = Handshakes()
+    sockets = [_Socket("9.9.9.1"), _Socket("9.9.9.2"), _Socket("2.2.2.2", 0.5)]
+    assert begin(handshakes, *sockets, _Socket("9.9.9.3")) == [True, True, True, False]
+    assert not any(socket.is_aborted for socket in sockets)
+
+
+async def test_sites_take_turns(autojump_clock: trio.abc.Clock) -> None:
+    turns = Turns()
+    done: list[Site] = []
+
+    async def go_on(site: Site) -> None:
+        await turns.take(site)
+        done.append(site)
+
+    busy, quiet = site_of("9.9.9.9"), site_of("2.2.2.2")
+    async with trio.open_nursery() as nursery:
+        for _ in range(20):
+            nursery.start_soon(go_on, busy)
+        await trio.sleep(1)
+        nursery.start_soon(go_on, quiet)
+        await trio.sleep(1)
+        assert not done
+        nursery.start_soon(turns.run)
+        while len(done) < 21:
+            before = len(done)
+            await trio.lowlevel.checkpoint()
+            assert len(done) - before <= 2 * admission.STEPS_PER_PASS
+        nursery.cancel_scope.cancel()
+    assert quiet in done[: 2 * admission.STEPS_PER_PASS]
+
+
+async def test_who_stops_waiting_for_its_turn_holds_up_nobody(autojump_clock: trio.abc.Clock) -> None:
+    turns = Turns()
+    site = site_of("9.9.9.9")
+    with trio.move_on_after(1):
+        await turns.take(site)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(turns.run)
+        with trio.fail_after(1):
+            await turns.take(site)
+        nursery.cancel_scope.cancel()

@@ -1,0 +1,472 @@
+"""Hosts over loopback TCP: dialling, streams, events, addresses."""
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from libp2p.io.exceptions import ConnectionClosedError
+
+from farandole.node.base.errors import ListenError, PeerUnreachableError
+from farandole.node.mesh.dial_plan import MAX_ADDRESSES_PER_PEER, Dial, dial_target
+from farandole.node.mesh.host import open_host
+from farandole.node.mesh.known_addresses import MAX_KNOWN_PEERS
+from farandole.node.mesh.libp2p_stream import Stream
+from farandole.protocol.identity import peer_id_of, public_bytes, public_key_of
+
+from ...patience import PATIENCE
+from ..hosts import ECHO, echo, host_at_loopback
+
+LARGE = 16 * 1024 * 1024
+
+
+def new_key() -> Ed25519PrivateKey:
+    return Ed25519PrivateKey.generate()
+
+
+async def hold(stream: Stream) -> None:
+    await trio.sleep_forever()
+
+
+async def receive_all(stream: Stream) -> bytes:
+    received = bytearray()
+    while data := await stream.receive_some():
+        received += data
+    return bytes(received)
+
+
+async def test_two_hosts_connect_and_answer_each_other() -> None:
+    with trio.fail_after(PATIENCE):
+        async with host_at_loopback() as alice, host_at_loopback() as bob:
+            bob.set_handler(ECHO, echo)
+            await alice.connect(bob.author, bob.addresses)
+            assert alice.connected == {bob.author}
+            assert alice.path(bob.author) == "direct"
+            (dialled,), (dialler,) = alice.remote_addresses(bob.author), bob.remote_addresses(alice.author)
+            assert dialled == bob.addresses[0].split("/p2p/")[0]
+            assert dialler.startswith("/ip4/127.0.0.1/tcp/")
+            async with await alice.open_stream(bob.author, ECHO) as stream:
+                assert (stream.peer, stream.protocol) == (bob.author, ECHO)
+                await stream.send_all(b"to and fro")
+                assert await stream.receive_some() == b"to and fro"
+                await stream.send_eof()
+                assert await stream.receive_some() == b""
+            await alice.disconnect(bob.author)
+            assert not alice.is_connected(bob.author)
+            assert alice.remote_addresses(bob.author) == []
+            assert alice.path(bob.author) == ""
+
+
+async def test_open_stream_connects_to_a_peer_whose_address_is_known() -> None:
+    with trio.fail_after(PATIENCE):
+        async with host_at_loopback() as alice, host_at_loopback() as bob:
+            bob.set_handler(ECHO, echo)
+            alice.add_addresses(bob.author, bob.addresses)
+            async with await alice.open_stream(bob.author, ECHO) as stream:
+                await stream.send_all(b"x")
+                assert await stream.receive_some() == b"x"
+
+
+async def test_the_listener_knows_who_dialled() -> None:
+    with trio.fail_after(PATIENCE):
+        async with host_at_loopback() as alice, host_at_loopback() as bob:
+            callers: list[bytes] = []
+            is_done = trio.Event()
+
+            async def note_caller(stream: Stream) -> None:
+                callers.append(stream.peer)
+                is_done.set()
+
+            bob.set_handler("/who/1", note_caller)
+            await alice.connect(bob.author, bob.addresses)
+            await alice.open_stream(bob.author, "/who/1")
+            await is_done.wait()
+            assert callers == [alice.author]
+
+
+async def test_sixteen_megabytes_arrive_intact_in_both_directions_at_once() -> None:
+    with trio.fail_after(PATIENCE):
+        async with host_at_loopback() as alice, host_at_loopback() as bob:
+            payload = os.urandom(LARGE)
+            bob.set_handler(ECHO, echo)
+            await alice.connect(bob.author, bob.addresses)
+            stream = await alice.open_stream(bob.author, ECHO)
+            received = b""
+            async with trio.open_nursery() as nursery:
+
+                async def send() -> None:
+                    await stream.send_all(payload)
+                    await stream.send_eof()
+
+                nursery.start_soon(send)
+                received = await receive_all(stream)
+            assert hashlib.sha256(received).digest() == hashlib.sha256(payload).digest()
+
+
+async def test_a_slow_reader_slows_its_own_stream_and_no_other() -> None:
+    with trio.fail_after(PATIENCE):
+        async with host_at_loopback() as alice, host_at_loopback() as bob:
+            may_read = trio.Event()
+            total = 0
+
+            async def read_late(stream: Stream) -> None:
+                nonlocal total
+                await may_read.wait()
+                total = len(await receive_all(stream))
+                await stream.send_all(b"done")
+
+            bob.set_handler("/late/1", read_late)
+            bob.set_handler(ECHO, echo)
+            await alice.connect(bob.author, bob.addresses)
+            late = await alice.open_stream(bob.author, "/late/1")
+            async with trio.open_nursery() as nursery:
+
+                async def send_much() -> None:
+                    await late.send_all(bytes(4 * 1024 * 1024))
+                    await late.send_eof()
+
+                nursery.start_soon(send_much)
+                async with await alice.open_stream(bob.author, ECHO) as other:
+                    for _ in range(10):
+                        await other.send_all(b"ping")
+                        assert await other.receive_some() == b"ping"
+                may_read.set()
+                assert await late.receive_some() == b"done"
+            assert total == 4 * 1024 * 1024
+
+
+async def test_a_wait_that_is_cancelled_loses_nothing_and_breaks_nothing() -> None:
+    with trio.fail_after(PATIENCE):
+        async with host_at_loopback() as alice, host_at_loopback() as bob:
+            bob.set_handler(ECHO, echo)
+            await alice.connect(bob.author, bob.addresses)
+            stream = await alice.open_stream(bob.author, ECHO)
+            stuck = await alice.open_stream(bob.author, ECHO)
+            with trio.move_on_after(0.05):
+                await stuck.send_all(bytes(64 * 1024 * 1024))  # nobody reads the echo
+            for _ in range(3):
+                with trio.move_on_after(0.01) as impatient:
+                    await stream.receive_some()
+                assert impatient.cancelled_caught
+            await stream.send_all(b"still in step")
+            assert await stream.receive_some() == b"still in step"
+
+
+async def test_what_was_sent_before_the_connection_ended_is_still_read() -> None:
+    with trio.fail_after(PATIENCE):
+        async with host_at_loopback() as alice, host_at_loopback() as bob:
+            may_read = trio.Event()
+            heard = bytearray()
+            is_done = trio.Event()
+
+            async def read_late(stream: Stream) -> None:
+                await may_read.wait()
+                heard.extend(await receive_all(stream))
+                is_done.set()
+
+            bob.set_handler("/late/1", read_late)
+            await alice.connect(bob.author, bob.addresses)
+            stream = await alice.open_stream(bob.author, "/late/1")
+            await stream.send_all(b"last words")
+            await stream.aclose()
+            with bob.connection_events() as events:
+                await alice.disconnect(bob.author)
+                async for _, is_connected in events:
+                    if not is_connected:
+                        break
+            may_read.set()
+            await is_done.wait()
+            assert heard == b"last words"
+
+
+async def test_a_reset_is_an_error_and_a_close_is_an_end() -> None:
+    with trio.fail_after(PATIENCE):
+        async with host_at_loopback() as alice, host_at_loopback() as bob:
+
+            async def break_off(stream: Stream) -> None:
+                await stream.receive_some()
+                stream.reset()
+
+            async def close(stream: Stream) -> None:
+                await stream.receive_some()
+
+            bob.set_handler("/reset/1", break_off)
+            bob.set_handler("/close/1", close)
+            await alice.connect(bob.author, bob.addresses)
+            broken = await alice.open_stream(bob.author, "/reset/1")
+            await broken.send_all(b"x")
+            with pytest.raises(trio.BrokenResourceError):
+                await broken.receive_some()
+            closed = await alice.open_stream(bob.author, "/close/1")
+            await closed.send_all(b"x")
+            assert await closed.receive_some() == b""
+            await closed.aclose()
+            with pytest.raises(trio.ClosedResourceError):
+                await closed.receive_some()
+            with pytest.raises(trio.ClosedResourceError):
+                await closed.send_all(b"x")
+
+
+async def test_a_protocol_that_nobody_serves_is_unreachable() -> None:
+    with trio.fail_after(PATIENCE):
+        async with host_at_loopback() as alice, host_at_loopback() as bob:
+            await alice.connect(bob.author, bob.addresses)
+            with pytest.raises(PeerUnreachableError, match="/none/1"):
+                await alice.open_stream(bob.author, "/none/1")
+            assert alice.is_connected(bob.author)
+
+
+async def test_an_unknown_peer_and_a_silent_address_are_unreachable() -> None:
+    stranger = public_bytes(new_key())
+    with trio.fail_after(PATIENCE):
+        silent = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        port = silent[0].socket.getsockname()[1]
+        async with host_at_loopback() as alice:
+            with pytest.raises(PeerUnreachableError, match="no address"):
+                await alice.connect(stranger)
+            with pytest.raises(PeerUnreachableError, match="did not answer"):
+                await alice.connect(stranger, [f"/ip4/127.0.0.1/tcp/{port}"], timeout=0.3)
+            with pytest.raises(PeerUnreachableError, match="myself"):
+                await alice.connect(alice.author, alice.addresses)
+        await silent[0].aclose()
+
+
+async def test_a_good_address_wins_over_dead_and_silent_ones_and_at_once_after_a_failure() -> None:
+    with trio.fail_after(PATIENCE):
+        silent = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        silent_port = silent[0].socket.getsockname()[1]
+        async with host_at_loopback() as alice, host_at_loopback() as bob:
+            dead = ["/ip4/127.0.0.1/tcp/1", f"/ip4/127.0.0.1/tcp/{silent_port}", "/ip4/127.0.0.1/udp/1/quic-v1"]
+            with pytest.raises(PeerUnreachableError):
+                await alice.connect(bob.author, dead, timeout=0.3)
+            await alice.connect(bob.author, bob.addresses + dead, timeout=5)
+            assert alice.is_connected(bob.author)
+        await silent[0].aclose()
+
+
+async def test_a_dial_under_way_takes_addresses_that_are_learnt_meanwhile() -> None:
+    with trio.fail_after(PATIENCE):
+        silent = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        async with host_at_loopback() as alice, host_at_loopback() as bob, trio.open_nursery() as nursery:
+            nursery.start_soon(alice.connect, bob.author, [f"/ip4/127.0.0.1/tcp/{silent[0].socket.getsockname()[1]}"])
+            dialled = await silent[0].accept()
+            alice.add_addresses(bob.author, bob.addresses)
+        await dialled.aclose()
+        await silent[0].aclose()
+
+
+async def test_many_who_want_one_peer_share_one_connection() -> None:
+    with trio.fail_after(PATIENCE):
+        async with host_at_loopback() as alice, host_at_loopback() as bob:
+            alice.add_addresses(bob.author, bob.addresses)
+            async with trio.open_nursery() as nursery:
+                for _ in range(20):
+                    nursery.start_soon(alice.connect, bob.author)
+            assert len(alice._swarm.connections) == 1
+            assert sum(map(len, alice._swarm.connections.values())) == 1
+
+
+async def test_a_dial_that_is_cancelled_when_it_has_won_leaves_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with host_at_loopback() as alice, host_at_loopback() as bob:
+        dial_one, won = alice.dial_one, list[Any]()
+
+        async def dialled(peer: bytes, address: str) -> Any:
+            won.append(await dial_one(peer, address))
+            scope.cancel()
+            return won[0]
+
+        monkeypatch.setattr(alice, "dial_one", dialled)
+        dial = alice._dialler._dials[bob.author, False] = Dial(False, [])
+        dial.offer(bob.addresses)
+        with trio.CancelScope() as scope:
+            await alice._dialler._run(bob.author, dial)
+        assert scope.cancelled_caught
+        (muxed,) = won
+        with pytest.raises(ConnectionClosedError):
+            await muxed.secured_conn.conn.read_writer.read_write_closer.write(b"nobody has closed this")
+
+
+async def test_both_may_dial_at_once() -> None:
+    with trio.fail_after(PATIENCE):
+        async with host_at_loopback() as alice, host_at_loopback() as bob:
+            bob.set_handler(ECHO, echo)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(alice.connect, bob.author, bob.addresses)
+                nursery.start_soon(bob.connect, alice.author, alice.addresses)
+            async with await alice.open_stream(bob.author, ECHO) as stream:
+                await stream.send_all(b"x")
+                assert await stream.receive_some() == b"x"
+
+
+async def test_subscribers_hear_of_who_is_there_who_comes_and_who_goes() -> None:
+    with trio.fail_after(PATIENCE):
+        async with host_at_loopback() as alice, host_at_loopback() as bob, host_at_loopback() as carol:
+            await alice.connect(bob.author, bob.addresses)
+            with alice.connection_events() as first, alice.connection_events() as second:
+                assert await anext(first) == (bob.author, True)
+                await alice.connect(carol.author, carol.addresses)
+                assert await anext(first) == (carol.author, True)
+                await bob.disconnect(alice.author)
+                assert await anext(first) == (bob.author, False)
+                assert {await anext(second), await anext(second)} == {(carol.author, True), (bob.author, False)}
+
+
+async def test_a_killed_peer_breaks_its_streams() -> None:
+    script = (
+        "import sys, trio\n"
+        "from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey\n"
+        "from farandole.node.mesh.host import open_host\n"
+        "async def hold(stream):\n"
+        "    await stream.send_all(b'here')\n"
+        "    await trio.sleep_forever()\n"
+        "async def main():\n"
+        "    async with open_host(Ed25519PrivateKey.generate(), ['/ip4/127.0.0.1/tcp/0']) as host:\n"
+        "        host.set_handler('/hold/1', hold)\n"
+        "        print(host.addresses[0], 'torch' in sys.modules, flush=True)\n"
+        "        await trio.sleep_forever()\n"
+        "trio.run(main)\n"
+    )
+    process = await trio.lowlevel.open_process([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        with trio.fail_after(PATIENCE):
+            line = b""
+            while not line.endswith(b"\n"):
+                line += await process.stdout.receive_some()
+            address, has_torch = line.decode().split()
+            assert has_torch == "False"
+            peer = public_key_of(address.rpartition("/")[2])
+            async with host_at_loopback() as alice:
+                await alice.connect(peer, [address])
+                stream = await alice.open_stream(peer, "/hold/1")
+                assert await stream.receive_some() == b"here"
+                with alice.connection_events() as events:
+                    assert await anext(events) == (peer, True)
+                    process.send_signal(signal.SIGKILL)
+                    with pytest.raises(trio.BrokenResourceError):
+                        await stream.receive_some()
+                    assert await anext(events) == (peer, False)
+                with pytest.raises(PeerUnreachableError):
+                    await alice.open_stream(peer, "/hold/1")
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def test_who_is_offline_has_no_connection_and_makes_none_until_he_is_online() -> None:
+    with trio.fail_after(PATIENCE):
+        async with host_at_loopback() as alice, host_at_loopback() as bob, host_at_loopback() as carol:
+            await alice.connect(bob.author, bob.addresses)
+            await bob.go_offline()
+            assert not bob.connected
+            with pytest.raises(PeerUnreachableError, match="offline"):
+                await bob.connect(carol.author, carol.addresses)
+            with pytest.raises(PeerUnreachableError):
+                await carol.connect(bob.author, bob.addresses, timeout=3.0)
+            assert not bob.connected
+
+            bob.go_online()
+            await carol.connect(bob.author, bob.addresses)
+            await bob.connect(alice.author, alice.addresses)
+            assert bob.connected == {alice.author, carol.author}
+
+
+async def test_addresses_are_real_ones() -> None:
+    async with open_host(new_key(), ["/ip4/0.0.0.0/tcp/0", "/ip4/127.0.0.1/tcp/0"]) as host:
+        assert host.addresses
+        for address in host.addresses:
+            assert "/0.0.0.0/" not in address
+            assert "/tcp/0/" not in address
+            assert address.endswith(f"/p2p/{host.peer_id}")
+        assert any("/127.0.0.1/" in address for address in host.addresses)
+    async with open_host(new_key(), []) as deaf:
+        assert deaf.addresses == []
+
+
+async def test_ipv6_works_like_ipv4() -> None:
+    with trio.fail_after(PATIENCE):
+        try:
+            async with open_host(new_key(), ["/ip6/::1/tcp/0"]) as bob, host_at_loopback() as alice:
+                await alice.connect(bob.author, bob.addresses)
+                assert bob.path(alice.author) == "direct"
+        except ListenError:
+            pytest.skip("no IPv6 here")
+
+
+@pytest.mark.parametrize("address", ["/ip4/127.0.0.1/udp/1/quic-v1", "nonsense", "/ip4/127.0.0.1/tcp/99999"])
+async def test_listening_elsewhere_is_an_error(address: str) -> None:
+    with pytest.raises(ListenError):
+        async with open_host(new_key(), [address]):
+            raise AssertionError
+
+
+async def test_a_port_that_is_taken_is_an_error_and_is_free_again_afterwards() -> None:
+    async with host_at_loopback() as alice:
+        taken = alice.addresses[0].partition("/p2p/")[0]
+        with pytest.raises(ListenError):
+            async with open_host(new_key(), [taken]):
+                raise AssertionError
+    async with open_host(new_key(), [taken]) as bob:
+        assert bob.addresses[0].startswith(taken)
+
+
+async def test_an_error_in_the_block_comes_out_as_it_is() -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with host_at_loopback() as alice, host_at_loopback() as bob:
+            await alice.connect(bob.author, bob.addresses)
+            _ = 1 // 0
+
+
+async def test_leaving_closes_the_listener_and_every_connection() -> None:
+    with trio.fail_after(PATIENCE):
+        async with host_at_loopback() as alice:
+            async with host_at_loopback() as bob:
+                bob.set_handler("/hold/1", hold)
+                address = bob.addresses[0]
+                await alice.connect(bob.author, bob.addresses)
+                stream = await alice.open_stream(bob.author, "/hold/1")
+            with pytest.raises(trio.BrokenResourceError):
+                await stream.receive_some()
+            assert alice.connected == frozenset()
+            _, _, _, _, port, _, _ = address.split("/")
+            with pytest.raises(OSError, match="connect"):
+                await trio.open_tcp_stream("127.0.0.1", int(port))
+
+
+def test_dial_targets() -> None:
+    peer, other = public_bytes(new_key()), public_bytes(new_key())
+    assert dial_target("/ip4/1.2.3.4/tcp/5", peer) == ("1.2.3.4", 5)
+    assert dial_target(f"/ip6/::1/tcp/5/p2p/{peer_id_of(peer)}", peer) == ("::1", 5)
+    assert dial_target("/dns4/example.org/tcp/443", peer) == ("example.org", 443)
+    for bad in (
+        f"/ip4/1.2.3.4/tcp/5/p2p/{peer_id_of(other)}",
+        f"/ip4/1.2.3.4/tcp/5/p2p/{peer_id_of(other)}/p2p-circuit/p2p/{peer_id_of(peer)}",
+        "/ip4/0.0.0.0/tcp/5",
+        "/ip4/999.2.3.4/tcp/5",
+        "/ip4/1.2.3.4/tcp/0",
+        "/ip4/1.2.3.4/tcp/70000",
+        "/ip4/1.2.3.4/udp/5/quic-v1",
+        "",
+    ):
+        assert dial_target(bad, peer) is None
+
+
+async def test_the_address_book_is_bounded_and_forgives_nonsense() -> None:
+    async with open_host(new_key(), []) as host:
+        peer = public_bytes(new_key())
+        host.add_addresses(
+            peer, ["", "nonsense", "/ip4/1.2.3", "/ip4/1.2.3.4/tcp/5" + "/x" * 1000, "/ip4/9.9.9.9/tcp/9"]
+        )
+        assert host.addresses_of(peer) == ["/ip4/9.9.9.9/tcp/9"]
+        host.add_addresses(peer, [f"/ip4/1.2.3.4/tcp/{port}" for port in range(1, 100)])
+        assert host.addresses_of(peer)[0] == "/ip4/1.2.3.4/tcp/99"
+        assert len(host.addresses_of(peer)) == MAX_ADDRESSES_PER_PEER
+        for number in range(MAX_KNOWN_PEERS + 10):
+            host.add_addresses(number.to_bytes(32, "big"), [])
+        assert len(host._known._peers) == MAX_KNOWN_PEERS
+        assert host.addresses_of(peer) == []

@@ -1,0 +1,132 @@
+"""A host among strangers: what each attack may hold, that honest newcomers get in, and that nothing is left over."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+import trio.lowlevel
+from trio.testing import wait_all_tasks_blocked
+
+from farandole.node.mesh import yamux
+from farandole.node.mesh.admission import MAX_HANDSHAKES, MAX_HANDSHAKES_PER_ADDRESS
+from farandole.node.mesh.host import Host
+from farandole.node.mesh.workarounds.connection import MAX_NEGOTIATIONS_PER_CONNECTION, MendedConn
+from farandole.testnet.bench.hostile_attacks import ATTACKS, AUTHENTICATED, RAW, Target, TargetError, attack
+
+from ...patience import PATIENCE
+from ..hosts import ECHO, echo, host_at_loopback
+
+
+async def assert_answers(host: Host) -> None:
+    async with host_at_loopback() as newcomer:
+        newcomer.add_addresses(host.author, host.addresses)
+        stream = await newcomer.open_stream(host.author, ECHO, PATIENCE)
+        await stream.send_all(b"are you there?")
+        assert await stream.receive_some() == b"are you there?"
+
+
+@asynccontextmanager
+async def attacked(host: Host, names: Sequence[str], number: int, sources: int = 1) -> AsyncIterator[None]:
+    """So many connections of these kinds in turn, all at once, for as long as the block runs."""
+    target = Target(int(host.addresses[0].split("/")[4]), host.author)
+    rng = random.Random(0)
+    async with trio.open_nursery() as nursery:
+        for index in range(number):
+            source = f"127.0.0.{1 + index % sources}"
+            nursery.start_soon(attack, names[index % len(names)], target, source, rng)
+        yield
+        nursery.cancel_scope.cancel()
+
+
+def num_tasks() -> int:
+    return trio.lowlevel.current_statistics().tasks_living
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+async def test_newcomers_get_in_beside_strangers_who_leave_nothing_behind(name: str) -> None:
+    with trio.fail_after(PATIENCE):
+        async with host_at_loopback() as bob:
+            bob.set_handler(ECHO, echo)
+            await assert_answers(bob)
+            await wait_all_tasks_blocked(0.05)
+            before = num_tasks()
+            async with attacked(bob, [name], 24):
+                for _ in range(3):
+                    await assert_answers(bob)
+                    assert bob._swarm.commons.num_unread <= yamux.MAX_STRANGERS_UNREAD_BYTES
+            while num_tasks() > before or bob.connected:
+                await wait_all_tasks_blocked(0.05)
+            assert not bob._swarm._handshakes
+            assert bob._swarm.commons.num_unread == 0
+            assert not bob._swarm.commons.conns
+
+
+@pytest.mark.parametrize(("sources", "most"), [(1, MAX_HANDSHAKES_PER_ADDRESS), (100, MAX_HANDSHAKES)])
+async def test_unfinished_handshakes_are_bounded_by_address_and_in_all(sources: int, most: int) -> None:
+    with trio.fail_after(PATIENCE):
+        async with host_at_loopback() as bob:
+            bob.set_handler(ECHO, echo)
+            async with attacked(bob, ["silence", "half a handshake", "a byte at a time"], 300, sources):
+                for _ in range(3):
+                    await assert_answers(bob)
+                    assert len(bob._swarm._handshakes) <= most
+
+
+async def test_connections_in_all_are_bounded_and_who_is_needed_stays() -> None:
+    with trio.fail_after(PATIENCE):
+        async with host_at_loopback() as bob, host_at_loopback() as friend:
+            bob.set_handler(ECHO, echo)
+            bob._swarm.max_connections = 10
+            bob.protect(lambda peer: peer == friend.author)
+            await friend.connect(bob.author, bob.addresses)
+            async with attacked(bob, ["idle connections"], 30):
+                await assert_answers(bob)
+                live = [conn for conn in bob._swarm.get_connections() if not conn.is_closed]
+                assert len(live) <= 10
+                assert bob.is_connected(friend.author)
+
+
+async def test_a_connection_negotiates_few_streams_at_once() -> None:
+    async with host_at_loopback() as bob, attacked(bob, ["thousands of streams"], 1):
+        with trio.fail_after(PATIENCE):
+            while not (conns := bob._swarm.get_connections()):
+                await trio.lowlevel.checkpoint()
+            (conn,) = conns
+            assert isinstance(conn, MendedConn)
+            while not conn.is_closed:
+                assert len(conn._negotiating) <= MAX_NEGOTIATIONS_PER_CONNECTION
+                await trio.lowlevel.checkpoint()
+
+
+async def test_garbage_of_all_kinds_writes_nothing_at_the_usual_level(caplog: pytest.LogCaptureFixture) -> None:
+    with trio.fail_after(PATIENCE), caplog.at_level("INFO"):
+        async with host_at_loopback() as bob:
+            bob.set_handler(ECHO, echo)
+            async with attacked(bob, list(ATTACKS), 64, sources=20):
+                for _ in range(3):
+                    await assert_answers(bob)
+    assert not caplog.records
+
+
+async def test_descriptors_stay_as_they_were_whoever_comes_and_goes() -> None:
+    with trio.fail_after(PATIENCE):
+        async with host_at_loopback() as bob:
+            before = num_descriptors()
+            async with attacked(bob, [*RAW, *AUTHENTICATED], 64):
+                await wait_all_tasks_blocked(0.1)
+            while num_descriptors() > before:
+                await wait_all_tasks_blocked(0.05)
+
+
+async def test_attacks_are_for_loopback_only() -> None:
+    with pytest.raises(TargetError):
+        await attack("silence", Target(1, bytes(32)), "192.0.2.1", random.Random(0))

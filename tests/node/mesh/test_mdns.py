@@ -1,0 +1,126 @@
+"""Multicast DNS: what an answer may lead to, and two machines on one cable, without any internet, that train."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import trio
+
+from farandole.node.mesh.mdns import MAX_ADDRESSES, MAX_NAMES, MAX_PEERS, Mdns, Neighbour, neighbour_of
+from farandole.protocol.identity import peer_id_of
+from farandole.protocol.invite import Invite, encode_invite
+from farandole.protocol.records import local_name
+from farandole.testnet.leash import open_leash
+from farandole.testnet.namespace import Namespace, NamespaceError, open_namespace
+
+from ..daemons import Daemon
+from ..relayed import open_public
+from ..small_runs import small_manifest, write_run, write_text
+
+RUN = b"r" * 32
+ALICE, OWN = b"a" * 32, b"o" * 32
+NETWORKS = [ipaddress.ip_network("192.168.7.0/24"), ipaddress.ip_network("fd00:7::/64")]
+
+
+def answer(*ips: str, peer: object = peer_id_of(ALICE).encode(), port: object = 4001) -> Neighbour | None:
+    return neighbour_of(peer, ips, port, NETWORKS, OWN)
+
+
+def test_an_answer_leads_only_into_our_own_networks() -> None:
+    found = answer("192.168.7.9", "8.8.8.8", "127.0.0.1", "192.168.8.9", "fd00:7::9", "fd00:8::9", "nonsense", "")
+    assert found == Neighbour(ALICE, ["/ip4/192.168.7.9/tcp/4001", "/ip6/fd00:7::9/tcp/4001"])
+    assert answer("8.8.8.8") is None
+    assert answer() is None
+
+
+@pytest.mark.parametrize("peer", [None, b"", b"\xff\xfe", b"12D3KooW", b"x" * 100_000, peer_id_of(OWN).encode(), 5])
+def test_an_answer_names_another_peer(peer: object) -> None:
+    assert answer("192.168.7.9", peer=peer) is None
+
+
+@pytest.mark.parametrize("port", [None, 0, -1, 65_536, "80"])
+def test_an_answer_names_a_port(port: object) -> None:
+    assert answer("192.168.7.9", port=port) is None
+
+
+def test_an_answer_with_many_addresses_is_cut_short() -> None:
+    found = answer(*(f"192.168.7.{number}" for number in range(1, 200)))
+    assert found is not None
+    assert len(found.addresses) == MAX_ADDRESSES
+
+
+async def test_a_flood_of_answers_is_dropped() -> None:
+    async with open_public() as host:
+        mdns = Mdns(host, [RUN])
+        for number in range(10 * MAX_NAMES):
+            mdns._note(f"{local_name(RUN)}-{number}")
+            mdns._note(f"{local_name(OWN)}-{number}")  # of another run
+            mdns.take(Neighbour(number.to_bytes(32, "big"), ["/ip4/192.168.7.9/tcp/1"]))
+        assert len(mdns._found) == MAX_NAMES
+        assert all(name.startswith(local_name(RUN)) for name in mdns._found)
+        assert len(mdns._around) == MAX_PEERS
+
+
+# A network of two
+
+
+@pytest.fixture
+def laptops() -> Iterator[tuple[Namespace, Namespace]]:
+    """Two machines on one cable: no router, no way to anywhere else."""
+    with contextlib.ExitStack() as stack:
+        try:
+            leash = stack.enter_context(open_leash())
+            one, two = (stack.enter_context(open_namespace(leash)) for _ in range(2))
+            one.run(f"ip link add eth0 type veth peer name eth0 netns {two.holder}")
+        except (NamespaceError, OSError) as error:
+            pytest.skip(str(error))
+        for number, laptop in enumerate((one, two), 1):
+            laptop.run(f"ip address add 192.168.7.{number}/24 dev eth0; ip link set eth0 up")
+        yield one, two
+
+
+@contextlib.asynccontextmanager
+async def joined_at(place: Namespace, home: Path, *arguments: str) -> AsyncIterator[Daemon]:
+    process = await trio.lowlevel.open_process(
+        [
+            *(*place.enter, sys.executable, "-m", "farandole.node", "join", *arguments, "--home", str(home)),
+            *("--heartbeat-seconds", "1", "--validate-every", "0"),
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={"FARANDOLE_LOG_FORMAT": "human", **os.environ},
+    )
+    try:
+        yield Daemon(process, home)
+    finally:
+        if process.returncode is None:
+            process.terminate()  # nsenter has become the daemon
+        with trio.CancelScope(shield=True):
+            await process.wait()
+
+
+async def test_two_laptops_without_internet_find_each_other_and_train(
+    tmp_path: Path, laptops: tuple[Namespace, Namespace]
+) -> None:
+    text = write_text(tmp_path)
+    signed = write_run(tmp_path, small_manifest(inner={"learning_rate": 3e-3, "warmup_steps": 2, "batch_size": 2}))
+    manifest = tmp_path / "run.manifest"
+    # Its only address leads nowhere here.
+    invite = encode_invite(Invite(signed.run_id, (f"/ip4/8.8.8.8/tcp/4001/p2p/{peer_id_of(ALICE)}",)))
+    data = ("--data", str(text))
+    async with (
+        joined_at(laptops[0], tmp_path / "alice", str(manifest), *data) as alice,
+        joined_at(laptops[1], tmp_path / "bob", invite, *data) as bob,
+    ):
+        await alice.says("this node is")
+        await bob.says("manifest", "verified")
+        await bob.says("averaged with", alice.name)
+        await alice.says("averaged with", bob.name)

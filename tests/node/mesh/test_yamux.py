@@ -1,0 +1,410 @@
+"""Yamux over a pipe in memory, against a peer that we write frame by frame."""
+
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any, cast
+
+import pytest
+import trio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from libp2p.peer.id import ID
+from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamClosed, MuxedStreamEOF, MuxedStreamReset
+from trio.testing import MockClock, memory_stream_pair, wait_all_tasks_blocked
+
+from farandole.node.base.bandwidth import METER_SECONDS, Shaper, Shaping
+from farandole.node.mesh import yamux
+from farandole.node.mesh.yamux import MAX_INBOUND_STREAMS, MAX_WAITING_STREAMS, USELESS_BURST, Commons, YamuxConn
+from farandole.node.mesh.yamux_frames import MAX_MESSAGE_BYTES, PIECE_BYTES, YamuxError
+from farandole.node.mesh.yamux_stream import INITIAL_WINDOW, MAX_WINDOW, YamuxStream
+
+from ...patience import PATIENCE
+
+DATA, WINDOW_UPDATE, PING, GO_AWAY = range(4)
+SYN, ACK, FIN, RST = 1, 2, 4, 8
+PEER = ID(b"peer")
+
+
+def encode(kind: int, flags: int, stream_id: int, length: int, data: bytes = b"") -> bytes:
+    return struct.pack("!BBHII", 0, kind, flags, stream_id, length) + data
+
+
+class Pipe:
+    """A secure connection of the library's, as much of it as yamux uses."""
+
+    def __init__(self, stream: trio.StapledStream, is_initiator: bool) -> None:
+        self.stream = stream
+        self.is_initiator = is_initiator
+
+    async def read(self, n: int | None = None) -> bytes:
+        return bytes(await self.stream.receive_some(n))
+
+    async def write(self, data: bytes) -> None:
+        assert len(data) <= MAX_MESSAGE_BYTES
+        await self.stream.send_all(data)
+
+
+@asynccontextmanager
+async def open_conn(
+    shaping: Shaping | None = None, commons: Commons | None = None
+) -> AsyncIterator[tuple[YamuxConn, trio.StapledStream]]:
+    """A connection that was dialled from elsewhere, and the dialler's bare end of it."""
+    near, far = memory_stream_pair()
+    conn = YamuxConn(cast("Any", Pipe(near, is_initiator=False)), PEER, shaping, commons)
+    with trio.fail_after(PATIENCE):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(conn.start)
+            await conn.event_started.wait()
+            yield conn, far
+            nursery.cancel_scope.cancel()
+
+
+def num_counted(shaper: Shaper) -> float:
+    """All that it has counted, if its clock stands at 0."""
+    return shaper.per_second() * (METER_SECONDS - 1)
+
+
+async def receive_frame(far: trio.StapledStream) -> tuple[int, int, int, int]:
+    header = b""
+    while len(header) < 12:
+        header += await far.receive_some(12 - len(header))
+    _, kind, flags, stream_id, length = struct.unpack("!BBHII", header)
+    return kind, flags, stream_id, length
+
+
+async def accept(conn: YamuxConn, far: trio.StapledStream, stream_id: int = 1) -> YamuxStream:
+    await far.send_all(encode(WINDOW_UPDATE, SYN, stream_id, 0))
+    stream = await conn.accept_stream()
+    assert await receive_frame(far) == (WINDOW_UPDATE, ACK, stream_id, 0)
+    return cast("YamuxStream", stream)
+
+
+async def test_frames_cut_anywhere_are_put_together() -> None:
+    async with open_conn() as (conn, far):
+        stream = await accept(conn, far)
+        for byte in encode(DATA, 0, 1, 5, b"hello") + encode(DATA, FIN, 1, 1, b"!"):
+            await far.send_all(bytes([byte]))
+        heard = b""
+        with pytest.raises(MuxedStreamEOF):
+            while True:
+                heard += await stream.read(2)
+        assert heard == b"hello!"
+
+
+async def test_a_reset_is_no_end() -> None:
+    async with open_conn() as (conn, far):
+        stream = await accept(conn, far)
+        await far.send_all(encode(DATA, 0, 1, 2, b"ab") + encode(WINDOW_UPDATE, RST, 1, 0))
+        with pytest.raises(MuxedStreamReset):
+            await stream.read()
+        with pytest.raises(MuxedStreamReset):
+            await stream.write(b"x")
+
+
+async def test_an_end_before_the_connections_end_stays_a_clean_end() -> None:
+    async with open_conn() as (conn, far):
+        ended, torn = await accept(conn, far, 1), await accept(conn, far, 3)
+        await far.send_all(encode(DATA, FIN, 1, 2, b"ab") + encode(DATA, 0, 3, 2, b"ab"))
+        await far.aclose()
+        await conn.event_closed.wait()
+        assert await ended.read() == await torn.read() == b"ab"
+        with pytest.raises(MuxedStreamEOF):
+            await ended.read()
+        with pytest.raises(MuxedStreamReset):
+            await torn.read()
+        with pytest.raises(MuxedConnUnavailable):
+            await conn.accept_stream()
+        with pytest.raises(MuxedConnUnavailable):
+            await conn.open_stream()
+
+
+async def test_writing_waits_for_credit() -> None:
+    async with open_conn() as (conn, far):
+        stream = await accept(conn, far)
+        num_received = 0
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(stream.write, bytes(INITIAL_WINDOW + 10))
+            while num_received < INITIAL_WINDOW:
+                _, _, _, length = await receive_frame(far)
+                num_received += length
+                while length:
+                    length -= len(await far.receive_some(length))
+            assert num_received == INITIAL_WINDOW
+            await far.send_all(encode(WINDOW_UPDATE, 0, 1, 100))
+            assert await receive_frame(far) == (DATA, 0, 1, 10)
+
+
+async def test_credit_is_given_back_as_it_is_read_and_only_then() -> None:
+    async with open_conn() as (conn, far):
+        stream = await accept(conn, far)
+        await far.send_all(encode(DATA, 0, 1, INITIAL_WINDOW, bytes(INITIAL_WINDOW)))
+        num_read = 0
+        while num_read < INITIAL_WINDOW:
+            num_read += len(await stream.read(INITIAL_WINDOW))
+        kind, _, stream_id, credit = await receive_frame(far)
+        assert (kind, stream_id) == (WINDOW_UPDATE, 1)
+        assert credit >= INITIAL_WINDOW // 2
+
+
+async def test_a_sender_beyond_its_window_loses_the_connection() -> None:
+    async with open_conn() as (conn, far):
+        await accept(conn, far)
+        await far.send_all(encode(DATA, 0, 1, INITIAL_WINDOW + 1, bytes(INITIAL_WINDOW + 1)))
+        await conn.event_closed.wait()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        b"\1" + bytes(11),
+        encode(7, 0, 0, 0),
+        encode(DATA, SYN, 2, 0),
+        encode(DATA, SYN, 1, 0),
+        encode(DATA, 0, 1, 2**31),
+        encode(GO_AWAY, 0, 0, 0),
+    ],
+)
+async def test_what_no_honest_peer_sends_ends_the_connection(bad: bytes) -> None:
+    async with open_conn() as (conn, far):
+        await accept(conn, far)
+        await far.send_all(bad)
+        await conn.event_closed.wait()
+
+
+async def test_too_many_streams_are_refused_one_by_one() -> None:
+    async with open_conn() as (conn, far):
+        for number in range(MAX_INBOUND_STREAMS):
+            await accept(conn, far, 2 * number + 1)
+        await far.send_all(encode(WINDOW_UPDATE, SYN, 2 * MAX_INBOUND_STREAMS + 1, 0))
+        assert await receive_frame(far) == (WINDOW_UPDATE, RST, 2 * MAX_INBOUND_STREAMS + 1, 0)
+
+
+async def test_streams_that_nobody_takes_up_are_fewer() -> None:
+    async with open_conn() as (_, far):
+        for number in range(MAX_WAITING_STREAMS + 1):
+            await far.send_all(encode(WINDOW_UPDATE, SYN, 2 * number + 1, 0))
+            flags = ACK if number < MAX_WAITING_STREAMS else RST
+            assert await receive_frame(far) == (WINDOW_UPDATE, flags, 2 * number + 1, 0)
+
+
+async def test_the_stream_with_most_unread_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yamux, "MAX_UNREAD_BYTES", 1000)
+    async with open_conn() as (conn, far):
+        small, large = await accept(conn, far, 1), await accept(conn, far, 3)
+        await far.send_all(encode(DATA, 0, 1, 400, bytes(400)) + encode(DATA, 0, 3, 601, bytes(601)))
+        assert await receive_frame(far) == (WINDOW_UPDATE, RST, 3, 0)
+        assert large.is_reset
+        assert len(await small.read()) == 400
+        assert conn.num_unread == 0
+
+
+async def test_a_peer_that_pings_and_reads_nothing_is_cut_off() -> None:
+    async with open_conn() as (conn, far):
+        near = cast("Any", conn.secured_conn).stream
+
+        async def never() -> None:
+            await trio.sleep_forever()
+
+        near.send_stream.send_all_hook = never
+        with pytest.raises((trio.BrokenResourceError, trio.ClosedResourceError)):
+            while not conn.event_closed.is_set():
+                await far.send_all(encode(PING, SYN, 0, 1) * 1000)
+            raise trio.BrokenResourceError
+
+
+async def test_pings_are_answered_and_measured() -> None:
+    async with open_conn() as (conn, far), trio.open_nursery() as nursery:
+        await far.send_all(encode(PING, SYN, 0, 77))
+        assert await receive_frame(far) == (PING, ACK, 0, 77)
+        nursery.start_soon(conn.ping)
+        kind, flags, _, number = await receive_frame(far)
+        assert (kind, flags) == (PING, SYN)
+        await far.send_all(encode(PING, ACK, 0, number))
+
+
+async def test_closing_says_goodbye_after_what_was_written() -> None:
+    async with open_conn() as (conn, far):
+        stream = await accept(conn, far)
+        await stream.write(b"bye")
+        await stream.close()
+        with pytest.raises(MuxedStreamClosed):
+            await stream.write(b"more")
+        await conn.close()
+        assert await receive_frame(far) == (DATA, 0, 1, 3)
+        assert await far.receive_some(3) == b"bye"
+        assert await receive_frame(far) == (WINDOW_UPDATE, FIN, 1, 0)
+        assert await receive_frame(far) == (GO_AWAY, 0, 0, 0)
+
+
+async def test_control_frames_wait_behind_one_piece_of_bulk_at_most() -> None:
+    async with open_conn() as (conn, far):
+        bulk, control = await accept(conn, far), await accept(conn, far, 3)
+        bulk.is_bulk = True
+        pipe, is_taken = cast("Any", conn.secured_conn).stream.send_stream, trio.Event()
+        deliver = pipe.send_all_hook
+
+        async def deliver_when_taken() -> None:
+            await is_taken.wait()
+            await deliver()
+
+        pipe.send_all_hook = deliver_when_taken
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(bulk.write, bytes(3 * PIECE_BYTES))
+            await wait_all_tasks_blocked()
+            await control.write(b"now")
+            is_taken.set()
+        headers = []
+        for _ in range(4):
+            headers.append(await receive_frame(far))
+            left = headers[-1][3]
+            while left:
+                left -= len(await far.receive_some(left))
+        assert headers == [(DATA, 0, 1, PIECE_BYTES), (DATA, 0, 3, 3), *[(DATA, 0, 1, PIECE_BYTES)] * 2]
+
+
+async def test_everything_counts_but_the_payload_of_bulk() -> None:
+    shaping = Shaping(*(Shaper(clock=lambda: 0.0) for _ in range(2)))
+    async with open_conn(shaping) as (conn, far):
+        bulk, control = await accept(conn, far), await accept(conn, far, 3)
+        bulk.is_bulk = True
+        assert (num_counted(shaping.down), num_counted(shaping.up)) == (24, 24)  # two frames each way
+        await bulk.write(b"abc")
+        await control.write(b"defgh")
+        await far.send_all(encode(DATA, 0, 1, 2, b"ab") + encode(DATA, 0, 3, 4, b"cdef"))
+        assert await bulk.read() == b"ab"
+        assert await control.read() == b"cdef"
+        assert num_counted(shaping.up) == 24 + 12 + 12 + 5
+        assert num_counted(shaping.down) == 24 + 12 + 12 + 4
+
+
+async def test_an_abandoned_stream_refuses_what_still_comes() -> None:
+    async with open_conn() as (conn, far):
+        stream = await accept(conn, far)
+        stream.abandon()
+        assert await receive_frame(far) == (WINDOW_UPDATE, FIN, 1, 0)
+        await far.send_all(encode(DATA, 0, 1, 3, b"abc"))
+        assert await receive_frame(far) == (WINDOW_UPDATE, RST, 1, 0)
+        assert not conn.event_closed.is_set()
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(
+        st.one_of(
+            st.binary(max_size=40),
+            st.builds(
+                lambda kind, flags, stream_id, data: encode(
+                    kind, flags, stream_id, len(data), data if kind == 0 else b""
+                ),
+                st.integers(0, 4),
+                st.integers(0, 15),
+                st.integers(0, 5),
+                st.binary(max_size=30),
+            ),
+        ),
+        max_size=30,
+    )
+)
+def test_no_bytes_whatever_raise_anything_but_a_yamux_error(pieces: list[bytes]) -> None:
+    async def feed() -> None:
+        near, _ = memory_stream_pair()
+        conn = YamuxConn(cast("Any", Pipe(near, is_initiator=False)), PEER)
+        try:
+            for piece in pieces:
+                conn._feed(memoryview(piece))
+        except YamuxError:
+            pass
+        accepted = []
+        with suppress(trio.WouldBlock):
+            while True:
+                accepted.append(conn._accepted.receive_nowait())
+        assert conn.num_unread == sum(stream.num_unread for stream in accepted)
+
+    trio.run(feed)
+
+
+# Strangers who are many, or of no use
+
+
+async def test_strangers_share_what_may_be_unread_and_who_is_needed_has_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(yamux, "MAX_STRANGERS_UNREAD_BYTES", 1000)
+    commons = Commons()
+    async with (
+        open_conn(commons=commons) as (needed, from_needed),
+        open_conn(commons=commons) as (small, from_small),
+        open_conn(commons=commons) as (large, from_large),
+    ):
+        needed.peer_id = ID(b"needed")
+        commons.is_needed = lambda peer_id: peer_id == needed.peer_id
+        streams = [
+            await accept(conn, far) for conn, far in ((needed, from_needed), (small, from_small), (large, from_large))
+        ]
+        await from_needed.send_all(encode(DATA, 0, 1, 5000, bytes(5000)))
+        await from_large.send_all(encode(DATA, 0, 1, 700, bytes(700)))
+        await from_small.send_all(encode(DATA, 0, 1, 301, bytes(301)))
+        assert await receive_frame(from_large) == (WINDOW_UPDATE, RST, 1, 0)
+        assert [stream.is_reset for stream in streams] == [False, False, True]
+        assert [len(await stream.read()) for stream in streams[:2]] == [5000, 301]
+        assert commons.num_unread == 0
+    assert not commons.conns
+
+
+async def test_what_a_lost_connection_leaves_unread_counts_no_more() -> None:
+    commons = Commons()
+    async with open_conn(commons=commons) as (conn, far):
+        stream = await accept(conn, far)
+        await far.send_all(encode(DATA, 0, 1, 300, bytes(300)))
+        await far.aclose()
+        await conn.event_closed.wait()
+        assert commons.num_unread == 0
+        assert len(await stream.read()) == 300
+        assert commons.num_unread == 0
+
+
+@pytest.mark.parametrize(
+    "useless",
+    [
+        encode(PING, SYN, 0, 1),
+        encode(PING, ACK, 0, 1),
+        encode(DATA, 0, 1, 0),
+        encode(WINDOW_UPDATE, 0, 1, 1),
+        encode(WINDOW_UPDATE, 0, 99, 1),
+        encode(DATA, 0, 99, 1000, bytes(1000)),
+    ],
+)
+async def test_who_makes_work_and_brings_nothing_is_cut_off(useless: bytes, mock_clock: MockClock) -> None:
+    async with open_conn() as (conn, far):
+        await accept(conn, far)
+        num_sent = 0
+        while not conn.event_closed.is_set():
+            with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+                await far.send_all(useless * 64)
+            await wait_all_tasks_blocked()
+            num_sent += 64
+        assert num_sent <= USELESS_BURST + 64
+
+
+async def test_what_is_under_way_to_a_stream_that_ends_is_no_offence() -> None:
+    async with open_conn() as (conn, far):
+        stream = await accept(conn, far)
+        stream.break_off()
+        full = encode(DATA, 0, 1, PIECE_BYTES, bytes(PIECE_BYTES))
+        for _ in range(MAX_WINDOW // PIECE_BYTES):
+            await far.send_all(full)
+        await wait_all_tasks_blocked()
+        assert not conn.event_closed.is_set()
+
+
+async def test_a_stream_breaks_off_when_its_limit_is_passed() -> None:
+    async with open_conn() as (conn, far):
+        stream = await accept(conn, far)
+        stream.limit(1000)
+        await far.send_all(encode(DATA, 0, 1, 1000, bytes(1000)))
+        assert len(await stream.read()) == 1000
+        await far.send_all(encode(DATA, 0, 1, 1, b"x"))
+        assert await receive_frame(far) == (WINDOW_UPDATE, RST, 1, 0)
+        assert stream.is_reset
+        assert not conn.event_closed.is_set()

@@ -1,0 +1,385 @@
+"""Gossip services among themselves, over a network in memory, in virtual time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from farandole.node.base.errors import PeerUnreachableError
+from farandole.node.state.gossip import GossipService, dialable_addresses
+from farandole.node.state.store import StoreError, open_store
+from farandole.protocol.antientropy import PROTOCOL as SYNC_PROTOCOL
+from farandole.protocol.antientropy import Hello, encode_frame
+from farandole.protocol.entries import Beat, Delta, Kind, Member, Metric, Progress
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.identity import peer_id_of, public_bytes
+from farandole.protocol.push import PROTOCOL as PUSH_PROTOCOL
+from farandole.protocol.state import RunState
+from farandole.protocol.writer import Mark, Writer
+
+from ...protocol.authors import CREATOR, NOW, RUN_ID, author_of, key_of, member, metric
+
+
+class MemoryStream:
+    """One end of a pair of `trio.testing.memory_stream_pair`, with the other's name."""
+
+    is_bulk = False
+
+    def __init__(self, stream: trio.abc.Stream, peer: bytes) -> None:
+        self._stream = stream
+        self.peer = peer
+
+    async def send_all(self, data: bytes) -> None:
+        await self._stream.send_all(data)
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes:
+        return bytes(await self._stream.receive_some(max_bytes))
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+class Wires:
+    """All nodes' hosts and messengers in one process; `cut` nodes hear nothing."""
+
+    def __init__(self, nursery: trio.Nursery) -> None:
+        self.nursery = nursery
+        self.hosts: dict[bytes, MemoryHost] = {}
+        self.cut: set[bytes] = set()
+
+
+class MemoryHost:
+    """What a gossip service uses of a host and of a messenger."""
+
+    def __init__(self, wires: Wires, author: bytes) -> None:
+        self._wires = wires
+        self.author = author
+        self.handlers: dict[str, Callable[..., Awaitable[None]]] = {}
+        self.receivers: dict[str, Callable[[bytes, bytes], None]] = {}
+        self.on_failed: Callable[[bytes, str], None] | None = None
+        self.addresses: dict[bytes, list[str]] = {}
+        self.faults: list[bytes] = []
+        self.num_opened = 0
+        self.connected: frozenset[bytes] = frozenset()
+        wires.hosts[author] = self
+
+    def set_handler(self, protocol: str, handler: Callable[..., Awaitable[None]]) -> None:
+        self.handlers[protocol] = handler
+
+    def add_addresses(self, peer: bytes, addresses: Sequence[str]) -> None:
+        self.addresses[peer] = list(addresses)
+
+    async def open_stream(self, peer: bytes, protocol: str, timeout: float = 8.0) -> MemoryStream:
+        await trio.sleep(0.05)
+        other = self._wires.hosts.get(peer)
+        if other is None or protocol not in other.handlers or {peer, self.author} & self._wires.cut:
+            raise PeerUnreachableError("nobody there")
+        self.num_opened += 1
+        near, far = trio.testing.memory_stream_pair()
+        self._wires.nursery.start_soon(other._serve, protocol, MemoryStream(far, self.author))
+        return MemoryStream(near, peer)
+
+    async def _serve(self, protocol: str, stream: MemoryStream) -> None:
+        try:
+            await self.handlers[protocol](stream)
+        except RemoteProtocolError:
+            self.faults.append(stream.peer)
+        except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError):
+            pass
+        finally:
+            await stream.aclose()
+
+    def set_receiver(
+        self,
+        protocol: str,
+        max_bytes: int,
+        receive: Callable[[bytes, bytes], None],
+        on_failed: Callable[[bytes, str], None] | None = None,
+    ) -> None:
+        self.receivers[protocol] = receive
+        self.on_failed = on_failed
+
+    def send_nowait(self, peer: bytes, protocol: str, payload: bytes) -> None:
+        other = self._wires.hosts.get(peer)
+        if other is None or protocol not in other.receivers or {peer, self.author} & self._wires.cut:
+            if self.on_failed is not None:
+                self.on_failed(peer, protocol)
+            return
+        try:
+            other.receivers[protocol](self.author, payload)
+        except RemoteProtocolError:
+            other.faults.append(self.author)
+
+
+class MemoryStore:
+    """A store that may be full."""
+
+    def __init__(self) -> None:
+        self.rows: dict[bytes, bytes] = {}
+        self.mark: Mark = ()
+        self.is_full = False
+
+    def _check(self) -> None:
+        if self.is_full:
+            raise StoreError("no space left on device")
+
+    async def load_authors(self) -> dict[bytes, bytes]:
+        return dict(self.rows)
+
+    async def save_authors(self, rows: Mapping[bytes, bytes | None]) -> None:
+        self._check()
+        for author, row in rows.items():
+            self.rows.pop(author, None)
+            if row is not None:
+                self.rows[author] = row
+
+    async def load_mark(self) -> Mark:
+        return self.mark
+
+    async def save_mark(self, mark: Mark) -> None:
+        self._check()
+        self.mark = mark
+
+
+class GossipNode:
+    """A service with all that it stands on."""
+
+    def __init__(self, wires: Wires, number: int, store: MemoryStore | None = None) -> None:
+        self.author = public_bytes(key_of(number))
+        self.host = MemoryHost(wires, self.author)
+        self.store = store or MemoryStore()
+        self.state = RunState(RUN_ID, CREATOR)
+        self.service = GossipService(
+            self.state,
+            Writer(key_of(number), RUN_ID),
+            self.host,
+            self.host,
+            self.store,
+            random.Random(number),
+            base_period=2.0,
+            unix=lambda: NOW + trio.current_time(),
+        )
+
+    async def live(self, bootstrap: Sequence[GossipNode] = ()) -> None:
+        """Join, announce and beat, as a daemon does."""
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self.service.run)
+            self.host.connected = frozenset(node.author for node in bootstrap)
+            await self.service.join()
+            await self.service.publish(Kind.MEMBER, 0, Member(device="cpu", addresses=("/ip4/10.0.0.1/tcp/4001",)))
+            while True:
+                await self.service.publish(Kind.BEAT, 0, Beat(0, 0, None, 0))
+                await trio.sleep(2.0)
+
+    def sees(self) -> set[bytes]:
+        """Live members, itself included."""
+        members = self.state.members()
+        return {peer for peer in self.service.liveness.live(trio.current_time()) if peer in members} | {self.author}
+
+
+@asynccontextmanager
+async def wired(clock: trio.testing.MockClock) -> AsyncIterator[Wires]:
+    clock.autojump_threshold = 0.0
+    async with trio.open_nursery() as nursery:
+        yield Wires(nursery)
+        nursery.cancel_scope.cancel()
+
+
+async def test_eight_nodes_find_each_other_by_one(mock_clock: trio.testing.MockClock) -> None:
+    async with wired(mock_clock) as wires:
+        nodes = [GossipNode(wires, number) for number in range(1, 9)]
+        for node in nodes:
+            wires.nursery.start_soon(node.live, nodes[:1] if node is not nodes[0] else [])
+        await trio.sleep(12.0)
+        everybody = {node.author for node in nodes}
+        assert all(node.sees() == everybody for node in nodes)
+        assert len({node.state.root for node in nodes}) == 1
+        assert all(node.host.faults == [] for node in nodes)
+        expected = [f"/ip4/10.0.0.1/tcp/4001/p2p/{peer_id_of(nodes[1].author)}"]
+        assert nodes[7].host.addresses[nodes[1].author] == expected
+
+
+async def test_what_one_publishes_wakes_the_others(mock_clock: trio.testing.MockClock) -> None:
+    async with wired(mock_clock) as wires:
+        nodes = [GossipNode(wires, number) for number in range(1, 6)]
+        for node in nodes:
+            wires.nursery.start_soon(node.live, nodes[:1] if node is not nodes[0] else [])
+        await trio.sleep(10.0)
+        await nodes[0].service.publish(Kind.PROGRESS, 0, Progress(1, 1, 42, 0, 0))
+        with trio.fail_after(4.0):
+            while nodes[4].state.total_progress().tokens != 42:
+                await nodes[4].service.changed()
+
+
+async def test_a_node_that_leaves_or_dies_is_gone_within_ten_seconds(mock_clock: trio.testing.MockClock) -> None:
+    async with wired(mock_clock) as wires:
+        nodes = [GossipNode(wires, number) for number in range(1, 6)]
+        for node in nodes:
+            wires.nursery.start_soon(node.live, nodes[:1] if node is not nodes[0] else [])
+        await trio.sleep(10.0)
+        await nodes[1].service.publish(Kind.MEMBER, 0, Member(left=True))
+        await nodes[1].service.flush()
+        wires.cut = {nodes[1].author, nodes[2].author}
+        await trio.sleep(10.0)
+        left = {nodes[0].author, nodes[3].author, nodes[4].author}
+        assert all(node.sees() == left for node in (nodes[0], nodes[3], nodes[4]))
+        wires.cut = {nodes[1].author}
+        await trio.sleep(15.0)
+        assert all(node.sees() == left | {nodes[2].author} for node in (nodes[0], nodes[2], nodes[3], nodes[4]))
+
+
+async def test_the_first_node_does_not_wait_for_anybody(mock_clock: trio.testing.MockClock) -> None:
+    async with wired(mock_clock) as wires:
+        node = GossipNode(wires, 1)
+        await wires.nursery.start(node.service.run)
+        began = trio.current_time()
+        assert await node.service.join() == 0
+        assert trio.current_time() == began
+
+
+async def test_a_silent_peer_costs_a_deadline_and_no_more(mock_clock: trio.testing.MockClock) -> None:
+    async with wired(mock_clock) as wires:
+        node, tarpit = GossipNode(wires, 1), MemoryHost(wires, author_of(2))
+
+        async def never_answer(stream: MemoryStream) -> None:
+            await trio.sleep_forever()
+
+        tarpit.set_handler(SYNC_PROTOCOL, never_answer)
+        await wires.nursery.start(node.service.run)
+        node.host.connected = frozenset({tarpit.author})
+        with trio.fail_after(21.0):
+            assert await node.service.join() == 0
+
+
+async def test_a_restart_takes_up_what_was_stored(mock_clock: trio.testing.MockClock) -> None:
+    store = MemoryStore()
+    async with wired(mock_clock) as wires:
+        node = GossipNode(wires, 1, store)
+        wires.nursery.start_soon(node.live)
+        await trio.sleep(1.0)
+        node.state.merge(Delta((metric(2), member(3, device="a"), member(3, device="b"))), NOW)
+        await trio.sleep(4.0)
+        root = node.state.root
+    store.rows[author_of(4)] = b"damaged"
+    store.rows[author_of(5)] = Delta((metric(6),)).encode()[:-9] + bytes(9)
+    async with wired(mock_clock) as wires:
+        reborn = GossipNode(wires, 1, store)
+        await wires.nursery.start(reborn.service.run)
+        assert reborn.state.root == root
+        past = reborn.state.get(reborn.author, Kind.MEMBER)
+        assert past is not None
+        await reborn.service.publish(Kind.MEMBER, 0, Member(device="again"))
+        now = reborn.state.get(reborn.author, Kind.MEMBER)
+        assert now is not None
+        assert now.tick > past.tick
+        assert not reborn.service.has_forked
+        await trio.sleep(4.0)
+    assert author_of(4) not in store.rows
+
+
+async def test_nothing_is_said_that_a_crash_could_contradict(mock_clock: trio.testing.MockClock) -> None:
+    async with wired(mock_clock) as wires:
+        node = GossipNode(wires, 1)
+        await wires.nursery.start(node.service.run)
+        node.store.is_full = True
+        await node.service.publish(Kind.MEMBER, 0, Member(device="old"))
+        await node.service.publish(Kind.MEMBER, 0, Member(device="new"))
+        await trio.sleep(5.0)
+        assert node.state.get(node.author, Kind.MEMBER) is None
+        node.store.is_full = False
+        await trio.sleep(5.0)
+        assert node.state.payload(node.author, Member) == Member(device="new")
+        entry = node.state.get(node.author, Kind.MEMBER)
+        assert entry is not None
+        assert entry.written_at <= node.store.mark[-1][1]
+        assert node.author in node.store.rows
+
+
+async def test_what_comes_too_fast_is_said_later_the_newest_first(mock_clock: trio.testing.MockClock) -> None:
+    async with wired(mock_clock) as wires:
+        node = GossipNode(wires, 1)
+        await wires.nursery.start(node.service.run)
+        for value in range(5):
+            await node.service.publish(Kind.METRIC, 0, Metric(0, 1, (value,)))
+        said = node.state.payload(node.author, Metric)
+        assert said is not None
+        assert said.losses < (4,)
+        await trio.sleep(130.0)
+        assert node.state.payload(node.author, Metric) == Metric(0, 1, (4,))
+
+
+async def test_garbage_costs_its_sender_and_nobody_else(mock_clock: trio.testing.MockClock) -> None:
+    async with wired(mock_clock) as wires:
+        node, attacker = GossipNode(wires, 1), MemoryHost(wires, author_of(2))
+        await wires.nursery.start(node.service.run)
+        for payload in (b"", b"\xff" * 100, bytes(1 << 20)):
+            attacker.send_nowait(node.author, PUSH_PROTOCOL, payload)
+        assert node.host.faults == [attacker.author] * 3
+        for data in (b"\xff" * 50, encode_frame(Hello(1, b"o" * 32, 0, bytes(32)))):
+            stream = await attacker.open_stream(node.author, SYNC_PROTOCOL)
+            await stream.send_all(data)
+            assert await stream.receive_some(1000) == b""
+        assert node.host.faults == [attacker.author] * 5
+
+
+async def test_sessions_that_peers_begin_are_bounded(mock_clock: trio.testing.MockClock) -> None:
+    async with wired(mock_clock) as wires:
+        node, eager = GossipNode(wires, 1), MemoryHost(wires, author_of(2))
+        await wires.nursery.start(node.service.run)
+        first = await eager.open_stream(node.author, SYNC_PROTOCOL)
+        await trio.sleep(0.1)
+        second = await eager.open_stream(node.author, SYNC_PROTOCOL)
+        assert await second.receive_some(1) == b"", "one at a time"
+        await first.send_all(encode_frame(Hello(1, RUN_ID, 0, node.state.root)))
+        assert await first.receive_some(1) != b""
+        num_served = 0
+        for _ in range(20):
+            stream = await eager.open_stream(node.author, SYNC_PROTOCOL)
+            try:
+                await stream.send_all(encode_frame(Hello(1, RUN_ID, 0, node.state.root)))
+                num_served += await stream.receive_some(1) != b""
+            except trio.BrokenResourceError:
+                continue
+        assert num_served < 10
+
+
+async def test_a_wrong_clock_is_noticed(mock_clock: trio.testing.MockClock) -> None:
+    async with wired(mock_clock) as wires:
+        nodes = [GossipNode(wires, number) for number in range(1, 5)]
+        late = GossipNode(wires, 5)
+        late.service._unix = lambda: NOW + trio.current_time() - 3_600.0
+        for node in nodes:
+            wires.nursery.start_soon(node.live, nodes[:1] if node is not nodes[0] else [])
+        await trio.sleep(5.0)
+        wires.nursery.start_soon(late.live, nodes)
+        await trio.sleep(10.0)
+        assert late.service.clock_skew == pytest.approx(3_600.0, abs=2.0)
+        assert abs(nodes[0].service.clock_skew) < 2.0
+
+
+async def test_it_works_with_the_real_store(tmp_path: Path) -> None:
+    async with trio.open_nursery() as nursery, open_store(tmp_path / "store.sqlite") as store:
+        host = MemoryHost(Wires(nursery), author_of(1))
+        state = RunState(RUN_ID, CREATOR)
+        service = GossipService(state, Writer(key_of(1), RUN_ID), host, host, store, random.Random(1), unix=lambda: NOW)
+        async with trio.open_nursery() as running:
+            await running.start(service.run)
+            await service.publish(Kind.MEMBER, 0, Member(device="cpu"))
+            running.cancel_scope.cancel()
+        assert set(await store.load_authors()) == {author_of(1)}
+        assert await store.load_mark()
+
+
+def test_addresses_are_made_dialable() -> None:
+    name = peer_id_of(author_of(1))
+    relayed = f"/ip4/1.2.3.4/tcp/1/p2p/{peer_id_of(author_of(2))}/p2p-circuit"
+    assert dialable_addresses(author_of(1), Member(addresses=("/ip4/1.2.3.4/tcp/1", relayed))) == [
+        f"/ip4/1.2.3.4/tcp/1/p2p/{name}",
+        f"{relayed}/p2p/{name}",
+    ]

@@ -1,0 +1,279 @@
+"""What a node tells of itself can always be told, whatever its training or a peer made of its numbers."""
+
+from __future__ import annotations
+
+import math
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import trio
+from trio.testing import MockClock
+
+from farandole.node.state.membership import ADDRESSES_INTERVAL, Membership
+from farandole.node.status.board import Board
+from farandole.protocol.entries import Beat, CheckpointNotice, Kind, Member, Payload, StageLease
+from farandole.protocol.liveness import Liveness
+from farandole.protocol.stage_choice import Provider
+
+from ..store.files import index_of
+
+
+def make_membership(board: Board, gossip: Any, state: Any = None) -> Membership:
+    anything: Any = None
+    return Membership(
+        anything,
+        state,
+        gossip,
+        board,
+        random.Random(1),
+        incarnation=1,
+        on_peers=lambda peers: None,
+        on_lost=lambda peer: None,
+    )
+
+
+class Gossip:
+    """Keeps what is published."""
+
+    def __init__(self) -> None:
+        self.liveness = Liveness()
+        self.published: list[tuple[Kind, Payload]] = []
+
+    async def publish(self, kind: Kind, index: int, payload: Payload) -> None:
+        self.published.append((kind, payload))
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"), [(None, None), (2.5, 2_500_000), (math.nan, None), (math.inf, 2**31 - 1), (1e9, 2**31 - 1)]
+)
+async def test_a_replica_that_diverges_does_not_stop_its_nodes_heart(loss: float | None, told: int | None) -> None:
+    gossip: Any = Gossip()
+    board = Board(say=lambda text: None)
+    board.loss, board.round = loss, 2**40  # a liar's round
+    membership = make_membership(board, gossip)
+    await membership.beat()
+    await membership.report_progress()
+    assert gossip.published[0] == (Kind.BEAT, Beat(0, 2**31 - 1, told, 0))
+    assert gossip.published[1][1].rounds == 2**31 - 1
+
+
+class Beats:
+    """A run state that holds heartbeats only."""
+
+    def __init__(self, beats: dict[bytes, Beat]) -> None:
+        self.beats = beats
+
+    def payload(self, author: bytes, kind: type[Payload]) -> Payload | None:
+        return self.beats.get(author) if kind is Beat else None
+
+
+@pytest.mark.parametrize(
+    ("beats", "round_index"),
+    [
+        ([], 0),
+        ([Beat(0, 0, None, 0)], 0),  # a run that begins
+        ([Beat(900, 30, None, 0), Beat(0, 0, None, 0), Beat(0, 0, None, 0)], 30),  # newcomers are no median
+        ([Beat(0, 30, None, 0), Beat(0, 0, None, 0)], 30),  # a member that has just come back
+        ([Beat(50, 0, None, 0), Beat(0, 0, None, 0)], 0),
+    ],
+)
+def test_newcomers_do_not_make_a_run_look_young(beats: list[Beat], round_index: int) -> None:
+    told = {bytes([index]): beat for index, beat in enumerate(beats)}
+    membership = make_membership(Board(say=lambda text: None), Gossip(), Beats(told))
+    membership._others = (frozenset(told),)
+    assert membership.current_round() == round_index
+
+
+async def test_a_device_that_was_found_is_announced() -> None:
+    board, gossip = Board(say=lambda text: None), Gossip()
+    membership = make_membership(board, gossip)
+    host: Any = SimpleNamespace(addresses=["/ip4/10.0.0.1/tcp/1/p2p/x"])
+    membership._host = host
+    await membership.announce()
+    board.device = "CPU (x86_64)"
+    assert membership._has_changed()
+    await membership.announce()
+    assert not membership._has_changed()
+    assert [member.device for _, member in gossip.published] == ["", "CPU (x86_64)"]  # type: ignore[attr-defined]
+
+
+async def test_an_address_that_was_found_is_announced_without_delay(autojump_clock: MockClock) -> None:
+    board, gossip = Board(say=lambda text: None), Gossip()
+    membership = make_membership(board, gossip)
+    host: Any = SimpleNamespace(addresses=["/ip4/10.0.0.1/tcp/1/p2p/x"])
+    membership._host = host
+    await membership.announce()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(membership._announce_addresses)
+        await trio.sleep(ADDRESSES_INTERVAL * 3)
+        assert len(gossip.published) == 1
+        host.addresses = [*host.addresses, "/ip4/5.1.1.1/tcp/2/p2p/y/p2p-circuit/p2p/x"]
+        await trio.sleep(ADDRESSES_INTERVAL * 3)
+        nursery.cancel_scope.cancel()
+    (_, before), (_, after) = gossip.published
+    assert isinstance(before, Member)
+    assert isinstance(after, Member)
+    assert len(after.addresses) == len(before.addresses) + 1
+
+
+ME, ANN, BOB, CYD, EVE = (bytes([number]) * 32 for number in range(1, 6))
+
+
+class Told:
+    """A run state of entries that were never signed."""
+
+    def __init__(self) -> None:
+        self.entries: dict[tuple[bytes, type[Payload], int], Payload] = {}
+
+    def tell(self, author: bytes, *payloads: Payload, index: int = 0) -> None:
+        self.entries |= {(author, type(payload), index): payload for payload in payloads}
+
+    def payload(self, author: bytes, kind: type[Payload], index: int = 0) -> Payload | None:
+        return self.entries.get((author, kind, index))
+
+    def members(self) -> dict[bytes, Member]:
+        return {name: entry for (name, _, _), entry in self.entries.items() if isinstance(entry, Member)}
+
+
+def notice(stage: int, round_index: int) -> CheckpointNotice:
+    return CheckpointNotice(round_index, stage, id_of(round_index), 1, 1, 1)
+
+
+def id_of(round_index: int) -> bytes:
+    return bytes([round_index]) * 32
+
+
+class Staged:
+    """A node of a run in three stages."""
+
+    def __init__(self, *, is_bound: bool = False) -> None:
+        self.gossip, self.state = Gossip(), Told()
+        self.board = Board(say=lambda text: None)
+        self.peers: list[frozenset[bytes]] = []
+        self.nodes: list[tuple[frozenset[bytes], ...]] = []
+        self.host = SimpleNamespace(author=ME, addresses=[], connected=frozenset())
+        state: Any = self.state
+        gossip: Any = self.gossip
+        host: Any = self.host
+        self.membership = Membership(
+            host,
+            state,
+            gossip,
+            self.board,
+            random.Random(1),
+            incarnation=1,
+            on_peers=self.peers.append,
+            on_lost=lambda peer: None,
+            num_stages=3,
+            is_bound=is_bound,
+            on_nodes=self.nodes.append,
+        )
+
+    def hear(self, peer: bytes, stage: int, round_index: int = 0, speed: int = 0, *, is_bound: bool = False) -> None:
+        self.state.tell(peer, Member(stage, speed=speed, is_bound=is_bound), Beat(round_index, round_index, None, 0))
+        self.gossip.liveness.beat(peer, 1, trio.current_time())
+        self.membership.refresh()
+
+
+async def test_peers_are_those_of_the_own_stage_and_nodes_those_of_all() -> None:
+    node = Staged()
+    node.hear(ANN, 0)
+    node.hear(BOB, 1)
+    node.hear(EVE, 7)  # no such stage
+    assert node.membership.live == {ANN}
+    assert node.membership.everyone == {ANN, BOB}
+    assert node.membership.nodes_of_stages() == (frozenset((ME, ANN)), frozenset((BOB,)), frozenset())
+    await node.membership.hold(1)
+    assert node.peers == [{ANN}, {BOB}]
+    assert node.nodes[-1] == (frozenset((ANN,)), frozenset((BOB, ME)), frozenset())
+    assert node.board.providers == [1, 2, 0]
+    assert node.gossip.published[-1][1] == Member(stage=1, incarnation=1)
+
+
+async def test_who_is_bound_to_its_stage_says_so() -> None:
+    node = Staged(is_bound=True)
+    await node.membership.hold(2)
+    assert node.gossip.published[-1][1] == Member(stage=2, incarnation=1, is_bound=True)
+
+
+async def test_the_round_is_that_of_all_stages() -> None:
+    node = Staged()
+    node.hear(BOB, 1, round_index=9)
+    node.hear(CYD, 2, round_index=9)
+    assert node.membership.current_round() == 9
+    assert not node.membership.is_young
+
+
+async def test_weights_come_from_the_stage_or_from_who_keeps_a_copy() -> None:
+    node = Staged()
+    for peer, stage in ((ANN, 0), (BOB, 1), (CYD, 1), (EVE, 2)):
+        node.hear(peer, stage, round_index=9)
+    node.state.tell(BOB, notice(2, 8))  # it has moved since
+    node.state.tell(CYD, notice(1, 8))
+    node.state.tell(ANN, notice(1, 5), index=1)
+    node.state.tell(EVE, notice(1, 7), index=1)
+    membership = node.membership
+    assert membership.donors(0, 1) == [CYD, BOB]
+    assert membership.announced(1) == {CYD: notice(1, 8)}
+    assert membership.notices(1) == {ANN: [notice(1, 5)], CYD: [notice(1, 8)], EVE: [notice(1, 7)]}
+    assert membership.holders(1, id_of(7)) == [EVE]
+    node.state.tell(ANN, notice(1, 7), index=1)
+    node.host.connected = frozenset((ANN,))
+    assert membership.holders(1, id_of(7)) == [ANN, EVE]
+    assert membership.announced(2) == {}
+    assert membership.holders(2, id_of(7)) == []
+
+
+async def test_who_moves_and_how_fast_each_is_comes_from_the_run_state() -> None:
+    node = Staged()
+    node.hear(ANN, 0, speed=500)
+    node.hear(BOB, 1, is_bound=True)
+    node.state.tell(ANN, StageLease(0, 2))
+    node.state.tell(BOB, StageLease(1, 1))
+    assert node.membership.providers() == {ANN: Provider(0, 500.0), BOB: Provider(1, 0.0, is_bound=True)}
+    assert node.membership.leases() == {ANN: StageLease(0, 2)}
+
+
+async def test_a_checkpoint_and_a_copy_are_announced_side_by_side() -> None:
+    node = Staged()
+    await node.membership.hold(2)
+    index = index_of(b"checkpoint")
+    node.membership.checkpoint_held(b"a" * 32, msgspec.structs.replace(index, stage=2), is_copy=False)
+    node.membership.checkpoint_held(b"b" * 32, index, is_copy=True)
+    await node.membership.report_progress()
+    await node.membership.report_progress()
+    told = [payload for kind, payload in node.gossip.published if kind is Kind.CHECKPOINT]
+    assert {payload.id: payload.stage for payload in told if isinstance(payload, CheckpointNotice)} == {
+        b"a" * 32: 2,
+        b"b" * 32: 0,
+    }
+    assert node.membership.told_checkpoints() == frozenset()
+    node.state.tell(ME, notice(2, 4))
+    node.state.tell(ME, notice(1, 5), index=1)
+    assert node.membership.told_checkpoints() == {id_of(4), id_of(5)}
+    assert node.membership.announced(2) == {ME: notice(2, 4)}
+    assert node.membership.notices(2) == {}
+
+
+async def test_a_speed_is_told_anew_when_it_has_changed() -> None:
+    node = Staged()
+    await node.membership.announce()
+    node.board.speed = 100.0
+    assert node.membership._has_changed()
+    await node.membership.announce()
+    node.board.speed = 110.0
+    assert not node.membership._has_changed()
+
+
+def test_who_is_paused_holds_no_round_back_but_a_run_of_paused_nodes_is_where_they_left_it() -> None:
+    told = {ANN: Beat(900, 30, None, 0), BOB: Beat(100, 3, None, 0), CYD: Beat(100, 4, None, 0)}
+    membership = make_membership(Board(say=lambda text: None), Gossip(), Beats(told))
+    membership._others = (frozenset(told),)
+    membership._paused = frozenset({BOB, CYD})
+    assert membership.current_round() == 30
+    told[EVE] = Beat(0, 0, None, 0)  # who has trained nothing knows nothing
+    membership._others, membership._paused = (frozenset(told),), frozenset({ANN, BOB, CYD})
+    assert membership.current_round() == 4

@@ -1,0 +1,242 @@
+"""Frames between peers over loopback TCP: order, bounds, failures, and senders who break the rules."""
+
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from trio.testing import wait_all_tasks_blocked
+
+from farandole.node.mesh.host import Host, open_host
+from farandole.node.mesh.libp2p_stream import Stream
+from farandole.node.state import messenger as messenger_module
+from farandole.node.state.messenger import MAX_QUEUED_BYTES, MAX_QUEUED_FRAMES, Messenger, open_messenger
+from farandole.protocol.errors import LocalProtocolError, RemoteProtocolError
+from farandole.protocol.framing import frame
+from farandole.protocol.identity import public_bytes
+
+from ...patience import PATIENCE
+from ..hosts import LOOPBACK, host_at_loopback
+
+TALK = "/talk/1"
+MAX_BYTES = 1000
+
+
+class Inbox:
+    """Frames received, and a way to wait for so many."""
+
+    def __init__(self) -> None:
+        self.frames: list[tuple[bytes, bytes]] = []
+        self._came = trio.Event()
+
+    def receive(self, peer: bytes, payload: bytes) -> None:
+        if payload == b"bad":
+            raise RemoteProtocolError("bad")
+        self.frames.append((peer, payload))
+        self._came.set()
+
+    async def wait_for(self, number: int) -> list[bytes]:
+        while len(self.frames) < number:
+            self._came = trio.Event()
+            await self._came.wait()
+        return [payload for _, payload in self.frames]
+
+
+@dataclass
+class Talk:
+    """Alice can talk to Bob, who keeps what he hears."""
+
+    alice: Host
+    bob: Host
+    from_alice: Messenger
+    at_bob: Messenger
+    inbox: Inbox
+
+    def say(self, payload: bytes) -> None:
+        self.from_alice.send_nowait(self.bob.author, TALK, payload)
+
+
+@asynccontextmanager
+async def open_talk() -> AsyncIterator[Talk]:
+    with trio.fail_after(PATIENCE):
+        async with (
+            host_at_loopback() as alice,
+            host_at_loopback() as bob,
+            open_messenger(alice) as from_alice,
+            open_messenger(bob) as at_bob,
+        ):
+            inbox = Inbox()
+            at_bob.set_receiver(TALK, MAX_BYTES, inbox.receive)
+            alice.add_addresses(bob.author, bob.addresses)
+            yield Talk(alice, bob, from_alice, at_bob, inbox)
+
+
+async def test_frames_arrive_in_order_on_one_stream_and_say_from_whom() -> None:
+    async with open_talk() as talk:
+        sent = [str(number).encode() for number in range(200)]
+        for payload in sent:
+            talk.say(payload)
+        assert await talk.inbox.wait_for(200) == sent
+        talk.say(b"")
+        assert (await talk.inbox.wait_for(201))[-1] == b""
+        assert {peer for peer, _ in talk.inbox.frames} == {talk.alice.author}
+        assert len(_streams(talk.alice, talk.bob)) == 1
+
+
+async def test_both_ends_may_talk_at_once() -> None:
+    with trio.fail_after(PATIENCE):
+        async with (
+            host_at_loopback() as alice,
+            host_at_loopback() as bob,
+            open_messenger(alice) as at_alice,
+            open_messenger(bob) as at_bob,
+        ):
+            inboxes = Inbox(), Inbox()
+            at_alice.set_receiver(TALK, MAX_BYTES, inboxes[0].receive)
+            at_bob.set_receiver(TALK, MAX_BYTES, inboxes[1].receive)
+            await alice.connect(bob.author, bob.addresses)
+            for number in range(50):
+                at_alice.send_nowait(bob.author, TALK, bytes([number]))
+                at_bob.send_nowait(alice.author, TALK, bytes([number]))
+            assert await inboxes[0].wait_for(50) == await inboxes[1].wait_for(50)
+
+
+async def test_an_unreachable_peer_is_reported_and_its_frames_are_counted() -> None:
+    with trio.fail_after(PATIENCE):
+        async with host_at_loopback() as alice, open_messenger(alice) as messenger:
+            nobody = public_bytes(Ed25519PrivateKey.generate())
+            failed: list[tuple[bytes, str]] = []
+            is_reported = trio.Event()
+
+            def on_failed(peer: bytes, protocol: str) -> None:
+                failed.append((peer, protocol))
+                is_reported.set()
+
+            messenger.set_receiver(TALK, MAX_BYTES, Inbox().receive, on_failed)
+            messenger.send_nowait(nobody, TALK, b"one")
+            messenger.send_nowait(nobody, TALK, b"two")
+            await is_reported.wait()
+            assert failed == [(nobody, TALK)]
+            assert messenger.num_dropped == 2
+
+
+async def test_a_full_queue_loses_its_oldest_frames() -> None:
+    async with open_talk() as talk:
+        for number in range(MAX_QUEUED_FRAMES + 10):
+            talk.say(str(number).encode())
+        received = await talk.inbox.wait_for(MAX_QUEUED_FRAMES)
+        assert received == [str(number).encode() for number in range(10, MAX_QUEUED_FRAMES + 10)]
+        assert talk.from_alice.num_dropped == 10
+        large = bytes(messenger_module.DEFAULT_MAX_BYTES)
+        for _ in range(2 * MAX_QUEUED_BYTES // len(large)):
+            talk.from_alice.send_nowait(talk.bob.author, "/large/1", large)
+        assert talk.from_alice._outgoing[talk.bob.author, "/large/1"].num_bytes <= MAX_QUEUED_BYTES
+
+
+async def test_a_frame_too_large_for_the_protocol_is_the_senders_fault() -> None:
+    async with host_at_loopback() as alice, open_messenger(alice) as messenger:
+        messenger.set_receiver(TALK, MAX_BYTES, Inbox().receive)
+        with pytest.raises(LocalProtocolError):
+            messenger.send_nowait(bytes(32), TALK, bytes(MAX_BYTES + 1))
+
+
+async def test_a_receiver_that_objects_costs_that_stream_and_the_next_message_opens_another() -> None:
+    async with open_talk() as talk:
+        talk.say(b"good")
+        await talk.inbox.wait_for(1)
+        talk.say(b"bad")
+        while (talk.bob.author, TALK) in talk.from_alice._outgoing:
+            await wait_all_tasks_blocked(0.01)
+        talk.say(b"again")
+        assert await talk.inbox.wait_for(2) == [b"good", b"again"]
+        assert talk.at_bob.faults == {talk.alice.author: 1}
+        assert talk.bob.is_connected(talk.alice.author)
+
+
+async def test_a_peer_that_comes_back_is_reached_on_a_new_connection() -> None:
+    with trio.fail_after(PATIENCE):
+        key = Ed25519PrivateKey.generate()
+        async with host_at_loopback() as alice, open_messenger(alice) as from_alice:
+            listen = LOOPBACK
+            for number in (b"one", b"two"):
+                async with open_host(key, listen) as bob, open_messenger(bob) as at_bob:
+                    inbox = Inbox()
+                    at_bob.set_receiver(TALK, MAX_BYTES, inbox.receive)
+                    listen = [bob.addresses[0].partition("/p2p/")[0]]
+                    alice.add_addresses(bob.author, bob.addresses)
+                    from_alice.send_nowait(bob.author, TALK, number)
+                    assert await inbox.wait_for(1) == [number]
+                while from_alice._outgoing:
+                    await wait_all_tasks_blocked(0.01)
+
+
+async def test_a_peer_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messenger_module, "SEND_TIMEOUT", 0.2)
+    with trio.fail_after(PATIENCE):
+        async with host_at_loopback() as alice, host_at_loopback() as bob, open_messenger(alice) as from_alice:
+            is_reported = trio.Event()
+
+            async def never_read(stream: Stream) -> None:
+                await trio.sleep_forever()
+
+            bob.set_handler(TALK, never_read)
+            from_alice.set_receiver(TALK, 1024 * 1024, Inbox().receive, lambda *_: is_reported.set())
+            alice.add_addresses(bob.author, bob.addresses)
+            for _ in range(4):
+                from_alice.send_nowait(bob.author, TALK, bytes(1024 * 1024))
+            await is_reported.wait()
+
+
+async def test_an_idle_stream_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messenger_module, "IDLE_TIMEOUT", 0.5)
+    async with open_talk() as talk:
+        talk.say(b"one")
+        await talk.inbox.wait_for(1)
+        while talk.from_alice._outgoing or _streams(talk.alice, talk.bob):
+            await wait_all_tasks_blocked(0.01)
+        talk.say(b"two")
+        assert await talk.inbox.wait_for(2) == [b"one", b"two"]
+        assert talk.from_alice.num_dropped == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_garbage_costs_the_stream_and_nothing_else(seed: int) -> None:
+    rng = random.Random(seed)
+    with trio.fail_after(PATIENCE):
+        async with host_at_loopback() as alice, host_at_loopback() as bob, open_messenger(bob) as at_bob:
+            inbox = Inbox()
+            at_bob.set_receiver(TALK, MAX_BYTES, inbox.receive)
+            await alice.connect(bob.author, bob.addresses)
+            for _ in range(40):
+                good = b"".join(frame(rng.randbytes(rng.randrange(20)), MAX_BYTES) for _ in range(rng.randrange(3)))
+                lie = rng.choice([2**31, 2**32 - 1, MAX_BYTES + 1, 5]).to_bytes(4, "big") + rng.randbytes(3)
+                stream = await alice.open_stream(bob.author, TALK)
+                try:
+                    for piece in (good, lie):
+                        cut = rng.randrange(len(piece) + 1)
+                        await stream.send_all(piece[:cut])
+                        await stream.send_all(piece[cut:])
+                    await stream.send_eof()
+                    assert await stream.receive_some() == b""
+                except trio.BrokenResourceError:
+                    pass
+                finally:
+                    stream.reset()
+            assert at_bob.faults[alice.author] == 40
+            async with await alice.open_stream(bob.author, TALK) as stream:
+                await stream.send_all(frame(b"still here", MAX_BYTES))
+                await inbox.wait_for(len(inbox.frames) + 1)
+            assert inbox.frames[-1] == (alice.author, b"still here")
+
+
+def _streams(host: Host, peer: Host) -> list[object]:
+    return [
+        stream
+        for connections in host._swarm.connections.values()
+        for connection in connections
+        for stream in connection.get_streams()
+        if str(stream.get_protocol()) == TALK
+    ]

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import trio
+
+from farandole.node.state.store import MAX_FACT_BYTES, Store, StoreError, open_store
+from farandole.protocol.writer import Mark
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "home" / "store.sqlite"
+
+
+@pytest.fixture
+async def store(path: Path) -> AsyncIterator[Store]:
+    async with open_store(path) as opened:
+        yield opened
+
+
+async def test_what_is_kept_is_there_after_a_restart(path: Path) -> None:
+    async with open_store(path) as store:
+        await store.save_authors({b"a" * 32: b"entries", b"b" * 32: b"others"})
+        await store.save_authors({b"a" * 32: b"newer", b"b" * 32: None, b"c" * 32: None})
+        await store.put_fact("manifest", b"bytes")
+        await store.put_fact("manifest", b"newer bytes")
+        await store.save_mark(((1, 1_750_000_000),))
+        await store.save_mark(((1, 1_750_000_005), (1_760_000_000, 1_760_000_009)))
+    async with open_store(path) as store:
+        assert await store.load_authors() == {b"a" * 32: b"newer"}
+        assert await store.get_fact("manifest") == b"newer bytes"
+        assert await store.get_fact("nothing") is None
+        assert await store.load_mark() == ((1, 1_750_000_005), (1_760_000_000, 1_760_000_009))
+
+
+async def test_a_new_store_is_empty(store: Store) -> None:
+    assert await store.load_authors() == {}
+    assert await store.load_mark() == ()
+    assert await store.load_peers() == []
+
+
+async def test_peers_are_replaced_and_deleted_together(store: Store) -> None:
+    await store.save_peers([(b"a", b"[]", 1.0), (b"b", b"[]", 2.0)], [])
+    await store.save_peers([(b"a", b'["/ip4/1.1.1.1/tcp/1"]', 3.0)], [b"b", b"c"])
+    assert await store.load_peers() == [(b"a", b'["/ip4/1.1.1.1/tcp/1"]', 3.0)]
+
+
+async def test_a_full_disk_is_said_to_be_full_and_forgotten_when_there_is_room(store: Store) -> None:
+    (num_pages,) = store._connection.execute("PRAGMA page_count").fetchone()
+    store._connection.execute(f"PRAGMA max_page_count = {num_pages}")
+    with pytest.raises(StoreError, match="full"):
+        await store.put_fact("large", bytes(MAX_FACT_BYTES))
+    store._connection.execute(f"PRAGMA max_page_count = {2**30}")
+    await store.put_fact("large", bytes(MAX_FACT_BYTES))
+    assert await store.get_fact("large") == bytes(MAX_FACT_BYTES)
+
+
+async def test_a_failed_write_changes_nothing(store: Store) -> None:
+    await store.save_authors({b"a": b"one"})
+    with pytest.raises(StoreError):
+        await store.save_authors({b"a": b"two", b"b": object()})  # type: ignore[dict-item]
+    assert await store.load_authors() == {b"a": b"one"}
+    with pytest.raises(ValueError, match="bytes"):
+        await store.put_fact("large", bytes(MAX_FACT_BYTES + 1))
+
+
+async def test_a_damaged_database_is_put_aside(path: Path) -> None:
+    async with open_store(path) as store:
+        await store.save_authors({b"a": b"one"})
+        await store.save_mark(((7, 77),))
+    path.write_bytes(b"no database at all, but long enough to be read as one" * 100)
+    async with open_store(path) as store:
+        assert await store.load_authors() == {}
+        assert await store.load_mark() == ((7, 77),), "the mark cannot be had from peers, and is a file of its own"
+    assert path.with_name("store.sqlite.damaged").exists()
+
+
+async def test_a_mark_of_an_older_version_means_all_up_to_it(path: Path) -> None:
+    path.parent.mkdir()
+    path.with_name("store.sqlite.mark").write_bytes(b"%020d\n" % 1_750_000_000)
+    async with open_store(path) as store:
+        assert await store.load_mark() == ((0, 1_750_000_000),)
+
+
+async def test_a_folder_that_takes_no_file_is_an_error_in_words(tmp_path: Path) -> None:
+    (tmp_path / "store.sqlite").mkdir()
+    with pytest.raises(StoreError, match="cannot open"):
+        async with open_store(tmp_path / "store.sqlite"):
+            pass
+
+
+WRITER = """
+import sys, trio
+from pathlib import Path
+from farandole.node.state.store import open_store
+from farandole.protocol.writer import Mark
+
+async def main():
+    async with open_store(Path(sys.argv[1])) as store:
+        for number in range(1_000_000):
+            row = number.to_bytes(8, "big")
+            await store.save_authors({bytes((author,)) * 32: row * 500 for author in range(20)})
+            await store.save_mark(((0, number),))
+            print(number, flush=True)
+
+trio.run(main)
+"""
+
+
+async def read_back(path: Path) -> tuple[dict[bytes, bytes], Mark]:
+    async with open_store(path) as store:
+        return await store.load_authors(), await store.load_mark()
+
+
+def test_a_kill_amid_a_flush_leaves_a_whole_batch(path: Path) -> None:
+    confirmed = -1
+    for _ in range(3):
+        process = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        for _ in range(25):
+            confirmed = int(process.stdout.readline())
+        os.kill(process.pid, signal.SIGKILL)
+        confirmed = max([confirmed, *map(int, process.stdout.read().split())])
+        process.stdout.close()
+        process.wait()
+        rows, mark = trio.run(read_back, path)
+        assert len(rows) == 20
+        assert len(set(rows.values())) == 1, "all of a batch, or nothing of it"
+        assert int.from_bytes(next(iter(rows.values()))[:8], "big") in (confirmed, confirmed + 1)
+        assert mark in (((0, confirmed),), ((0, confirmed + 1),))

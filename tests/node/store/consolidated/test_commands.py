@@ -1,0 +1,131 @@
+"""``farandole checkpoint`` as people type it: what it prints, what it writes, and its exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from farandole.node.base.exits import Exit
+from farandole.node.cli import main
+from farandole.node.inspect.listing import offers_of
+from farandole.node.store.consolidated.folder import CHECKPOINT_NAME, VECTORS, read_folder
+from farandole.node.store.consolidated.merge import consolidate
+from farandole.protocol.entries import CheckpointNotice
+from farandole.protocol.identity import peer_id_of
+from farandole.protocol.invite import Invite, encode_invite
+from farandole.protocol.manifest import decode_manifest
+
+from .runs import KEY, MODELS, manifest_for, save_stages, trained
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    signed = manifest_for({**MODELS["own"], "num_stages": 2})
+    stages = save_stages(trained(signed, b"a" * 32, steps=1, rounds=1), signed, tmp_path / "run", "replica")
+    consolidate(tmp_path / "model", KEY, signed.encode(), [[stage] for stage in stages], VECTORS)
+    return tmp_path / "model"
+
+
+def code_of(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as end:
+        main(["checkpoint", *(str(argument) for argument in arguments)])
+    return int(end.value.code or 0)
+
+
+def test_verify_says_in_one_line_and_by_its_code_whether_all_is_well(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert code_of("verify", folder) == Exit.OK
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1
+    assert "is whole" in said
+    assert code_of("verify", folder, "--json") == Exit.OK
+    assert json.loads(capsys.readouterr().out)["id"] == read_folder(folder).id.hex()
+    assert code_of("verify", folder / CHECKPOINT_NAME) == Exit.OK
+    assert "well in itself" in capsys.readouterr().out
+    data = bytearray((folder / CHECKPOINT_NAME).read_bytes())
+    data[-1] ^= 64
+    (folder / CHECKPOINT_NAME).write_bytes(data)
+    assert code_of("verify", folder) == Exit.BAD_INPUT
+    assert "is damaged: its block 0" in capsys.readouterr().err
+    assert code_of("verify", folder.with_name("none")) == Exit.BAD_INPUT
+
+
+def test_resume_writes_a_manifest_that_starts_from_the_folder(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_file = tmp_path / "more.toml"
+    run_file.write_text('name = "more"\n[outer]\ncodec = "int8"\n')
+    out = tmp_path / "new.manifest"
+    arguments = ("resume", folder, run_file, "-o", out, "--home", tmp_path / "home")
+    assert code_of(*arguments) == Exit.OK
+    manifest, signed = decode_manifest(out.read_bytes())
+    assert manifest.start is not None
+    assert manifest.start.checkpoint == read_folder(folder).id
+    assert (manifest.name, manifest.model.num_stages, manifest.outer.codec) == ("more", 1, "int8")
+    said = capsys.readouterr().out
+    assert signed.run_id.hex() in said
+    assert f"farandole join {out} --start {folder}" in said.replace("\n", " ")
+    assert code_of(*arguments) == Exit.BAD_INPUT
+    assert "there already" in capsys.readouterr().err
+    run_file.write_text("model = '3M'")
+    assert code_of("resume", folder, run_file, "--home", tmp_path / "home") == Exit.BAD_INPUT
+    assert "more.toml: model: the checkpoint's is another one" in capsys.readouterr().err
+
+
+def test_a_model_goes_out_and_comes_in_again(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert code_of("export", folder, "--to", tmp_path / "hf") == Exit.OK
+    assert "model.safetensors" in capsys.readouterr().out
+    assert code_of("export", folder, "--to", tmp_path / "hf") == Exit.BAD_INPUT
+    run_file = tmp_path / "more.toml"
+    run_file.write_text('name = "more"\n[model]\nnum_stages = 3\n[tokenizer]\nkind = "bytes"')
+    to, out = tmp_path / "imported", tmp_path / "imported.manifest"
+    home = ("--home", tmp_path / "home")
+    assert code_of("import", tmp_path / "hf", run_file, "--to", to, "-o", out, *home) == Exit.OK
+    manifest, _ = decode_manifest(out.read_bytes())
+    assert manifest.model.hf is not None
+    assert manifest.model.num_stages == 3
+    assert code_of("verify", to) == Exit.OK
+
+
+def test_where_a_model_cannot_go_is_said_before_anybody_is_dialled(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nobody = f"/ip4/127.0.0.1/tcp/1/p2p/{peer_id_of(b'n' * 32)}"
+    pull = ("pull", encode_invite(Invite(bytes(32), (nobody,))), "--home", tmp_path / "home", "--no-mdns")
+    for to, says in ((folder, "there already"), (Path(), "no name for a new folder")):
+        assert code_of(*pull, "--to", to) == Exit.BAD_INPUT
+        said = capsys.readouterr().err
+        assert says in said
+        assert "dialling" not in said
+
+
+def test_list_shows_what_is_here_and_what_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    home = tmp_path / "home"
+    (home / "checkpoints").mkdir(parents=True)
+    signed = manifest_for(MODELS["own"])
+    (whole,) = save_stages(trained(signed, b"a" * 32, steps=2, rounds=1), signed, tmp_path / "run", "replica")
+    whole.rename(home / "checkpoints" / "stage-0-round-1.safetensors")
+    (home / "checkpoints" / "stage-0-round-2.safetensors").write_bytes(b"half")
+    (home / "checkpoints" / "stage-0-round-0.safetensors").symlink_to(tmp_path / "removed a moment ago")
+    assert code_of("list", "--home", home, "--json") == Exit.OK
+    listed = json.loads(capsys.readouterr().out)
+    assert listed["run"] is None
+    here = {each["path"]: each for each in listed["here"]}
+    assert here["stage-0-round-1.safetensors"]["inner_steps"] == 2
+    assert "no checkpoint, or not whole" in here["stage-0-round-2.safetensors"]["problem"]
+    assert code_of("list", "--home", home) == Exit.OK
+    said = capsys.readouterr().out
+    assert "damaged" in said
+    assert "no node runs here" in said
+
+
+def test_what_members_tell_is_put_together_by_checkpoint() -> None:
+    ann, bob = b"a" * 32, b"b" * 32
+    old = CheckpointNotice(round=3, stage=1, id=b"o" * 32, size=10, total_tokens=30, inner_steps=12)
+    new = CheckpointNotice(round=9, stage=1, id=b"n" * 32, size=10, total_tokens=90, inner_steps=36)
+    newest, older = offers_of([(ann, old), (ann, new), (bob, new)])
+    assert (newest.id, newest.round, len(newest.holders)) == (new.id.hex(), 9, 2)
+    assert (older.round, older.holders) == (3, (peer_id_of(ann),))

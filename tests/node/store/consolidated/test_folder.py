@@ -1,0 +1,207 @@
+"""Checkpoints of stages become a folder with the whole model, or nothing; whatever is wrong with it is told."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from farandole.node.store.consolidated.folder import (
+    CHECKPOINT_NAME,
+    INDEX_NAME,
+    MANIFEST_NAME,
+    OPTIMIZER_VECTORS,
+    VECTORS,
+    read_folder,
+)
+from farandole.node.store.consolidated.merge import consolidate
+from farandole.node.store.consolidated.tensors import ConsolidatedError
+from farandole.node.store.consolidated.verify import verify
+from farandole.protocol.manifest import SignedManifest
+from farandole.training.learner import Learner
+
+from .runs import KEY, MODELS, learner_of, manifest_for, met, save_stages, trained
+
+NAMES = (b"anna" * 8, b"bert" * 8, b"cora" * 8)
+
+
+@pytest.fixture(scope="module")
+def run() -> SignedManifest:
+    return manifest_for({**MODELS["own"], "num_stages": 3})
+
+
+@pytest.fixture(scope="module")
+def replicas(run: SignedManifest) -> list[Learner]:
+    return [trained(run, name) for name in NAMES]
+
+
+@pytest.fixture(scope="module")
+def stages(run: SignedManifest, replicas: list[Learner], tmp_path_factory: pytest.TempPathFactory) -> list[list[Path]]:
+    """Of each stage the checkpoints of three replicas."""
+    folder = tmp_path_factory.mktemp("stages")
+    saved = [
+        save_stages(replica, run, folder, name[:4].decode()) for replica, name in zip(replicas, NAMES, strict=True)
+    ]
+    return [list(paths) for paths in zip(*saved, strict=True)]
+
+
+@pytest.fixture
+def folder(run: SignedManifest, stages: list[list[Path]], tmp_path: Path) -> Path:
+    consolidate(tmp_path / "pulled", KEY, run.encode(), [paths[:1] for paths in stages], VECTORS)
+    return tmp_path / "pulled"
+
+
+def test_one_replica_of_each_stage_is_that_replica(folder: Path, run: SignedManifest, replicas: list[Learner]) -> None:
+    anna = replicas[0]
+    tensors = load_file(folder / CHECKPOINT_NAME)
+    for name, weights in anna.layout.views(anna.slow_weights()).items():
+        assert torch.equal(tensors[f"slow/{name}"], weights)
+    read = read_folder(folder)
+    assert (read.index.round, read.index.inner_steps, read.index.tokens) == (2, 12, anna.tokens)
+    assert read.signed.run_id == read.index.run_id == run.run_id
+    verified = verify(folder)
+    assert (verified.vectors, verified.id) == (VECTORS, read.id.hex())
+    assert verify(folder / CHECKPOINT_NAME).num_tensors == verified.num_tensors == len(tensors)
+
+
+def test_several_replicas_are_their_mean_momentum_and_moments_included(
+    run: SignedManifest, stages: list[list[Path]], replicas: list[Learner], tmp_path: Path
+) -> None:
+    to = tmp_path / "merged"
+    consolidate(to, KEY, run.encode(), stages, (*VECTORS, *OPTIMIZER_VECTORS))
+    tensors = load_file(to / CHECKPOINT_NAME)
+    layout = replicas[0].layout
+    for vector in (*VECTORS, *OPTIMIZER_VECTORS):
+        mean = torch.stack([replica.state()[vector] for replica in replicas]).double().mean(0).float()
+        for name, expected in layout.views(mean).items():
+            torch.testing.assert_close(tensors[f"{vector}/{name}"], expected, rtol=1e-6, atol=1e-12)
+    assert verify(to).inner_steps == 12
+
+
+def test_the_mean_is_better_than_every_replica(tmp_path: Path) -> None:
+    """Of a whole run, whose learning rate has come to its end."""
+    inner = {"batch_size": 4, "learning_rate": 1e-2, "warmup_steps": 10, "total_steps": 400}
+    run = manifest_for({"preset": "tiny", "context": 32}, inner=inner)
+    replicas = met(run, [bytes((number,)) * 32 for number in range(4)], rounds=20, steps=20)
+    files = [save_stages(replica, run, tmp_path, f"{number}")[0] for number, replica in enumerate(replicas)]
+    consolidate(tmp_path / "merged", KEY, run.encode(), [files], VECTORS)
+    tensors = load_file(tmp_path / "merged" / CHECKPOINT_NAME)
+    mean = learner_of(run)
+    with torch.no_grad():
+        for name, weights in mean._module.named_parameters():
+            weights.copy_(tensors[f"slow/{name}"])
+    losses = [replica.validation_loss(64) for replica in replicas]
+    merged = mean.validation_loss(64)
+    print(f"\nmerged {merged:.4f}, replicas {', '.join(f'{loss:.4f}' for loss in losses)}")
+    assert merged < min(losses)
+
+
+def damage(path: Path, position: int = -5) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def cut_short(folder: Path) -> None:
+    path = folder / CHECKPOINT_NAME
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def of_another_run(folder: Path) -> None:
+    (folder / MANIFEST_NAME).write_bytes(manifest_for(MODELS["own"], seed=5).encode())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda folder: damage(folder / CHECKPOINT_NAME), "block 0 is not what was written"),
+        (lambda folder: damage(folder / INDEX_NAME), "no consolidated checkpoint"),
+        (lambda folder: damage(folder / MANIFEST_NAME), "no consolidated checkpoint"),
+        (cut_short, "not whole"),
+        (of_another_run, "another run"),
+        *((without(name), "cannot read") for name in (CHECKPOINT_NAME, INDEX_NAME, MANIFEST_NAME)),
+    ],
+)
+def test_what_is_wrong_with_a_folder_is_told(folder: Path, spoil: Callable[[Path], None], says: str) -> None:
+    spoil(folder)
+    with pytest.raises(ConsolidatedError, match=says):
+        verify(folder)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_file_with_a_value_that_is_not_finite_is_refused(folder: Path, tmp_path: Path, value: float) -> None:
+    tensors = load_file(folder / CHECKPOINT_NAME)
+    tensors["slow/norm.weight"][3] = value
+    save_file(tensors, tmp_path / "bad.safetensors")
+    with pytest.raises(ConsolidatedError, match=r"slow/norm.weight holds a value that is not finite"):
+        verify(tmp_path / "bad.safetensors")
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"short", (2**62).to_bytes(8, "little") + b"{}", (40).to_bytes(8, "little") + b"[" * 40]
+)
+def test_a_file_of_anything_else_is_refused(tmp_path: Path, raw: bytes) -> None:
+    (tmp_path / "bad.safetensors").write_bytes(raw)
+    with pytest.raises(ConsolidatedError, match=r"no checkpoint, or not whole"):
+        verify(tmp_path / "bad.safetensors")
+
+
+def test_checkpoints_of_other_runs_and_of_other_stages_are_not_merged(
+    run: SignedManifest, stages: list[list[Path]], tmp_path: Path
+) -> None:
+    other = manifest_for({**MODELS["own"], "num_stages": 3}, seed=9)
+    with pytest.raises(ConsolidatedError, match="another run"):
+        consolidate(tmp_path / "a", KEY, other.encode(), stages, VECTORS)
+    with pytest.raises(ConsolidatedError, match="has no slow/"):
+        consolidate(tmp_path / "a", KEY, run.encode(), stages[::-1], VECTORS)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_there_is_not_written_over(
+    folder: Path, run: SignedManifest, stages: list[list[Path]], tmp_path: Path
+) -> None:
+    with pytest.raises(ConsolidatedError, match="there already"):
+        consolidate(folder, KEY, run.encode(), stages, VECTORS)
+    for nameless in (Path(), Path("..")):
+        with pytest.raises(ConsolidatedError, match="no name for a new folder"):
+            consolidate(nameless, KEY, run.encode(), stages, VECTORS)
+    verify(folder)
+    (tmp_path / "empty").mkdir()
+    consolidate(tmp_path / "empty", KEY, run.encode(), stages, VECTORS)
+    verify(tmp_path / "empty")
+
+
+@pytest.fixture
+def _small_files() -> Iterator[None]:
+    """As where the disk is full: a write beyond so many bytes fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.usefixtures("_small_files")
+def test_a_write_that_fails_leaves_nothing(run: SignedManifest, stages: list[list[Path]], tmp_path: Path) -> None:
+    with pytest.raises(ConsolidatedError, match="cannot write"):
+        consolidate(tmp_path / "pulled", KEY, run.encode(), stages, VECTORS)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_too_small_a_disk_is_told_before_anything_is_written(
+    run: SignedManifest, stages: list[list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1_000))
+    with pytest.raises(ConsolidatedError, match=r"needs .* MB, and the disk has"):
+        consolidate(tmp_path / "pulled", KEY, run.encode(), stages, VECTORS)
+    assert list(tmp_path.iterdir()) == []

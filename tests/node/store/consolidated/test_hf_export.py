@@ -1,0 +1,115 @@
+"""What is exported, transformers loads, and it computes what the model here computes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from farandole.node.store.consolidated.folder import OPTIMIZER_VECTORS, VECTORS, read_folder
+from farandole.node.store.consolidated.hf_export import export_hf
+from farandole.node.store.consolidated.merge import consolidate
+from farandole.node.store.consolidated.tensors import ConsolidatedError
+from farandole.protocol.manifest import SignedManifest
+from farandole.training.learner import Learner
+
+from .logits import assert_same_logits
+from .runs import GPT2, KEY, LLAMA, MODELS, manifest_for, save_stages, trained
+
+transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
+TOKENS = torch.arange(2 * 16).view(2, 16) * 37 % 256
+VARIANTS: dict[str, dict[str, Any]] = {
+    **MODELS,
+    "llama-tied": {"hf": {**LLAMA, "tie_word_embeddings": True, "rope_scaling": None, "num_key_value_heads": 4}},
+    "gpt2-untied": {"hf": {**GPT2, "tie_word_embeddings": False}},
+}
+
+
+def exported(signed: SignedManifest, learner: Learner, folder: Path, **options: Any) -> Path:
+    stages = save_stages(learner, signed, folder, "replica")
+    consolidate(folder / "pulled", KEY, signed.encode(), [[path] for path in stages], VECTORS)
+    export_hf(read_folder(folder / "pulled"), folder / "hf", **options)
+    return folder / "hf"
+
+
+def logits_of(learner: Learner) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = learner._module(TOKENS)
+    return logits
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 30_000])
+def test_transformers_computes_the_same_logits(name: str, max_shard_bytes: int, tmp_path: Path) -> None:
+    signed = manifest_for({**VARIANTS[name], "context": 16, "num_stages": 2})
+    learner = trained(signed, b"a" * 32)
+    folder = exported(signed, learner, tmp_path, max_shard_bytes=max_shard_bytes)
+    assert len(list(folder.glob("*.safetensors"))) == 1 if max_shard_bytes == 10**9 else 3
+
+    model, loading = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(loading.values()), loading
+    with torch.no_grad():
+        logits = model(TOKENS).logits
+    torch.testing.assert_close(logits, logits_of(learner), rtol=0, atol=1e-5)
+    assert logits.std() > 0.01
+    assert_same_logits(model, learner._module, TOKENS)
+    generated = model.generate(TOKENS[:1, :4], max_new_tokens=4, do_sample=False)
+    assert generated.shape[1] > 4
+
+
+def test_bytes_are_tokens_for_transformers_as_well(tmp_path: Path) -> None:
+    signed = manifest_for(MODELS["own"])
+    folder = exported(signed, trained(signed, b"a" * 32, steps=1, rounds=1), tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    text = "Voilà: naïve\n\ttabs, “quotes”, Ā and 🜲  spaces \x00 "
+    assert tokenizer(text)["input_ids"] == list(text.encode())
+    assert tokenizer.decode(list(text.encode())) == text
+    assert len(tokenizer) == 256
+    card = (folder / "README.md").read_text()
+    assert "bytes" in card
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 0
+
+
+def test_a_tokenizer_file_goes_along_if_it_is_the_runs(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {"<|endoftext|>": 0, **{chr(byte): byte for byte in range(1, 256)}}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<|endoftext|>"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    other = tmp_path / "other.json"
+    other.write_text("{}")
+    (tmp_path / "run").mkdir()
+
+    digest = hashlib.sha256((tmp_path / "tokenizer.json").read_bytes()).hexdigest()
+    signed = manifest_for(MODELS["own"])
+    learner = trained(signed, b"a" * 32, steps=1, rounds=1)
+    named = manifest_for(MODELS["own"], tokenizer={"kind": "tokenizers", "sha256": digest})
+    learner._run_id = named.run_id
+    folder = exported(named, learner, tmp_path / "run", tokenizer=tmp_path / "tokenizer.json")
+    assert (folder / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
+    loaded = transformers.AutoTokenizer.from_pretrained(folder)
+    assert loaded.eos_token == "<|endoftext|>"
+    pulled = read_folder(tmp_path / "run" / "pulled")
+    with pytest.raises(ConsolidatedError, match="is not the run's tokenizer"):
+        export_hf(pulled, tmp_path / "no", other)
+    export_hf(pulled, tmp_path / "without")
+    assert not (tmp_path / "without" / "tokenizer.json").exists()
+    assert digest in (tmp_path / "without" / "README.md").read_text()
+
+
+def test_the_optimizers_state_is_no_hindrance(tmp_path: Path) -> None:
+    signed = manifest_for(MODELS["own"])
+    stages = save_stages(trained(signed, b"a" * 32, steps=1, rounds=1), signed, tmp_path, "replica")
+    consolidate(tmp_path / "pulled", KEY, signed.encode(), [stages], (*VECTORS, *OPTIMIZER_VECTORS))
+    names = export_hf(read_folder(tmp_path / "pulled"), tmp_path / "hf")
+    assert names == [
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]

@@ -1,0 +1,233 @@
+"""A run that starts from a checkpoint: what may be another, what may not; and models that come from transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from farandole.node.base.conversion import training_configs
+from farandole.node.store.consolidated.folder import CHECKPOINT_NAME, VECTORS, Consolidated, read_folder
+from farandole.node.store.consolidated.hf_export import export_hf
+from farandole.node.store.consolidated.merge import consolidate
+from farandole.node.store.consolidated.resume import import_model, resumed_manifest
+from farandole.node.store.consolidated.tensors import ConsolidatedError
+from farandole.node.store.consolidated.verify import verify
+from farandole.protocol.errors import ManifestError
+from farandole.protocol.manifest import EpochsConfig, Manifest, decode_manifest, sign_manifest
+
+from .runs import GPT2, KEY, LLAMA, MODELS, decoded, manifest_for, save_stages, trained
+
+transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Consolidated:
+    signed = manifest_for({**MODELS[request.param], "num_stages": 3}, seed=4)
+    path = tmp_path_factory.mktemp("run")
+    stages = save_stages(trained(signed, b"a" * 32, steps=2), signed, path, "replica")
+    consolidate(path / "pulled", KEY, signed.encode(), [[stage] for stage in stages], VECTORS)
+    return read_folder(path / "pulled")
+
+
+def resumed(folder: Consolidated, settings: dict[str, Any]) -> Manifest:
+    return resumed_manifest(folder, settings, Path(), 1_000)
+
+
+def test_what_a_run_file_leaves_out_is_as_it_was(folder: Consolidated) -> None:
+    after = resumed(folder, {"name": "b", "model": {"num_stages": 2}, "inner": {"total_steps": 900}})
+    before = folder.manifest
+    assert after.start is not None
+    assert (after.start.checkpoint, after.start.run) == (folder.id, folder.signed.run_id)
+    assert (after.start.inner_steps, after.start.tokens) == (4, folder.index.tokens)
+    assert (after.name, after.model.num_stages, after.inner.total_steps, after.created_at) == ("b", 2, 900, 1_000)
+    assert (after.inner.learning_rate, after.seed) == (before.inner.learning_rate, 4)
+    assert resumed(folder, {}).model.num_stages == 1
+
+
+def test_stages_codec_and_rounds_may_be_others(folder: Consolidated) -> None:
+    settings = {
+        "model": {"num_stages": 2, "stage_layers": [1, folder.manifest.model.num_layers - 1]},
+        "outer": {"codec": "int4"},
+        "rounds": {"round_seconds": 9.0},
+    }
+    after = resumed(folder, settings)
+    assert (after.outer.codec, after.rounds.round_seconds) == ("int4", 9.0)
+    again = resumed(folder, {**settings, "start": {"id": "0" * 64}})
+    assert again.start == after.start
+
+
+EPOCHS = EpochsConfig(run_id="ab" * 32, corpus="cd" * 8, epoch=1, done="ff07")
+
+
+def with_epochs(tmp_path: Path) -> Consolidated:
+    """Of a run that is in the second of three epochs."""
+    signed = manifest_for(MODELS["own"], data={"epochs": 3})
+    stages = save_stages(trained(signed, b"a" * 32, steps=0), signed, tmp_path, "replica")
+    consolidate(tmp_path / "pulled", KEY, signed.encode(), [stages], VECTORS, EPOCHS)
+    return read_folder(tmp_path / "pulled")
+
+
+def test_epochs_of_the_data_go_on_where_they_were(tmp_path: Path) -> None:
+    folder = with_epochs(tmp_path)
+    assert folder.epochs == EPOCHS
+    after = resumed(folder, {"model": {"num_stages": 2}})
+    assert after.start is not None
+    assert after.start.epochs == EPOCHS
+    assert training_configs(after).data.order == bytes.fromhex(EPOCHS.run_id)
+    assert decode_manifest(sign_manifest(after, KEY).encode())[0] == after
+
+
+@pytest.mark.parametrize(
+    "settings", [{"inner": {"batch_size": 4}}, {"data": {"epochs": 0}}, {"data": {"held_out": 0.1}}]
+)
+def test_where_slices_are_others_epochs_begin_anew(tmp_path: Path, settings: dict[str, Any]) -> None:
+    after = resumed(with_epochs(tmp_path), settings)
+    assert after.start is not None
+    assert after.start.epochs is None
+
+
+def test_who_has_done_all_epochs_is_asked_how_many_more(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match="so many are done"):
+        resumed(with_epochs(tmp_path), {"data": {"epochs": 1}})
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"model": "0.5M"}, "the checkpoint's is another one"),
+        ({"tokenizer": {"kind": "tokenizers", "sha256": "ab" * 32}}, "tokenizer: the checkpoint was made with another"),
+        ({"inner": {"learning_rate": -1.0}}, "inner.learning_rate"),
+        ({"outer": {"alpha": 0.9, "gamma": 1.5}}, "gamma"),
+        ({"colour": "red"}, "colour"),
+    ],
+)
+def test_another_model_or_tokenizer_is_refused(folder: Consolidated, settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ManifestError, match=says):
+        resumed(folder, settings)
+
+
+# Imported models
+
+
+def saved_by_transformers(config: dict[str, Any], path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(3)
+    rest = {name: value for name, value in config.items() if name != "model_type"}
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(config["model_type"], **rest), dtype=dtype
+    )
+    model.save_pretrained(path)
+    return model.eval()  # without dropout
+
+
+@pytest.mark.parametrize(
+    "config", [LLAMA, {**LLAMA, "tie_word_embeddings": True}, GPT2], ids=["llama", "llama-tied", "gpt2"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_imported_model_is_the_same_and_goes_out_again(
+    config: dict[str, Any], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = saved_by_transformers(config, tmp_path / "theirs", dtype)
+    run = {"name": "more", "model": {"num_stages": 2, "context": 16}}
+    manifest, signed = import_model(tmp_path / "theirs", run, tmp_path, tmp_path / "ours", KEY, 0)
+    assert manifest.start is not None
+    assert (manifest.start.run, manifest.start.inner_steps, manifest.model.num_stages) == (bytes(32), 0, 2)
+    pulled = read_folder(tmp_path / "ours")
+    assert (pulled.id, pulled.signed) == (manifest.start.checkpoint, signed)
+    assert verify(tmp_path / "ours").vectors == ("slow",)
+
+    export_hf(pulled, tmp_path / "back")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    tokens = torch.arange(32).view(2, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(again(tokens).logits, model.float()(tokens).logits, rtol=0, atol=1e-5)
+    # and a run may go on from it under another cut
+    assert resumed(pulled, {"name": "b", "model": {"num_stages": 3}}).model.num_stages == 3
+
+
+def test_old_files_without_the_models_prefix_are_read(tmp_path: Path) -> None:
+    saved_by_transformers(GPT2, tmp_path / "theirs")
+    path = tmp_path / "theirs" / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 32, 32).tril()
+    save_file(tensors, path)
+    import_model(tmp_path / "theirs", {"name": "a"}, tmp_path, tmp_path / "ours", KEY, 0)
+    kept = load_file(tmp_path / "ours" / CHECKPOINT_NAME)
+    assert torch.equal(kept["slow/transformer.h.2.mlp.c_fc.weight"], tensors["h.2.mlp.c_fc.weight"])
+    assert not any(".attn.bias" in name for name in kept)
+
+
+def test_a_tokenizer_beside_the_weights_is_the_runs(tmp_path: Path) -> None:
+    saved_by_transformers(GPT2, tmp_path / "theirs")
+    (tmp_path / "theirs" / "tokenizer.json").write_text("{}")
+    manifest, _ = import_model(tmp_path / "theirs", {"name": "a"}, tmp_path, tmp_path / "ours", KEY, 0)
+    assert manifest.tokenizer.kind == "tokenizers"
+
+
+def spoil_weights(path: Path, change: dict[str, torch.Tensor | None]) -> None:
+    tensors = {**load_file(path / "model.safetensors"), **change}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path / "model.safetensors")
+
+
+_MATRIX = "transformer.h.0.attn.c_attn.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({_MATRIX: None}, f"has no weights {_MATRIX}"),
+        ({_MATRIX: torch.zeros(3, 3)}, r"has the shape \(3, 3\)"),
+        ({_MATRIX: torch.full((32, 96), float("nan"))}, "not finite"),
+        ({_MATRIX: torch.zeros(32, 96, dtype=torch.int8)}, "no safetensors file of weights"),
+    ],
+)
+def test_weights_that_are_not_the_configurations_are_refused(
+    change: dict[str, torch.Tensor | None], says: str, tmp_path: Path
+) -> None:
+    saved_by_transformers(GPT2, tmp_path / "theirs")
+    spoil_weights(tmp_path / "theirs", change)
+    with pytest.raises(ConsolidatedError, match=says):
+        import_model(tmp_path / "theirs", {"name": "a"}, tmp_path, tmp_path / "ours", KEY, 0)
+    assert os.listdir(tmp_path) == ["theirs"]
+
+
+def header(entries: object) -> bytes:
+    raw = json.dumps(entries).encode()
+    return len(raw).to_bytes(8, "little") + raw
+
+
+@pytest.mark.parametrize(
+    ("raw", "says"),
+    [
+        (b"", "no safetensors file"),
+        ((2**63).to_bytes(8, "little"), "announces a header"),
+        (header({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}), "does not lie where"),
+        (header({"a": {"dtype": "F32", "shape": [2**40] * 8, "data_offsets": [0, 16]}}), "does not lie where"),
+        (header([1]), "no safetensors file"),
+        ((60_000).to_bytes(8, "little") + b"[" * 60_000, "no safetensors file"),
+    ],
+)
+def test_a_hostile_file_of_weights_is_refused(raw: bytes, says: str, tmp_path: Path) -> None:
+    saved_by_transformers(GPT2, tmp_path / "theirs")
+    (tmp_path / "theirs" / "model.safetensors").write_bytes(raw)
+    with pytest.raises(ConsolidatedError, match=says):
+        import_model(tmp_path / "theirs", {"name": "a"}, tmp_path, tmp_path / "ours", KEY, 0)
+
+
+def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path: Path) -> None:
+    saved_by_transformers(GPT2, tmp_path / "theirs")
+    index = {"weight_map": {"a": "../../secret.safetensors"}}
+    (tmp_path / "theirs" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConsolidatedError, match="says not which file"):
+        import_model(tmp_path / "theirs", {"name": "a"}, tmp_path, tmp_path / "ours", KEY, 0)
+
+
+def test_the_folder_says_which_model_it_is(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match="no more than how it is cut"):
+        import_model(tmp_path, {"name": "a", "model": "tiny"}, tmp_path, tmp_path / "ours", KEY, 0)
+    assert decoded(manifest_for(MODELS["own"])).start is None

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farandole.node.store.disk_space import OTHER_BYTES, DiskError, DiskPlan, Room, plan_disk, text_room, used_bytes
+from farandole.node.store.folder import CheckpointFolder
+from farandole.node.store.save import Saver
+from farandole.training.blocks import Content
+from farandole.training.checkpoint import Counters
+from farandole.training.durable import replacing
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (0, DiskPlan(2, has_copy=True)),
+        (100 * GB, DiskPlan(2, has_copy=True)),
+        (4 * GB + OTHER_BYTES, DiskPlan(2, has_copy=True)),
+        (4 * GB + OTHER_BYTES - 1, DiskPlan(2, has_copy=False)),
+        (3 * GB + OTHER_BYTES - 1, DiskPlan(1, has_copy=False)),
+        (2 * GB + OTHER_BYTES, DiskPlan(1, has_copy=False)),
+    ],
+)
+def test_first_the_copy_is_given_up_then_the_second_newest(limit: int, expected: DiskPlan) -> None:
+    assert plan_disk(limit, own_bytes=GB, copy_bytes=GB // 2) == expected
+
+
+def test_text_comes_before_copies_and_old_checkpoints_and_other_runs_text_stops_no_node() -> None:
+    limit = 4 * GB + OTHER_BYTES
+    for text_bytes, expected in (
+        (0, DiskPlan(2, has_copy=True)),
+        (1, DiskPlan(2, has_copy=False)),
+        (GB, DiskPlan(2, has_copy=False)),
+        (GB + 1, DiskPlan(1, has_copy=False)),
+        (100 * GB, DiskPlan(1, has_copy=False)),
+    ):
+        assert plan_disk(limit, GB, GB // 2, text_bytes) == expected
+    assert text_room(limit, GB) == 2 * GB
+    assert text_room(0, GB) is None
+
+
+def test_what_is_too_little_is_said_with_what_is_enough() -> None:
+    with pytest.raises(DiskError, match=r"take 2\.13 GB at least"):
+        plan_disk(2 * GB, own_bytes=GB, copy_bytes=GB // 2)
+
+
+@given(st.integers(1, 100 * GB), st.integers(1, 10 * GB), st.integers(1, 10 * GB), st.floats(0, 1))
+def test_whatever_is_planned_fits(limit: int, own: int, copy: int, share: float) -> None:
+    text = int(share * (text_room(limit, own) or 0))
+    try:
+        plan = plan_disk(limit, own, copy, text)
+    except DiskError:
+        assert limit < OTHER_BYTES + 2 * own
+    else:
+        assert (plan.num_kept + 1) * own + 2 * plan.has_copy * copy + text + OTHER_BYTES <= limit
+
+
+def test_it_measures_as_du_does(tmp_path: Path) -> None:
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "deep" / "er" / "file").write_bytes(os.urandom(300_000))
+    with (tmp_path / "holes").open("wb") as file:
+        file.truncate(1 << 30)
+        file.write(os.urandom(10_000))
+    os.link(tmp_path / "holes", tmp_path / "again")
+    du = int(subprocess.run(["du", "-s", "-B1", tmp_path], capture_output=True, check=True).stdout.split()[0])
+    folders = 3 * os.lstat(tmp_path).st_blocks * 512
+    assert abs(used_bytes(tmp_path) - (du - folders)) <= folders
+
+
+def test_no_room_is_the_disks_or_the_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(bytes(1_000_000))
+    Room(tmp_path, 3_000_000).check(tmp_path, 1_900_000)
+    with pytest.raises(OSError, match="--disk leaves 2 MB"):
+        Room(tmp_path, 3_000_000).check(tmp_path, 2_100_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1_000))
+    with pytest.raises(OSError, match="are free"):
+        Room().check(tmp_path, 1)
+
+
+class Growing:
+    """A replica's snapshot of a megabyte, which measures its folder while it is written."""
+
+    num_bytes = 1_000_000
+
+    def __init__(self, round_index: int, folder: Path, measured: list[int]) -> None:
+        self.counters = Counters(round_index, round_index, 8 * round_index)
+        self._folder = folder
+        self._measured = measured
+
+    def save(self, path: Path) -> Content:
+        with replacing(path) as file:
+            file.write(os.urandom(self.num_bytes))
+            self._measured.append(used_bytes(self._folder))
+        return Content(self.num_bytes, b"h" * 32)
+
+
+@pytest.mark.parametrize("num_kept", [1, 2])
+def test_saves_never_take_more_than_was_planned(tmp_path: Path, num_kept: int) -> None:
+    folder, measured = tmp_path / "checkpoints", list[int]()
+    saver = Saver(CheckpointFolder(folder, 0), lambda saved: None, num_kept)
+    for round_index in range(1, 6):
+        saver.save(Growing(round_index, folder, measured))
+    assert max(measured) <= (num_kept + 1) * 1.05e6
+    assert used_bytes(folder) <= num_kept * 1.05e6
+    assert len(CheckpointFolder(folder, 0).files()) == num_kept
+    CheckpointFolder(folder, 0).trim(1)
+    assert [path.name for path in CheckpointFolder(folder, 0).files()] == ["stage-0-round-5.safetensors"]

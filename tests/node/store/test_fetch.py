@@ -1,0 +1,322 @@
+"""A newcomer fetches a checkpoint from members that have it, over real hosts, streams and channels."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+from safetensors.numpy import load, load_file
+
+from farandole.node.base.bandwidth import Shaping
+from farandole.node.bulk.negotiation import BulkService, open_bulk
+from farandole.node.mesh.host import Host
+from farandole.node.store import disk_space as room_module
+from farandole.node.store import fetch as fetching
+from farandole.node.store import serve as giving
+from farandole.node.store.disk_space import Room, used_bytes
+from farandole.node.store.fetch import Fetched, FetchError, Progress, ask_for_index, fetch_checkpoint
+from farandole.node.store.holdings import Holding
+from farandole.node.store.partial_file import PartialFile, partial_path
+from farandole.node.store.provider import Conditions, DonorError
+from farandole.node.store.serve import BlockService
+from farandole.protocol import download
+from farandole.protocol.block_transfer import Question
+from farandole.protocol.blocks import BLOCK_BYTES, num_blocks
+from farandole.protocol.identity import short_name
+
+from ...patience import PATIENCE
+from ..hosts import host_at_loopback
+from .files import RUN, checkpoint_bytes, hold, index_of, is_required, signed_index_of
+
+CONTENT = checkpoint_bytes(1_500_000)  # 24 MB, of which half is wanted
+CONTENT_WANTED = len(CONTENT) / 2
+NUM_WANTED = num_blocks(len(CONTENT) // 2)
+
+
+@dataclass
+class Member:
+    host: Host
+    channels: BulkService
+    service: BlockService
+    conditions: Conditions
+    holding: Holding | None = None
+
+    async def find(self, question: Question) -> Holding | None:
+        await trio.lowlevel.checkpoint()
+        if self.holding is None or question.id not in (None, self.holding.id):
+            return None
+        return self.holding.hold()
+
+
+@contextlib.asynccontextmanager
+async def open_member() -> AsyncIterator[Member]:
+    async with (
+        host_at_loopback() as host,
+        open_bulk(host) as channels,
+    ):
+        service = BlockService(RUN, lambda question: member.find(question))
+        member = Member(host, channels, service, Conditions(host, RUN, channels=channels))
+        member.service.channels = channels
+        member.service.register(host)
+        yield member
+
+
+@contextlib.asynccontextmanager
+async def open_members(count: int) -> AsyncIterator[list[Member]]:
+    """The first one knows the addresses of the others."""
+    with trio.fail_after(PATIENCE):
+        async with contextlib.AsyncExitStack() as stack:
+            members = [await stack.enter_async_context(open_member()) for _ in range(count)]
+            for member in members[1:]:
+                members[0].host.add_addresses(member.host.author, member.host.addresses)
+            yield members
+
+
+async def fetch(newcomer: Member, donors: list[Member], path: Path, **options: Any) -> Fetched:
+    signed, index = signed_index_of(CONTENT)
+    names = [donor.host.author for donor in donors]
+    return await fetch_checkpoint(newcomer.conditions, signed, index, lambda: names, is_required, path, **options)
+
+
+def is_what_was_wanted(path: Path) -> bool:
+    whole = load(CONTENT)
+    return {name: tensor.tobytes() for name, tensor in load_file(path).items()} == {
+        name: whole[name].tobytes() for name in ("slow/w", "momentum/w")
+    }
+
+
+@pytest.mark.parametrize("is_bulk", [True, False])
+async def test_two_donors_give_different_blocks_of_what_is_wanted(
+    tmp_path: Path, is_bulk: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "MAX_WINDOW", 2)  # else all is asked of whoever is ready first
+    async with open_members(3) as (newcomer, *donors):
+        if not is_bulk:
+            newcomer.conditions.channels = None
+        newcomer.conditions.shaping = Shaping.of_mbit(0, 100)  # else one has given all before the other is asked
+        for number, donor in enumerate(donors):
+            await newcomer.host.connect(donor.host.author)
+            donor.holding = hold(tmp_path / f"theirs-{number}", CONTENT)
+        shown: list[Progress] = []
+        fetched = await fetch(newcomer, donors, tmp_path / "ours", on_progress=shown.append)
+        assert is_what_was_wanted(tmp_path / "ours")
+        assert set(fetched.num_by_donor) == {donor.host.author for donor in donors}
+        assert NUM_WANTED <= sum(fetched.num_by_donor.values()) < index_of(CONTENT).num_blocks
+        assert [path.name for path in tmp_path.iterdir() if path.name.startswith("ours")] == ["ours"]
+        assert shown[-1].total >= shown[-1].num_bytes
+
+
+async def test_to_hash_what_an_earlier_attempt_left_may_take_longer_than_donors_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mock_clock: trio.testing.MockClock
+) -> None:
+    signed, index = signed_index_of(CONTENT)
+    partial_path(tmp_path / "ours", signed.id).write_bytes(CONTENT)
+    blocks = PartialFile.blocks
+
+    def blocks_of_a_slow_disk(file: PartialFile) -> set[int]:
+        mock_clock.jump(10 * fetching.PATIENCE)
+        return blocks(file)
+
+    monkeypatch.setattr(PartialFile, "blocks", blocks_of_a_slow_disk)
+    nobody: Any = None
+    conditions = Conditions(nobody, RUN)
+    fetched = await fetch_checkpoint(conditions, signed, index, list, is_required, tmp_path / "ours")
+    assert fetched.num_bytes == 0
+    assert is_what_was_wanted(tmp_path / "ours")
+
+
+async def test_all_of_a_checkpoint_is_the_same_file_and_a_prefix_can_be_given(tmp_path: Path) -> None:
+    async with open_members(3) as (newcomer, donor, third):
+        donor.holding = hold(tmp_path / "theirs", CONTENT)
+        signed, index = signed_index_of(CONTENT)
+        args = (newcomer.conditions, signed, index)
+        await fetch_checkpoint(*args, lambda: [donor.host.author], lambda name: True, tmp_path / "whole")
+        assert (tmp_path / "whole").read_bytes() == CONTENT
+        await fetch_checkpoint(*args, lambda: [donor.host.author], is_required, tmp_path / "prefix", is_prefix=True)
+        assert (tmp_path / "prefix").read_bytes() == CONTENT[: NUM_WANTED * BLOCK_BYTES]
+        third.holding = Holding.open(tmp_path / "prefix", signed, index)
+        assert third.holding.num_held == NUM_WANTED
+        await fetch(newcomer, [third], tmp_path / "ours")
+        assert is_what_was_wanted(tmp_path / "ours")
+
+
+async def test_a_donor_that_dies_costs_no_block_that_it_gave(tmp_path: Path) -> None:
+    async with open_members(3) as (newcomer, first, second):
+        first.holding = hold(tmp_path / "theirs", CONTENT)
+        second.holding = first.holding.hold()
+
+        newcomer.conditions.shaping = Shaping.of_mbit(0, 100)
+        newcomer.conditions.channels = None
+        async with trio.open_nursery() as nursery:
+
+            def kill_at_half(progress: Progress) -> None:
+                if progress.num_bytes > CONTENT_WANTED / 2 and first.holding is not None:
+                    first.holding = None
+                    nursery.start_soon(newcomer.host.disconnect, first.host.author)
+
+            fetched = await fetch(newcomer, [first, second], tmp_path / "ours", on_progress=kill_at_half)
+        assert first.holding is None
+        assert is_what_was_wanted(tmp_path / "ours")
+        assert sum(fetched.num_by_donor.values()) <= NUM_WANTED + 2
+
+
+async def test_a_fetch_that_was_cut_off_goes_on_where_it_was(tmp_path: Path) -> None:
+    async with open_members(2) as (newcomer, donor):
+        donor.holding = hold(tmp_path / "theirs", CONTENT)
+        with trio.CancelScope() as life:
+
+            def kill_at_half(progress: Progress) -> None:
+                if progress.num_bytes > CONTENT_WANTED / 2:
+                    life.cancel()
+
+            newcomer.conditions.shaping = Shaping.of_mbit(0, 100)
+            newcomer.conditions.channels = None
+            await fetch(newcomer, [donor], tmp_path / "ours", on_progress=kill_at_half)
+        assert life.cancelled_caught
+        (partial,) = tmp_path.glob("ours.*")
+        with partial.open("r+b") as file:  # a block that was torn by a power cut
+            file.write(bytes(100))
+        fetched = await fetch(newcomer, [donor], tmp_path / "ours")
+        assert fetched.num_kept >= NUM_WANTED // 2 - 1
+        assert sum(fetched.num_by_donor.values()) == NUM_WANTED - fetched.num_kept
+        assert is_what_was_wanted(tmp_path / "ours")
+
+
+async def test_who_gives_wrong_bytes_is_reported_and_others_give_the_right_ones(tmp_path: Path) -> None:
+    async with open_members(3) as (newcomer, liar, donor):
+        donor.holding = hold(tmp_path / "theirs", CONTENT)
+        (tmp_path / "lies").write_bytes(CONTENT[: 3 * BLOCK_BYTES] + bytes(len(CONTENT) - 3 * BLOCK_BYTES))
+        liar.holding = Holding.open(tmp_path / "lies", *signed_index_of(CONTENT))
+        honest, donor.holding = donor.holding, None  # else it may have given all before the liar is asked
+        accused: list[tuple[bytes, bytes]] = []
+
+        def accuse(peer: bytes, reason: str, evidence: bytes) -> None:
+            accused.append((peer, evidence))
+            names.append(donor.host.author)
+            donor.holding = honest
+
+        signed, index = signed_index_of(CONTENT)
+        names = [liar.host.author]
+        fetched = await fetch_checkpoint(
+            newcomer.conditions, signed, index, lambda: names, is_required, tmp_path / "ours", accuse=accuse
+        )
+        assert is_what_was_wanted(tmp_path / "ours")
+        assert accused == [(liar.host.author, honest.id)]
+        assert fetched.num_by_donor.get(liar.host.author, 0) <= 3
+
+
+async def test_the_newest_checkpoint_is_asked_for_by_its_stage(tmp_path: Path) -> None:
+    async with open_members(2) as (newcomer, donor):
+        max_size = len(CONTENT)
+        with pytest.raises(DonorError, match="does not have"):
+            await ask_for_index(newcomer.conditions, donor.host.author, 0, max_size)
+        donor.holding = hold(tmp_path / "theirs", CONTENT)
+        assert await ask_for_index(newcomer.conditions, donor.host.author, 0, max_size) == signed_index_of(CONTENT)
+        with pytest.raises(DonorError, match="another"):
+            await ask_for_index(newcomer.conditions, donor.host.author, 1, max_size)
+        with pytest.raises(DonorError, match="at most"):
+            await ask_for_index(newcomer.conditions, donor.host.author, 0, max_size - 1)
+
+
+async def test_nobody_who_has_it_is_said_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_members(2) as (newcomer, donor):
+        await newcomer.host.connect(donor.host.author)
+        monkeypatch.setattr(fetching, "PATIENCE", 3.0)
+        with pytest.raises(FetchError, match=f"{short_name(donor.host.author)}: it does not have"):
+            await fetch(newcomer, [donor], tmp_path / "ours")
+        with pytest.raises(FetchError, match="nobody"):
+            await fetch(newcomer, [], tmp_path / "ours")
+
+
+async def test_what_nobody_has_any_more_is_given_up_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "PATIENCE", 1_000.0)
+    async with open_members(3) as (newcomer, *donors):
+        donors[0].holding = hold(tmp_path / "theirs", checkpoint_bytes(1_000))
+        with pytest.raises(FetchError, match="nobody has it any more"):
+            await fetch(newcomer, donors, tmp_path / "ours")
+
+
+async def test_one_who_has_it_is_asked_though_others_have_it_no_more(tmp_path: Path) -> None:
+    async with open_members(3) as (newcomer, *donors):
+        donors[1].holding = hold(tmp_path / "theirs", CONTENT)
+        await fetch(newcomer, donors, tmp_path / "ours")
+        assert is_what_was_wanted(tmp_path / "ours")
+
+
+async def test_a_disk_without_room_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_members(2) as (newcomer, donor):
+        donor.holding = hold(tmp_path / "theirs", CONTENT)
+        with pytest.raises(FetchError, match="cannot be stored"):
+            await fetch(newcomer, [donor], tmp_path / "nowhere" / "ours")
+        monkeypatch.setattr(room_module, "SPARE_BYTES", 1 << 60)
+        with pytest.raises(FetchError, match="room are needed"):
+            await fetch(newcomer, [donor], tmp_path / "ours")
+
+
+async def test_what_is_more_than_the_owner_allows_is_refused_before_any_weights_move(tmp_path: Path) -> None:
+    """The first block has the header, which says how much it is."""
+    async with open_members(2) as (newcomer, donor):
+        donor.holding = hold(tmp_path / "theirs", CONTENT)
+        home = tmp_path / "home"
+        home.mkdir()
+        newcomer.conditions.room = Room(home, limit=round(1.9 * len(CONTENT)))
+        (home / "own").write_bytes(bytes(len(CONTENT)))
+        with pytest.raises(FetchError, match="--disk leaves"):
+            await fetch(newcomer, [donor], home / "ours")
+        assert used_bytes(home) <= len(CONTENT) + 2 * BLOCK_BYTES
+
+        (home / "own").unlink()
+        await fetch(newcomer, [donor], home / "ours")
+        assert is_what_was_wanted(home / "ours")
+        assert used_bytes(home) <= 1.9 * len(CONTENT)
+
+
+async def test_who_is_too_many_waits_for_a_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(giving, "MAX_SERVED", 1)
+    monkeypatch.setattr(giving, "TURN_SECONDS", 0.3)
+    monkeypatch.setattr(giving, "TURNED_OUT_SECONDS", 0.3)
+    async with open_members(3) as (donor, first, second):
+        donor.service._max_served = 1
+        donor.holding = hold(tmp_path / "theirs", CONTENT)
+        ended: list[str] = []
+
+        async def take(name: str, newcomer: Member) -> None:
+            newcomer.host.add_addresses(donor.host.author, donor.host.addresses)
+            newcomer.conditions = Conditions(newcomer.host, RUN, Shaping.of_mbit(0, 40))
+            await fetch(newcomer, [donor], tmp_path / name)
+            ended.append(name)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(take, "first", first)
+            nursery.start_soon(take, "second", second)
+        assert sorted(ended) == ["first", "second"]
+
+
+async def test_peers_share_what_the_donor_sends(tmp_path: Path) -> None:
+    async with open_members(3) as (donor, first, second):
+        donor.holding = hold(tmp_path / "theirs", CONTENT)
+        shares: dict[str, int] = {}
+        donor.service = BlockService(RUN, donor.find, Shaping.of_mbit(60, 0))
+        donor.service.register(donor.host)
+
+        async def take(name: str, newcomer: Member, scope: trio.CancelScope) -> None:
+            newcomer.host.add_addresses(donor.host.author, donor.host.addresses)
+            newcomer.conditions.channels = None
+
+            def show(progress: Progress) -> None:
+                shares[name] = progress.num_bytes
+                if progress.num_bytes > 0.8 * CONTENT_WANTED:
+                    scope.cancel()
+
+            await fetch(newcomer, [donor], tmp_path / name, on_progress=show)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(take, "first", first, nursery.cancel_scope)
+            nursery.start_soon(take, "second", second, nursery.cancel_scope)
+        assert min(shares.values()) > 0.5 * max(shares.values())

@@ -1,0 +1,148 @@
+"""Disks without room, under trainers and nodes in processes of their own: training goes on, and saving does later."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.node.base.exits import Exit
+from farandole.node.base.settings import NodeSettings
+from farandole.node.store.folder import CheckpointFolder
+from farandole.node.trainer import messages
+from farandole.node.trainer.trainer import Trainer, open_trainer
+from farandole.protocol.manifest import Manifest, manifest_from_dict, sign_manifest
+from farandole.training.blocks import BLOCK_BYTES
+
+from ...patience import PATIENCE
+from ..daemons import Daemon, joined
+from ..trainer_commands import prepare_for
+
+VECTORS = 4
+ReportType = TypeVar("ReportType")
+
+
+@pytest.fixture
+def manifest() -> Manifest:
+    """A checkpoint has a dozen blocks."""
+    return manifest_from_dict(
+        {
+            "name": "wide",
+            "model": {"num_layers": 1, "width": 256, "num_heads": 2, "hidden": 512, "context": 16, "vocabulary": 256},
+            "inner": {"batch_size": 1},
+            "rounds": {"inner_steps": 1, "round_seconds": 0.0, "exchange_seconds": 5.0},
+        }
+    )
+
+
+@pytest.fixture
+def prepare(manifest: Manifest, tmp_path: Path) -> messages.Prepare:
+    return prepare_for(manifest, tmp_path / "checkpoints")
+
+
+async def report_of(trainer: Trainer, kind: type[ReportType]) -> ReportType:
+    """The next of a kind."""
+    with trio.fail_after(PATIENCE):
+        while not isinstance(report := await trainer.receive(), kind):
+            pass
+    return report
+
+
+async def train_and_save(trainer: Trainer, round_index: int) -> messages.Saved:
+    """A round, alone, and what comes of saving it."""
+    await trainer.send(messages.Train(round_index, 1))
+    assert (await report_of(trainer, messages.Contributed)).round == round_index
+    await trainer.send(messages.TakeOuterStep(round_index))
+    assert (await report_of(trainer, messages.OuterStepTaken)).round == round_index
+    await trainer.send(messages.Save())
+    return await report_of(trainer, messages.Saved)
+
+
+def write_starts(path: Path) -> list[int]:
+    """Where in the file each write begins that made it: at the vectors' begins, and at those of blocks."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header = 8 + int.from_bytes(file.read(8), "little")
+    vectors = range(header, size, (size - header) // VECTORS)
+    return sorted({0, *vectors, *range(0, size, BLOCK_BYTES)})
+
+
+async def test_no_room_at_any_write_of_a_save(prepare: messages.Prepare) -> None:
+    folder = CheckpointFolder(Path(prepare.checkpoints), 0)
+    async with open_trainer(prepare, None) as trainer:
+        old = await train_and_save(trainer, 0)
+        assert old.problem == ""
+        content = folder.file(1).read_bytes()
+        starts = write_starts(folder.file(1))
+        assert len(starts) > 12
+        for round_index, room in enumerate(starts, 1):
+            resource.prlimit(trainer.pid, resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+            saved = await train_and_save(trainer, round_index)
+            assert f"round {round_index + 1} is not written: File too large" in saved.problem
+            assert "the last good one is kept, and the next save tries again" in saved.problem
+            assert [path.name for path in folder.path.iterdir()] == [folder.file(1).name]
+            assert folder.file(1).read_bytes() == content
+        resource.prlimit(trainer.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        last = await train_and_save(trainer, len(starts) + 1)
+        assert last.problem == ""
+        assert folder.files() == [Path(last.path), folder.file(1)]
+    async with open_trainer(prepare, None) as again:
+        assert again.prepared.resumed == last
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A home whose checkpoints have a disk of their own, with room for two and a half."""
+    folder = NodeSettings(home=tmp_path / "alice").checkpoints
+    folder.mkdir(parents=True)
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a file system")
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=28m", "none", folder], check=False, capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode()}")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+async def test_a_node_trains_on_without_room_and_saves_when_there_is_some(
+    manifest: Manifest, small_disk: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run.manifest"
+    run.write_bytes(sign_manifest(manifest, Ed25519PrivateKey.generate()).encode())
+    folder, home = CheckpointFolder(small_disk, 0), small_disk.parent
+    options = ("--device", "cpu", "--checkpoint-seconds", "0.1")
+    async with joined(home, str(run), *options) as alice:
+        warning = await alice.says("warning: the checkpoint of round", "No space left on device; it takes")
+        assert "MB are free: make room; the last good one is kept, and the next save tries again" in warning
+        for _ in range(3):
+            await alice.says("round", "inner steps")
+        assert await alice.end(signal.SIGKILL) == -signal.SIGKILL
+    kept = folder.files()
+    assert len(kept) == 2
+    async with joined(home, *options) as alice:
+        assert f"resumed at round {round_of(kept[0])}" in await alice.says("trainer ready")
+        await alice.says("warning: the checkpoint of round", "No space left on device")
+        await trio.run_process(["mount", "-o", "remount,size=200m", str(small_disk)])
+        await saved_after(alice, folder, kept[0])
+        assert await alice.end(signal.SIGTERM) == Exit.OK
+
+
+def round_of(path: Path) -> int:
+    return int(path.stem.rpartition("-")[2])
+
+
+async def saved_after(daemon: Daemon, folder: CheckpointFolder, old: Path) -> None:
+    """It goes through rounds until there is a newer checkpoint."""
+    with trio.fail_after(PATIENCE):
+        while folder.files()[0] == old:
+            await daemon.says("round", "inner steps")

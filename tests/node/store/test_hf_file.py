@@ -1,0 +1,171 @@
+"""A run file names a Hugging Face configuration; no torch and no transformers is needed to read it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farandole.node.base.conversion import training_configs
+from farandole.node.store.hf_file import MAX_CONFIG_BYTES
+from farandole.node.store.run_file import load_run_file, manifest_of
+from farandole.protocol.errors import ManifestError
+from farandole.protocol.hf_config import DefaultRope, GPT2Config, LinearRope, Llama3Rope, LlamaConfig
+from farandole.training.cut import stage_parameters
+from farandole.training.presets import num_parameters
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "llama-3-stages" / "run.toml"
+
+# As they come with models: https://huggingface.co/openai-community/gpt2, and Llama 3.2 1B.
+GPT2: dict[str, Any] = json.loads("""{
+  "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256,
+  "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,
+  "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
+  "resid_pdrop": 0.1, "summary_activation": null, "summary_first_dropout": 0.1, "summary_proj_to_labels": true,
+  "summary_type": "cls_index", "summary_use_proj": true,
+  "task_specific_params": {"text-generation": {"do_sample": true, "max_length": 50}}, "vocab_size": 50257
+}""")
+LLAMA: dict[str, Any] = json.loads("""{
+  "architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 128000,
+  "eos_token_id": 128001, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+  "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": false, "model_type": "llama",
+  "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8, "pretraining_tp": 1,
+  "rms_norm_eps": 1e-05,
+  "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+  "rope_theta": 500000.0, "tie_word_embeddings": true, "torch_dtype": "bfloat16",
+  "transformers_version": "4.45.0.dev0", "use_cache": true, "vocab_size": 128256
+}""")
+
+
+def hf_of(settings: dict[str, Any]) -> LlamaConfig | GPT2Config:
+    hf = manifest_of({"name": "a", "model": {"hf": settings}}, Path(), 0).model.hf
+    assert hf is not None
+    return hf
+
+
+def test_a_run_file_names_a_configuration_or_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "config.json").write_text(json.dumps(LLAMA))
+    manifests = []
+    for name in ("llama/config.json", "llama"):
+        path = tmp_path / "run.toml"
+        path.write_text(f'name = "a"\nmodel = {{ hf = "{name}", num_stages = 3, context = 128 }}')
+        manifests.append(load_run_file(path, now=0))
+    assert manifests[0] == manifests[1]
+    model = manifests[0].model
+    assert (model.num_layers, model.width, model.num_heads, model.hidden, model.vocabulary) == (
+        *(16, 2_048, 32, 8_192, 128_256),
+    )
+    assert (model.num_stages, model.context) == (3, 128)
+    assert num_parameters(training_configs(manifests[0]).model) == 1_235_814_400  # what its model card says
+
+
+@pytest.mark.parametrize("is_absolute", [False, True])
+def test_a_configurations_folder_may_have_the_tokenizer_wherever_the_run_file_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_absolute: bool
+) -> None:
+    folder = tmp_path / "runs" / "llama"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    (folder / "tokenizer.json").write_bytes(b"{}")
+    named = folder if is_absolute else "llama"
+    (tmp_path / "runs" / "run.toml").write_text(f'name = "a"\nmodel = "hf:{named}"')
+    monkeypatch.chdir(tmp_path)
+    tokenizer = load_run_file(Path("runs", "run.toml"), now=0).tokenizer
+    assert (tokenizer.kind, tokenizer.sha256) == ("tokenizers", hashlib.sha256(b"{}").hexdigest())
+
+
+def test_the_example_cuts_a_llama_in_three() -> None:
+    manifest = load_run_file(EXAMPLE, now=0)
+    assert isinstance(manifest.model.hf, LlamaConfig)
+    model = training_configs(manifest).model
+    sizes = [stage_parameters(model, stage) for stage in range(3)]
+    assert sum(sizes) == num_parameters(model)
+    assert max(sizes) < num_parameters(model) / 2
+
+
+def test_gpt2_as_it_comes() -> None:
+    manifest = manifest_of({"name": "a", "model": {"hf": GPT2}}, Path(), 0)
+    assert manifest.model.hf == GPT2Config(
+        vocab_size=50_257, n_embd=768, n_inner=3_072, n_layer=12, n_head=12, n_positions=1_024
+    )
+    assert manifest.model.context == 1_024
+    model = training_configs(manifest).model
+    assert num_parameters(model) == 124_439_808  # what its paper calls 117M
+    assert json.loads(model.hf)["n_inner"] == 3_072
+
+
+def test_what_is_left_out_is_derived_as_transformers_does() -> None:
+    small = {"model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64}
+    settings = hf_of({**small, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": None})
+    assert isinstance(settings, LlamaConfig)
+    assert (settings.num_key_value_heads, settings.head_dim, settings.tie_word_embeddings) == (4, 8, False)
+    assert settings.rope_parameters == DefaultRope(rope_theta=10_000.0)
+
+
+def test_rotary_embeddings_as_any_version_writes_them() -> None:
+    def rope(**settings: object) -> object:
+        plain = {name: value for name, value in LLAMA.items() if not name.startswith("rope")}
+        hf = hf_of({**plain, **settings})
+        assert isinstance(hf, LlamaConfig)
+        return hf.rope_parameters
+
+    assert rope(rope_theta=5e5, rope_scaling=None) == DefaultRope(rope_theta=5e5)
+    assert rope(rope_theta=500_000, rope_scaling={"type": "linear", "factor": 2}) == LinearRope(2.0, rope_theta=5e5)
+    assert rope(rope_theta=5e5, rope_scaling=LLAMA["rope_scaling"]) == Llama3Rope(32.0, 1.0, 4.0, 8_192, rope_theta=5e5)
+    assert rope(rope_parameters={"rope_theta": 7.0, "rope_type": "default"}) == DefaultRope(rope_theta=7.0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"model_type": "deepseek_v3"}, "model_type is 'deepseek_v3': the known families are llama, gpt2"),
+        ({"model_type": ["llama"]}, r"model_type is \['llama'\]"),
+        ({"hidden_size": 2**40}, "hidden_size"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"num_attention_heads": 0}, "num_attention_heads"),
+        ({"num_attention_heads": [[]]}, "num_attention_heads|num_key_value_heads"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": "linear"}, "rope"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling_evil.Model"}}, "auto_map"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"sliding_window": 4_096}, "sliding_window"),
+        ({"is_encoder_decoder": True}, r"model\.hf\.is_encoder_decoder can be trained as False alone"),
+    ],
+)
+def test_what_would_be_another_model_is_refused_by_name(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ManifestError, match=message):
+        hf_of({**LLAMA, **wrong})
+
+
+def test_sizes_are_not_said_twice() -> None:
+    with pytest.raises(ManifestError, match=r"model\.width is 64, but model\.hf makes it 2048"):
+        manifest_of({"name": "a", "model": {"hf": LLAMA, "width": 64}}, Path(), 0)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "is not JSON"),
+        (b"\xff\xfe", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b'{"x":' * 10_000 + b"1" + b"}" * 10_000, "is not JSON"),
+        (b"[]", "its content as a table"),
+        (b"{}" + b" " * MAX_CONFIG_BYTES, "no configuration"),
+        (b'{"model_type": "llama", "x": {"y": [1, 2]}}', "missing|unknown"),
+    ],
+)
+def test_what_is_no_configuration_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ManifestError, match=message):
+        manifest_of({"name": "a", "model": {"hf": "config.json"}}, tmp_path, 0)
+
+
+@pytest.mark.parametrize("hf", ["nowhere.json", 3, True, []])
+def test_what_is_not_there_is_refused(tmp_path: Path, hf: object) -> None:
+    with pytest.raises(ManifestError, match=r"model\.hf"):
+        manifest_of({"name": "a", "model": {"hf": hf}}, tmp_path, 0)

@@ -1,0 +1,234 @@
+"""What an enemy says to a donor, and a donor that is one to a newcomer: it costs them their stream, and nobody else."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import trio
+import trio.testing
+
+from farandole.node.store.fetch import LOST, ask_for_index
+from farandole.node.store.provider import Conditions, DonorError, open_taking
+from farandole.node.store.serve import BlockService
+from farandole.protocol.block_transfer import (
+    MAX_WANTED,
+    Busy,
+    Forget,
+    Give,
+    Here,
+    Question,
+    Route,
+    Routed,
+    Want,
+    decode_answered,
+    decode_given,
+    encode,
+)
+from farandole.protocol.blocks import SignedIndex, encode_signed_index, sign_index
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.framing import FrameParser, frame
+
+from ...patience import PATIENCE
+from .files import KEY, RUN, checkpoint_bytes, hold, index_of, signed_index_of
+
+CONTENT = checkpoint_bytes(100_000)  # two blocks
+MAX = 1 << 20
+Donor = Callable[[Any], Awaitable[None]]
+
+
+class MemoryHost:
+    """Opens streams to one donor, in memory."""
+
+    def __init__(self, nursery: trio.Nursery, donor: Donor) -> None:
+        self._nursery = nursery
+        self._donor = donor
+
+    async def open_stream(self, peer: bytes, protocol: str, timeout: float = 8.0) -> Any:
+        ours, theirs = trio.testing.memory_stream_pair()
+        for stream in (ours, theirs):
+            stream.peer, stream.is_bulk = peer, False  # type: ignore[attr-defined]  # as streams of a host have
+        self._nursery.start_soon(self._serve, theirs)
+        return ours
+
+    async def _serve(self, stream: Any) -> None:
+        with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError, RemoteProtocolError):
+            await self._donor(stream)
+        await stream.aclose()
+
+
+async def hear(stream: Any, parser: FrameParser) -> bytes | None:
+    while (payload := parser.next_frame()) is None:
+        data = await stream.receive_some()
+        if not data:
+            return None
+        parser.receive_data(data)
+    return payload
+
+
+def say(message: Any) -> bytes:
+    raw = message if isinstance(message, bytes) else encode(message)
+    return frame(raw, MAX)
+
+
+# A donor and its enemies
+
+
+async def answers(tmp_path: Path, nursery: trio.Nursery, *said: bytes) -> list[Any]:
+    """What an honest donor answers, until it closes or falls silent."""
+    holding = hold(tmp_path / "theirs", CONTENT)
+
+    async def find(question: Question) -> Any:
+        await trio.lowlevel.checkpoint()
+        return holding.hold()
+
+    service = BlockService(RUN, find)
+    host = MemoryHost(nursery, service.serve)
+    stream = await host.open_stream(b"n" * 32, "")
+    parser = FrameParser(MAX)
+    heard: list[Any] = []
+    for raw in said:
+        await stream.send_all(raw)
+    with trio.move_on_after(1.0):
+        while (payload := await hear(stream, parser)) is not None:
+            heard.append(decode_answered(payload) if not heard else decode_given(payload))
+            if isinstance(heard[-1], Give):
+                parser.take_rest()
+                break
+        else:
+            assert not service._served
+            return heard
+    await stream.aclose()
+    heard.append("silence")
+    return heard
+
+
+QUESTION = say(Question(RUN, 0, has_index=True))
+HERE = Here(2)
+
+
+async def test_an_honest_newcomer_is_given_what_it_wants(tmp_path: Path, nursery: trio.Nursery) -> None:
+    heard = await answers(tmp_path, nursery, QUESTION, say(Route(None)), say(Want(1, 1)))
+    assert heard == [HERE, Routed(None), Give(1), "silence"]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        [b"\xff\xff\xff\xff"],
+        [say(b"rubbish")],
+        [say(msgspec.msgpack.encode(["Question", RUN, 2**63]))],
+        [QUESTION, b"\xff\xff\xff\xff"],
+        [QUESTION, say(b"rubbish")],
+        [QUESTION, say(Want(0, 1))],
+        [QUESTION, say(Route(None)), say(Route(None))],
+        [QUESTION, say(Route(None)), say(Want(2, 1))],
+        [QUESTION, say(Route(None)), say(Want(0, MAX_WANTED))],
+        [QUESTION, say(Route(None)), say(msgspec.msgpack.encode(["Want", 2**63, 1]))],
+        [QUESTION, say(Route(None)), QUESTION],
+        [QUESTION, say(Forget(0))],
+    ],
+)
+async def test_whoever_breaks_the_protocol_loses_the_stream(
+    tmp_path: Path, nursery: trio.Nursery, said: list[bytes]
+) -> None:
+    heard = await answers(tmp_path, nursery, *said)
+    assert heard == [HERE, Routed(None)][: len(heard)]
+
+
+async def test_another_runs_newcomer_gets_nothing(tmp_path: Path, nursery: trio.Nursery) -> None:
+    heard = await answers(tmp_path, nursery, say(Question(b"x" * 32, 0)))
+    assert [type(message).__name__ for message in heard] == ["Absent"]
+
+
+async def test_one_peer_has_one_turn(tmp_path: Path, nursery: trio.Nursery) -> None:
+    holding = hold(tmp_path / "theirs", CONTENT)
+    num_found = 0
+
+    async def find(question: Question) -> Any:
+        nonlocal num_found
+        num_found += 1
+        await trio.lowlevel.checkpoint()
+        return holding.hold()
+
+    service = BlockService(RUN, find)
+    host = MemoryHost(nursery, service.serve)
+    first, second = [await host.open_stream(b"n" * 32, "") for _ in range(2)]
+    for stream in (first, second):
+        await stream.send_all(QUESTION)
+        heard = decode_answered(await hear(stream, FrameParser(MAX)) or b"")
+        assert isinstance(heard, Here if stream is first else Busy)
+    assert num_found == 1
+    await first.aclose()
+    nursery.cancel_scope.cancel()
+
+
+# A newcomer and donors that are its enemies
+
+
+def answer(raw: bytes, *more: bytes) -> Donor:
+    async def donor(stream: Any) -> None:
+        await hear(stream, FrameParser(MAX))
+        await stream.send_all(raw)
+        for data in more:
+            await stream.receive_some()
+            await stream.send_all(data)
+        await trio.sleep(0.2)
+
+    return donor
+
+
+SIGNED, INDEX = signed_index_of(CONTENT)
+FORGED = SignedIndex(SIGNED.body, bytes(64))
+OTHER_RUN = sign_index(KEY, msgspec.structs.replace(INDEX, run_id=b"x" * 32))
+LYING_SIZE = sign_index(KEY, msgspec.structs.replace(INDEX, size=len(CONTENT) + (1 << 20)))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\xff\xff\xff\xff",
+        say(b"rubbish"),
+        say(Here(1, b"")),
+        say(Here(1, b"rubbish")),
+        say(Here(1, encode_signed_index(FORGED))),
+        say(Here(1, encode_signed_index(OTHER_RUN))),
+        say(Here(1, encode_signed_index(LYING_SIZE))),
+        say(msgspec.msgpack.encode(["Here", 2**63, b""])),
+        say(Routed(None)),
+    ],
+)
+async def test_a_donor_that_lies_about_the_index_is_left(nursery: trio.Nursery, said: bytes) -> None:
+    host: Any = MemoryHost(nursery, answer(said))
+    with pytest.raises(DonorError):
+        await ask_for_index(Conditions(host, RUN), b"d" * 32, 0, 2 * len(CONTENT))
+    assert index_of(CONTENT) == INDEX
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\xff\xff\xff\xff",
+        say(b"rubbish"),
+        say(Give(1)),  # nobody asked for it
+        say(msgspec.msgpack.encode(["Give", 2**63])),
+        say(Routed(None)),
+        say(Give(0)) + b"too short",
+    ],
+)
+async def test_a_donor_that_gives_what_nobody_asked_for_is_left(nursery: trio.Nursery, said: bytes) -> None:
+    host: Any = MemoryHost(nursery, answer(say(Here(2)), say(Routed(None)), said))
+    question = Question(RUN, 0, SIGNED.id, has_index=True)
+
+    async def take(block: int, data: memoryview) -> None:
+        raise AssertionError("nothing came")
+
+    with trio.fail_after(PATIENCE), pytest.raises(LOST):
+        async with open_taking(Conditions(host, RUN), b"d" * 32, question, len(CONTENT)) as taking:
+            await taking.route(len(CONTENT))
+            taking.want(0, 1)
+            await taking.run(len(CONTENT), take)

@@ -1,0 +1,181 @@
+"""A model of one's own among real nodes, and in run files: examples/own_model, as its README says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from farandole.node.base.conversion import training_configs
+from farandole.node.base.errors import JoinError
+from farandole.node.base.exits import Exit
+from farandole.node.store.own_model import require_allowed_model
+from farandole.node.store.run_file import load_run_file, manifest_of
+from farandole.protocol.errors import ManifestError
+from farandole.protocol.manifest import Manifest, decode_manifest, manifest_from_dict
+from farandole.training.presets import num_parameters
+
+from ...patience import PATIENCE
+from ..daemons import Daemon, joined
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "own_model"
+BUILD, WHOLE = "own_model.convolutional:build", "own_model.convolutional:build_whole"
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For this process, and for those that it starts."""
+    monkeypatch.syspath_prepend(EXAMPLE)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(EXAMPLE), os.environ.get("PYTHONPATH", "")]))
+
+
+def manifest_file(tmp_path: Path, num_stages: int) -> tuple[Path, bytes]:
+    """Made by the command, from the example's run file with shorter rounds."""
+    text = (EXAMPLE / "run.toml").read_text().replace("num_stages = 1", f"num_stages = {num_stages}")
+    text = text.replace("round_seconds = 10", "round_seconds = 1").replace(
+        "[inner]", '[data]\nsource = "text"\n[inner]'
+    )
+    (tmp_path / "run.toml").write_text(text)
+    command = [sys.executable, "-m", "farandole.node", "run", "create", str(tmp_path / "run.toml")]
+    made = subprocess.run(
+        [*command, "--allow-model", BUILD, "--home", str(tmp_path / "creator")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"run.manifest --allow-model {BUILD} --data PATH" in made.stdout
+    path = tmp_path / "run.manifest"
+    return path, decode_manifest(path.read_bytes())[1].run_id
+
+
+async def until_learnt(node: Daemon) -> None:
+    """Its loss is lower by a nat than at first, which takes a busy machine more rounds."""
+    seen: list[float] = []
+    with trio.fail_after(PATIENCE):
+        while len(seen) < 3 or seen[-1] > seen[0] - 1:
+            await node.says("round")
+            seen = [loss for _, loss in (await node.status()).losses]
+
+
+async def test_two_nodes_train_it_and_a_third_is_told_what_it_needs(tmp_path: Path, texts: Path) -> None:
+    path, run_id = manifest_file(tmp_path, num_stages=1)
+    options = ("--data", str(texts), "--allow-model", BUILD)
+    async with joined(tmp_path / "alice", str(path), *options) as alice:
+        await alice.says("listening on")
+        invite = alice.invite(run_id)
+        async with joined(tmp_path / "bob", invite, *options) as bob:
+            await bob.says("trainer ready")
+            await bob.says("averaged with", alice.name)
+            await until_learnt(alice)
+
+            async with joined(tmp_path / "carol", invite, "--data", str(texts)) as carol:
+                told = await carol.says("error:")
+                assert f"--allow-model {BUILD}" in told
+                assert "install it beside farandole" in told
+                assert await carol.process.wait() == Exit.CANNOT_JOIN
+
+
+async def test_two_nodes_train_it_in_stages(tmp_path: Path, texts: Path) -> None:
+    path, run_id = manifest_file(tmp_path, num_stages=2)
+    options = ("--data", str(texts), "--allow-model", BUILD)
+    async with joined(tmp_path / "alice", str(path), *options, "--stage", "0") as alice:
+        await alice.says("listening on")
+        invite = alice.invite(run_id)
+        async with joined(tmp_path / "bob", invite, *options, "--stage", "1") as bob:
+            await bob.says("trainer ready")
+            await until_learnt(alice)
+
+
+async def test_a_node_without_the_code_is_told_which_it_needs(
+    tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = manifest_file(tmp_path, num_stages=1)
+    monkeypatch.setenv("PYTHONPATH", os.environ["PYTHONPATH"].replace(f"{EXAMPLE}{os.pathsep}", ""))
+    async with joined(tmp_path / "alice", str(path), "--data", str(texts), "--allow-model", BUILD) as alice:
+        assert "there is no module 'own_model' here: install the package" in await alice.says("error:")
+        assert await alice.process.wait() == Exit.TRAINER_FAILED
+
+
+# Run files
+
+
+def own_run(model: object, allowed: tuple[str, ...] = (BUILD, WHOLE)) -> Manifest:
+    return manifest_of({"name": "a", "model": model}, Path(), 0, allowed)
+
+
+def test_a_function_is_a_model() -> None:
+    short, long = own_run(BUILD), own_run({"own": BUILD, "context": 256, "vocabulary": 256, "config": {"depth": 4}})
+    assert short.model.own is not None
+    assert (short.model.num_layers, short.model.width, short.model.context) == (4, 64, 256)
+    assert long.model.own is not None
+    assert (long.model.own.layer, long.model.own.config) == (short.model.own.layer, {"depth": 4})
+    assert num_parameters(training_configs(short).model) == 256 * 64 + 2 * 64 + 4 * (2 * 64 + 128 * 5 + 64 * 65)
+
+
+def test_a_module_without_sections_is_one_layer() -> None:
+    model = own_run(WHOLE).model
+    assert (model.num_layers, model.width) == (1, 0)
+    with pytest.raises(ManifestError, match="makes a module without sections: it trains whole"):
+        own_run({"own": WHOLE, "num_stages": 2})
+
+
+def test_the_example_says_what_it_makes() -> None:
+    manifest = load_run_file(EXAMPLE / "run.toml", 0, [BUILD])
+    assert manifest.model.own is not None
+    assert manifest.model.own.config == {"width": 64, "depth": 4}
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("os:system", "--allow-model os:system"),
+        ({"own": "os.system"}, "matching regex"),
+        ({"own": BUILD + "\n"}, "matching regex"),
+        ({"own": BUILD, "width": 64}, "model.width: what own_model.convolutional:build returns decides on it"),
+        ({"own": BUILD, "config": {"width": [[1]]}}, "config"),
+        ({"own": BUILD, "config": {"width": "64"}}, "model.own: the model's own code failed: TypeError"),
+        ({"own": BUILD, "config": {"rate": float("nan")}}, "numbers must be finite"),
+        ({"own": BUILD, "context": "long"}, "context"),
+        ({"own": BUILD, "num_stages": 9}, "num_stages is 9"),
+        ({"own": BUILD, "stage_layers": [1, 1], "num_stages": 2}, "stage_layers"),
+        ({"own": BUILD, "colour": 1}, "colour"),
+    ],
+)
+def test_what_is_wrong_with_it_is_named(model: object, message: str) -> None:
+    with pytest.raises(ManifestError, match=message):
+        own_run(model)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_heads": 4}, "num_heads is 4"),
+        ({"width": 0}, "model.width 0"),
+        ({"num_layers": 512, "own": {"ends": {"a": [1]}, "layer": {"a": [2**40]}}}, "more than"),
+        ({"own": {"ends": {}}}, "ends"),
+        ({"own": {"ends": {"../../etc": [1]}}}, "ends"),
+        ({"own": {"ends": {"a": [0]}}}, "ends"),
+        ({"own": {"function": "a b:c"}}, "function"),
+        ({"own": {"function": "a:__import__('os')"}}, "function"),
+        ({"hf": {"model_type": "gpt2", "vocab_size": 2, "n_embd": 8, "n_inner": 8, "n_layer": 1, "n_head": 1}}, "two"),
+    ],
+)
+def test_a_hostile_manifest_is_refused(change: dict[str, Any], message: str) -> None:
+    own = {"function": BUILD, "ends": {"a": [4, 8]}, "layer": {"a": [8]}, **change.pop("own", {})}
+    sizes = {"num_layers": 2, "width": 8, "num_heads": 0, "hidden": 0, "context": 8, "vocabulary": 256, **change}
+    with pytest.raises(ManifestError, match=message):
+        manifest_from_dict({"name": "a", "model": {**sizes, "own": own}})
+
+
+def test_the_owner_has_the_last_word() -> None:
+    manifest = own_run(BUILD)
+    require_allowed_model(manifest, [WHOLE, BUILD])
+    require_allowed_model(manifest_of({"name": "a", "model": "tiny"}, Path(), 0), [])
+    for allowed in ([], [WHOLE], ["own_model"], [BUILD.upper()]):
+        with pytest.raises(JoinError, match=f"--allow-model {BUILD}"):
+            require_allowed_model(manifest, allowed)

@@ -1,0 +1,141 @@
+"""A node that is killed and comes back, again and again: the same node, bit for bit where its checkpoint was."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import trio
+
+from farandole.node.base.conversion import training_configs
+from farandole.node.base.identity import load_or_create_key
+from farandole.node.base.settings import NodeSettings
+from farandole.node.store.folder import CheckpointFolder
+from farandole.protocol.identity import public_bytes
+from farandole.protocol.manifest import Manifest
+from farandole.training.data import Bring
+from farandole.training.learner import Learner, build_learner
+
+from ...patience import PATIENCE
+from ..daemons import Daemon, joined
+from ..small_runs import small_manifest, write_run
+
+INNER_STEPS = 3
+CHECKPOINT_SECONDS = 0.1
+UNPACED = ("--step-seconds", "0")
+# A save that is due is on the disk so much later at most, on a machine on which many tests run.
+SAVE_SECONDS = 60.0
+MANIFEST = small_manifest(
+    outer={"codec": "int8"}, rounds={"inner_steps": INNER_STEPS, "round_seconds": 0.0, "exchange_seconds": 5.0}
+)
+
+
+class Twin:
+    """What the node must have learnt: the same inner steps and outer steps, in this process."""
+
+    def __init__(self, manifest: Manifest, run_id: bytes, home: Path, texts: Path) -> None:
+        torch.set_num_threads(1)
+        self._manifest = manifest
+        self._run_id = run_id
+        self._author = public_bytes(load_or_create_key(home / "key"))
+        self._texts = texts
+
+    def goes_on(self, start: Path | None, end: Path, folder: Path) -> None:
+        """From one checkpoint (None: the seed) to another, which must be equal in every bit."""
+        goal, learner = self._load(end), self._load(start)
+        while learner.round < goal.round:
+            for _ in range(INNER_STEPS):
+                learner.learn()
+            learner.outer_step(None)
+        while learner.steps < goal.steps:
+            learner.learn()
+        learner.save(folder / "twin")
+        assert (folder / "twin").read_bytes() == end.read_bytes()
+
+    def _load(self, path: Path | None) -> Learner:
+        learner = build_learner(
+            *training_configs(self._manifest),
+            seed=self._manifest.seed,
+            run_id=self._run_id,
+            author=self._author,
+            device="cpu",
+            bring=Bring((self._texts,)),
+        )
+        if path is not None:
+            learner.load(path)
+        return learner
+
+
+def round_of(words: str) -> int:
+    """Of the last outer step in what a daemon says."""
+    return int(words.partition("round ")[2].partition(":")[0])
+
+
+def trainers_of(daemon: Daemon) -> list[int]:
+    """Process ids. A child is its thread's, and processes are started in a thread of their own."""
+    lists = Path(f"/proc/{daemon.process.pid}/task").glob("*/children")
+    return [int(child) for children in lists for child in children.read_text().split()]
+
+
+async def live(daemon: Daemon, num_rounds: int, *, with_trainer: bool) -> tuple[dict[int, float], float]:
+    """So many rounds, then death: when each outer step was said, and when it died; its trainer with it, or after it."""
+    said: dict[int, float] = {}
+    for _ in range(num_rounds):
+        line = await daemon.says("round", "inner steps")
+        said[round_of(line)] = time.monotonic()
+    trainers = [os.pidfd_open(pid) for pid in trainers_of(daemon)]
+    assert trainers
+    killed_at = time.monotonic()
+    daemon.process.kill()
+    for trainer in trainers:
+        if with_trainer:
+            signal.pidfd_send_signal(trainer, signal.SIGKILL)
+    await daemon.process.wait()
+    with trio.fail_after(PATIENCE):
+        for trainer in trainers:
+            await trio.lowlevel.wait_readable(trainer)  # it is gone
+            os.close(trainer)
+    return said, killed_at
+
+
+async def play(num_kills: int, tmp_path: Path, texts: Path) -> None:
+    signed = write_run(tmp_path, MANIFEST)
+    home, rng = tmp_path / "alice", random.Random(1)
+    folder = CheckpointFolder(NodeSettings(home=home).checkpoints, 0)
+    options = ("--data", str(texts), "--device", "cpu", "--checkpoint-seconds", str(CHECKPOINT_SECONDS), *UNPACED)
+    source: tuple[str, ...] = (str(tmp_path / "run.manifest"),)
+    names: set[str] = set()
+    newest: Path | None = None
+    for life in range(num_kills + 1):
+        async with joined(home, *source, *options) as alice:
+            ready = await alice.says("trainer ready")
+            expected = "from the run's seed" if newest is None else f"resumed at round {int(newest.stem)}"
+            assert ready.endswith(expected)
+            names.add(alice.name)
+            if life == num_kills:
+                break
+            said, killed_at = await live(alice, rng.randint(1, 60), with_trainer=life % 2 == 0)
+        before, source = newest, ()
+        files = folder.files()
+        newest = tmp_path / f"{int(files[0].stem.rpartition('-')[2])}.safetensors" if files else None
+        if newest is not None and newest != before:
+            shutil.copy(files[0], newest)
+            Twin(MANIFEST, signed.run_id, home, texts).goes_on(before, newest, tmp_path)
+        lost = min((at for done, at in said.items() if newest is None or done >= int(newest.stem)), default=killed_at)
+        assert killed_at - lost < CHECKPOINT_SECONDS + SAVE_SECONDS
+    assert len(names) == 1
+
+
+async def test_four_kills(tmp_path: Path, texts: Path) -> None:
+    await play(4, tmp_path, texts)
+
+
+@pytest.mark.soak
+async def test_a_hundred_kills(tmp_path: Path, texts: Path) -> None:
+    await play(100, tmp_path, texts)

@@ -1,0 +1,118 @@
+"""A donor keeps to its cap, and lets its exchanges go first."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+
+from farandole.node.base.bandwidth import Shaper, Shaping
+from farandole.node.store import serve as giving
+from farandole.node.store.fetch import fetch_checkpoint
+from farandole.node.store.provider import Conditions
+from farandole.node.store.serve import BlockService
+from farandole.protocol.block_transfer import MAX_MESSAGE_BYTES, Question, Route, Want, encode
+from farandole.protocol.download import BLOCK_TIMEOUT
+from farandole.protocol.framing import frame
+
+from .files import RUN, checkpoint_bytes, hold
+from .test_liars import MemoryHost
+
+CONTENT = checkpoint_bytes(100_000)  # 1.6 MB
+RATE = 200_000.0
+
+
+class Exchanging:
+    """An exchange that goes on until a time."""
+
+    def __init__(self, until: float) -> None:
+        self.until = until
+
+    @property
+    def is_exchanging(self) -> bool:
+        return trio.current_time() < self.until
+
+    async def wait_quiet(self) -> None:
+        await trio.sleep_until(self.until)
+
+
+async def run_here(function: Any, *args: object) -> object:
+    """The clock would jump while a thread works."""
+    await trio.lowlevel.checkpoint()
+    return function(*args)
+
+
+@pytest.mark.parametrize("exchange_seconds", [0.0, 40.0, 4_000.0])
+async def test_while_an_exchange_goes_on_blocks_get_a_tenth_of_the_time(
+    tmp_path: Path,
+    nursery: trio.Nursery,
+    monkeypatch: pytest.MonkeyPatch,
+    autojump_clock: trio.testing.MockClock,
+    exchange_seconds: float,
+) -> None:
+    monkeypatch.setattr(trio.to_thread, "run_sync", run_here)
+    holding = hold(tmp_path / "theirs", CONTENT)
+
+    async def find(question: Question) -> Any:
+        await trio.lowlevel.checkpoint()
+        return holding.hold()
+
+    up = Shaper(RATE, trio.current_time)
+    began_at = trio.current_time()
+    service = BlockService(RUN, find, Shaping(up, Shaper()), Exchanging(began_at + exchange_seconds))
+    host: Any = MemoryHost(nursery, service.serve)
+    conditions = Conditions(host, RUN)
+    donors = [b"d" * 32]
+    await fetch_checkpoint(
+        conditions, holding.signed, holding.index, lambda: donors, lambda name: True, tmp_path / "ours"
+    )
+    seconds = trio.current_time() - began_at
+    assert (tmp_path / "ours").read_bytes() == CONTENT
+    usual = len(CONTENT) / RATE
+    left = max(0.0, usual - exchange_seconds / (1 + giving.REST))
+    expected = exchange_seconds + left if left else usual * (1 + giving.REST)
+    assert 0.8 * expected <= seconds <= 1.2 * expected + 1.0
+    assert service.bytes_sent >= len(CONTENT)
+
+
+class Reluctant:
+    """A stream to who wants a block, and takes nothing of it."""
+
+    peer = b"p" * 32
+    is_bulk = False
+
+    def __init__(self) -> None:
+        messages = Question(RUN, 0), Route(None), Want(0, 1)
+        self._said = deque(frame(encode(message), MAX_MESSAGE_BYTES) for message in messages)
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes:
+        if not self._said:
+            await trio.sleep_forever()
+        await trio.lowlevel.checkpoint()
+        return self._said.popleft()
+
+    async def send_all(self, data: bytes) -> None:
+        if len(data) > 10_000:
+            await trio.sleep_forever()
+        await trio.lowlevel.checkpoint()
+
+    async def aclose(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+
+async def test_who_takes_nothing_of_what_he_wants_is_left_and_that_is_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
+) -> None:
+    monkeypatch.setattr(trio.to_thread, "run_sync", run_here)
+    holding = hold(tmp_path / "theirs", CONTENT)
+
+    async def find(question: Question) -> Any:
+        await trio.lowlevel.checkpoint()
+        return holding.hold()
+
+    with trio.fail_after(2 * BLOCK_TIMEOUT):
+        await BlockService(RUN, find).serve(Reluctant())

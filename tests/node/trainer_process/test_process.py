@@ -1,0 +1,214 @@
+"""The trainer in this process, with a device's copies that are late: what a GPU does with its streams."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from farandole.node.base.conversion import training_configs
+from farandole.node.base.system.memory import map_shared_memory, open_shared_memory
+from farandole.node.store.run_file import manifest_of
+from farandole.node.store.save import NICENESS
+from farandole.node.trainer.channel import Channel
+from farandole.node.trainer.messages import (
+    LENGTH,
+    Contributed,
+    DrawSlices,
+    Encoded,
+    FinishRound,
+    OuterStepTaken,
+    Prepare,
+    Prepared,
+    Report,
+    Save,
+    Saved,
+    SlicesTrained,
+    TakeOuterStep,
+    Train,
+    decode_report,
+    encode,
+)
+from farandole.node.trainer_process.learner_process import LearnerProcess
+from farandole.protocol.manifest import DataConfig
+from farandole.training import replica
+from farandole.training.copying import DeviceCopier, Wait
+from farandole.training.learner import Learner, build_learner
+
+from ...patience import PATIENCE
+from ..trainer_commands import prepare_for
+
+MANIFEST = manifest_of({"name": "tiny", "model": "tiny", "inner": {"batch_size": 2}}, Path(), 0.0)
+
+
+class LateCopier(DeviceCopier):
+    """Copies when it is waited for, and no sooner than ``may_copy`` says."""
+
+    depth = 2
+    is_aside = True
+
+    def __init__(self, may_copy: threading.Event) -> None:
+        super().__init__(torch.device("cpu"))
+        self._may_copy = may_copy
+
+    def send(self, filled: Tensor, host: Tensor) -> Wait:
+        def wait() -> None:
+            assert self._may_copy.wait(PATIENCE)
+            host.copy_(filled)
+
+        return wait
+
+    def keep(self, source: Tensor, host: Tensor) -> Wait:
+        return self.send(source.clone(), host)  # what is queued after it may change the source
+
+
+@pytest.fixture
+def prepare(tmp_path: Path) -> Iterator[Prepare]:
+    with open_shared_memory("outgoing", tmp_path) as outgoing, open_shared_memory("incoming", tmp_path) as incoming:
+        yield prepare_for(MANIFEST, tmp_path, outgoing=outgoing.place, incoming=incoming.place)
+
+
+def reports_of(mesh: socket.socket) -> Iterator[Report]:
+    """What the trainer has said so far, and what it says then."""
+    mesh.settimeout(PATIENCE)
+    with mesh.makefile("rb") as stream:
+        while True:
+            (length,) = LENGTH.unpack(stream.read(LENGTH.size))
+            yield decode_report(stream.read(length))
+
+
+def test_inner_steps_go_on_while_a_contribution_is_encoded(prepare: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be copied before the next round's first inner step is taken; what is sent is from before it."""
+    may_copy, step = threading.Event(), Learner.inner_step
+
+    def inner_step(learner: Learner, num_tokens: int, divisor: int = 1) -> None:
+        step(learner, num_tokens, divisor)
+        if learner.steps == 3:
+            may_copy.set()
+
+    monkeypatch.setattr(Learner, "inner_step", inner_step)
+    monkeypatch.setattr(replica, "copier_for", lambda device: LateCopier(may_copy))
+    mesh, trainers = socket.socketpair()
+    with mesh, trainers:
+        trainer = LearnerProcess(Channel(trainers), prepare, MANIFEST)
+        trainer.handle(Train(0, 2))
+        expected = trainer._replica.fast_weights()
+        mesh.sendall(encode(TakeOuterStep(0, b"b" * 32, 0, 0)))
+        trainer.handle(Train(1, 2))
+
+        kinds: list[type[Report]] = []
+        for report in reports_of(mesh):
+            kinds.append(type(report))
+            match report:
+                case Encoded(digest=bytes(digest)) if report.round == 0:
+                    assert digest == blake3(expected.numpy().tobytes()).digest()
+                case OuterStepTaken(round_index, late):
+                    assert (round_index, late) == (0, 1)
+                case Encoded(digest=bytes(digest)):
+                    break
+        size = trainer._replica.contribution_bytes
+        assert digest == blake3(memoryview(map_shared_memory(prepare.outgoing, size))[:size]).digest()
+    assert [kind for kind in kinds if kind in (Contributed, OuterStepTaken)] == [
+        Contributed,
+        OuterStepTaken,
+        Contributed,
+    ]
+
+
+def test_an_inner_step_takes_as_long_as_its_pace_says(prepare: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the beginning of one to that of the next, however fast the machine is."""
+    pace, begun, learn = 0.05, list[float](), Learner.learn
+
+    def noted(learner: Learner) -> Tensor:
+        begun.append(time.monotonic())
+        return learn(learner)
+
+    monkeypatch.setattr(Learner, "learn", noted)
+    mesh, trainers = socket.socketpair()
+    with mesh, trainers:
+        trainer = LearnerProcess(Channel(trainers), msgspec.structs.replace(prepare, step_seconds=pace), MANIFEST)
+        started_at = time.monotonic()
+        trainer.handle(Train(0, 4))
+    assert len(begun) == 4
+    assert all(at - started_at >= number * pace for number, at in enumerate(begun))
+
+
+def test_inner_steps_go_on_while_a_checkpoint_is_written(
+    prepare: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It can be written only when two more inner steps are taken; what is in it is from before them."""
+    may_copy, step = threading.Event(), Learner.inner_step
+    priorities: list[int] = []
+
+    def inner_step(learner: Learner, num_tokens: int, divisor: int = 1) -> None:
+        step(learner, num_tokens, divisor)
+        if learner.steps == 3:
+            may_copy.set()
+
+    class Late(LateCopier):
+        def keep(self, source: Tensor, host: Tensor) -> Wait:
+            wait = super().keep(source, host)
+
+            def noted() -> None:
+                priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+                wait()
+
+            return noted
+
+    monkeypatch.setattr(Learner, "inner_step", inner_step)
+    monkeypatch.setattr(replica, "copier_for", lambda device: Late(may_copy))
+    mesh, trainers = socket.socketpair()
+    with mesh, trainers:
+        trainer = LearnerProcess(Channel(trainers), prepare, MANIFEST)
+        mesh.sendall(encode(Save()))
+        trainer.handle(Train(0, 4))
+        saved = next(report for report in reports_of(mesh) if isinstance(report, Saved))
+    twin = build_learner(
+        *training_configs(MANIFEST), seed=MANIFEST.seed, run_id=prepare.run_id, author=prepare.author, device="cpu"
+    )
+    twin.learn()
+    content = twin.save(tmp_path / "twin")
+    assert (saved.problem, saved.inner_steps, saved.hashes) == ("", 1, content.hashes)
+    assert Path(saved.path).read_bytes() == (tmp_path / "twin").read_bytes()
+    assert set(priorities) == {NICENESS}
+
+
+def test_a_learner_draws_the_slices_that_it_is_told_and_waits_for_more_until_the_round_ends(prepare: Prepare) -> None:
+    manifest = msgspec.structs.replace(MANIFEST, data=DataConfig(epochs=2))
+    prepare = msgspec.structs.replace(prepare, manifest=msgspec.msgpack.encode(manifest))
+    mesh, trainers = socket.socketpair()
+    with mesh, trainers:
+        trainer = LearnerProcess(Channel(trainers), prepare, manifest)
+        mesh.sendall(encode(DrawSlices(1, [(2, 3), (7, 1)])))
+        trainer.handle(Train(0, 4))
+        mesh.sendall(encode(TakeOuterStep(0)))
+        mesh.sendall(encode(FinishRound(1)))
+        trainer.handle(trainer._channel.receive())
+        trainer.handle(Train(1, 4))
+
+        prepared, trained, contributed = None, list[int](), list[Contributed]()
+        for report in reports_of(mesh):
+            match report:
+                case Prepared():
+                    prepared = report
+                case SlicesTrained(1, ranges):
+                    trained += [index for first, count in ranges for index in range(first, first + count)]
+                case Contributed():
+                    contributed.append(report)
+            if len(contributed) == 2:
+                break
+    assert prepared is not None
+    assert prepared.num_slices > 7
+    assert len(prepared.corpus) == 8
+    assert trained == [2, 3, 4, 7]
+    assert [report.inner_steps_this_round for report in contributed] == [4, 0]
+    assert contributed[1].loss is None

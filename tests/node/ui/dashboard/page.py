@@ -1,0 +1,48 @@
+"""A dashboard that shows a status of one's own, served on loopback as a daemon serves it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from farandole.node.base.control import ControlError
+from farandole.node.status.status import NodeStatus
+from farandole.node.ui.dashboard.place import Place
+from farandole.node.ui.dashboard.server import open_dashboard
+
+from ...statuses import NOW, STATUS
+
+
+@dataclass
+class Shown:
+    """What the page shows, and what was asked for through it."""
+
+    place: Place
+    status: NodeStatus = STATUS
+    deeds: list[str] = field(default_factory=list)
+
+    @property
+    def port(self) -> int:
+        return int(self.place.url.rstrip("/").rpartition(":")[2])
+
+
+@asynccontextmanager
+async def open_page(folder: Path, clock: Callable[[], float] = lambda: NOW) -> AsyncIterator[Shown]:
+    shown = Shown(Place("", ""))
+
+    async def pause(params: dict[str, Any]) -> object:
+        shown.deeds.append("pause")
+        shown.status = msgspec.structs.replace(shown.status, phase_detail="resting")
+        return "pausing"
+
+    async def leave(params: dict[str, Any]) -> object:
+        raise ControlError("not_now", "it is leaving already")
+
+    deeds = {"pause": pause, "leave": leave}
+    async with open_dashboard(folder / "dashboard.json", 0, lambda: shown.status, deeds, clock) as shown.place:
+        yield shown

@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import http.client
+import json
+import stat
+from contextlib import AsyncExitStack, aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+
+from farandole.node.ui.dashboard.app import MAX_LISTENERS, Dashboard
+from farandole.node.ui.dashboard.place import find_place
+from farandole.node.ui.dashboard.server import open_dashboard
+
+from ....patience import PATIENCE
+from ...statuses import ALICE, NOW, STATUS
+from .page import Shown, open_page
+
+
+def ask(shown: Shown, method: str, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", shown.port, timeout=10)
+    try:
+        connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+        response = connection.getresponse()
+        return response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
+    finally:
+        connection.close()
+
+
+async def answer(shown: Shown, method: str, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
+    return await trio.to_thread.run_sync(lambda: ask(shown, method, path, **headers))
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/", "text/html"),
+        ("/dashboard.js", "text/javascript"),
+        ("/charts.js", "text/javascript"),
+        ("/style.css", "text/css"),
+    ],
+)
+async def test_the_page_and_its_parts_are_served_and_run_no_script_of_others(
+    tmp_path: Path, path: str, kind: str
+) -> None:
+    async with open_page(tmp_path) as shown:
+        code, headers, body = await answer(shown, "GET", path)
+
+    assert code == 200
+    assert headers["content-type"].startswith(kind)
+    assert "default-src 'none'; script-src 'self'" in headers["content-security-policy"]
+    assert b"http" not in body.replace(b"http-equiv", b"")  # no outside assets
+
+
+async def test_the_overview_says_what_the_status_says(tmp_path: Path) -> None:
+    async with open_page(tmp_path) as shown:
+        overview = json.loads((await answer(shown, "GET", "/api/overview"))[2])
+        members = json.loads((await answer(shown, "GET", "/api/members"))[2])
+
+    assert overview["headline"]["level"] == "well"
+    assert overview["status"]["peer_id"] == ALICE
+    assert overview["status"]["members"] == []
+    assert [member["state"] for member in members["members"]] == ["this node", "live", "gone"]
+    assert members["curves"][ALICE] == [[7, 2.5]]
+
+
+async def test_events_come_as_they_happen(tmp_path: Path) -> None:
+    async with open_page(tmp_path) as shown:
+        stream = await trio.open_tcp_stream("127.0.0.1", shown.port)
+        async with stream:
+            await stream.send_all(b"GET /events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            received = b""
+            with trio.fail_after(PATIENCE):
+                while b"event: members" not in received:
+                    received += await stream.receive_some()
+                shown.status = type(STATUS)(**{f: getattr(STATUS, f) for f in STATUS.__struct_fields__} | {"round": 8})
+                while b'"round":8,"inner_steps"' not in received:
+                    received += await stream.receive_some()
+
+
+async def test_pages_that_are_left_open_do_not_add_up(tmp_path: Path) -> None:
+    async with open_page(tmp_path) as shown, trio.open_nursery() as nursery:
+
+        async def listen(task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
+            async with await trio.open_tcp_stream("127.0.0.1", shown.port) as stream:
+                await stream.send_all(b"GET /events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+                received = b""
+                while b"event: overview" not in received:
+                    received += await stream.receive_some()
+                task_status.started()
+                await trio.sleep_forever()
+
+        with trio.fail_after(PATIENCE):
+            for _ in range(MAX_LISTENERS):
+                await nursery.start(listen)
+            assert (await answer(shown, "GET", "/events"))[0] == 503
+            nursery.cancel_scope.cancel()
+    async with open_page(tmp_path) as shown:
+        assert (await answer(shown, "GET", "/api/overview"))[0] == 200
+
+
+async def test_pages_that_come_at_the_same_moment_do_not_add_up_either(tmp_path: Path) -> None:
+    request = Request({"type": "http", "method": "GET", "path": "/events", "headers": []})
+    dashboard = Dashboard(lambda: STATUS, {}, "token", lambda: NOW)
+    answers = [await dashboard._events(request) for _ in range(2 * MAX_LISTENERS)]
+    assert {answer.status_code for answer in answers} == {200}
+    num_told = 0
+    async with AsyncExitStack() as stack:
+        for answer in answers:
+            assert isinstance(answer, StreamingResponse)
+            events: Any = answer.body_iterator
+            await stack.enter_async_context(aclosing(events))
+            async for _ in events:
+                num_told += 1
+                break
+    assert num_told == MAX_LISTENERS
+
+
+async def test_who_bears_the_token_may_act(tmp_path: Path) -> None:
+    async with open_page(tmp_path) as shown:
+        token = f"Bearer {shown.place.token}"
+        done = await answer(shown, "POST", "/api/pause", Authorization=token, Origin=shown.place.url.rstrip("/"))
+        refused = await answer(shown, "POST", "/api/leave", Authorization=token)
+        unknown = await answer(shown, "POST", "/api/explode", Authorization=token)
+
+    assert (done[0], json.loads(done[2])) == (200, {"ok": "pausing"})
+    assert shown.deeds == ["pause"]
+    assert (refused[0], json.loads(refused[2])) == (409, {"error": "it is leaving already"})
+    assert unknown[0] == 404
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": "Bearer \u00e9"},
+        {"Authorization": "TOKEN", "Origin": "https://evil.example"},
+        {"Authorization": "TOKEN", "Origin": "null"},
+        {"Authorization": "TOKEN", "Host": "evil.example"},
+        {"Authorization": "TOKEN", "Host": "127.0.0.1.evil.example:80"},
+        {"Authorization": "TOKEN", "Sec_Fetch_Site": "cross-site"},
+    ],
+)
+async def test_others_may_not(tmp_path: Path, headers: dict[str, str]) -> None:
+    async with open_page(tmp_path) as shown:
+        sent = {name: value.replace("TOKEN", f"Bearer {shown.place.token}") for name, value in headers.items()}
+        code, _, body = await answer(shown, "POST", "/api/pause", **sent)
+
+    assert code in (401, 403)
+    assert "error" in json.loads(body)
+    assert shown.deeds == []
+
+
+@pytest.mark.parametrize(
+    "headers", [{"Host": "evil.example"}, {"Sec_Fetch_Site": "cross-site"}, {"Origin": "http://a.b"}]
+)
+@pytest.mark.parametrize("path", ["/", "/api/members", "/events"])
+async def test_other_pages_do_not_even_read(tmp_path: Path, path: str, headers: dict[str, str]) -> None:
+    async with open_page(tmp_path) as shown:
+        assert (await answer(shown, "GET", path, **headers))[0] == 403
+
+
+async def test_where_the_page_is_is_the_owners_to_know_and_gone_with_the_node(tmp_path: Path) -> None:
+    async with open_page(tmp_path) as shown:
+        place_file = tmp_path / "dashboard.json"
+        assert stat.S_IMODE(place_file.stat().st_mode) == 0o600
+        assert shown.place.link == f"{shown.place.url}#{shown.place.token}"
+    assert find_place(place_file) is None
+
+
+async def test_a_port_that_is_taken_is_no_obstacle(tmp_path: Path) -> None:
+    async with (
+        open_page(tmp_path) as first,
+        open_dashboard(tmp_path / "second.json", first.port, lambda: STATUS, {}, lambda: 0.0) as second,
+    ):
+        assert second.url != first.place.url
+
+
+async def test_garbage_costs_nobody_else(tmp_path: Path) -> None:
+    async with open_page(tmp_path) as shown:
+        for garbage in (
+            b"\x00" * 100,
+            b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 100_000,
+            b"POST /api/pause HTTP/9\r\n\r\n",
+        ):
+            stream = await trio.open_tcp_stream("127.0.0.1", shown.port)
+            with trio.move_on_after(5):
+                try:
+                    await stream.send_all(garbage)
+                    while await stream.receive_some():
+                        pass
+                except trio.BrokenResourceError:
+                    pass
+            await stream.aclose()
+        assert (await answer(shown, "GET", "/api/overview"))[0] == 200

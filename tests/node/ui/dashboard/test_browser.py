@@ -1,0 +1,158 @@
+"""The page in a real browser: Debian's Chromium, without a screen."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import trio
+from playwright.sync_api import Page, expect, sync_playwright
+
+from farandole.node.status.status import NodeStatus
+
+from ....patience import PATIENCE
+from ...statuses import BOB, STATUS
+from .page import Shown, open_page
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+expect.set_options(timeout=1_000 * PATIENCE)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: on Debian, apt install chromium")
+
+
+@dataclass
+class Browser:
+    page: Page
+    problems: list[str] = field(default_factory=list)
+    """Errors on the console, exceptions, and requests to anywhere else."""
+
+
+@contextmanager
+def open_browser(link: str, **context: Any) -> Iterator[Browser]:
+    sandbox = [] if os.geteuid() else ["--no-sandbox"]
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=sandbox)
+        page = chromium.new_context(**context).new_page()
+        browser = Browser(page)
+        page.set_default_timeout(1_000 * PATIENCE)
+        page.on("console", lambda message: browser.problems.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: browser.problems.append(str(error)))
+        page.on(
+            "request",
+            lambda request: (
+                None
+                if request.url.startswith((link.partition("#")[0], "data:"))
+                else browser.problems.append(request.url)
+            ),
+        )
+        page.goto(link)
+        page.wait_for_selector("#members tr")
+        yield browser
+        chromium.close()
+
+
+async def in_browser(tmp_path: Path, look: Callable[[Shown], None], status: NodeStatus = STATUS) -> Shown:
+    async with open_page(tmp_path) as shown:
+        shown.status = status
+        await trio.to_thread.run_sync(look, shown)
+        return shown
+
+
+async def test_the_page_shows_live_data_without_an_error(tmp_path: Path) -> None:
+    def look(shown: Shown) -> None:
+        with open_browser(shown.place.link) as browser:
+            page = browser.page
+            assert page.inner_text("#headline").startswith("training with 2 others, round 7")
+            assert "token" not in page.url
+            assert shown.place.token not in page.url
+            assert page.locator("#members tr").count() == 3
+            assert BOB[-8:] in page.inner_text("#exchanges")
+            assert "the trainer died" in page.inner_text("#warnings")
+
+            shown.status = msgspec.structs.replace(STATUS, round=8)
+            expect(page.locator("#headline")).to_contain_text("round 8")
+            assert browser.problems == []
+
+    last = STATUS.last_exchange
+    assert last is not None
+    await in_browser(tmp_path, look, msgspec.structs.replace(STATUS, recent_exchanges=[last]))
+
+
+async def test_pause_is_a_click(tmp_path: Path) -> None:
+    def look(shown: Shown) -> None:
+        with open_browser(shown.place.link) as browser:
+            browser.page.click("#pause")
+            expect(browser.page.locator("#answer")).to_have_text("pausing")
+            assert browser.problems == []
+
+    assert (await in_browser(tmp_path, look)).deeds == ["pause"]
+
+
+async def test_without_the_token_a_click_says_where_to_get_it(tmp_path: Path) -> None:
+    def look(shown: Shown) -> None:
+        with open_browser(shown.place.url) as browser:
+            browser.page.click("#pause")
+            expect(browser.page.locator("#answer")).to_contain_text("farandole dashboard")
+
+    assert (await in_browser(tmp_path, look)).deeds == []
+
+
+async def test_what_peers_say_is_text_and_nothing_else(tmp_path: Path) -> None:
+    evil = "<img src=x onerror=document.title='owned'><script>document.title='owned'</script>"
+    members = [msgspec.structs.replace(member, device=evil, path=evil) for member in STATUS.members]
+
+    def look(shown: Shown) -> None:
+        with open_browser(shown.place.link) as browser:
+            assert evil in browser.page.inner_text("#members")
+            assert browser.page.title() != "owned"
+            assert browser.page.locator("#members img").count() == 0
+
+    await in_browser(tmp_path, look, msgspec.structs.replace(STATUS, members=members, warnings=[evil]))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_it_is_readable_on_a_phone(tmp_path: Path, scheme: str) -> None:
+    def look(shown: Shown) -> None:
+        phone = {"width": 360, "height": 740}
+        with open_browser(shown.place.link, viewport=phone, color_scheme=scheme) as browser:
+            width = browser.page.evaluate("document.documentElement.scrollWidth")
+            assert width <= phone["width"]
+            ground = browser.page.evaluate("getComputedStyle(document.body).backgroundColor")
+            assert (ground == "rgb(20, 22, 26)") == (scheme == "dark")
+
+    await in_browser(tmp_path, look)
+
+
+async def test_a_thousand_members_are_drawn_a_page_at_a_time_and_found_by_typing(tmp_path: Path) -> None:
+    example = STATUS.members[1]
+    members = [STATUS.members[0]] + [
+        msgspec.structs.replace(example, peer_id=f"12D3KooW{index:08d}", round=index % 7) for index in range(1_000)
+    ]
+
+    def look(shown: Shown) -> None:
+        with open_browser(shown.place.link) as browser:
+            page = browser.page
+            rows, which = page.locator("#members tr"), page.locator("#rows")
+            expect(page.locator("#members-count")).to_have_text("1001")
+            expect(rows).to_have_count(100)
+            expect(page.locator("#before")).to_be_disabled()
+            for _ in range(10):
+                page.click("#after")
+                assert rows.count() <= 100
+            expect(which).to_have_text("1001 to 1001")
+            expect(page.locator("#after")).to_be_disabled()
+            page.fill("#filter", "00000777")
+            expect(rows).to_have_count(1)
+            expect(which).to_be_hidden()
+            page.fill("#filter", "")
+            expect(which).to_have_text("1 to 100")
+            assert page.locator("*").count() < 2_500
+            assert browser.problems == []
+
+    await in_browser(tmp_path, look, msgspec.structs.replace(STATUS, members=members))

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+
+from farandole.node.status.status import MemberStatus, NodeStatus
+from farandole.node.ui.dashboard import history as history_module
+from farandole.node.ui.dashboard.history import MAX_POINTS_A_NODE, Curve, RunHistory
+
+from ...statuses import ALICE, BOB, NOW, STATUS
+
+
+def in_round(round_index: int, alices: str = "", bobs: str = "", loss: float = 2.0) -> NodeStatus:
+    """Both are in that round, having averaged with these."""
+
+    def member(peer: str, partner: str) -> MemberStatus:
+        return msgspec.structs.replace(
+            STATUS.members[0], peer_id=peer, round=round_index, last_partner=partner, loss=loss
+        )
+
+    return msgspec.structs.replace(STATUS, members=[member(ALICE, alices), member(BOB, bobs)])
+
+
+def test_a_meeting_is_seen_once_though_both_tell_of_it() -> None:
+    history = RunHistory()
+    history.observe(in_round(1), NOW)
+    history.observe(in_round(2, alices=BOB), NOW + 1)
+    history.observe(in_round(2, alices=BOB, bobs=ALICE), NOW + 2)
+    history.observe(in_round(3, alices=BOB, bobs=ALICE), NOW + 3)
+    history.observe(in_round(4), NOW + 4)
+
+    assert [(meeting.round, meeting.at) for meeting in history.meetings] == [(2, NOW + 1), (3, NOW + 3)]
+    assert {history.meetings[0].one, history.meetings[0].other} == {ALICE, BOB}
+
+
+def test_what_a_node_did_before_it_was_seen_is_no_meeting_of_now() -> None:
+    history = RunHistory()
+    history.observe(in_round(7, alices=BOB, bobs=ALICE), NOW)
+    assert not history.meetings
+
+
+def test_curves_are_of_every_live_node_and_of_the_run() -> None:
+    history = RunHistory()
+    for round_index in range(5):
+        history.observe(in_round(round_index, loss=5.0 - round_index), NOW + round_index)
+
+    assert history.losses[BOB].points == [(r, 5.0 - r) for r in range(5)]
+    assert [x for x, _ in history.mean_loss.points] == [NOW + r for r in range(5)]
+    assert [y for _, y in history.throughput.points] == [STATUS.run.tokens_per_second] * 5
+
+
+def test_newcomers_are_seen_though_thousands_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history_module, "MAX_CURVES", 2)
+    history, one = RunHistory(), in_round(1).members[0]
+    for generation in "abc":
+        members = [msgspec.structs.replace(one, peer_id=f"{generation}{number}") for number in range(3)]
+        for round_index in (1, 2):
+            now = [msgspec.structs.replace(each, round=round_index, last_partner=BOB) for each in members]
+            history.observe(msgspec.structs.replace(STATUS, members=now), NOW)
+        assert set(history.losses) == {f"{generation}0", f"{generation}1"}
+        assert history.meetings[-1].one == f"{generation}1"
+
+
+def test_what_cannot_be_drawn_is_no_point() -> None:
+    curve = Curve(8)
+    for x, y in enumerate((1.0, math.nan, 2.0, math.inf)):
+        curve.add(x, y)
+    assert curve.points == [(0, 1.0), (2, 2.0)]
+
+
+def test_a_curve_stays_small_and_keeps_its_ends_in_order() -> None:
+    curve = Curve(MAX_POINTS_A_NODE)
+    for x in range(100_000):
+        curve.add(x, -x)
+
+    xs = [x for x, _ in curve.points]
+    assert MAX_POINTS_A_NODE / 4 < len(xs) < MAX_POINTS_A_NODE
+    assert xs == sorted(xs)
+    assert xs[0] == 0
+    assert xs[-1] > 95_000
+
+
+def test_an_older_point_changes_nothing() -> None:
+    curve = Curve(8)
+    for x in (1, 2, 2, 1):
+        curve.add(x, x)
+    assert curve.points == [(1, 1), (2, 2)]

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import http.client
+import json
+import re
+from pathlib import Path
+
+import msgspec
+import trio
+from prometheus_client.parser import text_string_to_metric_families
+
+from farandole.node.status.status import NodeStatus, PipelineStatus
+from farandole.node.ui.metrics.exposition import metrics_text
+
+from ...statuses import ALICE, STATUS
+from ..dashboard.page import open_page
+
+GRAFANA = Path(__file__).parents[4] / "grafana" / "farandole.json"
+PIPELINE = PipelineStatus(1, 3, 100, 90, 10, 5, 1, 2, {"deadline": 10}, 1_000, 2_000)
+RUN = msgspec.structs.replace(STATUS.run, providers=[2, 1])
+FULL = msgspec.structs.replace(STATUS, run=RUN, pipeline=PIPELINE, validation=[(5, 2.5)], recent_utilisation=0.9)
+
+
+def samples(status: NodeStatus) -> dict[tuple[str, str], float]:
+    """(name, value of the only label) -> figure, as Prometheus reads them."""
+    return {
+        (sample.name, "".join(sample.labels.values()) if len(sample.labels) == 1 else ""): sample.value
+        for family in text_string_to_metric_families(metrics_text(status).decode())
+        for sample in family.samples
+    }
+
+
+def test_prometheus_reads_what_the_status_says() -> None:
+    read = samples(FULL)
+    assert read["farandole_round", ""] == FULL.round
+    assert read["farandole_tokens_total", ""] == FULL.tokens
+    assert read["farandole_rounds_total", "committed"] == FULL.exchanges_ok
+    assert read["farandole_run_members", "live"] == FULL.run.members_live
+    assert read["farandole_validation_loss", ""] == 2.5
+    assert read["farandole_microbatches_total", "rerouted"] == 5
+    assert read["farandole_phase", FULL.phase] == 1
+    assert read["farandole_node_info", ""] == 1
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    empty = msgspec.structs.replace(STATUS, loss=None, validation=[], recent_utilisation=None, recent_exchanges=[])
+    names = {name for name, _ in samples(msgspec.structs.replace(empty, last_exchange=None))}
+    assert not names & {"farandole_loss", "farandole_validation_loss", "farandole_utilisation_ratio"}
+    assert not names & {"farandole_exchange_seconds", "farandole_stage"}
+    assert "farandole_round" in names
+
+
+def test_words_of_others_cannot_break_the_format() -> None:
+    hostile = msgspec.structs.replace(STATUS.run, name='a"} 1\nfarandole_tokens_total 9\\')
+    assert samples(msgspec.structs.replace(STATUS, run=hostile))["farandole_tokens_total", ""] == STATUS.tokens
+
+
+def test_every_figure_of_the_grafana_dashboard_exists_and_every_figure_has_its_place() -> None:
+    names = {name for name, _ in samples(FULL)}
+    names -= {name for name in names if name.endswith("_created")}
+    expressions = [target["expr"] for panel in json.loads(GRAFANA.read_text())["panels"] for target in panel["targets"]]
+    shown = {name for expression in expressions for name in re.findall(r"farandole_\w+", expression)}
+    assert shown <= names
+    assert names - shown <= {"farandole_stage"}
+
+
+async def test_the_page_s_server_gives_them_to_a_scraper_on_this_machine(tmp_path: Path) -> None:
+    def scrape(port: int) -> tuple[int, str, bytes]:
+        connection = http.client.HTTPConnection("localhost", port, timeout=10)
+        try:
+            connection.request("GET", "/metrics", headers={"User-Agent": "Prometheus/3.0"})
+            response = connection.getresponse()
+            return response.status, response.headers["content-type"], response.read()
+        finally:
+            connection.close()
+
+    async with open_page(tmp_path) as shown:
+        code, kind, body = await trio.to_thread.run_sync(scrape, shown.port)
+    assert (code, kind.partition(";")[0]) == (200, "text/plain")
+    assert ALICE.encode() in body

@@ -1,0 +1,141 @@
+"""What the first line says of real nodes: well, alone, paused, without a bootstrap peer, refused, its trainer dead."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from farandole.node.base.control import NoNodeError, call
+from farandole.node.base.exits import Exit
+from farandole.node.store.folder import index_of, saved_round
+from farandole.node.ui.headline import FAILURES_IN_A_ROW, USUAL_SECONDS, Headline, headline
+from farandole.protocol.invite import Invite, encode_invite
+from farandole.protocol.manifest import SignedManifest
+
+from ..daemons import Daemon, joined
+from ..small_runs import small_manifest, write_run, write_text
+from ..statuses import ALICE
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> SignedManifest:
+    write_text(tmp_path)
+    rounds = {"inner_steps": 0, "round_seconds": 3.0, "exchange_seconds": 5.0}
+    return write_run(tmp_path, small_manifest(rounds=rounds))
+
+
+async def first_line(daemon: Daemon) -> Headline:
+    """As `farandole status` prints it."""
+    status = await daemon.status()
+    return headline(status, status.at)
+
+
+async def test_a_node_is_alone_then_well_then_paused_and_then_its_trainer_dies(
+    tmp_path: Path, run: SignedManifest
+) -> None:
+    data = ("--data", str(tmp_path / "text.txt"))
+    async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:
+        await alice.says("alone: no peer is live")
+        alone = await first_line(alice)
+        assert (alone.level, alone.text) == (
+            "trouble",
+            "training alone: there is no other live member in this run",
+        )
+        assert "farandole run invite" in alone.remedy
+
+        invite = alice.invite(run.run_id)
+        async with joined(tmp_path / "bob", invite, *data) as bob:
+            await bob.says("averaged with", alice.name)
+            status = await bob.until(lambda status: headline(status, status.at).level == "well")
+            well = headline(status, status.at)
+            assert well.text.startswith("training with 1 other, round ")
+            assert f"ago with {alice.name}" in well.text
+
+            await bob.ask("pause")
+            await bob.says("resting")
+            paused = await first_line(bob)
+            assert (paused.level, paused.text) == ("busy", "not training: paused; `farandole resume` goes on")
+
+            await bob.ask("resume")
+            await bob.says("averaged with", alice.name)
+            trainer = (await bob.status()).trainer_pid
+            assert trainer is not None
+            os.kill(trainer, signal.SIGSEGV)
+            await bob.says("killed by signal 11 (SIGSEGV)", "starting it again")
+            dead = await first_line(bob)
+            assert dead.level == "trouble"
+            assert dead.text == "the trainer died (once so far) and is started again: nothing to do yet"
+            assert "SIGSEGV" in dead.remedy
+
+            told = await bob.status()
+            link = next(link for link in told.links if link.peer_id[-8:] == alice.name)
+            assert link.path == "direct"
+            assert link.round_trip_seconds is not None
+            assert link.bytes_per_second is not None
+            assert link.committed >= 2
+            events = [event.text for event in told.events]
+            assert any("averaged with" in text for text in events)
+            assert [event for event in told.events if event.is_warning and "SIGSEGV" in event.text]
+
+
+async def test_a_node_without_a_bootstrap_peer_says_so(tmp_path: Path, run: SignedManifest) -> None:
+    nobody = encode_invite(Invite(run.run_id, (f"/ip4/127.0.0.1/tcp/1/p2p/{ALICE}",)))
+    async with joined(tmp_path / "bob", nobody, "--no-mdns") as bob:
+        await bob.says("none answered")
+        status = await bob.status()
+        soon, later = headline(status, status.started_at + 1), headline(status, status.started_at + USUAL_SECONDS)
+        assert soon.level == "busy"
+        assert later.level == "trouble"
+        assert later.text.startswith("not in the run yet, for 1 min 00 s: 1 known peer dialled")
+        assert "`farandole doctor INVITE` finds out why" in later.remedy
+
+
+async def test_a_node_whose_partner_keeps_refusing_says_so_and_so_does_the_partner(
+    tmp_path: Path, run: SignedManifest
+) -> None:
+    data = ("--data", str(tmp_path / "text.txt"))
+    async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:
+        await alice.says("listening on")
+        invite = alice.invite(run.run_id)
+        async with joined(tmp_path / "bob", invite, *data) as bob:
+            await bob.says("averaged with", alice.name)
+            assert await bob.end(signal.SIGTERM) == Exit.OK
+        assert await alice.end(signal.SIGTERM) == Exit.OK
+    turn_around(tmp_path / "bob" / "checkpoints")
+    async with joined(tmp_path / "alice", *data) as alice:  # both anew, so that neither is far behind
+        await alice.says("listening on")
+        async with joined(tmp_path / "bob", *data, "--bootstrap", alice.addresses[0]) as bob:
+            await bob.says("resumed at round")
+            for daemon in (alice, bob):
+                found = await first_line(daemon)
+                for _ in range(4 * FAILURES_IN_A_ROW):
+                    if "refuse" in found.text:
+                        break
+                    await daemon.says("alone: the exchange failed")
+                    found = await first_line(daemon)
+                assert found.level == "trouble"
+                assert "in a row: the contribution's cosine with mine is -" in found.text
+                assert "checkpoints" in found.remedy or "farandole peers" in found.remedy
+
+
+def turn_around(checkpoints: Path) -> None:
+    """What a bad disk, or a bad GPU, makes of weights: here, their contrary."""
+    newest = max(checkpoints.glob("*.safetensors"), key=lambda path: saved_round(path) or 0)
+    with safe_open(newest, framework="numpy") as file:
+        metadata = file.metadata()
+    tensors = {
+        name: tensor if name.startswith("square/") else -tensor  # a square that is negative would not be loaded
+        for name, tensor in load_file(newest).items()
+    }
+    index_of(newest).unlink(missing_ok=True)
+    save_file(tensors, newest, metadata)
+
+
+async def test_a_node_that_is_not_there_is_said_to_be_so(tmp_path: Path) -> None:
+    with pytest.raises(NoNodeError, match=r"no node runs in .*: start one with `farandole join INVITE`"):
+        call(tmp_path, "status")

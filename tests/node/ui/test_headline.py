@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from farandole.node.status.status import REFUSED_HERE, REFUSED_THERE, ExchangeStatus, NodeStatus
+from farandole.node.ui.headline import FAILURES_IN_A_ROW, USUAL_SECONDS, headline
+
+from ..statuses import BOB, NOW, STATUS
+
+
+def changed(**changes: object) -> NodeStatus:
+    return msgspec.structs.replace(STATUS, **changes)
+
+
+def alone_in_the_run() -> NodeStatus:
+    return changed(run=msgspec.structs.replace(STATUS.run, members_live=1))
+
+
+def exchanges(*verdicts: str) -> list[ExchangeStatus]:
+    return [
+        ExchangeStatus(index, "" if verdict.startswith("alone") else BOB, verdict, 0, 0, 0.1, NOW - 40 + index)
+        for index, verdict in enumerate(verdicts)
+    ]
+
+
+def test_a_healthy_node_says_that_there_is_nothing_to_do() -> None:
+    found = headline(changed(recent_exchanges=exchanges("committed")), NOW)
+
+    assert found.level == "well"
+    assert found.text == (
+        f"training with 2 others, round 7, 9.50 k tokens/s, loss 2.500; averaged 40 s ago with {BOB[-8:]}"
+    )
+    assert not found.remedy
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "remedy"),
+    [
+        (
+            changed(phase="joining", phase_detail="dialling 1 peer (12D3)", is_member=False),
+            "not in the run yet, for 3 min 05 s: dialling 1 peer (12D3)",
+            "farandole doctor",
+        ),
+        (alone_in_the_run(), "training alone: there is no other live member", "farandole run invite"),
+        (
+            changed(isolation="dialled all known peers 3 times, no member answered; next in 20 s"),
+            "cut off from all other members: dialled all known peers 3 times",
+            "farandole doctor",
+        ),
+        (
+            changed(recent_exchanges=exchanges(*["failed: the partner aborted: refused: the norm is off"] * 4)),
+            "others refuse this node's contributions, the last 4 in a row: the norm is off",
+            "move away the folder",
+        ),
+        (
+            changed(recent_exchanges=exchanges(*["failed: refused: the norm is off"] * 3)),
+            "this node refuses what its partners send, the last 3 in a row: the norm is off",
+            "farandole peers",
+        ),
+        (
+            changed(recent_exchanges=exchanges(*[f"failed: {REFUSED_HERE} far", f"failed: {REFUSED_THERE} far"] * 2)),
+            "others refuse this node's contributions, the last 4 in a row: far",
+            "move away the folder",
+        ),
+        (
+            changed(recent_exchanges=exchanges("committed", *["failed: the contributions took too long"] * 5)),
+            "no exchange succeeds, the last 5 in a row failed: the contributions took too long",
+            "doctor --bandwidth",
+        ),
+        (
+            changed(
+                phase="preparing", trainer_restarts=2, is_trainer_dead=True, warnings=["the trainer died: CUDA error"]
+            ),
+            "the trainer died (2 times so far) and is started again",
+            "CUDA error",
+        ),
+        (
+            changed(phase="failed", phase_detail="the trainer died 5 times in 10 minutes"),
+            "not training: the trainer died 5 times in 10 minutes",
+            "farandole doctor",
+        ),
+    ],
+)
+def test_what_is_wrong_is_told_with_what_to_do(status: NodeStatus, text: str, remedy: str) -> None:
+    found = headline(status, NOW)
+
+    assert found.level == "trouble"
+    assert found.text.startswith(text)
+    assert remedy in found.remedy
+
+
+def test_failures_that_are_few_or_over_are_nobodys_business() -> None:
+    reason = "failed: the partner died"
+    for verdicts in ([reason] * (FAILURES_IN_A_ROW - 1), [*[reason] * 5, "committed"], ["alone: no peer is free"] * 5):
+        assert headline(changed(recent_exchanges=exchanges(*verdicts)), NOW).level == "well"
+
+
+def test_rounds_alone_between_failures_do_not_hide_them() -> None:
+    verdicts = ["failed: the partner died", "alone: no peer is free"] * FAILURES_IN_A_ROW
+    assert headline(changed(recent_exchanges=exchanges(*verdicts)), NOW).level == "trouble"
+
+
+def test_what_takes_its_usual_time_is_no_trouble() -> None:
+    young = changed(phase="joining", is_member=False, started_at=NOW - USUAL_SECONDS / 2)
+    fetching = changed(phase="fetching weights", phase_detail="12.0 of 40.0 MB")
+    leaving = changed(phase="leaving")
+    paused = changed(phase="paused", phase_detail="paused; `farandole resume` goes on")
+
+    resumed = changed(phase="preparing", trainer_restarts=2)  # which was long ago
+
+    assert [headline(status, NOW).level for status in (young, fetching, leaving, paused, resumed)] == ["busy"] * 5
+    assert headline(paused, NOW).text == "not training: paused; `farandole resume` goes on"
+    assert headline(fetching, NOW).text == "in the run, not training yet: 12.0 of 40.0 MB"
+
+
+def test_a_relay_and_a_node_that_has_finished_are_well() -> None:
+    relay = changed(phase="relaying", is_member=False)
+    finished = changed(phase="finished")
+
+    assert headline(relay, NOW).text == "relaying: 2 peers are connected"
+    assert headline(finished, NOW).text == "all rounds are done; here with 2 others for those who still train"

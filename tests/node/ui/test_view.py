@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import io
+from datetime import datetime
+
+import msgspec
+import pytest
+from rich.console import Console, RenderableType
+
+from farandole.node.base import figures
+from farandole.node.status.status import NodeStatus, PipelineStatus, TrafficStatus
+from farandole.node.ui.view import members_table, status_screen
+
+from ..statuses import BOB, NOW, STATUS
+
+
+def shown(renderable: RenderableType) -> str:
+    console = Console(file=io.StringIO(), width=110, color_system=None)
+    console.print(renderable)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text
+
+
+def line(status: NodeStatus, label: str) -> str:
+    return next(text for text in shown(status_screen(status, NOW)).splitlines() if text.startswith(label))
+
+
+def test_every_question_is_answered_on_one_screen() -> None:
+    text = shown(status_screen(STATUS, NOW))
+    assert len(text.splitlines()) <= 24
+    assert text.startswith("training with 2 others, round 7")
+    assert text.splitlines()[1].startswith("demo  run abababababababab  member")
+    assert "training for 3.0 s: inner steps of round 7" in line(STATUS, "doing")
+    assert "nothing" in line(STATUS, "waits for")
+    assert "round 7, 350 inner steps (12 in this round), 717 k tokens at 9.50 k/s" in line(STATUS, "progress")
+    assert "2.500 from 5.500  █▇▆▅▃▂▁" in line(STATUS, "loss")
+    assert "2.610 on held-out text after round 5" in text
+    assert "6 committed with 2 partners (5 over a channel of their own, 1 over libp2p's stream), 1 alone" in line(
+        STATUS, "exchanges"
+    )
+    assert f"round 6 with {BOB[-8:]}: committed, 2.00 MB sent, 2.00 MB received in 0.2 s, 4.0 s ago" in line(
+        STATUS, "last exchange"
+    )
+    assert "3 live, 1 gone; 2.10 M tokens at 28.0 k/s; loss 2.550 (2.500 to 2.600)" in line(STATUS, "the run")
+    assert "2 peers connected (members: 1 direct)" in line(STATUS, "links")
+    assert "the trainer died" in line(STATUS, "warning")
+
+
+def test_how_a_node_is_reached_and_for_whom_it_relays_is_shown() -> None:
+    assert "not known yet" in line(STATUS, "reached")
+    home = msgspec.structs.replace(STATUS, reachability="punchable", relays=[BOB, "12D3KooWdavesrelay"])
+    assert f"by hole punching; through 2 relays: {BOB[-8:]}, vesrelay" in line(home, "reached")
+    relay = msgspec.structs.replace(STATUS, reachability="public", relayed_peers=3, relayed_circuits=1)
+    assert "directly; is a relay for 3 peers, 1 pairs of which talk now" in line(relay, "reached")
+
+
+def test_the_caps_and_what_moves_are_shown() -> None:
+    capped = msgspec.structs.replace(
+        STATUS, upload_mbit=5.0, bytes_sent_per_second=500_000.0, bytes_received_per_second=100_000.0
+    )
+    assert "sends 4.00 Mbit/s (at most 5); receives 0.80 Mbit/s (no cap)" in line(capped, "traffic")
+
+
+def test_a_months_traffic_is_shown_where_it_is_bounded() -> None:
+    traffic = TrafficStatus(limit=100 * 10**9, used=25 * 10**9, is_saved=False, resumes_at=0.0)
+    assert "25.0 GB of 100 GB moved" in line(msgspec.structs.replace(STATUS, traffic=traffic), "this month")
+    saved = msgspec.structs.replace(traffic, is_saved=True, resumes_at=datetime(2026, 11, 24, 14).timestamp())
+    assert "until Tue 24 Nov 14:00" in line(msgspec.structs.replace(STATUS, traffic=saved), "this month")
+
+
+def test_what_becomes_of_microbatches_is_shown_where_there_are_stages() -> None:
+    pipeline = PipelineStatus(
+        stage=1,
+        in_flight=3,
+        begun=1_300,
+        kept=1_234,
+        dropped=6,
+        rerouted=2,
+        taken_out=1,
+        refused=0,
+        reasons={"out of time": 4, "the round is over": 2},
+        bytes_sent=5_000_000,
+        bytes_received=4_000_000,
+    )
+    staged = msgspec.structs.replace(STATUS, stage=1, loss=None, pipeline=pipeline)
+    shown_line = line(staged, "microbatches")
+    assert "1,234 kept, 3 in flight, 6 dropped (4 of them: out of time), 2 sent another way" in shown_line
+    assert "known to stage 0" in line(staged, "loss")
+
+
+def test_stages_are_shown_where_there_are_several() -> None:
+    assert "stage" not in shown(members_table(STATUS.members, [3]))
+    run = msgspec.structs.replace(STATUS.run, providers=[2, 0, 1])
+    staged = msgspec.structs.replace(STATUS, stage=2, run=run)
+    assert "2 of 3 (0 to 2); live in each: 2, 0, 1; nobody holds 1" in line(staged, "stage")
+    members = [msgspec.structs.replace(STATUS.members[0], stage=2), *STATUS.members[1:]]
+    table = shown(members_table(members, run.providers))
+    assert table.splitlines()[1].split()[2] == "2"
+    assert "live in each stage: 2 in 0, 0 in 1, 1 in 2" in table
+
+
+def test_a_node_that_still_joins_says_what_it_waits_for() -> None:
+    joining = msgspec.structs.replace(
+        STATUS,
+        phase="joining",
+        phase_detail="dialling",
+        waits_for="a bootstrap peer",
+        is_member=False,
+        loss=None,
+        losses=[],
+        validation=[],
+        last_exchange=None,
+        members=[],
+        run=msgspec.structs.replace(STATUS.run, name="", loss_mean=None, loss_min=None, loss_max=None),
+    )
+    text = shown(status_screen(joining, NOW))
+    assert "not a member yet" in text
+    assert "a bootstrap peer" in line(joining, "waits for")
+    assert "not measured yet" in line(joining, "loss")
+    assert "none yet" in line(joining, "last exchange")
+
+
+def test_words_from_peers_are_not_markup() -> None:
+    hostile = msgspec.structs.replace(STATUS, device="[red]x", phase_detail="[/]", warnings=["[bold]"])
+    assert "[red]x" in shown(status_screen(hostile, NOW))
+    member = msgspec.structs.replace(STATUS.members[0], device="[/oops]")
+    assert "[/oops]" in shown(members_table([member]))
+
+
+def test_members_are_live_gone_or_left() -> None:
+    left = msgspec.structs.replace(STATUS.members[1], has_left=True)
+    rows = shown(members_table([*STATUS.members, left])).splitlines()
+    assert ["this node" in row for row in rows[1:]] == [True, False, False, False]
+    assert [next(word for word in row.split() if word in ("live", "gone", "left")) for row in rows[1:]] == [
+        "live",
+        "live",
+        "gone",
+        "left",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (999, "999"), (1_000, "1.00 k"), (12_345, "12.3 k"), (999_999, "1.00 M"), (2.5e9, "2.50 G")],
+)
+def test_counts_have_three_figures(value: float, text: str) -> None:
+    assert figures.count(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (-1, "0.0 s"),
+        (3.21, "3.2 s"),
+        (59.6, "1 min 00 s"),
+        (185, "3 min 05 s"),
+        (7_800, "2 h 10 min"),
+        (273_600, "3 d 4 h"),
+    ],
+)
+def test_durations(value: float, text: str) -> None:
+    assert figures.duration(value) == text
+
+
+def test_a_sparkline_has_at_most_its_width() -> None:
+    assert figures.sparkline([], 10) == ""
+    assert figures.sparkline([1.0], 10) == "▁"
+    assert figures.sparkline([3.0, 2.0, 1.0], 10) == "█▅▁"
+    assert len(figures.sparkline([float(i) for i in range(256)], 40)) == 40

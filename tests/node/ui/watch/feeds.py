@@ -1,0 +1,62 @@
+"""Feeds under a test's control, and statuses to feed."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from threading import Event as ThreadEvent
+
+import msgspec
+
+from farandole.node.status.status import Event, LinkStatus, NodeStatus, Resources
+from farandole.node.ui.watch.feed import Feed
+from farandole.node.ui.watch.view import News
+from farandole.protocol.errors import FarandoleError
+
+from ...statuses import BOB, NOW, STATUS
+
+CAROL = "12D3KooWcarol"
+FULL = msgspec.structs.replace(
+    STATUS,
+    at=NOW,
+    round_steps=48,
+    upload_mbit=5.0,
+    bytes_sent_per_second=500_000.0,
+    recent_utilisation=0.95,
+    resources=Resources(120_000_000, 400_000_000, 33, 55, 2_000_000_000, 24_000_000_000),
+    relays=[BOB],
+    reachability="punchable",
+    links=[
+        LinkStatus(BOB, "punched", 0.0123, 5_000_000.0, 4, 6, "committed", NOW - 4),
+        LinkStatus(CAROL, "relayed", None, None, 0, 3, "failed: the partner aborted: refused: its norm", NOW - 90),
+    ],
+    events=[
+        Event(NOW - 9, "ooWcarol refused this node's contribution: its norm"),
+        Event(NOW - 4, "round 6: 48 inner steps, loss 2.500; averaged with 6EYc7bLD, 2.00 MB each way in 0.21 s"),
+    ],
+)
+
+
+def changed(**changes: object) -> NodeStatus:
+    return msgspec.structs.replace(FULL, **changes)
+
+
+class GivenFeed(Feed):
+    """Tells what the test says."""
+
+    def __init__(self, *news: News) -> None:
+        self.queue: queue.Queue[News | None] = queue.Queue()
+        self.asked: list[str] = []
+        self.refusal = ""
+        for each in news:
+            self.queue.put(each)
+
+    def news(self, is_over: ThreadEvent) -> Iterator[News]:
+        while (news := self.queue.get()) is not None:
+            yield news
+
+    def ask(self, deed: str) -> str:
+        if self.refusal:
+            raise FarandoleError(self.refusal)
+        self.asked.append(deed)
+        return f"asked to {deed}"

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from textual.pilot import Pilot
+
+from farandole.node.ui.watch.app import WatchApp
+from farandole.node.ui.watch.view import STALE_SECONDS, Lost, News, Seen
+
+from ...statuses import NOW
+from .feeds import FULL, GivenFeed, changed
+
+SIZES = [(80, 24), (200, 60), (45, 40)]
+Story = Callable[["Watched"], Awaitable[None]]
+
+
+class Watched:
+    """The screen, what is on it, and the clock by which it is drawn."""
+
+    def __init__(self, *news: News) -> None:
+        self.now = 1_000.0
+        self.feed = GivenFeed(*news)
+        self.app = WatchApp(self.feed, clock=lambda: self.now)
+        self.pilot: Pilot[None]
+
+    def text(self) -> str:
+        return "\n".join(strip.text for strip in self.app.screen._compositor.render_strips())
+
+    async def shows(self, *words: str) -> str:
+        """Wait until all these words are on it; fails within seconds if they never are."""
+        for _ in range(200):
+            await self.pilot.pause(0.02)
+            if all(word in self.text() for word in words):
+                break
+        text = self.text()
+        assert [word for word in words if word not in text] == [], text
+        return text
+
+    async def tell(self, news: News) -> None:
+        self.feed.queue.put(news)
+        await self.pilot.pause()
+
+
+def play(story: Story, *news: News, size: tuple[int, int] = (80, 24)) -> Watched:
+    watched = Watched(*news)
+
+    async def run() -> None:
+        async with watched.app.run_test(size=size, notifications=True) as watched.pilot:
+            await story(watched)
+        watched.feed.queue.put(None)
+
+    asyncio.run(run())
+    return watched
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_all_questions_are_answered_on_any_screen(size: tuple[int, int]) -> None:
+    async def story(watched: Watched) -> None:
+        await watched.shows(
+            *("WELL", "training with 2 others, round 7"),
+            *("5.500", "held-out 2.610", "loss of all 2.550; 3 live, 1 gone", "28.0 k tokens/s"),
+            *("round 7 ", "12 of 48 steps", "95% of the time", "120 MB", "400 MB", "2.00 GB of 24.0 GB"),
+            *("4.00 of 5 Mbit/s", "no cap", "by hole punching"),
+            *("6EYc7bLD punched", "12.3 ms", "round 6 committed", "ooWcarol relayed"),
+            *("averaged with 6EYc7bLD", "q Quit", "p Pause"),
+        )
+
+    play(story, Seen(FULL), size=size)
+
+
+def test_without_colour_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    async def story(watched: Watched) -> None:
+        await watched.shows("WELL", "committed")
+        strips = watched.app.screen._compositor.render_strips()
+        assert watched.app.no_color
+        assert strips
+
+    play(story, Seen(FULL))
+
+
+def test_it_says_that_the_node_is_gone_and_that_it_is_back() -> None:
+    async def story(watched: Watched) -> None:
+        await watched.shows("WELL")
+        watched.now += 20
+        await watched.tell(Lost("no node runs in /home/alice"))
+        await watched.shows(
+            "TROUBLE  the node does not answer; what is below is 20 s old",
+            "no node runs in /home/alice",
+            "warning: the node does not answer",
+        )
+
+        await watched.tell(Seen(changed(at=NOW + 25, pid=1, started_at=NOW + 21)))
+        text = await watched.shows("WELL", "the node was started anew")
+        assert "TROUBLE" not in text
+
+    play(story, Seen(FULL))
+
+
+def test_a_line_that_has_died_is_noticed_though_it_says_nothing() -> None:
+    async def story(watched: Watched) -> None:
+        await watched.shows("WELL")
+        watched.now += STALE_SECONDS
+        await watched.shows("TROUBLE", "nothing was heard of the node for 12 s")
+
+    play(story, Seen(FULL))
+
+
+def test_nothing_has_come_yet() -> None:
+    async def story(watched: Watched) -> None:
+        await watched.shows("WAIT", "asking the node")
+        await watched.tell(Lost("no node runs in /home/alice"))
+        await watched.shows("TROUBLE", "no node runs in /home/alice")
+
+    play(story)
+
+
+def test_p_pauses_and_resumes() -> None:
+    async def story(watched: Watched) -> None:
+        await watched.shows("WELL")
+        await watched.pilot.press("p")
+        await watched.shows("asked to pause")
+        await watched.tell(Seen(changed(phase="paused", phase_detail="paused; `farandole resume` goes on")))
+        await watched.shows("WAIT", "not training: paused")
+        await watched.pilot.press("p")
+        await watched.shows("asked to resume")
+
+    assert play(story, Seen(FULL)).feed.asked == ["pause", "resume"]
+
+
+def test_what_cannot_be_asked_is_told() -> None:
+    async def story(watched: Watched) -> None:
+        watched.feed.refusal = "this is another machine's node: there, `farandole pause`"
+        await watched.shows("WELL")
+        await watched.pilot.press("p")
+        await watched.shows("this is another machine's node")
+
+    play(story, Seen(FULL))
+
+
+@pytest.mark.parametrize("key", ["q", "ctrl+c"])
+def test_it_ends_when_asked_to(key: str) -> None:
+    async def story(watched: Watched) -> None:
+        await watched.shows("WELL")
+        await watched.pilot.press(key)
+        await watched.pilot.pause()
+        assert not watched.app.is_running
+
+    play(story, Seen(FULL))
+
+
+def test_what_peers_say_is_text_and_nothing_else() -> None:
+    evil = "[bold red]x[/] [@click=app.quit]y[/]"
+    link = FULL.links[0]
+
+    async def story(watched: Watched) -> None:
+        await watched.shows("[@click=app.quit]y[/]")
+
+    play(
+        story,
+        Seen(changed(device=evil, events=[type(FULL.events[0])(NOW, evil)], links=[link], phase_detail=evil)),
+        size=(200, 40),
+    )
