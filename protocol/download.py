@@ -240,6 +240,11 @@ class Download:
         """Donors that give now."""
         return sum(donor.standing is _Standing.OPEN for donor in self._donors.values())
 
+    @property
+    def num_known(self) -> int:
+        """Donors that are remembered, whatever they gave."""
+        return len(self._donors)
+
     def handle(self, event: Event, now: float) -> list[Output]:
         """What follows from an event. `Tick` is to come a few times a second."""
         was_missing = self.num_missing

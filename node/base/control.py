@@ -112,7 +112,7 @@ async def _serve_connection(
                 if line is None:
                     return
                 with trio.fail_after(REQUEST_TIMEOUT + 5.0):
-                    await stream.send_all(await _answer(line, handlers))
+                    await stream.send_all(await answer(line, handlers))
 
 
 async def _is_owner(stream: trio.SocketStream, buffer: bytearray, endpoint: Endpoint) -> bool:
@@ -139,7 +139,8 @@ async def _receive_line(stream: trio.SocketStream, buffer: bytearray) -> bytes |
     return line
 
 
-async def _answer(line: bytes, handlers: Mapping[str, Handler]) -> bytes:
+async def answer(line: bytes, handlers: Mapping[str, Handler]) -> bytes:
+    """Response line to one request line; errors are responses, too."""
     try:
         result = msgspec.json.encode(await _handle(line, handlers))
         return msgspec.json.encode(_Response(ok=msgspec.Raw(result))) + b"\n"

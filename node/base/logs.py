@@ -69,6 +69,11 @@ class Throttle(logging.Filter):
         self._clock = clock
         self._minutes: dict[tuple[str, str], tuple[float, int]] = {}  # when each began, and how many since
 
+    @property
+    def num_kinds(self) -> int:
+        """Kinds of record that are counted now."""
+        return len(self._minutes)
+
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether to let it through; then perhaps with the number kept back before it."""
         if record.name == CONSOLE or record.levelno < logging.INFO:

@@ -104,7 +104,8 @@ class Pull:
         self._say = say
         self._show = show
         self._conditions = Conditions(visit.host, visit.run_id, visit.shaping, visit.channels)
-        self._parts = to.with_name(f".{to.name}.parts")
+        self.parts = to.with_name(f".{to.name}.parts")
+        """Folder of the downloads; removed when the model is complete."""
 
     async def run(self) -> bytes:
         """Fetch and write everything; the checkpoint's id. What was fetched before an interruption is not again.
@@ -112,16 +113,16 @@ class Pull:
         Raises `PullError` or `ConsolidatedError`.
         """
         try:
-            self._parts.mkdir(parents=True, exist_ok=True)
+            self.parts.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConsolidatedError(f"cannot write {self._parts}: {error.strerror}") from error
+            raise ConsolidatedError(f"cannot write {self.parts}: {error.strerror}") from error
         epochs = self._epochs()  # before the weights, which then have all of what it says
-        stages = [await self._fetch_stage(stage) for stage in range(self._model.num_stages)]
+        stages = [await self.fetch_stage(stage) for stage in range(self._model.num_stages)]
         self._say("putting the stages together" if len(stages) > 1 or self._merge > 1 else "writing the model")
         checkpoint_id = await trio.to_thread.run_sync(
             consolidate, self._to, self._key, self._visit.raw_manifest, stages, self._vectors, epochs
         )
-        shutil.rmtree(self._parts, ignore_errors=True)
+        shutil.rmtree(self.parts, ignore_errors=True)
         return checkpoint_id
 
     def _epochs(self) -> EpochsConfig | None:
@@ -139,12 +140,13 @@ class Pull:
             done=progress.done.to_bytes(-(-progress.done.bit_length() // 8), "little").hex(),
         )
 
-    async def _fetch_stage(self, stage: int) -> list[Path]:
+    async def fetch_stage(self, stage: int) -> list[Path]:
+        """Download one stage's checkpoints into `parts`; their files. Raises `PullError`."""
         problem = ""
         for attempt in range(ATTEMPTS):
             if attempt:
                 await trio.sleep(RETRY_SECONDS)
-            found, problem = await self._find(stage)
+            found, problem = await self.find(stage)
             if not found:
                 continue
             if len(found) < self._merge:
@@ -164,7 +166,7 @@ class Pull:
     def _max_bytes(self, stage: int) -> int:
         return _MAX_VECTORS * 4 * stage_parameters(self._model, stage) + MAX_HEADER_BYTES
 
-    async def _find(self, stage: int) -> tuple[list[_Found], str]:
+    async def find(self, stage: int) -> tuple[list[_Found], str]:
         """As many checkpoints as are wanted, of different replicas; and what was wrong with others.
 
         The newest, but for those of which an earlier attempt has some blocks, as long as somebody has them.
@@ -187,7 +189,7 @@ class Pull:
         members = list(self._visit.members_of(stage))
         held = [(holder, notice.id) for holder, notice in self._visit.notices() if notice.stage == stage]
         copies = [(holder, checkpoint_id) for holder, checkpoint_id in held if holder not in members]
-        begun = [(holder, checkpoint_id) for holder, checkpoint_id in held if has_begun(self._parts, checkpoint_id)]
+        begun = [(holder, checkpoint_id) for holder, checkpoint_id in held if has_begun(self.parts, checkpoint_id)]
         asked = [(member, None) for member in random.sample(members, min(MAX_ASKED, len(members)))]
         questions: dict[bytes, list[bytes | None]] = {}  # a donor answers one at a time
         for donor, checkpoint_id in (*begun[:MAX_ASKED], *asked, *copies[:MAX_ASKED]):
@@ -198,7 +200,7 @@ class Pull:
         return self._choose(found), "; ".join(problems)
 
     def _choose(self, found: Sequence[_Found]) -> list[_Found]:
-        begun = {each.signed.id for each in found if has_begun(self._parts, each.signed.id)}
+        begun = {each.signed.id for each in found if has_begun(self.parts, each.signed.id)}
         sound = [each for each in found if each.signed.id in begun or self._is_likely(each)]
         newest = max((each.index.round for each in sound), default=0)
         chosen: dict[bytes, _Found] = {}
@@ -224,7 +226,7 @@ class Pull:
     async def _fetch(self, found: _Found) -> Path:
         index = found.index
         prefixes = tuple(f"{vector}/" for vector in self._vectors)
-        path = self._parts / f"stage-{index.stage}-{index.author.hex()[:16]}.safetensors"
+        path = self.parts / f"stage-{index.stage}-{index.author.hex()[:16]}.safetensors"
         name = f"{self._name(index.stage)}, round {index.round} of {short_name(index.author)}"
 
         def donors() -> list[bytes]:

@@ -104,10 +104,12 @@ class Mdns:
     def __init__(self, host: Host, run_ids: Sequence[bytes]) -> None:
         self._host = host
         self._names = [local_name(run_id) for run_id in run_ids]
-        self._found: OrderedDict[str, None] = OrderedDict()
+        self.unresolved: OrderedDict[str, None] = OrderedDict()
+        """Service names that wait to be resolved, the oldest first."""
         self._news = trio.Event()  # a name
         self._arrival = trio.Event()  # a neighbour
-        self._around: OrderedDict[bytes, list[str]] = OrderedDict()
+        self.neighbours: OrderedDict[bytes, list[str]] = OrderedDict()
+        """Peer -> its addresses, the one heard from last at the end."""
         self._backoff = Backoff(FIRST_RETRY_AFTER, MAX_RETRY_AFTER)
 
     async def run(self) -> None:
@@ -134,7 +136,7 @@ class Mdns:
 
         def on_change(zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
             if state_change is not ServiceStateChange.Removed:
-                token.run_sync_soon(self._note, name)
+                token.run_sync_soon(self.note, name)
 
         browser = ServiceBrowser(responder, SERVICE_TYPE, handlers=[on_change])
 
@@ -176,17 +178,18 @@ class Mdns:
             for name in self._names
         ]
 
-    def _note(self, name: str) -> None:
-        if any(name.startswith(f"{ours}-") for ours in self._names) and len(self._found) < MAX_NAMES:
-            self._found[name] = None
+    def note(self, name: str) -> None:
+        """Queue a service name of one of our runs to be resolved; `MAX_NAMES` at most wait."""
+        if any(name.startswith(f"{ours}-") for ours in self._names) and len(self.unresolved) < MAX_NAMES:
+            self.unresolved[name] = None
             self._news.set()
 
     async def _resolve(self, responder: Zeroconf) -> None:
         while True:
-            while not self._found:
+            while not self.unresolved:
                 self._news = trio.Event()
                 await self._news.wait()
-            name, _ = self._found.popitem(last=False)
+            name, _ = self.unresolved.popitem(last=False)
             info = await trio.to_thread.run_sync(
                 lambda name=name: responder.get_service_info(SERVICE_TYPE, name, int(1000 * RESOLVE_TIMEOUT))
             )
@@ -199,17 +202,17 @@ class Mdns:
 
     def take(self, neighbour: Neighbour) -> None:
         """Remember it; the oldest makes room."""
-        self._around.pop(neighbour.peer, None)
-        self._around[neighbour.peer] = neighbour.addresses
-        while len(self._around) > MAX_PEERS:
-            self._around.popitem(last=False)
+        self.neighbours.pop(neighbour.peer, None)
+        self.neighbours[neighbour.peer] = neighbour.addresses
+        while len(self.neighbours) > MAX_PEERS:
+            self.neighbours.popitem(last=False)
         self._arrival.set()
 
     async def _connect(self) -> None:
         while True:
             self._arrival = trio.Event()
-            num_connected = sum(self._host.is_connected(peer) for peer in self._around)
-            for peer, addresses in list(self._around.items()):
+            num_connected = sum(self._host.is_connected(peer) for peer in self.neighbours)
+            for peer, addresses in list(self.neighbours.items()):
                 is_due = self._backoff.is_due(peer, addresses, trio.current_time())
                 if num_connected < MAX_CONNECTED and is_due and not self._host.is_connected(peer):
                     num_connected += await self._dial(peer, addresses)

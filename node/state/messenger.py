@@ -92,6 +92,11 @@ class Messenger:
         self.num_dropped = 0
         self.faults: Counter[bytes] = Counter()
 
+    @property
+    def queued_bytes(self) -> dict[tuple[bytes, str], int]:
+        """(peer, protocol) -> bytes that wait to be sent, for each outgoing stream."""
+        return {key: outgoing.num_bytes for key, outgoing in self._outgoing.items()}
+
     def set_receiver(self, protocol: str, max_bytes: int, receive: Receive, on_failed: OnFailed | None = None) -> None:
         """Hand frames of a protocol, of at most `max_bytes`, to `receive(peer, payload)`.
 

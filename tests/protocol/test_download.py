@@ -287,7 +287,7 @@ def test_no_more_donors_are_remembered_than_needed() -> None:
     download = Download()
     for start in range(0, 10 * MAX_KNOWN, MAX_KNOWN):
         download.handle(DonorsKnown(tuple(b"%d" % number for number in range(start, start + 2 * MAX_KNOWN))), 0.0)
-    assert len(download._donors) <= MAX_KNOWN + MAX_DONORS
+    assert download.num_known <= MAX_KNOWN + MAX_DONORS
 
 
 @settings(max_examples=60)

@@ -125,10 +125,10 @@ def test_no_record_is_empty_or_too_long(size: int) -> None:
 def test_a_length_is_refused_before_anything_is_read_or_allocated(length: int) -> None:
     opener = Opener(SECRET)
     feed(opener, length.to_bytes(HEADER_BYTES, "big"))
-    buffer = opener._buffer
+    buffer = opener.wanted.obj
     with pytest.raises(RemoteProtocolError):
         opener.take(memoryview(bytearray(10)))
-    assert opener._buffer is buffer
+    assert opener.wanted.obj is buffer
 
 
 RECORDS = [f"record {number}".encode() for number in range(4)]

@@ -216,7 +216,7 @@ async def wait(params: dict[str, Any]) -> object:
 
 
 async def test_a_slow_handler_times_out(autojump_clock: trio.abc.Clock) -> None:
-    answer = json.loads(await control._answer(b'{"method": "wait"}', {"wait": wait}))
+    answer = json.loads(await control.answer(b'{"method": "wait"}', {"wait": wait}))
     assert answer["error"]["code"] == "timeout"
 
 

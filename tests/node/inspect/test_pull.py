@@ -91,8 +91,8 @@ async def test_what_was_begun_is_ended_while_somebody_holds_it(
     monkeypatch.setattr(pulling, "fetch_checkpoint", fetch)
     signed, index = offered(20)
     pull = pull_to(tmp_path / "model", decoded(SIGNED), [(BOB, CheckpointNotice(20, 0, signed.id, index.size, 1, 1))])
-    pull._parts.mkdir()
-    await pull._fetch_stage(0)
+    pull.parts.mkdir()
+    await pull.fetch_stage(0)
     assert fetched == [20, 20, 20]
 
 
@@ -125,7 +125,7 @@ async def test_who_says_the_highest_number_is_not_taken_for_the_run(
 
     monkeypatch.setattr(pulling, "ask_for_index", ask)
     pull = pull_to(tmp_path / "model", decoded(SIGNED), members=members, rounds=trained)
-    found, _ = await pull._find(0)
+    found, _ = await pull.find(0)
     assert [each.index.round for each in found] == [taken]
 
 

@@ -60,12 +60,12 @@ async def test_a_flood_of_answers_is_dropped() -> None:
     async with open_public() as host:
         mdns = Mdns(host, [RUN])
         for number in range(10 * MAX_NAMES):
-            mdns._note(f"{local_name(RUN)}-{number}")
-            mdns._note(f"{local_name(OWN)}-{number}")  # of another run
+            mdns.note(f"{local_name(RUN)}-{number}")
+            mdns.note(f"{local_name(OWN)}-{number}")  # of another run
             mdns.take(Neighbour(number.to_bytes(32, "big"), ["/ip4/192.168.7.9/tcp/1"]))
-        assert len(mdns._found) == MAX_NAMES
-        assert all(name.startswith(local_name(RUN)) for name in mdns._found)
-        assert len(mdns._around) == MAX_PEERS
+        assert len(mdns.unresolved) == MAX_NAMES
+        assert all(name.startswith(local_name(RUN)) for name in mdns.unresolved)
+        assert len(mdns.neighbours) == MAX_PEERS
 
 
 # A network of two

@@ -133,7 +133,7 @@ async def test_a_full_queue_loses_its_oldest_frames() -> None:
         large = bytes(messenger_module.DEFAULT_MAX_BYTES)
         for _ in range(2 * MAX_QUEUED_BYTES // len(large)):
             talk.from_alice.send_nowait(talk.bob.author, "/large/1", large)
-        assert talk.from_alice._outgoing[talk.bob.author, "/large/1"].num_bytes <= MAX_QUEUED_BYTES
+        assert talk.from_alice.queued_bytes[talk.bob.author, "/large/1"] <= MAX_QUEUED_BYTES
 
 
 async def test_a_frame_too_large_for_the_protocol_is_the_senders_fault() -> None:
@@ -148,7 +148,7 @@ async def test_a_receiver_that_objects_costs_that_stream_and_the_next_message_op
         talk.say(b"good")
         await talk.inbox.wait_for(1)
         talk.say(b"bad")
-        while (talk.bob.author, TALK) in talk.from_alice._outgoing:
+        while (talk.bob.author, TALK) in talk.from_alice.queued_bytes:
             await wait_all_tasks_blocked(0.01)
         talk.say(b"again")
         assert await talk.inbox.wait_for(2) == [b"good", b"again"]
@@ -169,7 +169,7 @@ async def test_a_peer_that_comes_back_is_reached_on_a_new_connection() -> None:
                     alice.add_addresses(bob.author, bob.addresses)
                     from_alice.send_nowait(bob.author, TALK, number)
                     assert await inbox.wait_for(1) == [number]
-                while from_alice._outgoing:
+                while from_alice.queued_bytes:
                     await wait_all_tasks_blocked(0.01)
 
 
@@ -195,7 +195,7 @@ async def test_an_idle_stream_is_closed(monkeypatch: pytest.MonkeyPatch) -> None
     async with open_talk() as talk:
         talk.say(b"one")
         await talk.inbox.wait_for(1)
-        while talk.from_alice._outgoing or _streams(talk.alice, talk.bob):
+        while talk.from_alice.queued_bytes or _streams(talk.alice, talk.bob):
             await wait_all_tasks_blocked(0.01)
         talk.say(b"two")
         assert await talk.inbox.wait_for(2) == [b"one", b"two"]

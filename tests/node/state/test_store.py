@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -52,14 +54,18 @@ async def test_peers_are_replaced_and_deleted_together(store: Store) -> None:
     assert await store.load_peers() == [(b"a", b'["/ip4/1.1.1.1/tcp/1"]', 3.0)]
 
 
-async def test_a_full_disk_is_said_to_be_full_and_forgotten_when_there_is_room(store: Store) -> None:
-    (num_pages,) = store._connection.execute("PRAGMA page_count").fetchone()
-    store._connection.execute(f"PRAGMA max_page_count = {num_pages}")
-    with pytest.raises(StoreError, match="full"):
+async def test_a_full_disk_is_said_to_be_full_and_forgotten_when_there_is_room(path: Path) -> None:
+    async with open_store(path):
+        pass
+    with closing(sqlite3.connect(path, check_same_thread=False, isolation_level=None)) as connection:
+        store = Store(connection, path.with_name("mark"))
+        (num_pages,) = connection.execute("PRAGMA page_count").fetchone()
+        connection.execute(f"PRAGMA max_page_count = {num_pages}")
+        with pytest.raises(StoreError, match="full"):
+            await store.put_fact("large", bytes(MAX_FACT_BYTES))
+        connection.execute(f"PRAGMA max_page_count = {2**30}")
         await store.put_fact("large", bytes(MAX_FACT_BYTES))
-    store._connection.execute(f"PRAGMA max_page_count = {2**30}")
-    await store.put_fact("large", bytes(MAX_FACT_BYTES))
-    assert await store.get_fact("large") == bytes(MAX_FACT_BYTES)
+        assert await store.get_fact("large") == bytes(MAX_FACT_BYTES)
 
 
 async def test_a_failed_write_changes_nothing(store: Store) -> None:
