@@ -4,9 +4,8 @@ Each node chooses two neighbours at random, for two minutes; a link carries both
 and never fewer than two. Flooding such a graph reaches every node as long as it hangs together, which random 2-out
 graphs do (Fenner and Frieze, 1982); with fresh random targets each time, three copies an entry reach 94 %. An entry is
 not sent to who is known to have it, and waiting for the tick lets most second copies be saved. Batches are lost when
-the network fails or a queue is full: anti-entropy brings the rest. (py-libp2p's gossipsub was tried: 4 ms of CPU a
-message and node, which at 50 heartbeats a second is a fifth of a core everywhere. A batch a tick costs the same however
-large the run is.)
+the network fails or a queue is full: anti-entropy brings the rest. A batch a tick costs the same at
+any size of the run; gossipsub does not (docs/decisions.md).
 """
 
 from __future__ import annotations

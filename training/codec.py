@@ -16,21 +16,8 @@ NoLoCo (BENCHMARKS.md), at a quarter of the traffic. int4's error is larger than
 error feedback (`Replica`) progress is rounded away. Values that are not finite, or so large that rounding might make
 them so, are refused on both ends.
 
-Measured with 8 replicas, each on its own kind of text, 400 inner steps (40 of warm-up), a round every 10, one seed
-(fp32 2.198, nobody averages 2.514): int8 2.202; int4 2.275 with error feedback, 2.496 without. Feedback changes
-nothing for int8. Rejected: int4 of the outer gradient with error feedback and, in every round, an eighth of the slow
-weights (2.283) or a quarter (2.248), since replicas drift apart; the largest sixteenth of the outer gradient in the
-same way (2.487), or of all weights those that moved most since they were last sent (2.429). Every second time half of
-the weights, without rounding, is better than any of these: 2.212.
-
-topk, measured in the same way with 20 steps of warm-up, two seeds (fp32 2.221 and 2.172, nobody averages 2.501): with
-k = 70, in int4's bytes, 2.233 and 2.210, where int4 has 2.271 and 2.237, though the replicas lie further apart (spread
-3.4 % of the weights, fp32 0.6 %); with k = 32, a fifteenth of fp32's bytes, 2.367 and 2.331, which is bad. So it is for
-the slowest links: where int8 (2.228), or half of it twice as often (2.202), fits the line, these are better.
-
-Rejected as well: int4 modulo the partner's own weights (Moniqua, arXiv 2002.11787) came to 2.207 with a range of four
-times the movement of a round, and to 2.302 with two: what once differs by more than the range is not pulled together
-again.
+What other codecs cost, and why they were rejected, is in docs/decisions.md. topk is for the slowest links: where
+int8, or half of the weights in int8 twice as often, fits the connection, these learn more.
 """
 
 from __future__ import annotations
