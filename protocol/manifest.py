@@ -117,6 +117,11 @@ class OuterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fragments: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     """Parts of the parameters, of which a round exchanges one (Streaming DiLoCo, arXiv 2501.18512)."""
 
+    @property
+    def feeds_errors_back(self) -> bool:
+        """``error_feedback``, decided."""
+        return self.codec == "int4" if self.error_feedback is None else self.error_feedback
+
 
 class RoundConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long a round is: a box in time, a number of inner steps, or whichever ends first.
@@ -226,6 +231,13 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         for problem in _problems(self):
             raise ManifestError(problem)
+
+    def slice_order(self, run_id: bytes) -> bytes:
+        """Id of the run whose order the data's slices have: ``run_id``, which is this run's, or an earlier run's.
+
+        A run that continues the epochs of another one keeps that one's order.
+        """
+        return run_id if self.start is None or self.start.epochs is None else self.start.epochs.order
 
 
 def gamma_limit(alpha: float, momentum: Momentum = "heavy_ball") -> float:

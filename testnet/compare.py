@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from farandole.protocol.manifest import InnerConfig, ModelConfig
 from farandole.training.baselines import Ensemble, Method, methods, train
-from farandole.training.config import InnerConfig, ModelConfig
 from farandole.training.data import Sampler, Text
 from farandole.training.errors import DataError
 from farandole.training.sources import Reader, stdlib_sources
@@ -32,7 +32,7 @@ from .bench.section import Section, compose
 from .bench.setting import setting
 
 # 41 k parameters: the setting of the measurements that BENCHMARKS.md compares with.
-MODEL = ModelConfig(num_layers=2, width=32, num_heads=2, hidden=128, context=32)
+MODEL = ModelConfig(num_layers=2, width=32, num_heads=2, hidden=128, context=32, vocabulary=256)
 LEARNING_RATE = 3e-3
 BATCH_SIZE = 16
 HELD_OUT_SHARE = 0.1

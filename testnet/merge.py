@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -13,7 +12,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from farandole.node.base.conversion import training_configs
 from farandole.protocol.manifest import Manifest
 from farandole.training.checkpoint import Counters, save_checkpoint
 from farandole.training.errors import CheckpointError
@@ -33,9 +31,7 @@ def measure_merged(manifest: Manifest, run_id: bytes, checkpoints: Sequence[Path
     Raises `TrainingError` if a checkpoint or the text will not do, or if nobody has saved some stage.
     """
     torch.set_num_threads(1)
-    configs = training_configs(manifest)
-    whole = configs._replace(model=replace(configs.model, num_stages=1, stage_layers=()))
-    replica = build_learner(*whole, seed=manifest.seed, run_id=run_id, author=bytes(32), device="cpu")
+    replica = build_learner(manifest, run_id=run_id, author=bytes(32), device="cpu")
     spread = merge_checkpoints(checkpoints, replica.layout, run_id, out)
     loss_start = replica.validation_loss(VALIDATION_BATCHES)
     replica.load(out)

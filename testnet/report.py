@@ -12,10 +12,9 @@ from typing import Final, Literal
 
 import msgspec
 
-from farandole.node.base.conversion import training_configs
 from farandole.node.base.figures import BYTES_PER_MBIT
 from farandole.node.status.status import PipelineStatus, Resources
-from farandole.training.presets import num_parameters
+from farandole.protocol.presets import num_parameters
 
 from .faults import Outage
 from .growth import Growth
@@ -383,7 +382,7 @@ def _stage_problems(scenario: Scenario, nodes: Sequence[NodeReport]) -> list[str
     stages = stage_reports(scenario, nodes)
     problems = [f"nobody holds stage {stage.stage}" for stage in stages if not stage.providers]
     if stages:
-        whole = num_parameters(training_configs(scenario.manifest(0)).model)
+        whole = num_parameters(scenario.manifest(0).model)
         problems += [
             f"node {node.index} held all {whole:,} parameters" for node in nodes if node.num_parameters >= whole
         ]

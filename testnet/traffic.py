@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from farandole.protocol.presets import PRESETS, num_parameters, preset
 from farandole.training.codec import encoded_size
-from farandole.training.presets import PRESETS, num_parameters, preset
 
 CODECS: Final = ("fp32", "bf16", "int8", "int4")
 ROUND_SECONDS: Final = 60

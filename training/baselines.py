@@ -19,10 +19,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from farandole.protocol.manifest import InnerConfig, ModelConfig, OuterConfig
+
 from . import noloco
 from .batches import draw
 from .codec import decode, encode, encoded_size
-from .config import InnerConfig, ModelConfig, OuterConfig
 from .data import Sampler
 from .inner import adamw_, learning_rate
 from .model import build_model, language_loss

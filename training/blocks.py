@@ -5,11 +5,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
-# As in `farandole.protocol.blocks`, which says why.
-BLOCK_BYTES: Final = 1 << 20
-HASH_BYTES: Final = 32
+from farandole.protocol.blocks import BLOCK_BYTES, HASH_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,14 +22,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from farandole.protocol.blocks import MAX_HEADER_BYTES
+
 from .blocks import BlockHasher, Content, content_of, first_difference
 from .durable import WholeFile, replacing
 from .errors import CheckpointError
 from .parameters import Layout
 
 FORMAT = "farandole/checkpoint/1"
-# Names and shapes of a few thousand parameters take a few hundred KB.
-MAX_HEADER_BYTES = 16 * 1024 * 1024
 MAX_COUNTER = 2**53  # exact in JSON everywhere
 _SLICE = 1 << 22  # elements that are fetched from a device at a time, 16 MiB
 

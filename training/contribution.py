@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from blake3 import blake3
 from torch import Tensor
 
+from farandole.protocol.manifest import OuterConfig
+
 from . import noloco
 from .codec import Buffer, bytes_of, bytes_to_fill, form_of, slices
-from .config import OuterConfig
 from .copying import Copier, Wait
 from .topk import TopK
 

@@ -25,8 +25,9 @@ from typing import Final
 
 import numpy as np
 
+from farandole.protocol.manifest import DataConfig, Manifest
+
 from .batches import Batch, Batches, Tokens, cut_out, drawn_windows, held_out_windows, is_held_out
-from .config import DataConfig, InnerConfig, ModelConfig, TokenizerConfig
 from .errors import DataError
 from .permutation import permute
 from .slices import SliceQueue
@@ -234,20 +235,13 @@ class Sampler:
         return held_out_windows(self._text.held_out, self.batch_size, self.context, index)
 
 
-def build_sampler(
-    model: ModelConfig,
-    inner: InnerConfig,
-    data: DataConfig,
-    tokenizer: TokenizerConfig,
-    run_id: bytes,
-    author: bytes,
-    bring: Bring = NOTHING,
-) -> Batches:
+def build_sampler(manifest: Manifest, run_id: bytes, author: bytes, bring: Bring = NOTHING) -> Batches:
     """The batches of an author from a run's settings and what this node brings.
 
     Raises `DataError` if the text or the tokenizer will not do.
     """
-    loaded = load_tokenizer(tokenizer, bring.tokenizer)
+    data, batch_size, model = manifest.data, manifest.inner.batch_size, manifest.model
+    loaded = load_tokenizer(manifest.tokenizer, bring.tokenizer)
     if data.source == "text" and bring.streams:
         if bring.paths:
             raise DataError("--data and --stream are two kinds of text: name one of them")
@@ -259,7 +253,7 @@ def build_sampler(
             data.held_out,
             run_id=run_id,
             author=author,
-            batch_size=inner.batch_size,
+            batch_size=batch_size,
             context=model.context,
             vocabulary=model.vocabulary,
             progress=bring.progress,
@@ -269,8 +263,8 @@ def build_sampler(
         text,
         run_id=run_id,
         author=author,
-        batch_size=inner.batch_size,
+        batch_size=batch_size,
         context=model.context,
         vocabulary=model.vocabulary,
-        order=data.order,
+        order=manifest.slice_order(run_id),
     )

@@ -14,10 +14,10 @@ Nothing is downloaded, and no code is but what is installed.
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
+import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,7 +25,8 @@ from transformers import GPT2Config, LlamaConfig, PreTrainedConfig
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from .config import ModelConfig
+from farandole.protocol.manifest import ModelConfig
+
 from .model import generator_for
 
 # PyTorch's own: it knows causal attention without a mask in memory, and has no randomness.
@@ -131,7 +132,7 @@ def build_hf_model(model: ModelConfig, seed: int, layers: range | None = None, *
 
 def hf_config(model: ModelConfig) -> PreTrainedConfig:
     """The model's settings as transformers takes them."""
-    settings: dict[str, Any] = json.loads(model.hf)
+    settings: dict[str, Any] = msgspec.to_builtins(model.hf)
     family = settings.pop("model_type")
     config_type, _ = _FAMILIES[family]
     no_tokens = {"bos_token_id": None, "eos_token_id": None}  # of the defaults' own vocabulary

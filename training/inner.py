@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from .config import InnerConfig
+from farandole.protocol.manifest import InnerConfig
 
 # How many times the memory of the mean of squares the rate is ramped up for (`ramp` says why).
 RAMP_MEMORIES = 2

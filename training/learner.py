@@ -8,8 +8,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from farandole.protocol.manifest import InnerConfig, Manifest, OuterConfig
+
 from .batches import Batches, Tokens
-from .config import DataConfig, InnerConfig, ModelConfig, OuterConfig, TokenizerConfig
 from .data import NOTHING, Bring, build_sampler
 from .device import Device, choose_device
 from .model import language_loss
@@ -98,13 +99,8 @@ class Learner(Replica):
 
 
 def build_learner(
-    model: ModelConfig,
-    inner: InnerConfig,
-    outer: OuterConfig,
-    data: DataConfig,
-    tokenizer: TokenizerConfig,
+    manifest: Manifest,
     *,
-    seed: int,
     run_id: bytes,
     author: bytes,
     device: str = "auto",
@@ -113,24 +109,24 @@ def build_learner(
     is_compiled: bool = False,
     allowed_models: Collection[str] = (),
 ) -> Learner:
-    """A learner from a run's settings and this node's own: its key, its device, where its text lies.
+    """A learner of the whole model from a run's manifest and this node's settings: its key, its device, its text.
 
     Raises `DataError` if the text or the tokenizer will not do, `TrainingError` if the device is not there, or the
     model is code that is not allowed or not installed (``allowed_models``: functions that may make one).
     """
     chosen = choose_device(device)
-    sampler = build_sampler(model, inner, data, tokenizer, run_id, author, bring)
-    module = build_module(model, seed, allowed_models=allowed_models)
+    sampler = build_sampler(manifest, run_id, author, bring)
+    module = build_module(manifest.model, manifest.seed, allowed_models=allowed_models)
     learner = Learner(
         module,
-        inner,
-        outer,
+        manifest.inner,
+        manifest.outer,
         sampler,
         run_id=run_id,
         device=chosen,
         microbatch_size=microbatch_size,
         is_compiled=is_compiled,
     )
-    if data.epochs:
+    if manifest.data.epochs:
         learner.slices = sampler.slices()
     return learner

@@ -1,10 +1,10 @@
 """How long the parts of a model take on this machine: one microbatch forward and backward, as a stage computes it.
 
-For whoever makes a run, to cut its model by (`farandole.training.cut`): multiplications can be counted, but a norm, a
+For whoever makes a run, to cut its model by (`farandole.protocol.cut`): multiplications can be counted, but a norm, a
 rotary embedding or a loss over a large vocabulary takes more time than it has of them, on each device in its own way.
 
 One part is in memory at a time, a layer or both ends, so a model can be measured that no device holds. All layers of a
-model are of one kind and shape (`farandole.training.parts`), so one of them is timed for all. What happens once an
+model are of one kind and shape (`farandole.protocol.parts`), so one of them is timed for all. What happens once an
 inner step and not for each microbatch is left out, and so is the encoding of activations, which costs all stages alike.
 """
 
@@ -17,8 +17,9 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor, nn
 
-from .config import ModelConfig, PipelineConfig
-from .cut import Costs
+from farandole.protocol.cut import Costs
+from farandole.protocol.manifest import ModelConfig, PipelineConfig
+
 from .device import Device
 from .model import cross_entropy
 from .stages import as_stage, build_module

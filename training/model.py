@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .config import ModelConfig
+from farandole.protocol.manifest import ModelConfig
 
 ROTARY_BASE = 10_000.0  # RoFormer, arXiv 2104.09864, section 3.2.2
 NORM_EPSILON = 1e-6

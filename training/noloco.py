@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .config import OuterConfig
+from farandole.protocol.manifest import OuterConfig
 
 
 def contribution(theta: Tensor, phi: Tensor, outer: OuterConfig) -> Tensor:

@@ -7,7 +7,7 @@ gave, to the letter, and it is looked up among what is installed (the trainer ha
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from importlib import metadata
 from typing import Any
 
@@ -16,35 +16,38 @@ from .errors import TrainingError
 Maker = Callable[[dict[str, Any]], object]
 
 
-def require_allowed(own: Mapping[str, Any], allowed: Collection[str]) -> None:
+def require_allowed(function: str, package: str, allowed: Collection[str]) -> None:
     """Raises `TrainingError`, which says what to do, unless the function is one that the owner allows."""
-    if own["function"] not in allowed:
+    if function not in allowed:
         raise TrainingError(
-            f"this run's model is code of its own: {_described(own)}. farandole takes no code from the network, and "
-            "runs only what you have installed and allowed. Get that package from whoever invited you, look at it (it "
-            f"runs with your rights), install it beside farandole, and come with --allow-model {own['function']}"
+            f"this run's model is code of its own: {_described(function, package)}. farandole takes no code from the "
+            "network, and runs only what you have installed and allowed. Get that package from whoever invited you, "
+            "look at it (it runs with your rights), install it beside farandole, and come with --allow-model "
+            f"{function}"
         )
 
 
-def load_function(own: Mapping[str, Any], allowed: Collection[str]) -> Maker:
+def load_function(function: str, package: str, allowed: Collection[str]) -> Maker:
     """The function; raises `TrainingError` if it is not allowed, not installed, or not there."""
-    require_allowed(own, allowed)
-    module_name, _, name = own["function"].partition(":")
+    require_allowed(function, package, allowed)
+    module_name, _, name = function.partition(":")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise TrainingError(f"{module_name} needs the Python package {error.name!r}: install that too") from error
         raise TrainingError(
-            f"this run's model is {_described(own)}, and there is no module {error.name!r} here: install the package "
-            "beside farandole, with the same Python"
+            f"this run's model is {_described(function, package)}, and there is no module {error.name!r} here: "
+            "install the package beside farandole, with the same Python"
         ) from error
     except Exception as error:  # whatever that code does
         raise TrainingError(f"{module_name} cannot be imported: {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise TrainingError(f"{module_name} has no function {name!r}: is it the version of {_described(own)}?")
-    maker: Maker = function
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise TrainingError(
+            f"{module_name} has no function {name!r}: is it the version of {_described(function, package)}?"
+        )
+    maker: Maker = found
     return maker
 
 
@@ -56,6 +59,5 @@ def package_of(function: str) -> str:
     return ""
 
 
-def _described(own: Mapping[str, Any]) -> str:
-    package = own.get("package")
-    return f"{own['function']}, of the package {package}" if package else str(own["function"])
+def _described(function: str, package: str) -> str:
+    return f"{function}, of the package {package}" if package else function

@@ -13,14 +13,15 @@ makes the same ones, and a stage the same as the whole. Whoever makes the run ha
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from .config import ModelConfig
+from farandole.protocol.manifest import ModelConfig
+from farandole.protocol.own_model import OwnModel
+
 from .errors import TrainingError
 from .own_function import Maker, load_function
 
@@ -88,16 +89,18 @@ def build_own_model(
 
     Raises `TrainingError` if the function is not allowed or not installed, or makes another model than the run's.
     """
-    own = json.loads(model.own)
-    made = call(load_function(own, allowed), own["config"], model.context, model.vocabulary, seed)
+    own = model.own
+    assert own is not None
+    maker = load_function(own.function, own.package, allowed)
+    made = call(maker, own.config, model.context, model.vocabulary, seed)
     if isinstance(made, nn.Module):
-        _require_same(made, own["ends"], own)
+        _require_same(made, own.ends, own)
         return require_fit(made)
     stage = OwnStage(made, seed, range(model.num_layers) if layers is None else layers, has_ends=has_ends)
     if has_ends:
-        _require_same(stage.ends, own["ends"], own)
+        _require_same(stage.ends, own.ends, own)
     for layer in stage.layers.values():
-        _require_same(layer, own["layer"], own)
+        _require_same(layer, own.layer, own)
     return require_fit(stage, is_cut=model.num_stages > 1)
 
 
@@ -158,16 +161,15 @@ def require_fit(module: nn.Module, *, is_cut: bool = False) -> nn.Module:
     return module
 
 
-def _require_same(module: nn.Module, stated: Mapping[str, list[int]], own: Mapping[str, Any]) -> None:
+def _require_same(module: nn.Module, expected: Mapping[str, tuple[int, ...]], own: OwnModel) -> None:
     """Raises `TrainingError` where the installed code makes other parameters than the run's creator had."""
-    expected = {name: tuple(shape) for name, shape in stated.items()}
     found = shapes_in(module)
     if list(found.items()) == list(expected.items()):
         return
     name = next((name for name in (*expected, *found) if expected.get(name) != found.get(name)), "")
     what = f"{name}: {found.get(name, 'none')}, and the run's {expected.get(name, 'none')}" if name else "their order"
-    version = f", {own['package']}" if own["package"] else ""
+    version = f", {own.package}" if own.package else ""
     raise TrainingError(
-        f"{own['function']} makes other parameters than this run has ({what}): install the version that the run was "
+        f"{own.function} makes other parameters than this run has ({what}): install the version that the run was "
         f"made with{version}"
     )

@@ -42,9 +42,8 @@ def try_own_model(
     function: str, config: Mapping[str, Any], context: int, vocabulary: int, allowed: Collection[str]
 ) -> Tried:
     """Make the model and see that it can be trained; raises `TrainingError`, which names what is to be mended."""
-    own = {"function": function, "package": ""}
     length = min(context, max(2, _MAX_LOGITS // vocabulary))
-    maker = load_function(own, allowed)
+    maker = load_function(function, "", allowed)
     made = call(maker, config, context, vocabulary, _SEED)
     if isinstance(made, nn.Module):
         again = call(maker, config, context, vocabulary, _SEED)

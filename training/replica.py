@@ -22,11 +22,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from farandole.protocol.manifest import InnerConfig, OuterConfig
+
 from . import noloco
 from .blocks import Content
 from .checkpoint import Counters, load_checkpoint, save_checkpoint
 from .codec import Buffer, slices
-from .config import InnerConfig, OuterConfig
 from .contribution import Contribution, Contributor
 from .copying import copier_for
 from .device import Device

@@ -30,9 +30,10 @@ import torch
 from torch import Tensor, nn
 from torch.linalg import vector_norm
 
+from farandole.protocol.manifest import InnerConfig, Manifest, ModelConfig, OuterConfig, PipelineConfig
+
 from .batches import Batches
 from .codec import Buffer, decode, encode, encoded_size
-from .config import DataConfig, InnerConfig, ModelConfig, OuterConfig, PipelineConfig, TokenizerConfig
 from .data import NOTHING, Bring, build_sampler
 from .device import Device, choose_device
 from .errors import ActivationError, CodecError, DataError, TrainingError
@@ -367,38 +368,32 @@ class StageWorker(Replica):
 
 
 def build_stage_worker(
-    model: ModelConfig,
-    inner: InnerConfig,
-    outer: OuterConfig,
-    data: DataConfig,
-    tokenizer: TokenizerConfig,
-    pipeline: PipelineConfig,
+    manifest: Manifest,
     *,
     stage: int,
-    seed: int,
     run_id: bytes,
     author: bytes,
     device: str = "auto",
     bring: Bring = NOTHING,
     allowed_models: Collection[str] = (),
 ) -> StageWorker:
-    """A stage's replica from a run's settings and this node's own; text is read by stage 0 alone.
+    """A stage's replica from a run's manifest and this node's settings; stage 0 alone reads text.
 
     Raises `DataError` if the text or the tokenizer will not do, `TrainingError` if the device or stage is not there.
     """
     sampler = None
     if stage == 0:
-        sampler = build_sampler(model, inner, data, tokenizer, run_id, author, bring)
+        sampler = build_sampler(manifest, run_id, author, bring)
     worker = StageWorker(
-        build_stage(model, seed, stage, allowed_models),
-        model,
-        inner,
-        outer,
-        pipeline,
+        build_stage(manifest.model, manifest.seed, stage, allowed_models),
+        manifest.model,
+        manifest.inner,
+        manifest.outer,
+        manifest.pipeline,
         sampler,
         run_id=run_id,
         device=choose_device(device),
     )
-    if sampler is not None and data.epochs:
-        worker.slices = sampler.slices(inner.batch_size // pipeline.microbatch_size)
+    if sampler is not None and manifest.data.epochs:
+        worker.slices = sampler.slices(manifest.inner.batch_size // manifest.pipeline.microbatch_size)
     return worker

@@ -4,7 +4,7 @@ Stage 0 embeds the tokens, and it is to stage 0 that the last stage's output ret
 (`farandole.training.stage_worker`). So the targets stay with whoever drew them, and weights that the embedding and the
 head share have one owner, at whom both ends' gradients arrive.
 
-Where the model is cut, `farandole.training.cut` says. Initial weights follow from the seed and a parameter's name
+Where the model is cut, `farandole.protocol.cut` says. Initial weights follow from the seed and a parameter's name
 (`model.initialise_`), so all stages together are the whole model, bit for bit.
 """
 
@@ -15,8 +15,9 @@ from typing import Protocol, cast
 
 from torch import Tensor, nn
 
-from .config import ModelConfig
-from .cut import layers_of
+from farandole.protocol.cut import layers_of
+from farandole.protocol.manifest import ModelConfig
+
 from .errors import TrainingError
 from .model import build_model
 from .own_model import build_own_model
@@ -50,9 +51,9 @@ def build_module(
     ``allowed_models`` are the functions that this node's owner allows to make one. Raises `TrainingError` if the
     model's is not among them, or not installed, or if it is one of transformers', and that is not installed.
     """
-    if model.own:
+    if model.own is not None:
         return build_own_model(model, seed, allowed_models, layers, has_ends=has_ends)
-    if not model.hf:
+    if model.hf is None:
         return build_model(model, seed, layers, has_ends=has_ends)
     try:
         from .hf import build_hf_model

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from .config import TokenizerConfig
+from farandole.protocol.manifest import TokenizerConfig
+
 from .errors import DataError
 
 if TYPE_CHECKING:

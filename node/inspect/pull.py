@@ -19,16 +19,15 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.protocol.blocks import MAX_HEADER_BYTES, Index, SignedIndex
+from farandole.protocol.cut import stage_parameters
 from farandole.protocol.epoch_progress import epoch_progress
 from farandole.protocol.errors import FarandoleError
 from farandole.protocol.identity import short_name
 from farandole.protocol.invite import decode_invite
 from farandole.protocol.manifest import EpochsConfig
 from farandole.protocol.pairing import MAX_ROUNDS_BEHIND
-from farandole.training.cut import stage_parameters
 
 from ..base.bandwidth import Shaping
-from ..base.conversion import slice_order, training_configs
 from ..base.errors import PeerUnreachableError
 from ..base.settings import NodeSettings
 from ..store.consolidated.folder import OPTIMIZER_VECTORS, VECTORS
@@ -96,7 +95,7 @@ class Pull:
         show: Show,
     ) -> None:
         self._visit = visit
-        self._model = training_configs(visit.manifest).model
+        self._model = visit.manifest.model
         self._to = to
         self._key = key
         self._merge = merge
@@ -134,7 +133,7 @@ class Pull:
         if progress is None:
             return None
         return EpochsConfig(
-            run_id=slice_order(visit.manifest, visit.run_id).hex(),
+            run_id=visit.manifest.slice_order(visit.run_id).hex(),
             corpus=progress.corpus.hex(),
             epoch=min(progress.epoch, visit.manifest.data.epochs),  # whatever they say, all are over then
             done=progress.done.to_bytes(-(-progress.done.bit_length() // 8), "little").hex(),

@@ -22,10 +22,9 @@ from farandole.protocol.entries import CheckpointNotice
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import short_name
 from farandole.protocol.manifest import Manifest, StartConfig
+from farandole.protocol.shapes import names_of_stage, shapes_of
 from farandole.training.durable import replacing
-from farandole.training.shapes import names_of_stage, shapes_of
 
-from ..base.conversion import training_configs
 from ..base.errors import JoinError, PeerUnreachableError
 from ..base.settings import NodeSettings
 from ..mesh.host import Host
@@ -64,7 +63,7 @@ class Start:
         membership: Membership,
     ) -> None:
         self._settings = settings
-        self._model = training_configs(manifest).model
+        self._model = manifest.model
         self._start = start
         self._board = board
         self._host = host

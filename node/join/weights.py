@@ -33,15 +33,14 @@ from farandole.protocol.blocks import (
     required_bytes,
 )
 from farandole.protocol.copies import MAX_ROUNDS_OLDER, Choice, choose, copied_author, is_copier
+from farandole.protocol.cut import stage_parameters
 from farandole.protocol.entries import CheckpointNotice
 from farandole.protocol.identity import short_name
 from farandole.protocol.manifest import Manifest
 from farandole.protocol.pairing import MAX_ROUNDS_BEHIND
 from farandole.protocol.records import checkpoint_key, shard_key
-from farandole.training.cut import stage_parameters
 
 from ..base.bandwidth import Shaping
-from ..base.conversion import training_configs
 from ..base.errors import JoinError, PeerUnreachableError
 from ..base.nurseries import open_service_nursery
 from ..base.settings import NodeSettings
@@ -111,7 +110,7 @@ class Weights:
         self._board = board
         self._host = host
         self._membership = membership
-        self._model = training_configs(manifest).model
+        self._model = manifest.model
         self._origin = "seed" if manifest.start is None else "starting checkpoint"
         self._run_id = run_id
         self._shaping = shaping

@@ -51,7 +51,7 @@ def require_allowed_model(manifest: Manifest, allowed: Collection[str]) -> None:
     if manifest.model.own is None:
         return
     try:
-        require_allowed(msgspec.to_builtins(manifest.model.own), allowed)
+        require_allowed(manifest.model.own.function, manifest.model.own.package, allowed)
     except TrainingError as error:
         raise JoinError(str(error)) from error
 
@@ -68,7 +68,7 @@ def own_model(model: Mapping[str, Any], allowed: Collection[str]) -> dict[str, A
     except msgspec.ValidationError as error:
         raise ManifestError(f"model: {error}") from error
     try:
-        require_allowed({"function": table.own}, allowed)
+        require_allowed(table.own, "", allowed)
         from farandole.training.own_trial import try_own_model  # torch is imported for no other run file
 
         tried = try_own_model(table.own, table.config, table.context, table.vocabulary, allowed)

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from farandole.protocol.errors import ManifestError
 from farandole.protocol.manifest import Manifest, manifest_from_dict
-from farandole.training.presets import PRESETS
+from farandole.protocol.presets import PRESETS
 
 from .hf_file import hf_model, hf_tokenizer
 from .own_model import own_model

@@ -11,7 +11,6 @@ from farandole.protocol.manifest import Manifest
 from farandole.training.errors import DataError
 from farandole.training.learner import build_learner
 
-from ..base.conversion import training_configs
 from ..trainer.channel import Channel
 from ..trainer.messages import Prepare, Train, Validated
 from .inputs import bring_of
@@ -29,8 +28,7 @@ class LearnerProcess(TrainerProcess):
 
     def __init__(self, channel: Channel, prepare: Prepare, manifest: Manifest) -> None:
         self._learner = build_learner(
-            *training_configs(manifest),
-            seed=manifest.seed,
+            manifest,
             run_id=prepare.run_id,
             author=prepare.author,
             device=prepare.device,

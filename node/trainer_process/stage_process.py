@@ -12,7 +12,6 @@ from farandole.protocol.manifest import Manifest
 from farandole.training.errors import ActivationError, DataError, NoSliceError
 from farandole.training.stage_worker import StageWorker, build_stage_worker
 
-from ..base.conversion import pipeline_config, training_configs
 from ..base.system.memory import map_shared_memory
 from ..trainer.channel import Channel
 from ..trainer.messages import InnerStepTaken, Prepare, TakeInnerStep, Train, Validate, Validated, Work, Worked
@@ -25,10 +24,8 @@ class StageProcess(TrainerProcess):
 
     def __init__(self, channel: Channel, prepare: Prepare, manifest: Manifest) -> None:
         self._worker: StageWorker = build_stage_worker(
-            *training_configs(manifest),
-            pipeline_config(manifest),
+            manifest,
             stage=prepare.stage,
-            seed=manifest.seed,
             run_id=prepare.run_id,
             author=prepare.author,
             device=prepare.device,

@@ -13,7 +13,6 @@ from pathlib import Path
 import msgspec
 import torch
 
-from farandole.node.base.conversion import training_configs
 from farandole.node.store.run_file import manifest_of
 from farandole.training.data import Sampler, load_text
 from farandole.training.device import choose_device
@@ -44,10 +43,11 @@ class PlainRate(msgspec.Struct, frozen=True):
 
 def run(settings: PlainLoop) -> PlainRate:
     """Train for a while."""
-    model, inner, _, data, tokenizer = training_configs(manifest_of(settings.run, Path(), 0.0))[:5]
+    manifest = manifest_of(settings.run, Path(), 0.0)
+    model, inner = manifest.model, manifest.inner
     device = choose_device(settings.device)
     sampler = Sampler(
-        load_text(data, load_tokenizer(tokenizer, None)),
+        load_text(manifest.data, load_tokenizer(manifest.tokenizer, None)),
         run_id=bytes(32),
         author=settings.author.to_bytes(32, "little"),
         batch_size=inner.batch_size,

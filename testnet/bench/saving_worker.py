@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import torch
 
-from farandole.node.base.conversion import training_configs
 from farandole.node.store.folder import CheckpointFolder
 from farandole.node.store.save import Saver
 from farandole.node.trainer.messages import Saved
@@ -43,9 +42,7 @@ class SavingTrainer:
         """``way``: none, behind, in place, or torch, which is `torch.save` and fsync."""
         torch.set_num_threads(threads)
         checked = manifest_from_dict(manifest)
-        self._learner = build_learner(
-            *training_configs(checked), seed=checked.seed, run_id=RUN_ID, author=bytes(32), device=device
-        )
+        self._learner = build_learner(checked, run_id=RUN_ID, author=bytes(32), device=device)
         self._folder = CheckpointFolder(Path(folder), 0)
         self._folder.path.mkdir(parents=True)
         self._saver = Saver(self._folder, lambda saved: self._reports.append((time.monotonic(), saved)))

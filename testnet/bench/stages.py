@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from farandole.training.config import ModelConfig
-from farandole.training.presets import num_parameters
+from farandole.protocol.manifest import ModelConfig
+from farandole.protocol.presets import num_parameters
 
 from .grid import Grid
 from .process import BenchError

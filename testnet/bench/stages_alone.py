@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from farandole.node.base.conversion import training_configs
 from farandole.node.trainer_process.main import NICENESS
 from farandole.protocol.manifest import manifest_from_dict
 from farandole.training.data import build_sampler
@@ -31,10 +30,10 @@ class Alone:
         """So many inner steps: when each was taken, and the mean loss of all."""
         torch.set_num_threads(threads)
         checked = manifest_from_dict(manifest)
-        model, inner, outer, data, tokenizer = training_configs(checked)
-        sampler = build_sampler(model, inner, data, tokenizer, RUN_ID, author())
+        model, inner = checked.model, checked.inner
+        sampler = build_sampler(checked, RUN_ID, author())
         module = build_model(model, checked.seed)
-        replica = Replica(module, inner, outer, run_id=RUN_ID, device=choose_device("cpu"))
+        replica = Replica(module, inner, checked.outer, run_id=RUN_ID, device=choose_device("cpu"))
         stepped_at, losses = [], []
         for step in range(steps):
             microbatches = torch.split(torch.as_tensor(sampler.batch(step)), checked.pipeline.microbatch_size)

@@ -12,10 +12,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import torch
 
+from farandole.protocol.manifest import (
+    DataConfig,
+    InnerConfig,
+    ModelConfig,
+    OuterConfig,
+    PipelineConfig,
+    TokenizerConfig,
+)
 from farandole.training.codec import encoded_size
-from farandole.training.config import DataConfig, InnerConfig, ModelConfig, OuterConfig, PipelineConfig, TokenizerConfig
 from farandole.training.data import Sampler, Text, load_text
 from farandole.training.device import choose_device
 from farandole.training.model import build_model, language_loss
@@ -31,7 +39,7 @@ CODECS: Final = ("fp32", "bf16", "fp16", "int8")
 OVERLAPPING: Final = ", steps overlap"
 WAYS: Final = (*CODECS, f"fp32{OVERLAPPING}")
 # 0.2 M parameters, a layer a stage.
-MODEL: Final = ModelConfig(num_layers=4, width=64, num_heads=2, hidden=192, context=64, num_stages=4)
+MODEL: Final = ModelConfig(num_layers=4, width=64, num_heads=2, hidden=192, context=64, vocabulary=256, num_stages=4)
 BATCH_SIZE: Final = 16
 MICROBATCH_SIZE: Final = 4
 LEARNING_RATE: Final = 3e-3
@@ -79,9 +87,11 @@ class Stages:
     def __init__(self, model: ModelConfig, inner: InnerConfig, codec: str, text: Text, seed: int) -> None:
         self._model = model
         self._num_microbatches = inner.batch_size // MICROBATCH_SIZE
-        self._num_early = self._num_microbatches // 2 if codec.endswith(OVERLAPPING) else 0
         self._under_way: list[bytearray] = []  # what the last stage has sent home, by slot
-        codec = codec.removesuffix(OVERLAPPING)
+        overlap = codec.endswith(OVERLAPPING)
+        section = {"microbatch_size": MICROBATCH_SIZE, "codec": codec.removesuffix(OVERLAPPING), "overlap": overlap}
+        pipeline = msgspec.convert(section, PipelineConfig)
+        self._num_early = self._num_microbatches // 2 if overlap else 0
         run_id = seed.to_bytes(32, "little")
         self._sampler = Sampler(
             text, run_id=run_id, author=author(), batch_size=inner.batch_size, context=model.context
@@ -92,7 +102,7 @@ class Stages:
                 model,
                 inner,
                 OuterConfig(),
-                PipelineConfig(microbatch_size=MICROBATCH_SIZE, codec=codec, overlap=self._num_early > 0),
+                pipeline,
                 self._sampler if stage == 0 else None,
                 run_id=run_id,
                 device=choose_device("cpu"),

@@ -8,10 +8,8 @@ from typing import Any, Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.base.conversion import training_configs
 from farandole.protocol.identity import public_bytes
-from farandole.protocol.manifest import manifest_from_dict
-from farandole.training.config import ModelConfig
+from farandole.protocol.manifest import ModelConfig, manifest_from_dict
 
 from .process import BenchError
 
@@ -71,7 +69,7 @@ class Task:
         """The model to train; raises `ManifestError`, or `BenchError` if torch could not schedule so few."""
         if self.num_stages < 2 or self.num_microbatches < self.num_stages:
             raise BenchError(f"{self.num_microbatches} microbatches do not go through {self.num_stages} stages at once")
-        return training_configs(manifest_from_dict(self.manifest())).model
+        return manifest_from_dict(self.manifest()).model
 
 
 def key_of(stage: int) -> Ed25519PrivateKey:

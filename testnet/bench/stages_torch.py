@@ -19,11 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from farandole.node.base.conversion import training_configs
 from farandole.node.trainer_process.main import NICENESS
-from farandole.protocol.manifest import manifest_from_dict
-from farandole.training.config import ModelConfig
-from farandole.training.cut import layers_of
+from farandole.protocol.cut import layers_of
+from farandole.protocol.manifest import ModelConfig, manifest_from_dict
 from farandole.training.data import build_sampler
 from farandole.training.device import choose_device
 from farandole.training.model import Transformer, build_model, cross_entropy
@@ -60,7 +58,7 @@ class Rank:
         """So many inner steps: when each was taken; at the last stage, the mean loss of all."""
         torch.set_num_threads(1)
         checked = manifest_from_dict(manifest)
-        model, inner, outer, data, tokenizer = training_configs(checked)
+        model, inner = checked.model, checked.inner
         is_first, is_last = stage == 0, stage == model.num_stages - 1
         if Path("/sys/class/net", LOOPBACK).exists():
             os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
@@ -77,11 +75,11 @@ class Rank:
             is_first=is_first,
             is_last=is_last,
         )
-        replica = Replica(module, inner, outer, run_id=RUN_ID, device=choose_device("cpu"))
+        replica = Replica(module, inner, checked.outer, run_id=RUN_ID, device=choose_device("cpu"))
         num_microbatches = inner.batch_size // checked.pipeline.microbatch_size
         line = PipelineStage(module, stage, model.num_stages, torch.device("cpu"))
         pipeline = SCHEDULES[schedule](line, num_microbatches, loss_fn=cross_entropy, scale_grads=False)
-        sampler = build_sampler(model, inner, data, tokenizer, RUN_ID, author()) if is_first or is_last else None
+        sampler = build_sampler(checked, RUN_ID, author()) if is_first or is_last else None
         stepped_at: list[float] = []
         losses: list[Tensor] = []
         for step in range(steps):

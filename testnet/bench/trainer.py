@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from farandole.node.trainer import messages
 from farandole.node.trainer.channel import Channel
-from farandole.protocol.manifest import Codec
+from farandole.protocol.manifest import Codec, InnerConfig, OuterConfig
 from farandole.training.codec import decode, encode, encoded_size
-from farandole.training.config import InnerConfig, OuterConfig
 from farandole.training.device import choose_device
 from farandole.training.replica import Replica
 

@@ -23,8 +23,8 @@ import trio
 from rich.console import Console
 
 from farandole.protocol.errors import FarandoleError
-from farandole.training.config import ModelConfig
-from farandole.training.presets import num_parameters, preset
+from farandole.protocol.manifest import ModelConfig
+from farandole.protocol.presets import num_parameters, preset
 
 from ..launch import Testnet, View
 from ..live import open_view

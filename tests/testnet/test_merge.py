@@ -7,7 +7,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from farandole.node.base.conversion import training_configs
 from farandole.node.store.run_file import manifest_of
 from farandole.testnet.merge import measure_merged, merge_checkpoints
 from farandole.training.errors import CheckpointError
@@ -26,7 +25,7 @@ MANIFEST = manifest_of(
 
 
 def replica(author: bytes, steps: int) -> Learner:
-    result = build_learner(*training_configs(MANIFEST), seed=0, run_id=RUN_ID, author=author, device="cpu")
+    result = build_learner(MANIFEST, run_id=RUN_ID, author=author, device="cpu")
     for _ in range(steps):
         result.learn()
     result.outer_step(None)
@@ -46,7 +45,7 @@ def test_the_merged_weights_are_the_very_mean(replicas: dict[Path, Learner], tmp
     layout = next(iter(replicas.values())).layout
     spread = merge_checkpoints(list(replicas), layout, RUN_ID, tmp_path / "merged")
     weights = torch.stack([each.slow_weights() for each in replicas.values()])
-    merged = build_learner(*training_configs(MANIFEST), seed=0, run_id=RUN_ID, author=bytes(32), device="cpu")
+    merged = build_learner(MANIFEST, run_id=RUN_ID, author=bytes(32), device="cpu")
     merged.load(tmp_path / "merged")
     torch.testing.assert_close(merged.slow_weights(), weights.mean(0))
     expected = weights.std(0, correction=0).mean() / weights.mean(0).square().mean().sqrt()

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from farandole.training.config import InnerConfig, ModelConfig, OuterConfig
+from farandole.protocol.manifest import InnerConfig, ModelConfig, OuterConfig
 from farandole.training.data import Sampler, Text
 from farandole.training.device import choose_device
 from farandole.training.learner import Learner

@@ -1,11 +1,10 @@
-from dataclasses import asdict
-
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import asdict
 
+from farandole.protocol.manifest import Codec, InnerConfig, ModelConfig, Momentum, OuterConfig
 from farandole.training.baselines import Ensemble, Method, methods, train
-from farandole.training.config import InnerConfig, ModelConfig, OuterConfig
 from farandole.training.data import Sampler, Text
 from farandole.training.learner import Learner
 from farandole.training.noloco import outer_step
@@ -27,7 +26,12 @@ def rows(replicas: list[Learner]) -> torch.Tensor:
 @pytest.mark.parametrize(("momentum", "codec"), [("heavy_ball", "fp32"), ("nesterov", "int8"), ("nesterov", "int4")])
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_an_ensemble_does_what_replicas_do(
-    make_replica: MakeReplica, model: ModelConfig, samplers: list[Sampler], momentum: str, codec: str, fragments: int
+    make_replica: MakeReplica,
+    model: ModelConfig,
+    samplers: list[Sampler],
+    momentum: Momentum,
+    codec: Codec,
+    fragments: int,
 ) -> None:
     outer = OuterConfig(momentum=momentum, codec=codec, fragments=fragments)
     replicas = [make_replica(sampler._key[1], **asdict(outer)) for sampler in samplers]

@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 from farandole.protocol import blocks as protocol
-from farandole.training.blocks import BLOCK_BYTES, HASH_BYTES, BlockHasher, content_of, first_difference
+from farandole.protocol.blocks import BLOCK_BYTES, HASH_BYTES
+from farandole.training.blocks import BlockHasher, content_of, first_difference
 
 
 @pytest.mark.parametrize("size", [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES])

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from farandole.protocol.manifest import Codec, InnerConfig, ModelConfig, OuterConfig
 from farandole.training import codec
-from farandole.training.config import InnerConfig, ModelConfig, OuterConfig
 from farandole.training.copying import CudaCopier, copier_for
 from farandole.training.data import Sampler, Text
 from farandole.training.device import CONTEXT_BYTES, choose_device, limit_memory
@@ -34,7 +34,13 @@ def test_no_more_memory_is_taken_than_was_allowed() -> None:
 
 
 def make(
-    device: str, author: bytes, name: str, model: ModelConfig, inner: InnerConfig, text: Text, is_compiled: bool = False
+    device: str,
+    author: bytes,
+    name: Codec,
+    model: ModelConfig,
+    inner: InnerConfig,
+    text: Text,
+    is_compiled: bool = False,
 ) -> Learner:
     sampler = Sampler(text, run_id=RUN_ID, author=author, batch_size=inner.batch_size, context=model.context)
     return Learner(
@@ -50,7 +56,7 @@ def make(
 
 @pytest.mark.parametrize("name", [*codec.CODECS, "topk"])
 def test_a_gpu_and_a_cpu_come_to_the_same_mean(
-    model: ModelConfig, inner: InnerConfig, text: Text, name: str, monkeypatch: pytest.MonkeyPatch
+    model: ModelConfig, inner: InnerConfig, text: Text, name: Codec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(codec, "_SLICE", 512)
     gpu, cpu = make("cuda", ALICE, name, model, inner, text), make("cpu", BOB, name, model, inner, text)

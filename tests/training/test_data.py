@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from farandole.protocol.manifest import DataConfig
 from farandole.training import data
 from farandole.training.batches import draw, is_held_out
-from farandole.training.config import DataConfig
 from farandole.training.data import Bring, Sampler, Text, load_text, text_of
 from farandole.training.errors import DataError
 from farandole.training.sources import Document

@@ -1,24 +1,25 @@
 """A model of transformers', in stages: it computes, starts and learns as the whole one of transformers does."""
 
-import json
+import dataclasses
 import math
 import sys
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
-from farandole.training.config import DataConfig, InnerConfig, ModelConfig, OuterConfig, PipelineConfig, TokenizerConfig
-from farandole.training.cut import layers_of, stage_parameters, transformer_costs
+from farandole.protocol.cut import layers_of, stage_parameters, transformer_costs
+from farandole.protocol.hf_config import hf_config_from_dict
+from farandole.protocol.manifest import InnerConfig, Manifest, ModelConfig, OuterConfig, PipelineConfig
+from farandole.protocol.parts import parts_of
+from farandole.protocol.presets import num_parameters
 from farandole.training.data import Text
 from farandole.training.device import choose_device
 from farandole.training.errors import TrainingError
 from farandole.training.learner import Learner, build_learner
 from farandole.training.measure import measure
 from farandole.training.model import cross_entropy
-from farandole.training.parts import parts_of
-from farandole.training.presets import num_parameters
 from farandole.training.stage_worker import StageWorker
 from farandole.training.stages import as_stage, build_module, build_stage
 
@@ -86,7 +87,7 @@ def hf_model(name: str, num_stages: int = 1) -> ModelConfig:
         context=16,
         vocabulary=64,
         num_stages=num_stages,
-        hf=json.dumps(SETTINGS[name]),
+        hf=hf_config_from_dict(SETTINGS[name]),
     )
 
 
@@ -181,7 +182,9 @@ def test_parameters_are_counted_without_building(name: str) -> None:
 
 def test_a_head_of_its_own_counts_where_the_model_is_cut() -> None:
     tied, untied = (
-        replace(hf_model("llama", 3), hf=json.dumps({**LLAMA, "vocab_size": 200, "tie_word_embeddings": is_tied}))
+        replace(
+            hf_model("llama", 3), hf=hf_config_from_dict({**LLAMA, "vocab_size": 200, "tie_word_embeddings": is_tied})
+        )
         for is_tied in (True, False)
     )
     assert transformer_costs(untied).ends - transformer_costs(tied).ends == 200 * 32
@@ -245,22 +248,14 @@ def test_stages_learn_in_bf16(no_clip: InnerConfig, text: Text) -> None:
 
 
 def bf16(worker: StageWorker) -> StageWorker:
-    worker.device = replace(worker.device, autocast_dtype=torch.bfloat16)
+    worker.device = dataclasses.replace(worker.device, autocast_dtype=torch.bfloat16)
     return worker
 
 
 def test_a_learner_of_the_whole_is_built_from_settings() -> None:
-    learner = build_learner(
-        replace(hf_model("gpt2"), vocabulary=256, hf=json.dumps({**GPT2, "vocab_size": 256})),
-        InnerConfig(batch_size=2),
-        OuterConfig(),
-        DataConfig(),
-        TokenizerConfig(),
-        seed=7,
-        run_id=RUN_ID,
-        author=ALICE,
-        device="cpu",
-    )
+    model = replace(hf_model("gpt2"), vocabulary=256, hf=hf_config_from_dict({**GPT2, "vocab_size": 256}))
+    manifest = Manifest("a run", model, seed=7, inner=InnerConfig(batch_size=2))
+    learner = build_learner(manifest, run_id=RUN_ID, author=ALICE, device="cpu")
     assert float(learner.learn()) == pytest.approx(math.log(256), rel=0.05)
 
 

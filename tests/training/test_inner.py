@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 
-from farandole.training.config import InnerConfig
+from farandole.protocol.manifest import InnerConfig
 from farandole.training.inner import adamw_, decay_, fused_adamw_, learning_rate, ramp
 
 INNER = InnerConfig(learning_rate=1e-2, warmup_steps=10, total_steps=110, min_learning_rate_ratio=0.1)

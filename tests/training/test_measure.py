@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from dataclasses import replace
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
+from farandole.protocol.cut import Costs, cut
+from farandole.protocol.manifest import ModelConfig, PipelineConfig
 from farandole.training import measure as measuring
-from farandole.training.config import ModelConfig, PipelineConfig
-from farandole.training.cut import Costs, cut
 from farandole.training.device import choose_device
 from farandole.training.measure import layer_seconds, measure
 from farandole.training.model import build_model

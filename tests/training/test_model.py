@@ -3,9 +3,9 @@ import math
 import pytest
 import torch
 
-from farandole.training.config import ModelConfig
+from farandole.protocol.manifest import ModelConfig
+from farandole.protocol.presets import preset
 from farandole.training.model import build_model, initialise_, language_loss, rotary_tables, rotate
-from farandole.training.presets import preset
 
 
 @pytest.mark.parametrize("name", ["tiny", "0.5M", "3M"])

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from farandole.training.config import OuterConfig
+from farandole.protocol.manifest import Momentum, OuterConfig
 from farandole.training.noloco import (
     MIN_SHARE,
     contribution,
@@ -14,7 +14,7 @@ from farandole.training.noloco import (
     weighted_mean,
 )
 
-MOMENTA = ["heavy_ball", "nesterov"]
+MOMENTA: list[Momentum] = ["heavy_ball", "nesterov"]
 constants = st.builds(
     OuterConfig,
     alpha=st.floats(0, 0.95),
@@ -31,7 +31,7 @@ def vectors(seed: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
 
 @pytest.mark.parametrize("momentum", MOMENTA)
 @pytest.mark.parametrize("gamma", [0.7, 0.4])
-def test_the_step_is_the_papers_formula(momentum: str, gamma: float) -> None:
+def test_the_step_is_the_papers_formula(momentum: Momentum, gamma: float) -> None:
     """Written out, number by number, for partners with 300 and 100 tokens."""
     outer = OuterConfig(alpha=0.5, beta=0.7, gamma=gamma, momentum=momentum)
     theta_1, phi_1, m_1, theta_2, phi_2, _ = vectors(0)
@@ -110,7 +110,7 @@ def test_both_partners_compute_the_same_mean(first: int, second: int, seed: int)
 
 
 @pytest.mark.parametrize("momentum", MOMENTA)
-def test_without_momentum_the_step_is_the_mean_itself(momentum: str) -> None:
+def test_without_momentum_the_step_is_the_mean_itself(momentum: Momentum) -> None:
     outer = OuterConfig(alpha=0.0, beta=1.0, gamma=1.0, momentum=momentum)
     theta_1, phi_1, m_1, theta_2, *_ = vectors(3, torch.float32)
 
@@ -138,7 +138,7 @@ def widest(outer: OuterConfig, rounds: int = 400, replicas: int = 256) -> float:
     # second moments of random pairs stop contracting.
     [("heavy_ball", 0.5, 1.5), ("heavy_ball", 0.9, 0.38), ("nesterov", 0.5, 1.3028), ("nesterov", 0.9, 0.8479)],
 )
-def test_pairs_are_stable_below_the_limit_of_gamma_only(momentum: str, alpha: float, limit: float) -> None:
+def test_pairs_are_stable_below_the_limit_of_gamma_only(momentum: Momentum, alpha: float, limit: float) -> None:
     def outer(gamma: float) -> OuterConfig:
         return OuterConfig(alpha=alpha, beta=gamma, gamma=gamma, momentum=momentum)
 

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
-from farandole.training.config import InnerConfig, ModelConfig, OuterConfig
-from farandole.training.cut import stage_parameters
+from farandole.protocol.cut import stage_parameters
+from farandole.protocol.manifest import InnerConfig, ModelConfig, OuterConfig
+from farandole.protocol.own_model import OwnModel, Settings
+from farandole.protocol.presets import num_parameters
+from farandole.protocol.shapes import names_of_stage, shapes_of
 from farandole.training.data import Sampler, Text
 from farandole.training.device import choose_device
 from farandole.training.errors import TrainingError
 from farandole.training.learner import Learner
 from farandole.training.model import language_loss
 from farandole.training.own_trial import Tried, try_own_model
-from farandole.training.presets import num_parameters
-from farandole.training.shapes import names_of_stage, shapes_of
 from farandole.training.stages import as_stage, build_module, build_stage
 
 from .conftest import ALICE, RUN_ID
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model"
 BUILD, WHOLE = "own_model.convolutional:build", "own_model.convolutional:build_whole"
-CONFIG = {"width": 16, "depth": 3}
+CONFIG: Settings = {"width": 16, "depth": 3}
 
 # One fault each, but for `good` and `whole`.
 FAULTY = """
@@ -112,7 +112,7 @@ def tried(function: str, allowed: tuple[str, ...] | None = None, vocabulary: int
 def model_of(function: str, vocabulary: int = 32, num_stages: int = 1) -> ModelConfig:
     """As a manifest would have it."""
     made = tried(function, vocabulary=vocabulary)
-    own = {"function": function, "config": CONFIG, "ends": made.ends, "layer": made.layer, "package": made.package}
+    own = OwnModel(function, made.ends, made.layer, CONFIG, made.package)
     return ModelConfig(
         num_layers=made.num_layers,
         width=made.width,
@@ -121,7 +121,7 @@ def model_of(function: str, vocabulary: int = 32, num_stages: int = 1) -> ModelC
         context=12,
         vocabulary=vocabulary,
         num_stages=num_stages,
-        own=json.dumps(own),
+        own=own,
     )
 
 
@@ -244,15 +244,16 @@ def test_what_is_not_installed_is_named(function: str, message: str) -> None:
 
 def test_another_version_of_the_code_is_found_out() -> None:
     model = model_of(BUILD)
-    own = json.loads(model.own)
+    assert model.own is not None
+    own = model.own
     for change, message in (
-        ({"ends": {**own["ends"], "norm.weight": [17]}}, r"norm.weight: \(16,\), and the run's \(17,\)"),
-        ({"layer": {**own["layer"], "gate.weight": [4]}}, r"gate.weight: none, and the run's \(4,\)"),
-        ({"layer": dict(reversed(own["layer"].items()))}, "their order"),
+        ({"ends": {**own.ends, "norm.weight": (17,)}}, r"norm.weight: \(16,\), and the run's \(17,\)"),
+        ({"layer": {**own.layer, "gate.weight": (4,)}}, r"gate.weight: none, and the run's \(4,\)"),
+        ({"layer": dict(reversed(own.layer.items()))}, "their order"),
         ({"package": "own-model 0.2.0", "ends": {}}, "made with, own-model 0.2.0"),
     ):
         with pytest.raises(TrainingError, match=message):
-            build_module(replace(model, own=json.dumps({**own, **change})), 0, allowed_models=[BUILD])
+            build_module(replace(model, own=replace(own, **change)), 0, allowed_models=[BUILD])
 
 
 @pytest.mark.usefixtures("faulty")

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from farandole.training.config import ModelConfig
-from farandole.training.errors import TrainingError
+from farandole.protocol.errors import ManifestError
+from farandole.protocol.manifest import ModelConfig
+from farandole.protocol.presets import PRESETS, num_parameters, preset
 from farandole.training.model import Transformer
-from farandole.training.presets import PRESETS, num_parameters, preset
 
 UNITS = {"M": 1e6, "B": 1e9}
 
@@ -30,12 +30,12 @@ def test_heads_divide_the_width_evenly(name: str) -> None:
 
 
 def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(TrainingError, match="there are tiny, "):
+    with pytest.raises(ManifestError, match="there are tiny, "):
         preset("7B")
 
 
 def test_a_larger_vocabulary_adds_its_embedding() -> None:
-    small = ModelConfig(num_layers=1, width=8, num_heads=1, hidden=8, context=8)
+    small = ModelConfig(num_layers=1, width=8, num_heads=1, hidden=8, context=8, vocabulary=256)
     large = ModelConfig(num_layers=1, width=8, num_heads=1, hidden=8, context=8, vocabulary=300)
 
     assert num_parameters(large) - num_parameters(small) == 44 * 8

@@ -6,20 +6,14 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from farandole.protocol.manifest import Codec, InnerConfig, Manifest, ModelConfig, Momentum, OuterConfig
+from farandole.protocol.presets import preset
 from farandole.training import codec, noloco
-from farandole.training.config import (
-    DataConfig,
-    InnerConfig,
-    ModelConfig,
-    OuterConfig,
-    TokenizerConfig,
-)
 from farandole.training.data import Sampler, Text
 from farandole.training.errors import DivergedError, ScreeningError
 from farandole.training.inner import learning_rate
 from farandole.training.learner import Learner, build_learner
 from farandole.training.model import build_model, language_loss
-from farandole.training.presets import preset
 
 from .conftest import ALICE, BOB, RUN_ID, MakeReplica
 
@@ -88,7 +82,7 @@ def test_a_run_of_one_is_plain_training_bit_for_bit(
 @pytest.mark.parametrize("momentum", ["heavy_ball", "nesterov"])
 @pytest.mark.parametrize("name", codec.CODECS)
 @pytest.mark.parametrize("gamma", [0.7, 0.5])
-def test_an_exchange_is_the_formula(make_replica: MakeReplica, momentum: str, name: str, gamma: float) -> None:
+def test_an_exchange_is_the_formula(make_replica: MakeReplica, momentum: Momentum, name: Codec, gamma: float) -> None:
     outer = OuterConfig(codec=name, momentum=momentum, gamma=gamma)
     settings = {"codec": name, "momentum": momentum, "gamma": gamma}
     alice, bob = make_replica(ALICE, **settings), make_replica(BOB, **settings)
@@ -368,17 +362,10 @@ def test_layouts_tell_models_and_codecs_apart(make_replica: MakeReplica) -> None
 
 
 def test_a_replica_is_built_from_a_runs_settings() -> None:
-    node = build_learner(
-        preset("tiny"),
-        InnerConfig(batch_size=2),
-        OuterConfig(codec="int8"),
-        DataConfig(),
-        TokenizerConfig(),
-        seed=1,
-        run_id=RUN_ID,
-        author=ALICE,
-        device="cpu",
+    manifest = Manifest(
+        "a run", preset("tiny"), seed=1, inner=InnerConfig(batch_size=2), outer=OuterConfig(codec="int8")
     )
+    node = build_learner(manifest, run_id=RUN_ID, author=ALICE, device="cpu")
 
     assert node.validation_loss(1) == pytest.approx(math.log(256), abs=0.15)
     assert node.contribution_bytes == 41_120 + 4 * math.ceil(41_120 / 256)

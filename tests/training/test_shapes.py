@@ -1,12 +1,11 @@
 """Shapes are told as the modules have them, of the whole model and of each stage."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
-from farandole.training.config import ModelConfig
-from farandole.training.presets import preset
-from farandole.training.shapes import names_of_stage, shapes_of
+from farandole.protocol.manifest import ModelConfig
+from farandole.protocol.presets import preset
+from farandole.protocol.shapes import names_of_stage, shapes_of
 from farandole.training.stages import build_module, build_stage
 
 pytest.importorskip("transformers", reason="the extra 'hf' is not installed")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.training.config import DataConfig
+from farandole.protocol.manifest import DataConfig
 from farandole.training.data import Bring, Sampler, load_text, text_of
 from farandole.training.errors import NoSliceError
 from farandole.training.permutation import permute

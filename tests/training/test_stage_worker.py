@@ -1,12 +1,12 @@
 """A model in stages learns what the whole model learns; and a microbatch counts wholly or not at all."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
-from farandole.training.config import InnerConfig, ModelConfig, OuterConfig, PipelineConfig
+from farandole.protocol.manifest import InnerConfig, ModelConfig, OuterConfig, PipelineConfig
 from farandole.training.data import Sampler, Text
 from farandole.training.device import choose_device
 from farandole.training.errors import ActivationError, DataError, NoSliceError, TrainingError

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.training.config import ModelConfig
-from farandole.training.cut import (
+from farandole.protocol.cut import (
     MAX_PARAMETER_SHARE,
     Costs,
     Limit,
@@ -20,9 +19,11 @@ from farandole.training.cut import (
     stage_parameters,
     transformer_costs,
 )
+from farandole.protocol.errors import ManifestError
+from farandole.protocol.manifest import ModelConfig
+from farandole.protocol.presets import PRESETS, preset
 from farandole.training.errors import TrainingError
 from farandole.training.model import build_model
-from farandole.training.presets import PRESETS, preset
 from farandole.training.stages import as_stage, build_stage
 
 
@@ -62,7 +63,7 @@ def test_no_cut_within_a_limit_has_a_cheaper_dearest_stage(layers: list[tuple[in
         assert dearest(seconds, cut(seconds, num_stages, limit)) == min(dearest(seconds, other) for other in allowed)
         assert cut(seconds, num_stages, limit) in allowed
     else:
-        with pytest.raises(TrainingError, match="so small"):
+        with pytest.raises(ManifestError, match="so small"):
             cut(seconds, num_stages, limit)
 
 
@@ -83,13 +84,13 @@ def test_ends_too_large_for_the_limit_are_a_stage_of_their_own() -> None:
 
 @pytest.mark.parametrize("num_stages", [0, 4])
 def test_too_many_stages_are_refused(num_stages: int) -> None:
-    with pytest.raises(TrainingError, match="cannot be cut"):
+    with pytest.raises(ManifestError, match="cannot be cut"):
         cut(Costs((1.0, 1.0), 1.0), num_stages)
 
 
 def test_settings_may_say_where_to_cut(model: ModelConfig) -> None:
     assert explicit_cut([0, 1, 1], 2, 3) == (range(0, 0), range(0, 1), range(1, 2))
-    with pytest.raises(TrainingError, match="do not make"):
+    with pytest.raises(ManifestError, match="do not make"):
         explicit_cut([1, 2], 2, 2)
 
 

@@ -1,14 +1,14 @@
 """A replica begins with another run's weights, each stage with its own part of them, and nothing unfit."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
-from farandole.training.config import InnerConfig, ModelConfig
+from farandole.protocol.manifest import InnerConfig, ModelConfig
 from farandole.training.data import Text
 from farandole.training.errors import CheckpointError
 from farandole.training.inner import learning_rate

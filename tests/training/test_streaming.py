@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from farandole.protocol.manifest import DataConfig, InnerConfig, Manifest, ModelConfig
 from farandole.training.batches import is_held_out
-from farandole.training.config import DataConfig, InnerConfig, ModelConfig, OuterConfig, TokenizerConfig
 from farandole.training.data import Bring, build_sampler
 from farandole.training.errors import DataError
 from farandole.training.learner import build_learner
@@ -20,6 +20,7 @@ from farandole.training.tokenizer import ByteTokenizer
 
 SHARE = 0.2
 CONTEXT, BATCH = 16, 4
+MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=CONTEXT, vocabulary=256)
 
 
 @pytest.fixture(autouse=True)
@@ -104,11 +105,9 @@ def test_a_stream_begins_again_where_it_ends(folder: Path) -> None:
 
 def test_a_stream_has_no_epochs(folder: Path) -> None:
     data = DataConfig(source="text", epochs=2)
-    model = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=CONTEXT)
     with pytest.raises(DataError, match=r"this run counts epochs of the data .* name its folder with --data"):
         build_learner(
-            *(model, InnerConfig(batch_size=BATCH), OuterConfig(), data, TokenizerConfig()),
-            seed=0,
+            Manifest("a run", MODEL, data=data, inner=InnerConfig(batch_size=BATCH)),
             run_id=b"run",
             author=b"alice",
             device="cpu",
@@ -117,11 +116,9 @@ def test_a_stream_has_no_epochs(folder: Path) -> None:
 
 
 def test_a_learner_learns_from_a_stream(folder: Path) -> None:
-    model = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=CONTEXT)
     inner = InnerConfig(batch_size=BATCH, learning_rate=1e-2, warmup_steps=1)
     learner = build_learner(
-        *(model, inner, OuterConfig(), DataConfig(source="text", held_out=SHARE), TokenizerConfig()),
-        seed=0,
+        Manifest("a run", MODEL, data=DataConfig(source="text", held_out=SHARE), inner=inner),
         run_id=b"run",
         author=b"alice",
         device="cpu",
@@ -136,10 +133,7 @@ def test_a_learner_learns_from_a_stream(folder: Path) -> None:
 def test_two_kinds_of_text_are_one_too_many(folder: Path) -> None:
     bring = Bring((folder,), streams=(str(folder),))
     with pytest.raises(DataError, match="name one of them"):
-        build_sampler(
-            ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=CONTEXT),
-            *(InnerConfig(), DataConfig(source="text"), TokenizerConfig(), b"run", b"alice", bring),
-        )
+        build_sampler(Manifest("a run", MODEL, data=DataConfig(source="text")), b"run", b"alice", bring)
 
 
 def test_what_is_wrong_with_a_stream_is_said(folder: Path) -> None:

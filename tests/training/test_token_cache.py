@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import pytest
 
+from farandole.protocol.manifest import DataConfig
 from farandole.training import token_cache
-from farandole.training.config import DataConfig
 from farandole.training.data import Bring, Sampler, Text, load_text
 from farandole.training.durable import WholeFile
 from farandole.training.errors import DataError
@@ -74,7 +75,7 @@ def test_whatever_the_tokens_follow_from_makes_another_file(bring: Bring, tmp_pa
     (path,) = bring.paths
     (tmp_path / "b.txt").write_text("more text")
 
-    load_text(replace(DATA, held_out=0.1), ByteTokenizer(), bring)
+    load_text(msgspec.structs.replace(DATA, held_out=0.1), ByteTokenizer(), bring)
     load_text(DATA, ByteTokenizer(), replace(bring, paths=(path, tmp_path / "b.txt")))
     assert len(files(bring)) == 3
 
@@ -88,10 +89,10 @@ def test_whatever_the_tokens_follow_from_makes_another_file(bring: Bring, tmp_pa
 
 def test_old_files_go(bring: Bring) -> None:
     for number in range(token_cache.MAX_CACHES + 2):
-        load_text(replace(DATA, held_out=number / 100), ByteTokenizer(), bring)
+        load_text(msgspec.structs.replace(DATA, held_out=number / 100), ByteTokenizer(), bring)
     assert len(files(bring)) == token_cache.MAX_CACHES
     tokenizer = CountingTokenizer()
-    load_text(replace(DATA, held_out=(token_cache.MAX_CACHES + 1) / 100), tokenizer, bring)
+    load_text(msgspec.structs.replace(DATA, held_out=(token_cache.MAX_CACHES + 1) / 100), tokenizer, bring)
     assert tokenizer.num_encoded == 0
 
 
@@ -160,7 +161,8 @@ def test_no_more_is_written_than_the_owner_allows(bring: Bring, monkeypatch: pyt
 
 def test_other_texts_make_room_the_oldest_first(bring: Bring) -> None:
     def load(held_out: float, allowed: int | None = None) -> Path:
-        load_text(replace(DATA, held_out=held_out), ByteTokenizer(), replace(bring, cache_bytes=allowed))
+        data = msgspec.structs.replace(DATA, held_out=held_out)
+        load_text(data, ByteTokenizer(), replace(bring, cache_bytes=allowed))
         return max(files(bring), key=lambda path: path.stat().st_mtime_ns)
 
     first, second = load(0.1), load(0.2)

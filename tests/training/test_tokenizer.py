@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.training.config import TokenizerConfig
+from farandole.protocol.manifest import TokenizerConfig
 from farandole.training.errors import DataError
 from farandole.training.tokenizer import ByteTokenizer, load_tokenizer
 

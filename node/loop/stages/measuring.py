@@ -8,13 +8,11 @@ from collections.abc import Collection
 import msgspec
 from rich.table import Table
 
+from farandole.protocol.cut import Costs, cut_by_time, layers_of, parameter_costs
 from farandole.protocol.errors import ManifestError
-from farandole.protocol.manifest import Manifest
-from farandole.training.config import ModelConfig
-from farandole.training.cut import Costs, cut_by_time, layers_of, parameter_costs
+from farandole.protocol.manifest import Manifest, ModelConfig
 from farandole.training.errors import TrainingError
 
-from ...base.conversion import pipeline_config, training_configs
 from ...base.figures import count
 
 # What `join --threads` has unless its volunteer says otherwise.
@@ -53,8 +51,8 @@ def cut_by_measuring(manifest: Manifest, allowed_models: Collection[str] = ()) -
         raise ManifestError("--measure: model.num_stages is 1, so there is nothing to cut")
     if manifest.model.stage_layers:
         raise ManifestError("--measure: model.stage_layers says already where to cut; leave it out to measure")
-    model = training_configs(manifest).model
-    device, seconds = _measure(manifest, model, allowed_models)
+    model = manifest.model
+    device, seconds = _measure(manifest, allowed_models)
     stages = cut_by_time(model, seconds)
     chosen = msgspec.structs.replace(manifest.model, stage_layers=tuple(map(len, stages)))
     measured = MeasuredCut(
@@ -67,7 +65,7 @@ def cut_by_measuring(manifest: Manifest, allowed_models: Collection[str] = ()) -
     return msgspec.structs.replace(manifest, model=chosen), measured
 
 
-def _measure(manifest: Manifest, model: ModelConfig, allowed_models: Collection[str]) -> tuple[str, Costs]:
+def _measure(manifest: Manifest, allowed_models: Collection[str]) -> tuple[str, Costs]:
     """The device's name, and the parts' times. Torch is imported here: no other command that makes runs needs it."""
     import torch
 
@@ -77,7 +75,7 @@ def _measure(manifest: Manifest, model: ModelConfig, allowed_models: Collection[
     torch.set_num_threads(THREADS)
     try:
         device = choose_device()
-        return device.description, measure(model, pipeline_config(manifest), device, allowed_models)
+        return device.description, measure(manifest.model, manifest.pipeline, device, allowed_models)
     except (TrainingError, RuntimeError) as error:  # torch raises RuntimeError for memory
         raise ManifestError(f"--measure: {error}") from error
 

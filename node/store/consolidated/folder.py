@@ -34,10 +34,9 @@ from farandole.protocol.blocks import (
 from farandole.protocol.errors import ManifestError, RemoteProtocolError
 from farandole.protocol.identity import public_bytes
 from farandole.protocol.manifest import MAX_MANIFEST_BYTES, EpochsConfig, Manifest, SignedManifest, decode_manifest
+from farandole.protocol.shapes import Shape, shapes_of
 from farandole.training.blocks import content_of
-from farandole.training.shapes import Shape, shapes_of
 
-from ...base.conversion import training_configs
 from .tensors import ConsolidatedError, Floats, new_folder, write_file, write_tensors
 
 FORMAT: Final = "farandole/consolidated/1"
@@ -89,7 +88,7 @@ class Consolidated:
 
 def model_shapes(manifest: Manifest) -> dict[str, Shape]:
     """Each parameter's shape by its name, in the order of the file."""
-    return shapes_of(training_configs(manifest).model)
+    return shapes_of(manifest.model)
 
 
 def tensor_shapes(vectors: Sequence[str], parameters: Mapping[str, Shape]) -> dict[str, Shape]:

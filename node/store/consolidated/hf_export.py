@@ -16,7 +16,6 @@ from farandole.protocol.manifest import Manifest
 from farandole.training.errors import DataError
 from farandole.training.tokenizer import SEPARATORS, Tokenizer, load_tokenizer
 
-from ...base.conversion import training_configs
 from .folder import SLOW, Consolidated
 from .hf_names import Part, config_json, config_of, parts_of
 from .tensors import ConsolidatedError, Floats, TensorFile, new_folder, open_tensors, shards, write_file, write_tensors
@@ -82,7 +81,7 @@ def _load_tokenizer(manifest: Manifest, path: Path | None) -> Tokenizer | None:
     if path is not None and manifest.tokenizer.kind == "bytes":
         raise ConsolidatedError("the run's tokens are bytes: it has no tokenizer file")
     try:
-        return load_tokenizer(training_configs(manifest).tokenizer, path)
+        return load_tokenizer(manifest.tokenizer, path)
     except DataError as error:
         raise ConsolidatedError(str(error)) from error
 

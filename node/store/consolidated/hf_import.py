@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from farandole.protocol.manifest import Manifest
-from farandole.training.shapes import Shape
+from farandole.protocol.shapes import Shape
 
 from .folder import model_shapes
 from .tensors import ConsolidatedError, Floats, is_finite

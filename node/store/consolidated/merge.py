@@ -20,9 +20,8 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.protocol.manifest import EpochsConfig, Manifest, decode_manifest
-from farandole.training.shapes import Shape, shapes_of, stage_of
+from farandole.protocol.shapes import Shape, shapes_of, stage_of
 
-from ...base.conversion import training_configs
 from .folder import Counters, model_shapes, tensor_shapes, write_folder
 from .tensors import ConsolidatedError, Floats, TensorFile, open_tensors
 
@@ -60,7 +59,7 @@ class Merger:
     """Opened stage checkpoints, ``stages[s]`` the replicas of stage s; made by `open_merger`."""
 
     def __init__(self, manifest: Manifest, stages: Sequence[Sequence[TensorFile]]) -> None:
-        self._model = training_configs(manifest).model
+        self._model = manifest.model
         self._stages = stages
 
     def tensor(self, tensor_name: str) -> Floats:
@@ -89,7 +88,7 @@ def open_merger(
     manifest: Manifest, run_id: bytes, stages: Sequence[Sequence[Path]], vectors: Sequence[str]
 ) -> Iterator[Merger]:
     """For as long as the block runs. Raises `ConsolidatedError` if a file is not of this run, or lacks a tensor."""
-    model = training_configs(manifest).model
+    model = manifest.model
     with contextlib.ExitStack() as stack:
         opened = [[stack.enter_context(open_tensors(path)) for path in paths] for paths in stages]
         for stage, files in enumerate(opened):

@@ -22,8 +22,8 @@ import numpy.typing as npt
 
 from farandole.protocol.blocks import Header, header_size, parse_header
 from farandole.protocol.errors import FarandoleError, RemoteProtocolError
+from farandole.protocol.shapes import Shape
 from farandole.training.durable import sync_file, sync_folder
-from farandole.training.shapes import Shape
 
 Floats = npt.NDArray[np.float32]
 

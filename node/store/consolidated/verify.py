@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from farandole.protocol.shapes import Shape
 from farandole.training.blocks import content_of, first_difference
-from farandole.training.shapes import Shape
 
 from .folder import (
     OPTIMIZER_VECTORS,

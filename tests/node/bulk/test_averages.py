@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from farandole.protocol.exchange import BULK_FROM
 from farandole.protocol.exchange_messages import Offer
-from farandole.protocol.manifest import Codec
+from farandole.protocol.manifest import Codec, InnerConfig, ModelConfig, OuterConfig
 from farandole.training import noloco
 from farandole.training.codec import CODECS, decode, encode, encoded_size
-from farandole.training.config import InnerConfig, ModelConfig, OuterConfig
 from farandole.training.data import Sampler, Text
 from farandole.training.device import choose_device
 from farandole.training.learner import Learner

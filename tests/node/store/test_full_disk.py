@@ -19,8 +19,8 @@ from farandole.node.base.settings import NodeSettings
 from farandole.node.store.folder import CheckpointFolder
 from farandole.node.trainer import messages
 from farandole.node.trainer.trainer import Trainer, open_trainer
+from farandole.protocol.blocks import BLOCK_BYTES
 from farandole.protocol.manifest import Manifest, manifest_from_dict, sign_manifest
-from farandole.training.blocks import BLOCK_BYTES
 
 from ...patience import PATIENCE
 from ..daemons import Daemon, joined

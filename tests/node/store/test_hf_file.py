@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from farandole.node.base.conversion import training_configs
 from farandole.node.store.hf_file import MAX_CONFIG_BYTES
 from farandole.node.store.run_file import load_run_file, manifest_of
+from farandole.protocol.cut import stage_parameters
 from farandole.protocol.errors import ManifestError
 from farandole.protocol.hf_config import DefaultRope, GPT2Config, LinearRope, Llama3Rope, LlamaConfig
-from farandole.training.cut import stage_parameters
-from farandole.training.presets import num_parameters
+from farandole.protocol.presets import num_parameters
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "llama-3-stages" / "run.toml"
 
@@ -61,7 +60,7 @@ def test_a_run_file_names_a_configuration_or_its_folder(tmp_path: Path) -> None:
         *(16, 2_048, 32, 8_192, 128_256),
     )
     assert (model.num_stages, model.context) == (3, 128)
-    assert num_parameters(training_configs(manifests[0]).model) == 1_235_814_400  # what its model card says
+    assert num_parameters(manifests[0].model) == 1_235_814_400  # what its model card says
 
 
 @pytest.mark.parametrize("is_absolute", [False, True])
@@ -82,7 +81,7 @@ def test_a_configurations_folder_may_have_the_tokenizer_wherever_the_run_file_li
 def test_the_example_cuts_a_llama_in_three() -> None:
     manifest = load_run_file(EXAMPLE, now=0)
     assert isinstance(manifest.model.hf, LlamaConfig)
-    model = training_configs(manifest).model
+    model = manifest.model
     sizes = [stage_parameters(model, stage) for stage in range(3)]
     assert sum(sizes) == num_parameters(model)
     assert max(sizes) < num_parameters(model) / 2
@@ -94,9 +93,10 @@ def test_gpt2_as_it_comes() -> None:
         vocab_size=50_257, n_embd=768, n_inner=3_072, n_layer=12, n_head=12, n_positions=1_024
     )
     assert manifest.model.context == 1_024
-    model = training_configs(manifest).model
+    model = manifest.model
     assert num_parameters(model) == 124_439_808  # what its paper calls 117M
-    assert json.loads(model.hf)["n_inner"] == 3_072
+    assert isinstance(model.hf, GPT2Config)
+    assert model.hf.n_inner == 3_072
 
 
 def test_what_is_left_out_is_derived_as_transformers_does() -> None:

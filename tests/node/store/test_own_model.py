@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import trio
 
-from farandole.node.base.conversion import training_configs
 from farandole.node.base.errors import JoinError
 from farandole.node.base.exits import Exit
 from farandole.node.store.own_model import require_allowed_model
 from farandole.node.store.run_file import load_run_file, manifest_of
 from farandole.protocol.errors import ManifestError
 from farandole.protocol.manifest import Manifest, decode_manifest, manifest_from_dict
-from farandole.training.presets import num_parameters
+from farandole.protocol.presets import num_parameters
 
 from ...patience import PATIENCE
 from ..daemons import Daemon, joined
@@ -114,7 +113,7 @@ def test_a_function_is_a_model() -> None:
     assert (short.model.num_layers, short.model.width, short.model.context) == (4, 64, 256)
     assert long.model.own is not None
     assert (long.model.own.layer, long.model.own.config) == (short.model.own.layer, {"depth": 4})
-    assert num_parameters(training_configs(short).model) == 256 * 64 + 2 * 64 + 4 * (2 * 64 + 128 * 5 + 64 * 65)
+    assert num_parameters(short.model) == 256 * 64 + 2 * 64 + 4 * (2 * 64 + 128 * 5 + 64 * 65)
 
 
 def test_a_module_without_sections_is_one_layer() -> None:

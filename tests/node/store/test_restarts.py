@@ -13,7 +13,6 @@ import pytest
 import torch
 import trio
 
-from farandole.node.base.conversion import training_configs
 from farandole.node.base.identity import load_or_create_key
 from farandole.node.base.settings import NodeSettings
 from farandole.node.store.folder import CheckpointFolder
@@ -60,8 +59,7 @@ class Twin:
 
     def _load(self, path: Path | None) -> Learner:
         learner = build_learner(
-            *training_configs(self._manifest),
-            seed=self._manifest.seed,
+            self._manifest,
             run_id=self._run_id,
             author=self._author,
             device="cpu",

@@ -17,7 +17,6 @@ import trio
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.base.conversion import training_configs
 from farandole.node.base.system.features import HAS_PROC
 from farandole.node.loop.pause.idle_probe import cpu_times
 from farandole.node.store.folder import CheckpointFolder, index_of, saved_round
@@ -323,8 +322,7 @@ def _twin(command: messages.Prepare, manifest: Manifest) -> Learner:
     """The replica that a trainer process would build."""
     torch.set_num_threads(1)
     return build_learner(
-        *training_configs(manifest),
-        seed=manifest.seed,
+        manifest,
         run_id=command.run_id,
         author=command.author,
         device=command.device,

@@ -15,7 +15,6 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from farandole.node.base.conversion import training_configs
 from farandole.node.base.system.memory import map_shared_memory, open_shared_memory
 from farandole.node.store.run_file import manifest_of
 from farandole.node.store.save import NICENESS
@@ -172,9 +171,7 @@ def test_inner_steps_go_on_while_a_checkpoint_is_written(
         mesh.sendall(encode(Save()))
         trainer.handle(Train(0, 4))
         saved = next(report for report in reports_of(mesh) if isinstance(report, Saved))
-    twin = build_learner(
-        *training_configs(MANIFEST), seed=MANIFEST.seed, run_id=prepare.run_id, author=prepare.author, device="cpu"
-    )
+    twin = build_learner(MANIFEST, run_id=prepare.run_id, author=prepare.author, device="cpu")
     twin.learn()
     content = twin.save(tmp_path / "twin")
     assert (saved.problem, saved.inner_steps, saved.hashes) == ("", 1, content.hashes)

@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
+from farandole.protocol.presets import num_parameters, preset
 from farandole.testnet.bench.plain import PlainLoop, run
 from farandole.testnet.bench.training import TrainingBenchError, flops_per_token, peak_of, run_training_bench, slope
-from farandole.training.presets import num_parameters, preset
 
 
 def test_a_rate_is_the_slope_of_what_was_seen() -> None:

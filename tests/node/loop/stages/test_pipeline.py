@@ -16,7 +16,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.torch import load_file
 
 from farandole.node.base.bandwidth import Shaping
-from farandole.node.base.conversion import training_configs
 from farandole.node.bulk.negotiation import open_bulk
 from farandole.node.loop.stages import activation_link
 from farandole.node.loop.stages.pipeline import ACTIVATIONS_PROTOCOL, PipelineService, Worker
@@ -186,8 +185,7 @@ async def test_nodes_of_one_stage_each_learn_what_one_node_learns_alone(
             parameters = [node.trainer.prepared.num_parameters for node in nodes]
 
     alone = build_learner(
-        *training_configs(manifest),
-        seed=manifest.seed,
+        manifest,
         run_id=RUN_ID,
         author=author,
         device="cpu",

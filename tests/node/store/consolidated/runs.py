@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from farandole.node.base.conversion import training_configs
 from farandole.node.store.run_file import manifest_of
 from farandole.protocol.manifest import Manifest, SignedManifest, sign_manifest
+from farandole.protocol.shapes import stage_of
 from farandole.training.learner import Learner, build_learner
-from farandole.training.shapes import stage_of
 
 KEY = Ed25519PrivateKey.from_private_bytes(b"k" * 32)  # the same run each time
 LLAMA: dict[str, Any] = {
@@ -66,10 +64,7 @@ def decoded(signed: SignedManifest) -> Manifest:
 def learner_of(signed: SignedManifest, author: bytes = bytes(32)) -> Learner:
     """Of the whole model, whatever the manifest cuts it into."""
     torch.set_num_threads(1)
-    manifest = decoded(signed)
-    configs = training_configs(manifest)
-    whole = configs._replace(model=replace(configs.model, num_stages=1, stage_layers=()))
-    return build_learner(*whole, seed=manifest.seed, run_id=signed.run_id, author=author, device="cpu")
+    return build_learner(decoded(signed), run_id=signed.run_id, author=author, device="cpu")
 
 
 def trained(signed: SignedManifest, author: bytes, steps: int = 6, rounds: int = 2) -> Learner:
@@ -104,7 +99,7 @@ def save_stages(learner: Learner, signed: SignedManifest, folder: Path, name: st
     folder.mkdir(exist_ok=True)
     whole = folder / f"{name}.safetensors"
     learner.save(whole)
-    model = training_configs(decoded(signed)).model
+    model = decoded(signed).model
     if model.num_stages == 1:
         return [whole]
     tensors = load_file(whole)

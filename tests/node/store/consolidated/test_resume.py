@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from farandole.node.base.conversion import training_configs
 from farandole.node.store.consolidated.folder import CHECKPOINT_NAME, VECTORS, Consolidated, read_folder
 from farandole.node.store.consolidated.hf_export import export_hf
 from farandole.node.store.consolidated.merge import consolidate
@@ -79,7 +78,7 @@ def test_epochs_of_the_data_go_on_where_they_were(tmp_path: Path) -> None:
     after = resumed(folder, {"model": {"num_stages": 2}})
     assert after.start is not None
     assert after.start.epochs == EPOCHS
-    assert training_configs(after).data.order == bytes.fromhex(EPOCHS.run_id)
+    assert after.slice_order(bytes(32)) == bytes.fromhex(EPOCHS.run_id)
     assert decode_manifest(sign_manifest(after, KEY).encode())[0] == after
 
 

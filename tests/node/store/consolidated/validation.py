@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from farandole.node.base.conversion import training_configs
 from farandole.node.store.consolidated.folder import Consolidated
 from farandole.training.data import Bring
 from farandole.training.learner import Learner, build_learner
@@ -16,9 +14,7 @@ from farandole.training.learner import Learner, build_learner
 def learner_of(folder: Consolidated, *texts: Path) -> Learner:
     """Of the whole model, with the folder's weights."""
     torch.set_num_threads(1)
-    configs = training_configs(folder.manifest)
-    whole = configs._replace(model=replace(configs.model, num_stages=1, stage_layers=()))
-    learner = build_learner(*whole, seed=0, run_id=bytes(32), author=bytes(32), device="cpu", bring=Bring(texts))
+    learner = build_learner(folder.manifest, run_id=bytes(32), author=bytes(32), device="cpu", bring=Bring(texts))
     learner.start_from(folder.checkpoint, folder.index.inner_steps, folder.index.tokens)
     return learner
 

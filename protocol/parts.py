@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from .config import ModelConfig
+from .hf_config import GPT2Config, LlamaConfig
+from .manifest import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +22,10 @@ class Parts:
 
 def parts_of(model: ModelConfig) -> Parts:
     """What the model is made of."""
-    if model.own:
-        own = json.loads(model.own)
-        return Parts(_count(own["layer"]), _count(own["ends"]), 0)
-    if model.hf:
-        settings = json.loads(model.hf)
-        return _HF[settings["model_type"]](settings)
+    if model.own is not None:
+        return Parts(_count(model.own.layer), _count(model.own.ends), 0)
+    if model.hf is not None:
+        return _llama(model.hf) if isinstance(model.hf, LlamaConfig) else _gpt2(model.hf)
     width = model.width
     attention = 4 * width * width  # query, key, value, output
     mlp = 3 * width * model.hidden  # gate, up, down
@@ -36,31 +33,28 @@ def parts_of(model: ModelConfig) -> Parts:
     return Parts(attention + mlp + norms, model.vocabulary * width + width, width)
 
 
-def _count(shapes: Mapping[str, list[int]]) -> int:
+def _count(shapes: Mapping[str, tuple[int, ...]]) -> int:
     return sum(map(math.prod, shapes.values()))
 
 
-def _llama(settings: Mapping[str, Any]) -> Parts:
-    width, hidden, head = settings["hidden_size"], settings["intermediate_size"], settings["head_dim"]
-    queries, keys = settings["num_attention_heads"] * head, settings["num_key_value_heads"] * head
+def _llama(settings: LlamaConfig) -> Parts:
+    width, hidden, head = settings.hidden_size, settings.intermediate_size, settings.head_dim
+    queries, keys = settings.num_attention_heads * head, settings.num_key_value_heads * head
     attention = 2 * width * queries + 2 * width * keys  # query, output; key, value
-    if settings["attention_bias"]:
+    if settings.attention_bias:
         attention += queries + 2 * keys + width
     mlp = 3 * width * hidden  # gate, up, down
-    if settings["mlp_bias"]:
+    if settings.mlp_bias:
         mlp += 2 * hidden + width
     norms = 2 * width
-    embeddings = settings["vocab_size"] * width * (1 if settings["tie_word_embeddings"] else 2)
+    embeddings = settings.vocab_size * width * (1 if settings.tie_word_embeddings else 2)
     return Parts(attention + mlp + norms, embeddings + width, queries)
 
 
-def _gpt2(settings: Mapping[str, Any]) -> Parts:
-    width, hidden = settings["n_embd"], settings["n_inner"]
+def _gpt2(settings: GPT2Config) -> Parts:
+    width, hidden = settings.n_embd, settings.n_inner
     attention = 4 * (width + 1) * width  # query, key, value, output
     mlp = (width + 1) * hidden + (hidden + 1) * width
     norms = 2 * 2 * width
-    embeddings = settings["vocab_size"] * width * (1 if settings["tie_word_embeddings"] else 2)
-    return Parts(attention + mlp + norms, embeddings + settings["n_positions"] * width + 2 * width, width)
-
-
-_HF = {"llama": _llama, "gpt2": _gpt2}
+    embeddings = settings.vocab_size * width * (1 if settings.tie_word_embeddings else 2)
+    return Parts(attention + mlp + norms, embeddings + settings.n_positions * width + 2 * width, width)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from .config import ModelConfig
-from .errors import TrainingError
+from .errors import ManifestError
+from .manifest import ModelConfig
 from .parts import parts_of
 
 # Parameters of a stage, over an even share of them, where it is cut by time. Parts that are quickly computed can be
@@ -65,11 +65,11 @@ def cut(costs: Costs, num_stages: int, limit: Limit | None = None) -> tuple[rang
     """The layers of each stage, such that the dearest stage is as cheap as can be; where that leaves a choice, earlier
     stages get less. Every stage but the first has a layer.
 
-    Raises `TrainingError` if there are too few of them, or no cut keeps to the limit.
+    Raises `ManifestError` if there are too few of them, or no cut keeps to the limit.
     """
     num_layers = len(costs.layers)
     if not 1 <= num_stages <= num_layers + 1:
-        raise TrainingError(f"{num_layers} layers and both ends cannot be cut into {num_stages} stages")
+        raise ManifestError(f"{num_layers} layers and both ends cannot be cut into {num_stages} stages")
     sums = [0.0, *accumulate(costs.layers)]
     bounds = sorted(
         {sums[end] - sums[first] for end in range(1, num_layers + 1) for first in range(end)}
@@ -82,7 +82,7 @@ def cut(costs: Costs, num_stages: int, limit: Limit | None = None) -> tuple[rang
     least = bisect_left(bounds, True, key=lambda bound: begins_within(bound) is not None)
     begins = begins_within(bounds[least]) if least < len(bounds) else None
     if begins is None:
-        raise TrainingError(f"{num_layers} layers and both ends cannot be cut into {num_stages} stages so small")
+        raise ManifestError(f"{num_layers} layers and both ends cannot be cut into {num_stages} stages so small")
     return tuple(range(first, end) for first, end in pairwise((*begins, num_layers)))
 
 
@@ -120,7 +120,7 @@ def cut_by_time(model: ModelConfig, seconds: Costs) -> tuple[range, ...]:
 def layers_of(model: ModelConfig) -> tuple[range, ...]:
     """The layers of each stage of a run's model: as its settings say, else cut by cost.
 
-    Raises `TrainingError` if what they say does not add up.
+    Raises `ManifestError` if what they say does not add up.
     """
     if not model.stage_layers:
         return cut(transformer_costs(model), model.num_stages)
@@ -128,9 +128,9 @@ def layers_of(model: ModelConfig) -> tuple[range, ...]:
 
 
 def explicit_cut(stage_layers: Sequence[int], num_layers: int, num_stages: int) -> tuple[range, ...]:
-    """As many layers a stage as ``stage_layers`` says; raises `TrainingError` if they are not all the layers."""
+    """As many layers a stage as ``stage_layers`` says; raises `ManifestError` if they are not all the layers."""
     if len(stage_layers) != num_stages or sum(stage_layers) != num_layers:
-        raise TrainingError(f"layers {list(stage_layers)} do not make {num_layers} in {num_stages} stages")
+        raise ManifestError(f"layers {list(stage_layers)} do not make {num_layers} in {num_stages} stages")
     return tuple(range(first, end) for first, end in pairwise(accumulate(stage_layers, initial=0)))
 
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TypedDict
 
-from .config import ModelConfig
-from .errors import TrainingError
+from .errors import ManifestError
+from .manifest import ModelConfig
 from .parts import parts_of
 
 
@@ -53,9 +53,9 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 
 
 def preset(name: str) -> ModelConfig:
-    """The model of that name; `TrainingError` names those there are."""
+    """The model of that name; `ManifestError` names those there are."""
     if name not in PRESETS:
-        raise TrainingError(f"no preset is called {name!r}; there are {', '.join(PRESETS)}")
+        raise ManifestError(f"no preset is called {name!r}; there are {', '.join(PRESETS)}")
     return ModelConfig(**PRESETS[name])
 
 

@@ -6,13 +6,13 @@ by these shapes and what a module of the whole model saves lie alike.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
-from typing import Any
 
-from .config import ModelConfig
 from .cut import layers_of
+from .hf_config import GPT2Config, HFConfig, LlamaConfig
+from .manifest import ModelConfig
+from .own_model import OwnModel
 
 Shape = tuple[int, ...]
 # What each kind of model calls its layers; every other parameter belongs to the model's ends.
@@ -21,11 +21,10 @@ _LAYER = re.compile(r"(?:model\.|transformer\.)?(?:layers|h)\.(\d+)\.")
 
 def shapes_of(model: ModelConfig) -> dict[str, Shape]:
     """Each parameter's shape by its name, of all stages together."""
-    if model.own:
-        return _own(json.loads(model.own), model.num_layers)
-    if model.hf:
-        settings = json.loads(model.hf)
-        return _HF[settings["model_type"]](settings)
+    if model.own is not None:
+        return _own(model.own, model.num_layers)
+    if model.hf is not None:
+        return _llama(model.hf) if isinstance(model.hf, LlamaConfig) else _gpt2(model.hf)
     width, hidden = model.width, model.hidden
     layer = {
         "attention_norm.weight": (width,),
@@ -55,11 +54,11 @@ def names_of_stage(model: ModelConfig, stage: int) -> frozenset[str]:
     return frozenset(name for name in shapes_of(model) if stage_of(model, name) == stage)
 
 
-def _own(own: Mapping[str, Any], num_layers: int) -> dict[str, Shape]:
-    ends, layer = ({name: tuple(shape) for name, shape in own[part].items()} for part in ("ends", "layer"))
-    if not layer:
-        return ends
-    return {**{f"ends.{name}": shape for name, shape in ends.items()}, **_repeated("layers", num_layers, layer)}
+def _own(own: OwnModel, num_layers: int) -> dict[str, Shape]:
+    if not own.has_sections:
+        return dict(own.ends)
+    ends = {f"ends.{name}": shape for name, shape in own.ends.items()}
+    return {**ends, **_repeated("layers", num_layers, own.layer)}
 
 
 def _repeated(prefix: str, count: int, layer: Mapping[str, Shape]) -> dict[str, Shape]:
@@ -70,10 +69,10 @@ def _linear(name: str, outputs: int, inputs: int, *, bias: bool) -> dict[str, Sh
     return {f"{name}.weight": (outputs, inputs), **({f"{name}.bias": (outputs,)} if bias else {})}
 
 
-def _llama(settings: Mapping[str, Any]) -> dict[str, Shape]:
-    width, hidden, head = settings["hidden_size"], settings["intermediate_size"], settings["head_dim"]
-    queries, keys = settings["num_attention_heads"] * head, settings["num_key_value_heads"] * head
-    attention_bias, mlp_bias = settings["attention_bias"], settings["mlp_bias"]
+def _llama(settings: LlamaConfig) -> dict[str, Shape]:
+    width, hidden, head = settings.hidden_size, settings.intermediate_size, settings.head_dim
+    queries, keys = settings.num_attention_heads * head, settings.num_key_value_heads * head
+    attention_bias, mlp_bias = settings.attention_bias, settings.mlp_bias
     layer = {
         **_linear("self_attn.q_proj", queries, width, bias=attention_bias),
         **_linear("self_attn.k_proj", keys, width, bias=attention_bias),
@@ -86,15 +85,15 @@ def _llama(settings: Mapping[str, Any]) -> dict[str, Shape]:
         "post_attention_layernorm.weight": (width,),
     }
     return {
-        **_repeated("model.layers", settings["num_hidden_layers"], layer),
-        "model.embed_tokens.weight": (settings["vocab_size"], width),
+        **_repeated("model.layers", settings.num_hidden_layers, layer),
+        "model.embed_tokens.weight": (settings.vocab_size, width),
         "model.norm.weight": (width,),
         **_head(settings, width),
     }
 
 
-def _gpt2(settings: Mapping[str, Any]) -> dict[str, Shape]:
-    width, hidden = settings["n_embd"], settings["n_inner"]
+def _gpt2(settings: GPT2Config) -> dict[str, Shape]:
+    width, hidden = settings.n_embd, settings.n_inner
     layer = {
         **_norm("ln_1", width),
         **_conv("attn.c_attn", width, 3 * width),
@@ -104,9 +103,9 @@ def _gpt2(settings: Mapping[str, Any]) -> dict[str, Shape]:
         **_conv("mlp.c_proj", hidden, width),
     }
     return {
-        **_repeated("transformer.h", settings["n_layer"], layer),
-        "transformer.wte.weight": (settings["vocab_size"], width),
-        "transformer.wpe.weight": (settings["n_positions"], width),
+        **_repeated("transformer.h", settings.n_layer, layer),
+        "transformer.wte.weight": (settings.vocab_size, width),
+        "transformer.wpe.weight": (settings.n_positions, width),
         **_norm("transformer.ln_f", width),
         **_head(settings, width),
     }
@@ -121,8 +120,5 @@ def _conv(name: str, inputs: int, outputs: int) -> dict[str, Shape]:
     return {f"{name}.weight": (inputs, outputs), f"{name}.bias": (outputs,)}
 
 
-def _head(settings: Mapping[str, Any], width: int) -> dict[str, Shape]:
-    return {} if settings["tie_word_embeddings"] else {"lm_head.weight": (settings["vocab_size"], width)}
-
-
-_HF = {"llama": _llama, "gpt2": _gpt2}
+def _head(settings: HFConfig, width: int) -> dict[str, Shape]:
+    return {} if settings.tie_word_embeddings else {"lm_head.weight": (settings.vocab_size, width)}
