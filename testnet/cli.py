@@ -194,8 +194,8 @@ def compare(
 
     Example: [cyan]farandole testnet compare --steps 500 --seeds 1 --methods int8 --methods late[/cyan]
     """
-    from .bench.section import Section
     from .compare import run_compare
+    from .section import Section
 
     section = Section(write, "compare") if write else None
     run_compare(nodes, steps, seeds, out / "compare.json" if out else None, interval, methods or (), section)
@@ -204,7 +204,7 @@ def compare(
 @testnet_app.command("traffic", hidden=True)
 def traffic(write: Write = None) -> None:
     """Print what exchanges send, by the model's size and codec, as Markdown."""
-    from .bench.section import Section
+    from .section import Section
     from .traffic import traffic_table
 
     table = traffic_table()
@@ -230,7 +230,7 @@ def bench_exchange(
     [cyan]farandole testnet bench-exchange --sizes 64 --sizes 256 --repeats 3 --no-peers[/cyan]
     """
     from .bench.exchange import SIZES_MB, run_bench
-    from .bench.section import Section
+    from .section import Section
 
     section = Section(write, "exchange") if write else None
     run_bench(out, sizes or SIZES_MB, repeats, cache if peers else None, section=section)
@@ -252,7 +252,7 @@ def bench_join(
     [cyan]farandole testnet bench-join --size 20 --repeats 1 --no-peers --no-link[/cyan]
     """
     from .bench.join import run_join_bench
-    from .bench.section import Section
+    from .section import Section
 
     section = Section(write, "join") if write else None
     run_join_bench(out, size, repeats, cache if peers else None, section, with_link=link)
@@ -272,9 +272,9 @@ def bench_stages(
 
     Example: [cyan]farandole testnet bench-stages --stages 2 --repeats 1 --codec-steps 100[/cyan]
     """
-    from .bench.section import Section
     from .bench.stages import run_stages_bench
     from .bench.stages_task import Task
+    from .section import Section
 
     section = Section(write, "stages") if write else None
     run_stages_bench(out, Task(num_stages=stages, steps=steps), repeats, codec_steps, seeds, section)
@@ -298,7 +298,7 @@ def bench_save(
     [cyan]farandole testnet bench-save --device cuda --batch-size 64[/cyan]
     """
     from .bench.saving import run_saving_bench
-    from .bench.section import Section
+    from .section import Section
 
     run_saving_bench(
         out,
@@ -326,7 +326,7 @@ def bench_hostile(
     [cyan]farandole testnet bench-hostile --silent 200 --garbage 1000 --cycles 500[/cyan]
     """
     from .bench.hostile import run_hostile_bench
-    from .bench.section import Section
+    from .section import Section
 
     run_hostile_bench(out, silent, garbage, rate, cycles, Section(write, "hostile") if write else None)
 
@@ -350,7 +350,7 @@ def bench_faults(
     [cyan]sudo .venv/bin/farandole testnet bench-faults starved halves --out /tmp/faults[/cyan]
     """
     from .bench.faults import run_faults_bench
-    from .bench.section import Section
+    from .section import Section
 
     run_faults_bench(out, scenarios or (), Section(write, "faults") if write else None)
 
@@ -367,7 +367,7 @@ def bench_dashboard(
     Needs Chromium and the extra dev. Example: [cyan]farandole testnet bench-dashboard --members 200 --seconds 20[/cyan]
     """
     from .bench.dashboard import run_dashboard_bench
-    from .bench.section import Section
+    from .section import Section
 
     run_dashboard_bench(out, members, seconds, Section(write, "dashboard") if write else None)
 
@@ -397,7 +397,7 @@ def bench_nat(
     """
     from .bench.nat import parse_pair, run_nat_bench
     from .bench.nat_recovery import run_recovery_bench
-    from .bench.section import Section
+    from .section import Section
 
     if recovery:
         run_recovery_bench(out, Section(write, "nat-recovery") if write else None)

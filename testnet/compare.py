@@ -27,9 +27,9 @@ from farandole.training.data import Sampler, Text
 from farandole.training.errors import DataError
 from farandole.training.sources import Reader, stdlib_sources
 
-from .bench.grid import Grid
-from .bench.section import Section, compose
-from .bench.setting import setting
+from .grid import Grid
+from .section import Section, compose
+from .setting import setting
 
 # 41 k parameters: the setting of the measurements that BENCHMARKS.md compares with.
 MODEL = ModelConfig(num_layers=2, width=32, num_heads=2, hidden=128, context=32, vocabulary=256)

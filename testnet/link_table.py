@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from .bench.grid import Grid
+from .grid import Grid
 from .report import NodeReport
 
 _NONE: Final = "-"

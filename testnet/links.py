@@ -8,18 +8,15 @@ from collections.abc import Iterator
 from typing import Final
 
 from .leash import Leash
-from .namespace import Namespace, Place, held, open_namespace, open_tun, require
-from .scenario import Link
+from .namespace import Place, held, open_namespace, open_tun, require
+from .scenario import LinkSettings
 
-# What a home router's buffer holds of a full uplink.
-BUFFER: Final = "200ms"
-BURST: Final = "16kb"
 _NETWORK: Final = "10.77.0"
 _DEVICE: Final = "link"
 
 
 @contextlib.contextmanager
-def open_links(link: Link, count: int, leash: Leash) -> Iterator[list[Place]]:
+def open_links(link: LinkSettings, count: int, leash: Leash) -> Iterator[list[Place]]:
     """Places for so many nodes. Raises `NamespaceError`."""
     require()
     with contextlib.ExitStack() as stack:
@@ -29,15 +26,10 @@ def open_links(link: Link, count: int, leash: Leash) -> Iterator[list[Place]]:
             namespace = stack.enter_context(open_namespace(leash))
             ports.append((ip, stack.enter_context(open_tun(namespace, _DEVICE))))
             namespace.run(f"ip address add {ip}/24 dev {_DEVICE}")
-            shape(namespace, _DEVICE, link.up_mbit)
+            namespace.shape(_DEVICE, link.up_mbit)
             places.append(Place(ip, enter=namespace.enter))
         down, delay = link.down_mbit * 1e6 / 8, link.delay_ms / 1e3
         forwarder = [sys.executable, "-m", "farandole.testnet.link_forwarder", str(down), str(delay)]
         forwarder += [f"{ip}={descriptor}" for ip, descriptor in ports]
         stack.enter_context(held(forwarder, leash, pass_fds=[descriptor for _, descriptor in ports]))
         yield places
-
-
-def shape(namespace: Namespace, device: str, mbit: float) -> None:
-    """Let a device send at most so many Mbit/s."""
-    namespace.run(f"tc qdisc replace dev {device} root tbf rate {mbit:g}mbit burst {BURST} latency {BUFFER}")

@@ -36,6 +36,9 @@ _PACKAGES: Final = {
     "nft": "nftables",
     "miniupnpd": "miniupnpd-nftables",
 }
+# What a home router's buffer holds of a full uplink.
+_BUFFER: Final = "200ms"
+_BURST: Final = "16kb"
 # Holds a namespace, and says when it has it.
 _HOLDER: Final = ("unshare", "--net", "sh", "-c", "echo; exec sleep infinity")
 
@@ -74,6 +77,10 @@ class Namespace:
     def run(self, script: str, given: str = "") -> str:
         """Run lines of a shell's in it, and return what they print; raises `CommandError` if one of them fails."""
         return _run([*self.enter, "sh", "-euc", script], given)
+
+    def shape(self, device: str, mbit: float) -> None:
+        """Limit what a device sends to ``mbit`` Mbit/s; raises `CommandError`."""
+        self.run(f"tc qdisc replace dev {device} root tbf rate {mbit:g}mbit burst {_BURST} latency {_BUFFER}")
 
 
 @contextlib.contextmanager

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from . import scenario
 from .leash import Leash
 from .links import open_links
 from .namespace import Place
 from .natlab.home import Home
 from .natlab.kinds import HTTPS_PORT, Filtering
 from .natlab.lab import Lab, open_lab
-from .scenario import Scenario
+from .scenario import HomeSettings, Scenario
 
 # An address in a home may change, and so its nodes listen on whichever they have.
 _ANY_IP: Final = "0.0.0.0"
@@ -41,7 +40,7 @@ def open_lodgings(played: Scenario, leash: Leash) -> Iterator[list[Lodging]]:
         yield [Lodging(Place())] * played.nodes
 
 
-def _lodge(lab: Lab, settings: scenario.Home) -> Lodging:
+def _lodge(lab: Lab, settings: HomeSettings) -> Lodging:
     home = lab.add_home(settings.kind)
     home.set_rate(settings.up_mbit, settings.down_mbit)
     home.set_delay(settings.delay_ms)

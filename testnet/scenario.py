@@ -37,7 +37,7 @@ class ScenarioError(ManifestError):
     """The scenario is not valid; the message says which field and why."""
 
 
-class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LinkSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Between each node and all others; needs Linux and root (`farandole.testnet.links`)."""
 
     up_mbit: _Positive
@@ -47,7 +47,7 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """From one node to another; a round trip takes twice as long."""
 
 
-class Home(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class HomeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where one node is in the NAT lab (`farandole.testnet.natlab`), which needs Linux, root and nftables."""
 
     kind: str
@@ -113,9 +113,9 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """For so long a stage may be held by nobody, once all have been held."""
     every_round: bool = False
     """Whether each node must take part in each round from its first on, slower ones with fewer inner steps."""
-    link: Link | None = None
+    link: LinkSettings | None = None
     """None: all nodes on the loopback interface."""
-    home: Annotated[tuple[Home, ...], msgspec.Meta(max_length=MAX_NODES)] = ()
+    home: Annotated[tuple[HomeSettings, ...], msgspec.Meta(max_length=MAX_NODES)] = ()
     """Of each node, from node 0 on, and round again if there are more nodes; none: no NAT lab."""
     min_utilisation: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     """Share of its time that each trainer must spend in inner steps."""

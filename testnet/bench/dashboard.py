@@ -31,11 +31,11 @@ from farandole.node.status.status import NodeStatus
 from farandole.node.ui.dashboard.place import find_place
 from farandole.protocol.manifest import SignedManifest, manifest_from_dict, sign_manifest
 
-from .grid import Grid
+from ..grid import Grid
+from ..section import Section
+from ..setting import setting
 from .process import BenchError, Say
 from .rows import RowsReport
-from .section import Section
-from .setting import setting
 
 # What must hold.
 MAX_REFRESH_MS: Final = 100.0

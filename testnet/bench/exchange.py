@@ -17,15 +17,15 @@ from typing import Any, Final
 from cryptography.hazmat.backends.openssl import backend
 from rich.console import Console
 
+from ..grid import Grid
+from ..section import LINE_WIDTH, Section, compose
+from ..setting import setting
 from .environments import REQUIREMENTS
-from .grid import Grid
 from .loop import LoopLag, measure_loop_lag
 from .one_way import OneWay, measure_one_way
 from .pair import ROUNDS, WAYS, Averaging, measure_pairs
 from .paths import PATHS
 from .process import greatest_of
-from .section import LINE_WIDTH, Section, compose
-from .setting import setting
 from .tables import cost_grid, loop_grid, one_way_grid, pair_grid
 
 SIZES_MB: Final = (1, 16, 64, 256, 1_024)

@@ -15,15 +15,15 @@ import trio
 from rich.console import Console
 
 from ..beside import judged, load_report
+from ..grid import Grid
 from ..launch import REPORT_NAME, Testnet, write_report
 from ..live import open_view
 from ..report import Report as Play
 from ..report import ideal_exchange_seconds
 from ..scenario import Scenario, ScenarioError, load_scenario
-from .grid import Grid
+from ..section import Section
+from ..setting import setting
 from .rows import RowsReport
-from .section import Section
-from .setting import setting
 
 SCENARIOS: Final = {
     "starved": "two of 8 at 5 % of a processor for 60 s",

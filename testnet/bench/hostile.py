@@ -18,12 +18,12 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from .grid import Grid
+from ..grid import Grid
+from ..section import Section
+from ..setting import setting
 from .hostile_attacks import ATTACKS, RAW
 from .process import Say, Worker, open_worker
 from .rows import RowsReport
-from .section import Section
-from .setting import setting
 
 # What must hold.
 MAX_DIAL_SECONDS: Final = 2.0

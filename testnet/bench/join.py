@@ -33,23 +33,23 @@ from farandole.protocol.blocks import (
 )
 from farandole.protocol.identity import public_bytes
 
+from ..grid import Grid
 from ..leash import open_leash
 from ..links import open_links
 from ..namespace import NamespaceError, Place
-from ..scenario import Link
+from ..scenario import LinkSettings
+from ..section import Section, compose
+from ..setting import setting
 from .environments import obtain_python
-from .grid import Grid
 from .join_node import RUN_ID
 from .pair import open_peers
 from .process import MB, BenchError, Say, Worker, elapsed, open_worker
-from .section import Section, compose
-from .setting import setting
 
 SIZE_MB: Final = 100
 # Of the newcomer whose donor is killed: slow enough for the half to be seen.
 KILL_CAP_MBIT: Final = 400.0
 # A home's line, and how long its round trip takes.
-LINK: Final = Link(up_mbit=20, down_mbit=100, delay_ms=15)
+LINK: Final = LinkSettings(up_mbit=20, down_mbit=100, delay_ms=15)
 # The others' rounds: inner steps, and what an exchange moves each way; a little more than a second on that line.
 ROUND_PAUSE: Final = 5.0
 ROUND_MB: Final = 2

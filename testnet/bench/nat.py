@@ -27,16 +27,16 @@ from rich.console import Console
 
 from farandole.protocol.errors import FarandoleError
 
+from ..grid import Grid
 from ..leash import Leash, open_leash
 from ..namespace import Place
 from ..natlab.kinds import HTTPS_PORT, KINDS, can_connect, can_punch_tcp, kind_named
 from ..natlab.lab import Lab, open_lab
-from .grid import Grid
+from ..section import Section
+from ..setting import setting
 from .process import BenchError
 from .requests import read_requests
 from .rows import RowsReport
-from .section import Section
-from .setting import setting
 
 # What must hold.
 MAX_CONNECT_SECONDS: Final = 30.0

@@ -25,16 +25,16 @@ from farandole.node.store.run_file import manifest_of
 from farandole.protocol.invite import Invite, encode_invite
 from farandole.protocol.manifest import SignedManifest, sign_manifest
 
+from ..grid import Grid
 from ..leash import open_leash
 from ..natlab.kinds import HTTPS_PORT
 from ..natlab.lab import Lab, open_lab
-from .grid import Grid
+from ..section import Section
+from ..setting import setting
 from .nat import gather, run_unless_interrupted
 from .nat_daemon import NatDaemon
 from .process import BenchError
 from .rows import RowsReport
-from .section import Section
-from .setting import setting
 
 # What must hold, in seconds.
 MAX_RELAY_SECONDS: Final = 30.0

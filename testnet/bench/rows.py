@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from rich.console import Console
 
-from .grid import Grid
+from ..grid import Grid
+from ..section import Section, compose
 from .process import BenchError
-from .section import Section, compose
 
 
 class Row(Protocol):

@@ -24,10 +24,10 @@ from rich.console import Console
 
 from farandole.node.store.run_file import manifest_of
 
-from .grid import Grid
+from ..grid import Grid
+from ..section import Section, compose
+from ..setting import setting
 from .process import Worker, open_worker
-from .section import Section, compose
-from .setting import setting
 
 # 25.7 M parameters: a checkpoint of 411 MB.
 MODEL: Final[Mapping[str, int]] = {

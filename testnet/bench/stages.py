@@ -17,10 +17,10 @@ from rich.console import Console
 from farandole.protocol.manifest import ModelConfig
 from farandole.protocol.presets import num_parameters
 
-from .grid import Grid
+from ..grid import Grid
+from ..section import Section, compose
+from ..setting import setting
 from .process import BenchError
-from .section import Section, compose
-from .setting import setting
 from .stages_codecs import MODEL as CODEC_MODEL
 from .stages_codecs import CodecLoss, codec_grid, codec_losses
 from .stages_task import Task

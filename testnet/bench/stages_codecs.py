@@ -31,7 +31,7 @@ from farandole.training.stage_worker import StageWorker
 from farandole.training.stages import build_stage
 from farandole.training.tokenizer import load_tokenizer
 
-from .grid import Grid
+from ..grid import Grid
 from .stages_task import author
 
 CODECS: Final = ("fp32", "bf16", "fp16", "int8")

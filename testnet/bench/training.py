@@ -31,8 +31,8 @@ from ..live import open_view
 from ..process import NodeProcess
 from ..report import Merged
 from ..scenario import Scenario
+from ..setting import setting
 from .plain import PlainLoop, PlainRate
-from .setting import setting
 
 NUM_NODES: Final = 2
 # Dense bf16 with fp32 sums, TFLOP/s, by a part of the name that CUDA gives: NVIDIA's data sheets.

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ..leash import Leash
-from ..links import shape
 from ..namespace import Namespace, Place, held, open_tun
 from .kinds import Kind
 from .router import Router
@@ -180,4 +179,4 @@ def _set_rate(namespace: Namespace, device: str, mbit: float | None) -> None:
     if mbit is None:
         namespace.run(f"tc qdisc del dev {device} root 2>&- || true")
     else:
-        shape(namespace, device, mbit)
+        namespace.shape(device, mbit)

@@ -14,9 +14,9 @@ import pytest
 from farandole.testnet.leash import open_leash
 from farandole.testnet.links import open_links
 from farandole.testnet.namespace import NamespaceError, Place
-from farandole.testnet.scenario import Link
+from farandole.testnet.scenario import LinkSettings
 
-LINK = Link(up_mbit=100, down_mbit=100, delay_ms=5)
+LINK = LinkSettings(up_mbit=100, down_mbit=100, delay_ms=5)
 MBIT = 12.0
 SETTLE_SECONDS = 2.0
 ROOT = Path(__file__).parents[2]

@@ -4,8 +4,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from farandole.testnet.bench.section import Section, SectionError
 from farandole.testnet.compare import choose_methods, run_compare, texts_by_kind
+from farandole.testnet.section import Section, SectionError
 from farandole.training.baselines import methods
 from farandole.training.errors import DataError
 

@@ -10,12 +10,12 @@ import pytest
 from farandole.testnet.leash import open_leash
 from farandole.testnet.links import open_links
 from farandole.testnet.namespace import NamespaceError, Place
-from farandole.testnet.scenario import Link, parse_scenario
+from farandole.testnet.scenario import LinkSettings, parse_scenario
 
 from .play import testnet
 from .transfer import SIZE, measure
 
-LINK = Link(up_mbit=16, down_mbit=40, delay_ms=30)
+LINK = LinkSettings(up_mbit=16, down_mbit=40, delay_ms=30)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from farandole.testnet.bench.environments import obtain_python
 from farandole.testnet.bench.exchange import Report, run_bench
 from farandole.testnet.bench.pair import Averaging
 from farandole.testnet.bench.process import BenchError, open_payload, open_worker, worker_command
-from farandole.testnet.bench.section import Section, SectionError
+from farandole.testnet.section import Section, SectionError
 
 HEADLINES = (
     "bulk_over_raw",

@@ -10,11 +10,11 @@ import pytest
 
 from farandole.testnet.bench.faults import run_faults_bench
 from farandole.testnet.bench.process import BenchError
-from farandole.testnet.bench.section import Section
 from farandole.testnet.growth import Growth
 from farandole.testnet.launch import write_report
 from farandole.testnet.report import FaultReport, Report
 from farandole.testnet.scenario import ScenarioError
+from farandole.testnet.section import Section
 
 from ..reports import PASSED, node
 

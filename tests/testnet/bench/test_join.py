@@ -10,8 +10,8 @@ import pytest
 from farandole.protocol.blocks import BLOCK_BYTES
 from farandole.testnet.bench.join import KILL_CAP_MBIT, run_join_bench
 from farandole.testnet.bench.process import MB
-from farandole.testnet.bench.section import Section
 from farandole.testnet.namespace import NamespaceError, require
+from farandole.testnet.section import Section
 
 
 def test_a_newcomer_joins_from_two_and_from_one_and_loses_little_with_a_donor(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from farandole.testnet.bench.saving import NONE, WAYS, Report, Round, chance_share, rows_of, run_saving_bench
-from farandole.testnet.bench.section import Section
+from farandole.testnet.section import Section
 
 TINY = {"num_layers": 2, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256}
 

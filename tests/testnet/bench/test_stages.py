@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from farandole.testnet.bench.process import BenchError
-from farandole.testnet.bench.section import Section
 from farandole.testnet.bench.stages import Report, run_stages_bench, throughput_grid
 from farandole.testnet.bench.stages_codecs import MODEL, CodecLoss, codec_grid, codec_losses
 from farandole.testnet.bench.stages_task import Task
 from farandole.testnet.bench.stages_torch import bytes_per_token
 from farandole.testnet.bench.stages_turns import Turn, Variant, rate, rows_of, turn_of
+from farandole.testnet.section import Section
 
 TINY = {"num_layers": 2, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256}
 TASK = Task(num_stages=2, steps=2, num_microbatches=4, model=TINY)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import trio
 
+from farandole.testnet.bench.nat_trial import PATHLESS_SECONDS, PATIENCE, ProbeProcess, open_probes
 from farandole.testnet.natlab.home import Home
 from farandole.testnet.natlab.lab import Lab
-from farandole.testnet.natlab.trial import PATHLESS_SECONDS, PATIENCE, ProbeProcess, open_probes
 
 from ..transfer import SIZE, measure
 

@@ -16,9 +16,9 @@ import trio
 
 from ..leash import Leash
 from ..namespace import Place
-from . import kinds
-from .kinds import HTTPS_PORT, Kind, Protocol
-from .probe import TOKEN_BYTES, Address
+from ..natlab import kinds
+from ..natlab.kinds import HTTPS_PORT, Kind, Protocol
+from .nat_probe import TOKEN_BYTES, Address
 
 # A path is there within milliseconds, or after one repetition of TCP's first packet, which takes a second. Where theory
 # knows none we wait no longer than that; where it knows one, for as long as a busy machine may take.
@@ -52,7 +52,7 @@ def expected(near: Kind, far: Kind) -> Reach:
 
 @dataclass
 class ProbeProcess:
-    """A `farandole.testnet.natlab.probe` in a place."""
+    """A `farandole.testnet.bench.nat_probe` in a place."""
 
     process: trio.Process
     _next_port: int = _FIRST_PORT
@@ -113,7 +113,7 @@ async def open_probes(places: Mapping[Name, Place], leash: Leash) -> AsyncIterat
         probes = {}
         try:
             for name, place in places.items():
-                command = [*place.enter, sys.executable, "-m", "farandole.testnet.natlab.probe"]
+                command = [*place.enter, sys.executable, "-m", "farandole.testnet.bench.nat_probe"]
                 process = await trio.lowlevel.open_process(
                     command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
                 )

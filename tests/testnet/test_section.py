@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from farandole.testnet.bench.section import Section, SectionError, compose
-from farandole.testnet.bench.setting import setting
+from farandole.testnet.section import Section, SectionError, compose
+from farandole.testnet.setting import setting
 
 DOCUMENT = """# Figures
 
@@ -105,4 +105,4 @@ def test_figures_come_with_their_command_date_and_machine(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("name", ["compare", "exchange"])
 def test_the_published_figures_have_their_sections(name: str) -> None:
-    Section(Path(__file__).parents[3] / "BENCHMARKS.md", name).check()
+    Section(Path(__file__).parents[2] / "BENCHMARKS.md", name).check()

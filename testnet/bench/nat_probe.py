@@ -1,6 +1,6 @@
 """Plain sockets on one host, told what to do by lines of JSON: what can be reached from here, without libp2p.
 
-    python -m farandole.testnet.natlab.probe
+    python -m farandole.testnet.bench.nat_probe
 
 A request is ``{"id": 1, "do": ...}`` with the fields of `Request`, the answer ``{"id": 1, "result": ...}``; several may
 run at once. ``observe`` takes a local port, and asks a third how it appears outside. ``punch`` then tries for a path
@@ -24,7 +24,7 @@ from typing import Final
 import msgspec
 import trio
 
-from .kinds import Protocol
+from ..natlab.kinds import Protocol
 
 TOKEN_BYTES: Final = 16
 # Between two calls, or two datagrams: a home's router may have dropped the one before, as the other side's came later.
