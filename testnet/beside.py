@@ -9,7 +9,7 @@ import msgspec
 
 from farandole.protocol.errors import FarandoleError
 
-from .report import Beside, Report
+from .report import Beside, PlayReport
 from .scenario import Scenario
 
 
@@ -17,7 +17,7 @@ class CleanReportError(FarandoleError):
     """The report of the clean run cannot be had, or is of another run."""
 
 
-def check_clean(clean: Report, name: str, num_nodes: int) -> None:
+def check_clean(clean: PlayReport, name: str, num_nodes: int) -> None:
     """Raise `CleanReportError` unless it is of a play without faults, of the scenario of this name with so many nodes.
 
     For whoever is about to play that, which takes a while.
@@ -26,7 +26,7 @@ def check_clean(clean: Report, name: str, num_nodes: int) -> None:
         raise CleanReportError("that is no report of the same scenario without faults (--clean)")
 
 
-def compare(report: Report, clean: Report) -> Beside:
+def compare(report: PlayReport, clean: PlayReport) -> Beside:
     """The two figures; `CleanReportError` if one of the plays trained nothing, or they are not of one kind."""
     check_clean(clean, report.name, len(report.nodes))
     if not clean.tokens_per_given_second or report.tokens_per_given_second is None:
@@ -46,13 +46,13 @@ def compare(report: Report, clean: Report) -> Beside:
     )
 
 
-def _throughput(report: Report, indices: Collection[int]) -> float | None:
+def _throughput(report: PlayReport, indices: Collection[int]) -> float | None:
     nodes = [node for node in report.nodes if node.index in indices]
     given = sum(node.given_seconds for node in nodes)
     return sum(node.tokens for node in nodes) / given if given else None
 
 
-def judged(report: Report, clean: Report, scenario: Scenario) -> Report:
+def judged(report: PlayReport, clean: PlayReport, scenario: Scenario) -> PlayReport:
     """The report with the comparison, and with its reasons against a pass. Raises as `compare`."""
     beside = compare(report, clean)
     reasons = [*report.reasons]
@@ -73,10 +73,10 @@ def judged(report: Report, clean: Report, scenario: Scenario) -> Report:
     return msgspec.structs.replace(report, beside=beside, reasons=reasons, verdict=verdict)
 
 
-def load_report(path: Path) -> Report:
+def load_report(path: Path) -> PlayReport:
     """A play's ``report.json``, or the folder in which it is; raises `CleanReportError`."""
     path = path / "report.json" if path.is_dir() else path
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Report)
+        return msgspec.json.decode(path.read_bytes(), type=PlayReport)
     except (OSError, msgspec.MsgspecError) as error:
         raise CleanReportError(f"cannot read the report {path}: {error}") from error

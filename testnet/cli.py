@@ -19,7 +19,7 @@ from farandole.node.cli import app, run_app_and_exit
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from .report import Report
+    from .report import PlayReport
 
 Write = Annotated[
     Path | None, typer.Option("--write", metavar="DOCUMENT", help="Markdown file whose section gets the figures.")
@@ -121,7 +121,7 @@ def run_testnet(
     raise typer.Exit(Exit.OK if report.verdict == "pass" else Exit.VERDICT_FAILED)
 
 
-def _draw(report: Report, folder: Path, console: Console) -> None:
+def _draw(report: PlayReport, folder: Path, console: Console) -> None:
     try:
         from .plot import plot_losses
     except ImportError:
@@ -130,7 +130,7 @@ def _draw(report: Report, folder: Path, console: Console) -> None:
     plot_losses(report, folder / "loss.png")
 
 
-def _print_verdict(report: Report, folder: Path, console: Console) -> None:
+def _print_verdict(report: PlayReport, folder: Path, console: Console) -> None:
     from farandole.node.base.figures import count, duration, loss
 
     from .link_table import link_table
@@ -171,7 +171,7 @@ def _print_verdict(report: Report, folder: Path, console: Console) -> None:
     say(f"{folder / 'report.json'}, {folder / 'loss.png'}", markup=False)
 
 
-def _print_faults(report: Report, console: Console) -> None:
+def _print_faults(report: PlayReport, console: Console) -> None:
     from .fault_table import fault_lines, throughput_lines
 
     for line in (*fault_lines(report), *throughput_lines(report)):

@@ -6,10 +6,10 @@ from collections import defaultdict
 
 from farandole.node.base.figures import count, duration
 
-from .report import FaultReport, Report
+from .report import FaultReport, PlayReport
 
 
-def fault_lines(report: Report) -> list[str]:
+def fault_lines(report: PlayReport) -> list[str]:
     """One line a fault."""
     return [_line(fault) for fault in report.faults]
 
@@ -28,7 +28,7 @@ def _line(fault: FaultReport) -> str:
     )
 
 
-def throughput_lines(report: Report) -> list[str]:
+def throughput_lines(report: PlayReport) -> list[str]:
     """Where the nodes' time went, and what was made of the part that was theirs."""
     seconds: defaultdict[str, float] = defaultdict(float)
     for node in report.nodes:

@@ -39,7 +39,7 @@ from .natlab.home import Home
 from .places import Lodging, open_lodgings
 from .process import NODE_COMMAND, NodeProcess
 from .record import NodeRecord
-from .report import Merged, NodeReport, Report, is_state_equal, make_report, node_report
+from .report import Merged, NodeReport, PlayReport, is_state_equal, make_report, node_report
 from .scenario import Scenario
 from .vacancies import Vacancies
 
@@ -64,7 +64,7 @@ class TestnetError(FarandoleError):
     __test__ = False  # not a test, whatever pytest makes of the name
 
 
-class View(Protocol):
+class PlayView(Protocol):
     """Where a person watches."""
 
     def say(self, text: str) -> None:
@@ -89,7 +89,7 @@ class Testnet:
 
     scenario: Scenario
     out: Path
-    view: View
+    view: PlayView
     command: Sequence[str] = NODE_COMMAND
     measure: Measure = measure_with_torch
     is_interrupted: bool = False
@@ -107,7 +107,7 @@ class Testnet:
     _stage: trio.CancelScope = field(default_factory=trio.CancelScope)
     """What Ctrl-C ends: the training, or the measuring after it."""
 
-    async def play(self) -> Report:
+    async def play(self) -> PlayReport:
         """Ctrl-C ends it early, in good order and with a report; a second one kills the nodes.
 
         Raises `TestnetError` if the folder cannot be used, `NamespaceError` if its networks cannot be made here,
@@ -376,6 +376,6 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def write_report(report: Report, out: Path) -> None:
+def write_report(report: PlayReport, out: Path) -> None:
     """``report.json``."""
     (out / REPORT_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from .leash import Leash
-from .namespace import Place, held, open_namespace, open_tun, require
+from .namespace import Location, held, open_namespace, open_tun, require
 from .scenario import LinkSettings
 
 _NETWORK: Final = "10.77.0"
@@ -16,7 +16,7 @@ _DEVICE: Final = "link"
 
 
 @contextlib.contextmanager
-def open_links(link: LinkSettings, count: int, leash: Leash) -> Iterator[list[Place]]:
+def open_links(link: LinkSettings, count: int, leash: Leash) -> Iterator[list[Location]]:
     """Places for so many nodes. Raises `NamespaceError`."""
     require()
     with contextlib.ExitStack() as stack:
@@ -27,7 +27,7 @@ def open_links(link: LinkSettings, count: int, leash: Leash) -> Iterator[list[Pl
             ports.append((ip, stack.enter_context(open_tun(namespace, _DEVICE))))
             namespace.run(f"ip address add {ip}/24 dev {_DEVICE}")
             namespace.shape(_DEVICE, link.up_mbit)
-            places.append(Place(ip, enter=namespace.enter))
+            places.append(Location(ip, enter=namespace.enter))
         down, delay = link.down_mbit * 1e6 / 8, link.delay_ms / 1e3
         forwarder = [sys.executable, "-m", "farandole.testnet.link_forwarder", str(down), str(delay)]
         forwarder += [f"{ip}={descriptor}" for ip, descriptor in ports]

@@ -52,7 +52,7 @@ class CommandError(FarandoleError):
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Where a node runs."""
 
     ip: str = "127.0.0.1"

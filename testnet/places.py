@@ -9,7 +9,7 @@ from typing import Final
 
 from .leash import Leash
 from .links import open_links
-from .namespace import Place
+from .namespace import Location
 from .natlab.home import Home
 from .natlab.kinds import HTTPS_PORT, Filtering
 from .natlab.lab import Lab, open_lab
@@ -23,7 +23,7 @@ _ANY_IP: Final = "0.0.0.0"
 class Lodging:
     """One node's place, and the home that it is in, if it is in one."""
 
-    place: Place
+    place: Location
     home: Home | None = None
 
 
@@ -37,7 +37,7 @@ def open_lodgings(played: Scenario, leash: Leash) -> Iterator[list[Lodging]]:
         with open_lab(leash) as lab:
             yield [_lodge(lab, played.home[index % len(played.home)]) for index in range(played.nodes)]
     else:
-        yield [Lodging(Place())] * played.nodes
+        yield [Lodging(Location())] * played.nodes
 
 
 def _lodge(lab: Lab, settings: HomeSettings) -> Lodging:
@@ -47,4 +47,4 @@ def _lodge(lab: Lab, settings: HomeSettings) -> Lodging:
     home.set_loss(settings.loss)
     # Who may call nothing but HTTPS must be able to call those who can be called.
     port = HTTPS_PORT if home.kind.filtering is Filtering.NONE else None
-    return Lodging(Place(_ANY_IP, port, home.host.enter), home)
+    return Lodging(Location(_ANY_IP, port, home.host.enter), home)

@@ -7,12 +7,12 @@ from pathlib import Path
 import matplotlib
 import matplotlib.figure
 
-from .report import Report
+from .report import PlayReport
 
 matplotlib.use("Agg")
 
 
-def plot_losses(report: Report, path: Path) -> None:
+def plot_losses(report: PlayReport, path: Path) -> None:
     """Write the picture."""
     figure = matplotlib.figure.Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()

@@ -131,7 +131,7 @@ class Beside(msgspec.Struct, frozen=True):
     """This run's spread over the clean one's."""
 
 
-class Report(msgspec.Struct, frozen=True):
+class PlayReport(msgspec.Struct, frozen=True):
     """The whole."""
 
     name: str
@@ -247,11 +247,11 @@ def make_report(
     events: Sequence[str],
     problems: Sequence[str] = (),
     outages: Sequence[Outage] = (),
-) -> Report:
+) -> PlayReport:
     """Sum up and judge; ``problems`` are reasons against a pass that the nodes' figures do not show."""
     reasons = [*problems, *_reasons(scenario, nodes, merged), *_heal_problems(scenario, outages)]
     tokens = sum(node.tokens for node in nodes)
-    return Report(
+    return PlayReport(
         name=str(scenario.run.get("name", "")),
         run_id=run_id.hex(),
         verdict="fail" if reasons else "pass",

@@ -42,7 +42,7 @@ from farandole.protocol.pairing_events import (
     UseFragment,
 )
 
-from .simulation import Network, Simulation, Timer
+from .simulation import Network, SimulatedTimer, Simulation
 
 # The outer step, between an exchange's end and the next round.
 OUTER_STEP_SECONDS = 0.2
@@ -73,7 +73,7 @@ class PairingScenario:
 
 
 @dataclass
-class Report:
+class PairingReport:
     """What came of it."""
 
     rounds: int = 0
@@ -115,7 +115,7 @@ def chi_square(pairs: Counter[frozenset[bytes]], num_nodes: int) -> float:
     return (statistic - freedom) / math.sqrt(2 * freedom)
 
 
-def simulate(scenario: PairingScenario, seed: int) -> Report:
+def simulate(scenario: PairingScenario, seed: int) -> PairingReport:
     """Run a scenario; equal seeds give equal reports."""
     return _World(scenario, seed).run()
 
@@ -126,13 +126,13 @@ class _World:
         self.simulation = Simulation(seed)
         self.rng = random.Random(f"pairing {seed}")
         self.network = Network(self.simulation, latency=scenario.latency, ordered=True)
-        self.report = Report()
+        self.report = PairingReport()
         self.nodes: dict[bytes, _Node] = {}
         self.beliefs: dict[bytes, dict[bytes, bool]] = {}
         self.fragments: dict[bytes, set[int]] = {}
         self.waits: list[float] = []
 
-    def run(self) -> Report:
+    def run(self) -> PairingReport:
         scenario, simulation = self.scenario, self.simulation
         for index in range(scenario.num_nodes):
             simulation.call_at(self.rng.uniform(0, scenario.start_spread), self.join(index).start_round)
@@ -183,7 +183,7 @@ class _World:
         for name, other in ((source, destination), (destination, source)):
             self.simulation.call_after(BREAK_SECONDS, partial(self.nodes[name].lose, other))
 
-    def summary(self) -> Report:
+    def summary(self) -> PairingReport:
         report = self.report
         nodes = list(self.nodes.values())
         lived = sum(node.started_at - node.born_at for node in nodes)
@@ -246,8 +246,8 @@ class _Node:
         """Of the round before the one whose inner steps run: only where rounds overlap."""
         self._steps_ended_at: float | None = None
         """And so they have to wait."""
-        self._timer: Timer | None = None
-        self._steps_end: Timer | None = None
+        self._timer: SimulatedTimer | None = None
+        self._steps_end: SimulatedTimer | None = None
 
     @property
     def now(self) -> float:

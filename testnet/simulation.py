@@ -37,7 +37,7 @@ UNIX_EPOCH = 1_750_000_000.0
 
 
 @dataclass(order=True, slots=True)
-class Timer:
+class SimulatedTimer:
     """One call that is to happen; ordered by time, then by the order in which it was asked for."""
 
     at: float
@@ -56,18 +56,18 @@ class Simulation:
         self.seed = seed
         self.now = 0.0
         self.rng = random.Random(seed)
-        self._queue: list[Timer] = []
+        self._queue: list[SimulatedTimer] = []
         self._sequence = 0
         self._trace = hashlib.sha256()
 
-    def call_at(self, at: float, call: Callable[[], object]) -> Timer:
+    def call_at(self, at: float, call: Callable[[], object]) -> SimulatedTimer:
         """Call at virtual second ``at``, or at once (after what is due already) if that is past."""
-        timer = Timer(max(at, self.now), self._sequence, call)
+        timer = SimulatedTimer(max(at, self.now), self._sequence, call)
         self._sequence += 1
         heapq.heappush(self._queue, timer)
         return timer
 
-    def call_after(self, delay: float, call: Callable[[], object]) -> Timer:
+    def call_after(self, delay: float, call: Callable[[], object]) -> SimulatedTimer:
         """Call ``delay`` virtual seconds from now."""
         return self.call_at(self.now + delay, call)
 

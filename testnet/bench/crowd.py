@@ -188,7 +188,7 @@ class NoStore:
         """Nowhere."""
 
 
-class Neighbour:
+class CrowdNeighbour:
     """A member that is a host, connected to the node."""
 
     def __init__(self, host: Host, messenger: Messenger, extra: Extra, state: RunState, rng: random.Random) -> None:
@@ -218,7 +218,7 @@ async def run_crowd(address: str, run_id: bytes, creator: bytes, num_members: in
             host = await stack.enter_async_context(open_host(extra.key, ["/ip4/127.0.0.1/tcp/0"]))
             messenger = await stack.enter_async_context(open_messenger(host))
             state = RunState(run_id, creator, checker=checker)
-            neighbours.append(Neighbour(host, messenger, extra, state, random.Random(rng.random())))
+            neighbours.append(CrowdNeighbour(host, messenger, extra, state, random.Random(rng.random())))
         async with trio.open_nursery() as nursery:
             for neighbour in neighbours:
                 await nursery.start(neighbour.gossip.run)
@@ -229,7 +229,7 @@ async def run_crowd(address: str, run_id: bytes, creator: bytes, num_members: in
                 await spread(neighbours, node, crowd.due(TICK_SECONDS), rng)
 
 
-async def spread(neighbours: list[Neighbour], node: bytes, entries: list[Entry], rng: random.Random) -> None:
+async def spread(neighbours: list[CrowdNeighbour], node: bytes, entries: list[Entry], rng: random.Random) -> None:
     """All neighbours hear of the entries, and as many of them as a node has chosen tell it."""
     told_by = rng.sample(neighbours, min(NUM_CHOSEN, len(neighbours)))
     for batch in batches_of(entries):

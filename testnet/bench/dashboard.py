@@ -68,7 +68,7 @@ EventSource.prototype.addEventListener = function (kind, listener) {
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PageCost:
     """What was measured of the page, or of the daemon."""
 
     name: str
@@ -106,7 +106,7 @@ class Row:
 
 
 @dataclass(slots=True)
-class Report(RowsReport[Row]):
+class Report(RowsReport[PageCost]):
     """What was measured."""
 
     num_members: int = 0
@@ -172,13 +172,13 @@ def measure(folder: Path, num_members: int, seconds: float, say: Say) -> Report:
                 ]
     rows = [
         *_sum_up(seen),
-        Row("the daemon, with the page open", 0, "", share=share_with),
-        Row("the daemon, without a page", 0, "", share=share_without, is_judged=False),
+        PageCost("the daemon, with the page open", 0, "", share=share_with),
+        PageCost("the daemon, without a page", 0, "", share=share_without, is_judged=False),
     ]
     return Report(of_when, rows, num_members, seconds, *sizes)
 
 
-def _sum_up(seen: Sequence[tuple[str, float, float]]) -> list[Row]:
+def _sum_up(seen: Sequence[tuple[str, float, float]]) -> list[PageCost]:
     kinds = sorted({kind for kind, _, _ in seen} - {"error"})
     if kinds != ["members", "overview"]:
         raise BenchError(f"the page was told of {kinds or 'nothing'} only")
@@ -187,7 +187,7 @@ def _sum_up(seen: Sequence[tuple[str, float, float]]) -> list[Row]:
         times = [(script, frame) for each, script, frame in seen if each == kind]
         script, frame = (statistics.median(each) for each in zip(*times, strict=True))
         words = f"{script:.1f} ms in its script, {frame:.1f} ms to lay out and paint"
-        rows.append(Row(f"the page, told of {kind}", len(times), words, max(map(sum, times))))
+        rows.append(PageCost(f"the page, told of {kind}", len(times), words, max(map(sum, times))))
     return rows
 
 

@@ -18,7 +18,7 @@ from ..beside import judged, load_report
 from ..grid import Grid
 from ..launch import REPORT_NAME, Testnet, write_report
 from ..live import open_view
-from ..report import Report as Play
+from ..report import PlayReport
 from ..report import ideal_exchange_seconds
 from ..scenario import Scenario, ScenarioError, load_scenario
 from ..section import Section
@@ -39,7 +39,7 @@ HEADER: Final = ("what befalls them", "what is measured", "measured", "limit")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class FaultFigure:
     """One figure of one scenario, and what it may be."""
 
     scenario: str
@@ -53,15 +53,15 @@ class Row:
 
 
 @dataclass(slots=True)
-class Report(RowsReport[Row]):
+class Report(RowsReport[FaultFigure]):
     """What was measured."""
 
     reasons: list[str] = field(default_factory=list)
     """Why a play is no pass."""
 
-    def add(self, name: str, play: Play, scenario: Scenario) -> None:
+    def add(self, name: str, play: PlayReport, scenario: Scenario) -> None:
         """The figures of a play that is over and judged."""
-        self.rows += [Row(name, *cells) for cells in _figures(play, scenario)]
+        self.rows += [FaultFigure(name, *cells) for cells in _figures(play, scenario)]
         self.reasons += [f"{name}: {reason}" for reason in play.reasons]
 
     @property
@@ -80,7 +80,7 @@ class Report(RowsReport[Row]):
 
 
 def run_faults_bench(out: Path, names: Sequence[str] = (), section: Section | None = None) -> Report:
-    """Play what has no report yet, and print; ``out`` gets a folder a scenario, faults.json, faults.md.
+    """PlayReport what has no report yet, and print; ``out`` gets a folder a scenario, faults.json, faults.md.
 
     Raises `BenchError` if a play is no pass, `SectionError`, `ScenarioError`; `KeyboardInterrupt` after a play that the
     user has ended, which is not kept.
@@ -102,7 +102,7 @@ def run_faults_bench(out: Path, names: Sequence[str] = (), section: Section | No
     return report
 
 
-def _play(name: str, folder: Path, console: Console, *, clean: bool) -> Play:
+def _play(name: str, folder: Path, console: Console, *, clean: bool) -> PlayReport:
     if (folder / REPORT_NAME).exists():
         console.print(f"{name}: {folder / REPORT_NAME} is there already", markup=False, highlight=False)
         return load_report(folder)
@@ -115,7 +115,7 @@ def _play(name: str, folder: Path, console: Console, *, clean: bool) -> Play:
     return play
 
 
-def _figures(play: Play, scenario: Scenario) -> Iterator[tuple[str, str, str]]:
+def _figures(play: PlayReport, scenario: Scenario) -> Iterator[tuple[str, str, str]]:
     """What, measured, limit: of all that the scenario sets a limit to."""
     wedged = sum(node.wedged for node in play.nodes)
     verdict = f"{play.verdict} in {play.seconds / 60:.1f} min, {wedged} wedged"
@@ -136,7 +136,7 @@ def _figures(play: Play, scenario: Scenario) -> Iterator[tuple[str, str, str]]:
         yield from _growth(play, scenario.max_growth)
 
 
-def _beside(play: Play, scenario: Scenario) -> Iterator[tuple[str, str, str]]:
+def _beside(play: PlayReport, scenario: Scenario) -> Iterator[tuple[str, str, str]]:
     beside = play.beside
     assert beside is not None
     if scenario.min_throughput:
@@ -151,7 +151,7 @@ def _beside(play: Play, scenario: Scenario) -> Iterator[tuple[str, str, str]]:
         yield "spread of the weights, of clean", f"{beside.spread:.2f}", f"{scenario.max_spread_over_clean:g}"
 
 
-def _growth(play: Play, most: float) -> Iterator[tuple[str, str, str]]:
+def _growth(play: PlayReport, most: float) -> Iterator[tuple[str, str, str]]:
     growths = [growth for node in play.nodes for growth in node.growths]
     if not growths:
         return

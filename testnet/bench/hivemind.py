@@ -25,7 +25,7 @@ STEP_TIMEOUT = 60.0
 POLL_INTERVAL = 0.001  # a step's stage can only be looked at
 
 
-class Peer:
+class HivemindPeer:
     """Holds the ``index``-th of two vectors and averages it with the other peer's."""
 
     def __init__(self, vector: Callable[[int, int], np.ndarray[Any, np.dtype[np.float32]]]) -> None:

@@ -22,7 +22,7 @@ from ..grid import Grid
 from ..section import Section
 from ..setting import setting
 from .hostile_attacks import ATTACKS, RAW
-from .process import Say, Worker, open_worker
+from .process import BenchWorker, Say, open_worker
 from .rows import RowsReport
 
 # What must hold.
@@ -53,7 +53,7 @@ class Flood:
 
 
 @dataclass(slots=True)
-class Row:
+class FloodResult:
     """What was seen in one part."""
 
     name: str
@@ -97,7 +97,7 @@ def floods(silent: int, garbage: int, per_second: float) -> list[Flood]:
 
 
 @dataclass(slots=True)
-class Report(RowsReport[Row]):
+class Report(RowsReport[FloodResult]):
     """What was measured so far."""
 
     def grid(self) -> Grid:
@@ -140,12 +140,12 @@ class Report(RowsReport[Row]):
 class _Stage:
     """The three processes."""
 
-    node: Worker
-    attackers: Worker
-    dialler: Worker
+    node: BenchWorker
+    attackers: BenchWorker
+    dialler: BenchWorker
     address: str
 
-    def play(self, flood: Flood, say: Say) -> Row:
+    def play(self, flood: Flood, say: Say) -> FloodResult:
         """One flood."""
         looks = [self.node.ask("figures")]
         dials: list[float] = []
@@ -174,7 +174,7 @@ class _Stage:
             row.dial_p50, row.dial_max = statistics.median(dials), max(dials)
         return row
 
-    def cycle(self, number: int, say: Say) -> Row:
+    def cycle(self, number: int, say: Say) -> FloodResult:
         """Connections of one peer, from one address, that come and go."""
         say(f"{number} connections come and go")
         self.dialler.ask("cycle", address=self.address, number=WARM_UP_CYCLES)
@@ -189,7 +189,7 @@ class _Stage:
             say(f"{num_done} of {number} connections have come and gone")
         return self._row("one peer comes and goes", number, seconds, looks)
 
-    def _row(self, name: str, number: int, seconds: float, looks: list[dict[str, Any]]) -> Row:
+    def _row(self, name: str, number: int, seconds: float, looks: list[dict[str, Any]]) -> FloodResult:
         time.sleep(SETTLE_SECONDS)
         looks.append(self.node.ask("figures"))
         first, last = looks[0], looks[-1]
@@ -198,7 +198,7 @@ class _Stage:
         def course(what: str) -> tuple[int, int, int]:
             return first[what], max(look[what] for look in looks), last[what]
 
-        return Row(
+        return FloodResult(
             name=name,
             number=number,
             seconds=seconds,
@@ -210,7 +210,7 @@ class _Stage:
         )
 
 
-def measure(plans: Sequence[Flood], cycles: int, log: Path, say: Say) -> list[Row]:
+def measure(plans: Sequence[Flood], cycles: int, log: Path, say: Say) -> list[FloodResult]:
     """Each part against a fresh node, since what one leaves would hide what the next costs."""
     rows = []
     for plan in (*plans, None):

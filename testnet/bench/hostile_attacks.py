@@ -41,7 +41,7 @@ class TargetError(FarandoleError):
     """Attacks are for ports on loopback."""
 
 
-class Target:
+class AttackTarget:
     """A port on loopback, and the key of the node that listens there."""
 
     def __init__(self, port: int, peer: bytes) -> None:
@@ -50,7 +50,7 @@ class Target:
 
 
 @contextlib.asynccontextmanager
-async def connected(target: Target, source: str) -> AsyncIterator[trio.SocketStream]:
+async def connected(target: AttackTarget, source: str) -> AsyncIterator[trio.SocketStream]:
     """A TCP connection from an address of 127.0.0.0/8; `TargetError` for any other."""
     if not ipaddress.ip_address(source).is_loopback:
         raise TargetError(f"{source} is not on loopback")
@@ -223,7 +223,9 @@ AUTHENTICATED: Final[dict[str, Authenticated]] = {
 ATTACKS: Final = (*RAW, *AUTHENTICATED)
 
 
-async def attack(name: str, target: Target, source: str, rng: random.Random, seconds: float = MAX_SECONDS) -> None:
+async def attack(
+    name: str, target: AttackTarget, source: str, rng: random.Random, seconds: float = MAX_SECONDS
+) -> None:
     """Make one connection and misbehave, until the other end closes it or the time is over.
 
     Raises `TargetError` if the source is not on loopback.
@@ -238,7 +240,7 @@ async def attack(name: str, target: Target, source: str, rng: random.Random, sec
                     await AUTHENTICATED[name](await authenticate(stream, target), rng)
 
 
-async def authenticate(stream: trio.SocketStream, target: Target) -> ISecureConn:
+async def authenticate(stream: trio.SocketStream, target: AttackTarget) -> ISecureConn:
     """By a key of this moment, up to where yamux begins."""
     upgrader = make_upgrader(Ed25519PrivateKey.generate())
     socket = Socket(stream)

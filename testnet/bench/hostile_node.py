@@ -27,7 +27,7 @@ from farandole.node.mesh.host import Host, open_host
 from farandole.node.mesh.libp2p_stream import Stream
 from farandole.protocol.identity import public_key_of
 
-from .hostile_attacks import Target, attack
+from .hostile_attacks import AttackTarget, attack
 from .meter import resident_mb
 from .requests import handle_request, read_requests, send_answer
 
@@ -54,7 +54,7 @@ class LineCounter(logging.Handler):
         self.lines[f"{record.name}: {record.msg}"] += 1
 
 
-class Node:
+class AttackedNode:
     """What is attacked: a host with one protocol, whose log is at the daemon's level."""
 
     def __init__(self, host: Host) -> None:
@@ -100,7 +100,7 @@ class Attackers:
 
         A connection starts when it is due; not while `MAX_AT_ONCE` are open, so the rate is at most that asked for.
         """
-        target = Target(port, public_key_of(peer))
+        target = AttackTarget(port, public_key_of(peer))
         rng = random.Random(0)
         limit = trio.CapacityLimiter(MAX_AT_ONCE)
         started_at = trio.current_time()
@@ -131,7 +131,7 @@ def _source(index: int, sources: int) -> str:
     return f"127.7.{index // 250}.{1 + index % 250}"
 
 
-class Dialler:
+class HonestDialler:
     """An honest peer."""
 
     async def dial(self, address: str, seconds: float, interval: float) -> dict[str, Any]:
@@ -172,9 +172,9 @@ async def open_kind(kind: str) -> AsyncIterator[object]:
     """What answers the requests."""
     if kind == "node":
         async with open_host(Ed25519PrivateKey.generate(), [LOOPBACK]) as host:
-            yield Node(host)
+            yield AttackedNode(host)
     else:
-        yield {"attackers": Attackers, "dialler": Dialler}[kind]()
+        yield {"attackers": Attackers, "dialler": HonestDialler}[kind]()
 
 
 async def serve(kind: str, control: trio.SocketStream) -> None:

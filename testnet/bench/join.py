@@ -36,14 +36,14 @@ from farandole.protocol.identity import public_bytes
 from ..grid import Grid
 from ..leash import open_leash
 from ..links import open_links
-from ..namespace import NamespaceError, Place
+from ..namespace import Location, NamespaceError
 from ..scenario import LinkSettings
 from ..section import Section, compose
 from ..setting import setting
 from .environments import obtain_python
 from .join_node import RUN_ID
 from .pair import open_peers
-from .process import MB, BenchError, Say, Worker, elapsed, open_worker
+from .process import MB, BenchError, BenchWorker, Say, elapsed, open_worker
 
 SIZE_MB: Final = 100
 # Of the newcomer whose donor is killed: slow enough for the half to be seen.
@@ -149,8 +149,8 @@ def check_fetched(path: Path, source: Path) -> None:
 class Nodes:
     """A newcomer and two donors."""
 
-    newcomer: Worker
-    donors: list[Worker]
+    newcomer: BenchWorker
+    donors: list[BenchWorker]
     addresses: list[str]
     pids: list[int]
     source: Path
@@ -167,7 +167,7 @@ class Nodes:
 
 
 @contextlib.contextmanager
-def open_nodes(source: Path, log: Path, places: Sequence[Place]) -> Iterator[Nodes]:
+def open_nodes(source: Path, log: Path, places: Sequence[Location]) -> Iterator[Nodes]:
     """The newcomer in the first place."""
     command = [sys.executable, "-m", "farandole.testnet.bench.join_node"]
     with contextlib.ExitStack() as stack:
@@ -229,7 +229,7 @@ def run_join_bench(
 def _measure_loopback(report: Report, source: Path, log: Path, repeats: int, cache: Path | None, say: Say) -> None:
     done: dict[str, list[float]] = {}
     with contextlib.ExitStack() as stack:
-        nodes = stack.enter_context(open_nodes(source, log, [Place()] * 3))
+        nodes = stack.enter_context(open_nodes(source, log, [Location()] * 3))
         contenders: dict[str, Callable[[], float]] = {
             "two_donors_s": lambda: elapsed([nodes.fetch(2)]),
             "one_donor_s": lambda: elapsed([nodes.fetch(1)]),
@@ -261,7 +261,7 @@ def _measure_loopback(report: Report, source: Path, log: Path, repeats: int, cac
 
 def _measure_kill(report: Report, source: Path, log: Path, say: Say) -> None:
     say("a donor is killed at half")
-    with open_nodes(source, log, [Place()] * 3) as nodes:
+    with open_nodes(source, log, [Location()] * 3) as nodes:
         answer = nodes.fetch(2, cap_mbit=KILL_CAP_MBIT, kill=nodes.pids[0])
         if not answer["killed"]:
             raise BenchError("the donor was not killed: it was all over before")

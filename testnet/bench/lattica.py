@@ -39,7 +39,7 @@ class Mailbox(ConnectionHandler):
         return len(data)
 
 
-class Peer:
+class LatticaPeer:
     """Holds the ``index``-th of two vectors and averages it with the other peer's."""
 
     def __init__(self, vector: Callable[[int, int], np.ndarray[Any, np.dtype[np.float32]]]) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Final
 from farandole.node.base.control import call
 
 from .meter import percentiles
-from .process import MB, Say, Worker, elapsed, greatest_of, open_payload, open_worker, worker_command
+from .process import MB, BenchWorker, Say, elapsed, greatest_of, open_payload, open_worker, worker_command
 
 # Between two questions for the status: often enough for a 99th percentile, seldom enough not to be a load.
 STATUS_INTERVAL: Final = 0.02
@@ -92,7 +92,7 @@ def measure_loop_lag(moved_mb: int, repeats: int, log: Path, say: Say) -> LoopLa
 
 
 def _ask_watching(
-    nodes: Sequence[Worker], home: str, do: str, **request: Any
+    nodes: Sequence[BenchWorker], home: str, do: str, **request: Any
 ) -> tuple[list[dict[str, Any]], list[float]]:
     """Both nodes' answers; and how long each status took meanwhile, in milliseconds (at least two)."""
     waits: list[float] = []

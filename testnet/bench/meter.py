@@ -18,7 +18,7 @@ NAP: Final = 0.001
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-class Meter:
+class UsageMeter:
     """Measures blocks. Memory is counted beyond what the process had at the first, when all its payload was mapped."""
 
     def __init__(self, payload: list[memoryview]) -> None:

@@ -29,7 +29,7 @@ from farandole.protocol.errors import FarandoleError
 
 from ..grid import Grid
 from ..leash import Leash, open_leash
-from ..namespace import Place
+from ..namespace import Location
 from ..natlab.kinds import HTTPS_PORT, KINDS, can_connect, can_punch_tcp, kind_named
 from ..natlab.lab import Lab, open_lab
 from ..section import Section
@@ -76,7 +76,7 @@ def theory_of(pair: Pair) -> str:
 
 
 @dataclass(slots=True)
-class Row:
+class PairResult:
     """What was seen of one pair. Seconds are from when both began to join, and of the later of the two."""
 
     near: str
@@ -131,7 +131,7 @@ def _seconds(value: float | None) -> str:
 
 
 @dataclass(slots=True)
-class Report(RowsReport[Row]):
+class Report(RowsReport[PairResult]):
     """What was measured so far."""
 
     def grid(self) -> Grid:
@@ -155,7 +155,7 @@ class Report(RowsReport[Row]):
 
 
 @dataclass
-class Peer:
+class NatPeer:
     """A `farandole.testnet.bench.nat_node` in a place; made by `open_peer`."""
 
     name: str
@@ -187,7 +187,7 @@ class Peer:
 
 
 @contextlib.asynccontextmanager
-async def open_peer(name: str, place: Place, leash: Leash, log: Path) -> AsyncIterator[Peer]:
+async def open_peer(name: str, place: Location, leash: Leash, log: Path) -> AsyncIterator[NatPeer]:
     """For as long as the block runs; then it is killed."""
     near, far = socket.socketpair()
     with far, log.open("wb") as output:
@@ -203,7 +203,7 @@ async def open_peer(name: str, place: Place, leash: Leash, log: Path) -> AsyncIt
     control = trio.SocketStream(trio.socket.from_stdlib_socket(near))
     try:
         async with contextlib.aclosing(read_requests(control)) as answers:
-            yield Peer(name, log, control, answers)
+            yield NatPeer(name, log, control, answers)
     finally:
         with trio.CancelScope(shield=True):  # killed processes keep nobody waiting
             process.kill()
@@ -245,13 +245,13 @@ class NatBench:
     """A folder for the log of each process."""
     say: Callable[[str], None] = lambda text: None
     """Told what is being done."""
-    tell: Callable[[Row], None] = lambda row: None
+    tell: Callable[[PairResult], None] = lambda row: None
     """Told of each pair that is done."""
     _building: trio.Lock = field(default_factory=trio.Lock)
 
-    async def measure(self, pairs: Sequence[Pair], at_once: int) -> list[Row]:
+    async def measure(self, pairs: Sequence[Pair], at_once: int) -> list[PairResult]:
         """A row each, in order. Raises `BenchError` if the run's public members do not come about."""
-        rows: dict[int, Row] = {}
+        rows: dict[int, PairResult] = {}
         waiting = iter(enumerate(pairs))
         under_way: list[str] = []
 
@@ -284,16 +284,16 @@ class NatBench:
             yield run, invite
 
     @contextlib.asynccontextmanager
-    async def _open_in(self, kind: str, name: str) -> AsyncIterator[Peer]:
+    async def _open_in(self, kind: str, name: str) -> AsyncIterator[NatPeer]:
         """A process in a home of its own."""
         async with self._building:  # the lab counts its homes
             home = await trio.to_thread.run_sync(self.lab.add_home, kind)
         async with open_peer(name, home.host, self.lab.leash, self.logs / f"{name}.log") as peer:
             yield peer
 
-    async def _try(self, pair: Pair, run: str, invite: dict[str, list[str]]) -> Row:
+    async def _try(self, pair: Pair, run: str, invite: dict[str, list[str]]) -> PairResult:
         near, far = pair
-        row = Row(near, far, theory_of(pair))
+        row = PairResult(near, far, theory_of(pair))
         stem = f"{near}-{far}"
         try:
             async with self._open_in(near, f"{stem}-near") as one, self._open_in(far, f"{stem}-far") as other:
@@ -303,7 +303,7 @@ class NatBench:
         return row
 
 
-async def _play(row: Row, peers: tuple[Peer, Peer], run: str, invite: dict[str, list[str]]) -> None:
+async def _play(row: PairResult, peers: tuple[NatPeer, NatPeer], run: str, invite: dict[str, list[str]]) -> None:
     await gather(*(partial(peer.join, run, invite) for peer in peers))
     one, other = peers
     direct = WAYLESS_PATIENCE if row.theory == RELAYED else DIRECT_PATIENCE
@@ -323,7 +323,7 @@ async def _play(row: Row, peers: tuple[Peer, Peer], run: str, invite: dict[str, 
     await gather(*(partial(peer.ask, "leave") for peer in peers))
 
 
-async def _ask_both(peers: tuple[Peer, Peer], do: str, **request: object) -> list[dict[str, Any]]:
+async def _ask_both(peers: tuple[NatPeer, NatPeer], do: str, **request: object) -> list[dict[str, Any]]:
     """Each about the other."""
     return await gather(
         *(partial(peer.ask, do, peer=partner.peer, **request) for peer, partner in zip(peers, peers[::-1], strict=True))
@@ -387,7 +387,7 @@ def run_nat_bench(out: Path, pairs: Sequence[Pair] = (), at_once: int = 3, secti
     console = Console()
     report = Report(setting())
 
-    def tell(row: Row) -> None:
+    def tell(row: PairResult) -> None:
         parts = zip(
             ("plain sockets", "path", "connected", "direct", "exchange by", "exchange"), row.cells()[1:], strict=True
         )

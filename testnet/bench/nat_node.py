@@ -57,7 +57,7 @@ logger = logging.getLogger("farandole.bench")
 
 
 @dataclass(frozen=True)
-class Member:
+class NatMember:
     """What is used of a member's parts; made by `open_member`."""
 
     host: Host
@@ -68,7 +68,7 @@ class Member:
 
 
 @contextlib.asynccontextmanager
-async def open_member(run_id: bytes, port: int, peers: dict[bytes, list[str]]) -> AsyncIterator[Member]:
+async def open_member(run_id: bytes, port: int, peers: dict[bytes, list[str]]) -> AsyncIterator[NatMember]:
     """It listens on this port, or any (0), and takes part until the block ends. ``peers``: those of the invite."""
     key, rng, shaping = Ed25519PrivateKey.generate(), random.Random(), Shaping()
     board = Board(say=logger.info)
@@ -105,17 +105,17 @@ async def open_member(run_id: bytes, port: int, peers: dict[bytes, list[str]]) -
                 await membership.beat()
                 nursery.start_soon(membership.run)
                 nursery.start_soon(host.provide, run_key(run_id))
-                yield Member(host, connectivity, gossip, membership, exchanges)
+                yield NatMember(host, connectivity, gossip, membership, exchanges)
                 nursery.cancel_scope.cancel()
 
 
-class Node:
+class NatNode:
     """What answers the requests. Peers, runs and sessions are hex digits."""
 
     def __init__(self, stack: contextlib.AsyncExitStack) -> None:
         self._stack = stack
         self._began_at = 0.0
-        self._member: Member
+        self._member: NatMember
 
     async def join(self, run: str, port: int, peers: dict[str, list[str]]) -> dict[str, Any]:
         """Become a member: asked once, and first. Seconds are counted from here on."""
@@ -198,7 +198,7 @@ class _Taker:
 async def serve(control: trio.SocketStream) -> None:
     """Answer requests until the other end closes."""
     async with contextlib.AsyncExitStack() as stack:
-        node = Node(stack)
+        node = NatNode(stack)
         async for request in read_requests(control):
             await send_answer(control, await handle_request(node, request))
 

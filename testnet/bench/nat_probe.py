@@ -2,10 +2,10 @@
 
     python -m farandole.testnet.bench.nat_probe
 
-A request is ``{"id": 1, "do": ...}`` with the fields of `Request`, the answer ``{"id": 1, "result": ...}``; several may
-run at once. ``observe`` takes a local port, and asks a third how it appears outside. ``punch`` then tries for a path
-between that port and what was observed of another host's, while that does the same. ``connect`` is a plain connection
-to an address, which whoever observes there answers. ``serve`` is what the third does.
+A request is ``{"id": 1, "do": ...}`` with the fields of `ProbeRequest`, the answer ``{"id": 1, "result": ...}``;
+several may run at once. ``observe`` takes a local port, and asks a third host how it appears outside. ``punch`` then
+tries for a path between that port and what was observed of another host's, while that does the same. ``connect`` is a
+plain connection to an address, which the host that observes there answers. ``serve`` is what the third host does.
 
 Whatever the way, a TCP path counts once both ends have read from it the token that both were given: an accepted
 connection, one that was called, and one that came of both calling at once (RFC 9293, section 3.5) look alike.
@@ -38,7 +38,7 @@ _HEARD, _CALLING = b"!", b"?"
 Address = tuple[str, int]
 
 
-class Request(msgspec.Struct):
+class ProbeRequest(msgspec.Struct):
     """One line of the input."""
 
     id: int
@@ -67,7 +67,7 @@ class Probe:
     nursery: trio.Nursery
     ports: dict[tuple[Protocol, int], _Port] = field(default_factory=dict)
 
-    async def serve(self, request: Request) -> bool:
+    async def serve(self, request: ProbeRequest) -> bool:
         """Tell everybody who asks how he appears."""
         listener = await _bound("tcp", request.port)
         listener.listen(_BACKLOG)
@@ -75,7 +75,7 @@ class Probe:
         self.nursery.start_soon(_tell_senders, await _bound("udp", request.port))
         return True
 
-    async def observe(self, request: Request) -> Address | None:
+    async def observe(self, request: ProbeRequest) -> Address | None:
         """How the local port appears to the third, or None if that cannot be reached."""
         sock = await _bound(request.protocol, request.port)
         port = self.ports[request.protocol, request.port] = _Port(sock)
@@ -98,7 +98,7 @@ class Probe:
         seen: Address = msgspec.json.decode(answer.partition(b"\n")[0], type=Address)
         return seen
 
-    async def connect(self, request: Request) -> bool:
+    async def connect(self, request: ProbeRequest) -> bool:
         """Whether a call from any port is answered."""
         with trio.move_on_after(request.seconds), suppress(OSError):
             sock = trio.socket.socket()
@@ -106,7 +106,7 @@ class Probe:
             return await _is_peer(sock, request.token.encode())
         return False
 
-    async def answer(self, request: Request) -> bool:
+    async def answer(self, request: ProbeRequest) -> bool:
         """Wait for a call to the observed port."""
         arrivals = self.ports["tcp", request.port].arrivals
         assert arrivals is not None
@@ -116,7 +116,7 @@ class Probe:
                     return True
         return False
 
-    async def punch(self, request: Request) -> bool:
+    async def punch(self, request: ProbeRequest) -> bool:
         """Whether there is a path between the observed ports."""
         tries = _punch_tcp if request.protocol == "tcp" else _punch_udp
         with trio.move_on_after(request.seconds):
@@ -175,7 +175,7 @@ async def _is_peer(sock: trio.socket.SocketType, token: bytes) -> bool:
     return received == token
 
 
-async def _punch_tcp(port: _Port, request: Request) -> None:
+async def _punch_tcp(port: _Port, request: ProbeRequest) -> None:
     """Returns once there is a connection."""
     assert port.arrivals is not None
     done = trio.Event()
@@ -206,7 +206,7 @@ async def _punch_tcp(port: _Port, request: Request) -> None:
         nursery.cancel_scope.cancel()
 
 
-async def _punch_udp(port: _Port, request: Request) -> None:
+async def _punch_udp(port: _Port, request: ProbeRequest) -> None:
     """Returns once datagrams have gone both ways."""
     token = request.token.encode()
     targets: dict[Address, bytes] = {request.target: _CALLING}
@@ -236,7 +236,7 @@ async def _punch_udp(port: _Port, request: Request) -> None:
         nursery.cancel_scope.cancel()
 
 
-async def _reply(request: Request, do: Callable[[Request], Awaitable[object]]) -> None:
+async def _reply(request: ProbeRequest, do: Callable[[ProbeRequest], Awaitable[object]]) -> None:
     result = await do(request)
     sys.stdout.buffer.write(msgspec.json.encode({"id": request.id, "result": result}) + b"\n")
     sys.stdout.buffer.flush()
@@ -250,7 +250,7 @@ async def main() -> None:
         while data := await stream.receive_some():
             *lines, buffer = (buffer + data).split(b"\n")
             for line in lines:
-                request = msgspec.json.decode(line, type=Request)
+                request = msgspec.json.decode(line, type=ProbeRequest)
                 nursery.start_soon(partial(_reply, request, getattr(probe, request.do)))
         nursery.cancel_scope.cancel()
 

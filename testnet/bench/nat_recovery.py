@@ -66,7 +66,7 @@ Condition = Callable[[NodeStatus], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Recovery:
     """One effect of one trouble."""
 
     trouble: str
@@ -92,7 +92,7 @@ class Row:
 
 
 @dataclass(slots=True)
-class Report(RowsReport[Row]):
+class Report(RowsReport[Recovery]):
     """What was measured."""
 
     def grid(self) -> Grid:
@@ -108,12 +108,12 @@ class RecoveryBench:
     folder: Path
     """For the daemons' own folders, and a log of each."""
     say: Callable[[str], None] = lambda text: None
-    tell: Callable[[Row], None] = lambda row: None
+    tell: Callable[[Recovery], None] = lambda row: None
     """Told of each row as it is measured."""
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Recovery] = field(default_factory=list)
     _daemons: list[NatDaemon] = field(default_factory=list)
 
-    async def measure(self) -> list[Row]:
+    async def measure(self) -> list[Recovery]:
         """All rows. Raises `BenchError` if the run does not come about, or a daemon ends by itself."""
         signed = sign_manifest(manifest_of(RUN, Path(), time.time()), Ed25519PrivateKey.generate())
         (self.folder / "run.manifest").write_bytes(signed.encode())
@@ -203,7 +203,7 @@ class RecoveryBench:
             await self._time_exchanges(trouble, MAX_RETURN_SECONDS, began, members, before)
             after = [await self._until_begun(member, _is_there) for member in members]
             failed = [now.exchanges_failed - then.exchanges_failed for now, then in zip(after, before, strict=True)]
-            self._add(Row(trouble, "exchanges that came to nothing", max(failed), MAX_FAILED, unit=""))
+            self._add(Recovery(trouble, "exchanges that came to nothing", max(failed), MAX_FAILED, unit=""))
             victim.kill()
 
     async def _relay_in_use(self, relays: Sequence[NatDaemon]) -> NatDaemon:
@@ -283,10 +283,10 @@ class RecoveryBench:
         with trio.move_on_at(began + PATIENCE * limit):
             await gather(*(partial(daemon.until, condition) for daemon, condition in conditions))
             measured = trio.current_time() - began
-        self._add(Row(trouble, effect, measured, limit))
+        self._add(Recovery(trouble, effect, measured, limit))
         return trio.current_time()
 
-    def _add(self, row: Row) -> None:
+    def _add(self, row: Recovery) -> None:
         self.rows.append(row)
         self.tell(row)
 
@@ -336,7 +336,7 @@ def run_recovery_bench(out: Path, section: Section | None = None) -> Report:
     console = Console()
     report = Report(setting())
 
-    def tell(row: Row) -> None:
+    def tell(row: Recovery) -> None:
         style = "red" if row.misses() else None
         console.print(": ".join(row.cells()[:3]), style=style, highlight=False, markup=False)
 

@@ -15,9 +15,9 @@ import msgspec
 import trio
 
 from ..leash import Leash
-from ..namespace import Place
+from ..namespace import Location
 from ..natlab import kinds
-from ..natlab.kinds import HTTPS_PORT, Kind, Protocol
+from ..natlab.kinds import HTTPS_PORT, HomeKind, Protocol
 from .nat_probe import TOKEN_BYTES, Address
 
 # A path is there within milliseconds, or after one repetition of TCP's first packet, which takes a second. Where theory
@@ -40,7 +40,7 @@ class Reach:
     punch_udp: bool
 
 
-def expected(near: Kind, far: Kind) -> Reach:
+def expected(near: HomeKind, far: HomeKind) -> Reach:
     """As theory has it."""
     return Reach(
         kinds.can_connect(near, far),
@@ -107,7 +107,7 @@ class ProbeProcess:
 
 
 @asynccontextmanager
-async def open_probes(places: Mapping[Name, Place], leash: Leash) -> AsyncIterator[dict[Name, ProbeProcess]]:
+async def open_probes(places: Mapping[Name, Location], leash: Leash) -> AsyncIterator[dict[Name, ProbeProcess]]:
     """One in each place."""
     async with trio.open_nursery() as nursery:
         probes = {}

@@ -22,7 +22,7 @@ from farandole.protocol.manifest import Codec
 from farandole.protocol.pairing_events import StartExchange
 
 from .link import TrainerLink
-from .meter import Meter, watched_loop
+from .meter import UsageMeter, watched_loop
 from .paths import Announce, open_node
 
 DEADLINE: Final = 60.0
@@ -31,7 +31,7 @@ _DIGEST: Final = bytes(32)
 Way = Literal["new channel", "kept channel", "stream"]
 
 
-class Node:
+class BenchNode:
     """One of two nodes with an open connection; the one that connected initiates the exchanges."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Node:
         self._incoming = incoming
         self._host = host
         self._exchanges = ExchangeService(host, channels)
-        self._meter = Meter([outgoing, incoming])
+        self._meter = UsageMeter([outgoing, incoming])
 
     async def exchange(self, round: int, codec: Codec, size: int, digest: str, way: Way) -> dict[str, Any]:
         """One session of `ExchangeService.run`, with a contribution that is encoded, and a screening that accepts."""
@@ -139,11 +139,11 @@ async def open_node_end(
     address: str | None,
     announce: Announce,
     connection: socket.socket | None,
-) -> AsyncIterator[Node]:
+) -> AsyncIterator[BenchNode]:
     """A node that is connected with the other one, has a bulk channel to it, and perhaps a connection to a trainer."""
     link = None if connection is None else TrainerLink(connection)
     async with open_node(address, announce) as (host, channels, channel, peer), trio.open_nursery() as nursery:
-        node = Node(host, channels, channel, peer, address is not None, outgoing, incoming, link)
+        node = BenchNode(host, channels, channel, peer, address is not None, outgoing, incoming, link)
         node.nursery = nursery
         yield node
         nursery.cancel_scope.cancel()

@@ -13,9 +13,9 @@ from .paths import PATHS
 from .process import (
     MB,
     BenchError,
-    Payload,
+    BenchWorker,
     Say,
-    Worker,
+    SharedPayload,
     greatest_of,
     open_payload,
     open_worker,
@@ -79,7 +79,7 @@ def measure_one_way(
 
 
 @contextlib.contextmanager
-def _open_pair(path: str, log: Path, payloads: Sequence[Payload]) -> Iterator[tuple[Worker, Worker]]:
+def _open_pair(path: str, log: Path, payloads: Sequence[SharedPayload]) -> Iterator[tuple[BenchWorker, BenchWorker]]:
     """Sender and receiver, connected, on half of the cores each: left alone they share a core at times."""
     descriptors = [payload.descriptor for payload in payloads]
     with (
@@ -91,7 +91,9 @@ def _open_pair(path: str, log: Path, payloads: Sequence[Payload]) -> Iterator[tu
         yield sender, receiver
 
 
-def _move(path: str, pair: tuple[Worker, Worker], outgoing: Payload, incoming: Payload, size: int) -> _Move:
+def _move(
+    path: str, pair: tuple[BenchWorker, BenchWorker], outgoing: SharedPayload, incoming: SharedPayload, size: int
+) -> _Move:
     sender, receiver = pair
     incoming.spoil(size)
     receiver.put("receive", size=size)

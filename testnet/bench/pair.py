@@ -22,8 +22,8 @@ from .environments import obtain_python
 from .process import (
     MB,
     BenchError,
+    BenchWorker,
     Say,
-    Worker,
     ask_both,
     elapsed,
     greatest_of,
@@ -159,8 +159,8 @@ def open_farandole(
     size = encoded_size("fp32", num_elements)
     indices = itertools.count(1)
     with contextlib.ExitStack() as stack:
-        nodes: list[Worker] = []
-        trainers: list[Worker] = []
+        nodes: list[BenchWorker] = []
+        trainers: list[BenchWorker] = []
         for index in range(2):
             memories = [stack.enter_context(open_payload(name, size)) for name in ("outgoing", "incoming")]
             ends = [stack.enter_context(end) for end in socket.socketpair()]
@@ -291,7 +291,7 @@ def open_lattica(python: Path, num_elements: int, log: Path) -> Iterator[dict[st
 
 
 @contextlib.contextmanager
-def open_peers(name: str, python: Path, num_elements: int, log: Path) -> Iterator[list[Worker]]:
+def open_peers(name: str, python: Path, num_elements: int, log: Path) -> Iterator[list[BenchWorker]]:
     """Two peers of another project, of which the second knows the first."""
     # Not to be seen by the script's imports: the folder in which it lies.
     command = [str(python), "-P", str(Path(__file__).with_name("peer.py")), name]

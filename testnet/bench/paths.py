@@ -38,7 +38,7 @@ _READY: Final = b"r"
 Announce = Callable[[str], Awaitable[None]]
 
 
-class End(Protocol):
+class PathEnd(Protocol):
     """One end of a way."""
 
     async def send(self, data: memoryview) -> object:
@@ -72,7 +72,7 @@ class RawEnd:
 
 
 @contextlib.asynccontextmanager
-async def open_raw(address: str | None, announce: Announce) -> AsyncIterator[End]:
+async def open_raw(address: str | None, announce: Announce) -> AsyncIterator[PathEnd]:
     """TCP as it is."""
     with await _connect(address, announce) as connection:
         yield RawEnd(connection)
@@ -102,7 +102,7 @@ class StreamEnd:
 
 
 @contextlib.asynccontextmanager
-async def open_tls(address: str | None, announce: Announce) -> AsyncIterator[End]:
+async def open_tls(address: str | None, announce: Announce) -> AsyncIterator[PathEnd]:
     """TLS 1.3 in trio's event loop, without authentication."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if address is None else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -179,7 +179,7 @@ class StockEnd:
 
 
 @contextlib.asynccontextmanager
-async def open_stock(address: str | None, announce: Announce) -> AsyncIterator[End]:
+async def open_stock(address: str | None, announce: Announce) -> AsyncIterator[PathEnd]:
     """A stream of py-libp2p as it comes: Noise and its own yamux, nothing of farandole."""
     from libp2p import create_yamux_muxer_option, new_host
     from libp2p.crypto.ed25519 import create_new_key_pair
@@ -213,14 +213,14 @@ async def open_stock(address: str | None, announce: Announce) -> AsyncIterator[E
 
 
 @contextlib.asynccontextmanager
-async def open_libp2p(address: str | None, announce: Announce) -> AsyncIterator[End]:
+async def open_libp2p(address: str | None, announce: Announce) -> AsyncIterator[PathEnd]:
     """A stream of farandole's host: libp2p with Noise and our yamux."""
     async with open_host(Ed25519PrivateKey.generate(), [LOOPBACK]) as host, _meet(host, address, announce) as stream:
         yield StreamEnd(stream, PIECE_BYTES)
 
 
 @contextlib.asynccontextmanager
-async def open_bulk_channel(address: str | None, announce: Announce) -> AsyncIterator[End]:
+async def open_bulk_channel(address: str | None, announce: Announce) -> AsyncIterator[PathEnd]:
     """A bulk channel of farandole's, negotiated between hosts; the receiver hashes what comes."""
     async with (
         open_host(Ed25519PrivateKey.generate(), [LOOPBACK]) as host,
@@ -291,7 +291,7 @@ async def _negotiate(channels: BulkService, stream: Stream, is_asker: bool) -> B
     return channel
 
 
-PATHS: Final[dict[str, Callable[[str | None, Announce], contextlib.AbstractAsyncContextManager[End]]]] = {
+PATHS: Final[dict[str, Callable[[str | None, Announce], contextlib.AbstractAsyncContextManager[PathEnd]]]] = {
     "raw": open_raw,
     "tls": open_tls,
     "stock": open_stock,

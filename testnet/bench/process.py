@@ -34,7 +34,7 @@ class BenchError(FarandoleError):
     """Something could not be measured; the message says what and why."""
 
 
-class Worker:
+class BenchWorker:
     """One process; made by `open_worker`."""
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], control: socket.socket, log: Path) -> None:
@@ -91,7 +91,7 @@ class Worker:
 @contextlib.contextmanager
 def open_worker(
     name: str, command: Sequence[str], log: Path, descriptors: Sequence[int] = (), side: int | None = None
-) -> Iterator[Worker]:
+) -> Iterator[BenchWorker]:
     """Run a command for as long as the block does; the last of its arguments are the socket and the descriptors.
 
     It is killed if the block fails or is interrupted: it may be waiting for another that is gone.
@@ -108,7 +108,7 @@ def open_worker(
             stdout=output,
             stderr=output,
         )
-    worker = Worker(name, process, near, log)
+    worker = BenchWorker(name, process, near, log)
     try:
         yield worker
     except BaseException:  # Ctrl-C too: it may be in the middle of a long request
@@ -137,7 +137,7 @@ def worker_command(kind: str) -> list[str]:
     return [sys.executable, "-m", "farandole.testnet.bench.worker", kind]
 
 
-class Payload:
+class SharedPayload:
     """Memory that a benchmark and its workers share."""
 
     def __init__(self, descriptor: int, memory: memoryview) -> None:
@@ -156,7 +156,7 @@ class Payload:
         for place in _checked(size):
             self.memory[place] = bytes(len(range(*place.indices(size))))
 
-    def equals(self, other: Payload, size: int) -> bool:
+    def equals(self, other: SharedPayload, size: int) -> bool:
         """Whether a payload of this size is the other's, at its start, middle and end."""
         return all(self.memory[place] == other.memory[place] for place in _checked(size))
 
@@ -167,7 +167,7 @@ def _checked(size: int) -> list[slice]:
 
 
 @contextlib.contextmanager
-def open_payload(name: str, size: int) -> Iterator[Payload]:
+def open_payload(name: str, size: int) -> Iterator[SharedPayload]:
     """So many bytes of shared memory."""
     with (
         open_shared_memory(name, Path(tempfile.gettempdir())) as shared,
@@ -175,10 +175,10 @@ def open_payload(name: str, size: int) -> Iterator[Payload]:
         memoryview(mapped) as whole,
         whole[:size] as memory,
     ):
-        yield Payload(shared.descriptor, memory)
+        yield SharedPayload(shared.descriptor, memory)
 
 
-def ask_both(pair: Sequence[Worker], do: str, **request: Any) -> list[dict[str, Any]]:
+def ask_both(pair: Sequence[BenchWorker], do: str, **request: Any) -> list[dict[str, Any]]:
     """Both at once."""
     for worker in pair:
         worker.put(do, **request)

@@ -27,7 +27,7 @@ from farandole.node.store.run_file import manifest_of
 from ..grid import Grid
 from ..section import Section, compose
 from ..setting import setting
-from .process import Worker, open_worker
+from .process import BenchWorker, open_worker
 
 # 25.7 M parameters: a checkpoint of 411 MB.
 MODEL: Final[Mapping[str, int]] = {
@@ -64,7 +64,7 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class WayCost:
     """What one way of saving costs."""
 
     way: str
@@ -82,7 +82,7 @@ class Row:
         return None if self.write_seconds is None else self.size / 1e6 / self.write_seconds
 
 
-def rows_of(rounds: Sequence[Round]) -> list[Row]:
+def rows_of(rounds: Sequence[Round]) -> list[WayCost]:
     """A row for each way that has had a turn beside one of saving nothing, in the order of `WAYS`."""
     base = {each.turn: each.seconds for each in rounds if each.way == NONE}
     rows = []
@@ -94,7 +94,7 @@ def rows_of(rounds: Sequence[Round]) -> list[Row]:
         written = [each.write_seconds for each in own if each.write_seconds is not None]
         peaks = [each.peak_mb for each in own if each.peak_mb is not None]
         rows.append(
-            Row(
+            WayCost(
                 way,
                 statistics.median(each.seconds for each in own),
                 lost,
@@ -219,11 +219,11 @@ def run_saving_bench(
     return report
 
 
-def _open(way: str, log: Path) -> contextlib.AbstractContextManager[Worker]:
+def _open(way: str, log: Path) -> contextlib.AbstractContextManager[BenchWorker]:
     return open_worker(f"trainer ({way})", [sys.executable, "-m", f"{__package__}.saving_worker"], log)
 
 
-def _steps(trainer: Worker, round_seconds: float) -> int:
+def _steps(trainer: BenchWorker, round_seconds: float) -> int:
     """Inner steps that take so long, as those of a short round do."""
     trainer.ask("play", steps=1)
     return max(1, math.ceil(round_seconds / float(trainer.ask("play", steps=1)["seconds"])))

@@ -22,7 +22,7 @@ from farandole.protocol.manifest import manifest_from_dict
 from farandole.training.durable import sync_folder
 from farandole.training.learner import Learner, build_learner
 
-from .meter import Meter
+from .meter import UsageMeter
 from .peer import serve
 
 RUN_ID: Final = bytes(32)
@@ -32,7 +32,7 @@ class SavingTrainer:
     """Trains, and saves at the beginning of each round; made by `begin`, once."""
 
     _learner: Learner
-    _meter: Meter
+    _meter: UsageMeter
     _save: Callable[[], None]
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class SavingTrainer:
             "torch": self._torch_save,
         }[way]
         self._take_step()  # what is obtained once, is
-        self._meter = Meter([])
+        self._meter = UsageMeter([])
         return {"num_parameters": self._learner.layout.num_elements, "device": self._learner.device.description}
 
     def play(self, steps: int) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from .process import BenchError
 from .stages_codecs import MODEL as CODEC_MODEL
 from .stages_codecs import CodecLoss, codec_grid, codec_losses
 from .stages_task import Task
-from .stages_turns import ALONE, Row, Turn, Variant, play, rows_of, variants
+from .stages_turns import ALONE, Turn, Variant, VariantRates, play, rows_of, variants
 
 CODEC_STEPS: Final = 300
 SEEDS: Final = 3
@@ -41,7 +41,7 @@ class Report:
     codec_model: ModelConfig = CODEC_MODEL
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[VariantRates]:
         """Of the variants that have had a turn."""
         return rows_of(self.turns) if self.turns else []
 
@@ -75,7 +75,7 @@ def _num_parameters(task: Task) -> int:
     return num_parameters(task.check())
 
 
-def throughput_grid(rows: list[Row], task: Task) -> Grid:
+def throughput_grid(rows: list[VariantRates], task: Task) -> Grid:
     """The variants."""
     cells = [
         [

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from .process import BenchError, Worker, open_worker
+from .process import BenchError, BenchWorker, open_worker
 from .stages_task import WARMUP_STEPS, Task
 
 ALONE: Final = "one process"
@@ -55,7 +55,7 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class VariantRates:
     """A variant's turns together; rates are medians."""
 
     who: str
@@ -103,7 +103,7 @@ def play(variant: Variant, task: Task, log: Path) -> Turn:
         return variant.play(task, Path(folder), log)
 
 
-def rows_of(turns: Sequence[tuple[Variant, Turn]]) -> list[Row]:
+def rows_of(turns: Sequence[tuple[Variant, Turn]]) -> list[VariantRates]:
     """A row for each variant, in the order of their first turns; the first variant is what they are measured by."""
     by_variant: dict[str, list[tuple[Variant, Turn]]] = {}
     for variant, turn in turns:
@@ -113,10 +113,10 @@ def rows_of(turns: Sequence[tuple[Variant, Turn]]) -> list[Row]:
     return [_row(group[0][0], [turn for _, turn in group], base_rate, base_loss) for group in by_variant.values()]
 
 
-def _row(variant: Variant, turns: Sequence[Turn], base_rate: float, base_loss: float) -> Row:
+def _row(variant: Variant, turns: Sequence[Turn], base_rate: float, base_loss: float) -> VariantRates:
     rate = _median_rate(turns)
     cpu = [turn.mesh_cpu_ms for turn in turns if turn.mesh_cpu_ms is not None]
-    return Row(
+    return VariantRates(
         variant.who,
         variant.how,
         rate,
@@ -191,7 +191,7 @@ def _play_ours(task: Task, folder: Path, log: Path, *, codec: str, overlap: bool
 
 
 @contextlib.contextmanager
-def _open_workers(module: str, count: int, log: Path) -> Iterator[list[Worker]]:
+def _open_workers(module: str, count: int, log: Path) -> Iterator[list[BenchWorker]]:
     """So many processes of a module of this package."""
     command = [sys.executable, "-m", f"{__package__}.{module}"]
     with contextlib.ExitStack() as stack:
@@ -199,7 +199,7 @@ def _open_workers(module: str, count: int, log: Path) -> Iterator[list[Worker]]:
 
 
 def ask_all(
-    workers: Sequence[Worker], do: str, each: Sequence[dict[str, Any]] | None = None, **request: Any
+    workers: Sequence[BenchWorker], do: str, each: Sequence[dict[str, Any]] | None = None, **request: Any
 ) -> list[dict[str, Any]]:
     """All at once; ``each`` has what one of them is asked alone. Raises `BenchError` with what all have to say."""
     for worker, own in zip(workers, each or [{}] * len(workers), strict=True):

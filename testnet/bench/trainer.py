@@ -23,7 +23,7 @@ from farandole.training.device import choose_device
 from farandole.training.replica import Replica
 
 
-class Trainer:
+class BenchTrainer:
     """Holds the ``index``-th of two vectors."""
 
     def __init__(self, outgoing: memoryview, incoming: memoryview, link: socket.socket) -> None:

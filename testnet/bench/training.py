@@ -26,7 +26,7 @@ from farandole.protocol.errors import FarandoleError
 from farandole.protocol.manifest import ModelConfig
 from farandole.protocol.presets import num_parameters, preset
 
-from ..launch import Testnet, View
+from ..launch import PlayView, Testnet
 from ..live import open_view
 from ..process import NodeProcess
 from ..report import Merged
@@ -83,7 +83,7 @@ class TrainingRates(msgspec.Struct, frozen=True):
 class _Samples:
     """A view that keeps (seconds, tokens) of each node while all train, and passes everything on."""
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: PlayView) -> None:
         self._view = view
         self.of: dict[int, list[tuple[float, int]]] = defaultdict(list)
 

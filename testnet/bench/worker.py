@@ -18,19 +18,19 @@ import trio
 
 from farandole.node.base.system.memory import map_shared_memory
 
-from .meter import Meter
-from .paths import PATHS, Announce, End
+from .meter import UsageMeter
+from .paths import PATHS, Announce, PathEnd
 from .requests import handle_request, read_requests, send_answer
 
 
 class Mover:
     """Moves payloads of any size over one way."""
 
-    def __init__(self, end: End, outgoing: memoryview, incoming: memoryview) -> None:
+    def __init__(self, end: PathEnd, outgoing: memoryview, incoming: memoryview) -> None:
         self._end = end
         self._outgoing = outgoing
         self._incoming = incoming
-        self._meter = Meter([outgoing, incoming])
+        self._meter = UsageMeter([outgoing, incoming])
 
     async def send(self, size: int) -> dict[str, Any]:
         """The first so many bytes."""
@@ -56,11 +56,11 @@ async def open_kind(
 ) -> AsyncIterator[object]:
     """What answers the requests."""
     if kind == "trainer":
-        from .trainer import Trainer
+        from .trainer import BenchTrainer
 
         await announce("")
         assert link is not None, "a trainer has a mesh process"
-        yield Trainer(outgoing, incoming, link)
+        yield BenchTrainer(outgoing, incoming, link)
     elif kind == "node":
         from .node import open_node_end
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ..leash import Leash
-from ..namespace import Namespace, Place, held, open_tun
-from .kinds import Kind
-from .router import Router
+from ..namespace import Location, Namespace, held, open_tun
+from .kinds import HomeKind
+from .router import HomeRouter
 from .rules import WAN, line_rules
 
 # Each home and each of its addresses is in another network, as homes are; the bounds keep numbers within a byte.
@@ -46,11 +46,11 @@ class Line:
 class Home:
     """Hosts behind a router, or two; made by `Lab.add_home`."""
 
-    kind: Kind
+    kind: HomeKind
     index: int
-    hosts: list[Place]
+    hosts: list[Location]
     internet: Namespace
-    routers: list[Router]
+    routers: list[HomeRouter]
     """The outermost first."""
     leash: Leash
     line: Line = field(default_factory=Line)
@@ -63,7 +63,7 @@ class Home:
         return _PUBLIC.format(home=self.index, lease=self._lease)
 
     @property
-    def host(self) -> Place:
+    def host(self) -> Location:
         """The first one."""
         return self.hosts[0]
 
@@ -136,14 +136,14 @@ class Home:
         self._route()
         self._switch_on(self.routers[0])
 
-    def _switch_on(self, router: Router) -> None:
+    def _switch_on(self, router: HomeRouter) -> None:
         if router is self.routers[0]:
             router.switch_on(self.address, INTERNET_IP)
         else:
             router.switch_on(CUSTOMER_IP, CARRIER_IP)
         if not self.routers[-1].is_translating:
             outer = self.address if len(self.routers) == 1 else CUSTOMER_IP
-            self.hosts[0] = Place(outer, enter=self.hosts[0].enter)
+            self.hosts[0] = Location(outer, enter=self.hosts[0].enter)
 
     @property
     def _link(self) -> str:

@@ -65,7 +65,7 @@ class Nat:
 
 
 @dataclass(frozen=True)
-class Kind:
+class HomeKind:
     """A home: the routers between its hosts and the internet, the innermost first."""
 
     name: str
@@ -133,40 +133,40 @@ CARRIER_KINDS: Final = tuple(f"{_CARRIER_PREFIX}{name}" for name in _SINGLE)
 """The same, each with a carrier's NAT in front."""
 
 
-def kind_named(name: str) -> Kind:
+def kind_named(name: str) -> HomeKind:
     """One of `KINDS` or `CARRIER_KINDS`; raises `KindError`."""
     if name == "carrier":
-        return Kind(name, (_PORT_RESTRICTED, _CARRIER))
+        return HomeKind(name, (_PORT_RESTRICTED, _CARRIER))
     nat = _SINGLE.get(name.removeprefix(_CARRIER_PREFIX))
     if nat is None:
         raise KindError(f"no kind of home {name!r}: say one of {', '.join(chain(KINDS, CARRIER_KINDS))}")
-    return Kind(name, (nat, _CARRIER) if name.startswith(_CARRIER_PREFIX) else (nat,))
+    return HomeKind(name, (nat, _CARRIER) if name.startswith(_CARRIER_PREFIX) else (nat,))
 
 
 # Ports above this one stand for any but that of HTTPS.
 _ANY_PORT: Final = 50_000
 
 
-def can_connect(near: Kind, far: Kind, port: int = _ANY_PORT) -> bool:
+def can_connect(near: HomeKind, far: HomeKind, port: int = _ANY_PORT) -> bool:
     """Whether a TCP connection from near reaches a far host, of which near knows the observed address and port."""
     return near.lets_out("tcp", port) and far.filtering <= Filtering.ENDPOINT_INDEPENDENT
 
 
-def can_punch_tcp(near: Kind, far: Kind) -> bool:
+def can_punch_tcp(near: HomeKind, far: HomeKind) -> bool:
     """Whether a connection comes about when both connect at once, from the port that a third has observed of each."""
     return _can_punch(near, far, "tcp")
 
 
-def can_punch_udp(near: Kind, far: Kind) -> bool:
+def can_punch_udp(near: HomeKind, far: HomeKind) -> bool:
     """The same for datagrams."""
     return _can_punch(near, far, "udp")
 
 
-def _can_punch(near: Kind, far: Kind, protocol: Protocol) -> bool:
+def _can_punch(near: HomeKind, far: HomeKind, protocol: Protocol) -> bool:
     return _gets_in(near, far, protocol) or _gets_in(far, near, protocol)
 
 
-def _gets_in(near: Kind, far: Kind, protocol: Protocol) -> bool:
+def _gets_in(near: HomeKind, far: HomeKind, protocol: Protocol) -> bool:
     """Whether near's first packet passes far's filter, when far has sent to the address observed of near.
 
     The answers to it pass whatever is in the way.

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ..leash import Leash
-from ..namespace import Namespace, Place, open_namespace, require
+from ..namespace import Location, Namespace, open_namespace, require
 from .home import CARRIER_IP, CUSTOMER_IP, INTERNET_IP, MAX_HOMES, Home
 from .kinds import Mapping, kind_named
-from .router import Router
+from .router import HomeRouter
 from .rules import LAN, WAN
 
 _ROUTER_IP: Final = "192.168.1.1"
@@ -51,9 +51,9 @@ class Lab:
             raise ValueError(f"a home of kind {kind!r} has one address, and so one host")
         machines = [self._stack.enter_context(open_namespace(self.leash)) for _ in range(hosts)]
         boxes = [self._stack.enter_context(open_namespace(self.leash)) for _ in home_kind.nats]
-        routers = [Router(boxes[0], home_kind.nats[0], _ROUTER_IP, machines[0], self.leash)]
+        routers = [HomeRouter(boxes[0], home_kind.nats[0], _ROUTER_IP, machines[0], self.leash)]
         for box, nat in zip(boxes[1:], home_kind.nats[1:], strict=True):
-            routers.insert(0, Router(box, nat, CARRIER_IP, boxes[0], self.leash, customer_ip=CUSTOMER_IP))
+            routers.insert(0, HomeRouter(box, nat, CARRIER_IP, boxes[0], self.leash, customer_ip=CUSTOMER_IP))
         home = Home(home_kind, index, [], self.internet, routers, self.leash)
         self._stack.callback(home.close)
         self._wire(home, machines)
@@ -86,7 +86,7 @@ class Lab:
             ip = _HOST_IP.format(host=_FIRST_HOST + number)
             if innermost.is_translating:
                 machine.run(f"ip address add {ip}/24 dev eth0; ip route add default via {_ROUTER_IP}")
-            home.hosts.append(Place(ip, enter=machine.enter))
+            home.hosts.append(Location(ip, enter=machine.enter))
         home.start()
 
 

@@ -24,7 +24,7 @@ _MINIUPNPD: Final = "mount -t tmpfs none /run && exec miniupnpd -d -f /dev/stdin
 
 
 @dataclass
-class Router:
+class HomeRouter:
     """Off until it is switched on."""
 
     namespace: Namespace

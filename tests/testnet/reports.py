@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from farandole.testnet.record import NodeRecord
-from farandole.testnet.report import NodeReport, Report, node_report
+from farandole.testnet.report import NodeReport, PlayReport, node_report
 
-PASSED = Report(
+PASSED = PlayReport(
     name="chaos",
     run_id="00",
     verdict="pass",

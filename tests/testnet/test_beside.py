@@ -11,7 +11,7 @@ from farandole.testnet.beside import CleanReportError, compare, judged, load_rep
 from farandole.testnet.cli import main
 from farandole.testnet.fault_table import throughput_lines
 from farandole.testnet.launch import Testnet, write_report
-from farandole.testnet.report import FaultReport, Report
+from farandole.testnet.report import FaultReport, PlayReport
 from farandole.testnet.scenario import parse_scenario
 
 from .reports import PASSED as CLEAN
@@ -25,7 +25,7 @@ SCENARIO = parse_scenario(
 OTHERS = parse_scenario({"run": {"name": "chaos", "model": "tiny"}, "min_throughput_of_others": 0.95})
 
 
-def played(**fields: object) -> Report:
+def played(**fields: object) -> PlayReport:
     return msgspec.structs.replace(CLEAN, faults=[KILL], **fields)
 
 
@@ -84,10 +84,10 @@ def test_a_spread_that_stays_is_seen() -> None:
     ]
 
 
-def code_of_play_beside(report: Report, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+def code_of_play_beside(report: PlayReport, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """Of a scenario of this name beside the clean one, where the play comes out as this report."""
 
-    async def play(testnet: Testnet) -> Report:
+    async def play(testnet: Testnet) -> PlayReport:
         await trio.lowlevel.checkpoint()
         testnet.out.mkdir()
         return report

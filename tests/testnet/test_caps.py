@@ -13,7 +13,7 @@ import pytest
 
 from farandole.testnet.leash import open_leash
 from farandole.testnet.links import open_links
-from farandole.testnet.namespace import NamespaceError, Place
+from farandole.testnet.namespace import Location, NamespaceError
 from farandole.testnet.scenario import LinkSettings
 
 LINK = LinkSettings(up_mbit=100, down_mbit=100, delay_ms=5)
@@ -24,7 +24,7 @@ _RECEIVED, _SENT = 0, 8  # columns of /proc/net/dev
 
 
 @pytest.fixture
-def places() -> Iterator[list[Place]]:
+def places() -> Iterator[list[Location]]:
     with open_leash() as leash:
         try:
             with open_links(LINK, 2, leash) as places:
@@ -34,7 +34,7 @@ def places() -> Iterator[list[Place]]:
 
 
 @contextmanager
-def node(place: Place, *arguments: str) -> Iterator[str]:
+def node(place: Location, *arguments: str) -> Iterator[str]:
     """A node in a place, until the block ends; what it says first."""
     command = [*place.enter, sys.executable, "-m", "tests.testnet.capped_node", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
@@ -45,14 +45,14 @@ def node(place: Place, *arguments: str) -> Iterator[str]:
             process.kill()
 
 
-def count(place: Place, column: int) -> int:
+def count(place: Location, column: int) -> int:
     """Bytes of packets so far, with all their headers, at the place's device."""
     table = subprocess.run([*place.enter, "cat", "/proc/net/dev"], capture_output=True, text=True, check=True).stdout
     line = next(line for line in table.splitlines() if line.strip().startswith("link:"))
     return int(line.partition(":")[2].split()[column])
 
 
-def measure(places: list[Place], tmp_path: Path, seconds: float, *, caps_upload: bool) -> tuple[float, float]:
+def measure(places: list[Location], tmp_path: Path, seconds: float, *, caps_upload: bool) -> tuple[float, float]:
     """The least and the greatest rate that the capped node's device may have had, Mbit/s."""
     near, far = places
     up, down = (MBIT, 0.0) if caps_upload else (0.0, MBIT)
@@ -75,7 +75,7 @@ def measure(places: list[Place], tmp_path: Path, seconds: float, *, caps_upload:
 
 
 @pytest.mark.parametrize("caps_upload", [True, False], ids=["upload", "download"])
-def test_a_cap_is_not_exceeded_at_the_device(places: list[Place], tmp_path: Path, caps_upload: bool) -> None:
+def test_a_cap_is_not_exceeded_at_the_device(places: list[Location], tmp_path: Path, caps_upload: bool) -> None:
     """A busy machine may make it slower; nothing may make it faster."""
     at_least, _ = measure(places, tmp_path, 4.0, caps_upload=caps_upload)
     assert 0 < at_least <= 1.1 * MBIT
@@ -83,7 +83,9 @@ def test_a_cap_is_not_exceeded_at_the_device(places: list[Place], tmp_path: Path
 
 @pytest.mark.soak
 @pytest.mark.parametrize("caps_upload", [True, False], ids=["upload", "download"])
-def test_a_cap_holds_within_a_tenth_over_half_a_minute(places: list[Place], tmp_path: Path, caps_upload: bool) -> None:
+def test_a_cap_holds_within_a_tenth_over_half_a_minute(
+    places: list[Location], tmp_path: Path, caps_upload: bool
+) -> None:
     at_least, at_most = measure(places, tmp_path, 27.0, caps_upload=caps_upload)
     print(f"capped at {MBIT:g} Mbit/s: {at_least:.2f} to {at_most:.2f} Mbit/s at the device")
     assert at_most >= 0.9 * MBIT

@@ -9,7 +9,7 @@ import pytest
 
 from farandole.testnet.leash import open_leash
 from farandole.testnet.links import open_links
-from farandole.testnet.namespace import NamespaceError, Place
+from farandole.testnet.namespace import Location, NamespaceError
 from farandole.testnet.scenario import LinkSettings, parse_scenario
 
 from .play import testnet
@@ -19,7 +19,7 @@ LINK = LinkSettings(up_mbit=16, down_mbit=40, delay_ms=30)
 
 
 @pytest.fixture
-def places() -> Iterator[list[Place]]:
+def places() -> Iterator[list[Location]]:
     with open_leash() as leash:
         try:
             with open_links(LINK, 2, leash) as places:
@@ -28,7 +28,7 @@ def places() -> Iterator[list[Place]]:
             pytest.skip(str(error))
 
 
-def test_packets_take_their_time(places: list[Place]) -> None:
+def test_packets_take_their_time(places: list[Location]) -> None:
     near, far = places
     round_trip, transfer = measure(near, far)
     assert round_trip >= 2 * LINK.delay_ms / 1e3

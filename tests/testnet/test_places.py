@@ -9,9 +9,9 @@ import pytest
 
 from farandole.testnet import launch, process
 from farandole.testnet.leash import open_leash
-from farandole.testnet.namespace import Place
+from farandole.testnet.namespace import Location
 from farandole.testnet.places import Lodging, open_lodgings
-from farandole.testnet.report import Report
+from farandole.testnet.report import PlayReport
 from farandole.testnet.scenario import parse_scenario
 
 from .play import testnet
@@ -26,7 +26,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "WATCH_INTERVAL", 0.02)
 
 
-async def play(out: Path, **settings: Any) -> Report:
+async def play(out: Path, **settings: Any) -> PlayReport:
     scenario = parse_scenario({"nodes": 3, "min_partners": 2, "timeout": 60.0, "run": RUN, "home": HOMES, **settings})
     return await testnet(scenario, out).play()
 
@@ -50,7 +50,7 @@ def test_public_nodes_are_where_those_are_who_may_call_nothing_else() -> None:
 def test_without_homes_and_links_all_are_on_loopback() -> None:
     scenario = parse_scenario({"nodes": 2, "min_partners": 1, "run": RUN})
     with open_leash() as leash, open_lodgings(scenario, leash) as lodgings:
-        assert lodgings == [Lodging(Place()), Lodging(Place())]
+        assert lodgings == [Lodging(Location()), Lodging(Location())]
 
 
 @pytest.mark.usefixtures("networks")

@@ -9,7 +9,7 @@ from farandole.testnet.fault import Fault
 from farandole.testnet.faults import Outage
 from farandole.testnet.growth import Growth
 from farandole.testnet.link_table import link_table
-from farandole.testnet.report import Merged, NodeReport, Report, make_report
+from farandole.testnet.report import Merged, NodeReport, PlayReport, make_report
 from farandole.testnet.scenario import Scenario, parse_scenario
 
 ROUNDS = 4
@@ -51,7 +51,7 @@ def scenario(**settings: Any) -> Scenario:
     )
 
 
-def judge(nodes: list[NodeReport], merged: Merged | None = MERGED, **settings: Any) -> Report:
+def judge(nodes: list[NodeReport], merged: Merged | None = MERGED, **settings: Any) -> PlayReport:
     return make_report(scenario(**settings), bytes(32), nodes, merged, seconds=10.0, events=[])
 
 

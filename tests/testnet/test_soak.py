@@ -11,7 +11,7 @@ from farandole.testnet.bench.faults import BESIDE_CLEAN
 from farandole.testnet.beside import judged
 from farandole.testnet.fault_table import fault_lines, throughput_lines
 from farandole.testnet.launch import Testnet
-from farandole.testnet.report import Report
+from farandole.testnet.report import PlayReport
 from farandole.testnet.scenario import load_scenario, parse_scenario
 
 # FARANDOLE_SOAK_STARTS=20 for a shorter evening.
@@ -29,7 +29,7 @@ class Quiet:
     def show(self, nodes: object, seconds: float, scenario: object) -> None: ...
 
 
-def figures(report: Report) -> str:
+def figures(report: PlayReport) -> str:
     exchanges = sum(node.exchanges_ok for node in report.nodes) // 2
     alone = sum(node.exchanges_alone for node in report.nodes)
     failed = sum(node.exchanges_failed for node in report.nodes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from farandole.testnet.namespace import Place
+from farandole.testnet.namespace import Location
 
 from ..patience import PATIENCE
 
@@ -32,7 +32,7 @@ print(answered_at - started_at, time.monotonic() - answered_at)
 """
 
 
-def measure(near: Place, far: Place) -> tuple[float, float]:
+def measure(near: Location, far: Location) -> tuple[float, float]:
     """Seconds of a round trip, and of `SIZE` bytes from near to far."""
     with subprocess.Popen([*far.enter, sys.executable, "-c", _SERVER], stdout=subprocess.PIPE) as server:
         assert server.stdout is not None

@@ -16,7 +16,7 @@ from farandole.node.mesh import yamux
 from farandole.node.mesh.admission import MAX_HANDSHAKES, MAX_HANDSHAKES_PER_ADDRESS
 from farandole.node.mesh.host import Host
 from farandole.node.mesh.workarounds.connection import MAX_NEGOTIATIONS_PER_CONNECTION, MendedConn
-from farandole.testnet.bench.hostile_attacks import ATTACKS, AUTHENTICATED, RAW, Target, TargetError, attack
+from farandole.testnet.bench.hostile_attacks import ATTACKS, AUTHENTICATED, RAW, AttackTarget, TargetError, attack
 
 from ...patience import PATIENCE
 from ..hosts import ECHO, echo, host_at_loopback
@@ -33,7 +33,7 @@ async def assert_answers(host: Host) -> None:
 @asynccontextmanager
 async def attacked(host: Host, names: Sequence[str], number: int, sources: int = 1) -> AsyncIterator[None]:
     """So many connections of these kinds in turn, all at once, for as long as the block runs."""
-    target = Target(int(host.addresses[0].split("/")[4]), host.author)
+    target = AttackTarget(int(host.addresses[0].split("/")[4]), host.author)
     rng = random.Random(0)
     async with trio.open_nursery() as nursery:
         for index in range(number):
@@ -129,4 +129,4 @@ async def test_descriptors_stay_as_they_were_whoever_comes_and_goes() -> None:
 
 async def test_attacks_are_for_loopback_only() -> None:
     with pytest.raises(TargetError):
-        await attack("silence", Target(1, bytes(32)), "192.0.2.1", random.Random(0))
+        await attack("silence", AttackTarget(1, bytes(32)), "192.0.2.1", random.Random(0))

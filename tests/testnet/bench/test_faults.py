@@ -12,7 +12,7 @@ from farandole.testnet.bench.faults import run_faults_bench
 from farandole.testnet.bench.process import BenchError
 from farandole.testnet.growth import Growth
 from farandole.testnet.launch import write_report
-from farandole.testnet.report import FaultReport, Report
+from farandole.testnet.report import FaultReport, PlayReport
 from farandole.testnet.scenario import ScenarioError
 from farandole.testnet.section import Section
 
@@ -22,7 +22,7 @@ DOCUMENT = "# Figures\n\n<!-- begin faults -->\nold\n<!-- end faults -->\n"
 PLAY = msgspec.structs.replace(PASSED, seconds=120.0)
 
 
-def keep(report: Report, folder: Path) -> None:
+def keep(report: PlayReport, folder: Path) -> None:
     folder.mkdir(parents=True)
     write_report(report, folder)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.testnet.bench.nat_recovery import RecoveryBench, Report, Row
+from farandole.testnet.bench.nat_recovery import Recovery, RecoveryBench, Report
 from farandole.testnet.leash import open_leash
 from farandole.testnet.namespace import NamespaceError, require
 from farandole.testnet.natlab.lab import open_lab
@@ -14,10 +14,10 @@ from farandole.testnet.natlab.lab import open_lab
 
 def test_what_does_not_hold_is_said() -> None:
     rows = [
-        Row("the relay dies", "both have another", 4.04, 30.0),
-        Row("the relay dies", "all exchange again", 61.0, 60.0),
-        Row("the relay dies", "exchanges that came to nothing", 2, 1, unit=""),
-        Row("a router reboots", "its home exchanges again", None, 60.0),
+        Recovery("the relay dies", "both have another", 4.04, 30.0),
+        Recovery("the relay dies", "all exchange again", 61.0, 60.0),
+        Recovery("the relay dies", "exchanges that came to nothing", 2, 1, unit=""),
+        Recovery("a router reboots", "its home exchanges again", None, 60.0),
     ]
     report = Report({"command": "x", "date": "y"}, rows)
     assert report.misses == [
