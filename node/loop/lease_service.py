@@ -17,6 +17,7 @@ from typing import Final, Protocol
 import msgspec
 import trio
 
+from farandole.node.base.driver import Driver
 from farandole.node.state.store import StoreError
 from farandole.node.status.board import Board
 from farandole.node.status.status import DataStatus
@@ -98,6 +99,7 @@ class LeaseKeeper:
         self._period = period
         self._on_over = on_over
         self._leases: Leases | None = None
+        self._driver = Driver[Event, Output](self._carry_out)
         self._send: Callable[[messages.DrawSlices], None] | None = None
         self._seen: dict[tuple[bytes, int], int] = {}
         self._unsaid: deque[Announce] = deque()
@@ -144,7 +146,7 @@ class LeaseKeeper:
 
     async def leave(self) -> None:
         """Hand the leases over: a next life has none of them."""
-        self._handle(Left())
+        self._driver.handle(Left())
         await self._say()
         await self._save()
 
@@ -153,8 +155,9 @@ class LeaseKeeper:
     def begin(self, prepared: messages.Prepared, send: Callable[[messages.DrawSlices], None]) -> None:
         """A trainer is ready. One without slices holds a stage that draws none: its node's leases are given back."""
         if not prepared.num_slices:
-            self._handle(Left())
+            self._driver.handle(Left())
             self._leases = None
+            self._driver.end()
             return
         leases = self._leases
         if leases is None or (leases.corpus, leases.sections.num_slices) != (prepared.corpus, prepared.num_slices):
@@ -171,13 +174,14 @@ class LeaseKeeper:
             self._manifest.data.epochs,
             exchange_seconds=self._manifest.rounds.exchange_seconds,
         )
+        self._driver.begin(self._leases)
         self._go_on_from_start()
         if self._restored is not None and self._restored[0] == corpus:
             for index, lease in self._restored[1]:
-                self._handle(Heard(self._author, index, lease))
+                self._driver.handle(Heard(self._author, index, lease))
         self._seen.clear()
         for event in news(self._state, self._seen):
-            self._handle(event)
+            self._driver.handle(event)
 
     def _go_on_from_start(self) -> None:
         """Where the run was from whose checkpoint this one starts: as if this node itself had said so."""
@@ -191,7 +195,7 @@ class LeaseKeeper:
             return
         done = [Lease(epochs.epoch, leases.corpus, (), raw) for raw in parts(epochs.mask & leases.sections.all)]
         for index, lease in enumerate((Lease(epochs.epoch, leases.corpus), *done)):
-            self._handle(Heard(self._author, index, lease))
+            self._driver.handle(Heard(self._author, index, lease))
         if self._restored is None:  # an earlier life of this run is further
             share = leases.done.count / leases.sections.num_slices
             where = f"epoch {epochs.epoch + 1} of {leases.num_epochs}"
@@ -200,7 +204,7 @@ class LeaseKeeper:
     def trained(self, report: messages.SlicesTrained) -> None:
         """The trainer has trained on slices."""
         logger.debug("trained on slices of epoch %d: %s", report.epoch, report.ranges)
-        self._handle(Trained(report.epoch, tuple(report.ranges)))
+        self._driver.handle(Trained(report.epoch, tuple(report.ranges)))
 
     def end(self) -> None:
         """The trainer is gone."""
@@ -214,9 +218,9 @@ class LeaseKeeper:
             return
         for event in news(self._state, self._seen):
             if event.author != self._author:
-                self._handle(event)
+                self._driver.handle(event)
         num_strangers = len(self._leases.strangers)
-        self._handle(Ticked(self._origins(), self._period()))
+        self._driver.handle(Ticked(self._origins(), self._period()))
         if self._leases.is_over:
             self._end_run()
         if len(self._leases.strangers) > num_strangers:
@@ -235,11 +239,6 @@ class LeaseKeeper:
         epoch = median_epoch(heard, heard)
         if epoch is not None and epoch >= self._manifest.data.epochs:
             self._end_run()
-
-    def _handle(self, event: Event) -> None:
-        if self._leases is not None:
-            for output in self._leases.handle(event, trio.current_time()):
-                self._carry_out(output)
 
     def _carry_out(self, output: Output) -> None:
         match output:

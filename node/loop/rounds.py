@@ -9,7 +9,6 @@ deadline, so neither does a round. What is said to a trainer, and what follows f
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Final
 
@@ -34,7 +33,7 @@ from farandole.protocol.pairing_events import (
     UseFragment,
 )
 
-from ..base.timer import Timer
+from ..base.driver import Driver
 from ..bulk.exchange_service import ExchangeService
 from ..state.messenger import Messenger
 from ..status.board import Board
@@ -88,7 +87,6 @@ class Rounds:
     ) -> None:
         self._config = config
         self._manifest = manifest
-        self._pairing = pairing
         self._messenger = messenger
         self._exchanges = exchanges
         self._board = board
@@ -103,9 +101,8 @@ class Rounds:
         self._leases = leases
         self._may_spend = may_spend
         self._exchange_bytes = 0  # both contributions
-        self._outputs: deque[Output] = deque()
-        self._is_carrying_out = False
-        self._timer = Timer()
+        self._driver = Driver[Event, Output](self._carry_out, TimerFired())
+        self._driver.begin(pairing)
         self._session: RoundSession | None = None
         self._ready_at: float | None = None  # of the present trainer
         self._life = trio.CancelScope()  # likewise
@@ -120,7 +117,7 @@ class Rounds:
         """Returns when every round is done; raises `TrainerError` when no trainer can be had here."""
         failure: TrainerError | None = None
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._timer.run, lambda: self.handle(TimerFired()))
+            nursery.start_soon(self._driver.run)
             nursery.start_soon(self._begin_rests)
             nursery.start_soon(self._watch_traffic)
             try:
@@ -167,16 +164,8 @@ class Rounds:
         self.handle(PeerLost(peer))
 
     def handle(self, event: Event) -> None:
-        """Give an event to the pairing machine and carry out what it asks for."""
-        self._outputs.extend(self._pairing.handle(event, trio.current_time()))
-        if self._is_carrying_out:
-            return  # a message could not even be queued, which is an event too: its outputs come after the others
-        self._is_carrying_out = True
-        try:
-            while self._outputs:
-                self._carry_out(self._outputs.popleft())
-        finally:
-            self._is_carrying_out = False
+        """Pass an event to the pairing machine and carry out its outputs."""
+        self._driver.handle(event)
 
     def _receive(self, peer: bytes, payload: bytes) -> None:
         self.handle(MessageReceived(peer, payload))
@@ -189,7 +178,7 @@ class Rounds:
             case SendMessage(peer, payload):
                 self._messenger.send_nowait(peer, PAIRING_PROTOCOL, payload)
             case SetTimer(at):
-                self._timer.set(at)
+                self._driver.set_timer(at)
             case UseFragment() | FinishRound() | StartExchange() | GoAlone():
                 if self._session is not None:
                     self._session.carry_out(output)

@@ -51,6 +51,7 @@ from farandole.protocol.download import (
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import short_name
 
+from ..base.driver import Driver
 from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery
 from ..bulk.channel import ChannelError
@@ -233,6 +234,7 @@ class _Fetch:
         self._absent: set[bytes] = set()  # donors that do not have it
         self._num_bytes = 0
         self._needed: frozenset[int] = frozenset()
+        self._driver = Driver[Event, Output](self._carry_out)
         self._is_complete = trio.Event()
         self._failure: FetchError | None = None
         self._last_problem = "nobody is known who has it"
@@ -246,6 +248,7 @@ class _Fetch:
             self._have = await run_sync(self._file.blocks)
             num_kept = len(self._have)
             self._download = Download(self._have)
+            self._driver.begin(self._download)
             # Patience begins with the donors: to hash what an earlier attempt left may take minutes.
             self._heard_at = self._given_at = trio.current_time()
             async with open_service_nursery() as self._nursery:
@@ -276,7 +279,7 @@ class _Fetch:
     async def _fetch(self, blocks: Iterable[int]) -> None:
         self._is_complete = trio.Event()
         self._needed = frozenset(blocks)
-        self._tell(Needed(sorted(self._needed)))
+        self._driver.handle(Needed(sorted(self._needed)))
         await self._is_complete.wait()
         if self._failure is not None:
             raise self._failure
@@ -293,9 +296,9 @@ class _Fetch:
         while True:
             if (names := tuple(self._donors())) != known:
                 known = names
-                self._tell(DonorsKnown(known))
+                self._driver.handle(DonorsKnown(known))
             self._listen()
-            self._tell(Tick())
+            self._driver.handle(Tick())
             num_bytes = self._size_of(self._needed & self._have)
             speedometer.note(num_bytes)
             self._on_progress(
@@ -313,15 +316,11 @@ class _Fetch:
         for contact in list(self._contacts.values()):
             if contact.has_advanced():
                 self._heard_at = now
-                self._tell(BytesArrived(contact.donor))
+                self._driver.handle(BytesArrived(contact.donor))
         if now > min(self._heard_at + PATIENCE, self._given_at + BLOCK_PATIENCE):
             self._fail(FetchError(f"the download does not get on: {self._last_problem}"))
 
     # Donors
-
-    def _tell(self, event: Event) -> None:
-        for output in self._download.handle(event, trio.current_time()):
-            self._carry_out(output)
 
     def _carry_out(self, output: Output) -> None:
         match output:
@@ -361,7 +360,7 @@ class _Fetch:
                 async with open_taking(self._conditions, donor, self._question, size) as taking:
                     await taking.route(size)
                     contact.taking = taking
-                    self._tell(DonorReady(donor, min(taking.num_held, self._index.num_blocks)))
+                    self._driver.handle(DonorReady(donor, min(taking.num_held, self._index.num_blocks)))
                     await taking.run(size, partial(self._take, contact))
         except DonorBusyError as error:
             self._heard_at = max(self._heard_at, trio.current_time() + error.seconds)
@@ -373,7 +372,7 @@ class _Fetch:
                 self._absent.add(donor)
         if self._contacts.get(donor) is contact:
             del self._contacts[donor]
-            self._tell(ended)
+            self._driver.handle(ended)
             self._give_up_if_absent()
 
     def _give_up_if_absent(self) -> None:
@@ -397,4 +396,4 @@ class _Fetch:
             self._num_by_donor[donor] = self._num_by_donor.get(donor, 0) + 1
             self._num_bytes += len(data)
             self._given_at = trio.current_time()
-        self._tell(BlockArrived(donor, block) if is_right else BlockWrong(donor, block))
+        self._driver.handle(BlockArrived(donor, block) if is_right else BlockWrong(donor, block))

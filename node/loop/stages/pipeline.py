@@ -7,9 +7,7 @@ trainer shares, and go out from there. The machine lives as long as its trainer 
 from __future__ import annotations
 
 import itertools
-import math
 import random
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -42,9 +40,9 @@ from farandole.protocol.microbatches import Counts
 from farandole.protocol.pipeline import Pipeline, PipelineSettings
 
 from ...base.bandwidth import Shaping
+from ...base.driver import Driver
 from ...base.errors import PeerUnreachableError
 from ...base.streams import Stream, StreamHost, close_stream
-from ...base.timer import Timer
 from ...bulk.channel import BulkChannel
 from ...bulk.transport import Channels
 from ...state.messenger import Messenger
@@ -116,9 +114,7 @@ class PipelineService:
         self._links: dict[int, ActivationLink] = {}
         self._numbers = itertools.count()
         self._places: dict[tuple[int, int], memoryview] = {}
-        self._outputs: deque[machine.Output] = deque()
-        self._is_carrying_out = False
-        self._timer = Timer()
+        self._driver = Driver[machine.Event, machine.Output](self._carry_out, machine.TimerFired())
         self._nursery: trio.Nursery | None = None
         host.set_handler(ACTIVATIONS_PROTOCOL, self._serve)
         messenger.set_receiver(MICROBATCH_PROTOCOL, MAX_QUESTION_BYTES, self._be_asked, lambda peer, protocol: None)
@@ -127,7 +123,7 @@ class PipelineService:
         """Until cancelled; `begin` comes after it has started."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
-            nursery.start_soon(self._timer.run, lambda: self.handle(machine.TimerFired()))
+            nursery.start_soon(self._driver.run)
             task_status.started()
 
     def status(self) -> PipelineStatus | None:
@@ -172,13 +168,13 @@ class PipelineService:
             self._rng,
             self.counts,
         )
+        self._driver.begin(self._machine)
         self.set_nodes(self._nodes)
 
     def end(self) -> None:
         """The trainer is gone, and what was under way with it."""
         self._worker = self._machine = None
-        self._outputs.clear()
-        self._timer.set(math.inf)
+        self._driver.end()
         for link in self._links.values():
             link.close()
 
@@ -193,25 +189,15 @@ class PipelineService:
         self.handle(machine.NodesChanged(following, max(1, len(nodes[stage])), len(previous), len(nodes[0])))
 
     def handle(self, event: machine.Event) -> None:
-        """Give an event to the machine, if there is one, and carry out what it asks for."""
-        if self._machine is None:
-            return
-        self._outputs.extend(self._machine.handle(event, trio.current_time()))
-        if self._is_carrying_out:
-            return
-        self._is_carrying_out = True
-        try:
-            while self._outputs:
-                self._carry_out(self._outputs.popleft())
-        finally:
-            self._is_carrying_out = False
+        """Pass an event to the machine, if there is one, and carry out its outputs."""
+        self._driver.handle(event)
 
     def _carry_out(self, output: machine.Output) -> None:
         worker = self._worker
         assert worker is not None, "outputs are cleared with the machine"
         match output:
             case machine.SetTimer(at):
-                self._timer.set(at)
+                self._driver.set_timer(at)
             case machine.Compute(work, slot, is_following, is_held_out, number):
                 worker.send(messages.Work(work, slot, is_following, is_held_out, number))
             case machine.TakeStep():

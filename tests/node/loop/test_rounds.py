@@ -192,7 +192,7 @@ async def test_a_message_that_is_lost_at_once_leaves_the_right_timer(story: Stor
     story.rounds.set_peers(frozenset({b"b" * 32}))
     await story.trainers[0].report(contributed(0))
     assert story.pairing._num_proposals == 1
-    assert story.rounds._timer.at == min(story.pairing._timers.values())
+    assert story.rounds._driver.timer_at == min(story.pairing._timers.values())
 
 
 def saved(problem: str = "") -> messages.Saved:
@@ -489,7 +489,7 @@ async def test_an_overlapped_exchange_that_fails_leaves_the_next_round_alone(
     (trainer,) = story.trainers
     session = story.rounds._session
     assert session is not None
-    story.rounds._pairing.handle(PeersChanged(frozenset({b"b" * 32})), trio.current_time())
+    story.pairing.handle(PeersChanged(frozenset({b"b" * 32})), trio.current_time())
     await trainer.report(contributed(0))
     commands = [TRAIN(0, 0), TRAIN(1, 0)]
     assert without_saves(trainer) == commands
@@ -507,7 +507,7 @@ async def test_what_is_encoded_is_sent_and_what_comes_is_taken_in(
     story: Story, autojump_clock: trio.testing.MockClock
 ) -> None:
     (trainer,) = story.trainers
-    story.rounds._pairing.handle(PeersChanged(frozenset({b"b" * 32})), trio.current_time())
+    story.pairing.handle(PeersChanged(frozenset({b"b" * 32})), trio.current_time())
     await trainer.report(contributed(0))
     session = story.rounds._session
     assert session is not None
@@ -533,7 +533,7 @@ async def test_a_trainer_that_dies_while_it_encodes_ends_the_exchange(
     story: Story, autojump_clock: trio.testing.MockClock
 ) -> None:
     (trainer,) = story.trainers
-    story.rounds._pairing.handle(PeersChanged(frozenset({b"b" * 32})), trio.current_time())
+    story.pairing.handle(PeersChanged(frozenset({b"b" * 32})), trio.current_time())
     await trainer.report(contributed(0), messages.Encoded(0, 5))
     session = story.rounds._session
     assert session is not None

@@ -1,0 +1,84 @@
+"""Driver of a sans-IO state machine: passes events in with the time, carries outputs out in order, keeps one timer.
+
+Carrying out an output may cause the next event at once: a message that cannot be queued is a lost peer. The outputs
+of such an event come after those that are still waiting, and the machine is never entered twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Generic, NoReturn, Protocol, TypeVar
+
+import trio
+
+EventT = TypeVar("EventT")
+OutputT = TypeVar("OutputT")
+_EventT = TypeVar("_EventT", contravariant=True)
+_OutputT = TypeVar("_OutputT", covariant=True)
+
+
+class Machine(Protocol[_EventT, _OutputT]):
+    """A state machine of `farandole.protocol`."""
+
+    def handle(self, event: _EventT, now: float, /) -> Iterable[_OutputT]:
+        """Returns what to do about an event; ``now`` is monotonic seconds."""
+
+
+class Driver(Generic[EventT, OutputT]):
+    """Drives one machine at a time. ``carry_out`` does what an output asks for; it must not wait.
+
+    ``timer_fired`` is the event of a timer that has come, for a machine that asks for one (`set_timer`).
+    """
+
+    def __init__(self, carry_out: Callable[[OutputT], None], timer_fired: EventT | None = None) -> None:
+        self.timer_at = math.inf
+        """When the timer fires, by trio's clock."""
+        self._machine: Machine[EventT, OutputT] | None = None
+        self._carry_out = carry_out
+        self._timer_fired = timer_fired
+        self._outputs: deque[OutputT] = deque()
+        self._is_carrying_out = False
+        self._timer_changed = trio.Event()
+
+    def begin(self, machine: Machine[EventT, OutputT]) -> None:
+        """Drive this machine from now on."""
+        self._machine = machine
+
+    def end(self) -> None:
+        """Drop the machine, its outputs that are not carried out yet, and its timer."""
+        self._machine = None
+        self._outputs.clear()
+        self.set_timer(math.inf)
+
+    def handle(self, event: EventT) -> None:
+        """Pass an event to the machine, if there is one, and carry out its outputs."""
+        if self._machine is None:
+            return
+        self._outputs.extend(self._machine.handle(event, trio.current_time()))
+        if self._is_carrying_out:
+            return
+        self._is_carrying_out = True
+        try:
+            while self._outputs:
+                self._carry_out(self._outputs.popleft())
+        finally:
+            self._is_carrying_out = False
+
+    def set_timer(self, at: float) -> None:
+        """Set the time of the next ``timer_fired``, in place of the time before; infinity is never."""
+        if at != self.timer_at:
+            self.timer_at = at
+            self._timer_changed.set()
+
+    async def run(self) -> NoReturn:
+        """Fire the timer whenever it is due, until cancelled."""
+        assert self._timer_fired is not None, "a machine without a timer needs no task"
+        while True:
+            changed = self._timer_changed = trio.Event()
+            with trio.move_on_at(self.timer_at):
+                await changed.wait()
+                continue
+            self.timer_at = math.inf
+            self.handle(self._timer_fired)
