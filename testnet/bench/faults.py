@@ -18,8 +18,7 @@ from ..beside import judged, load_report
 from ..grid import Grid
 from ..launch import REPORT_NAME, Testnet, write_report
 from ..live import open_view
-from ..report import PlayReport
-from ..report import ideal_exchange_seconds
+from ..report import PlayReport, ideal_exchange_seconds
 from ..scenario import Scenario, ScenarioError, load_scenario
 from ..section import Section
 from ..setting import setting
