@@ -3,7 +3,6 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-import torch
 
 from farandole.protocol.manifest import InnerConfig, ModelConfig, OuterConfig
 from farandole.training.data import Sampler, Text
@@ -15,11 +14,6 @@ RUN_ID = hashlib.sha256(b"a run").digest()
 ALICE, BOB = b"a" * 32, b"b" * 32
 
 MakeReplica = Callable[..., Learner]
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -117,7 +117,6 @@ def _name_of(what: Any) -> str:
 def main() -> None:
     """Until a child gets through."""
     root, case = Path(sys.argv[1]), sys.argv[2]
-    torch.set_num_threads(1)
     template = root / "template"
     prepare(CheckpointFolder(template / "checkpoints", 0))
     for fatal in range(MAX_CALLS):

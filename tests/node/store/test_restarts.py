@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 import trio
 
 from farandole.node.base.identity import load_or_create_key
@@ -39,7 +38,6 @@ class Twin:
     """What the node must have learnt: the same inner steps and outer steps, in this process."""
 
     def __init__(self, manifest: Manifest, run_id: bytes, home: Path, texts: Path) -> None:
-        torch.set_num_threads(1)
         self._manifest = manifest
         self._run_id = run_id
         self._author = public_bytes(load_or_create_key(home / "key"))

@@ -12,7 +12,6 @@ from typing import TypeVar
 
 import msgspec
 import pytest
-import torch
 import trio
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -320,7 +319,6 @@ async def test_a_contribution_is_sent_while_it_is_encoded_and_taken_in_while_it_
 
 def _twin(command: messages.Prepare, manifest: Manifest) -> Learner:
     """The replica that a trainer process would build."""
-    torch.set_num_threads(1)
     return build_learner(
         manifest,
         run_id=command.run_id,
@@ -349,7 +347,7 @@ async def test_where_a_trainer_crashed_or_hung_is_logged(
             os.kill(trainer.pid, signal.SIGSEGV)
             await trainer.receive()
     assert "Segmentation fault" in caplog.text
-    assert "trainer/main.py" in caplog.text
+    assert "trainer_process/main.py" in caplog.text
     caplog.clear()
     with trio.fail_after(PATIENCE), pytest.raises(TrainerError, match="it hung"):
         async with open_trainer(prepare(), None) as trainer:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -63,7 +62,6 @@ def decoded(signed: SignedManifest) -> Manifest:
 
 def learner_of(signed: SignedManifest, author: bytes = bytes(32)) -> Learner:
     """Of the whole model, whatever the manifest cuts it into."""
-    torch.set_num_threads(1)
     return build_learner(decoded(signed), run_id=signed.run_id, author=author, device="cpu")
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from farandole.node.store.consolidated.folder import Consolidated
 from farandole.training.data import Bring
 from farandole.training.learner import Learner, build_learner
@@ -13,7 +11,6 @@ from farandole.training.learner import Learner, build_learner
 
 def learner_of(folder: Consolidated, *texts: Path) -> Learner:
     """Of the whole model, with the folder's weights."""
-    torch.set_num_threads(1)
     learner = build_learner(folder.manifest, run_id=bytes(32), author=bytes(32), device="cpu", bring=Bring(texts))
     learner.start_from(folder.checkpoint, folder.index.inner_steps, folder.index.tokens)
     return learner
