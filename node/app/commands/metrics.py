@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -19,6 +19,8 @@ from .options import Home
 if TYPE_CHECKING:
     from ...status.round_log import RoundRecord
 
+_INSTALL: Final = "pip install 'farandole[tensorboard]'"
+
 
 def show_metrics(
     home: Home,
@@ -27,7 +29,8 @@ def show_metrics(
     ] = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print a table with all columns, for other programs.")] = False,
     tensorboard: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Write them there for TensorBoard, which need not be here.")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Write them there for TensorBoard (extra tensorboard)."),
     ] = None,
 ) -> None:
     """Print this node's rounds: when, with whom, loss, bytes, seconds. No node need run for that.
@@ -53,10 +56,12 @@ def show_metrics(
 
 
 def _write_events(records: Iterable[RoundRecord], folder: Path) -> None:
-    from ...ui.metrics.tensorboard import write_events
-
     try:
+        from ...ui.metrics.tensorboard import write_events
+
         path = write_events(records, folder)
+    except ImportError as error:
+        raise FarandoleError(f"a file for TensorBoard needs the Python package tensorboardX: {_INSTALL}") from error
     except OSError as error:
         raise FarandoleError(f"cannot write into {folder}: {error.strerror}") from error
     typer.echo(f"{path} is written; look at it with: tensorboard --logdir {folder}")
