@@ -13,7 +13,7 @@ from farandole.protocol.identity import peer_id_of
 from farandole.protocol.relay import parse_circuit
 
 from ..base.errors import PeerUnreachableError
-from .yamux import YamuxConn
+from .yamux import MuxedConn
 
 # A relay carries what cannot go directly: its turn comes when all direct attempts have failed, or have had three round
 # trips of the slowest lines.
@@ -66,7 +66,7 @@ class Dial:
         self.done = trio.Event()
         self.news = trio.Event()  # another address, or the end of an attempt
         self.addresses: list[str] = []
-        self.winner: tuple[str, YamuxConn] | None = None
+        self.winner: tuple[str, MuxedConn] | None = None
         self.failures: list[str] = []
         self.error: PeerUnreachableError | None = None
         self._num_direct = self._num_relayed = 0  # tried so far, of the addresses of either kind

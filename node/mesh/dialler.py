@@ -19,7 +19,7 @@ from farandole.protocol.identity import peer_id_of
 from ..base.errors import PeerUnreachableError
 from .dial_plan import DIRECT_HEAD_START, Dial
 from .workarounds.connection import CLOSE_TIMEOUT
-from .yamux import YamuxConn
+from .yamux import MuxedConn
 
 if TYPE_CHECKING:
     from .host import Host
@@ -118,7 +118,7 @@ class Dialler:
                 else:
                     return
 
-    async def _dial_patiently(self, peer: bytes, address: str) -> YamuxConn:
+    async def _dial_patiently(self, peer: bytes, address: str) -> MuxedConn:
         """Dial again where the other end hangs up at once: it refuses some while too many dial it."""
         for pause in REDIAL_PAUSES:
             try:
@@ -131,7 +131,7 @@ class Dialler:
         return await self._host.dial_one(peer, address)
 
 
-async def _discard(muxed: YamuxConn) -> None:
+async def _discard(muxed: MuxedConn) -> None:
     """Close a connection that nothing runs yet, cancelled or not: nobody else has its socket."""
     with trio.CancelScope(deadline=trio.current_time() + CLOSE_TIMEOUT, shield=True):
         await muxed.secured_conn.close()

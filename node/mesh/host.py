@@ -49,8 +49,7 @@ from .workarounds.peers import BoundedPeers
 from .workarounds.sockets import Socket
 from .workarounds.swarm import HANDSHAKE_TIMEOUT, MendedSwarm
 from .workarounds.upgrading import make_upgrader
-from .yamux import YamuxConn
-from .yamux_stream import YamuxStream
+from .yamux import MuxedConn, MuxedStream
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -79,7 +78,7 @@ class Host:
         self._subscribers: set[ConnectionEvents] = set()
         self._told_connected: set[bytes] = set()
         self._observed_ips: list[str] = []
-        self._circuits: WeakKeyDictionary[YamuxConn, Circuit] = WeakKeyDictionary()  # that we dialled
+        self._circuits: WeakKeyDictionary[MuxedConn, Circuit] = WeakKeyDictionary()  # that we dialled
         self._asides = Asides(self._dial_aside, nursery)
         self._news = trio.Event()  # a connection has come or gone
         self.bulk_ports: set[int] = set()
@@ -95,7 +94,7 @@ class Host:
         self._needs: list[Callable[[bytes], bool]] = []
         self.is_out_of_reach: Callable[[bytes], bool] = lambda peer: False
         """Whether `farandole.node.mesh.reach.punching` has shown that no direct connection to a peer comes about."""
-        swarm.commons.is_needed = self._is_needed
+        swarm.unread_budget.is_needed = self._is_needed
         self._dht = Dht(libp2p)
         nursery.start_soon(self._dht.run)
         swarm.dial = self._dial_by_id
@@ -334,7 +333,7 @@ class Host:
     async def _dial_by_id(self, peer_id: ID) -> None:
         await self.connect(peer_of(peer_id))
 
-    async def dial_one(self, peer: bytes, address: str) -> YamuxConn:
+    async def dial_one(self, peer: bytes, address: str) -> MuxedConn:
         """A connection to a peer at this address that nothing runs yet; raises whatever stands against it."""
         target = dial_target(address, peer)
         if target is not None:
@@ -344,7 +343,7 @@ class Host:
         self._circuits[muxed] = circuit
         return muxed
 
-    async def upgrade(self, socket: Socket | Circuit, peer: bytes | None) -> YamuxConn:
+    async def upgrade(self, socket: Socket | Circuit, peer: bytes | None) -> MuxedConn:
         """Authenticate and multiplex; with a peer as the end that dialled it. Closes the socket if this fails."""
         try:
             with trio.fail_after(HANDSHAKE_TIMEOUT):
@@ -419,7 +418,7 @@ class Host:
         finally:
             socket.abort()
 
-    async def adopt(self, muxed: YamuxConn, direction: str, *, is_punched: bool = False) -> trio.Event:
+    async def adopt(self, muxed: MuxedConn, direction: str, *, is_punched: bool = False) -> trio.Event:
         """Take a connection that came about otherwise than by `connect`; returns the event of its end."""
         conn = await self._swarm.add_conn(muxed, direction)
         conn.is_punched = is_punched
@@ -492,8 +491,8 @@ class Host:
 
 def _retire(conn: MendedConn, at: float) -> None:
     """End a connection, at once or at that time if there is bulk under way."""
-    streams = [cast("YamuxStream", each.muxed_stream) for each in conn.get_streams()]
-    if trio.current_time() >= at or not any(stream.is_bulk for stream in streams):
+    streams = [cast("MuxedStream", each.muxed_stream) for each in conn.get_streams()]
+    if trio.current_time() >= at or not any(stream.state.is_bulk for stream in streams):
         conn.event_closed.set()
 
 

@@ -11,7 +11,7 @@ from libp2p.stream_muxer.exceptions import MuxedStreamClosed, MuxedStreamEOF, Mu
 if TYPE_CHECKING:
     from libp2p.network.stream.net_stream import NetStream
 
-    from .yamux_stream import YamuxStream
+    from .yamux import MuxedStream
 
 
 class Stream(trio.abc.HalfCloseableStream):
@@ -25,7 +25,7 @@ class Stream(trio.abc.HalfCloseableStream):
         self.peer = peer
         self.protocol = protocol
         self._net_stream = stream
-        self._stream = cast("YamuxStream", stream.muxed_stream)
+        self._stream = cast("MuxedStream", stream.muxed_stream)
         self._is_closed = False
 
     @property
@@ -34,11 +34,11 @@ class Stream(trio.abc.HalfCloseableStream):
 
         Its data then goes behind all else. On other streams nothing waits for the caps, and everything counts.
         """
-        return self._stream.is_bulk
+        return self._stream.state.is_bulk
 
     @is_bulk.setter
     def is_bulk(self, value: bool) -> None:
-        self._stream.is_bulk = value
+        self._stream.state.is_bulk = value
 
     @property
     def is_relayed(self) -> bool:
@@ -52,7 +52,7 @@ class Stream(trio.abc.HalfCloseableStream):
 
     def limit_window(self, max_bytes: int) -> None:
         """Let the peer have no more than this under way to us, if that is more than every stream begins with."""
-        self._stream.max_window = max_bytes
+        self._stream.state.max_window = max_bytes
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         """Send all of it, or raise `trio.BrokenResourceError`. Waits for as long as the peer takes nothing."""

@@ -1,20 +1,16 @@
-"""Many streams on one connection: yamux (github.com/hashicorp/yamux, spec.md), as libp2p uses it.
+"""Drives `farandole.protocol.yamux` over one connection.
 
-Instead of py-libp2p 0.8.1's own, which loses what it has received when a connection closes, corrupts the connection if
-a write is cancelled, loses data when a read is, resets a stream whose receiver rests for 5 s, polls for credit, shows
-a killed peer as a clean end, and halves a full frame into two Noise messages.
+One task reads the connection and one writes it. Streams only touch buffers, so cancelling a stream's wait never leaves
+half a frame on the wire or loses a byte. Everything that a frame causes happens between two checkpoints: no locks.
 
-One task reads the connection and one writes it; streams only touch buffers, so cancelling a stream's wait can never
-leave half a frame on the wire or lose a byte. Everything that a frame causes happens between two checkpoints: no locks.
-
-What moves is charged to the node's caps (shaping.py) here, except the payload of bulk streams, which wait for the caps
-above, and for an empty queue here: no control frame waits behind more bulk than the one message that is being written.
+Traffic is charged to the node's bandwidth caps (`farandole.node.base.bandwidth`) here, except the payload of bulk
+streams, which wait for the caps themselves and for an empty queue here: no control frame waits behind more bulk than
+the one message that is being written.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
@@ -22,47 +18,37 @@ import trio
 from libp2p.abc import IMuxedConn, IMuxedStream, ISecureConn
 from libp2p.connection_types import ConnectionType
 from libp2p.peer.id import ID
-from libp2p.stream_muxer.exceptions import MuxedConnUnavailable
+from libp2p.stream_muxer.exceptions import (
+    MuxedConnUnavailable,
+    MuxedStreamClosed,
+    MuxedStreamEOF,
+    MuxedStreamReset,
+)
 
-from farandole.protocol.token_bucket import TokenBucket
+from farandole.protocol.yamux import MAX_WINDOW, PingAnswered, StreamChanged, StreamOpened, Yamux, YamuxStream
 
 from ..base.bandwidth import Shaping
-from .yamux_frames import ACK, FIN, GO_AWAY, HEADER, MAX_MESSAGE_BYTES, PING, RST, SYN, WINDOW_UPDATE, YamuxError
-from .yamux_stream import MAX_WINDOW, MIN_CREDIT, YamuxStream
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from multiaddr import Multiaddr
 
 logger = logging.getLogger(__name__)
 
-# Streams that the other end may have open here at once: the backlog that the specification recommends. And those of
-# them that nobody has taken up yet: nothing here opens more at once.
-MAX_INBOUND_STREAMS = 256
-MAX_WAITING_STREAMS = 64
-# Received and not yet read, over all streams of a connection; the stream with the most gives way. And of all strangers
-# together: one stream's whole window.
-MAX_UNREAD_BYTES = 16 * 1024 * 1024
+# Received and not yet read, over all connections of strangers: one stream's whole window.
 MAX_STRANGERS_UNREAD_BYTES = MAX_WINDOW
-# What brings nothing costs the other end: a frame 1, and 1 more for every 4 KiB of it; a ping 8; a stream that is
-# refused 64. It may owe so much at once, which is 20 ms of work, and pays off so much a second; then it is cut off.
-# Honest peers cause some: what is under way to a stream that ends here is 8 MiB at most, in full frames 2,176.
-USELESS_BURST, USELESS_PER_SECOND = 4_096.0, 64.0
-USELESS_BYTES, PING_COST, REFUSAL_COST = 4 * 1024, 8, 64
-# Data waits for room at the writer, so that control frames never queue behind much; control frames do not wait, and
-# a peer that makes us owe it this much of them without reading is cut off.
-MAX_QUEUED_DATA = 128 * 1024
-MAX_QUEUED_BYTES = 1024 * 1024
 
 
-class Commons:
-    """What the connections of one node share: the memory for what strangers send and nobody has read.
+class UnreadBudget:
+    """Memory for unread data of strangers, shared by all connections of a node.
 
-    A stranger is a peer for whom ``is_needed`` says no. Keys are free, so a bound for each of them is none for all.
+    A stranger is a peer for which ``is_needed`` is false. Keys are free, so a bound for each of them is none for all.
     """
 
     def __init__(self) -> None:
         self.is_needed: Callable[[ID], bool] = lambda peer_id: False
-        self.conns: set[YamuxConn] = set()
+        self.conns: set[MuxedConn] = set()
         self.num_unread = 0
 
     def limit(self) -> None:
@@ -71,18 +57,106 @@ class Commons:
             return
         strangers = [conn for conn in self.conns if not self.is_needed(conn.peer_id)]
         if sum(conn.num_unread for conn in strangers) > MAX_STRANGERS_UNREAD_BYTES:
-            max(strangers, key=lambda conn: conn.num_unread).drop_fullest()
+            max(strangers, key=lambda conn: conn.num_unread).reset_fullest()
 
 
-class YamuxConn(IMuxedConn):
+class MuxedStream(IMuxedStream):
+    """One stream. Reads and writes may be cancelled anywhere; data that was not taken stays."""
+
+    def __init__(self, state: YamuxStream, conn: MuxedConn) -> None:
+        self.state = state
+        self.stream_id = state.stream_id
+        self.muxed_conn = conn
+        self._conn = conn
+        self._changed = trio.Event()
+
+    async def read(self, n: int | None = None) -> bytes:
+        """At most n bytes; `MuxedStreamEOF` at a clean end, `MuxedStreamReset` if there was none."""
+        await trio.lowlevel.checkpoint()
+        while not self.state.num_unread:
+            if self.state.has_ended:
+                raise MuxedStreamEOF("the peer has finished")
+            if self.state.is_reset:
+                raise MuxedStreamReset("stream reset or connection lost")
+            await self._changed.wait()
+        data = self.state.read(n, trio.current_time())
+        self._conn.note_change()
+        return data
+
+    async def write(self, data: bytes | memoryview) -> None:
+        """Queue all of it, waiting for credit and for room; the frames of one stream keep their order."""
+        await trio.lowlevel.checkpoint()
+        view = memoryview(data)
+        while view:
+            if self.state.is_reset:
+                raise MuxedStreamReset("stream reset or connection lost")
+            if self.state.has_finished:
+                raise MuxedStreamClosed("this end has finished")
+            if num_taken := self.state.send(view):
+                view = view[num_taken:]
+                self._conn.note_change()
+            elif self.state.has_credit:
+                await self._conn.wait_for_room()
+            else:
+                await self._changed.wait()
+
+    async def close(self) -> None:
+        """Finish this end; the other may go on."""
+        self.state.finish()
+        self._conn.note_change(self)
+        await trio.lowlevel.checkpoint()
+
+    async def close_write(self) -> None:
+        """The same, by the name that the library looks for."""
+        await self.close()
+
+    async def reset(self) -> None:
+        """Break both directions off."""
+        self.break_off()
+        await trio.lowlevel.checkpoint()
+
+    def break_off(self) -> None:
+        """`reset` without a checkpoint."""
+        self.state.reset()
+        self._conn.note_change(self)
+
+    def abandon(self) -> None:
+        """Finish this end, and refuse what the peer still sends."""
+        self.state.abandon()
+        self._conn.note_change(self)
+
+    def limit(self, max_bytes: int) -> None:
+        """Reset the stream when the peer has sent more than this; what it has sent so far counts."""
+        self.state.limit(max_bytes)
+        self._conn.note_change(self)
+
+    def wake(self) -> None:
+        """Something has changed: readers and writers look again."""
+        self._changed.set()
+        self._changed = trio.Event()
+
+    def set_deadline(self, ttl: int) -> None:
+        """Deadlines are cancel scopes here."""
+        raise NotImplementedError
+
+    def get_remote_address(self) -> tuple[str, int] | None:
+        """The connection's."""
+        return self._conn.get_remote_address()
+
+    async def __aenter__(self) -> MuxedStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class MuxedConn(IMuxedConn):
     """One connection and its streams."""
 
     def __init__(
-        self,
-        secured_conn: ISecureConn,
-        peer_id: ID,
-        shaping: Shaping | None = None,
-        commons: Commons | None = None,
+        self, secured_conn: ISecureConn, peer_id: ID, shaping: Shaping | None = None, budget: UnreadBudget | None = None
     ) -> None:
         self.secured_conn = secured_conn
         self.peer_id = peer_id
@@ -90,31 +164,30 @@ class YamuxConn(IMuxedConn):
         self.event_closed = trio.Event()
         self.on_close: Callable[[], Awaitable[None]] | None = None
         self.num_received = 0
-        self.num_unread = 0
-        self.round_trip: float | None = None
-        """Seconds, as last measured; None: not yet."""
+        self._state = Yamux(is_initiator=secured_conn.is_initiator, now=trio.current_time())
         self._shaping = shaping or Shaping()
-        self._commons = commons or Commons()
-        self._useless = TokenBucket(USELESS_BURST, USELESS_PER_SECOND, trio.current_time())
-        self._num_inbound = 0
-        self._streams: dict[int, YamuxStream] = {}
-        self._next_stream_id = 1 if secured_conn.is_initiator else 2
-        self._scope = trio.CancelScope()
-        self._accepting, self._accepted = trio.open_memory_channel[YamuxStream](MAX_WAITING_STREAMS)
-        # Writing
-        self._queue: deque[bytes] = deque()
-        self._num_queued = 0
-        self._work = trio.Event()
-        self._room = trio.Event()
-        # Reading: the rest of an incomplete header, or the stream and the rest of an incomplete data frame
-        self._header = bytearray()
-        self._body: tuple[YamuxStream | None, int, int, int] | None = None  # stream, its id, bytes left, flags
-        self._ping_number = 0
+        self._budget = budget or UnreadBudget()
+        self._num_unread_budgeted = 0
+        self._streams: dict[int, MuxedStream] = {}
         self._pongs: dict[int, trio.Event] = {}
+        self._scope = trio.CancelScope()
+        self._opened = trio.Event()  # by the peer, or the connection is over
+        self._work = trio.Event()  # something is queued
+        self._room = trio.Event()  # something was written
+
+    @property
+    def num_unread(self) -> int:
+        """Bytes received and not read."""
+        return self._state.num_unread
+
+    @property
+    def round_trip(self) -> float | None:
+        """Seconds, as last measured; None: not yet."""
+        return self._state.round_trip
 
     async def start(self) -> None:
         """Run until either end closes or the connection fails. Raises nothing."""
-        self._commons.conns.add(self)
+        self._budget.conns.add(self)
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
@@ -122,15 +195,14 @@ class YamuxConn(IMuxedConn):
                     nursery.start_soon(self._run, self._read_frames)
                     self.event_started.set()
         finally:
-            self.event_started.set()
-            self._accepting.close()
+            self._state.end()
+            for event in (self.event_started, self.event_closed, self._opened, self._room):
+                event.set()
             for stream in self._streams.values():
-                stream.mark_lost()
+                stream.wake()
             self._streams.clear()
-            self.event_closed.set()
-            self._room.set()
-            self._commons.num_unread -= self.num_unread
-            self._commons.conns.discard(self)
+            self._budget.num_unread -= self._num_unread_budgeted
+            self._budget.conns.discard(self)
 
     async def _run(self, work: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -139,227 +211,111 @@ class YamuxConn(IMuxedConn):
             logger.debug("the connection to %s ends: %r", self.peer_id, error)
         self._scope.cancel()
 
+    async def _write_frames(self) -> None:
+        num_charged = 0
+        while True:
+            if not (data := self._state.data_to_send()):
+                self._work = trio.Event()
+                await self._work.wait()
+                continue
+            self._shaping.up.charge(self._state.num_counted_out - num_charged)
+            num_charged = self._state.num_counted_out
+            await self.secured_conn.write(data)
+            self._state.note_sent(len(data))
+            self._room.set()
+
+    async def _read_frames(self) -> None:
+        num_charged = 0
+        while not self._state.has_ended and (message := await self.secured_conn.read()):
+            self.num_received += len(message)
+            for event in self._state.receive_data(message, trio.current_time()):
+                match event:
+                    case StreamChanged(stream_id):
+                        self.note_change(self._streams.get(stream_id))
+                    case StreamOpened():
+                        self._opened.set()
+                    case PingAnswered(number) if number in self._pongs:
+                        self._pongs[number].set()
+            self._shaping.down.charge(self._state.num_counted_in - num_charged)
+            num_charged = self._state.num_counted_in
+            self.note_change()
+            self._budget.limit()
+            await trio.lowlevel.checkpoint()  # several messages come with one read of the socket, and others wait
+
     async def close(self) -> None:
         """Say goodbye and end; waits until what was queued is written, so give it a deadline."""
-        if not self.event_closed.is_set() and self.event_started.is_set():
-            self.put(GO_AWAY, 0, 0, 0)
-            while self._num_queued and not self.event_closed.is_set():
+        if self.is_established:
+            self._state.go_away()
+            self.note_change()
+            while self._state.num_queued and not self.event_closed.is_set():
                 await self.wait_for_room()
         self.abort()
 
     def abort(self) -> None:
-        """End at once, whatever the other end takes or says."""
+        """End at once, whatever the peer takes or says."""
         self._scope.cancel()
         self.event_closed.set()
 
     async def ping(self) -> float:
-        """Returns the round trip in seconds when the other end has answered."""
-        started = trio.current_time()
-        self._ping_number = number = (self._ping_number + 1) % 2**32
+        """Returns the round trip in seconds when the peer has answered."""
+        number = self._state.ping(trio.current_time())
         self._pongs[number] = pong = trio.Event()
-        self.put(PING, SYN, 0, number)
+        self.note_change()
         try:
             await pong.wait()
         finally:
             del self._pongs[number]
-        self.round_trip = trio.current_time() - started
-        return self.round_trip
+        return self.round_trip or 0.0
 
-    async def open_stream(self) -> YamuxStream:
+    async def open_stream(self) -> MuxedStream:
         """A new stream; `MuxedConnUnavailable` when the connection is over."""
         await trio.lowlevel.checkpoint()
-        if self.event_closed.is_set():
+        if self.event_closed.is_set() or self._state.has_ended:
             raise MuxedConnUnavailable("connection closed")
-        stream = self._streams[self._next_stream_id] = YamuxStream(self._next_stream_id, self)
-        self._next_stream_id += 2
-        self.put(WINDOW_UPDATE, SYN, stream.stream_id, 0)
+        return self._add(self._state.open_stream())
+
+    async def accept_stream(self) -> MuxedStream:
+        """The next stream that the peer opens; `MuxedConnUnavailable` when the connection is over."""
+        await trio.lowlevel.checkpoint()
+        while (state := self._state.accept_stream()) is None:
+            if self.event_closed.is_set():
+                raise MuxedConnUnavailable("connection closed")
+            self._opened = trio.Event()
+            await self._opened.wait()
+        return self._add(state)
+
+    def _add(self, state: YamuxStream) -> MuxedStream:
+        stream = MuxedStream(state, self)
+        if self._state.is_open(state.stream_id):
+            self._streams[state.stream_id] = stream
+        self.note_change()
         return stream
 
-    async def accept_stream(self) -> IMuxedStream:
-        """The next stream that the other end opens; `MuxedConnUnavailable` when the connection is over."""
-        try:
-            return await self._accepted.receive()
-        except trio.EndOfChannel as error:
-            raise MuxedConnUnavailable("connection closed") from error
-
-    def forget(self, stream_id: int) -> None:
-        """Nothing more will happen on a stream."""
-        if self._streams.pop(stream_id, None) is not None:
-            self._num_inbound -= self._is_theirs(stream_id)
-
-    def count_unread(self, change: int) -> None:
-        """So many bytes more, or less, are received and not read."""
-        self.num_unread += change
-        if self in self._commons.conns:
-            self._commons.num_unread += change
-
-    def bear(self, cost: float) -> None:
-        """The other end has made work and brought nothing; `YamuxError` when it has done so too often."""
-        if not self._useless.take(trio.current_time(), cost):
-            raise YamuxError("much that is of no use")
-
-    def drop_fullest(self) -> None:
-        """Break off the stream with the most that is not read; or end it all, if that is of streams that are over."""
-        fullest = max(self._streams.values(), key=lambda stream: stream.num_unread, default=None)
-        if fullest is not None and fullest.num_unread:
-            fullest.break_off()
-        else:
+    def reset_fullest(self) -> None:
+        """Reset the stream with the most unread data; end the connection if that is of streams that are over."""
+        stream_id = self._state.reset_fullest()
+        if stream_id is None:
             self.abort()
+        else:
+            self.note_change(self._streams.get(stream_id))
 
-    def _is_theirs(self, stream_id: int) -> bool:
-        return stream_id % 2 != self._next_stream_id % 2
-
-    # Writing
-
-    def put(
-        self,
-        kind: int,
-        flags: int,
-        stream_id: int,
-        length: int,
-        data: bytes | memoryview = b"",
-        *,
-        is_bulk: bool = False,
-    ) -> None:
-        """Queue a frame for the writer."""
-        if self.event_closed.is_set():
-            return
-        self._queue.append(b"".join((HEADER.pack(0, kind, flags, stream_id, length), data)))
-        self._num_queued += len(self._queue[-1])
-        self._shaping.up.charge(HEADER.size if is_bulk else len(self._queue[-1]))
-        self._work.set()
-
-    @property
-    def has_room(self) -> bool:
-        """Whether a data frame may be queued."""
-        return self._num_queued < MAX_QUEUED_DATA or self.event_closed.is_set()
-
-    @property
-    def is_at_rest(self) -> bool:
-        """Whether a data frame of bulk may be queued."""
-        return not self._num_queued or self.event_closed.is_set()
+    def note_change(self, stream: MuxedStream | None = None) -> None:
+        """Act on a change of the state, and of this stream: wake its users and the writer, count unread data."""
+        if stream is not None:
+            stream.wake()
+            if not self._state.is_open(stream.stream_id):
+                self._streams.pop(stream.stream_id, None)
+        if self._state.num_queued:
+            self._work.set()
+        if self in self._budget.conns:
+            self._budget.num_unread += self._state.num_unread - self._num_unread_budgeted
+            self._num_unread_budgeted = self._state.num_unread
 
     async def wait_for_room(self) -> None:
-        """Until some of the queue is written."""
-        if self._room.is_set():
+        """Until some of the queue is written, or the connection is over."""
+        if self._room.is_set() and not self.event_closed.is_set():
             self._room = trio.Event()
         await self._room.wait()
-
-    async def _write_frames(self) -> None:
-        while True:
-            if not self._queue:
-                self._work = trio.Event()
-                await self._work.wait()
-            if self._num_queued > MAX_QUEUED_BYTES:
-                raise YamuxError("the other end takes nothing")
-            batch = [self._queue.popleft()]
-            size = len(batch[0])
-            while self._queue and size + len(self._queue[0]) <= MAX_MESSAGE_BYTES:
-                batch.append(self._queue.popleft())
-                size += len(batch[-1])
-            await self.secured_conn.write(b"".join(batch))
-            self._num_queued -= size
-            self._room.set()
-
-    # Reading
-
-    async def _read_frames(self) -> None:
-        while message := await self.secured_conn.read():
-            self.num_received += len(message)
-            num_bulk = self._feed(memoryview(message))
-            self._shaping.down.charge(len(message) - num_bulk)
-            if self._num_queued > MAX_QUEUED_BYTES:
-                raise YamuxError("the other end takes nothing")
-            await trio.lowlevel.checkpoint()  # several messages come with one read of the socket, and others wait
-
-    def _feed(self, data: memoryview) -> int:
-        """Take in what was received; returns how much of it is payload of bulk streams."""
-        num_bulk = 0
-        while data:
-            if self._body is None:
-                missing = HEADER.size - len(self._header)
-                self._header += data[:missing]
-                data = data[missing:]
-                if len(self._header) == HEADER.size:
-                    header = HEADER.unpack(self._header)
-                    self._header.clear()
-                    self._handle(*header)
-            else:
-                stream, stream_id, left, flags = self._body
-                piece = data[:left]
-                data = data[left:]
-                if stream is not None and not stream.is_reset:
-                    num_bulk += len(piece) if stream.is_bulk else 0
-                    stream.take(piece)
-                    self._limit_unread()
-                left -= len(piece)
-                self._body = (stream, stream_id, left, flags) if left else None
-                if not left:
-                    self._handle_ending(stream_id, flags)
-        return num_bulk
-
-    def _handle(self, version: int, kind: int, flags: int, stream_id: int, length: int) -> None:
-        if version != 0 or kind > GO_AWAY:
-            raise YamuxError("not yamux")
-        if kind == GO_AWAY:
-            raise YamuxError(f"the other end goes away ({length})")
-        if kind == PING:
-            self.bear(PING_COST)
-            if flags & SYN:
-                self.put(PING, ACK, 0, length)
-            elif length in self._pongs:
-                self._pongs[length].set()
-            return
-        if flags & SYN:
-            self._accept(stream_id)
-        stream = self._streams.get(stream_id)
-        if kind == WINDOW_UPDATE:
-            if stream is None:
-                self.bear(1)
-            elif not flags:
-                stream.add_credit(length)
-            elif length:
-                stream.add_credit(max(length, MIN_CREDIT))
-            self._handle_ending(stream_id, flags)
-            return
-        if length > MAX_WINDOW:
-            raise YamuxError("more than any window")
-        if stream is None or not length:
-            self.bear(1 + length / USELESS_BYTES)
-        if stream is None and not flags & (FIN | RST):
-            self.put(WINDOW_UPDATE, RST, stream_id, 0)
-        if length:
-            self._body = (stream, stream_id, length, flags)
-        else:
-            self._handle_ending(stream_id, flags)
-
-    def _accept(self, stream_id: int) -> None:
-        if not self._is_theirs(stream_id) or stream_id in self._streams:
-            raise YamuxError("a stream opened twice")
-        stream = YamuxStream(stream_id, self)
-        try:
-            if self._num_inbound >= MAX_INBOUND_STREAMS:
-                raise trio.WouldBlock
-            self._accepting.send_nowait(stream)
-        except trio.WouldBlock:
-            self.bear(REFUSAL_COST)
-            self.put(WINDOW_UPDATE, RST, stream_id, 0)
-            return
-        self._streams[stream_id] = stream
-        self._num_inbound += 1
-        self.put(WINDOW_UPDATE, ACK, stream_id, 0)
-
-    def _handle_ending(self, stream_id: int, flags: int) -> None:
-        stream = self._streams.get(stream_id)
-        if stream is not None and flags & FIN:
-            stream.mark_ended()
-        if stream is not None and flags & RST:
-            stream.mark_reset()
-
-    def _limit_unread(self) -> None:
-        if self.num_unread > MAX_UNREAD_BYTES:
-            self.drop_fullest()
-        self._commons.limit()
 
     # The rest of the library's interface
 

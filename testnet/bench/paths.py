@@ -25,9 +25,9 @@ from farandole.node.bulk.channel import BulkChannel
 from farandole.node.bulk.negotiation import BulkService, open_bulk
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.mesh.libp2p_stream import Stream
-from farandole.node.mesh.yamux_frames import PIECE_BYTES
 from farandole.protocol.bulk import SESSION_BYTES
 from farandole.protocol.identity import public_key_of
+from farandole.protocol.yamux import PIECE_BYTES
 
 LOOPBACK: Final = "/ip4/127.0.0.1/tcp/0"
 PROTOCOL: Final = "/farandole/bench/1"

@@ -14,7 +14,7 @@ from libp2p.stream_muxer.exceptions import MuxedConnUnavailable
 from farandole.protocol.token_bucket import TokenBucket
 
 from ..admission import site_of
-from ..yamux import YamuxConn
+from ..yamux import MuxedConn
 
 if TYPE_CHECKING:
     from .swarm import MendedSwarm
@@ -36,9 +36,9 @@ HANDLER_GRACE = 5.0
 class MendedConn(SwarmConn):
     """A connection that owns its tasks and those of its streams, and takes them along when it ends."""
 
-    muxed_conn: YamuxConn
+    muxed_conn: MuxedConn
 
-    def __init__(self, muxed_conn: YamuxConn, swarm: MendedSwarm, direction: str) -> None:
+    def __init__(self, muxed_conn: MuxedConn, swarm: MendedSwarm, direction: str) -> None:
         super().__init__(muxed_conn, swarm, direction)
         self.set_transport_info(muxed_conn.get_transport_addresses(), muxed_conn.get_connection_type())
         self.finished = trio.Event()

@@ -16,7 +16,7 @@ from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
 from multiaddr import Multiaddr
 
-from ..yamux_stream import YamuxStream
+from ..yamux import MuxedStream
 from .connection import MendedConn
 from .swarm import MendedSwarm
 from .upgrading import NEGOTIATION_TIMEOUT, BoundedCommunicator
@@ -75,7 +75,7 @@ class MendedHost(BasicHost):
                 protocol_ids, BoundedCommunicator(stream), NEGOTIATION_TIMEOUT
             )
         except BaseException:  # cancelled too: nobody else knows of the stream
-            cast("YamuxStream", cast("NetStream", stream).muxed_stream).break_off()
+            cast("MuxedStream", cast("NetStream", stream).muxed_stream).break_off()
             raise
         _limit(stream, protocol, MAX_ANSWER_BYTES)
         stream.set_protocol(protocol)
@@ -110,7 +110,7 @@ class MendedHost(BasicHost):
             _limit(net_stream, protocol, MAX_LIBRARY_BYTES)
             net_stream.set_protocol(protocol)
             await handler(net_stream)
-            cast("YamuxStream", cast("NetStream", net_stream).muxed_stream).abandon()
+            cast("MuxedStream", cast("NetStream", net_stream).muxed_stream).abandon()
         except Exception as error:  # a handler's, or the library's: it costs its stream
             logger.debug("a stream of %s failed: %r", net_stream.muxed_conn.peer_id, error)
             await net_stream.reset()
@@ -120,5 +120,5 @@ def _limit(stream: INetStream, protocol: str, max_bytes: int) -> None:
     """Bound what a peer sends on a stream that the library reads."""
     if protocol.startswith("/ipfs/"):
         is_identify = protocol.startswith("/ipfs/id/")
-        muxed_stream = cast("YamuxStream", cast("NetStream", stream).muxed_stream)
+        muxed_stream = cast("MuxedStream", cast("NetStream", stream).muxed_stream)
         muxed_stream.limit(MAX_IDENTIFY_BYTES if is_identify else max_bytes)

@@ -20,7 +20,7 @@ from libp2p.peer.id import ID
 from ...base.system.sockets import listen_alone, share_port
 from ..admission import Handshakes, Turns, site_of
 from ..circuit import Circuit
-from ..yamux import YamuxConn
+from ..yamux import MuxedConn
 from .connection import MendedConn
 from .sockets import Listener, Socket
 from .upgrading import MendedUpgrader
@@ -70,7 +70,7 @@ class MendedSwarm(Swarm):
         self.max_connections = MAX_CONNECTIONS
         self.is_offline = False
         """Whether connections that come are refused, and those that are under way given up."""
-        self.commons = upgrader.commons
+        self.unread_budget = upgrader.unread_budget
         self._upgrader = upgrader
         self._handshakes = Handshakes()
         self.turns = Turns()
@@ -121,7 +121,7 @@ class MendedSwarm(Swarm):
         finally:
             pending.abort()
 
-    async def upgrade(self, socket: Socket | Circuit, peer_id: ID | None) -> YamuxConn:
+    async def upgrade(self, socket: Socket | Circuit, peer_id: ID | None) -> MuxedConn:
         """Authenticate and multiplex a socket; with a peer id as the one who dialled that peer."""
         if isinstance(socket, Circuit):
             raw = RawConnection(socket, peer_id is not None, ConnectionType.RELAYED, socket.addresses)
@@ -129,7 +129,7 @@ class MendedSwarm(Swarm):
             raw = RawConnection(socket, peer_id is not None)
         return await self._multiplex(socket, await self.upgrader.upgrade_security(raw, peer_id is not None, peer_id))
 
-    async def _upgrade_accepted(self, socket: Socket, expected: ID | None) -> YamuxConn:
+    async def _upgrade_accepted(self, socket: Socket, expected: ID | None) -> MuxedConn:
         """Authenticate and multiplex a connection that has come, which may be the expected peer's part of a punch."""
         if expected is None:
             return await self.upgrade(socket, None)
@@ -137,9 +137,9 @@ class MendedSwarm(Swarm):
         is_initiator = await self._upgrader.find_role(raw)
         return await self._multiplex(socket, await self._upgrader.authenticate(raw, is_initiator, expected))
 
-    async def _multiplex(self, socket: Socket | Circuit, secure: ISecureConn) -> YamuxConn:
+    async def _multiplex(self, socket: Socket | Circuit, secure: ISecureConn) -> MuxedConn:
         muxed = await self.upgrader.upgrade_connection(secure, secure.get_remote_peer())
-        assert isinstance(muxed, YamuxConn)
+        assert isinstance(muxed, MuxedConn)
         socket.finish_handshake()
         return muxed
 
@@ -149,7 +149,7 @@ class MendedSwarm(Swarm):
 
     async def add_conn(self, muxed_conn: IMuxedConn, direction: str = "unknown") -> MendedConn:
         """Run a multiplexed connection and tell the others of it; `SwarmException` if it is one too many."""
-        assert isinstance(muxed_conn, YamuxConn)
+        assert isinstance(muxed_conn, MuxedConn)
         assert self.background_nursery is not None
         if self.is_offline:
             await muxed_conn.secured_conn.close()
@@ -173,7 +173,7 @@ class MendedSwarm(Swarm):
 
     def is_needed(self, peer_id: ID) -> bool:
         """Whether the node needs the connection to a peer (`Host.protect`)."""
-        return self.commons.is_needed(peer_id)
+        return self.unread_budget.is_needed(peer_id)
 
     def _make_room(self, newcomer: ID) -> bool:
         """End the connection that is of least use; or say no: all the others are of more use than the newcomer's.

@@ -25,7 +25,7 @@ from libp2p.utils.varint import read_varint_prefixed_bytes_limited
 from farandole.protocol.identity import SMALL_ORDER_KEYS, public_key_of
 
 from ...base.bandwidth import Shaping
-from ..yamux import Commons, YamuxConn
+from ..yamux import MuxedConn, UnreadBudget
 
 # A multistream message is a protocol id; go-libp2p allows 1,024 bytes too.
 MAX_NEGOTIATION_BYTES = 1024
@@ -61,8 +61,8 @@ class MendedUpgrader(TransportUpgrader):
     """From a raw connection to a secure one to a multiplexed one: Noise, then yamux, and nothing else."""
 
     def __init__(self, noise: ISecureTransport, shaping: Shaping | None = None) -> None:
-        super().__init__({NOISE_PROTOCOL_ID: noise}, {TProtocol(YAMUX_PROTOCOL_ID): YamuxConn})
-        self.commons = Commons()
+        super().__init__({NOISE_PROTOCOL_ID: noise}, {TProtocol(YAMUX_PROTOCOL_ID): MuxedConn})
+        self.unread_budget = UnreadBudget()
         self._noise = noise
         self._shaping = shaping
 
@@ -120,7 +120,7 @@ class MendedUpgrader(TransportUpgrader):
     async def upgrade_connection(self, conn: ISecureConn, peer_id: ID) -> IMuxedConn:
         """Multiplex a secure connection."""
         await self._negotiate(conn, TProtocol(YAMUX_PROTOCOL_ID), conn.is_initiator)
-        return YamuxConn(conn, peer_id, self._shaping, self.commons)
+        return MuxedConn(conn, peer_id, self._shaping, self.unread_budget)
 
 
 def make_upgrader(key: Ed25519PrivateKey, shaping: Shaping | None = None) -> MendedUpgrader:

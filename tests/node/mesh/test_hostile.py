@@ -62,12 +62,12 @@ async def test_newcomers_get_in_beside_strangers_who_leave_nothing_behind(name: 
             async with attacked(bob, [name], 24):
                 for _ in range(3):
                     await assert_answers(bob)
-                    assert bob._swarm.commons.num_unread <= yamux.MAX_STRANGERS_UNREAD_BYTES
+                    assert bob._swarm.unread_budget.num_unread <= yamux.MAX_STRANGERS_UNREAD_BYTES
             while num_tasks() > before or bob.connected:
                 await wait_all_tasks_blocked(0.05)
             assert not bob._swarm._handshakes
-            assert bob._swarm.commons.num_unread == 0
-            assert not bob._swarm.commons.conns
+            assert bob._swarm.unread_budget.num_unread == 0
+            assert not bob._swarm.unread_budget.conns
 
 
 @pytest.mark.parametrize(("sources", "most"), [(1, MAX_HANDSHAKES_PER_ADDRESS), (100, MAX_HANDSHAKES)])

@@ -7,17 +7,23 @@ from typing import Any, cast
 
 import pytest
 import trio
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from libp2p.peer.id import ID
 from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamClosed, MuxedStreamEOF, MuxedStreamReset
 from trio.testing import MockClock, memory_stream_pair, wait_all_tasks_blocked
 
 from farandole.node.base.bandwidth import METER_SECONDS, Shaper, Shaping
-from farandole.node.mesh import yamux
-from farandole.node.mesh.yamux import MAX_INBOUND_STREAMS, MAX_WAITING_STREAMS, USELESS_BURST, Commons, YamuxConn
-from farandole.node.mesh.yamux_frames import MAX_MESSAGE_BYTES, PIECE_BYTES, YamuxError
-from farandole.node.mesh.yamux_stream import INITIAL_WINDOW, MAX_WINDOW, YamuxStream
+from farandole.node.mesh import yamux as driver
+from farandole.node.mesh.yamux import MuxedConn, MuxedStream, UnreadBudget
+from farandole.protocol import yamux
+from farandole.protocol.yamux import (
+    INITIAL_WINDOW,
+    MAX_INBOUND_STREAMS,
+    MAX_MESSAGE_BYTES,
+    MAX_WAITING_STREAMS,
+    MAX_WINDOW,
+    PIECE_BYTES,
+    USELESS_BURST,
+)
 
 from ...patience import PATIENCE
 
@@ -47,11 +53,11 @@ class Pipe:
 
 @asynccontextmanager
 async def open_conn(
-    shaping: Shaping | None = None, commons: Commons | None = None
-) -> AsyncIterator[tuple[YamuxConn, trio.StapledStream]]:
+    shaping: Shaping | None = None, budget: UnreadBudget | None = None
+) -> AsyncIterator[tuple[MuxedConn, trio.StapledStream]]:
     """A connection that was dialled from elsewhere, and the dialler's bare end of it."""
     near, far = memory_stream_pair()
-    conn = YamuxConn(cast("Any", Pipe(near, is_initiator=False)), PEER, shaping, commons)
+    conn = MuxedConn(cast("Any", Pipe(near, is_initiator=False)), PEER, shaping, budget)
     with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(conn.start)
@@ -73,11 +79,11 @@ async def receive_frame(far: trio.StapledStream) -> tuple[int, int, int, int]:
     return kind, flags, stream_id, length
 
 
-async def accept(conn: YamuxConn, far: trio.StapledStream, stream_id: int = 1) -> YamuxStream:
+async def accept(conn: MuxedConn, far: trio.StapledStream, stream_id: int = 1) -> MuxedStream:
     await far.send_all(encode(WINDOW_UPDATE, SYN, stream_id, 0))
     stream = await conn.accept_stream()
     assert await receive_frame(far) == (WINDOW_UPDATE, ACK, stream_id, 0)
-    return cast("YamuxStream", stream)
+    return stream
 
 
 async def test_frames_cut_anywhere_are_put_together() -> None:
@@ -194,7 +200,7 @@ async def test_the_stream_with_most_unread_gives_way(monkeypatch: pytest.MonkeyP
         small, large = await accept(conn, far, 1), await accept(conn, far, 3)
         await far.send_all(encode(DATA, 0, 1, 400, bytes(400)) + encode(DATA, 0, 3, 601, bytes(601)))
         assert await receive_frame(far) == (WINDOW_UPDATE, RST, 3, 0)
-        assert large.is_reset
+        assert large.state.is_reset
         assert len(await small.read()) == 400
         assert conn.num_unread == 0
 
@@ -240,7 +246,7 @@ async def test_closing_says_goodbye_after_what_was_written() -> None:
 async def test_control_frames_wait_behind_one_piece_of_bulk_at_most() -> None:
     async with open_conn() as (conn, far):
         bulk, control = await accept(conn, far), await accept(conn, far, 3)
-        bulk.is_bulk = True
+        bulk.state.is_bulk = True
         pipe, is_taken = cast("Any", conn.secured_conn).stream.send_stream, trio.Event()
         deliver = pipe.send_all_hook
 
@@ -267,7 +273,7 @@ async def test_everything_counts_but_the_payload_of_bulk() -> None:
     shaping = Shaping(*(Shaper(clock=lambda: 0.0) for _ in range(2)))
     async with open_conn(shaping) as (conn, far):
         bulk, control = await accept(conn, far), await accept(conn, far, 3)
-        bulk.is_bulk = True
+        bulk.state.is_bulk = True
         assert (num_counted(shaping.down), num_counted(shaping.up)) == (24, 24)  # two frames each way
         await bulk.write(b"abc")
         await control.write(b"defgh")
@@ -288,57 +294,21 @@ async def test_an_abandoned_stream_refuses_what_still_comes() -> None:
         assert not conn.event_closed.is_set()
 
 
-@settings(max_examples=300)
-@given(
-    st.lists(
-        st.one_of(
-            st.binary(max_size=40),
-            st.builds(
-                lambda kind, flags, stream_id, data: encode(
-                    kind, flags, stream_id, len(data), data if kind == 0 else b""
-                ),
-                st.integers(0, 4),
-                st.integers(0, 15),
-                st.integers(0, 5),
-                st.binary(max_size=30),
-            ),
-        ),
-        max_size=30,
-    )
-)
-def test_no_bytes_whatever_raise_anything_but_a_yamux_error(pieces: list[bytes]) -> None:
-    async def feed() -> None:
-        near, _ = memory_stream_pair()
-        conn = YamuxConn(cast("Any", Pipe(near, is_initiator=False)), PEER)
-        try:
-            for piece in pieces:
-                conn._feed(memoryview(piece))
-        except YamuxError:
-            pass
-        accepted = []
-        with suppress(trio.WouldBlock):
-            while True:
-                accepted.append(conn._accepted.receive_nowait())
-        assert conn.num_unread == sum(stream.num_unread for stream in accepted)
-
-    trio.run(feed)
-
-
 # Strangers who are many, or of no use
 
 
 async def test_strangers_share_what_may_be_unread_and_who_is_needed_has_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(yamux, "MAX_STRANGERS_UNREAD_BYTES", 1000)
-    commons = Commons()
+    monkeypatch.setattr(driver, "MAX_STRANGERS_UNREAD_BYTES", 1000)
+    budget = UnreadBudget()
     async with (
-        open_conn(commons=commons) as (needed, from_needed),
-        open_conn(commons=commons) as (small, from_small),
-        open_conn(commons=commons) as (large, from_large),
+        open_conn(budget=budget) as (needed, from_needed),
+        open_conn(budget=budget) as (small, from_small),
+        open_conn(budget=budget) as (large, from_large),
     ):
         needed.peer_id = ID(b"needed")
-        commons.is_needed = lambda peer_id: peer_id == needed.peer_id
+        budget.is_needed = lambda peer_id: peer_id == needed.peer_id
         streams = [
             await accept(conn, far) for conn, far in ((needed, from_needed), (small, from_small), (large, from_large))
         ]
@@ -346,22 +316,22 @@ async def test_strangers_share_what_may_be_unread_and_who_is_needed_has_its_own(
         await from_large.send_all(encode(DATA, 0, 1, 700, bytes(700)))
         await from_small.send_all(encode(DATA, 0, 1, 301, bytes(301)))
         assert await receive_frame(from_large) == (WINDOW_UPDATE, RST, 1, 0)
-        assert [stream.is_reset for stream in streams] == [False, False, True]
+        assert [stream.state.is_reset for stream in streams] == [False, False, True]
         assert [len(await stream.read()) for stream in streams[:2]] == [5000, 301]
-        assert commons.num_unread == 0
-    assert not commons.conns
+        assert budget.num_unread == 0
+    assert not budget.conns
 
 
 async def test_what_a_lost_connection_leaves_unread_counts_no_more() -> None:
-    commons = Commons()
-    async with open_conn(commons=commons) as (conn, far):
+    budget = UnreadBudget()
+    async with open_conn(budget=budget) as (conn, far):
         stream = await accept(conn, far)
         await far.send_all(encode(DATA, 0, 1, 300, bytes(300)))
         await far.aclose()
         await conn.event_closed.wait()
-        assert commons.num_unread == 0
+        assert budget.num_unread == 0
         assert len(await stream.read()) == 300
-        assert commons.num_unread == 0
+        assert budget.num_unread == 0
 
 
 @pytest.mark.parametrize(
@@ -406,5 +376,5 @@ async def test_a_stream_breaks_off_when_its_limit_is_passed() -> None:
         assert len(await stream.read()) == 1000
         await far.send_all(encode(DATA, 0, 1, 1, b"x"))
         assert await receive_frame(far) == (WINDOW_UPDATE, RST, 1, 0)
-        assert stream.is_reset
+        assert stream.state.is_reset
         assert not conn.event_closed.is_set()
