@@ -7,20 +7,18 @@ import re
 from collections.abc import Iterable
 
 import trio
-from multiaddr import Multiaddr
 
 from farandole.protocol.identity import peer_id_of
 from farandole.protocol.relay import parse_circuit
 
 from ..base.errors import PeerUnreachableError
+from .known_addresses import MAX_ADDRESSES
 from .yamux import MuxedConn
 
 # A relay carries what cannot go directly: its turn comes when all direct attempts have failed, or have had three round
 # trips of the slowest lines.
 DIRECT_HEAD_START = 1.0
-# A machine has a few interfaces, in two families, and a relay or two.
-MAX_ADDRESSES_PER_PEER = 16
-MAX_DIALLED_ADDRESSES = 3 * MAX_ADDRESSES_PER_PEER
+MAX_DIALLED_ADDRESSES = 3 * MAX_ADDRESSES
 
 _DIALABLE = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/(\d{1,5})(?:/p2p/([^/]+))?")
 
@@ -45,14 +43,6 @@ def is_circuit_to(address: str, peer: bytes) -> bool:
     """Whether this is an address through a relay, other than the peer itself, that leads to the peer."""
     circuit = parse_circuit(address)
     return circuit is not None and circuit.peer in (None, peer) and circuit.relay != peer
-
-
-def is_multiaddr(address: str) -> bool:
-    """Whether the text is a multiaddr."""
-    try:
-        return len(Multiaddr(address).to_bytes()) > 0
-    except Exception:  # the library parses hostile text with whatever exception comes
-        return False
 
 
 class Dial:

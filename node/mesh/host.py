@@ -35,9 +35,9 @@ from .announced import Announced
 from .circuit import Circuit
 from .connection_events import ConnectionEvents, ConnectionNotifee
 from .dht import Dht
-from .dial_plan import MAX_ADDRESSES_PER_PEER, dial_target
+from .dial_plan import dial_target
 from .dialler import DIAL_TIMEOUT, Dialler
-from .known_addresses import KnownAddresses
+from .known_addresses import MAX_ADDRESSES, KnownAddresses
 from .libp2p_names import id_of, peer_of
 from .libp2p_stream import Stream
 from .reach.aside import Asides
@@ -74,6 +74,7 @@ class Host:
         self._libp2p = libp2p
         self._swarm = swarm
         self._known = KnownAddresses()
+        self._hearsay = KnownAddresses()
         self._dialler = Dialler(self, nursery)
         self._subscribers: set[ConnectionEvents] = set()
         self._told_connected: set[bytes] = set()
@@ -95,7 +96,7 @@ class Host:
         self.is_out_of_reach: Callable[[bytes], bool] = lambda peer: False
         """Whether `farandole.node.mesh.reach.punching` has shown that no direct connection to a peer comes about."""
         swarm.unread_budget.is_needed = self._is_needed
-        self._dht = Dht(libp2p)
+        self._dht = Dht(self)
         nursery.start_soon(self._dht.run)
         swarm.dial = self._dial_by_id
         swarm.expected = self._expected_at
@@ -304,12 +305,16 @@ class Host:
         """
         self._dialler.offer(peer, self._known.add(peer, addresses))
 
+    def add_hearsay(self, peer: bytes, addresses: Iterable[str]) -> None:
+        """Remember where a peer may be reached, as others say. It makes no room for itself among what is known."""
+        self._hearsay.add(peer, addresses)
+
     def addresses_of(self, peer: bytes) -> list[str]:
         """The addresses known for a peer, the latest first."""
-        known = self._known.of(peer)
+        known = [*self._known.of(peer), *self._hearsay.of(peer)]
         with suppress(Exception):
             known += [str(address) for address in self._libp2p.get_peerstore().addrs(id_of(peer))]
-        return list(dict.fromkeys(known))[: 2 * MAX_ADDRESSES_PER_PEER]
+        return list(dict.fromkeys(known))[: 2 * MAX_ADDRESSES]
 
     async def connect(
         self, peer: bytes, addresses: Sequence[str] = (), timeout: float = DIAL_TIMEOUT, *, is_direct: bool = False

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from typing import Final
 
-from .dial_plan import MAX_ADDRESSES_PER_PEER, is_multiaddr
+from multiaddr import Multiaddr
 
+# A machine has a few interfaces, in two families, and a relay or two.
+MAX_ADDRESSES: Final = 16
+# A relayed address of IPv6 has a hundred bytes, one with a name at most 255 more.
+MAX_ADDRESS_BYTES: Final = 384
+MAX_ADDRESS_CHARS: Final = 512
 # More than a run has members; with 16 addresses each of a hundred bytes, 10 MB.
-MAX_KNOWN_PEERS = 4096
-MAX_ADDRESS_CHARS = 512
+MAX_KNOWN_PEERS: Final = 4_096
+
+
+def is_multiaddr(address: str) -> bool:
+    """Whether the text is a multiaddr."""
+    try:
+        return len(Multiaddr(address).to_bytes()) > 0
+    except Exception:  # the library parses hostile text with whatever exception comes
+        return False
 
 
 class KnownAddresses:
@@ -17,6 +30,9 @@ class KnownAddresses:
 
     def __init__(self) -> None:
         self._peers: OrderedDict[bytes, dict[str, None]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._peers)
 
     def add(self, peer: bytes, addresses: Iterable[str]) -> list[str]:
         """Remember those that are addresses, and return them; the oldest make room."""
@@ -26,7 +42,7 @@ class KnownAddresses:
         for address in good:
             known.pop(address, None)
             known[address] = None
-        while len(known) > MAX_ADDRESSES_PER_PEER:
+        while len(known) > MAX_ADDRESSES:
             del known[next(iter(known))]
         while len(self._peers) > MAX_KNOWN_PEERS:
             self._peers.popitem(last=False)

@@ -6,7 +6,6 @@ import ipaddress
 import re
 
 from libp2p.relay.circuit_v2.pb.dcutr_pb2 import HolePunch
-from libp2p.utils.varint import encode_varint_prefixed
 from multiaddr import Multiaddr
 
 from farandole.protocol.errors import RemoteProtocolError
@@ -16,20 +15,20 @@ from farandole.protocol.relay import MAX_ADDRESS_BYTES
 
 from ..base.streams import Stream
 from .addresses import multiaddr_of
-from .relay_messages import parse, receive_delimited
+from .delimited import encode_delimited, multiaddr_bytes, parse, receive_delimited
 
 _IP_AND_PORT = re.compile(r"/ip[46]/([^/]+)/tcp/(\d{1,5})(?:/p2p/[^/]+)?", re.ASCII)
 
 
 def encode_connect(addresses: list[Address]) -> bytes:
     """Where I may be met."""
-    observed = [Multiaddr(multiaddr_of(*address)).to_bytes() for address in addresses]
-    return encode_varint_prefixed(HolePunch(type=HolePunch.CONNECT, ObsAddrs=observed).SerializeToString())
+    observed = multiaddr_bytes(multiaddr_of(*address) for address in addresses)
+    return encode_delimited(HolePunch(type=HolePunch.CONNECT, ObsAddrs=observed))
 
 
 def encode_sync() -> bytes:
     """Dial now."""
-    return encode_varint_prefixed(HolePunch(type=HolePunch.SYNC).SerializeToString())
+    return encode_delimited(HolePunch(type=HolePunch.SYNC))
 
 
 async def receive_connect(stream: Stream) -> list[Address] | None:

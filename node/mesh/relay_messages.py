@@ -6,12 +6,9 @@ byte for byte and no further, since what follows on the stream is the circuit's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from google.protobuf.message import DecodeError, Message
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.peer.envelope import Envelope, make_unsigned
 from libp2p.relay.circuit_v2.pb.circuit_pb2 import (
@@ -24,16 +21,13 @@ from libp2p.relay.circuit_v2.pb.circuit_pb2 import (
 )
 from libp2p.relay.circuit_v2.pb.circuit_pb2 import Status as WireStatus
 from libp2p.relay.circuit_v2.resources import RELAY_RSVP_DOMAIN, VOUCHER_PAYLOAD_TYPE
-from libp2p.utils.varint import encode_varint_prefixed
-from multiaddr import Multiaddr
 
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import peer_id_bytes, public_bytes, public_key_of_bytes
 from farandole.protocol.relay import MAX_ADDRESS_BYTES, MAX_MESSAGE_BYTES, MAX_TOLD_ADDRESSES, Status
 
 from ..base.streams import Stream
-
-M = TypeVar("M", bound=Message)
+from .delimited import encode_delimited, multiaddr_bytes, multiaddr_texts, parse, receive_delimited
 
 
 @dataclass(frozen=True)
@@ -79,7 +73,7 @@ def encode_hop(message: ReserveRequest | ConnectRequest | Answer) -> bytes:
                 reservation=_reservation(message) if message.expires_at else None,
                 limit=_limit(message.max_bytes, message.max_seconds),
             )
-    return encode_varint_prefixed(wire.SerializeToString())
+    return encode_delimited(wire)
 
 
 def encode_stop(message: ConnectRequest | Answer) -> bytes:
@@ -93,7 +87,7 @@ def encode_stop(message: ConnectRequest | Answer) -> bytes:
             )
         case Answer():
             wire = StopMessage(type=StopMessage.STATUS, status=WireStatus.ValueType(message.status))
-    return encode_varint_prefixed(wire.SerializeToString())
+    return encode_delimited(wire)
 
 
 async def receive_hop(stream: Stream) -> ReserveRequest | ConnectRequest | Answer:
@@ -106,9 +100,8 @@ async def receive_hop(stream: Stream) -> ReserveRequest | ConnectRequest | Answe
             return ConnectRequest(public_key_of_bytes(wire.peer.id))
         case HopMessage.STATUS:
             held = wire.reservation
-            return Answer(
-                wire.status, held.expire, _texts(held.addrs), held.voucher, wire.limit.data, wire.limit.duration
-            )
+            addresses = multiaddr_texts(held.addrs, MAX_TOLD_ADDRESSES, MAX_ADDRESS_BYTES)
+            return Answer(wire.status, held.expire, addresses, held.voucher, wire.limit.data, wire.limit.duration)
         case _:
             raise RemoteProtocolError("not a hop message")
 
@@ -134,62 +127,8 @@ def sign_voucher(key: Ed25519PrivateKey, peer: bytes, expires_at: int) -> bytes:
     return Envelope(pair.public_key, VOUCHER_PAYLOAD_TYPE, raw, signature).marshal_envelope()
 
 
-async def receive_delimited(stream: Stream, max_bytes: int, begun: bytes = b"") -> bytes:
-    """A message behind its length; `RemoteProtocolError` if it is longer, or the stream ends before.
-
-    ``begun``: its first byte, where that has been read already.
-    """
-    size = shift = 0
-    while True:
-        (byte,) = begun or await _receive_exactly(stream, 1)
-        begun = b""
-        size |= (byte & 0x7F) << shift
-        shift += 7
-        if size > max_bytes or shift > 21:
-            raise RemoteProtocolError(f"a message of more than {max_bytes} bytes")
-        if byte < 0x80:
-            return await _receive_exactly(stream, size)
-
-
-async def _receive_exactly(stream: Stream, size: int) -> bytes:
-    received = b""
-    while len(received) < size:
-        piece = await stream.receive_some(size - len(received))
-        if not piece:
-            raise RemoteProtocolError("the stream ended before its message")
-        received += piece
-    return received
-
-
-def parse(kind: type[M], payload: bytes) -> M:
-    """A protobuf message; `RemoteProtocolError` if these bytes are none."""
-    message = kind()
-    try:
-        message.ParseFromString(payload)
-    except DecodeError as error:
-        raise RemoteProtocolError(f"not a {kind.__name__}") from error
-    return message
-
-
-def to_bytes(addresses: Sequence[str]) -> list[bytes]:
-    """Multiaddrs as messages carry them."""
-    return [Multiaddr(address).to_bytes() for address in addresses]
-
-
-def _texts(addresses: Sequence[bytes]) -> tuple[str, ...]:
-    """Multiaddrs as text, without those that are none."""
-    texts = []
-    for address in addresses[:MAX_TOLD_ADDRESSES]:
-        if len(address) <= MAX_ADDRESS_BYTES:
-            try:
-                texts.append(str(Multiaddr(address)))
-            except Exception:  # the library parses hostile bytes with whatever exception comes
-                continue
-    return tuple(texts)
-
-
 def _reservation(message: Answer) -> Reservation:
-    return Reservation(expire=message.expires_at, addrs=to_bytes(message.addresses), voucher=message.voucher)
+    return Reservation(expire=message.expires_at, addrs=multiaddr_bytes(message.addresses), voucher=message.voucher)
 
 
 def _limit(max_bytes: int, max_seconds: int) -> Limit | None:

@@ -13,9 +13,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from libp2p.io.exceptions import ConnectionClosedError
 
 from farandole.node.base.errors import ListenError, PeerUnreachableError
-from farandole.node.mesh.dial_plan import MAX_ADDRESSES_PER_PEER, Dial, dial_target
+from farandole.node.mesh.dial_plan import Dial, dial_target
 from farandole.node.mesh.host import open_host
-from farandole.node.mesh.known_addresses import MAX_KNOWN_PEERS
+from farandole.node.mesh.known_addresses import MAX_ADDRESSES, MAX_KNOWN_PEERS
 from farandole.node.mesh.libp2p_stream import Stream
 from farandole.protocol.identity import peer_id_of, public_bytes, public_key_of
 
@@ -465,7 +465,7 @@ async def test_the_address_book_is_bounded_and_forgives_nonsense() -> None:
         assert host.addresses_of(peer) == ["/ip4/9.9.9.9/tcp/9"]
         host.add_addresses(peer, [f"/ip4/1.2.3.4/tcp/{port}" for port in range(1, 100)])
         assert host.addresses_of(peer)[0] == "/ip4/1.2.3.4/tcp/99"
-        assert len(host.addresses_of(peer)) == MAX_ADDRESSES_PER_PEER
+        assert len(host.addresses_of(peer)) == MAX_ADDRESSES
         for number in range(MAX_KNOWN_PEERS + 10):
             host.add_addresses(number.to_bytes(32, "big"), [])
         assert len(host._known._peers) == MAX_KNOWN_PEERS

@@ -35,12 +35,13 @@ from farandole.node.mesh.workarounds.connection import MendedConn
 from farandole.node.mesh.workarounds.host import MAX_LIBRARY_BYTES
 from farandole.node.mesh.workarounds.sockets import Socket
 from farandole.protocol.identity import public_bytes, public_key_of
+from farandole.protocol.kademlia import KAD_PROTOCOL
 
 from ...patience import PATIENCE
 from ..hosts import ECHO, LOOPBACK, echo, host_at_loopback
 
 MULTISTREAM = "/multistream/1.0.0"
-SERVED_BY_LIBRARY = ["/ipfs/id/1.0.0", "/ipfs/id/push/1.0.0", "/ipfs/ping/1.0.0", "/ipfs/kad/1.0.0"]
+SERVED_BY_LIBRARY = ["/ipfs/id/1.0.0", "/ipfs/id/push/1.0.0", "/ipfs/ping/1.0.0", KAD_PROTOCOL]
 
 
 @asynccontextmanager
