@@ -59,29 +59,29 @@ bench: $(STAMP) bench-exchange bench-stages ## NoLoCo beside its baselines on th
 	$(BIN)/farandole testnet compare --out out/bench --write BENCHMARKS.md
 
 bench-exchange: $(STAMP) ## How fast contributions move, beside hivemind and Lattica (10 minutes)
-	$(BIN)/farandole testnet bench-exchange --out out/bench --write BENCHMARKS.md
+	$(BIN)/farandole testnet bench exchange --out out/bench --write BENCHMARKS.md
 
 bench-join: $(STAMP) ## How fast a newcomer gets its weights, beside hivemind; needs root (5 minutes)
-	$(BIN)/farandole testnet bench-join --out out/bench --write BENCHMARKS.md
+	$(BIN)/farandole testnet bench join --out out/bench --write BENCHMARKS.md
 
 bench-stages: $(STAMP) ## How fast a model in stages learns, beside torch's pipelining (10 minutes)
-	$(BIN)/farandole testnet bench-stages --out out/bench --write BENCHMARKS.md
+	$(BIN)/farandole testnet bench stages --out out/bench --write BENCHMARKS.md
 
 bench-save: $(STAMP) ## What a checkpoint a round costs training, beside torch.save (10 minutes)
-	$(BIN)/farandole testnet bench-save --out out/bench --write BENCHMARKS.md
+	$(BIN)/farandole testnet bench save --out out/bench --write BENCHMARKS.md
 
 bench-faults: $(STAMP) ## What kills, freezes, partitions, bad lines cost a run; needs root (3 hours, goes on if stopped)
 	@.ci/packages
-	$(BIN)/farandole testnet bench-faults --out out/faults --write BENCHMARKS.md
+	$(BIN)/farandole testnet bench faults --out out/faults --write BENCHMARKS.md
 
 bench-dashboard: $(STAMP) ## What a page about a run of 1,000 members costs; needs Chromium (5 minutes)
 	@.ci/packages
-	$(BIN)/farandole testnet bench-dashboard --out out/bench --write BENCHMARKS.md
+	$(BIN)/farandole testnet bench dashboard --out out/bench --write BENCHMARKS.md
 
 bench-nat: $(STAMP) ## How any home reaches any home, in the NAT lab, and back; needs root (15 minutes)
 	@.ci/packages
-	$(BIN)/farandole testnet bench-nat --out out/bench --write BENCHMARKS.md
-	$(BIN)/farandole testnet bench-nat --recovery --out out/bench --write BENCHMARKS.md
+	$(BIN)/farandole testnet bench nat --out out/bench --write BENCHMARKS.md
+	$(BIN)/farandole testnet bench nat-recovery --out out/bench --write BENCHMARKS.md
 
 clean: ## Remove .venv, out/ and caches
 	rm -rf $(VENV) out .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -26,7 +26,7 @@ TIMEOUT = 300.0
 def main() -> None:
     """Write the picture."""
     with tempfile.TemporaryDirectory() as folder:
-        program = "from farandole.testnet.cli import main; main()"
+        program = "from farandole.node.cli import main; main()"
         command = [sys.executable, "-c", program, "testnet", "run", "demo", "--out", folder]
         demo = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:

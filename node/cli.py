@@ -7,8 +7,10 @@ Starting is fast because nothing heavy is imported before a command needs it: ne
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import Annotated, NoReturn
+from collections.abc import Iterable, Sequence
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Annotated, Final, NoReturn
 
 import typer
 
@@ -28,6 +30,9 @@ from .app.commands.service import service_app
 from .app.commands.status import dashboard, peers, status
 from .base.exits import Exit
 from .base.system.terminal import show_all_characters
+
+EXTENSIONS: Final = "farandole.commands"
+"""Entry-point group of packages that add a group of commands; `farandole testnet` is one of them."""
 
 app = typer.Typer(
     name="farandole",
@@ -66,21 +71,41 @@ def options(
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run a command and exit with its code (`Exit`)."""
-    run_app_and_exit(app, arguments)
+    """Run a command and exit with its code (`Exit`).
 
-
-def run_app_and_exit(application: typer.Typer, arguments: Sequence[str] | None = None) -> NoReturn:
-    """Turn the errors that farandole raises on purpose into one line and an exit code; others are defects."""
+    Errors that farandole raises on purpose become one line and an exit code; others are defects, and stay as they are.
+    """
     show_all_characters()
     try:
-        application(args=arguments)
+        whole_app()(args=arguments)
     except FarandoleError as error:
         typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
         sys.exit(exit_code_of(error))
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(Exit.INTERRUPTED)
     sys.exit(Exit.OK)
+
+
+@cache
+def whole_app() -> typer.Typer:
+    """The node's commands and those of installed extensions (entry points of the group `EXTENSIONS`)."""
+    add_extensions(app, entry_points(group=EXTENSIONS))
+    return app
+
+
+def add_extensions(application: typer.Typer, extensions: Iterable[EntryPoint]) -> None:
+    """Add the command group, a `typer.Typer`, of each extension; one that cannot be loaded is left out with a warning.
+
+    An extension is code of another package, so any exception may come of it; the node's own commands must still work.
+    """
+    for extension in extensions:
+        try:
+            group = extension.load()
+            typer.main.get_group(group)  # raises what the whole application would raise later
+        except Exception as error:
+            typer.secho(f"warning: the commands of {extension.name!r} cannot be loaded: {error}", err=True)
+        else:
+            application.add_typer(group, name=extension.name)
 
 
 def exit_code_of(error: FarandoleError) -> Exit:

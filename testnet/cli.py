@@ -1,20 +1,19 @@
-"""``farandole testnet``: the node's command line with the commands that need many nodes; the ``farandole`` script."""
+"""``farandole testnet``: the commands that need many nodes. `farandole.node.cli` loads them by their entry point."""
 
 from __future__ import annotations
 
 import signal
 from collections import Counter
-from collections.abc import Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from farandole.node.app.commands.output import print_json
 from farandole.node.base.exits import Exit
-from farandole.node.cli import app, run_app_and_exit
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,7 +25,10 @@ Write = Annotated[
 ]
 
 testnet_app = typer.Typer(no_args_is_help=True)
-app.add_typer(testnet_app, name="testnet")
+if find_spec(f"{__package__}.bench") is not None:  # it is left out of the wheel
+    from .bench.commands import bench_app
+
+    testnet_app.add_typer(bench_app, name="bench")
 
 
 @testnet_app.callback()
@@ -44,11 +46,6 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         raise KeyboardInterrupt
     signal.raise_signal(signal.SIGINT)
-
-
-def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run a command and exit with its code."""
-    run_app_and_exit(app, arguments)
 
 
 @testnet_app.command("run")
@@ -211,228 +208,3 @@ def traffic(write: Write = None) -> None:
     if write:
         Section(write, "traffic").write(table)
     typer.echo(table, nl=False)
-
-
-@testnet_app.command("bench-exchange")
-def bench_exchange(
-    out: Annotated[Path, typer.Option(help="Folder for exchange.json, exchange.md, a log.")] = Path("out/bench"),
-    sizes: Annotated[
-        list[int] | None, typer.Option(min=1, metavar="MB", help="Megabytes to move one way; may be repeated.")
-    ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Of each measurement; the median counts.")] = 5,
-    peers: Annotated[bool, typer.Option(help="Measure hivemind and Lattica too, installing them once.")] = True,
-    cache: Annotated[Path, typer.Option(help="Folder in which the two are installed.")] = Path(".bench"),
-    write: Write = None,
-) -> None:
-    """Measure how fast contributions move between two processes, beside raw sockets, libp2p, hivemind and Lattica.
-
-    Examples: [cyan]farandole testnet bench-exchange[/cyan];
-    [cyan]farandole testnet bench-exchange --sizes 64 --sizes 256 --repeats 3 --no-peers[/cyan]
-    """
-    from .bench.exchange import SIZES_MB, run_bench
-    from .section import Section
-
-    section = Section(write, "exchange") if write else None
-    run_bench(out, sizes or SIZES_MB, repeats, cache if peers else None, section=section)
-
-
-@testnet_app.command("bench-join")
-def bench_join(
-    size: Annotated[int, typer.Option(min=4, help="Megabytes that a newcomer needs.")] = 100,
-    repeats: Annotated[int, typer.Option(min=1, help="Of each measurement; the median counts.")] = 5,
-    peers: Annotated[bool, typer.Option(help="Measure hivemind too, installing it once.")] = True,
-    link: Annotated[bool, typer.Option(help="Measure on a shaped line too; needs Linux and root.")] = True,
-    cache: Annotated[Path, typer.Option(help="Folder in which it is installed.")] = Path(".bench"),
-    out: Annotated[Path, typer.Option(help="Folder for join.json, join.md, a log.")] = Path("out/bench"),
-    write: Write = None,
-) -> None:
-    """Measure how fast a newcomer gets its weights from two donors and from one, beside hivemind, and what it costs.
-
-    Examples: [cyan]farandole testnet bench-join[/cyan];
-    [cyan]farandole testnet bench-join --size 20 --repeats 1 --no-peers --no-link[/cyan]
-    """
-    from .bench.join import run_join_bench
-    from .section import Section
-
-    section = Section(write, "join") if write else None
-    run_join_bench(out, size, repeats, cache if peers else None, section, with_link=link)
-
-
-@testnet_app.command("bench-stages")
-def bench_stages(
-    stages: Annotated[int, typer.Option(min=2, help="Into which the model is cut.")] = 4,
-    steps: Annotated[int, typer.Option(min=1, help="Inner steps that are timed, a turn.")] = 4,
-    repeats: Annotated[int, typer.Option(min=1, help="Turns of each variant; the median counts.")] = 3,
-    codec_steps: Annotated[int, typer.Option(min=1, help="Inner steps with each activation codec.")] = 300,
-    seeds: Annotated[int, typer.Option(min=1, help="Repetitions with each activation codec.")] = 3,
-    out: Annotated[Path, typer.Option(help="Folder for stages.json, stages.md, a log.")] = Path("out/bench"),
-    write: Write = None,
-) -> None:
-    """Measure how fast a model in stages learns, beside one process and torch's pipelining, and what codecs cost it.
-
-    Example: [cyan]farandole testnet bench-stages --stages 2 --repeats 1 --codec-steps 100[/cyan]
-    """
-    from .bench.stages import run_stages_bench
-    from .bench.stages_task import Task
-    from .section import Section
-
-    section = Section(write, "stages") if write else None
-    run_stages_bench(out, Task(num_stages=stages, steps=steps), repeats, codec_steps, seeds, section)
-
-
-@testnet_app.command("bench-save")
-def bench_save(
-    turns: Annotated[int, typer.Option(min=1, help="Rounds of each way to save; medians count.")] = 7,
-    round_seconds: Annotated[float, typer.Option(min=0.001, help="Length of a round, about.")] = 20.0,
-    device: Annotated[str, typer.Option(help="As for farandole join.")] = "cpu",
-    threads: Annotated[int, typer.Option(min=1, help="Torch threads of a trainer.")] = 1,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences an inner step.")] = 4,
-    out: Annotated[Path, typer.Option(help="Folder for saving.json, saving.md, a log, checkpoints.")] = Path(
-        "out/bench"
-    ),
-    write: Write = None,
-) -> None:
-    """Measure what a checkpoint a round costs training, beside no checkpoint and a blocking torch.save.
-
-    Examples: [cyan]farandole testnet bench-save[/cyan];
-    [cyan]farandole testnet bench-save --device cuda --batch-size 64[/cyan]
-    """
-    from .bench.saving import run_saving_bench
-    from .section import Section
-
-    run_saving_bench(
-        out,
-        turns=turns,
-        round_seconds=round_seconds,
-        device=device,
-        threads=threads,
-        batch_size=batch_size,
-        section=Section(write, "saving") if write else None,
-    )
-
-
-@testnet_app.command("bench-hostile")
-def bench_hostile(
-    silent: Annotated[int, typer.Option(min=1, help="Sockets that say nothing.")] = 1_000,
-    garbage: Annotated[int, typer.Option(min=1, help="Connections that bring garbage, in each part.")] = 20_000,
-    rate: Annotated[float, typer.Option(min=1, help="Of them a second.")] = 100.0,
-    cycles: Annotated[int, typer.Option(min=1, help="Connections of one peer that come and go.")] = 5_000,
-    out: Annotated[Path, typer.Option(help="Folder for hostile.json, hostile.md, a log.")] = Path("out/bench"),
-    write: Write = None,
-) -> None:
-    """Measure what strangers can do to a node on loopback, and how honest newcomers fare meanwhile.
-
-    Examples: [cyan]farandole testnet bench-hostile[/cyan];
-    [cyan]farandole testnet bench-hostile --silent 200 --garbage 1000 --cycles 500[/cyan]
-    """
-    from .bench.hostile import run_hostile_bench
-    from .section import Section
-
-    run_hostile_bench(out, silent, garbage, rate, cycles, Section(write, "hostile") if write else None)
-
-
-@testnet_app.command("bench-faults")
-def bench_faults(
-    scenarios: Annotated[
-        list[str] | None, typer.Argument(metavar="[SCENARIO]...", help="Which of them.", show_default="all")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for each play's report, faults.json, faults.md.")] = Path(
-        "out/faults"
-    ),
-    write: Write = None,
-) -> None:
-    """Play the scenarios of faults, some beside the same without, and measure what the faults cost.
-
-    It takes three hours, and goes on where it was stopped: a play whose report is in the folder is not played again.
-    Needs Linux, root, nftables, libfaketime. Scenarios: starved, halves, bad-line, flap, chaos, hour.
-
-    Examples: [cyan]sudo .venv/bin/farandole testnet bench-faults[/cyan];
-    [cyan]sudo .venv/bin/farandole testnet bench-faults starved halves --out /tmp/faults[/cyan]
-    """
-    from .bench.faults import run_faults_bench
-    from .section import Section
-
-    run_faults_bench(out, scenarios or (), Section(write, "faults") if write else None)
-
-
-@testnet_app.command("bench-dashboard")
-def bench_dashboard(
-    members: Annotated[int, typer.Option(min=1, help="Of the run, beside the node whose page it is.")] = 1_000,
-    seconds: Annotated[float, typer.Option(min=1, help="Of each part: without a page, and with one.")] = 60.0,
-    out: Annotated[Path, typer.Option(help="Folder for dashboard.json, dashboard.md, logs.")] = Path("out/bench"),
-    write: Write = None,
-) -> None:
-    """Measure what a page about a large run costs its browser and the daemon; fails where a limit is not kept.
-
-    Needs Chromium and the extra dev. Example: [cyan]farandole testnet bench-dashboard --members 200 --seconds 20[/cyan]
-    """
-    from .bench.dashboard import run_dashboard_bench
-    from .section import Section
-
-    run_dashboard_bench(out, members, seconds, Section(write, "dashboard") if write else None)
-
-
-@testnet_app.command("bench-nat")
-def bench_nat(
-    pairs: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KIND/KIND", help="Two kinds of homes; may be repeated.", show_default="all 55"),
-    ] = None,
-    at_once: Annotated[int, typer.Option(min=1, max=16, help="Pairs that are tried at the same time.")] = 3,
-    recovery: Annotated[
-        bool,
-        typer.Option("--recovery", help="Instead: how soon homes are back when relays, bootstrap peers, routers go."),
-    ] = False,
-    out: Annotated[Path, typer.Option(help="Folder for nat.json, nat.md, logs.")] = Path("out/bench"),
-    write: Write = None,
-) -> None:
-    """Measure how any home reaches any home: two nodes behind routers of each pair of kinds connect, and exchange.
-
-    In the NAT lab (Linux, root, nftables, miniupnpd). Kinds: open, firewall, full-cone, address-restricted,
-    port-restricted, symmetric, carrier, udp-blocked, https-only, upnp.
-
-    Examples: [cyan]sudo .venv/bin/farandole testnet bench-nat[/cyan];
-    [cyan]sudo .venv/bin/farandole testnet bench-nat --pairs carrier/full-cone --pairs symmetric/symmetric[/cyan];
-    [cyan]sudo .venv/bin/farandole testnet bench-nat --recovery[/cyan]
-    """
-    from .bench.nat import parse_pair, run_nat_bench
-    from .bench.nat_recovery import run_recovery_bench
-    from .section import Section
-
-    if recovery:
-        run_recovery_bench(out, Section(write, "nat-recovery") if write else None)
-        return
-    section = Section(write, "nat") if write else None
-    run_nat_bench(out, [parse_pair(pair) for pair in pairs or ()], at_once, section)
-
-
-@testnet_app.command("bench-trainer")
-def bench_trainer(
-    out: Annotated[Path, typer.Option(help="Folder for trainer.json and the nodes' folders.")] = Path("out/bench"),
-    model: Annotated[str, typer.Option(help="A preset.")] = "125M",
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences an inner step.")] = 16,
-    device: Annotated[str, typer.Option(help="As for farandole join.")] = "auto",
-    codec: Annotated[str, typer.Option(help="How contributions travel.")] = "int8",
-    rounds: Annotated[int, typer.Option(min=3, help="Of each node.")] = 8,
-    round_seconds: Annotated[float, typer.Option(min=1, help="Length of a round.")] = 20.0,
-    peak_tflops: Annotated[
-        float | None, typer.Option(min=0.001, help="Of the device, dense bf16; known for some GPUs.")
-    ] = None,
-) -> None:
-    """Measure what exchanging costs training: two nodes on one device, beside two plain PyTorch loops.
-
-    Examples: [cyan]farandole testnet bench-trainer --device cuda[/cyan];
-    [cyan]farandole testnet bench-trainer --device cpu --model 0.5M --rounds 4 --round-seconds 5[/cyan]
-    """
-    from .bench.training import run_training_bench
-
-    run_training_bench(
-        out,
-        model=model,
-        batch_size=batch_size,
-        device=device,
-        codec=codec,
-        rounds=rounds,
-        round_seconds=round_seconds,
-        peak_tflops=peak_tflops,
-    )

@@ -3,12 +3,18 @@ from the wheel, so the list is checked against the disk."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
+# Benchmarks and attack tools are no part of what a volunteer installs.
+FROM_SOURCE_ALONE = {"farandole.testnet.bench"}
 
 
 def test_every_package_on_disk_is_listed() -> None:
@@ -18,8 +24,45 @@ def test_every_package_on_disk_is_listed() -> None:
         for folder in ("node", "protocol", "training", "testnet")
         for init in (ROOT / folder).rglob("__init__.py")
     }
-    assert on_disk == set(settings["packages"])
-    assert set(settings["package-dir"]) == on_disk
+    assert on_disk - FROM_SOURCE_ALONE == set(settings["packages"])
+    assert set(settings["package-dir"]) == set(settings["packages"])
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The contents of the wheel, built from a copy of the source: builds write into the folder of the source."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "node", "protocol", "training", "testnet"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, source / name)
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
+    subprocess.run(command, check=True, capture_output=True)
+    (built,) = folder.glob("*.whl")
+    with zipfile.ZipFile(built) as archive:
+        archive.extractall(folder / "installed")
+    return folder / "installed"
+
+
+def test_the_wheel_has_neither_benchmarks_nor_attack_tools(wheel: Path) -> None:
+    modules = {str(path.relative_to(wheel)) for path in wheel.rglob("*.py")}
+    assert {"farandole/node/cli.py", "farandole/testnet/cli.py", "farandole/testnet/natlab/lab.py"} <= modules
+    assert not [module for module in modules if "bench" in module or "attack" in module]
+
+
+def test_the_testnet_works_without_benchmarks(wheel: Path) -> None:
+    """The finder of the editable install would find the benchmarks in the source, so it is removed."""
+    code = (
+        "import sys\n"
+        "sys.meta_path = [each for each in sys.meta_path if 'editable' not in repr(each)]\n"
+        f"sys.path.insert(0, {str(wheel)!r})\n"
+        "from farandole.node.cli import main\n"
+        "main(['testnet', '--help'])\n"
+    )
+    shown = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=wheel)
+    assert "compare" in shown
+    assert "bench" not in shown
 
 
 def test_type_checkers_see_each_folder_once() -> None:

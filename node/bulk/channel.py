@@ -4,7 +4,7 @@ Why not TLS: its records have 16 KiB, Python's ssl brings the OpenSSL that the s
 not be read and written at the same moment. The OpenSSL that `cryptography` brings encrypts with the widest vectors of
 the processor, and records of 256 KiB (`farandole.protocol.record_layer`) cost little beside that: 0.4 CPU seconds a
 gigabyte at the sender and at the receiver, hash included, where TLS took 0.7 and 1.0; and 0.7 of a raw socket's rate,
-where TLS had 0.3 (`farandole testnet bench-exchange`, one way, 256 MB and more, a core for each end). What else TLS
+where TLS had 0.3 (`farandole testnet bench exchange`, one way, 256 MB and more, a core for each end). What else TLS
 has, authentication and an agreement on keys, has happened by then on the libp2p stream: `farandole.protocol.bulk` says
 how, and what somebody on the path can do.
 

@@ -17,13 +17,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
+import typer
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from rich.console import Console
 
 from farandole.node.base.control import ControlError, NoNodeError, call
 from farandole.node.base.settings import NodeSettings
@@ -32,10 +32,8 @@ from farandole.node.ui.dashboard.place import find_place
 from farandole.protocol.manifest import SignedManifest, manifest_from_dict, sign_manifest
 
 from ..grid import Grid
-from ..section import Section
-from ..setting import setting
 from .process import BenchError, Say
-from .rows import RowsReport
+from .report import OUT, BenchReport, Out, Write, open_bench
 
 # What must hold.
 MAX_REFRESH_MS: Final = 100.0
@@ -106,19 +104,22 @@ class PageCost:
 
 
 @dataclass(slots=True)
-class Report(RowsReport[PageCost]):
+class PageFigures:
     """What was measured."""
 
-    num_members: int = 0
-    seconds: float = 0.0
-    """Of each part."""
-    overview_bytes: int = 0
-    members_bytes: int = 0
+    rows: list[PageCost]
+    num_members: int
+    seconds: float
+    """Duration of each part."""
+    overview_bytes: int
+    members_bytes: int
 
-    def grid(self) -> Grid:
-        """Everything, for people."""
+    def report(self, setting: Mapping[str, Any]) -> BenchReport:
+        """The table, words, data and misses."""
         title = f"A page about a run of {self.num_members:,} members, {self.seconds:.0f} s each"
-        return Grid(title, ["what", "refreshes", "median", "worst", "limit"], [row.cells for row in self.rows])
+        grid = Grid(title, ["what", "refreshes", "median", "worst", "limit"], [row.cells for row in self.rows])
+        misses = [miss for row in self.rows for miss in row.misses()]
+        return BenchReport(setting, [grid], asdict(self), [self.words()], misses)
 
     def words(self) -> str:
         """What comes to the page."""
@@ -128,21 +129,22 @@ class Report(RowsReport[PageCost]):
         )
 
 
-def run_dashboard_bench(out: Path, num_members: int, seconds: float, section: Section | None = None) -> Report:
-    """Measure, print and write; raises `BenchError` if a limit is not kept, or nothing can be measured."""
-    if section is not None:
-        section.check()
-    out.mkdir(parents=True, exist_ok=True)
-    console = Console()
-    with console.status("starting") as status:
-        report = measure(out, num_members, seconds, status.update)
-    report.publish(out, "dashboard", console, section)
-    return report
+def run(
+    members: Annotated[int, typer.Option(min=1, help="Members of the run, without the node of the page.")] = 1_000,
+    seconds: Annotated[float, typer.Option(min=1, help="Duration of each part: without a page, and with one.")] = 60.0,
+    out: Out = OUT,
+    write: Write = None,
+) -> None:
+    """Measure what a page about a large run costs its browser and the daemon; fails where a limit is not kept.
+
+    Needs Chromium and the extra dev. Example: [cyan]farandole testnet bench dashboard --members 200 --seconds 20[/cyan]
+    """
+    with open_bench("dashboard", out, write) as bench:
+        bench.publish(measure(out, members, seconds, bench.say).report(bench.setting))
 
 
-def measure(folder: Path, num_members: int, seconds: float, say: Say) -> Report:
+def measure(folder: Path, num_members: int, seconds: float, say: Say) -> PageFigures:
     """Start a daemon, its run's members and a browser, and look at them."""
-    of_when = setting()
     home = folder / "dashboard-node"
     shutil.rmtree(home, ignore_errors=True)
     say("starting a daemon")
@@ -175,7 +177,7 @@ def measure(folder: Path, num_members: int, seconds: float, say: Say) -> Report:
         PageCost("the daemon, with the page open", 0, "", share=share_with),
         PageCost("the daemon, without a page", 0, "", share=share_without, is_judged=False),
     ]
-    return Report(of_when, rows, num_members, seconds, *sizes)
+    return PageFigures(rows, num_members, seconds, *sizes)
 
 
 def _sum_up(seen: Sequence[tuple[str, float, float]]) -> list[PageCost]:

@@ -6,26 +6,23 @@ machine does hits all of them alike; figures are medians. A megabyte is 10^6 byt
 
 from __future__ import annotations
 
-import json
 import ssl
-import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
+import typer
 from cryptography.hazmat.backends.openssl import backend
-from rich.console import Console
 
 from ..grid import Grid
-from ..section import LINE_WIDTH, Section, compose
-from ..setting import setting
 from .environments import REQUIREMENTS
 from .loop import LoopLag, measure_loop_lag
 from .one_way import OneWay, measure_one_way
 from .pair import ROUNDS, WAYS, Averaging, measure_pairs
 from .paths import PATHS
 from .process import greatest_of
+from .report import CACHE, OUT, Bench, BenchReport, Cache, Out, Repeats, Write, missing, open_bench
 from .tables import cost_grid, loop_grid, one_way_grid, pair_grid
 
 SIZES_MB: Final = (1, 16, 64, 256, 1_024)
@@ -36,10 +33,9 @@ LARGE_MB: Final = 256
 
 
 @dataclass(slots=True)
-class Report:
+class ExchangeFigures:
     """What was measured so far."""
 
-    setting: dict[str, Any]
     vector_mb: int
     one_way: list[OneWay] = field(default_factory=list)
     averagings: list[Averaging] = field(default_factory=list)
@@ -62,32 +58,28 @@ class Report:
             "loop_lag_p99_ms": self.loop.p99_ms if self.loop else None,
         }
 
-    def document(self) -> dict[str, Any]:
-        """Everything, for JSON."""
-        return {
+    def report(self, setting: dict[str, Any]) -> BenchReport:
+        """Tables, words and data."""
+        pair = [
+            {**asdict(each), "total_s": each.total_s, "has_averaged": each.has_averaged} for each in self.averagings
+        ]
+        data = {
             **self.headlines(),
-            "setting": self.setting,
             "one_way": [asdict(result) for result in self.one_way],
-            "pair": [
-                {**asdict(each), "total_s": each.total_s, "has_averaged": each.has_averaged} for each in self.averagings
-            ],
+            "pair": pair,
             "loop": asdict(self.loop) if self.loop else None,
             "problems": self.problems,
         }
+        return BenchReport(setting, self.grids(), data, [self.summary(), *missing(self.problems)])
 
     def grids(self) -> list[Grid]:
-        """Everything, for people."""
+        """One-way rates and costs, pairs, and the event loop, as far as measured."""
         grids = [one_way_grid(self.one_way), cost_grid(self.one_way)] if self.one_way else []
         if self.averagings:
             grids.append(pair_grid(self.averagings, self.vector_mb))
         if self.loop:
             grids.append(loop_grid(self.loop))
         return grids
-
-    def markdown(self) -> str:
-        """A document's section."""
-        problems = [f"{name} is missing: {reason}" for name, reason in self.problems.items()]
-        return compose(self.setting, *(grid.markdown() for grid in self.grids()), self.summary(), *problems)
 
     def summary(self) -> str:
         """The headlines in words."""
@@ -106,7 +98,7 @@ class Report:
         )
         if (peak := self._peak_mb()) is not None:
             sentences.append(f"Over its idle self and the payload a mesh process needs at most {peak:.0f} MB.")
-        return textwrap.fill(" ".join(sentences), LINE_WIDTH, break_on_hyphens=False)
+        return " ".join(sentences)
 
     def _averaging(self, who: str, how: str) -> Averaging | None:
         return next((each for each in self.averagings if (each.who, each.how) == (who, how)), None)
@@ -124,59 +116,49 @@ class Report:
         return greatest_of([*one_way, *pairs, self.loop.peak_mb if self.loop else None])
 
 
-def run_bench(
-    out: Path,
-    sizes_mb: Sequence[int] = SIZES_MB,
-    repeats: int = 5,
+def run(
+    out: Out = OUT,
+    sizes: Annotated[
+        list[int] | None, typer.Option(min=1, metavar="MB", help="Megabytes to move one way; may be repeated.")
+    ] = None,
+    repeats: Repeats = 5,
+    peers: Annotated[bool, typer.Option(help="Measure hivemind and Lattica too, installing them once.")] = True,
+    cache: Cache = CACHE,
+    write: Write = None,
+) -> None:
+    """Measure how fast contributions move between two processes, and how raw sockets, libp2p, hivemind, Lattica do.
+
+    Examples: [cyan]farandole testnet bench exchange[/cyan];
+    [cyan]farandole testnet bench exchange --sizes 64 --sizes 256 --repeats 3 --no-peers[/cyan]
+    """
+    others = {name: of[0].partition("==")[2] for name, of in REQUIREMENTS.items()} if peers else {}
+    ciphers = {"TLS": ssl.OPENSSL_VERSION, "records": backend.openssl_version_text()}
+    with open_bench("exchange", out, write, **ciphers, **others, repeats=repeats) as bench:
+        figures = measure(bench, sizes or SIZES_MB, repeats, cache if peers else None)
+        bench.publish(figures.report(bench.setting))
+
+
+def measure(
+    bench: Bench,
+    sizes_mb: Sequence[int],
+    repeats: int,
     cache: Path | None = None,
     vector_mb: int = VECTOR_MB,
     loop_mb: int = LOOP_MB,
     paths: Sequence[str] = tuple(PATHS),
     ways: Sequence[tuple[str, str]] = WAYS,
     rounds: Sequence[tuple[str, str]] = ROUNDS,
-    section: Section | None = None,
-) -> Report:
-    """Measure, with progress and tables on the terminal; ``out`` gets exchange.json and exchange.md as it goes.
+) -> ExchangeFigures:
+    """Measure part after part, and write what is measured so far; other projects only with a ``cache`` folder.
 
-    Without a cache folder, in which they are installed, the other projects are left out. At the end the ``section`` is
-    written. Raises `BenchError` or `SectionError`.
+    Raises `BenchError`.
     """
-    if section is not None:
-        section.check()
-    out.mkdir(parents=True, exist_ok=True)
-    log = out / "exchange.log"
-    log.unlink(missing_ok=True)
-    console = Console()
-    others = {name: of[0].partition("==")[2] for name, of in REQUIREMENTS.items()} if cache else {}
-    ciphers = {"TLS": ssl.OPENSSL_VERSION, "records": backend.openssl_version_text()}
-    report = Report({**setting(), **ciphers, **others, "repeats": repeats}, vector_mb)
-
-    def note(*grids: Grid) -> None:
-        (out / "exchange.json").write_text(json.dumps(report.document(), indent=2) + "\n")
-        (out / "exchange.md").write_text(report.markdown())
-        for grid in grids:
-            console.print(grid.rich())
-
-    with console.status("starting") as status:
-
-        def say(text: str) -> None:
-            status.update(text)
-
-        for result in measure_one_way(sorted(set(sizes_mb)), repeats, log, say, paths):
-            report.one_way.append(result)
-            if not console.is_terminal:
-                console.print(f"one way: {result.path}, {result.size_mb} MB: {result.mb_s:,.0f} MB/s")
-        note(one_way_grid(report.one_way), cost_grid(report.one_way))
-        pairs = measure_pairs(vector_mb, repeats, log, cache, say, ways, rounds)
-        report.averagings, report.problems = pairs.results, pairs.problems
-        note(pair_grid(report.averagings, vector_mb))
-        report.loop = measure_loop_lag(loop_mb, repeats, log, say)
-        note(loop_grid(report.loop))
-    if section is not None:
-        section.write(report.markdown())
-    for name, value in report.headlines().items():
-        console.print(f"{name}: {'unknown' if value is None else f'{value:.3g}'}", highlight=False)
-    for name, reason in report.problems.items():
-        console.print(f"{name} is missing: {reason}", style="red", markup=False)
-    console.print(f"{out / 'exchange.json'}, {out / 'exchange.md'}", markup=False, highlight=False)
-    return report
+    figures = ExchangeFigures(vector_mb)
+    for result in measure_one_way(sorted(set(sizes_mb)), repeats, bench.log, bench.say, paths):
+        figures.one_way.append(result)
+        bench.write(figures.report(bench.setting))
+    pairs = measure_pairs(vector_mb, repeats, bench.log, cache, bench.say, ways, rounds)
+    figures.averagings, figures.problems = pairs.results, pairs.problems
+    bench.write(figures.report(bench.setting))
+    figures.loop = measure_loop_lag(loop_mb, repeats, bench.log, bench.say)
+    return figures

@@ -6,12 +6,13 @@ A play whose report lies in the folder is not played again: together they take h
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Any, Final
 
 import trio
+import typer
 from rich.console import Console
 
 from ..beside import judged, load_report
@@ -20,9 +21,7 @@ from ..launch import REPORT_NAME, Testnet, write_report
 from ..live import open_view
 from ..report import PlayReport, ideal_exchange_seconds
 from ..scenario import Scenario, ScenarioError, load_scenario
-from ..section import Section
-from ..setting import setting
-from .rows import RowsReport
+from .report import BenchReport, Out, Write, open_bench
 
 SCENARIOS: Final = {
     "starved": "two of 8 at 5 % of a processor for 60 s",
@@ -46,15 +45,13 @@ class FaultFigure:
     measured: str
     limit: str
 
-    def misses(self) -> list[str]:
-        """Plays are judged as a whole."""
-        return []
-
 
 @dataclass(slots=True)
-class Report(RowsReport[FaultFigure]):
+class FaultFigures:
     """What was measured."""
 
+    rows: list[FaultFigure] = field(default_factory=list)
+    """Scenario by scenario."""
     reasons: list[str] = field(default_factory=list)
     """Why a play is no pass."""
 
@@ -63,42 +60,44 @@ class Report(RowsReport[FaultFigure]):
         self.rows += [FaultFigure(name, *cells) for cells in _figures(play, scenario)]
         self.reasons += [f"{name}: {reason}" for reason in play.reasons]
 
-    @property
-    def misses(self) -> list[str]:
-        """Of all plays."""
-        return self.reasons
-
-    def grid(self) -> Grid:
-        """Everything, for people; a scenario is named where it begins."""
+    def report(self, setting: Mapping[str, Any]) -> BenchReport:
+        """The table, data and misses; a scenario is named in its first row."""
         rows, before = [], ""
         for row in self.rows:
             name = "" if row.scenario == before else f"`{row.scenario}`: {SCENARIOS[row.scenario]}"
             rows.append([name, row.what, row.measured, row.limit])
             before = row.scenario
-        return Grid("Faults, and what they cost", HEADER, rows, num_left=2)
+        grid = Grid("Faults, and what they cost", HEADER, rows, num_left=2)
+        return BenchReport(setting, [grid], {"rows": [asdict(row) for row in self.rows]}, misses=self.reasons)
 
 
-def run_faults_bench(out: Path, names: Sequence[str] = (), section: Section | None = None) -> Report:
-    """PlayReport what has no report yet, and print; ``out`` gets a folder a scenario, faults.json, faults.md.
+def run(
+    scenarios: Annotated[
+        list[str] | None, typer.Argument(metavar="[SCENARIO]...", help="Which of them.", show_default="all")
+    ] = None,
+    out: Out = Path("out/faults"),
+    write: Write = None,
+) -> None:
+    """Play the scenarios of faults, some also without faults to compare with, and measure what the faults cost.
 
-    Raises `BenchError` if a play is no pass, `SectionError`, `ScenarioError`; `KeyboardInterrupt` after a play that the
-    user has ended, which is not kept.
+    It takes three hours, and resumes where it was stopped: a play whose report is in the folder is not played again.
+    Needs Linux, root, nftables, libfaketime. Scenarios: starved, halves, bad-line, flap, chaos, hour.
+
+    Examples: [cyan]sudo .venv/bin/farandole testnet bench faults[/cyan];
+    [cyan]sudo .venv/bin/farandole testnet bench faults starved halves --out /tmp/faults[/cyan]
     """
-    if unknown := set(names) - set(SCENARIOS):
+    if unknown := set(scenarios or ()) - set(SCENARIOS):
         raise ScenarioError(f"no scenario of faults: {', '.join(sorted(unknown))}; there are {', '.join(SCENARIOS)}")
-    if section is not None:
-        section.check()
-    scenarios = {name: load_scenario(name) for name in names or SCENARIOS}
-    out.mkdir(parents=True, exist_ok=True)
-    console, report = Console(), Report(setting())
-    for name, scenario in scenarios.items():
-        folder = out / name
-        clean = _play(name, folder / "clean", console, clean=True) if name in BESIDE_CLEAN else None
-        play = _play(name, folder / "faults", console, clean=False)
-        report.add(name, judged(play, clean, scenario) if clean else play, scenario)
-        report.write(out, "faults")
-    report.publish(out, "faults", console, section)
-    return report
+    played = {name: load_scenario(name) for name in scenarios or SCENARIOS}
+    figures = FaultFigures()
+    with open_bench("faults", out, write) as bench:
+        for name, scenario in played.items():
+            folder = out / name
+            clean = _play(name, folder / "clean", bench.console, clean=True) if name in BESIDE_CLEAN else None
+            play = _play(name, folder / "faults", bench.console, clean=False)
+            figures.add(name, judged(play, clean, scenario) if clean else play, scenario)
+            bench.write(figures.report(bench.setting))
+        bench.publish(figures.report(bench.setting))
 
 
 def _play(name: str, folder: Path, console: Console, *, clean: bool) -> PlayReport:

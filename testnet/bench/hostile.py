@@ -11,19 +11,17 @@ import contextlib
 import statistics
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from rich.console import Console
+import typer
 
 from ..grid import Grid
-from ..section import Section
-from ..setting import setting
 from .hostile_attacks import ATTACKS, RAW
 from .process import BenchWorker, Say, open_worker
-from .rows import RowsReport
+from .report import OUT, BenchReport, Out, Write, open_bench
 
 # What must hold.
 MAX_DIAL_SECONDS: Final = 2.0
@@ -96,44 +94,40 @@ def floods(silent: int, garbage: int, per_second: float) -> list[Flood]:
     ]
 
 
-@dataclass(slots=True)
-class Report(RowsReport[FloodResult]):
-    """What was measured so far."""
-
-    def grid(self) -> Grid:
-        """Everything, for people."""
-        cells = [
-            [
-                row.name,
-                f"{row.number:,} in {row.seconds:.0f} s",
-                "" if row.dial_max is None else f"{row.dial_p50:.2f} / {row.dial_max:.2f} s",
-                f"{len(row.failures)} of {row.dials + len(row.failures)}" if row.dials else "",
-                f"+{max(0.0, row.over_mb):.0f} MB",
-                " / ".join(map(str, row.descriptors)),
-                " / ".join(map(str, row.tasks)),
-                f"{row.cpu_share:.0%}",
-                f"{row.lines_per_minute:.1f}",
-            ]
-            for row in self.rows
+def report_of(setting: Mapping[str, Any], rows: Sequence[FloodResult]) -> BenchReport:
+    """The table, data and misses of all parts."""
+    cells = [
+        [
+            row.name,
+            f"{row.number:,} in {row.seconds:.0f} s",
+            "" if row.dial_max is None else f"{row.dial_p50:.2f} / {row.dial_max:.2f} s",
+            f"{len(row.failures)} of {row.dials + len(row.failures)}" if row.dials else "",
+            f"+{max(0.0, row.over_mb):.0f} MB",
+            " / ".join(map(str, row.descriptors)),
+            " / ".join(map(str, row.tasks)),
+            f"{row.cpu_share:.0%}",
+            f"{row.lines_per_minute:.1f}",
         ]
-        limits = ["limit", "", f"max {MAX_DIAL_SECONDS:g} s", "0", f"+{MAX_OVER_MB:.0f} MB", "flat", "flat", "", ""]
-        header = [
-            "strangers",
-            "connections",
-            "honest dial, p50 / max",
-            "failed",
-            "memory",
-            "descriptors before / most / after",
-            "tasks",
-            "CPU",
-            "log lines a minute",
-        ]
-        return Grid("A node among strangers, and honest newcomers that dial it meanwhile", header, [limits, *cells])
-
-    def document(self) -> dict[str, Any]:
-        """Everything, for JSON."""
-        limits = {"dial_seconds": MAX_DIAL_SECONDS, "over_mb": MAX_OVER_MB, "left_over": MAX_LEFT_OVER}
-        return {**RowsReport.document(self), "limits": limits}
+        for row in rows
+    ]
+    limits = ["limit", "", f"max {MAX_DIAL_SECONDS:g} s", "0", f"+{MAX_OVER_MB:.0f} MB", "flat", "flat", "", ""]
+    header = [
+        "strangers",
+        "connections",
+        "honest dial, p50 / max",
+        "failed",
+        "memory",
+        "descriptors before / most / after",
+        "tasks",
+        "CPU",
+        "log lines a minute",
+    ]
+    grid = Grid("A node among strangers, and honest newcomers that dial it meanwhile", header, [limits, *cells])
+    data = {
+        "rows": [asdict(row) for row in rows],
+        "limits": {"dial_seconds": MAX_DIAL_SECONDS, "over_mb": MAX_OVER_MB, "left_over": MAX_LEFT_OVER},
+    }
+    return BenchReport(setting, [grid], data, misses=[miss for row in rows for miss in row.misses()])
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,21 +222,19 @@ def _command(kind: str) -> list[str]:
     return [sys.executable, "-m", "farandole.testnet.bench.hostile_node", kind]
 
 
-def run_hostile_bench(
-    out: Path, silent: int, garbage: int, per_second: float, cycles: int, section: Section | None = None
-) -> Report:
-    """Measure, with progress and a table on the terminal; ``out`` gets hostile.json and hostile.md.
+def run(
+    silent: Annotated[int, typer.Option(min=1, help="Sockets that send nothing.")] = 1_000,
+    garbage: Annotated[int, typer.Option(min=1, help="Connections that send garbage, in each part.")] = 20_000,
+    rate: Annotated[float, typer.Option(min=1, help="Connections that send garbage, a second.")] = 100.0,
+    cycles: Annotated[int, typer.Option(min=1, help="Connections of one peer that come and go.")] = 5_000,
+    out: Out = OUT,
+    write: Write = None,
+) -> None:
+    """Measure what strangers can do to a node on loopback, and how honest newcomers fare meanwhile.
 
-    At the end the ``section`` is written. Raises `BenchError`, also if a limit was not kept; `SectionError`.
+    Examples: [cyan]farandole testnet bench hostile[/cyan];
+    [cyan]farandole testnet bench hostile --silent 200 --garbage 1000 --cycles 500[/cyan]
     """
-    if section is not None:
-        section.check()
-    out.mkdir(parents=True, exist_ok=True)
-    log = out / "hostile.log"
-    log.unlink(missing_ok=True)
-    console = Console()
-    report = Report(setting())
-    with console.status("starting") as status:
-        report.rows += measure(floods(silent, garbage, per_second), cycles, log, status.update)
-    report.publish(out, "hostile", console, section)
-    return report
+    with open_bench("hostile", out, write) as bench:
+        rows = measure(floods(silent, garbage, rate), cycles, bench.log, bench.say)
+        bench.publish(report_of(bench.setting, rows))

@@ -16,11 +16,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import numpy as np
+import typer
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from rich.console import Console
 
 from farandole.node.store.folder import index_of
 from farandole.protocol.blocks import (
@@ -38,12 +38,11 @@ from ..leash import open_leash
 from ..links import open_links
 from ..namespace import Location, NamespaceError
 from ..scenario import LinkSettings
-from ..section import Section, compose
-from ..setting import setting
 from .environments import obtain_python
 from .join_node import RUN_ID
 from .pair import open_peers
 from .process import MB, BenchError, BenchWorker, Say, elapsed, open_worker
+from .report import CACHE, OUT, Bench, BenchReport, Cache, Out, Repeats, Write, missing, open_bench
 
 SIZE_MB: Final = 100
 # Of the newcomer whose donor is killed: slow enough for the half to be seen.
@@ -58,10 +57,9 @@ _VECTORS: Final = ("slow", "momentum", "mean", "square")
 
 
 @dataclass(slots=True)
-class Report:
+class JoinFigures:
     """What was measured so far; seconds are medians."""
 
-    setting: dict[str, Any]
     size_mb: int
     two_donors_s: float | None = None
     one_donor_s: float | None = None
@@ -77,7 +75,7 @@ class Report:
     problems: dict[str, str] = field(default_factory=dict)
 
     def grid(self) -> Grid:
-        """For people."""
+        """Seconds and extras by the newcomer's sources."""
         rows = [
             ("two donors, loopback", _seconds(self.two_donors_s), ""),
             ("one donor, loopback", _seconds(self.one_donor_s), ""),
@@ -97,10 +95,9 @@ class Report:
         ]
         return Grid(f"A newcomer gets {self.size_mb} MB of state", ("from", "seconds", "and"), rows)
 
-    def markdown(self) -> str:
-        """A document's section."""
-        problems = [f"{name} is missing: {reason}" for name, reason in self.problems.items()]
-        return compose(self.setting, self.grid().markdown(), *problems)
+    def report(self, setting: dict[str, Any]) -> BenchReport:
+        """The table and data."""
+        return BenchReport(setting, [self.grid()], asdict(self), missing(self.problems))
 
 
 def _seconds(value: float | None) -> str:
@@ -186,47 +183,48 @@ def open_nodes(source: Path, log: Path, places: Sequence[Location]) -> Iterator[
         yield Nodes(workers[0], workers[1:], addresses[1:], [answer["pid"] for answer in opened[1:]], source, target)
 
 
-def run_join_bench(
-    out: Path,
-    size_mb: int = SIZE_MB,
-    repeats: int = 5,
-    cache: Path | None = None,
-    section: Section | None = None,
-    *,
-    with_link: bool = True,
-) -> Report:
-    """Measure; ``out`` gets join.json and join.md. Without a cache folder hivemind is left out.
+def run(
+    size: Annotated[int, typer.Option(min=4, help="Megabytes that a newcomer needs.")] = SIZE_MB,
+    repeats: Repeats = 5,
+    peers: Annotated[bool, typer.Option(help="Measure hivemind too, installing it once.")] = True,
+    link: Annotated[bool, typer.Option(help="Measure on a shaped line too; needs Linux and root.")] = True,
+    cache: Cache = CACHE,
+    out: Out = OUT,
+    write: Write = None,
+) -> None:
+    """Measure how fast a newcomer gets its weights from two donors, from one and from hivemind's, and what it costs.
 
-    Raises `BenchError` or `SectionError`.
+    Examples: [cyan]farandole testnet bench join[/cyan];
+    [cyan]farandole testnet bench join --size 20 --repeats 1 --no-peers --no-link[/cyan]
     """
-    if section is not None:
-        section.check()
-    out.mkdir(parents=True, exist_ok=True)
-    log, source = out / "join.log", out / "join.safetensors"
-    log.unlink(missing_ok=True)
-    console = Console()
-    report = Report({**setting(), "repeats": repeats}, size_mb)
-    with console.status("starting") as status:
-        try:
-            make_checkpoint(source, size_mb)
-            _measure_loopback(report, source, log, repeats, cache, status.update)
-            _measure_kill(report, source, log, status.update)
-            if with_link:
-                _measure_link(report, source, log, status.update)
-        finally:
-            for leftover in (source, index_of(source), source.with_name("fetched.safetensors")):
-                leftover.unlink(missing_ok=True)
-    (out / "join.json").write_text(json.dumps(asdict(report), indent=2) + "\n")
-    (out / "join.md").write_text(report.markdown())
-    if section is not None:
-        section.write(report.markdown())
-    console.print(report.grid().rich())
-    for name, reason in report.problems.items():
-        console.print(f"{name} is missing: {reason}", style="red", markup=False)
-    return report
+    with open_bench("join", out, write, repeats=repeats) as bench:
+        figures = measure(bench, size, repeats, cache if peers else None, with_link=link)
+        bench.publish(figures.report(bench.setting))
 
 
-def _measure_loopback(report: Report, source: Path, log: Path, repeats: int, cache: Path | None, say: Say) -> None:
+def measure(
+    bench: Bench, size_mb: int, repeats: int, cache: Path | None = None, *, with_link: bool = True
+) -> JoinFigures:
+    """Measure on loopback, with a killed donor, and on a shaped line; hivemind only with a ``cache`` folder.
+
+    Raises `BenchError`.
+    """
+    figures, source = JoinFigures(size_mb), bench.out / "join.safetensors"
+    try:
+        make_checkpoint(source, size_mb)
+        _measure_loopback(figures, source, bench.log, repeats, cache, bench.say)
+        _measure_kill(figures, source, bench.log, bench.say)
+        if with_link:
+            _measure_link(figures, source, bench.log, bench.say)
+    finally:
+        for leftover in (source, index_of(source), source.with_name("fetched.safetensors")):
+            leftover.unlink(missing_ok=True)
+    return figures
+
+
+def _measure_loopback(
+    figures: JoinFigures, source: Path, log: Path, repeats: int, cache: Path | None, say: Say
+) -> None:
     done: dict[str, list[float]] = {}
     with contextlib.ExitStack() as stack:
         nodes = stack.enter_context(open_nodes(source, log, [Location()] * 3))
@@ -238,10 +236,10 @@ def _measure_loopback(report: Report, source: Path, log: Path, repeats: int, cac
             try:
                 say("starting hivemind")
                 python = obtain_python("hivemind", cache, say)
-                pair = stack.enter_context(open_peers("hivemind", python, report.size_mb * MB // 4, log))
+                pair = stack.enter_context(open_peers("hivemind", python, figures.size_mb * MB // 4, log))
                 contenders["hivemind_s"] = lambda: elapsed([pair[1].ask("join")])
             except BenchError as error:
-                report.problems["hivemind"] = str(error)
+                figures.problems["hivemind"] = str(error)
         for index in range(-1, repeats):
             for name, join in list(contenders.items()):
                 say(f"{name}: {'warm-up' if index < 0 else f'{index + 1} of {repeats}'}")
@@ -250,26 +248,26 @@ def _measure_loopback(report: Report, source: Path, log: Path, repeats: int, cac
                 except BenchError as error:
                     if name != "hivemind_s":
                         raise
-                    report.problems["hivemind"] = str(error)
+                    figures.problems["hivemind"] = str(error)
                     del contenders[name]
                 else:
                     if index >= 0:
                         done.setdefault(name, []).append(seconds)
     for name, all_seconds in done.items():
-        setattr(report, name, statistics.median(all_seconds))
+        setattr(figures, name, statistics.median(all_seconds))
 
 
-def _measure_kill(report: Report, source: Path, log: Path, say: Say) -> None:
+def _measure_kill(figures: JoinFigures, source: Path, log: Path, say: Say) -> None:
     say("a donor is killed at half")
     with open_nodes(source, log, [Location()] * 3) as nodes:
         answer = nodes.fetch(2, cap_mbit=KILL_CAP_MBIT, kill=nodes.pids[0])
         if not answer["killed"]:
             raise BenchError("the donor was not killed: it was all over before")
-        report.killed_s = elapsed([answer])
-        report.killed_extra_mb = answer["extra_bytes"] / MB
+        figures.killed_s = elapsed([answer])
+        figures.killed_extra_mb = answer["extra_bytes"] / MB
 
 
-def _measure_link(report: Report, source: Path, log: Path, say: Say) -> None:
+def _measure_link(figures: JoinFigures, source: Path, log: Path, say: Say) -> None:
     """Both donors take rounds with each other, first alone and then while the newcomer joins."""
     say("on a shaped line")
     try:
@@ -295,9 +293,9 @@ def _measure_link(report: Report, source: Path, log: Path, say: Say) -> None:
             answer = nodes.fetch(2)
             meanwhile = get_rounds()
     except NamespaceError as error:
-        report.problems["the shaped line"] = str(error)
+        figures.problems["the shaped line"] = str(error)
         return
     rate = min(LINK.down_mbit, 2 * LINK.up_mbit) * 1e6 / 8
-    report.link_s = elapsed([answer])
-    report.link_over_ideal = report.link_s / (report.size_mb * MB / rate)
-    report.rounds_slower = meanwhile / alone - 1
+    figures.link_s = elapsed([answer])
+    figures.link_over_ideal = figures.link_s / (figures.size_mb * MB / rate)
+    figures.rounds_slower = meanwhile / alone - 1

@@ -16,14 +16,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import trio
-from rich.console import Console
+import typer
 
 from farandole.protocol.errors import FarandoleError
 
@@ -32,11 +32,9 @@ from ..leash import Leash, open_leash
 from ..namespace import Location
 from ..natlab.kinds import HTTPS_PORT, KINDS, can_connect, can_punch_tcp, kind_named
 from ..natlab.lab import Lab, open_lab
-from ..section import Section
-from ..setting import setting
 from .process import BenchError
+from .report import OUT, BenchReport, Out, Write, open_bench
 from .requests import read_requests
-from .rows import RowsReport
 
 # What must hold.
 MAX_CONNECT_SECONDS: Final = 30.0
@@ -130,28 +128,23 @@ def _seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}"
 
 
-@dataclass(slots=True)
-class Report(RowsReport[PairResult]):
-    """What was measured so far."""
-
-    def grid(self) -> Grid:
-        """Everything, for people."""
-        title = f"Two homes behind routers of these kinds, and an exchange of {EXCHANGE_BYTES // 10**6} MB both ways"
-        return Grid(title, HEADER, [row.cells() for row in self.rows])
-
-    def words(self) -> str:
-        """The verdict in words."""
-        total = len(self.rows)
-        connected = [row.connected_s for row in self.rows if row.connected_s is not None]
-        direct = [row for row in self.rows if row.path not in ("", RELAYED)]
-        possible = sum(row.theory != RELAYED for row in self.rows)
-        in_time = sum(seconds <= MAX_CONNECT_SECONDS for seconds in connected)
-        exchanged = sum(not row.failure for row in self.rows)
-        return (
-            f"Connected within {MAX_CONNECT_SECONDS:g} s: {in_time} of {total}, the slowest after "
-            f"{max(connected, default=0.0):.1f} s. Direct: {len(direct)}; plain sockets get through in {possible}. "
-            f"Exchanges: {exchanged} of {total}."
-        )
+def report_of(setting: Mapping[str, Any], rows: Sequence[PairResult]) -> BenchReport:
+    """The table, words, data and misses of all pairs."""
+    title = f"Two homes behind routers of these kinds, and an exchange of {EXCHANGE_BYTES // 10**6} MB both ways"
+    grid = Grid(title, HEADER, [row.cells() for row in rows])
+    total = len(rows)
+    connected = [row.connected_s for row in rows if row.connected_s is not None]
+    direct = [row for row in rows if row.path not in ("", RELAYED)]
+    possible = sum(row.theory != RELAYED for row in rows)
+    in_time = sum(seconds <= MAX_CONNECT_SECONDS for seconds in connected)
+    exchanged = sum(not row.failure for row in rows)
+    words = (
+        f"Connected within {MAX_CONNECT_SECONDS:g} s: {in_time} of {total}, the slowest after "
+        f"{max(connected, default=0.0):.1f} s. Direct: {len(direct)}; plain sockets get through in {possible}. "
+        f"Exchanges: {exchanged} of {total}."
+    )
+    data = {"rows": [asdict(row) for row in rows]}
+    return BenchReport(setting, [grid], data, [words], [miss for row in rows for miss in row.misses()])
 
 
 @dataclass
@@ -374,31 +367,36 @@ async def run_unless_interrupted(measure: Callable[[], Awaitable[_Rows]]) -> _Ro
     return None if is_interrupted else rows
 
 
-def run_nat_bench(out: Path, pairs: Sequence[Pair] = (), at_once: int = 3, section: Section | None = None) -> Report:
-    """Measure, with progress and a table on the terminal; ``out`` gets nat.json, nat.md and logs.
+def run(
+    pairs: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KIND/KIND", help="Two kinds of homes; may be repeated.", show_default="all 55"),
+    ] = None,
+    at_once: Annotated[int, typer.Option(min=1, max=16, help="Pairs that are tried at the same time.")] = 3,
+    out: Out = OUT,
+    write: Write = None,
+) -> None:
+    """Measure how any home reaches any home: two nodes behind routers of each pair of kinds connect, and exchange.
 
-    ``pairs``: all, if there are none. At the end the ``section`` is written. Raises `BenchError`, also if something
-    does not hold, `NamespaceError`, `SectionError`, and `KeyboardInterrupt`.
+    In the NAT lab (Linux, root, nftables, miniupnpd). Kinds: open, firewall, full-cone, address-restricted,
+    port-restricted, symmetric, carrier, udp-blocked, https-only, upnp.
+
+    Examples: [cyan]sudo .venv/bin/farandole testnet bench nat[/cyan];
+    [cyan]sudo .venv/bin/farandole testnet bench nat --pairs carrier/full-cone --pairs symmetric/symmetric[/cyan]
     """
-    if section is not None:
-        section.check()
-    logs = out / "nat-logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    console = Console()
-    report = Report(setting())
+    chosen = [parse_pair(pair) for pair in pairs or ()] or ALL_PAIRS
+    with open_bench("nat", out, write) as bench, open_leash() as leash, open_lab(leash) as lab:
+        logs = out / "nat-logs"
+        logs.mkdir(exist_ok=True)
 
-    def tell(row: PairResult) -> None:
-        parts = zip(
-            ("plain sockets", "path", "connected", "direct", "exchange by", "exchange"), row.cells()[1:], strict=True
-        )
-        words = ", ".join(f"{name} {cell}" for name, cell in parts if cell)
-        console.print(f"{row.name}: {words}", style="red" if row.misses() else None, highlight=False, markup=False)
+        def tell(row: PairResult) -> None:
+            names = ("plain sockets", "path", "connected", "direct", "exchange by", "exchange")
+            words = ", ".join(f"{name} {cell}" for name, cell in zip(names, row.cells()[1:], strict=True) if cell)
+            style = "red" if row.misses() else None
+            bench.console.print(f"{row.name}: {words}", style=style, highlight=False, markup=False)
 
-    with open_leash() as leash, open_lab(leash) as lab, console.status("starting") as status:
-        bench = NatBench(lab, logs, status.update, tell)
-        rows = trio.run(run_unless_interrupted, partial(bench.measure, pairs or ALL_PAIRS, at_once))
-    if rows is None:
-        raise KeyboardInterrupt
-    report.rows = rows
-    report.publish(out, "nat", console, section, [logs])
-    return report
+        measure = partial(NatBench(lab, logs, bench.say, tell).measure, chosen, at_once)
+        rows = trio.run(run_unless_interrupted, measure)
+        if rows is None:
+            raise KeyboardInterrupt
+        bench.publish(report_of(bench.setting, rows), logs)

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from rich.console import Console
 
 from farandole.node.status.status import NodeStatus
 from farandole.node.store.run_file import manifest_of
@@ -29,12 +28,10 @@ from ..grid import Grid
 from ..leash import open_leash
 from ..natlab.kinds import HTTPS_PORT
 from ..natlab.lab import Lab, open_lab
-from ..section import Section
-from ..setting import setting
 from .nat import gather, run_unless_interrupted
 from .nat_daemon import NatDaemon
 from .process import BenchError
-from .rows import RowsReport
+from .report import OUT, BenchReport, Out, Write, open_bench
 
 # What must hold, in seconds.
 MAX_RELAY_SECONDS: Final = 30.0
@@ -91,13 +88,11 @@ class Recovery:
         return [self.trouble, self.effect, measured, f"{self.limit:g}{self.unit}"]
 
 
-@dataclass(slots=True)
-class Report(RowsReport[Recovery]):
-    """What was measured."""
-
-    def grid(self) -> Grid:
-        """Everything, for people."""
-        return Grid("Homes in trouble", HEADER, [row.cells() for row in self.rows], num_left=2)
+def report_of(setting: Mapping[str, Any], rows: Sequence[Recovery]) -> BenchReport:
+    """The table, data and misses of all troubles."""
+    grid = Grid("Homes in trouble", HEADER, [row.cells() for row in rows], num_left=2)
+    data = {"rows": [asdict(row) for row in rows]}
+    return BenchReport(setting, [grid], data, misses=[miss for row in rows for miss in row.misses()])
 
 
 @dataclass
@@ -322,29 +317,23 @@ def _knows(peer_id: str, prefix: str, status: NodeStatus) -> bool:
     )
 
 
-def run_recovery_bench(out: Path, section: Section | None = None) -> Report:
-    """Measure, with progress and a table on the terminal; ``out`` gets nat-recovery.json, nat-recovery.md and logs.
+def run(out: Out = OUT, write: Write = None) -> None:
+    """Measure how soon homes are back when relays die, routers reboot, and bootstrap peers are gone.
 
-    At the end the ``section`` is written. Raises `BenchError`, also if something does not hold, `NamespaceError`,
-    `SectionError`, and `KeyboardInterrupt`.
+    In the NAT lab (Linux, root, nftables, miniupnpd). Example: [cyan]sudo .venv/bin/farandole testnet bench
+    nat-recovery[/cyan]
     """
-    if section is not None:
-        section.check()
-    folder = out / "nat-recovery"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    console = Console()
-    report = Report(setting())
+    with open_bench("nat-recovery", out, write) as bench, open_leash() as leash, open_lab(leash) as lab:
+        folder = out / "nat-recovery"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
 
-    def tell(row: Recovery) -> None:
-        style = "red" if row.misses() else None
-        console.print(": ".join(row.cells()[:3]), style=style, highlight=False, markup=False)
+        def tell(row: Recovery) -> None:
+            style = "red" if row.misses() else None
+            bench.console.print(": ".join(row.cells()[:3]), style=style, highlight=False, markup=False)
 
-    with open_leash() as leash, open_lab(leash) as lab, console.status("starting") as status:
-        bench = RecoveryBench(lab, folder.absolute(), status.update, tell)
-        rows = trio.run(run_unless_interrupted, bench.measure)
-    if rows is None:
-        raise KeyboardInterrupt
-    report.rows = rows
-    report.publish(out, "nat-recovery", console, section, [folder])
-    return report
+        measure = RecoveryBench(lab, folder.absolute(), bench.say, tell).measure
+        rows = trio.run(run_unless_interrupted, measure)
+        if rows is None:
+            raise KeyboardInterrupt
+        bench.publish(report_of(bench.setting, rows), folder)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import math
 import shutil
 import statistics
@@ -18,16 +17,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from rich.console import Console
+import typer
 
 from farandole.node.store.run_file import manifest_of
 
 from ..grid import Grid
-from ..section import Section, compose
-from ..setting import setting
 from .process import BenchWorker, open_worker
+from .report import OUT, Bench, BenchReport, Out, Write, open_bench
 
 # 25.7 M parameters: a checkpoint of 411 MB.
 MODEL: Final[Mapping[str, int]] = {
@@ -38,6 +36,7 @@ MODEL: Final[Mapping[str, int]] = {
     "context": 256,
     "vocabulary": 256,
 }
+DEFAULT_TRAINER: Final[Mapping[str, Any]] = {"device": "cpu", "threads": 1}
 NONE: Final = "none"
 WAYS: Final = {
     NONE: "nothing",
@@ -120,24 +119,15 @@ def chance_share(rounds: Sequence[Round]) -> float | None:
 
 
 @dataclass(slots=True)
-class Report:
+class SavingFigures:
     """What was measured so far."""
 
-    setting: dict[str, Any]
     num_parameters: int = 0
     steps: int = 0
     rounds: list[Round] = field(default_factory=list)
 
-    def document(self) -> dict[str, Any]:
-        """Everything, for JSON."""
-        return {
-            **asdict(self),
-            "rows": [{**asdict(row), "rate_mb_s": row.rate_mb_s} for row in rows_of(self.rounds)],
-            "chance_share": chance_share(self.rounds),
-        }
-
     def grid(self) -> Grid:
-        """For people."""
+        """What each way of saving costs."""
         rows = [
             [
                 WAYS[row.way],
@@ -163,60 +153,68 @@ class Report:
         chance = chance_share(self.rounds)
         return "" if chance is None else f"Two rounds without a save, one after the other, differ by {chance:.1%}."
 
-    def markdown(self) -> str:
-        """A document's section."""
-        return compose(self.setting, self.grid().markdown(), self.words())
+    def report(self, setting: dict[str, Any]) -> BenchReport:
+        """The table and data."""
+        rows = [{**asdict(row), "rate_mb_s": row.rate_mb_s} for row in rows_of(self.rounds)]
+        data = {**asdict(self), "rows": rows, "chance_share": chance_share(self.rounds)}
+        return BenchReport(setting, [self.grid()], data, [self.words()])
 
 
-def run_saving_bench(
-    out: Path,
-    *,
+def run(
+    turns: Annotated[int, typer.Option(min=1, help="Rounds of each way to save; medians count.")] = 7,
+    round_seconds: Annotated[float, typer.Option(min=0.001, help="Length of a round, about.")] = 20.0,
+    device: Annotated[str, typer.Option(help="As for farandole join.")] = "cpu",
+    threads: Annotated[int, typer.Option(min=1, help="Torch threads of a trainer.")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences an inner step.")] = 4,
+    out: Out = OUT,
+    write: Write = None,
+) -> None:
+    """Measure what a checkpoint a round costs training, and what a blocking torch.save does.
+
+    Examples: [cyan]farandole testnet bench save[/cyan];
+    [cyan]farandole testnet bench save --device cuda --batch-size 64[/cyan]
+    """
+    choices = {"turns": turns, "device": device, "threads of a trainer": threads}
+    with open_bench("saving", out, write, **choices) as bench:
+        figures = measure(bench, turns, round_seconds, batch_size, {"device": device, "threads": threads})
+        bench.publish(figures.report(bench.setting))
+
+
+def measure(
+    bench: Bench,
     turns: int,
     round_seconds: float,
-    device: str = "cpu",
-    threads: int = 1,
     batch_size: int = 4,
+    where: Mapping[str, Any] = DEFAULT_TRAINER,
     model: Mapping[str, int] = MODEL,
-    section: Section | None = None,
-) -> Report:
-    """Measure, print; ``out`` gets saving.json and saving.md as it goes, and checkpoints, which are removed.
+) -> SavingFigures:
+    """Measure turn by turn, and write what is measured so far; ``where`` has each trainer's device and threads.
 
-    Raises `BenchError`, `ManifestError`, `SectionError`.
+    Raises `BenchError`, `ManifestError`.
     """
-    if section is not None:
-        section.check()
-    run = {"name": "bench-save", "model": dict(model), "inner": {"batch_size": batch_size}}
-    manifest_of(run, Path(), 0.0)  # says what does not fit together
-    folder, log = out / "saving", out / "saving.log"
+    manifest = {"name": "bench-save", "model": dict(model), "inner": {"batch_size": batch_size}}
+    manifest_of(manifest, Path(), 0.0)  # raises what does not fit together
+    folder, figures = bench.out / "saving", SavingFigures()
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    log.unlink(missing_ok=True)
-    console = Console()
-    report = Report({**setting(), "turns": turns, "device": device, "threads of a trainer": threads})
+    folder.mkdir()
     try:
-        with console.status("starting") as status, contextlib.ExitStack() as stack:
-            trainers = {way: stack.enter_context(_open(way, log)) for way in WAYS}
+        with contextlib.ExitStack() as stack:
+            trainers = {way: stack.enter_context(_open(way, bench.log)) for way in WAYS}
             for way, trainer in trainers.items():
-                where = {"device": device, "threads": threads, "folder": str(folder / way)}
-                report.num_parameters = trainer.ask("begin", manifest=run, way=way, **where)["num_parameters"]
-            report.steps = _steps(trainers[NONE], round_seconds)
+                begun = trainer.ask("begin", manifest=manifest, way=way, folder=str(folder / way), **where)
+                figures.num_parameters = begun["num_parameters"]
+            figures.steps = _steps(trainers[NONE], round_seconds)
             for way, trainer in trainers.items():  # memory for a snapshot, the file's first blocks: obtained once
-                status.update(f"warming up: {WAYS[way]}")
+                bench.say(f"warming up: {WAYS[way]}")
                 trainer.ask("play", steps=1)
             for turn in range(turns):
                 for way in list(WAYS)[:: 1 if turn % 2 == 0 else -1]:
-                    status.update(f"turn {turn + 1} of {turns}: {WAYS[way]}")
-                    report.rounds.append(_round(way, turn, trainers[way].ask("play", steps=report.steps)))
-                (out / "saving.json").write_text(json.dumps(report.document(), indent=2) + "\n")
-                (out / "saving.md").write_text(report.markdown())
+                    bench.say(f"turn {turn + 1} of {turns}: {WAYS[way]}")
+                    figures.rounds.append(_round(way, turn, trainers[way].ask("play", steps=figures.steps)))
+                bench.write(figures.report(bench.setting))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    console.print(report.grid().rich())
-    console.print(report.words(), highlight=False)
-    if section is not None:
-        section.write(report.markdown())
-    console.print(f"{out / 'saving.json'}, {out / 'saving.md'}", markup=False, highlight=False)
-    return report
+    return figures
 
 
 def _open(way: str, log: Path) -> contextlib.AbstractContextManager[BenchWorker]:

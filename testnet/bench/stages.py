@@ -7,20 +7,16 @@ does hits all of them alike; figures are medians. A figure counts only if the va
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from rich.console import Console
+import typer
 
 from farandole.protocol.manifest import ModelConfig
 from farandole.protocol.presets import num_parameters
 
 from ..grid import Grid
-from ..section import Section, compose
-from ..setting import setting
-from .process import BenchError
+from .report import OUT, Bench, BenchReport, Out, Write, open_bench
 from .stages_codecs import MODEL as CODEC_MODEL
 from .stages_codecs import CodecLoss, codec_grid, codec_losses
 from .stages_task import Task
@@ -31,10 +27,9 @@ SEEDS: Final = 3
 
 
 @dataclass(slots=True)
-class Report:
+class StagesFigures:
     """What was measured so far."""
 
-    setting: dict[str, Any]
     task: Task
     turns: list[tuple[Variant, Turn]] = field(default_factory=list)
     losses: list[CodecLoss] = field(default_factory=list)
@@ -50,25 +45,20 @@ class Report:
         """Variants that learned something else than one process."""
         return [f"{row.who}, {row.how}: loss off by {row.loss_error:.1e}" for row in self.rows if not row.is_right]
 
-    def document(self) -> dict[str, Any]:
-        """Everything, for JSON."""
-        return {
-            "setting": self.setting,
+    def report(self, setting: dict[str, Any]) -> BenchReport:
+        """Tables and data; a variant that learned something else is a miss."""
+        data = {
             "task": asdict(self.task),
             "num_parameters": _num_parameters(self.task),
             "rows": [asdict(row) for row in self.rows],
             "codec_losses": [asdict(each) for each in self.losses],
-            "wrong": self.wrong,
         }
+        return BenchReport(setting, self.grids(), data, misses=self.wrong)
 
     def grids(self) -> list[Grid]:
-        """Everything, for people."""
+        """Throughput and losses, as far as measured."""
         grids = [throughput_grid(self.rows, self.task)] if self.turns else []
         return [*grids, codec_grid(self.losses, self.codec_model)] if self.losses else grids
-
-    def markdown(self) -> str:
-        """A document's section."""
-        return compose(self.setting, *(grid.markdown() for grid in self.grids()))
 
 
 def _num_parameters(task: Task) -> int:
@@ -96,59 +86,44 @@ def throughput_grid(rows: list[VariantRates], task: Task) -> Grid:
     return Grid(title, header, cells)
 
 
-def run_stages_bench(
-    out: Path,
-    task: Task,
-    repeats: int = 3,
-    codec_steps: int = CODEC_STEPS,
-    seeds: int = SEEDS,
-    section: Section | None = None,
-    codec_model: ModelConfig = CODEC_MODEL,
-) -> Report:
-    """Measure, with progress and tables on the terminal; ``out`` gets stages.json and stages.md as it goes.
+def run(
+    stages: Annotated[int, typer.Option(min=2, help="Number of stages that the model is cut into.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Inner steps that are timed, a turn.")] = 4,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of each variant; the median counts.")] = 3,
+    codec_steps: Annotated[int, typer.Option(min=1, help="Inner steps with each activation codec.")] = CODEC_STEPS,
+    seeds: Annotated[int, typer.Option(min=1, help="Repetitions with each activation codec.")] = SEEDS,
+    out: Out = OUT,
+    write: Write = None,
+) -> None:
+    """Measure how fast a model in stages learns, in one process, in torch's pipelining and here; and what codecs cost.
 
-    At the end the ``section`` is written. Raises `BenchError`, also if a variant learned something else than one
-    process; `ManifestError` if the task's settings do not fit together; `SectionError`.
+    Example: [cyan]farandole testnet bench stages --stages 2 --repeats 1 --codec-steps 100[/cyan]
     """
+    task = Task(num_stages=stages, steps=steps)
     task.check()
-    if section is not None:
-        section.check()
-    out.mkdir(parents=True, exist_ok=True)
-    log = out / "stages.log"
-    log.unlink(missing_ok=True)
-    console = Console()
-    choices = {"repeats": repeats, "steps timed": task.steps, "codecs' steps": codec_steps}
-    report = Report({**setting(), **choices}, task, codec_model=codec_model)
+    choices = {"repeats": repeats, "steps timed": steps, "codecs' steps": codec_steps}
+    with open_bench("stages", out, write, **choices) as bench:
+        bench.publish(measure(bench, task, repeats, codec_steps, seeds).report(bench.setting))
 
-    def note(*grids: Grid) -> None:
-        (out / "stages.json").write_text(json.dumps(report.document(), indent=2) + "\n")
-        (out / "stages.md").write_text(report.markdown())
-        for grid in grids:
-            console.print(grid.rich())
 
-    with console.status("starting") as status:
-        for repeat in range(repeats):
-            for variant in variants():
-                status.update(f"turn {repeat + 1} of {repeats}: {variant.name}")
-                turn = play(variant, task, log)
-                report.turns.append((variant, turn))
-                note()
-                console.print(
-                    f"turn {repeat + 1} of {repeats}: {variant.name}: {turn.microbatches_s:.1f} microbatches/s",
-                    highlight=False,
-                )
-        note(throughput_grid(report.rows, task))
+def measure(
+    bench: Bench, task: Task, repeats: int, codec_steps: int, seeds: int, codec_model: ModelConfig = CODEC_MODEL
+) -> StagesFigures:
+    """Measure turn by turn, and write what is measured so far.
 
-        def show(codec: str, seed: int, step: int) -> None:
-            status.update(f"seed {seed + 1} of {seeds}: activations as {codec}, step {step} of {codec_steps}")
+    Raises `BenchError`; `ManifestError` if the task's settings do not fit together.
+    """
+    figures = StagesFigures(task, codec_model=codec_model)
+    for repeat in range(repeats):
+        for variant in variants():
+            bench.say(f"turn {repeat + 1} of {repeats}: {variant.name}")
+            figures.turns.append((variant, play(variant, task, bench.log)))
+            bench.write(figures.report(bench.setting))
 
-        for result in codec_losses(codec_steps, seeds, progress=show, model=codec_model):
-            report.losses.append(result)
-            note()
-        note(codec_grid(report.losses, codec_model))
-    if report.wrong:
-        raise BenchError(f"not what one process learns: {'; '.join(report.wrong)}")
-    if section is not None:
-        section.write(report.markdown())
-    console.print(f"{out / 'stages.json'}, {out / 'stages.md'}", markup=False, highlight=False)
-    return report
+    def show(codec: str, seed: int, step: int) -> None:
+        bench.say(f"seed {seed + 1} of {seeds}: activations as {codec}, step {step} of {codec_steps}")
+
+    for result in codec_losses(codec_steps, seeds, progress=show, model=codec_model):
+        figures.losses.append(result)
+        bench.write(figures.report(bench.setting))
+    return figures

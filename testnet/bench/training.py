@@ -14,15 +14,13 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 import numpy as np
 import trio
-from rich.console import Console
+import typer
 
-from farandole.protocol.errors import FarandoleError
 from farandole.protocol.manifest import ModelConfig
 from farandole.protocol.presets import num_parameters, preset
 
@@ -31,8 +29,9 @@ from ..live import open_view
 from ..process import NodeProcess
 from ..report import Merged
 from ..scenario import Scenario
-from ..setting import setting
 from .plain import PlainLoop, PlainRate
+from .process import BenchError
+from .report import OUT, Bench, BenchReport, Out, open_bench
 
 NUM_NODES: Final = 2
 # Dense bf16 with fp32 sums, TFLOP/s, by a part of the name that CUDA gives: NVIDIA's data sheets.
@@ -52,14 +51,9 @@ PEAK_TFLOPS: Final = {
 MIN_SAMPLES: Final = 5
 
 
-class TrainingBenchError(FarandoleError):
-    """Nothing could be measured; the message says why."""
-
-
 class TrainingRates(msgspec.Struct, frozen=True):
     """Sums over the nodes, and over the plain loops. FLOPs and utilisation are of the model's, recomputation aside."""
 
-    setting: dict[str, str | int | float]
     device: str
     model: str
     num_parameters: int
@@ -102,45 +96,59 @@ class _Samples:
                 samples.append((seconds, tokens))
 
 
-def run_training_bench(
-    out: Path,
-    *,
-    model: str,
-    batch_size: int,
-    device: str,
-    codec: str,
-    rounds: int,
-    round_seconds: float,
-    peak_tflops: float | None,
-) -> TrainingRates:
-    """Measure, print, and write ``trainer.json`` and the nodes' folders into ``out``.
+def run(
+    out: Out = OUT,
+    model: Annotated[str, typer.Option(help="A preset.")] = "125M",
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences an inner step.")] = 16,
+    device: Annotated[str, typer.Option(help="As for farandole join.")] = "auto",
+    codec: Annotated[str, typer.Option(help="How contributions are encoded.")] = "int8",
+    rounds: Annotated[int, typer.Option(min=3, help="Rounds of each node.")] = 8,
+    round_seconds: Annotated[float, typer.Option(min=1, help="Length of a round.")] = 20.0,
+    peak_tflops: Annotated[
+        float | None, typer.Option(min=0.001, help="The device's peak, dense bf16; known for some GPUs.")
+    ] = None,
+) -> None:
+    """Measure what exchanging costs training: two nodes on one device, and two plain PyTorch loops.
 
-    Raises `TrainingBenchError` if the nodes did not exchange, or there was too little to measure.
+    Examples: [cyan]farandole testnet bench trainer --device cuda[/cyan];
+    [cyan]farandole testnet bench trainer --device cpu --model 0.5M --rounds 4 --round-seconds 5[/cyan]
     """
-    console, origin = Console(), setting()
-    run = _run(model, batch_size, codec, round_seconds)
-    with console.status(f"{NUM_NODES} plain loops for {round_seconds * 2:g} s"):
-        plain = _run_plain(run, device, warmup_seconds=round_seconds, seconds=2 * round_seconds)
+    with open_bench("trainer", out) as bench:
+        manifest = manifest_of_bench(model, batch_size, codec, round_seconds)
+        rates = measure(bench, manifest, device, rounds, round_seconds, peak_tflops)
+        bench.publish(BenchReport(bench.setting, [], msgspec.to_builtins(rates), [summary(rates)]))
+
+
+def measure(
+    bench: Bench, run: dict[str, Any], device: str, rounds: int, round_seconds: float, peak_tflops: float | None = None
+) -> TrainingRates:
+    """Measure plain loops, then nodes that exchange; the nodes' folders are in ``bench.out / "trainer"``.
+
+    Raises `BenchError` if the nodes did not exchange, or there was too little to measure.
+    """
+    bench.say(f"{NUM_NODES} plain loops for {round_seconds * 2:g} s")
+    plain = _run_plain(run, device, warmup_seconds=round_seconds, seconds=2 * round_seconds)
+    bench.close()
     scenario = msgspec.convert(
         {"run": run, "nodes": NUM_NODES, "rounds": rounds, "device": device, "min_partners": 1, "timeout": 3_600},
         Scenario,
     )
-    with open_view(console) as view:
+    folder = bench.out / "trainer"
+    with open_view(bench.console) as view:
         samples = _Samples(view)
-        testnet = Testnet(scenario, (out / "trainer").absolute(), samples, measure=_measure_nothing)
-        report = trio.run(testnet.play)
+        report = trio.run(Testnet(scenario, folder.absolute(), samples, measure=_measure_nothing).play)
     exchanges = sum(node.exchanges_ok for node in report.nodes)
     if not exchanges:
-        raise TrainingBenchError(f"the nodes never exchanged: see {out / 'trainer' / 'nodes'}")
-    rate, flops = sum(map(slope, samples.of.values())), flops_per_token(preset(model))
+        raise BenchError(f"the nodes never exchanged: see {folder / 'nodes'}")
+    model = preset(run["model"])
+    rate, flops = sum(map(slope, samples.of.values())), flops_per_token(model)
     plain_rate = sum(each.tokens_per_second for each in plain)
     peak = peak_tflops or peak_of(plain[0].device)
-    rates = TrainingRates(
-        setting=origin,
+    return TrainingRates(
         device=plain[0].device,
-        model=model,
-        num_parameters=num_parameters(preset(model)),
-        codec=codec,
+        model=run["model"],
+        num_parameters=num_parameters(model),
+        codec=run["outer"]["codec"],
         rounds=rounds,
         round_seconds=round_seconds,
         exchanges=exchanges,
@@ -153,12 +161,10 @@ def run_training_bench(
         plain_mfu=None if peak is None else plain_rate * flops / (peak * 1e12),
         node_mfu=None if peak is None else rate * flops / (peak * 1e12),
     )
-    (out / "trainer.json").write_bytes(msgspec.json.format(msgspec.json.encode(rates), indent=2) + b"\n")
-    console.print(summary(rates), highlight=False, soft_wrap=True)
-    return rates
 
 
-def _run(model: str, batch_size: int, codec: str, round_seconds: float) -> dict[str, Any]:
+def manifest_of_bench(model: str, batch_size: int, codec: str, round_seconds: float) -> dict[str, Any]:
+    """The run that both train, as in a run file."""
     return {
         "name": "bench-trainer",
         "model": model,
@@ -185,7 +191,7 @@ def _run_plain(run: dict[str, Any], device: str, warmup_seconds: float, seconds:
             process.kill()
             process.wait()
     if any(process.returncode for process in processes):
-        raise TrainingBenchError("a plain loop failed: its error stands above")
+        raise BenchError("a plain loop failed: its error stands above")
     return [msgspec.json.decode(output, type=PlainRate) for output in outputs]
 
 
@@ -195,9 +201,9 @@ def _measure_nothing(*_: object) -> Merged:
 
 
 def slope(samples: Sequence[tuple[float, int]]) -> float:
-    """Tokens a second, by least squares; raises `TrainingBenchError` if there are too few."""
+    """Tokens a second, by least squares; raises `BenchError` if there are too few."""
     if len(samples) < MIN_SAMPLES:
-        raise TrainingBenchError(f"only {len(samples)} samples of a node's tokens: measure more, or longer, rounds")
+        raise BenchError(f"only {len(samples)} samples of a node's tokens: measure more, or longer, rounds")
     seconds, tokens = np.array(samples, dtype=np.float64).T
     return float(np.polyfit(seconds - seconds[0], tokens - tokens[0], 1)[0])
 
@@ -214,7 +220,7 @@ def peak_of(device: str) -> float | None:
 
 def summary(rates: TrainingRates) -> str:
     """What a person reads."""
-    mfu = "MFU unknown: say --peak-tflops"
+    mfu = "MFU unknown: pass --peak-tflops"
     if rates.plain_mfu is not None and rates.node_mfu is not None:
         mfu = f"MFU {rates.plain_mfu:.1%} and {rates.node_mfu:.1%} of {rates.peak_tflops:g} TFLOP/s"
     return (

@@ -71,7 +71,7 @@ _ANY = {
     r"\s+": r"\s+",
 }
 _SPECIAL = re.compile("|".join(f"({pattern})" for pattern in _ANY))
-_FARANDOLE = "from farandole.testnet.cli import main; main()"
+_FARANDOLE = "from farandole.node.cli import main; main()"
 
 
 def pattern_of(line: str) -> re.Pattern[str]:

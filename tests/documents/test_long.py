@@ -32,16 +32,16 @@ PATIENCE: Final = 2 * 3_600.0
 # By what a command begins with; of several, the longest.
 SMALL: Final = {
     "testnet compare": "--nodes 2 --steps 4 --seeds 1 --interval 2",
-    "testnet bench-exchange": "--sizes 1 --repeats 1 --no-peers",
-    "testnet bench-join": "--size 32 --repeats 1 --no-peers --no-link",
-    "testnet bench-stages": "--stages 2 --steps 1 --repeats 1 --codec-steps 2 --seeds 1",
-    "testnet bench-save": "--turns 1 --round-seconds 1",
-    "testnet bench-hostile": "--silent 20 --garbage 50 --rate 50 --cycles 50",
-    "testnet bench-faults": "starved",
-    "testnet bench-dashboard": "--members 50 --seconds 6",
-    "testnet bench-nat": "--pairs open/open",
-    "testnet bench-nat --recovery": "",
-    "testnet bench-trainer": "--device cpu --model tiny --batch-size 4 --rounds 5 --round-seconds 3",
+    "testnet bench exchange": "--sizes 1 --repeats 1 --no-peers",
+    "testnet bench join": "--size 32 --repeats 1 --no-peers --no-link",
+    "testnet bench stages": "--stages 2 --steps 1 --repeats 1 --codec-steps 2 --seeds 1",
+    "testnet bench save": "--turns 1 --round-seconds 1",
+    "testnet bench hostile": "--silent 20 --garbage 50 --rate 50 --cycles 50",
+    "testnet bench faults": "starved",
+    "testnet bench dashboard": "--members 50 --seconds 6",
+    "testnet bench nat": "--pairs open/open",
+    "testnet bench nat-recovery": "",
+    "testnet bench trainer": "--device cpu --model tiny --batch-size 4 --rounds 5 --round-seconds 3",
     "-s -m soak": "--collect-only -q",
 }
 
@@ -100,10 +100,10 @@ def needs_chromium() -> None:
 
 # Part of a command -> what looks whether that can be here.
 NEEDS: Final[dict[str, Callable[[], None]]] = {
-    r"run (slow-link|halves|bad-line|homes)|--nat|bench-nat": needs_networks,
+    r"run (slow-link|halves|bad-line|homes)|--nat|bench nat": needs_networks,
     r"run chaos": needs_faketime,
     r"llama": needs_transformers,
-    r"bench-dashboard": needs_chromium,
+    r"bench dashboard": needs_chromium,
 }
 
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from farandole.node.base.config.file import SETTINGS
 from farandole.node.base.exits import Exit
-from farandole.node.cli import app
+from farandole.node.cli import whole_app
 
 from .markdown import Block, anchors, blocks, code_spans, links
 from .pages import PAGES, ROOT, name_of
@@ -67,7 +67,7 @@ def test_settings_within_lines_are_taken(page: Path, tmp_path: Path) -> None:
     """`farandole config show` takes the flags of `join`, and looks at their values."""
     for span in code_spans(page.read_text()):
         if flags := settings_in(_JOIN.sub("", span)):
-            shown = CliRunner().invoke(app, ["config", "show", "--home", str(tmp_path), *flags])
+            shown = CliRunner().invoke(whole_app(), ["config", "show", "--home", str(tmp_path), *flags])
             assert shown.exit_code == Exit.OK, f"{span}: {shown.output}"
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import typer
 
-from farandole.node.cli import app
-from farandole.testnet import cli
+from farandole.node.cli import whole_app
+from farandole.testnet.bench.commands import command_of
 
 from .pages import ROOT
 
@@ -65,8 +65,7 @@ def check(words: Sequence[str]) -> None:
 
 def check_farandole(arguments: Sequence[str]) -> None:
     """Parse as typer does, without looking at values: typer has no public types for what it makes of an application."""
-    assert cli.testnet_app  # which is one of its commands
-    command: Any = typer.main.get_command(app)
+    command: Any = typer.main.get_command(whole_app())
     context: Any = typer.Context(command, info_name="farandole", **command.context_settings)
     while True:
         given, rest, _ = command.make_parser(context).parse_args(list(arguments))
@@ -75,6 +74,8 @@ def check_farandole(arguments: Sequence[str]) -> None:
         name, *arguments = rest
         command = command.get_command(context, name)
         assert command is not None, f"no command {name!r} in {context.command_path}"
+        if context.info_name == "bench":
+            command = command_of(name)
         context = typer.Context(command, info_name=name, parent=context)
     if given.get("help"):
         return
@@ -86,8 +87,7 @@ def check_farandole(arguments: Sequence[str]) -> None:
 
 def check_name(words: Sequence[str]) -> None:
     """The same of words that begin with a command's name, whatever that needs beside."""
-    assert cli.testnet_app
-    command: Any = typer.main.get_command(app)
+    command: Any = typer.main.get_command(whole_app())
     path = "farandole"
     for word in words:
         if not hasattr(command, "list_commands"):

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ import msgspec
 import pytest
 import trio
 import trio.testing
+import typer
 
 from farandole.node.base.control import serve_control
 from farandole.node.base.exits import Exit
 from farandole.node.base.identity import locked
-from farandole.node.cli import main
+from farandole.node.cli import EXTENSIONS, add_extensions, main
 from farandole.protocol.invite import decode_invite
 from farandole.protocol.manifest import decode_manifest
 
@@ -297,3 +299,24 @@ def test_commands_start_without_torch_and_libp2p(arguments: list[str], tmp_path:
     )
     heavy = result.stderr.splitlines()[-1]
     assert heavy in ("HEAVY []", "HEAVY ['trio']")
+
+
+def extension(name: str, value: str) -> EntryPoint:
+    return EntryPoint(name, value, EXTENSIONS)
+
+
+def test_an_extension_that_cannot_be_loaded_leaves_the_others_commands_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    application = typer.Typer()
+    application.command("id")(lambda: None)
+    extensions = [
+        extension("missing", "farandole.no_such_module:app"),
+        extension("wrong", "farandole.node.cli:EXTENSIONS"),
+        extension("testnet", "farandole.testnet.cli:testnet_app"),
+    ]
+    add_extensions(application, extensions)
+    warnings = capsys.readouterr().err.splitlines()
+    assert warnings[0].startswith("warning: the commands of 'missing' cannot be loaded: ")
+    assert warnings[1].startswith("warning: the commands of 'wrong' cannot be loaded: ")
+    assert set(typer.main.get_command(application).commands) == {"id", "testnet"}  # type: ignore[attr-defined]

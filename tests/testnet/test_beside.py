@@ -7,8 +7,8 @@ import pytest
 import trio
 
 from farandole.node.base.exits import Exit
+from farandole.node.cli import main
 from farandole.testnet.beside import CleanReportError, compare, judged, load_report
-from farandole.testnet.cli import main
 from farandole.testnet.fault_table import throughput_lines
 from farandole.testnet.launch import Testnet, write_report
 from farandole.testnet.report import FaultReport, PlayReport

@@ -15,7 +15,7 @@ HEAVY = {"torch", "libp2p", "numpy", "trio", "cryptography", "transformers", "ze
 def test_help_and_settings_need_nothing_heavy(line: str) -> None:
     code = (
         "import sys\n"
-        "from farandole.testnet.cli import main\n"
+        "from farandole.node.cli import main\n"
         "try:\n"
         f"    main({line.split()!r})\n"
         "except SystemExit:\n"
@@ -28,7 +28,8 @@ def test_help_and_settings_need_nothing_heavy(line: str) -> None:
 # A command of the testnet's that has something to end.
 WAITING = """
 import time
-from farandole.testnet.cli import main, testnet_app
+from farandole.node.cli import main
+from farandole.testnet.cli import testnet_app
 
 @testnet_app.command("wait")
 def wait() -> None:

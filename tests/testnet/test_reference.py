@@ -9,7 +9,7 @@ import pytest
 from farandole.node.app.doctor.causes import CAUSES
 from farandole.node.base.config.file import SETTINGS
 from farandole.node.base.exits import Exit
-from farandole.testnet.cli import main
+from farandole.node.cli import main
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -17,9 +17,9 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: on Debian, apt install chromium")
 def test_a_page_about_many_members_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dashboard, "SETTLE_SECONDS", 0.0)
-    report = measure(tmp_path, 100, 6.0, lambda text: None)  # members come every five seconds
+    figures = measure(tmp_path, 100, 6.0, lambda text: None)  # members come every five seconds
 
-    members, overview, with_page, without = report.rows
+    members, overview, with_page, without = figures.rows
     for row in (members, overview):
         assert row.number >= 1
         assert row.worst_ms is not None
@@ -27,10 +27,11 @@ def test_a_page_about_many_members_is_measured(tmp_path: Path, monkeypatch: pyte
     assert with_page.share is not None
     assert with_page.share > 0
     assert without.share is not None
-    assert report.overview_bytes > 1_000
-    assert report.members_bytes > 100 * 100
+    assert figures.overview_bytes > 1_000
+    assert figures.members_bytes > 100 * 100
 
-    report.rows = [replace(members, worst_ms=500.0), replace(with_page, share=0.5), replace(without, share=0.5)]
+    figures.rows = [replace(members, worst_ms=500.0), replace(with_page, share=0.5), replace(without, share=0.5)]
+    report = figures.report({"command": "x", "date": "y"})
     assert report.misses == [
         "the page, told of members: a refresh took 500 ms",
         "the daemon, with the page open: 50.0% of a core",

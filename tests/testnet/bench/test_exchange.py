@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from farandole.testnet.bench.environments import obtain_python
-from farandole.testnet.bench.exchange import Report, run_bench
+from farandole.testnet.bench.exchange import ExchangeFigures, measure, run
 from farandole.testnet.bench.pair import Averaging
 from farandole.testnet.bench.process import BenchError, open_payload, open_worker, worker_command
-from farandole.testnet.section import Section, SectionError
+from farandole.testnet.bench.report import open_bench
+from farandole.testnet.section import SectionError
 
 HEADLINES = (
     "bulk_over_raw",
@@ -29,17 +30,18 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where a small benchmark has written."""
     folder = tmp_path_factory.mktemp("bench")
     (folder / "FIGURES.md").write_text("Prose.\n\n<!-- begin exchange -->\n<!-- end exchange -->\n")
-    run_bench(
-        folder,
-        sizes_mb=[1, 2],
-        repeats=1,
-        vector_mb=2,
-        loop_mb=4,
-        paths=["raw", "bulk"],
-        ways=[("fp32", "new channel"), ("int8", "stream")],
-        rounds=[("fp32", "new channel"), ("bf16", "kept channel")],
-        section=Section(folder / "FIGURES.md", "exchange"),
-    )
+    with open_bench("exchange", folder, folder / "FIGURES.md", repeats=1) as bench:
+        figures = measure(
+            bench,
+            sizes_mb=[1, 2],
+            repeats=1,
+            vector_mb=2,
+            loop_mb=4,
+            paths=["raw", "bulk"],
+            ways=[("fp32", "new channel"), ("int8", "stream")],
+            rounds=[("fp32", "new channel"), ("bf16", "kept channel")],
+        )
+        bench.publish(figures.report(bench.setting))
     return folder
 
 
@@ -107,9 +109,9 @@ def test_how_others_do_is_said_in_words() -> None:
 
     ours = averaging("farandole", "fp32, new channel", 0.2)
     as_a_round = averaging("farandole", "fp32, new channel, as a round", 0.3)
-    report = Report({}, 100, averagings=[ours, as_a_round, averaging("hivemind", "fp32", 0.9)])
+    report = ExchangeFigures(100, averagings=[ours, as_a_round, averaging("hivemind", "fp32", 0.9)])
 
-    assert report.summary().replace("\n", " ") == (
+    assert report.summary() == (
         "The exchange of fp32 is 4.5 times as fast as hivemind's, from vector to mean 2.4 times; a whole round of "
         "ours, outer step included, takes 0.50 of the time of its averaging. "
         "Over its idle self and the payload a mesh process needs at most 1 MB."
@@ -121,7 +123,7 @@ def test_a_document_without_the_section_is_refused_before_anything_is_measured(t
     document.write_text("Prose.\n")
 
     with pytest.raises(SectionError, match="<!-- begin exchange -->"):
-        run_bench(tmp_path / "out", section=Section(document, "exchange"))
+        run(tmp_path / "out", write=document)
 
     assert not (tmp_path / "out").exists()
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from farandole.testnet.bench.faults import run_faults_bench
+from farandole.testnet.bench.faults import run
 from farandole.testnet.bench.process import BenchError
 from farandole.testnet.growth import Growth
 from farandole.testnet.launch import write_report
 from farandole.testnet.report import FaultReport, PlayReport
 from farandole.testnet.scenario import ScenarioError
-from farandole.testnet.section import Section
 
 from ..reports import PASSED, node
 
@@ -47,9 +47,10 @@ def test_plays_that_are_there_are_judged_and_shown_not_played_again(tmp_path: Pa
     document = tmp_path / "figures.md"
     document.write_text(DOCUMENT)
 
-    report = run_faults_bench(tmp_path, ["halves", "bad-line", "hour"], Section(document, "faults"))
-    assert report.reasons == []
-    figures = {(row.scenario, row.what): (row.measured, row.limit) for row in report.rows}
+    run(["halves", "bad-line", "hour"], tmp_path, document)
+    report = json.loads((tmp_path / "faults.json").read_text())
+    assert report["misses"] == []
+    figures = {(row["scenario"], row["what"]): (row["measured"], row["limit"]) for row in report["rows"]}
     assert figures["halves", "one run state after healing"] == ("7.2 s", "15 s")
     assert figures["halves", "held-out loss beside clean"] == ("+1.0% (2.000 -> 2.020)", "+3.0%")
     assert figures["halves", "spread of the weights, of clean"] == ("1.10", "1.25")
@@ -66,10 +67,10 @@ def test_what_misses_its_limit_is_said(tmp_path: Path) -> None:
     halves(tmp_path, loss_merged=2.2)
     reason = "halves: the merged model's loss beside the clean run's is +10.0%, not at most +3.0%"
     with pytest.raises(BenchError, match=re.escape(reason)):
-        run_faults_bench(tmp_path, ["halves"])
+        run(["halves"], tmp_path)
     assert reason in (tmp_path / "faults.json").read_text()
 
 
 def test_it_plays_scenarios_of_faults_alone(tmp_path: Path) -> None:
     with pytest.raises(ScenarioError, match="no scenario of faults: demo; there are starved"):
-        run_faults_bench(tmp_path, ["demo"])
+        run(["demo"], tmp_path)

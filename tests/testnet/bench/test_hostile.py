@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from farandole.testnet.bench import hostile
-from farandole.testnet.bench.hostile import Flood, Report, measure
+from farandole.testnet.bench.hostile import Flood, measure, report_of
 from farandole.testnet.bench.hostile_attacks import ATTACKS
 
 
@@ -22,7 +22,7 @@ def test_newcomers_are_answered_and_nothing_is_left_over(tmp_path: Path, monkeyp
         for before, _, after in (row.descriptors, row.tasks):
             assert after <= before + hostile.MAX_LEFT_OVER
         assert row.lines_per_minute == 0
-    report = Report({"command": "x", "date": "y"}, [garbage, cycles])
-    assert "max 2 s" in report.markdown()
+    setting = {"command": "x", "date": "y"}
+    assert "max 2 s" in report_of(setting, [garbage, cycles]).markdown()
     cycles.over_mb = 65.0
-    assert report.misses[-1] == "one peer comes and goes: memory rose by 65 MB"
+    assert report_of(setting, [garbage, cycles]).misses[-1] == "one peer comes and goes: memory rose by 65 MB"

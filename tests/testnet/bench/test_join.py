@@ -8,23 +8,24 @@ from pathlib import Path
 import pytest
 
 from farandole.protocol.blocks import BLOCK_BYTES
-from farandole.testnet.bench.join import KILL_CAP_MBIT, run_join_bench
+from farandole.testnet.bench.join import KILL_CAP_MBIT, measure
 from farandole.testnet.bench.process import MB
+from farandole.testnet.bench.report import open_bench
 from farandole.testnet.namespace import NamespaceError, require
-from farandole.testnet.section import Section
 
 
 def test_a_newcomer_joins_from_two_and_from_one_and_loses_little_with_a_donor(tmp_path: Path) -> None:
     (tmp_path / "FIGURES.md").write_text("Prose.\n\n<!-- begin join -->\n<!-- end join -->\n")
-    section = Section(tmp_path / "FIGURES.md", "join")
-    report = run_join_bench(tmp_path, size_mb=32, repeats=1, section=section, with_link=False)
-    assert report.two_donors_s is not None
-    assert report.one_donor_s is not None
-    assert report.hivemind_s is None
-    assert report.killed_s is not None
-    assert report.killed_s > 0.8 * 32 * 8 / KILL_CAP_MBIT
-    assert report.killed_extra_mb is not None
-    assert report.killed_extra_mb <= 4 * BLOCK_BYTES / MB
+    with open_bench("join", tmp_path, tmp_path / "FIGURES.md") as bench:
+        figures = measure(bench, size_mb=32, repeats=1, with_link=False)
+        bench.publish(figures.report(bench.setting))
+    assert figures.two_donors_s is not None
+    assert figures.one_donor_s is not None
+    assert figures.hivemind_s is None
+    assert figures.killed_s is not None
+    assert figures.killed_s > 0.8 * 32 * 8 / KILL_CAP_MBIT
+    assert figures.killed_extra_mb is not None
+    assert figures.killed_extra_mb <= 4 * BLOCK_BYTES / MB
     assert json.loads((tmp_path / "join.json").read_text())["size_mb"] == 32
     assert "| two donors, loopback | " in (tmp_path / "FIGURES.md").read_text()
     assert not list(tmp_path.glob("*.safetensors*"))
@@ -36,8 +37,9 @@ def test_on_a_slow_line_a_newcomer_uses_it_and_the_others_rounds_hardly_notice(t
         require()
     except NamespaceError as error:
         pytest.skip(str(error))
-    report = run_join_bench(tmp_path, size_mb=40, repeats=1)
-    assert report.link_over_ideal is not None
-    assert report.link_over_ideal <= 1.5
-    assert report.rounds_slower is not None
-    assert report.rounds_slower <= 0.05
+    with open_bench("join", tmp_path) as bench:
+        figures = measure(bench, size_mb=40, repeats=1)
+    assert figures.link_over_ideal is not None
+    assert figures.link_over_ideal <= 1.5
+    assert figures.rounds_slower is not None
+    assert figures.rounds_slower <= 0.05

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from farandole.testnet.bench import nat
-from farandole.testnet.bench.nat import ALL_PAIRS, NatBench, Pair, PairResult, Report, parse_pair, theory_of
+from farandole.testnet.bench.nat import ALL_PAIRS, NatBench, Pair, PairResult, parse_pair, report_of, theory_of
 from farandole.testnet.bench.process import BenchError
 from farandole.testnet.leash import open_leash
 from farandole.testnet.namespace import NamespaceError, require
@@ -40,7 +40,7 @@ def test_what_does_not_hold_is_said() -> None:
     good = PairResult("firewall", "carrier", "punched", "punched", 12.0, 12.2, "bulk", 0.4)
     late = PairResult("firewall", "carrier", "punched", "relayed", 31.0, None, "relayed stream", 5.4)
     none = PairResult("open", "open", "direct", failure="no exchange")
-    report = Report({"command": "x", "date": "y"}, [good, late, none])
+    report = report_of({"command": "x", "date": "y"}, [good, late, none])
     assert report.misses == [
         "firewall / carrier: connected only after 31 s",
         "firewall / carrier: relayed, where plain sockets get through",

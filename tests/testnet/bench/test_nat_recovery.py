@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.testnet.bench.nat_recovery import Recovery, RecoveryBench, Report
+from farandole.testnet.bench.nat_recovery import Recovery, RecoveryBench, report_of
 from farandole.testnet.leash import open_leash
 from farandole.testnet.namespace import NamespaceError, require
 from farandole.testnet.natlab.lab import open_lab
@@ -19,7 +19,7 @@ def test_what_does_not_hold_is_said() -> None:
         Recovery("the relay dies", "exchanges that came to nothing", 2, 1, unit=""),
         Recovery("a router reboots", "its home exchanges again", None, 60.0),
     ]
-    report = Report({"command": "x", "date": "y"}, rows)
+    report = report_of({"command": "x", "date": "y"}, rows)
     assert report.misses == [
         "the relay dies: all exchange again: 61 s, not within 60 s",
         "the relay dies: exchanges that came to nothing: 2, not within 1",

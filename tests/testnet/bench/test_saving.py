@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from farandole.testnet.bench.saving import NONE, WAYS, Report, Round, chance_share, rows_of, run_saving_bench
-from farandole.testnet.section import Section
+from farandole.testnet.bench.report import open_bench
+from farandole.testnet.bench.saving import NONE, WAYS, Round, SavingFigures, chance_share, measure, rows_of
 
 TINY = {"num_layers": 2, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256}
 
@@ -32,9 +32,10 @@ def test_what_is_lost_is_told_turn_by_turn() -> None:
 
 
 def test_people_and_programs_read_the_same() -> None:
-    report = Report({"command": "c", "date": "d"}, 25_000_000, 8)
-    report.rounds += [*rounds(NONE, 10.0, 10.1), *rounds("torch", 11.0, 11.1, held=1.0, write=1.0)]
+    figures = SavingFigures(25_000_000, 8)
+    figures.rounds += [*rounds(NONE, 10.0, 10.1), *rounds("torch", 11.0, 11.1, held=1.0, write=1.0)]
 
+    report = figures.report({"command": "c", "date": "d"})
     assert "| torch.save and fsync | 11.05 | 1.00 | 10.0% | 1.000 | 5 | 100 |" in report.markdown()
     assert "differ by 1.0%" in report.markdown()
     (_, torch) = report.document()["rows"]
@@ -45,12 +46,12 @@ def test_people_and_programs_read_the_same() -> None:
 def test_a_tiny_one(tmp_path: Path) -> None:
     document = tmp_path / "figures.md"
     document.write_text("<!-- begin saving -->\n\n<!-- end saving -->\n")
-    report = run_saving_bench(
-        tmp_path / "out", turns=2, round_seconds=0.01, model=TINY, section=Section(document, "saving")
-    )
-    rows = rows_of(report.rounds)
+    with open_bench("saving", tmp_path / "out", document) as bench:
+        figures = measure(bench, turns=2, round_seconds=0.01, model=TINY)
+        bench.publish(figures.report(bench.setting))
+    rows = rows_of(figures.rounds)
     assert [row.way for row in rows] == list(WAYS)
     assert all(row.write_seconds is not None for row in rows[1:])
     assert "torch.save and fsync" in document.read_text()
-    assert json.loads((tmp_path / "out" / "saving.json").read_text())["num_parameters"] == report.num_parameters
+    assert json.loads((tmp_path / "out" / "saving.json").read_text())["num_parameters"] == figures.num_parameters
     assert not (tmp_path / "out" / "saving").exists()

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from farandole.testnet.bench.process import BenchError
-from farandole.testnet.bench.stages import Report, run_stages_bench, throughput_grid
+from farandole.testnet.bench.report import open_bench
+from farandole.testnet.bench.stages import StagesFigures, measure, throughput_grid
 from farandole.testnet.bench.stages_codecs import MODEL, CodecLoss, codec_grid, codec_losses
 from farandole.testnet.bench.stages_task import Task
 from farandole.testnet.bench.stages_torch import bytes_per_token
 from farandole.testnet.bench.stages_turns import Turn, Variant, rate, rows_of, turn_of
-from farandole.testnet.section import Section
 
 TINY = {"num_layers": 2, "width": 16, "num_heads": 2, "hidden": 32, "context": 16, "vocabulary": 256}
 TASK = Task(num_stages=2, steps=2, num_microbatches=4, model=TINY)
@@ -76,9 +76,9 @@ def test_rows_are_medians_and_shares_of_the_first_variant() -> None:
 
 @pytest.mark.parametrize(("loss", "is_wrong"), [(5.0, False), (5.00004, False), (5.0001, True)])
 def test_what_travels_in_fp32_must_learn_the_same_in_every_turn(loss: float, is_wrong: bool) -> None:
-    report = Report({}, TASK, [(ALONE, turn(1)), (OURS, turn(1)), (OURS, turn(1, loss)), (LOSSY, turn(1, 5.1))])
+    figures = StagesFigures(TASK, [(ALONE, turn(1)), (OURS, turn(1)), (OURS, turn(1, loss)), (LOSSY, turn(1, 5.1))])
 
-    assert [name.partition(":")[0] for name in report.wrong] == (["farandole, fp32"] if is_wrong else [])
+    assert [name.partition(":")[0] for name in figures.wrong] == (["farandole, fp32"] if is_wrong else [])
 
 
 def test_bytes_of_a_line_of_stages_follow_from_its_shapes() -> None:
@@ -131,10 +131,11 @@ def test_every_variant_learns_the_same(tmp_path: Path) -> None:
     document = tmp_path / "FIGURES.md"
     document.write_text("<!-- begin stages -->\n<!-- end stages -->\n")
 
-    run_stages_bench(tmp_path, TASK, 1, codec_steps=2, seeds=1, section=Section(document, "stages"))
+    with open_bench("stages", tmp_path, document) as bench:
+        bench.publish(measure(bench, TASK, 1, codec_steps=2, seeds=1).report(bench.setting))
 
     written = json.loads((tmp_path / "stages.json").read_text())
-    assert written["wrong"] == []
+    assert written["misses"] == []
     assert {row["who"] for row in written["rows"]} == {"one process", "torch.distributed.pipelining", "farandole"}
     sent = {row["how"]: row["bytes_per_token"] for row in written["rows"] if row["who"] == "farandole"}
     assert sent["fp32"] > sent["bf16"] > sent["int8"] > 0

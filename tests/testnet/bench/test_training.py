@@ -1,11 +1,14 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from farandole.protocol.presets import num_parameters, preset
 from farandole.testnet.bench.plain import PlainLoop, run
-from farandole.testnet.bench.training import TrainingBenchError, flops_per_token, peak_of, run_training_bench, slope
+from farandole.testnet.bench.process import BenchError
+from farandole.testnet.bench.report import BenchReport, open_bench
+from farandole.testnet.bench.training import flops_per_token, manifest_of_bench, measure, peak_of, slope, summary
 
 
 def test_a_rate_is_the_slope_of_what_was_seen() -> None:
@@ -13,7 +16,7 @@ def test_a_rate_is_the_slope_of_what_was_seen() -> None:
     samples = [(10.0 + at + late, 1_000 * at) for at, late in zip(range(60), [0.0, 0.9, 0.4] * 20, strict=True)]
 
     assert slope(samples) == pytest.approx(1_000, rel=0.01)
-    with pytest.raises(TrainingBenchError, match="only 2 samples"):
+    with pytest.raises(BenchError, match="only 2 samples"):
         slope(samples[:2])
 
 
@@ -49,16 +52,10 @@ def test_a_plain_loop_trains_and_tells_its_rate() -> None:
 
 @pytest.mark.soak
 def test_two_nodes_exchange_beside_two_plain_loops(tmp_path: Path) -> None:
-    rates = run_training_bench(
-        tmp_path,
-        model="tiny",
-        batch_size=4,
-        device="cpu",
-        codec="topk",
-        rounds=5,
-        round_seconds=3.0,
-        peak_tflops=0.1,
-    )
+    with open_bench("trainer", tmp_path) as bench:
+        manifest = manifest_of_bench("tiny", batch_size=4, codec="topk", round_seconds=3.0)
+        rates = measure(bench, manifest, "cpu", rounds=5, round_seconds=3.0, peak_tflops=0.1)
+        bench.publish(BenchReport(bench.setting, [], msgspec.to_builtins(rates), [summary(rates)]))
 
     assert rates.exchanges > 0
     assert rates.ratio > 0

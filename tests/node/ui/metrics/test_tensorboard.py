@@ -12,9 +12,9 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from farandole.node.base.exits import Exit
+from farandole.node.cli import main
 from farandole.node.status.round_log import RoundRecord
 from farandole.node.ui.metrics.tensorboard import write_events
-from farandole.testnet.cli import main
 
 FIRST = RoundRecord(1_000.5, 0, 5, 640, 2.0, 4.0, 3.5, "committed", "12D3", 4_000_000, 2_000_000, 0.5, "bulk", 3)
 LAST = RoundRecord(1_002.5, 300, 5, 640, 2.0, None, None, "alone: nobody is there", "", 0, 0, 0.0, "", 0)
