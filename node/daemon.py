@@ -51,7 +51,7 @@ from .mesh.mdns import open_mdns
 from .mesh.reach.connectivity import open_connectivity
 from .state.messenger import open_messenger
 from .state.store import Store, open_store
-from .status.board import Board
+from .status.journal import Journal
 from .status.status import NodeStatus
 from .store.disk_space import DiskError
 from .trainer.trainer import TrainerError
@@ -66,11 +66,11 @@ MANIFEST_FACT: Final = "manifest"
 class Daemon(abc.ABC):
     """What runs until it is told to leave, and answers meanwhile what `serve_control` asks."""
 
-    def __init__(self, settings: NodeSettings, board: Board) -> None:
+    def __init__(self, settings: NodeSettings, journal: Journal) -> None:
         self.is_leaving = trio.Event()
         """Set when it is told."""
         self._settings = settings
-        self._board = board
+        self._journal = journal
         self._rest = Rest()
         self._reporter: Reporter
 
@@ -96,14 +96,14 @@ class Daemon(abc.ABC):
         async with open_dashboard(
             settings.dashboard_place, settings.dashboard_port, self._status_now, self._deeds(), time.time
         ) as place:
-            self._board.say(f"a page about this node is at {place.url} (`farandole dashboard` knows its token)")
+            self._journal.say(f"a page about this node is at {place.url} (`farandole dashboard` knows its token)")
             yield
 
     async def _keep_offline(self, host: Host, traffic: TrafficKeeper) -> None:
         """While a month's traffic is spent."""
         while True:
             await traffic.wait_offline()
-            self._board.warn(self._rest.words)
+            self._journal.warn(self._rest.words)
             await host.go_offline()
             await traffic.wait_online()
             host.go_online()
@@ -125,7 +125,7 @@ class Daemon(abc.ABC):
         return "leaving"
 
 
-MakeDaemon = Callable[[Ed25519PrivateKey, Store, Board], Daemon]
+MakeDaemon = Callable[[Ed25519PrivateKey, Store, Journal], Daemon]
 
 
 async def run_node(settings: NodeSettings) -> int:
@@ -140,7 +140,7 @@ async def run_daemon(settings: NodeSettings, make: MakeDaemon) -> int:
         with locked(settings.lock):
             key = load_or_create_key(settings.key)
             async with open_store(settings.store) as store:
-                return await _run_until_told(make(key, store, Board(say=console.say, tell_round=console.tell_round)))
+                return await _run_until_told(make(key, store, Journal(say=console.say, tell_round=console.tell_round)))
     except BaseExceptionGroup as group:
         found = own_error(group)
         if found is None:
@@ -187,32 +187,36 @@ async def _run_until_told(daemon: Daemon) -> Exit:
 class Node(Daemon):
     """A node's parts, and the order in which they begin and end."""
 
-    def __init__(self, settings: NodeSettings, key: Ed25519PrivateKey, store: Store, board: Board) -> None:
-        super().__init__(settings, board)
+    def __init__(self, settings: NodeSettings, key: Ed25519PrivateKey, store: Store, journal: Journal) -> None:
+        super().__init__(settings, journal)
         self._key = key
         self._author = public_bytes(key)
         self._store = store
         self._started_at = time.time()
         hours = [parse_quiet_hours(text) for text in settings.quiet_hours]
-        self._rest_keeper = RestKeeper(self._rest, store, hours, datetime.now, board.warn)
+        self._rest_keeper = RestKeeper(self._rest, store, hours, datetime.now, journal.warn)
         self._idle_keeper: IdleKeeper | None = None
         if settings.only_when_idle:
             watch = IdleWatch(settings.idle_cpu_percent / 100, may_use_battery=settings.on_battery)
             self._idle_keeper = IdleKeeper(
-                self._rest, watch, lambda: board.trainer_pid, board.warn, looks_at_gpu=settings.device != "cpu"
+                self._rest,
+                watch,
+                lambda: journal.state.trainer_pid,
+                journal.warn,
+                looks_at_gpu=settings.device != "cpu",
             )
         self._member: RunMember | None = None
 
     async def run(self) -> None:
         """Join, train, stay until told to leave, and leave."""
-        settings, board, store = self._settings, self._board, self._store
+        settings, journal, store = self._settings, self._journal, self._store
         stored = await store.get_fact(MANIFEST_FACT)
         book = AddressBook(store)
         await book.load()
         target = find_target(settings, self._author, stored, book.peers())
         shaping = Shaping.of_mbit(settings.upload_mbit, settings.download_mbit)
         limit = round(settings.monthly_traffic * 1e9)
-        traffic = TrafficKeeper(limit, self._rest, store, shaping, datetime.now, board.warn)
+        traffic = TrafficKeeper(limit, self._rest, store, shaping, datetime.now, journal.warn)
         await traffic.begin()
         shaping = replace(shaping, may_spend=traffic.may_spend)
         async with (
@@ -230,22 +234,22 @@ class Node(Daemon):
             open_mdns(host, [target.run_id], is_on=settings.mdns),
         ):
             self._reporter = Reporter(
-                host, board, target.run_id, "", self._started_at, shaping, connectivity, traffic=traffic
+                host, journal, target.run_id, "", self._started_at, shaping, connectivity, traffic=traffic
             )
             await self._rest_keeper.begin()
             async with trio.open_nursery() as nursery:
                 # Before anything is told: a script that reads it may ask at once.
                 await nursery.start(serve_control, settings.control, self._handlers())
-                board.say(f"this node is {host.peer_id}")
+                journal.say(f"this node is {host.peer_id}")
                 for address in host.addresses:
-                    board.say(f"listening on {address}")
+                    journal.say(f"listening on {address}")
                 if self._idle_keeper is not None:
                     await self._idle_keeper.look()
                     nursery.start_soon(self._idle_keeper.run)
                 nursery.start_soon(self._rest_keeper.run)
                 nursery.start_soon(traffic.run)
                 nursery.start_soon(self._keep_offline, host, traffic)
-                nursery.start_soon(keep_chronicle, lambda: self._reporter.connections(), board.note)
+                nursery.start_soon(keep_chronicle, lambda: self._reporter.connections(), journal.note)
                 async with self._open_page():
                     joined = await self._join(host, target, traffic)
                     if joined is not None:
@@ -253,7 +257,17 @@ class Node(Daemon):
                         if raw != stored:
                             await store.put_fact(MANIFEST_FACT, raw)
                         member = self._member = RunMember(
-                            settings, self._key, store, book, board, host, messenger, manifest, raw, shaping, self._rest
+                            settings,
+                            self._key,
+                            store,
+                            book,
+                            journal,
+                            host,
+                            messenger,
+                            manifest,
+                            raw,
+                            shaping,
+                            self._rest,
                         )
                         traffic.needs_traffic = manifest.model.num_stages > 1
                         connectivity.members = member.peers
@@ -273,10 +287,10 @@ class Node(Daemon):
 
             nursery.start_soon(give_up_when_leaving)
             if traffic.is_spent:
-                self._board.enter("paused", self._rest.words)
+                self._journal.enter("paused", self._rest.words)
                 await traffic.wait_online()
-            await connect_to_run(host, target, self._board)
-            joined = await obtain_manifest(host, target, self._board)
+            await connect_to_run(host, target, self._journal)
+            joined = await obtain_manifest(host, target, self._journal)
             nursery.cancel_scope.cancel()
         return joined
 

@@ -11,6 +11,7 @@ import msgspec
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from farandole.protocol import trainer_messages as messages
 from farandole.protocol.block_transfer import Question
 from farandole.protocol.entries import CheckpointNotice, Kind, Progress
 from farandole.protocol.identity import public_bytes
@@ -18,6 +19,8 @@ from farandole.protocol.manifest import Manifest, decode_manifest
 from farandole.protocol.pairing import Pairing
 from farandole.protocol.records import run_key, shard_key
 from farandole.protocol.state import RunState
+from farandole.protocol.supervisor import Supervisor
+from farandole.protocol.training_loop import LoopConfig, TrainingLoop
 from farandole.protocol.writer import Writer
 
 from .base.backoff import pauses
@@ -33,23 +36,20 @@ from .join.start import Start
 from .join.weights import Weights
 from .loop.lease_service import LeaseKeeper
 from .loop.pause.pause import Rest
-from .loop.round_session import RoundsConfig
-from .loop.rounds import Rounds
 from .loop.stages.pipeline import PipelineService
 from .loop.stages.stage_service import StageKeeper
-from .loop.supervisor import Supervisor
 from .loop.traffic.traffic_service import TrafficKeeper
+from .loop.training import Surroundings, Training
 from .mesh.host import Host
 from .mesh.reach.connectivity import Connectivity
 from .state.gossip import GossipService
 from .state.membership import Membership
 from .state.messenger import Messenger
 from .state.store import Store, StoreError
-from .status.board import Board
+from .status.journal import Journal
 from .store.holdings import Holding
 from .store.own_model import require_allowed_model
 from .store.serve import BlockService
-from .trainer import messages
 from .trainer.trainer import TrainerError
 from .ui.reporting import Reporter
 
@@ -87,7 +87,7 @@ class RunMember:
         key: Ed25519PrivateKey,
         store: Store,
         book: AddressBook,
-        board: Board,
+        journal: Journal,
         host: Host,
         messenger: Messenger,
         manifest: Manifest,
@@ -103,7 +103,7 @@ class RunMember:
         self._settings = settings
         self._store = store
         self._book = book
-        self._board = board
+        self._journal = journal
         self._host = host
         self._shaping = shaping
         self._manifest = manifest
@@ -142,44 +142,47 @@ class RunMember:
                 self._state,
                 self._gossip,
                 store,
-                board,
+                journal,
                 origins=lambda: self._membership.nodes_of_stages()[0] - {author},
                 period=lambda: self._gossip.liveness.period,
-                on_over=lambda: self._rounds.finish_round(),
+                on_over=lambda: self._training.finish_round(),
             )
-        self._rounds = Rounds(
-            RoundsConfig(
-                run_id=self.run_id,
-                prepare=lambda: self._prepare_command(author),
-                max_rounds=settings.max_rounds,
-                checkpoint_seconds=settings.checkpoint_seconds,
-                validate_every=settings.validate_every,
-                hung_seconds=settings.hung_seconds,
+        self._training = Training(
+            TrainingLoop(
+                LoopConfig(
+                    run_id=self.run_id,
+                    manifest=manifest,
+                    max_rounds=settings.max_rounds,
+                    checkpoint_seconds=settings.checkpoint_seconds,
+                    validate_every=settings.validate_every,
+                    hung_seconds=settings.hung_seconds,
+                ),
+                Pairing(author, manifest.rounds, rng, manifest.outer.fragments),
+                self._supervisor,
             ),
-            manifest,
-            Pairing(author, manifest.rounds, rng, manifest.outer.fragments),
             messenger,
             self._exchanges,
-            board,
-            self._supervisor,
+            journal,
             rest,
-            before_trainer=self._before_trainer,
-            on_saved=lambda saved: self._weights.note_saved(saved),
-            on_refused=lambda peer, reason, evidence: self._membership.accuse(peer, reason, evidence),
-            current_round=lambda: self._membership.current_round(),
-            pipeline=self._pipeline,
-            leases=self._leases,
-            may_spend=shaping.may_spend,
+            Surroundings(
+                prepare=self._prepare,
+                on_saved=lambda saved: self._weights.note_saved(saved),
+                on_refused=lambda peer, reason, evidence: self._membership.accuse(peer, reason, evidence),
+                current_round=lambda: self._membership.current_round(),
+                may_spend=shaping.may_spend,
+            ),
+            self._pipeline,
+            self._leases,
         )
         self._membership = Membership(
             host,
             self._state,
             self._gossip,
-            board,
+            journal,
             rng,
             incarnation=time.time_ns() // 1_000_000,
-            on_peers=self._rounds.set_peers,
-            on_lost=self._rounds.lose_peer,
+            on_peers=self._training.set_peers,
+            on_lost=self._training.lose_peer,
             num_stages=manifest.model.num_stages,
             is_bound=settings.stage is not None,
             on_nodes=self._pipeline.set_nodes if self._pipeline else lambda nodes: None,
@@ -187,22 +190,22 @@ class RunMember:
             first_step=0 if manifest.start is None else manifest.start.inner_steps,
         )
         self._weights = Weights(
-            settings, key, board, host, self._membership, manifest, self.run_id, shaping, self._rounds.save_soon
+            settings, key, journal, host, self._membership, manifest, self.run_id, shaping, self._training.save_soon
         )
         self._keeper = StageKeeper(
             self._membership,
             self._weights,
-            board,
+            journal,
             author,
             wanted=settings.stage,
             heartbeat_seconds=settings.heartbeat_seconds,
-            restart_trainer=self._rounds.restart_trainer,
+            restart_trainer=self._training.restart_trainer,
             on_moved=self._note_stage,
         )
         ManifestService(self.run_id, raw_manifest).register(host)
         self._start: Start | None = None
         if manifest.start is not None:
-            self._start = Start(settings, manifest, manifest.start, board, host, self._weights, self._membership)
+            self._start = Start(settings, manifest, manifest.start, journal, host, self._weights, self._membership)
         elif settings.start is not None:
             raise JoinError(f"--start {settings.start}: this run starts from its seed, not from a checkpoint")
         self._blocks = BlockService(self.run_id, self._find, shaping, self._exchanges)
@@ -228,7 +231,7 @@ class RunMember:
         """What makes this node's status from now on."""
         return Reporter(
             self._host,
-            self._board,
+            self._journal,
             self.run_id,
             self._manifest.name,
             started_at,
@@ -238,6 +241,7 @@ class RunMember:
             self._gossip.liveness,
             self._pipeline,
             self._leases,
+            self._membership.nodes_of_stages,
             traffic,
         )
 
@@ -282,16 +286,16 @@ class RunMember:
         """Until told to leave, or until no trainer can be had: then why."""
         failure = None
 
-        async def run_rounds() -> None:
+        async def run_training() -> None:
             nonlocal failure
             try:
-                await self._rounds.run()
+                await self._training.run()
             except TrainerError as error:
                 failure = error
                 is_leaving.set()
 
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(run_rounds)
+            nursery.start_soon(run_training)
             await is_leaving.wait()
             await self._end_training()
             nursery.cancel_scope.cancel()
@@ -302,10 +306,10 @@ class RunMember:
 
         Raises `JoinError`.
         """
-        self._board.announce("joining", "syncing the run state", "three members' run state")
+        self._journal.announce("joining", "syncing the run state", "three members' run state")
         with trio.move_on_after(JOIN_TIMEOUT):
             while await self._gossip.join() == 0 and not may_begin:
-                self._board.say("no member gave its run state; trying again")
+                self._journal.say("no member gave its run state; trying again")
                 await trio.sleep(SYNC_RETRY)
             return
         raise JoinError(
@@ -314,12 +318,12 @@ class RunMember:
         )
 
     async def _end_training(self) -> None:
-        self._board.announce("leaving", "leaving: the trainer saves", "the trainer")
+        self._journal.announce("leaving", "leaving: the trainer saves", "the trainer")
         seconds = leave_timeout(self._weights.max_bytes(self._membership.stage))
         with trio.move_on_after(seconds) as patience:
-            await self._rounds.leave()
+            await self._training.leave()
         if patience.cancelled_caught:
-            self._board.warn(
+            self._journal.warn(
                 f"the trainer did not save within {seconds:.0f} s: what it has learnt since its last checkpoint is "
                 "lost. A faster disk helps, or a shorter --checkpoint-seconds"
             )
@@ -331,17 +335,19 @@ class RunMember:
             await self._membership.report_progress()
             await self._membership.announce(left=True)
             await self._gossip.flush()
-        self._board.say("left the run")
+        self._journal.say("left the run")
 
     # Training
 
-    def _prepare_command(self, author: bytes) -> messages.Prepare:
+    async def _prepare(self) -> messages.Prepare:
+        """Put weights in place; returns what the next trainer is told first."""
+        await self._before_trainer()
         settings, stage = self._settings, self._membership.stage
         files = self._weights.file_stage(stage)
         self._weights.trainer_stage = stage
         return messages.Prepare(
             run_id=self.run_id,
-            author=author,
+            author=self._host.author,
             manifest=msgspec.msgpack.encode(self._manifest),
             data=[str(path) for path in settings.data],
             tokenizer=str(settings.tokenizer) if settings.tokenizer else None,
@@ -372,9 +378,9 @@ class RunMember:
         """
         stored = await self._store.get_fact(TOKENS_FACT)
         told = self._state.payload(self._host.author, Progress)
-        self._board.tokens = max(int(stored or 0), told.tokens if told else 0)
+        self._journal.update(tokens=max(int(stored or 0), told.tokens if told else 0))
         self._supervisor.microbatch = self._supervisor.microbatch or await self._microbatch_before()
-        self._board.round = max(0, await self._weights.own_round() or 0)
+        self._journal.update(round=max(0, await self._weights.own_round() or 0))
 
     async def _microbatch_before(self) -> int:
         """What fitted into memory in earlier lives, on the same device; 0 if all did."""
@@ -386,7 +392,7 @@ class RunMember:
             fact = f"{self._settings.device} {self._supervisor.microbatch}"
             await self._store.put_fact(MICROBATCH_FACT, fact.encode())
         except StoreError as error:
-            self._board.warn(f"{error}; a next life may run out of memory again")
+            self._journal.warn(f"{error}; a next life may run out of memory again")
 
     # The stage, where the model is cut
 
@@ -404,7 +410,7 @@ class RunMember:
         try:
             await self._store.put_fact(STAGE_FACT, b"%d" % stage)
         except StoreError as error:
-            self._board.warn(f"{error}; a next life may begin with another stage")
+            self._journal.warn(f"{error}; a next life may begin with another stage")
         for other in range(self._membership.num_stages):
             if other != stage:
                 self._host.withdraw(shard_key(self.run_id, other))
@@ -437,7 +443,7 @@ class RunMember:
             await trio.sleep(ISOLATION_INTERVAL * self._rng.uniform(0.5, 1.5))
             if self._is_isolated:
                 await self._return_to_members(target)
-            self._board.isolation = ""
+            self._journal.update(isolation="")
 
     async def _return_to_members(self, target: Target) -> None:
         for attempt, pause in enumerate(pauses(ISOLATION_INTERVAL, MAX_ISOLATION_INTERVAL, self._rng), 1):
@@ -446,7 +452,9 @@ class RunMember:
                 return
             if is_anyone_known:
                 times = "once" if attempt == 1 else f"{attempt} times"
-                self._board.isolation = f"dialled all known peers {times}, no member answered; next in {pause:.0f} s"
+                self._journal.update(
+                    isolation=f"dialled all known peers {times}, no member answered; next in {pause:.0f} s"
+                )
             next_at = trio.current_time() + pause
             while trio.current_time() < next_at:
                 await trio.sleep(min(ISOLATION_INTERVAL, pause))
@@ -475,8 +483,8 @@ class RunMember:
             for peer in self._host.connected & self._membership.everyone:
                 self._book.note_reached(peer, self._host.addresses_of(peer))
             try:
-                await self._store.put_fact(TOKENS_FACT, b"%d" % self._board.tokens)
+                await self._store.put_fact(TOKENS_FACT, b"%d" % self._journal.state.tokens)
                 await self._book.save()
             except StoreError as error:
-                self._board.warn(f"{error}; trying again")
+                self._journal.warn(f"{error}; trying again")
             await trio.sleep(REMEMBER_INTERVAL)

@@ -40,7 +40,7 @@ from .mesh.host import Host, open_host
 from .mesh.mdns import open_mdns
 from .mesh.reach.connectivity import Connectivity, open_connectivity
 from .state.store import Store, StoreError
-from .status.board import Board
+from .status.journal import Journal
 from .ui.chronicle import keep_chronicle
 from .ui.reporting import Reporter
 
@@ -62,9 +62,9 @@ class RelayNode(Daemon):
     """A relay's parts, and the order in which they begin and end."""
 
     def __init__(
-        self, settings: NodeSettings, invites: Sequence[str], key: Ed25519PrivateKey, store: Store, board: Board
+        self, settings: NodeSettings, invites: Sequence[str], key: Ed25519PrivateKey, store: Store, journal: Journal
     ) -> None:
-        super().__init__(settings, board)
+        super().__init__(settings, journal)
         self._invites = [decode_invite(invite) for invite in invites]
         self._key = key
         self._store = store
@@ -75,7 +75,7 @@ class RelayNode(Daemon):
 
     async def run(self) -> None:
         """Relay until told to leave. Raises `ManifestError` if no run is known, or too many."""
-        settings, board = self._settings, self._board
+        settings, journal = self._settings, self._journal
         runs = await self._load_runs()
         await self._book.load()
         for address in [address for invite in self._invites for address in invite.addresses] + settings.bootstrap:
@@ -83,7 +83,7 @@ class RelayNode(Daemon):
         self._named.pop(public_bytes(self._key), None)
         shaping = Shaping.of_mbit(settings.upload_mbit, settings.download_mbit)
         limit = round(settings.monthly_traffic * 1e9)
-        traffic = TrafficKeeper(limit, self._rest, self._store, shaping, datetime.now, board.warn)
+        traffic = TrafficKeeper(limit, self._rest, self._store, shaping, datetime.now, journal.warn)
         await traffic.begin()
         shaping = replace(shaping, may_spend=traffic.may_spend)
         known = self._known()
@@ -101,16 +101,16 @@ class RelayNode(Daemon):
             open_mdns(host, runs, is_on=settings.mdns),
         ):
             self._reporter = Reporter(
-                host, board, runs[0], "", self._started_at, shaping, connectivity, traffic=traffic
+                host, journal, runs[0], "", self._started_at, shaping, connectivity, traffic=traffic
             )
             connectivity.members = lambda: {peer for members in self._members.values() for peer in members}
             async with trio.open_nursery() as nursery:
                 # Before anything is told: a script that reads it may ask at once.
                 await nursery.start(serve_control, settings.control, self._handlers())
-                board.say(f"this node is {host.peer_id}")
+                journal.say(f"this node is {host.peer_id}")
                 for address in host.addresses:
-                    board.say(f"listening on {address}")
-                nursery.start_soon(keep_chronicle, self._reporter.connections, board.note)
+                    journal.say(f"listening on {address}")
+                nursery.start_soon(keep_chronicle, self._reporter.connections, journal.note)
                 nursery.start_soon(traffic.run)
                 nursery.start_soon(self._keep_offline, host, traffic)
                 nursery.start_soon(self._seek_members, host, runs, traffic)
@@ -119,7 +119,7 @@ class RelayNode(Daemon):
                     await self.is_leaving.wait()
                 await self._remember(host, is_last=True)
                 nursery.cancel_scope.cancel()
-            board.say("left")
+            journal.say("left")
 
     async def _load_runs(self) -> list[bytes]:
         stored = await self._store.get_fact(RUNS_FACT) or b""
@@ -138,21 +138,21 @@ class RelayNode(Daemon):
 
     async def _seek_members(self, host: Host, runs: Sequence[bytes], traffic: TrafficKeeper) -> None:
         """Keep connections with a few members of each run, and remember them, until cancelled."""
-        board = self._board
+        journal = self._journal
         waits = pauses(FIRST_REDIAL_PAUSE, MAX_LOOK_INTERVAL, random.Random())
-        board.announce("relaying", f"for {'1 run' if len(runs) == 1 else f'{len(runs)} runs'}")
+        journal.announce("relaying", f"for {'1 run' if len(runs) == 1 else f'{len(runs)} runs'}")
         while True:
             if traffic.is_spent:
-                board.isolation = self._rest.words
+                journal.update(isolation=self._rest.words)
                 await traffic.wait_online()
             if not host.connected:
                 await dial(host, self._known(), is_one_enough=True)
             if host.connected:
                 for run in runs:
                     await self._look_for(host, run)
-                board.isolation = ""
+                journal.update(isolation="")
             elif self._known():
-                board.isolation = f"none of {len(self._known())} known peers answers; trying on"
+                journal.update(isolation=f"none of {len(self._known())} known peers answers; trying on")
             await self._remember(host)
             await trio.sleep(next(waits))
 
@@ -162,7 +162,7 @@ class RelayNode(Daemon):
         if len(there) < NUM_MEMBERS:
             there = await find_members(host, run)
             for peer in set(there) - set(self._members.get(run, ())):
-                self._board.say(f"found {short_name(peer)}, a member of run {run.hex()[:16]}")
+                self._journal.say(f"found {short_name(peer)}, a member of run {run.hex()[:16]}")
         self._members[run] = there
 
     async def _remember(self, host: Host, *, is_last: bool = False) -> None:
@@ -171,7 +171,7 @@ class RelayNode(Daemon):
         try:
             await self._book.save(is_last=is_last)
         except StoreError as error:
-            self._board.warn(f"{error}; trying again")
+            self._journal.warn(f"{error}; trying again")
 
     async def _tell_reachability(self, host: Host, connectivity: Connectivity, runs: Sequence[bytes]) -> None:
         """Say what peers found out, and be found as a relay of every run while they can dial this node."""
@@ -182,12 +182,12 @@ class RelayNode(Daemon):
                 await reachability.changed()
             told = reachability.kind
             if told is Kind.PUBLIC:
-                self._board.say("peers can dial this node: it relays; its addresses, for invites:")
+                self._journal.say("peers can dial this node: it relays; its addresses, for invites:")
                 for address in host.addresses:
-                    self._board.say(f"  {address}")
+                    self._journal.say(f"  {address}")
                 for run in runs[1:]:  # the first is announced with the relay itself
                     await host.provide(relay_key(run))
             else:
-                self._board.warn(f"this node is {told}: peers cannot dial it, so it relays for nobody")
+                self._journal.warn(f"this node is {told}: peers cannot dial it, so it relays for nobody")
                 for run in runs[1:]:
                     host.withdraw(relay_key(run))

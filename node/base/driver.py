@@ -19,7 +19,7 @@ _EventT = TypeVar("_EventT", contravariant=True)
 _OutputT = TypeVar("_OutputT", covariant=True)
 
 
-class Machine(Protocol[_EventT, _OutputT]):
+class StateMachine(Protocol[_EventT, _OutputT]):
     """A state machine of `farandole.protocol`."""
 
     def handle(self, event: _EventT, now: float, /) -> Iterable[_OutputT]:
@@ -35,14 +35,14 @@ class Driver(Generic[EventT, OutputT]):
     def __init__(self, carry_out: Callable[[OutputT], None], timer_fired: EventT | None = None) -> None:
         self.timer_at = math.inf
         """When the timer fires, by trio's clock."""
-        self._machine: Machine[EventT, OutputT] | None = None
+        self._machine: StateMachine[EventT, OutputT] | None = None
         self._carry_out = carry_out
         self._timer_fired = timer_fired
         self._outputs: deque[OutputT] = deque()
         self._is_carrying_out = False
         self._timer_changed = trio.Event()
 
-    def begin(self, machine: Machine[EventT, OutputT]) -> None:
+    def begin(self, machine: StateMachine[EventT, OutputT]) -> None:
         """Drive this machine from now on."""
         self._machine = machine
 

@@ -37,7 +37,7 @@ from ..mesh.reach.connectivity import open_connectivity
 from ..state.gossip import GossipService
 from ..state.messenger import open_messenger
 from ..state.store import open_store
-from ..status.board import Board
+from ..status.journal import Journal
 
 # A person waits: whoever restarts, or has a line that loses packets, is dialled again soon, and that is all.
 DIAL_ATTEMPTS: Final = 3
@@ -93,7 +93,7 @@ async def open_visit(
 
     ``say`` tells a person whom it tries. Raises `JoinError` once all have refused, or have not answered in time.
     """
-    key, board = Ed25519PrivateKey.generate(), Board(say)
+    key, journal = Ed25519PrivateKey.generate(), Journal(say)
     peers: dict[bytes, list[str]] = {}
     for address in (*invite.addresses, *settings.bootstrap):
         peers.setdefault(split_address(address)[1], []).append(address)
@@ -107,20 +107,20 @@ async def open_visit(
             open_mdns(host, [target.run_id], is_on=settings.mdns),
             open_bulk(host, shaping) as channels,
         ):
-            await _reach(host, target, board)
-            manifest, raw = await _find_run(host, target, board)
+            await _reach(host, target, journal)
+            manifest, raw = await _find_run(host, target, journal)
             state = RunState(target.run_id, decode_manifest(raw)[1].creator)
             gossip = GossipService(state, Writer(key, target.run_id), host, messenger, store, random.Random())
             async with open_service_nursery() as nursery:
                 await nursery.start(gossip.run)
-                await _sync(gossip, board)
+                await _sync(gossip, journal)
                 yield Visit(host, shaping, channels, manifest, raw, target.run_id, state, gossip)
 
 
-async def _reach(host: Host, target: Target, board: Board) -> None:
+async def _reach(host: Host, target: Target, journal: Journal) -> None:
     """Connect to somebody whom the invite names, or who is found in the local network meanwhile."""
     places = ", ".join(addresses[0].rpartition("/p2p/")[0] for addresses in target.peers.values())
-    board.say(f"dialling whom the invite names: {places}" if places else "looking for members in the local network")
+    journal.say(f"dialling whom the invite names: {places}" if places else "looking for members in the local network")
     failures: dict[bytes, str] = {}
     for attempt in range(DIAL_ATTEMPTS):
         if attempt:
@@ -135,17 +135,17 @@ async def _reach(host: Host, target: Target, board: Board) -> None:
     )
 
 
-async def _find_run(host: Host, target: Target, board: Board) -> tuple[Manifest, bytes]:
+async def _find_run(host: Host, target: Target, journal: Journal) -> tuple[Manifest, bytes]:
     with trio.move_on_after(MANIFEST_TIMEOUT):
-        return await obtain_manifest(host, target, board)
+        return await obtain_manifest(host, target, journal)
     raise JoinError(
         f"peers answer, but none is in run {target.run_id.hex()[:16]}, and the DHT knew of no member within "
         f"{MANIFEST_TIMEOUT:g} s. The run may have ended; ask for a newer invite, and let `farandole doctor` look at it"
     )
 
 
-async def _sync(gossip: GossipService, board: Board) -> None:
-    board.say("asking members for the run state")
+async def _sync(gossip: GossipService, journal: Journal) -> None:
+    journal.say("asking members for the run state")
     with trio.move_on_after(SYNC_TIMEOUT):
         while True:
             if await gossip.join():

@@ -23,7 +23,7 @@ from ..base.backoff import pauses
 from ..base.errors import JoinError, PeerUnreachableError
 from ..base.settings import NodeSettings
 from ..mesh.host import Host
-from ..status.board import Board
+from ..status.journal import Journal
 from .manifests import fetch_manifest
 
 # How long something that others should give at once is tried before the node gives up, or a person is advised.
@@ -106,32 +106,32 @@ async def dial(host: Host, peers: dict[bytes, list[str]], *, is_one_enough: bool
     return failures
 
 
-async def connect_to_run(host: Host, target: Target, board: Board) -> None:
+async def connect_to_run(host: Host, target: Target, journal: Journal) -> None:
     """Reach somebody, or be reached, however long that takes.
 
     A run's first node has nobody to dial, and one that knows the manifest goes on alone after one try: it may well be
     the others who come back to it, and a member goes on trying.
     """
     if not target.peers:
-        board.say("nobody to dial: waiting for others to join")
+        journal.say("nobody to dial: waiting for others to join")
         return
     began_at, is_advised = trio.current_time(), False
     names = ", ".join(short_name(peer) for peer in list(target.peers)[:4])
     peers = "1 known peer" if len(target.peers) == 1 else f"{len(target.peers)} known peers"
     for attempt, pause in enumerate(pauses(FIRST_REDIAL_PAUSE, MAX_REDIAL_PAUSE, random.Random()), 1):
-        board.announce("joining", f"dialling {peers} ({names})", "a bootstrap peer")
+        journal.announce("joining", f"dialling {peers} ({names})", "a bootstrap peer")
         failures = await dial(host, target.peers, is_one_enough=True)
         if host.connected:
-            board.say(f"connected to {len(host.connected)} of {len(target.peers)}")
+            journal.say(f"connected to {len(host.connected)} of {len(target.peers)}")
             return
         if target.manifest is not None:
-            board.warn("none of the peers known from before answers; going on alone until one does")
+            journal.warn("none of the peers known from before answers; going on alone until one does")
             return
         if not is_advised and trio.current_time() - began_at >= JOIN_TIMEOUT:
             is_advised = True
-            board.warn(_why_nobody_answers(failures))
+            journal.warn(_why_nobody_answers(failures))
         times = "once" if attempt == 1 else f"{attempt} times"
-        board.announce(
+        journal.announce(
             "joining", f"{peers} dialled {times}, none answered; trying again in {pause:.0f} s", "a bootstrap peer"
         )
         await wait_for_anyone(host, pause)
@@ -154,7 +154,7 @@ async def wait_for_anyone(host: Host, timeout: float) -> None:
                 return
 
 
-async def obtain_manifest(host: Host, target: Target, board: Board) -> tuple[Manifest, bytes]:
+async def obtain_manifest(host: Host, target: Target, journal: Journal) -> tuple[Manifest, bytes]:
     """The manifest and its signed bytes: from the target, from a connected peer, or from members found in the DHT.
 
     Tries without end, and goes on dialling the target's peers meanwhile. Raises `UnknownManifestError` if the run
@@ -162,24 +162,24 @@ async def obtain_manifest(host: Host, target: Target, board: Board) -> tuple[Man
     """
     if target.manifest is not None:
         return decode_manifest(target.manifest, target.run_id)[0], target.manifest
-    board.announce("joining", "fetching the run's manifest", "a member of the run")
+    journal.announce("joining", "fetching the run's manifest", "a member of the run")
     began_at, is_advised = trio.current_time(), False
     for pause in pauses(FIRST_REDIAL_PAUSE, MAX_REDIAL_PAUSE, random.Random()):
         found = await _ask_all(host, host.connected, target.run_id)
         if found is None:
-            board.enter("joining", "looking for members in the DHT", "the DHT")
+            journal.enter("joining", "looking for members in the DHT", "the DHT")
             found = await _ask_all(host, await find_members(host, target.run_id), target.run_id)
         if found is not None:
-            board.say(f"manifest of run {target.run_id.hex()[:16]} verified: {found[0].name!r}")
+            journal.say(f"manifest of run {target.run_id.hex()[:16]} verified: {found[0].name!r}")
             return found
         if not is_advised and trio.current_time() - began_at >= JOIN_TIMEOUT:
             is_advised = True
-            board.warn(
+            journal.warn(
                 "step 2, the manifest: bootstrap peers answer, but no member of run "
                 f"{target.run_id.hex()[:16]} was found through them or the DHT. Has the run ended? Ask for a newer "
                 "invite. Trying on."
             )
-        board.enter("joining", f"no member found; looking again in {pause:.0f} s", "a member of the run")
+        journal.enter("joining", f"no member found; looking again in {pause:.0f} s", "a member of the run")
         await trio.sleep(pause)
         missing = {peer: addresses for peer, addresses in target.peers.items() if not host.is_connected(peer)}
         await dial(host, missing)

@@ -29,7 +29,7 @@ from ..base.errors import JoinError, PeerUnreachableError
 from ..base.settings import NodeSettings
 from ..mesh.host import Host
 from ..state.membership import Membership
-from ..status.board import Board
+from ..status.journal import Journal
 from ..store.consolidated.folder import CHECKPOINT_NAME, INDEX_NAME, OPTIMIZER_VECTORS, VECTORS, read_folder
 from ..store.consolidated.tensors import ConsolidatedError
 from ..store.consolidated.verify import verify_hashes
@@ -57,7 +57,7 @@ class Start:
         settings: NodeSettings,
         manifest: Manifest,
         start: StartConfig,
-        board: Board,
+        journal: Journal,
         host: Host,
         weights: Weights,
         membership: Membership,
@@ -65,7 +65,7 @@ class Start:
         self._settings = settings
         self._model = manifest.model
         self._start = start
-        self._board = board
+        self._journal = journal
         self._host = host
         self._weights = weights
         self._membership = membership
@@ -120,7 +120,7 @@ class Start:
         if self._whole.exists():
             await self._open_whole()
         if self._held is None and self._settings.start is not None:
-            self._board.say(f"checking {self._settings.start}, from which this run starts")
+            self._journal.say(f"checking {self._settings.start}, from which this run starts")
             await trio.to_thread.run_sync(self._take_in, self._settings.start)
             await self._open_whole()
 
@@ -164,7 +164,7 @@ class Start:
                 raise RemoteProtocolError("it is another checkpoint's")
             self._held = Holding.open(self._whole, signed, index)
         except (OSError, RemoteProtocolError) as error:
-            self._board.warn(f"the starting checkpoint in {self._folder} cannot be used ({error}): it is taken anew")
+            self._journal.warn(f"the starting checkpoint in {self._folder} cannot be used ({error}): it is taken anew")
             self._whole.unlink(missing_ok=True)
 
     @property
@@ -178,10 +178,10 @@ class Start:
             return True
         if trio.current_time() >= self._reminded_at + REMIND_SECONDS:
             self._reminded_at = trio.current_time()
-            self._board.announce("fetching weights", "looking for the weights that this run starts from", _WHO)
+            self._journal.announce("fetching weights", "looking for the weights that this run starts from", _WHO)
         if await self._try(stage, await self._candidates()):
             return True
-        self._board.enter("fetching weights", "no node that is there has the weights that this run starts from", _WHO)
+        self._journal.enter("fetching weights", "no node that is there has the weights that this run starts from", _WHO)
         await trio.sleep(RETRY_SECONDS)
         return False
 
@@ -202,10 +202,10 @@ class Start:
                 )
                 await self._fetch(stage, donor, signed, index)
             except PeerUnreachableError as error:
-                self._board.enter("fetching weights", f"{short_name(donor)}: {error}", "another node")
+                self._journal.enter("fetching weights", f"{short_name(donor)}: {error}", "another node")
                 continue
             except OSError as error:
-                self._board.warn(f"the weights that this run starts from cannot be stored: {error}; trying again")
+                self._journal.warn(f"the weights that this run starts from cannot be stored: {error}; trying again")
                 return False
             return True
         return False
@@ -217,7 +217,7 @@ class Start:
         self._folder.mkdir(parents=True, exist_ok=True)
 
         def show(progress: Progress) -> None:
-            self._board.enter("fetching weights", f"what this run starts from: {progress}", "donors")
+            self._journal.enter("fetching weights", f"what this run starts from: {progress}", "donors")
 
         if is_whole:
             await trio.to_thread.run_sync(self._write_index, encode_signed_index(signed))
@@ -231,6 +231,6 @@ class Start:
             show,
         )
         what = "the model" if is_whole else f"stage {stage}"
-        self._board.say(f"{what} begins with the weights from which this run starts: hashes verified")
+        self._journal.say(f"{what} begins with the weights from which this run starts: hashes verified")
         if is_whole:
             await self._open_whole()

@@ -21,6 +21,7 @@ from typing import Any, Final
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from farandole.protocol import trainer_messages as messages
 from farandole.protocol.block_transfer import Question
 from farandole.protocol.blocks import (
     BLOCK_BYTES,
@@ -47,7 +48,7 @@ from ..base.settings import NodeSettings
 from ..bulk.transport import Channels
 from ..mesh.host import Host
 from ..state.membership import Membership
-from ..status.board import Board
+from ..status.journal import Journal
 from ..store.disk_space import DiskPlan, Room, plan_disk, used_bytes
 from ..store.fetch import Fetched, Progress, ask_for_index, fetch_checkpoint
 from ..store.folder import CheckpointFolder, saved_round
@@ -55,7 +56,6 @@ from ..store.holdings import Holding
 from ..store.library import Library
 from ..store.partial_file import has_partial, partial_path
 from ..store.provider import Conditions, DonorBusyError
-from ..trainer import messages
 from .bootstrap import reachable_providers
 
 # How long a newcomer to a run that is under way looks for somebody who gives it weights.
@@ -96,7 +96,7 @@ class Weights:
         self,
         settings: NodeSettings,
         key: Ed25519PrivateKey,
-        board: Board,
+        journal: Journal,
         host: Host,
         membership: Membership,
         manifest: Manifest,
@@ -107,7 +107,7 @@ class Weights:
         self.trainer_stage: int | None = None
         """Of the trainer that was last started."""
         self._settings = settings
-        self._board = board
+        self._journal = journal
         self._host = host
         self._membership = membership
         self._model = manifest.model
@@ -191,7 +191,7 @@ class Weights:
         Raises `JoinError` if the run is under way, this node has none, and nobody gives any; `DiskError` if there may
         not be room for any.
         """
-        board, stage = self._board, self._membership.stage
+        journal, stage = self._journal, self._membership.stage
         folder = CheckpointFolder(self._settings.checkpoints, stage)
         await trio.to_thread.run_sync(folder.clean)
         if self._disk:
@@ -201,10 +201,10 @@ class Weights:
         newest = own_round if fetched is None else max(fetched, own_round or 0)
         if self._membership.current_round() - (newest or 0) <= (0 if newest is None else MAX_ROUNDS_BEHIND):
             return
-        board.announce("fetching weights", "the run is under way: fetching weights from members", "members' weights")
+        journal.announce("fetching weights", "the run is under way: fetching weights from members", "members' weights")
         began_at = trio.current_time()
         has_asked_dht = False
-        show = _Teller(board)
+        show = _Teller(journal)
         while trio.current_time() < began_at + WEIGHTS_TIMEOUT:  # no download is cut short: each has its own limits
             if await self._fetch(stage, own_round, show):
                 return
@@ -221,7 +221,7 @@ class Weights:
                 "step 4, weights: the run is under way, but no member gave its weights within "
                 f"{WEIGHTS_TIMEOUT:g} s. The last warning says why; try again later."
             )
-        board.warn(f"nobody gave newer weights: going on with this node's own of round {own_round}")
+        journal.warn(f"nobody gave newer weights: going on with this node's own of round {own_round}")
 
     def _trim(self, stage: int) -> None:
         """What the plan has no room for; checkpoints of stages that this node has left are not in it."""
@@ -295,7 +295,7 @@ class Weights:
         try:
             return await ask_for_index(self._conditions, donor, stage, self.max_bytes(stage), known)
         except PeerUnreachableError as error:
-            self._board.warn(f"no weights from {short_name(donor)}: {error}")
+            self._journal.warn(f"no weights from {short_name(donor)}: {error}")
             return None
 
     async def _fetch_blocks(
@@ -309,7 +309,7 @@ class Weights:
             what = "weights" if self._membership.num_stages == 1 else f"weights of stage {index.stage},"
             names = ", ".join(map(short_name, fetched.num_by_donor)) or "this node's own copy"
             size = required_bytes(stage_parameters(self._model, index.stage))
-            self._board.say(f"{what} of round {index.round} from {names}: {size / 1e6:.1f} MB, hashes verified")
+            self._journal.say(f"{what} of round {index.round} from {names}: {size / 1e6:.1f} MB, hashes verified")
         return fetched
 
     async def _download(
@@ -340,9 +340,9 @@ class Weights:
                     is_prefix=is_prefix,
                 )
         except PeerUnreachableError as error:
-            self._board.warn(f"no weights of round {index.round}: {error}")
+            self._journal.warn(f"no weights of round {index.round}: {error}")
             return None
-        self._board.bytes_received += fetched.num_bytes
+        self._journal.exchanges.bytes_received += fetched.num_bytes
         if fetched.num_bytes:
             self._measured_rate = fetched.num_bytes / max(trio.current_time() - began_at, 1e-3)
         return fetched
@@ -357,7 +357,7 @@ class Weights:
         try:
             await trio.to_thread.run_sync(shutil.copyfile, kept, partial_path(path, copy.id))
         except OSError as error:
-            self._board.warn(f"this node's own copy of stage {stage} cannot be used: {error}")
+            self._journal.warn(f"this node's own copy of stage {stage} cannot be used: {error}")
             return False
         return await self._fetch_blocks(copy.signed, copy.index, (), show) is not None
 
@@ -371,7 +371,7 @@ class Weights:
         return await reachable_providers(self._host, shard_key(self._run_id, stage))
 
     def _warn_of_seed(self, stage: int) -> None:
-        self._board.warn(
+        self._journal.warn(
             f"NOBODY HAS THE WEIGHTS OF STAGE {stage}: its members are gone, and no backup is to be had. It begins "
             f"again from the run's {self._origin}; what it had learnt is lost"
         )
@@ -390,7 +390,7 @@ class Weights:
 
     async def _fresh_checkpoint(self) -> Holding | None:
         newest = self._library.newest
-        if newest is None or self._board.round - newest.index.round > MAX_ROUNDS_OLDER:
+        if newest is None or self._journal.state.round - newest.index.round > MAX_ROUNDS_OLDER:
             if self._has_saved.is_set():  # else another newcomer waits for the same
                 self._has_saved = trio.Event()
             self._save_soon()
@@ -478,7 +478,7 @@ class Weights:
         except DonorBusyError:
             return  # it serves others, and this node next time
         except PeerUnreachableError as error:
-            self._board.warn(f"no copy from {short_name(author)}: {error}")
+            self._journal.warn(f"no copy from {short_name(author)}: {error}")
             self._passed_over[author] = trio.current_time() + PASS_OVER_SECONDS
             return
         path = self._library.copy_path(stage, signed.id)
@@ -503,17 +503,17 @@ class Weights:
 
 
 class _Teller:
-    """Shows a download's progress: always on the board, now and then to the person at the terminal."""
+    """Shows a download's progress: always on the journal, now and then to the person at the terminal."""
 
-    def __init__(self, board: Board) -> None:
-        self._board = board
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
         self._say_at = trio.current_time() + SAY_INTERVAL
 
     def __call__(self, progress: Progress) -> None:
-        self._board.enter("fetching weights", str(progress), "members' weights")
+        self._journal.enter("fetching weights", str(progress), "members' weights")
         if trio.current_time() >= self._say_at:
             self._say_at = trio.current_time() + SAY_INTERVAL
-            self._board.say(str(progress))
+            self._journal.say(str(progress))
 
 
 def _newest_round(files: Iterable[Path]) -> int | None:

@@ -19,9 +19,9 @@ import trio
 
 from farandole.node.base.driver import Driver
 from farandole.node.state.store import StoreError
-from farandole.node.status.board import Board
+from farandole.node.status.journal import Journal
 from farandole.node.status.status import DataStatus
-from farandole.node.trainer import messages
+from farandole.protocol import trainer_messages as messages
 from farandole.protocol.entries import Kind, Lease, Payload
 from farandole.protocol.epoch_progress import median_epoch
 from farandole.protocol.lease_events import (
@@ -83,7 +83,7 @@ class LeaseKeeper:
         state: RunState,
         publisher: Publisher,
         store: FactStore,
-        board: Board,
+        journal: Journal,
         *,
         origins: Callable[[], frozenset[bytes]],
         period: Callable[[], float],
@@ -94,7 +94,7 @@ class LeaseKeeper:
         self._state = state
         self._publisher = publisher
         self._store = store
-        self._board = board
+        self._journal = journal
         self._origins = origins
         self._period = period
         self._on_over = on_over
@@ -133,7 +133,7 @@ class LeaseKeeper:
             if raw is not None:
                 self._restored = msgspec.msgpack.decode(raw, type=_Saved)
         except (StoreError, msgspec.MsgspecError) as error:
-            self._board.warn(f"what was leased of the data is not known any more: {error}")
+            self._journal.warn(f"what was leased of the data is not known any more: {error}")
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -191,7 +191,7 @@ class LeaseKeeper:
             return
         epochs = start.epochs
         if bytes.fromhex(epochs.corpus) != leases.corpus:
-            self._board.warn("the text is another than that of the run which this one goes on from: epoch 1 begins")
+            self._journal.warn("the text is another than that of the run which this one goes on from: epoch 1 begins")
             return
         done = [Lease(epochs.epoch, leases.corpus, (), raw) for raw in parts(epochs.mask & leases.sections.all)]
         for index, lease in enumerate((Lease(epochs.epoch, leases.corpus), *done)):
@@ -199,7 +199,7 @@ class LeaseKeeper:
         if self._restored is None:  # an earlier life of this run is further
             share = leases.done.count / leases.sections.num_slices
             where = f"epoch {epochs.epoch + 1} of {leases.num_epochs}"
-            self._board.say(f"the data goes on in {where}, {share:.0%} of it done")
+            self._journal.say(f"the data goes on in {where}, {share:.0%} of it done")
 
     def trained(self, report: messages.SlicesTrained) -> None:
         """The trainer has trained on slices."""
@@ -224,7 +224,7 @@ class LeaseKeeper:
         if self._leases.is_over:
             self._end_run()
         if len(self._leases.strangers) > num_strangers:
-            self._board.warn(
+            self._journal.warn(
                 f"{len(self._leases.strangers)} of {len(self._origins())} other nodes train on another text than this "
                 "one, and share no slices with it: all should name the same files or folders with --data"
             )
@@ -249,7 +249,7 @@ class LeaseKeeper:
                     self._send(messages.DrawSlices(epoch, list(ranges)))
             case EpochBegan(epoch):
                 if epoch < self._manifest.data.epochs:
-                    self._board.say(f"epoch {epoch + 1} of {self._manifest.data.epochs} begins")
+                    self._journal.say(f"epoch {epoch + 1} of {self._manifest.data.epochs} begins")
 
     def _end_run(self) -> None:
         if not self._is_over:
@@ -270,4 +270,4 @@ class LeaseKeeper:
         try:
             await self._store.put_fact(LEASES_FACT, msgspec.msgpack.encode(saved))
         except StoreError as error:
-            self._board.warn(f"{error}; a next life may not know what was leased of the data")
+            self._journal.warn(f"{error}; a next life may not know what was leased of the data")

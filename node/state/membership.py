@@ -7,7 +7,6 @@ live set of those who were connected to it within a dial, not within three heart
 
 from __future__ import annotations
 
-import math
 import random
 import statistics
 from collections import deque
@@ -17,25 +16,24 @@ import trio
 
 from farandole.protocol.blocks import Index
 from farandole.protocol.entries import (
-    PARTNER_BYTES,
     RULES,
     Beat,
     CheckpointNotice,
     Kind,
     Member,
-    Progress,
     Report,
     StageLease,
 )
 from farandole.protocol.errors import FarandoleError
 from farandole.protocol.identity import short_name
+from farandole.protocol.node_state import MAX_SMALL, beat_of, progress_of
 from farandole.protocol.stage_choice import Provider
 from farandole.protocol.state import RunState
 
 from ..base.errors import PeerUnreachableError
 from ..mesh.addresses import rank
 from ..mesh.host import Host
-from ..status.board import Board
+from ..status.journal import Journal
 from .gossip import GossipService
 
 # MEMBER lives an hour: three announcements may be lost.
@@ -52,9 +50,6 @@ KEEP_INTERVAL = 5.0
 # connections: all together dial it about so often a second, which costs it a fifth of its time.
 SUSPICION_DIAL_TIMEOUT = 3.0
 PROBES_PER_SECOND = 100.0
-LOSS_SCALE = 1e6
-# What an entry can say of a round or of a loss (`farandole.protocol.entries.Small`); a peer's word may be beyond it.
-MAX_SMALL = 2**31 - 1
 # Slots of a node's notices: its own newest checkpoint, and the copy that it keeps of another's.
 OWN_SLOT = 0
 COPY_SLOT = 1
@@ -90,7 +85,7 @@ class Membership:
         host: Host,
         state: RunState,
         gossip: GossipService,
-        board: Board,
+        journal: Journal,
         rng: random.Random,
         *,
         incarnation: int,
@@ -106,7 +101,7 @@ class Membership:
         self._state = state
         self._gossip = gossip
         self._liveness = gossip.liveness
-        self._board = board
+        self._journal = journal
         self._rng = rng
         self._incarnation = incarnation
         self._on_peers = on_peers
@@ -174,7 +169,7 @@ class Membership:
         """Whether no live member has trained yet, as far as this node has heard; nor has it."""
         beats = (self._state.payload(peer, Beat) for peer in self.everyone)
         has_begun = any(beat is not None and (beat.round or beat.inner_steps > self._first_step) for beat in beats)
-        return not has_begun and not self._board.round and self._board.inner_steps <= self._first_step
+        return not has_begun and not self._journal.state.round and self._journal.state.inner_steps <= self._first_step
 
     def current_round(self) -> int:
         """The round that the others are in: the median of the live members' heartbeats, 0 if there are none.
@@ -251,13 +246,14 @@ class Membership:
 
     async def hold(self, stage: int) -> None:
         """This node has that stage from now on; told to the run."""
-        self._stage = self._board.stage = stage
+        self._stage = stage
+        self._journal.update(stage=stage)
         self.refresh()
         await self.announce()
 
     async def announce(self, *, left: bool = False) -> None:
         """Tell the run that this node belongs to it, or has left."""
-        addresses, device = self._announced = (self._host.addresses, self._board.device)
+        addresses, device = self._announced = (self._host.addresses, self._journal.state.device)
         addresses = rank(addresses)
         self._announced_speed = self.speed
         self._told_paused = self._is_paused()
@@ -276,7 +272,7 @@ class Membership:
     @property
     def speed(self) -> float:
         """Tokens a second that this node could take through its stage; 0: not measured yet."""
-        return self._board.tokens_per_second if self.num_stages == 1 else self._board.speed
+        return self._journal.state.tokens_per_second if self.num_stages == 1 else self._journal.state.speed
 
     async def lease(self, target: int, *, is_settled: bool) -> None:
         """Tell the run that this node would move to a stage, or does; to its own: that it does not, or is there."""
@@ -284,29 +280,13 @@ class Membership:
 
     async def beat(self) -> None:
         """One heartbeat."""
-        board = self._board
-        loss = None
-        if board.loss is not None and not math.isnan(board.loss):  # NaN while the replica diverges
-            loss = int(min(board.loss * LOSS_SCALE, MAX_SMALL))
-        beat = Beat(
-            board.inner_steps,
-            min(board.round, MAX_SMALL),
-            loss,
-            int(board.tokens_per_second),
-            (board.last_partner or b"")[:PARTNER_BYTES],
-        )
-        await self._gossip.publish(Kind.BEAT, 0, beat)
+        await self._gossip.publish(Kind.BEAT, 0, beat_of(self._journal.state))
 
     async def report_progress(self) -> None:
         """This node's part of the run's counters."""
-        board = self._board
-        await self._gossip.publish(
-            Kind.PROGRESS,
-            0,
-            Progress(
-                board.inner_steps, min(board.round, MAX_SMALL), board.tokens, board.bytes_sent, board.bytes_received
-            ),
-        )
+        moved = self._journal.exchanges
+        progress = progress_of(self._journal.state, moved.bytes_sent, moved.bytes_received)
+        await self._gossip.publish(Kind.PROGRESS, 0, progress)
         while self._unannounced:
             slot, notice = self._unannounced.popitem()
             await self._gossip.publish(Kind.CHECKPOINT, slot, notice)
@@ -353,14 +333,13 @@ class Membership:
         nodes = self.nodes_of_stages()
         if nodes != self._told_nodes:
             self._told_nodes = nodes
-            self._board.providers = [len(peers) for peers in nodes]
             self._on_nodes(nodes)
 
     def _say_who_came(self, before: frozenset[bytes], now: frozenset[bytes]) -> None:
         for peer in now - before:
-            self._board.say(f"{short_name(peer)} is here ({len(now) + 1} live)")
+            self._journal.say(f"{short_name(peer)} is here ({len(now) + 1} live)")
         for peer in before - now:
-            self._board.say(f"{short_name(peer)} is gone ({len(now) + 1} live)")
+            self._journal.say(f"{short_name(peer)} is gone ({len(now) + 1} live)")
 
     def _check_standing(self) -> None:
         """What would keep this node out of the run without its noticing."""
@@ -373,7 +352,7 @@ class Membership:
         if abs(skew) > MAX_CLOCK_SKEW and not self._has_warned_of_clock:
             self._has_warned_of_clock = True
             direction = "behind" if skew > 0 else "ahead of"
-            self._board.warn(
+            self._journal.warn(
                 f"this machine's clock is {abs(skew):.0f} s {direction} the others': set it (NTP), or what this node "
                 "says will be put off by them"
             )
@@ -403,7 +382,7 @@ class Membership:
 
     def _has_changed(self) -> bool:
         """Whether others know another address or device of this node than it has, or where it matters another speed."""
-        if self._announced != (self._host.addresses, self._board.device):
+        if self._announced != (self._host.addresses, self._journal.state.device):
             return True
         return self.num_stages > 1 and abs(self.speed - self._announced_speed) > SPEED_CHANGE * self._announced_speed
 

@@ -6,26 +6,9 @@ time, ``*_seconds`` durations. Fields are added, never renamed: scripts read the
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
-Phase = Literal[
-    "starting",  # opening the store, the host, the control socket
-    "joining",  # dialling bootstrap peers, fetching the manifest, syncing the run state
-    "fetching weights",  # downloading a checkpoint from a peer
-    "preparing",  # the trainer process starts, loads torch, the data and the model
-    "training",  # inner steps
-    "pairing",  # contribution ready, waiting for the partner
-    "exchanging",  # contributions are moving
-    "outer step",  # the trainer applies the result
-    "paused",  # no trainer, because its owner wants it so
-    "finished",  # every round is done; still serves its peers
-    "relaying",  # a node without a trainer
-    "leaving",
-    "failed",
-]
-
+from farandole.protocol.node_state import NodeState
 
 # How the verdict of an exchange goes on after ``failed: ``, where a contribution was refused.
 REFUSED_HERE = "refused:"
@@ -192,35 +175,20 @@ class DataStatus(msgspec.Struct, frozen=True):
     """Live nodes whose text is another, with whom no slices are shared."""
 
 
-class NodeStatus(msgspec.Struct, frozen=True):
-    """Everything that ``farandole status`` shows."""
+class NodeStatus(NodeState, frozen=True, kw_only=True):
+    """Everything that ``farandole status`` shows: the node's own state, and what its other parts know."""
 
     version: str
     peer_id: str
     pid: int
     started_at: float
     addresses: list[str]
-    phase: Phase
-    phase_detail: str
-    """In words: what is being done or waited for."""
-    phase_since: float
-    """Unix seconds."""
     is_member: bool
-    round: int
-    inner_steps: int
-    inner_steps_this_round: int
-    tokens: int
-    tokens_per_second: float
-    loss: float | None
-    """Training loss, mean of the newest round, nats a token."""
     losses: list[tuple[int, float]]
     """(round, mean training loss), the newest 256 rounds."""
     loss_first: float | None
     validation: list[tuple[int, float]]
     """(round, loss on the held-out split), where it was measured."""
-    device: str
-    trainer_pid: int | None
-    trainer_restarts: int
     exchanges_ok: int
     exchanges_alone: int
     exchanges_failed: int
@@ -229,20 +197,12 @@ class NodeStatus(msgspec.Struct, frozen=True):
     bytes_sent: int
     bytes_received: int
     last_exchange: ExchangeStatus | None
-    waits_for: str
-    """Empty when nothing is waited for."""
     connected_peers: int
     run: RunStatus
     members: list[MemberStatus]
     warnings: list[str]
     """What a person should know, newest last."""
-    utilisation: float | None = None
-    """Share of the trainer's time that went into inner steps."""
-    recent_utilisation: float | None = None
-    """The same of the last few rounds."""
-    late_steps: int = 0
-    """Inner steps between the newest contribution and its outer step: more than 0 where exchanges overlap."""
-    paths: dict[str, int] = {}
+    paths: dict[str, int] = msgspec.field(default_factory=dict)
     """``bulk`` or ``stream`` -> committed exchanges whose contributions moved so; see `ExchangeStatus.path`."""
     upload_mbit: float = 0.0
     """The node's cap; 0: none."""
@@ -250,15 +210,11 @@ class NodeStatus(msgspec.Struct, frozen=True):
     bytes_sent_per_second: float = 0.0
     """Of everything, control traffic too; mean of the last 10 s."""
     bytes_received_per_second: float = 0.0
-    num_parameters: int = 0
-    """Of the model, or of the stage, that the trainer holds."""
     pipeline: PipelineStatus | None = None
     """Where the model is cut into stages."""
-    stage: int = 0
-    """Which this node holds, where the model is cut into several."""
     reachability: str = "unknown"
     """How others reach this node: ``public``, ``punchable``, ``relay only``, or ``unknown`` until peers have said."""
-    relays: list[str] = []
+    relays: list[str] = msgspec.field(default_factory=list)
     """Peer ids of the relays through which others reach this node."""
     relayed_peers: int = 0
     """Peers that others reach through this node."""
@@ -266,11 +222,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
     """Pairs of peers that talk through this node now."""
     data: DataStatus | None = None
     """Where the run counts epochs, and this node draws data."""
-    isolation: str = ""
-    """What a node that is connected to no member does about it, in words; empty when it is, or knows of nobody."""
-    microbatch: int = 0
-    """Sequences of a batch that the trainer takes at a time, where there is no memory for more; 0: all."""
-    recent_exchanges: list[ExchangeStatus] = []
+    recent_exchanges: list[ExchangeStatus] = msgspec.field(default_factory=list)
     """The last few, newest last; `last_exchange` is one of them."""
     traffic: TrafficStatus | None = None
     """None without a budget."""
@@ -278,17 +230,9 @@ class NodeStatus(msgspec.Struct, frozen=True):
     """None where the system does not say."""
     at: float = 0.0
     """When this was said."""
-    round_steps: int = 0
-    """Inner steps of a round; 0: as many as its time allows."""
-    round_seconds: float = 0.0
-    """Of a round that is boxed in time; 0: it is not."""
-    round_since: float = 0.0
-    """When the round began."""
-    links: list[LinkStatus] = []
+    links: list[LinkStatus] = msgspec.field(default_factory=list)
     """Connections, and then partners of before, at most `MAX_LINKS`; of each, who exchanged last comes first."""
-    events: list[Event] = []
+    events: list[Event] = msgspec.field(default_factory=list)
     """What happened lately, newest last."""
-    is_trainer_dead: bool = False
-    """The trainer died, and the next one is not ready yet."""
-    mapped_addresses: list[str] = []
+    mapped_addresses: list[str] = msgspec.field(default_factory=list)
     """Where the router says that this node can be dialled; in ``addresses`` once others have done so."""

@@ -28,9 +28,9 @@ from farandole.protocol.blocks import (
 )
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import public_bytes
+from farandole.protocol.trainer_messages import Saved
 from farandole.training.durable import replacing
 
-from ..trainer.messages import Saved
 from .folder import index_of
 from .holdings import Holding
 from .partial_file import PARTIAL_SUFFIX

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
+from farandole.protocol.trainer_messages import Saved
 from farandole.training.durable import sync_folder
 
 from ..base.system.priority import lower_thread_priority
-from ..trainer.messages import Saved
 from .folder import KEPT, CheckpointFolder, index_of
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import socket
 import threading
 from collections import deque
 
-from .messages import LENGTH, MAX_MESSAGE_BYTES, Command, Report, decode_command, encode
+from farandole.protocol.trainer_messages import LENGTH, MAX_MESSAGE_BYTES, Command, Report, decode_command, encode
 
 
 class Channel:

@@ -15,13 +15,7 @@ import msgspec
 import trio
 
 from farandole.protocol.errors import FarandoleError
-
-from ..base.system.children import ask_where, start_child
-from ..base.system.files import read_at
-from ..base.system.memory import SharedFile, map_shared_memory, open_shared_memory, remove_leftovers
-from ..base.system.oom_kills import count_oom_kills
-from ..base.system.signals import signal_name
-from .messages import (
+from farandole.protocol.trainer_messages import (
     LENGTH,
     MAX_MESSAGE_BYTES,
     Cause,
@@ -35,6 +29,12 @@ from .messages import (
     decode_report,
     encode,
 )
+
+from ..base.system.children import ask_where, start_child
+from ..base.system.files import read_at
+from ..base.system.memory import SharedFile, map_shared_memory, open_shared_memory, remove_leftovers
+from ..base.system.oom_kills import count_oom_kills
+from ..base.system.signals import signal_name
 
 logger = logging.getLogger(__name__)
 

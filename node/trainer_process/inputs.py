@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 from typing import Final
 
+from farandole.protocol.trainer_messages import Prepare, Preparing
 from farandole.training.data import Bring
 
 from ..store.disk_space import text_room
 from ..trainer.channel import Channel
-from ..trainer.messages import Prepare, Preparing
 
 # Between two words: a person sees that something goes on.
 TELL_SECONDS: Final = 2.0

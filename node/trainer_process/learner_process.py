@@ -8,11 +8,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from farandole.protocol.manifest import Manifest
+from farandole.protocol.trainer_messages import Prepare, Train, Validated
 from farandole.training.errors import DataError
 from farandole.training.learner import build_learner
 
 from ..trainer.channel import Channel
-from ..trainer.messages import Prepare, Train, Validated
 from .inputs import bring_of
 from .process import TrainerProcess
 

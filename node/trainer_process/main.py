@@ -7,6 +7,7 @@ import sys
 import msgspec
 
 from farandole.protocol.manifest import Manifest
+from farandole.protocol.trainer_messages import Failed, Prepare
 
 from ..base.system.memory import open_shared
 from ..base.system.parent import connect_to_parent
@@ -14,7 +15,6 @@ from ..base.system.priority import lower_priority
 from ..base.system.proc import write_proc
 from ..base.system.signals import ignore_stop_signals, tell_where
 from ..trainer.channel import Channel
-from ..trainer.messages import Failed, Prepare
 from .process import TrainerProcess, UnfitWeightsError
 
 # Below everybody's interactive programs, and below the mesh process, whose answers others wait for.

@@ -1,8 +1,8 @@
 """The trainer: a process of its own, which owns torch and the replica and knows nothing of the network.
 
-It obeys the commands of `farandole.node.trainer.messages`, one at a time. While it takes inner steps it looks at the
-socket between two of them, so that the end of a round's box is seen within one step. When the mesh process goes away,
-however it ends, the socket's end of file ends this one.
+It obeys the commands of `farandole.protocol.trainer_messages`, one at a time. While it takes inner steps it looks at
+the socket between two of them, so that the end of a round's box is seen within one step. When the mesh process goes
+away, however it ends, the socket's end of file ends this one.
 
 A contribution is sent while it is encoded, and the partner's is decoded while it arrives, as the messages tell.
 
@@ -32,14 +32,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from farandole.protocol.manifest import Manifest
-from farandole.training.errors import CheckpointError
-
-from ..base.system.memory import map_shared_memory
-from ..store.disk_space import plan_disk, used_bytes
-from ..store.folder import CheckpointFolder, known_hashes
-from ..store.save import Saver
-from ..trainer.channel import Channel
-from ..trainer.messages import (
+from farandole.protocol.trainer_messages import (
     Command,
     Contributed,
     DrawSlices,
@@ -67,6 +60,13 @@ from ..trainer.messages import (
     Validated,
     Work,
 )
+from farandole.training.errors import CheckpointError
+
+from ..base.system.memory import map_shared_memory
+from ..store.disk_space import plan_disk, used_bytes
+from ..store.folder import CheckpointFolder, known_hashes
+from ..store.save import Saver
+from ..trainer.channel import Channel
 
 if TYPE_CHECKING:
     from farandole.training.replica import Replica

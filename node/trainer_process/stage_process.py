@@ -9,12 +9,21 @@ from __future__ import annotations
 import time
 
 from farandole.protocol.manifest import Manifest
+from farandole.protocol.trainer_messages import (
+    InnerStepTaken,
+    Prepare,
+    TakeInnerStep,
+    Train,
+    Validate,
+    Validated,
+    Work,
+    Worked,
+)
 from farandole.training.errors import ActivationError, DataError, NoSliceError
 from farandole.training.stage_worker import StageWorker, build_stage_worker
 
 from ..base.system.memory import map_shared_memory
 from ..trainer.channel import Channel
-from ..trainer.messages import InnerStepTaken, Prepare, TakeInnerStep, Train, Validate, Validated, Work, Worked
 from .inputs import bring_of
 from .process import TrainerProcess
 

@@ -1,12 +1,13 @@
-"""Making the status: the board, the run state and the connections as one value for people and scripts."""
+"""Reporter of the status: projects a node's state, the run state and the connections onto one value."""
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from typing import Any
 
 import msgspec
 import trio
@@ -14,6 +15,7 @@ import trio
 from farandole.protocol.entries import PARTNER_BYTES, Beat, Member, Progress
 from farandole.protocol.identity import peer_id_of, short_name
 from farandole.protocol.liveness import Liveness
+from farandole.protocol.node_state import LOSS_SCALE, NodeState
 from farandole.protocol.state import RunState
 
 from ..base.bandwidth import Shaping
@@ -23,8 +25,7 @@ from ..loop.stages.pipeline import PipelineService
 from ..loop.traffic.traffic_service import TrafficKeeper
 from ..mesh.host import Host
 from ..mesh.reach.connectivity import Connectivity
-from ..state.membership import LOSS_SCALE
-from ..status.board import Board
+from ..status.journal import Journal
 from ..status.resources import measure_resources
 from ..status.status import MAX_LINKS, ExchangeStatus, LinkStatus, MemberStatus, NodeStatus, Resources, RunStatus
 from .chronicle import Connections
@@ -49,7 +50,7 @@ class Reporter:
     """Reads the node's parts; owns nothing. ``state`` and ``liveness`` are None until the run is known."""
 
     host: Host
-    board: Board
+    journal: Journal
     run_id: bytes
     run_name: str
     started_at: float
@@ -59,87 +60,79 @@ class Reporter:
     liveness: Liveness | None = None
     pipeline: PipelineService | None = None
     leases: LeaseKeeper | None = None
+    nodes_of_stages: Callable[[], Sequence[frozenset[bytes]]] = tuple
     traffic: TrafficKeeper | None = None
     _seen: list[_Seen] = field(default_factory=list)  # one at most
 
     def status(self, max_members: int = MAX_MEMBERS_SHOWN) -> NodeStatus:
         """Everything that ``farandole status`` shows, as of now, with so many members, connected ones first."""
-        board = self.board
+        journal = self.journal
         seen = self._look()
         shown = members = seen.members
         if len(members) > max_members:
             shown = sorted(members, key=lambda member: not (member.is_self or member.is_connected))[:max_members]
         return NodeStatus(
+            **msgspec.structs.asdict(journal.state),
+            **self._history(max_members),
+            **self._network(),
             version=_version(),
-            peer_id=self.host.peer_id,
             pid=os.getpid(),
             started_at=self.started_at,
-            addresses=self.host.addresses,
-            mapped_addresses=self.host.mapped_addresses,
-            phase=board.phase,
-            phase_detail=board.detail,
-            phase_since=board.phase_since,
             is_member=any(member.is_self and not member.has_left for member in members),
-            stage=board.stage,
-            round=board.round,
-            inner_steps=board.inner_steps,
-            inner_steps_this_round=board.inner_steps_this_round,
-            tokens=board.tokens,
-            tokens_per_second=board.tokens_per_second,
-            utilisation=board.utilisation,
-            recent_utilisation=board.recent_utilisation,
-            late_steps=board.late_steps,
-            loss=board.loss,
-            losses=list(board.losses),
-            loss_first=board.loss_first,
-            validation=list(board.validation),
-            device=board.device,
-            trainer_pid=board.trainer_pid,
-            trainer_restarts=board.trainer_restarts,
-            microbatch=board.microbatch,
-            exchanges_ok=board.exchanges_ok,
-            exchanges_alone=board.exchanges_alone,
-            exchanges_failed=board.exchanges_failed,
-            partners=dict(board.partners.most_common(max_members)),
-            paths=dict(board.paths),
-            bytes_sent=board.bytes_sent,
-            bytes_received=board.bytes_received,
-            last_exchange=board.last_exchange,
-            recent_exchanges=list(board.recent_exchanges),
-            waits_for=board.waits_for,
-            isolation=board.isolation,
-            upload_mbit=self.shaping.up.rate / BYTES_PER_MBIT,
-            download_mbit=self.shaping.down.rate / BYTES_PER_MBIT,
-            bytes_sent_per_second=self.shaping.up.per_second(),
-            bytes_received_per_second=self.shaping.down.per_second(),
-            num_parameters=board.num_parameters,
             pipeline=None if self.pipeline is None else self.pipeline.status(),
             data=None if self.leases is None else self.leases.status(),
-            connected_peers=len(self.host.connected),
-            reachability=self.connectivity.reachability.kind.value,
-            relays=[peer_id_of(held.relay) for held in self.connectivity.keeper.held],
-            relayed_peers=self.connectivity.num_reservations,
-            relayed_circuits=self.connectivity.num_circuits,
             run=seen.run,
             members=shown,
-            warnings=list(board.warnings),
             traffic=None if self.traffic is None else self.traffic.status(),
             resources=self._resources(),
-            at=board.clock(),
-            round_steps=board.round_steps,
-            round_seconds=board.round_seconds,
-            round_since=board.round_since,
-            links=self.links(),
-            events=list(board.events),
-            is_trainer_dead=board.is_trainer_dead,
+            at=journal.clock(),
         )
 
+    def _history(self, max_partners: int) -> dict[str, Any]:
+        """Fields about what happened before."""
+        journal, exchanges, losses = self.journal, self.journal.exchanges, self.journal.losses
+        return {
+            "losses": list(losses.training),
+            "loss_first": losses.first,
+            "validation": list(losses.validation),
+            "exchanges_ok": exchanges.num_committed,
+            "exchanges_alone": exchanges.num_alone,
+            "exchanges_failed": exchanges.num_failed,
+            "partners": dict(exchanges.partners.most_common(max_partners)),
+            "paths": dict(exchanges.paths),
+            "bytes_sent": exchanges.bytes_sent,
+            "bytes_received": exchanges.bytes_received,
+            "last_exchange": exchanges.last,
+            "recent_exchanges": list(exchanges.recent),
+            "warnings": list(journal.warnings),
+            "events": list(journal.events),
+        }
+
+    def _network(self) -> dict[str, Any]:
+        """Fields about addresses, connections and bandwidth."""
+        host, shaping, connectivity = self.host, self.shaping, self.connectivity
+        return {
+            "peer_id": host.peer_id,
+            "addresses": host.addresses,
+            "mapped_addresses": host.mapped_addresses,
+            "connected_peers": len(host.connected),
+            "links": self.links(),
+            "reachability": connectivity.reachability.kind.value,
+            "relays": [peer_id_of(held.relay) for held in connectivity.keeper.held],
+            "relayed_peers": connectivity.num_reservations,
+            "relayed_circuits": connectivity.num_circuits,
+            "upload_mbit": shaping.up.rate / BYTES_PER_MBIT,
+            "download_mbit": shaping.down.rate / BYTES_PER_MBIT,
+            "bytes_sent_per_second": shaping.up.per_second(),
+            "bytes_received_per_second": shaping.down.per_second(),
+        }
+
     def _resources(self) -> Resources | None:
-        board = self.board
-        taken = measure_resources(board.trainer_pid)
-        if taken is None or board.trainer_pid is None or board.device_memory is None:
+        journal = self.journal
+        taken = measure_resources(journal.state.trainer_pid)
+        if taken is None or journal.state.trainer_pid is None or journal.state.device_memory is None:
             return taken
-        device_memory, total = board.device_memory
+        device_memory, total = journal.state.device_memory
         return msgspec.structs.replace(taken, device_memory=device_memory, device_memory_total=total)
 
     def connections(self) -> Connections:
@@ -152,7 +145,7 @@ class Reporter:
 
     def links(self) -> list[LinkStatus]:
         """Connections first, and of these the ones with whom the last exchanges were."""
-        last_exchanges = self.board.last_exchanges
+        last_exchanges = self.journal.exchanges.last_by_peer
         connected = {peer_id_of(peer): peer for peer in self.host.connected}
         names = sorted(
             connected.keys() | last_exchanges.keys(),
@@ -161,14 +154,14 @@ class Reporter:
         return [self._link(name, connected.get(name)) for name in names[:MAX_LINKS]]
 
     def _link(self, name: str, peer: bytes | None) -> LinkStatus:
-        board = self.board
-        last = board.last_exchanges.get(name)
+        journal = self.journal
+        last = journal.exchanges.last_by_peer.get(name)
         return LinkStatus(
             peer_id=name,
             path="" if peer is None else self.host.path(peer),
             round_trip_seconds=None if peer is None else self.host.round_trip(peer),
-            bytes_per_second=board.bandwidths.get(name),
-            committed=board.partners[name],
+            bytes_per_second=journal.exchanges.bandwidths.get(name),
+            committed=journal.exchanges.partners[name],
             last_round=None if last is None else last.round,
             last_verdict="" if last is None else last.verdict,
             last_at=_ended_at(last),
@@ -213,25 +206,26 @@ class Reporter:
         assert self.liveness is not None
         beat = self.state.payload(author, Beat) or Beat(0, 0, None, 0)
         progress = self.state.payload(author, Progress)
-        is_self = author == self.host.author
-        partner = self.board.last_partner if is_self else partners.get(beat.partner)
+        if author == self.host.author:
+            return _own_member(author, member, self.journal.state)
+        partner = partners.get(beat.partner)
         return MemberStatus(
             peer_id=peer_id_of(author),
-            is_live=(is_live or is_self) and not member.left,
-            is_self=is_self,
+            is_live=is_live and not member.left,
+            is_self=False,
             has_left=member.left,
-            stage=self.board.stage if is_self else member.stage,
-            round=self.board.round if is_self else beat.round,
-            inner_steps=self.board.inner_steps if is_self else beat.inner_steps,
-            tokens=self.board.tokens if is_self else progress.tokens if progress else 0,
-            tokens_per_second=self.board.tokens_per_second if is_self else float(beat.tokens_per_second),
-            loss=self.board.loss if is_self else None if beat.loss is None else beat.loss / LOSS_SCALE,
+            stage=member.stage,
+            round=beat.round,
+            inner_steps=beat.inner_steps,
+            tokens=progress.tokens if progress else 0,
+            tokens_per_second=float(beat.tokens_per_second),
+            loss=None if beat.loss is None else beat.loss / LOSS_SCALE,
             device=member.device,
             addresses=list(member.addresses),
             is_connected=is_connected,
             path=self.host.path(author) if is_connected else "",
-            last_seen_seconds=None if is_self else self.liveness.seconds_since(author, now),
-            is_paused=self.board.phase == "paused" if is_self else member.is_paused,
+            last_seen_seconds=self.liveness.seconds_since(author, now),
+            is_paused=member.is_paused,
             last_partner=peer_id_of(partner) if partner else "",
         )
 
@@ -250,8 +244,31 @@ class Reporter:
             loss_min=min(losses, default=None),
             loss_max=max(losses, default=None),
             state_root=self.state.root.hex() if self.state is not None else "",
-            providers=list(self.board.providers),
+            providers=[len(nodes) for nodes in self.nodes_of_stages()],
         )
+
+
+def _own_member(author: bytes, member: Member, state: NodeState) -> MemberStatus:
+    """This node as a member, from its own state, which is newer than what it has published."""
+    return MemberStatus(
+        peer_id=peer_id_of(author),
+        is_live=not member.left,
+        is_self=True,
+        has_left=member.left,
+        stage=state.stage,
+        round=state.round,
+        inner_steps=state.inner_steps,
+        tokens=state.tokens,
+        tokens_per_second=state.tokens_per_second,
+        loss=state.loss,
+        device=member.device,
+        addresses=list(member.addresses),
+        is_connected=False,
+        path="",
+        last_seen_seconds=None,
+        is_paused=state.phase == "paused",
+        last_partner=state.partner,
+    )
 
 
 @functools.cache

@@ -10,8 +10,8 @@ from typing import Final
 import trio
 
 from farandole.node.bulk.contributions import Outgoing
-from farandole.node.trainer import messages
 from farandole.node.trainer.trainer import TrainerStream
+from farandole.protocol import trainer_messages as messages
 
 # Of one round: what has come, the screening, the outer step.
 MAX_COMMANDS: Final = messages.MAX_STEPS + 8

@@ -38,7 +38,7 @@ from farandole.node.state.gossip import GossipService
 from farandole.node.state.membership import Membership
 from farandole.node.state.messenger import open_messenger
 from farandole.node.state.store import open_store
-from farandole.node.status.board import Board
+from farandole.node.status.journal import Journal
 from farandole.protocol.exchange_messages import Offer
 from farandole.protocol.pairing_events import StartExchange
 from farandole.protocol.reachability import Kind
@@ -71,7 +71,7 @@ class NatMember:
 async def open_member(run_id: bytes, port: int, peers: dict[bytes, list[str]]) -> AsyncIterator[NatMember]:
     """It listens on this port, or any (0), and takes part until the block ends. ``peers``: those of the invite."""
     key, rng, shaping = Ed25519PrivateKey.generate(), random.Random(), Shaping()
-    board = Board(say=logger.info)
+    journal = Journal(say=logger.info)
     with tempfile.TemporaryDirectory() as folder:
         async with (
             open_store(Path(folder, "store.sqlite")) as store,
@@ -87,14 +87,14 @@ async def open_member(run_id: bytes, port: int, peers: dict[bytes, list[str]]) -
                 host,
                 state,
                 gossip,
-                board,
+                journal,
                 rng,
                 incarnation=time.time_ns() // 1_000_000,
                 on_peers=lambda live: None,
                 on_lost=lambda peer: None,
             )
             connectivity.members = lambda: membership.everyone
-            await connect_to_run(host, Target(run_id, None, peers), board)
+            await connect_to_run(host, Target(run_id, None, peers), journal)
             async with open_bulk(host, shaping) as channels, trio.open_nursery() as nursery:
                 exchanges = ExchangeService(host, channels, shaping)
                 await nursery.start(gossip.run)

@@ -16,9 +16,9 @@ import torch
 
 from farandole.node.store.folder import CheckpointFolder
 from farandole.node.store.save import Saver
-from farandole.node.trainer.messages import Saved
 from farandole.node.trainer_process.main import NICENESS
 from farandole.protocol.manifest import manifest_from_dict
+from farandole.protocol.trainer_messages import Saved
 from farandole.training.durable import sync_folder
 from farandole.training.learner import Learner, build_learner
 

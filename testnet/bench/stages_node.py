@@ -23,9 +23,9 @@ from farandole.node.bulk.negotiation import open_bulk
 from farandole.node.loop.stages.pipeline import PipelineService, Worker
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.state.messenger import open_messenger
-from farandole.node.trainer import messages
 from farandole.node.trainer.trainer import Trainer, open_trainer
 from farandole.protocol import pipeline_events as machine
+from farandole.protocol import trainer_messages as messages
 from farandole.protocol.identity import public_bytes
 from farandole.protocol.manifest import Manifest, manifest_from_dict
 

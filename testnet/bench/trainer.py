@@ -15,8 +15,8 @@ import torch
 from blake3 import blake3
 from torch import Tensor, nn
 
-from farandole.node.trainer import messages
 from farandole.node.trainer.channel import Channel
+from farandole.protocol import trainer_messages as messages
 from farandole.protocol.manifest import Codec, InnerConfig, OuterConfig
 from farandole.training.codec import decode, encode, encoded_size
 from farandole.training.device import choose_device

@@ -28,7 +28,7 @@ READ_IN = {
     "mesh/relay_client.py": "libp2p says in time of day until when a reservation lasts",
     "relay_node.py": "since when the node runs, shown",
     "state/gossip.py": "of entries, whose author says when they were written; never for who lives",
-    "status/board.py": "since when the phase lasts, shown",
+    "status/journal.py": "since when the phase lasts, shown",
     "ui/watch/lines.py": "the time of a line",
     "ui/watch/panels.py": "the time of a line",
 }

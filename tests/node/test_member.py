@@ -22,7 +22,7 @@ from farandole.node.join.weights import WEIGHTS_TIMEOUT
 from farandole.node.loop.pause.pause import Rest
 from farandole.node.member import FAREWELL_TIMEOUT, MAX_ISOLATION_INTERVAL, RunMember, leave_timeout
 from farandole.node.state.store import StoreError
-from farandole.node.status.board import Board
+from farandole.node.status.journal import Journal
 from farandole.node.store.fetch import Fetched, FetchError
 from farandole.node.store.folder import CheckpointFolder
 from farandole.protocol.blocks import Index, SignedIndex
@@ -62,13 +62,13 @@ def make_member(home: Path) -> RunMember:
     )
     messenger: Any = SimpleNamespace(set_receiver=lambda *args: None)
     store: Any = FullDisk()
-    board = Board(say=lambda text: None)
+    journal = Journal(say=lambda text: None)
     return RunMember(
         NodeSettings(home=home),
         KEY,
         store,
         AddressBook(store),
-        board,
+        journal,
         host,
         messenger,
         Manifest("tiny", MODEL),
@@ -85,7 +85,7 @@ async def test_a_full_disk_does_not_end_the_node(
     nursery.start_soon(member._remember)
     nursery.start_soon(member._end_isolation, Target(SIGNED.run_id, None))
     await trio.sleep(600)
-    assert any("the disk is full" in warning for warning in member._board.warnings)
+    assert any("the disk is full" in warning for warning in member._journal.warnings)
     nursery.cancel_scope.cancel()
 
 
@@ -109,13 +109,13 @@ async def test_a_member_cut_off_dials_without_end_says_so_and_stops_when_it_is_b
     assert (
         2 * 24 * 3600 / (1.5 * MAX_ISOLATION_INTERVAL) < len(dialled) < 2 * 24 * 3600 / (0.5 * MAX_ISOLATION_INTERVAL)
     )
-    assert "no member answered; next in" in member._board.isolation
+    assert "no member answered; next in" in member._journal.state.isolation
     host.connected = frozenset({ALICE})
     monkeypatch.setattr(type(member._membership), "everyone", host.connected)
     dialled.clear()
     await trio.sleep(3600)
     assert dialled == []
-    assert member._board.isolation == ""
+    assert member._journal.state.isolation == ""
     nursery.cancel_scope.cancel()
 
 
@@ -173,7 +173,7 @@ async def test_a_member_that_comes_back_says_its_round_at_once(
     newest.touch()
     monkeypatch.setattr(weights_module, "saved_round", {newest: 30}.__getitem__)
     await member._restore_counters()
-    assert member._board.round == 30
+    assert member._journal.state.round == 30
 
 
 async def nothing(name: str) -> None:
@@ -184,9 +184,9 @@ async def test_who_leaves_is_told_that_its_trainer_was_too_slow_to_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
 ) -> None:
     member = make_member(tmp_path)
-    monkeypatch.setattr(member._rounds, "leave", trio.sleep_forever)
+    monkeypatch.setattr(member._training, "leave", trio.sleep_forever)
     await member._end_training()
-    assert "did not save within 15 s" in member._board.warnings[-1]
+    assert "did not save within 15 s" in member._journal.warnings[-1]
 
 
 def test_a_large_model_has_time_to_be_saved_and_who_waits_for_it_has_more() -> None:

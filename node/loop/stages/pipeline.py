@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from farandole.protocol import pipeline_events as machine
+from farandole.protocol import trainer_messages as messages
 from farandole.protocol.activations import (
     MAX_QUESTION_BYTES,
     Answer,
@@ -47,7 +48,6 @@ from ...bulk.channel import BulkChannel
 from ...bulk.transport import Channels
 from ...state.messenger import Messenger
 from ...status.status import PipelineStatus
-from ...trainer import messages
 from .activation_link import ActivationLink
 
 if TYPE_CHECKING:

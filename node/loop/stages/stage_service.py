@@ -26,7 +26,7 @@ from farandole.protocol.stage_choice import (
 from ...base.errors import JoinError
 from ...join.weights import Weights
 from ...state.membership import Membership
-from ...status.board import Board
+from ...status.journal import Journal
 
 DECIDE_INTERVAL: Final = 1.0
 # A lease lives for three minutes (`protocol.entries`).
@@ -49,7 +49,7 @@ class StageKeeper:
         self,
         membership: Membership,
         weights: Weights,
-        board: Board,
+        journal: Journal,
         author: bytes,
         *,
         wanted: int | None,
@@ -62,7 +62,7 @@ class StageKeeper:
             raise JoinError(f"--stage {wanted}: the run's model has {'no stage but 0' if not last else f'0 to {last}'}")
         self._membership = membership
         self._weights = weights
-        self._board = board
+        self._journal = journal
         self._author = author
         self._wanted = wanted
         self._choice = StageChoice(author, PATIENT_BEATS * heartbeat_seconds)
@@ -92,7 +92,9 @@ class StageKeeper:
         seen, since = membership.nodes_of_stages(), trio.current_time()
         with trio.move_on_after(MAX_QUIET_SECONDS):
             while membership.is_young and trio.current_time() - since < QUIET_SECONDS:
-                self._board.enter("preparing", f"stage {membership.stage}; others choose theirs", "other nodes' stages")
+                self._journal.enter(
+                    "preparing", f"stage {membership.stage}; others choose theirs", "other nodes' stages"
+                )
                 await trio.sleep(DECIDE_INTERVAL / 2)
                 if membership.nodes_of_stages() != seen:
                     seen, since = membership.nodes_of_stages(), trio.current_time()
@@ -127,7 +129,7 @@ class StageKeeper:
     async def _move(self, target: int) -> None:
         """With a lease: fetch the weights while the trainer works on, then go."""
         membership, source = self._membership, self._membership.stage
-        self._board.say(f"moving from stage {source} to stage {target}, which needs it more")
+        self._journal.say(f"moving from stage {source} to stage {target}, which needs it more")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._renew_lease, target)
             if await self._weights.fetch_ahead(target):
@@ -135,7 +137,7 @@ class StageKeeper:
                 self._restart_trainer()
                 await trio.sleep(LEASE_SECONDS)  # so that all know that we are there before they may follow
             else:
-                self._board.warn(f"nobody gave the weights of stage {target}: staying in stage {source}")
+                self._journal.warn(f"nobody gave the weights of stage {target}: staying in stage {source}")
             nursery.cancel_scope.cancel()
         await membership.lease(membership.stage, is_settled=False)
 
@@ -148,5 +150,5 @@ class StageKeeper:
         membership = self._membership
         self._weights.forget_saved()
         await membership.hold(stage)
-        self._board.say(f"this node holds stage {stage} (of 0 to {membership.num_stages - 1})")
+        self._journal.say(f"this node holds stage {stage} (of 0 to {membership.num_stages - 1})")
         await self._on_moved(stage)

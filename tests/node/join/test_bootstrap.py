@@ -16,7 +16,7 @@ from farandole.node.join import bootstrap as joining
 from farandole.node.join.bootstrap import Target, connect_to_run, find_target, obtain_manifest
 from farandole.node.join.manifests import ManifestService
 from farandole.node.mesh.host import Host, open_host
-from farandole.node.status.board import Board
+from farandole.node.status.journal import Journal
 from farandole.protocol.errors import UnknownManifestError
 from farandole.protocol.identity import peer_id_of
 from farandole.protocol.invite import Invite, encode_invite
@@ -41,8 +41,8 @@ class NewerManifest(Manifest, frozen=True):
 
 
 @pytest.fixture
-def board() -> Board:
-    return Board(say=lambda text: None)
+def journal() -> Journal:
+    return Journal(say=lambda text: None)
 
 
 @pytest.fixture(autouse=True)
@@ -69,62 +69,66 @@ def test_who_was_named_comes_first_and_then_the_book(tmp_path: Path) -> None:
     assert target.peers[bob] == [*named, "/ip4/2.2.2.2/tcp/2"]
 
 
-async def test_one_member_of_the_book_is_enough_when_the_invites_peers_are_dead(board: Board) -> None:
+async def test_one_member_of_the_book_is_enough_when_the_invites_peers_are_dead(journal: Journal) -> None:
     with trio.fail_after(PATIENCE):
         async with open_member() as member, open_public() as newcomer:
             target = Target(RUN, None, {**DEAD, member.author: member.addresses})
-            await connect_to_run(newcomer, target, board)
-            manifest, raw = await obtain_manifest(newcomer, target, board)
+            await connect_to_run(newcomer, target, journal)
+            manifest, raw = await obtain_manifest(newcomer, target, journal)
             assert (manifest.name, raw) == ("tiny", SIGNED.encode())
 
 
 async def test_a_newcomer_tries_until_somebody_is_there_and_says_so(
-    board: Board, monkeypatch: pytest.MonkeyPatch
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(joining, "JOIN_TIMEOUT", 0.1)
     with trio.fail_after(PATIENCE):
         async with open_public() as newcomer, trio.open_nursery() as nursery:
-            nursery.start_soon(connect_to_run, newcomer, Target(RUN, None, DEAD), board)
-            await until(lambda: bool(re.search("4 known peers dialled ([3-9]|..+) times, none answered", board.detail)))
-            assert board.waits_for == "a bootstrap peer"
-            await until(lambda: bool(board.warnings))
+            nursery.start_soon(connect_to_run, newcomer, Target(RUN, None, DEAD), journal)
+            await until(
+                lambda: bool(
+                    re.search("4 known peers dialled ([3-9]|..+) times, none answered", journal.state.phase_detail)
+                )
+            )
+            assert journal.state.waits_for == "a bootstrap peer"
+            await until(lambda: bool(journal.warnings))
             async with open_member() as member:  # it is enough that somebody else comes
                 await member.connect(newcomer.author, newcomer.addresses)
                 await until(lambda: not nursery.child_tasks)
-    (warning,) = board.warnings
+    (warning,) = journal.warnings
     assert "step 1, dialling" in warning
     assert "farandole run invite" in warning
 
 
-async def test_a_newcomer_among_strangers_waits_for_a_member(board: Board) -> None:
+async def test_a_newcomer_among_strangers_waits_for_a_member(journal: Journal) -> None:
     with trio.fail_after(PATIENCE):
         async with open_public() as stranger, open_public() as newcomer, trio.open_nursery() as nursery:
             await newcomer.connect(stranger.author, stranger.addresses)
             found: list[bytes] = []
 
             async def obtain() -> None:
-                found.append((await obtain_manifest(newcomer, Target(RUN, None, DEAD), board))[1])
+                found.append((await obtain_manifest(newcomer, Target(RUN, None, DEAD), journal))[1])
 
             nursery.start_soon(obtain)
-            await until(lambda: "no member found; looking again" in board.detail)
+            await until(lambda: "no member found; looking again" in journal.state.phase_detail)
             async with open_member() as member:
                 await member.connect(newcomer.author, newcomer.addresses)
                 await until(lambda: not nursery.child_tasks)
     assert found == [SIGNED.encode()]
 
 
-async def test_a_node_that_is_too_old_for_the_run_is_told_so(board: Board) -> None:
+async def test_a_node_that_is_too_old_for_the_run_is_told_so(journal: Journal) -> None:
     newer = sign_manifest(NewerManifest("tiny", MODEL), Ed25519PrivateKey.generate())
     with trio.fail_after(PATIENCE):
         async with open_public() as newcomer, open_host(Ed25519PrivateKey.generate(), LOOPBACK) as member:
             ManifestService(newer.run_id, newer.encode()).register(member)
             await newcomer.connect(member.author, member.addresses)
             with pytest.raises(UnknownManifestError, match=r"does not know.*colour.*up to date"):
-                await obtain_manifest(newcomer, Target(newer.run_id, None, DEAD), board)
+                await obtain_manifest(newcomer, Target(newer.run_id, None, DEAD), journal)
 
 
-async def test_who_knows_the_run_goes_on_alone(board: Board) -> None:
+async def test_who_knows_the_run_goes_on_alone(journal: Journal) -> None:
     with trio.fail_after(PATIENCE):
         async with open_public() as host:
-            await connect_to_run(host, Target(RUN, SIGNED.encode(), DEAD), board)
-    assert any("going on alone" in warning for warning in board.warnings)
+            await connect_to_run(host, Target(RUN, SIGNED.encode(), DEAD), journal)
+    assert any("going on alone" in warning for warning in journal.warnings)

@@ -12,7 +12,7 @@ import trio.testing
 from farandole.node.base.settings import NodeSettings
 from farandole.node.join import start as starting
 from farandole.node.join.start import Start
-from farandole.node.status.board import Board
+from farandole.node.status.journal import Journal
 from farandole.node.store.consolidated.folder import CHECKPOINT_NAME, INDEX_NAME, VECTORS, Consolidated, read_folder
 from farandole.node.store.consolidated.merge import consolidate
 from farandole.node.store.consolidated.resume import resumed_manifest
@@ -33,40 +33,40 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Consolidated:
 
 
 @pytest.fixture
-def board() -> Board:
-    return Board(say=lambda text: None)
+def journal() -> Journal:
+    return Journal(say=lambda text: None)
 
 
-def start_at(home: Path, model: Consolidated, board: Board, *, is_named: bool) -> Start:
+def start_at(home: Path, model: Consolidated, journal: Journal, *, is_named: bool) -> Start:
     """A life of a node that was given the folder, or that has to fetch it from Bob."""
     manifest = resumed_manifest(model, {"name": "more"}, Path(), 0)
     assert manifest.start is not None
     settings = NodeSettings(home=home, start=model.path if is_named else None)
     membership: Any = SimpleNamespace(start_holders=lambda checkpoint_id: [BOB], everyone=frozenset({BOB}))
     anything: Any = SimpleNamespace(conditions=None)
-    return Start(settings, manifest, manifest.start, board, anything, anything, membership)
+    return Start(settings, manifest, manifest.start, journal, anything, anything, membership)
 
 
 async def test_what_was_kept_and_is_damaged_is_taken_anew_from_the_folder_that_was_named(
-    tmp_path: Path, model: Consolidated, board: Board
+    tmp_path: Path, model: Consolidated, journal: Journal
 ) -> None:
     question = Question(model.index.run_id, 0, model.id)
     for _ in range(2):
-        start = start_at(tmp_path, model, board, is_named=True)
+        start = start_at(tmp_path, model, journal, is_named=True)
         await start.open()
         assert start.path_of(0) == tmp_path / "start" / CHECKPOINT_NAME
         held = start.find(question)
         assert held is not None
         held.let_go()
         (tmp_path / "start" / INDEX_NAME).write_bytes(b"half of")
-    assert "cannot be used" in board.warnings[-1]
+    assert "cannot be used" in journal.warnings[-1]
     assert model.checkpoint.exists()
 
 
 async def test_a_disk_that_takes_nothing_costs_an_attempt_and_not_the_node(
     tmp_path: Path,
     model: Consolidated,
-    board: Board,
+    journal: Journal,
     monkeypatch: pytest.MonkeyPatch,
     autojump_clock: trio.testing.MockClock,
 ) -> None:
@@ -77,6 +77,6 @@ async def test_a_disk_that_takes_nothing_costs_an_attempt_and_not_the_node(
 
     monkeypatch.setattr(starting, "ask_for_index", ask_for_index)
     (tmp_path / "start").write_text("in the way of the folder")
-    start = start_at(tmp_path, model, board, is_named=False)
+    start = start_at(tmp_path, model, journal, is_named=False)
     assert not await start.obtain(0)
-    assert "cannot be stored" in board.warnings[-1]
+    assert "cannot be stored" in journal.warnings[-1]

@@ -27,12 +27,12 @@ from farandole.node.join.weights import (
     WEIGHTS_TIMEOUT,
     Weights,
 )
-from farandole.node.status.board import Board
+from farandole.node.status.journal import Journal
 from farandole.node.store.fetch import Fetched, FetchError
 from farandole.node.store.holdings import Holding
 from farandole.node.store.partial_file import partial_path
 from farandole.node.store.provider import DonorBusyError, DonorError
-from farandole.node.trainer import messages
+from farandole.protocol import trainer_messages as messages
 from farandole.protocol.block_transfer import Question
 from farandole.protocol.blocks import Index, SignedIndex, sign_index
 from farandole.protocol.copies import ranked
@@ -72,7 +72,7 @@ class World:
         self.seconds = 1.0
         """For which a download goes on."""
         self.said: list[str] = []
-        self.board = Board(say=self.said.append)
+        self.journal = Journal(say=self.said.append)
         self.settings = NodeSettings(home=folder, backup_seconds=10.0)
         self.settings.checkpoints.mkdir()
         self.weights = self.begin()
@@ -87,7 +87,7 @@ class World:
             author=ME, find_providers=self.find_providers, provide=self.provide, withdraw=self.provided.remove
         )
         me: Any = self
-        return Weights(self.settings, KEY, self.board, host, me, Manifest("cut", MODEL), RUN, Shaping(), lambda: None)
+        return Weights(self.settings, KEY, self.journal, host, me, Manifest("cut", MODEL), RUN, Shaping(), lambda: None)
 
     def index(self, peer: bytes, stage: int) -> Index:
         author, round_index = self.by_peer[peer, stage]
@@ -286,7 +286,7 @@ async def test_a_stage_that_nobody_has_begins_from_the_seed_with_a_loud_warning(
     began_at = trio.current_time()
     await world.weights.obtain()
     assert SEED_AFTER <= trio.current_time() - began_at <= SEED_AFTER + 5
-    assert "NOBODY HAS THE WEIGHTS OF STAGE 1" in world.board.warnings[-1]
+    assert "NOBODY HAS THE WEIGHTS OF STAGE 1" in world.journal.warnings[-1]
     assert await world.weights.fetch_ahead(1)
 
 

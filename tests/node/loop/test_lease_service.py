@@ -12,8 +12,8 @@ import trio.testing
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.loop.lease_service import SAVE_SECONDS, LeaseKeeper
-from farandole.node.status.board import Board
-from farandole.node.trainer import messages
+from farandole.node.status.journal import Journal
+from farandole.protocol import trainer_messages as messages
 from farandole.protocol.entries import Delta, Kind, Lease, LeasedSlices, Payload
 from farandole.protocol.identity import public_bytes
 from farandole.protocol.lease_events import Announce
@@ -76,7 +76,7 @@ class Node:
 
     def __init__(self, run: Run, disk: Disk, manifest: Manifest = MANIFEST) -> None:
         self.drawn: list[messages.DrawSlices] = []
-        self.board = Board(say=lambda text: None)
+        self.journal = Journal(say=lambda text: None)
         self.num_ends = 0
         self.origins: frozenset[bytes] = frozenset()
         self.keeper = LeaseKeeper(
@@ -85,7 +85,7 @@ class Node:
             run.state,
             run,
             disk,
-            self.board,
+            self.journal,
             origins=lambda: self.origins,
             period=lambda: 2.0,
             on_over=self._end,
@@ -189,15 +189,15 @@ async def test_a_run_that_starts_where_another_was_goes_on_with_its_epoch_if_the
         status = node.keeper.status()
         assert status is not None
         assert (status.epoch, status.done) == (epoch, done)
-        assert len(node.board.warnings) == (corpus != CORPUS)
+        assert len(node.journal.warnings) == (corpus != CORPUS)
         await trio.sleep(SETTLE_SECONDS + 2)
         for first, count in node.drawn[-1].ranges:
             assert not done or not set(DONE) & set(range(first, first + count))
         await trio.sleep(SAVE_SECONDS)
-        assert sum("the data goes on" in event.text for event in node.board.events) == (corpus == CORPUS)
+        assert sum("the data goes on" in event.text for event in node.journal.events) == (corpus == CORPUS)
     async with life(run, disk, msgspec.structs.replace(MANIFEST, start=start)) as node:
         node.begin(corpus)  # it goes on from itself
-        assert not any("the data goes on" in event.text for event in node.board.events)
+        assert not any("the data goes on" in event.text for event in node.journal.events)
 
 
 async def test_a_trainer_that_comes_back_goes_on_with_what_is_left(
@@ -286,7 +286,7 @@ async def test_another_text_is_told_of(run: Run, disk: Disk, autojump_clock: tri
         run.write(BOB, 0, Lease(0, OTHER_TEXT))
         node.begin()
         await trio.sleep(3)
-        (warning,) = node.board.warnings
+        (warning,) = node.journal.warnings
         assert "1 of 1 other nodes train on another text" in warning
         status = node.keeper.status()
         assert status is not None

@@ -13,7 +13,7 @@ import trio
 from trio.testing import MockClock
 
 from farandole.node.state.membership import ADDRESSES_INTERVAL, Membership
-from farandole.node.status.board import Board
+from farandole.node.status.journal import Journal
 from farandole.protocol.entries import Beat, CheckpointNotice, Kind, Member, Payload, StageLease
 from farandole.protocol.liveness import Liveness
 from farandole.protocol.stage_choice import Provider
@@ -21,13 +21,13 @@ from farandole.protocol.stage_choice import Provider
 from ..store.files import index_of
 
 
-def make_membership(board: Board, gossip: Any, state: Any = None) -> Membership:
+def make_membership(journal: Journal, gossip: Any, state: Any = None) -> Membership:
     anything: Any = None
     return Membership(
         anything,
         state,
         gossip,
-        board,
+        journal,
         random.Random(1),
         incarnation=1,
         on_peers=lambda peers: None,
@@ -51,9 +51,9 @@ class Gossip:
 )
 async def test_a_replica_that_diverges_does_not_stop_its_nodes_heart(loss: float | None, told: int | None) -> None:
     gossip: Any = Gossip()
-    board = Board(say=lambda text: None)
-    board.loss, board.round = loss, 2**40  # a liar's round
-    membership = make_membership(board, gossip)
+    journal = Journal(say=lambda text: None)
+    journal.update(loss=loss, round=2**40)  # a liar's round
+    membership = make_membership(journal, gossip)
     await membership.beat()
     await membership.report_progress()
     assert gossip.published[0] == (Kind.BEAT, Beat(0, 2**31 - 1, told, 0))
@@ -82,18 +82,18 @@ class Beats:
 )
 def test_newcomers_do_not_make_a_run_look_young(beats: list[Beat], round_index: int) -> None:
     told = {bytes([index]): beat for index, beat in enumerate(beats)}
-    membership = make_membership(Board(say=lambda text: None), Gossip(), Beats(told))
+    membership = make_membership(Journal(say=lambda text: None), Gossip(), Beats(told))
     membership._others = (frozenset(told),)
     assert membership.current_round() == round_index
 
 
 async def test_a_device_that_was_found_is_announced() -> None:
-    board, gossip = Board(say=lambda text: None), Gossip()
-    membership = make_membership(board, gossip)
+    journal, gossip = Journal(say=lambda text: None), Gossip()
+    membership = make_membership(journal, gossip)
     host: Any = SimpleNamespace(addresses=["/ip4/10.0.0.1/tcp/1/p2p/x"])
     membership._host = host
     await membership.announce()
-    board.device = "CPU (x86_64)"
+    journal.update(device="CPU (x86_64)")
     assert membership._has_changed()
     await membership.announce()
     assert not membership._has_changed()
@@ -101,8 +101,8 @@ async def test_a_device_that_was_found_is_announced() -> None:
 
 
 async def test_an_address_that_was_found_is_announced_without_delay(autojump_clock: MockClock) -> None:
-    board, gossip = Board(say=lambda text: None), Gossip()
-    membership = make_membership(board, gossip)
+    journal, gossip = Journal(say=lambda text: None), Gossip()
+    membership = make_membership(journal, gossip)
     host: Any = SimpleNamespace(addresses=["/ip4/10.0.0.1/tcp/1/p2p/x"])
     membership._host = host
     await membership.announce()
@@ -151,7 +151,7 @@ class Staged:
 
     def __init__(self, *, is_bound: bool = False) -> None:
         self.gossip, self.state = Gossip(), Told()
-        self.board = Board(say=lambda text: None)
+        self.journal = Journal(say=lambda text: None)
         self.peers: list[frozenset[bytes]] = []
         self.nodes: list[tuple[frozenset[bytes], ...]] = []
         self.host = SimpleNamespace(author=ME, addresses=[], connected=frozenset())
@@ -162,7 +162,7 @@ class Staged:
             host,
             state,
             gossip,
-            self.board,
+            self.journal,
             random.Random(1),
             incarnation=1,
             on_peers=self.peers.append,
@@ -189,7 +189,7 @@ async def test_peers_are_those_of_the_own_stage_and_nodes_those_of_all() -> None
     await node.membership.hold(1)
     assert node.peers == [{ANN}, {BOB}]
     assert node.nodes[-1] == (frozenset((ANN,)), frozenset((BOB, ME)), frozenset())
-    assert node.board.providers == [1, 2, 0]
+    assert [len(nodes) for nodes in node.membership.nodes_of_stages()] == [1, 2, 0]
     assert node.gossip.published[-1][1] == Member(stage=1, incarnation=1)
 
 
@@ -261,16 +261,16 @@ async def test_a_checkpoint_and_a_copy_are_announced_side_by_side() -> None:
 async def test_a_speed_is_told_anew_when_it_has_changed() -> None:
     node = Staged()
     await node.membership.announce()
-    node.board.speed = 100.0
+    node.journal.update(speed=100.0)
     assert node.membership._has_changed()
     await node.membership.announce()
-    node.board.speed = 110.0
+    node.journal.update(speed=110.0)
     assert not node.membership._has_changed()
 
 
 def test_who_is_paused_holds_no_round_back_but_a_run_of_paused_nodes_is_where_they_left_it() -> None:
     told = {ANN: Beat(900, 30, None, 0), BOB: Beat(100, 3, None, 0), CYD: Beat(100, 4, None, 0)}
-    membership = make_membership(Board(say=lambda text: None), Gossip(), Beats(told))
+    membership = make_membership(Journal(say=lambda text: None), Gossip(), Beats(told))
     membership._others = (frozenset(told),)
     membership._paused = frozenset({BOB, CYD})
     assert membership.current_round() == 30

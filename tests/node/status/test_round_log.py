@@ -12,7 +12,7 @@ from farandole.node.base.exits import Exit
 from farandole.node.base.logs import logging_to_file
 from farandole.node.base.settings import NodeSettings
 from farandole.node.cli import main
-from farandole.node.status.board import Board
+from farandole.node.status.journal import Journal
 from farandole.node.status.round_log import RoundRecord, read_rounds, write_csv
 from farandole.node.ui.console import Console
 from farandole.protocol.identity import peer_id_of
@@ -21,23 +21,23 @@ BOB = b"b" * 32
 NAME = peer_id_of(BOB)
 
 
-def played(board: Board, num_rounds: int) -> None:
+def played(journal: Journal, num_rounds: int) -> None:
     """Rounds with Bob; every third alone, and every fourth measured on held-out text."""
     for number in range(num_rounds):
         if number % 3 == 2:
-            board.record_exchange(number, None, "alone: nobody is there")
+            journal.record_exchange(number, None, "alone: nobody is there")
         else:
-            board.record_exchange(number, BOB, "committed", sent=4_000_000, received=8, seconds=0.5, path="bulk")
-        board.finish_round(number, inner_steps=5, tokens=640, seconds=2.5, loss=4.0 - number / 10, late_steps=0)
+            journal.record_exchange(number, BOB, "committed", sent=4_000_000, received=8, seconds=0.5, path="bulk")
+        journal.finish_round(number, inner_steps=5, tokens=640, seconds=2.5, loss=4.0 - number / 10, late_steps=0)
         if number % 4 == 0:
-            board.validation.append((number, 3.5))
+            journal.losses.validation.append((number, 3.5))
 
 
 def test_a_round_is_told_to_people_and_kept_for_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = NodeSettings(home=tmp_path, log_format="human")
     with logging_to_file(settings):
         console = Console(as_json=False)
-        played(Board(say=console.say, tell_round=console.tell_round, clock=lambda: 1_000.0), 3)
+        played(Journal(say=console.say, tell_round=console.tell_round, clock=lambda: 1_000.0), 3)
         logging.getLogger("farandole.test").info("another line")
     said = capsys.readouterr().out.splitlines()
     assert [line[10:] for line in said] == [
@@ -57,7 +57,7 @@ def test_as_json_a_line_has_the_figures_too(tmp_path: Path, capsys: pytest.Captu
     with logging_to_file(settings):
         console = Console(as_json=True)
         console.say("hello")
-        played(Board(say=console.say, tell_round=console.tell_round), 1)
+        played(Journal(say=console.say, tell_round=console.tell_round), 1)
     hello, told = map(json.loads, capsys.readouterr().out.splitlines())
     assert (hello["message"], hello["level"], "figures" in hello) == ("hello", "info", False)
     assert told["figures"]["loss"] == 4.0
@@ -70,7 +70,7 @@ def test_lines_that_were_cut_short_are_left_out_and_the_older_file_comes_first(t
     settings = NodeSettings(home=tmp_path)
     with logging_to_file(settings):
         console = Console(as_json=True)
-        played(Board(say=console.say, tell_round=console.tell_round), 4)
+        played(Journal(say=console.say, tell_round=console.tell_round), 4)
     lines = settings.rounds.read_text().splitlines(keepends=True)
     settings.rounds.with_name("rounds.jsonl.1").write_text("".join(lines[:2]) + lines[3][:40] + "\n" + "x" * 9 + "\n")
     settings.rounds.write_text(lines[2] + lines[3][:40])
@@ -100,7 +100,7 @@ def test_the_command_prints_rounds_without_a_node(
     assert (code, "no round is over yet" in err) == (Exit.BAD_INPUT, True)
     with logging_to_file(NodeSettings(home=tmp_path)):
         console = Console(as_json=True)
-        played(Board(say=console.say, tell_round=console.tell_round), 30)
+        played(Journal(say=console.say, tell_round=console.tell_round), 30)
     capsys.readouterr()
     assert [row["round"] for row in csv.DictReader(io.StringIO(run("--csv")[1]))] == [str(n) for n in range(30)]
     assert len(run("--csv", "--last", "3")[1].splitlines()) == 4

@@ -22,8 +22,8 @@ import torch
 
 from farandole.node.store.folder import CheckpointFolder, index_of
 from farandole.node.store.save import Saver
-from farandole.node.trainer.messages import Saved
 from farandole.protocol.blocks import BLOCK_BYTES
+from farandole.protocol.trainer_messages import Saved
 from farandole.training import durable
 from farandole.training.blocks import content_of
 from farandole.training.checkpoint import Counters, save_checkpoint

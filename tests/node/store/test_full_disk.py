@@ -17,8 +17,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.base.exits import Exit
 from farandole.node.base.settings import NodeSettings
 from farandole.node.store.folder import CheckpointFolder
-from farandole.node.trainer import messages
 from farandole.node.trainer.trainer import Trainer, open_trainer
+from farandole.protocol import trainer_messages as messages
 from farandole.protocol.blocks import BLOCK_BYTES
 from farandole.protocol.manifest import Manifest, manifest_from_dict, sign_manifest
 

@@ -15,7 +15,7 @@ import torch
 
 from farandole.node.store.folder import CheckpointFolder, index_of
 from farandole.node.store.save import Saver
-from farandole.node.trainer.messages import Saved
+from farandole.protocol.trainer_messages import Saved
 from farandole.training.blocks import Content, content_of
 from farandole.training.checkpoint import load_checkpoint
 

@@ -19,9 +19,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.base.system.features import HAS_PROC
 from farandole.node.loop.pause.idle_probe import cpu_times
 from farandole.node.store.folder import CheckpointFolder, index_of, saved_round
-from farandole.node.trainer import messages
 from farandole.node.trainer import trainer as trainer_module
 from farandole.node.trainer.trainer import Trainer, TrainerError, open_trainer
+from farandole.protocol import trainer_messages as messages
 from farandole.protocol.blocks import Index, encode_signed_index, sign_index
 from farandole.protocol.identity import public_bytes
 from farandole.protocol.manifest import Manifest, ModelConfig, StartConfig

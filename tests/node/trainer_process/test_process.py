@@ -19,7 +19,9 @@ from farandole.node.base.system.memory import map_shared_memory, open_shared_mem
 from farandole.node.store.run_file import manifest_of
 from farandole.node.store.save import NICENESS
 from farandole.node.trainer.channel import Channel
-from farandole.node.trainer.messages import (
+from farandole.node.trainer_process.learner_process import LearnerProcess
+from farandole.protocol.manifest import DataConfig
+from farandole.protocol.trainer_messages import (
     LENGTH,
     Contributed,
     DrawSlices,
@@ -37,8 +39,6 @@ from farandole.node.trainer.messages import (
     decode_report,
     encode,
 )
-from farandole.node.trainer_process.learner_process import LearnerProcess
-from farandole.protocol.manifest import DataConfig
 from farandole.training import replica
 from farandole.training.copying import DeviceCopier, Wait
 from farandole.training.learner import Learner, build_learner

@@ -14,7 +14,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.mesh.reach.connectivity import open_connectivity
-from farandole.node.status.board import MAX_PARTNERS_REMEMBERED, Board
+from farandole.node.status.exchange_history import MAX_PARTNERS_REMEMBERED
+from farandole.node.status.journal import Journal
 from farandole.node.status.status import MAX_LINKS
 from farandole.node.ui.reporting import Reporter
 from farandole.protocol.entries import Delta
@@ -30,7 +31,7 @@ NUM_MEMBERS = 1_000
 
 
 @asynccontextmanager
-async def reporter_of(board: Board, num_members: int) -> AsyncIterator[tuple[Reporter, Host, Crowd]]:
+async def reporter_of(journal: Journal, num_members: int) -> AsyncIterator[tuple[Reporter, Host, Crowd]]:
     crowd = Crowd(RUN_ID, num_members, random.Random(1))
     state, liveness = RunState(RUN_ID, b"c" * 32), Liveness()
     entries = crowd.all_at_once()
@@ -41,16 +42,18 @@ async def reporter_of(board: Board, num_members: int) -> AsyncIterator[tuple[Rep
         host_at_loopback() as host,
         open_connectivity(host, Ed25519PrivateKey.generate(), RUN_ID, Shaping()) as connectivity,
     ):
-        yield Reporter(host, board, RUN_ID, "large", 0.0, Shaping(), connectivity, state, liveness), host, crowd
+        yield Reporter(host, journal, RUN_ID, "large", 0.0, Shaping(), connectivity, state, liveness), host, crowd
 
 
 async def test_a_status_for_the_screen_stays_small_and_says_all_of_the_run() -> None:
-    board = Board(say=lambda text: None)
+    journal = Journal(say=lambda text: None)
     for round_index in range(3 * MAX_PARTNERS_REMEMBERED):
-        board.record_exchange(round_index, round_index.to_bytes(32, "big"), "committed", sent=1, received=1, seconds=1)
-        board.note("x" * 10_000)
+        journal.record_exchange(
+            round_index, round_index.to_bytes(32, "big"), "committed", sent=1, received=1, seconds=1
+        )
+        journal.note("x" * 10_000)
     async with (
-        reporter_of(board, NUM_MEMBERS) as (reporter, host, crowd),
+        reporter_of(journal, NUM_MEMBERS) as (reporter, host, crowd),
         open_host(crowd.members[700].key, LOOPBACK) as other,
     ):
         with host.connection_events() as events:
@@ -67,11 +70,11 @@ async def test_a_status_for_the_screen_stays_small_and_says_all_of_the_run() -> 
 
 
 async def test_a_link_says_how_the_last_exchange_over_it_went() -> None:
-    board = Board(say=lambda text: None, clock=lambda: 5.0)
+    journal = Journal(say=lambda text: None, clock=lambda: 5.0)
     bob = b"b" * 32
-    board.record_exchange(1, bob, "committed", sent=3_000_000, received=1_000_000, seconds=2.0)
-    board.record_exchange(2, bob, "failed: the partner aborted: refused: its norm is off")
-    async with reporter_of(board, 1) as (reporter, _, _):
+    journal.record_exchange(1, bob, "committed", sent=3_000_000, received=1_000_000, seconds=2.0)
+    journal.record_exchange(2, bob, "failed: the partner aborted: refused: its norm is off")
+    async with reporter_of(journal, 1) as (reporter, _, _):
         (link,) = reporter.links()
     assert (link.path, link.round_trip_seconds, link.committed) == ("", None, 1)
     assert (link.last_round, link.last_verdict[:6], link.last_at) == (2, "failed", 5.0)

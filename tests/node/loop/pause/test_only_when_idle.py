@@ -16,7 +16,7 @@ from farandole.node.daemon import Node
 from farandole.node.loop.pause import idle
 from farandole.node.loop.pause import idle_service as idle_keeper
 from farandole.node.state.store import open_store
-from farandole.node.status.board import Board
+from farandole.node.status.journal import Journal
 from farandole.protocol.manifest import manifest_from_dict, sign_manifest
 
 from ....patience import PATIENCE
@@ -64,7 +64,7 @@ async def test_a_node_has_no_trainer_while_another_computes_on_the_gpu(
         dashboard=False,
     )
     told, heard = trio.open_memory_channel[str](1_000)
-    board = Board(say=told.send_nowait)
+    journal = Journal(say=told.send_nowait)
 
     async def says(words: str) -> None:
         while words not in await heard.receive():
@@ -72,13 +72,13 @@ async def test_a_node_has_no_trainer_while_another_computes_on_the_gpu(
 
     key = load_or_create_key(settings.key)
     async with open_store(settings.store) as store, trio.open_nursery() as nursery:
-        node = Node(settings, key, store, board)
+        node = Node(settings, key, store, journal)
         nursery.start_soon(node.run)
         with trio.fail_after(PATIENCE):
             await says(f"resting: the GPU is used by game (process {os.getppid()})")
             users.write_text("")
             await says("trainer ready")
-            trainer = board.trainer_pid
+            trainer = journal.state.trainer_pid
             assert trainer is not None
             await says("round 0")
             users.write_text(f"{game}0 {trainer} C 90 40 - - python\n")
@@ -86,7 +86,7 @@ async def test_a_node_has_no_trainer_while_another_computes_on_the_gpu(
             assert not Path(f"/proc/{trainer}").exists()
             users.write_text("")
             await says("trainer ready")
-            users.write_text(f"0 {board.trainer_pid} C 90 40 - - python\n")  # its own is nobody else's
+            users.write_text(f"0 {journal.state.trainer_pid} C 90 40 - - python\n")  # its own is nobody else's
             await says("round ")
             await says("round ")
             node.is_leaving.set()

@@ -22,9 +22,9 @@ from farandole.node.loop.stages.pipeline import ACTIVATIONS_PROTOCOL, PipelineSe
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.state.messenger import open_messenger
 from farandole.node.store.folder import CheckpointFolder
-from farandole.node.trainer import messages
 from farandole.node.trainer.trainer import Trainer, open_trainer
 from farandole.protocol import pipeline_events as machine
+from farandole.protocol import trainer_messages as messages
 from farandole.protocol.activations import DATA_BYTES, Forward, Hello, Link
 from farandole.protocol.identity import public_bytes
 from farandole.protocol.manifest import Manifest, PipelineConfig, manifest_from_dict

@@ -10,7 +10,7 @@ import trio.testing
 
 from farandole.node.base.errors import JoinError
 from farandole.node.loop.stages.stage_service import StageKeeper
-from farandole.node.status.board import Board
+from farandole.node.status.journal import Journal
 from farandole.protocol.entries import StageLease
 from farandole.protocol.stage_choice import Provider, View, even_stages
 
@@ -36,7 +36,7 @@ class World:
         return StageKeeper(
             me,
             me,
-            Board(say=lambda text: None),
+            Journal(say=lambda text: None),
             ME,
             wanted=wanted,
             heartbeat_seconds=2.0,

@@ -9,10 +9,7 @@ fault.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
-
-import trio
 
 WATCH_INTERVAL: Final = 1.0
 # What a turn counts at most: a busy machine is late by as much as a turn, a frozen one by more.
@@ -61,17 +58,3 @@ class Watchdog:
         """So much time went by."""
         if self.is_asked:
             self._silent += min(seconds, MAX_TURN)
-
-
-async def watch(watchdog: Watchdog, ask: Callable[[], None]) -> str:
-    """Returns when the trainer hangs, with that in words; ``ask`` sends it the question that `Watchdog.hear` ends."""
-    watchdog.begin()
-    now = trio.current_time()
-    while not watchdog.is_hung:
-        if not watchdog.is_asked:
-            ask()
-            watchdog.ask()
-        await trio.sleep(WATCH_INTERVAL)
-        before, now = now, trio.current_time()
-        watchdog.pass_time(now - before)
-    return f"the trainer hung: no sign of life for {watchdog.limit:.0f} s"

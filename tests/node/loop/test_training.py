@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,28 +15,31 @@ import trio.testing
 
 from farandole.node.bulk.contributions import Judge, Outgoing
 from farandole.node.bulk.exchange_service import ExchangeResult
-from farandole.node.loop import rounds as rounds_module
+from farandole.node.loop import training as training_module
 from farandole.node.loop.pause.pause import BY_HAND, Rest
-from farandole.node.loop.round_session import (
+from farandole.node.loop.training import TRAFFIC_INTERVAL, Surroundings, Training
+from farandole.node.status.journal import Journal
+from farandole.node.trainer.trainer import TrainerError
+from farandole.protocol import trainer_messages as messages
+from farandole.protocol.exchange_messages import Offer
+from farandole.protocol.manifest import Manifest, ModelConfig, RoundConfig
+from farandole.protocol.pairing import MAX_ROUNDS_BEHIND, MIN_RETRY, Pairing
+from farandole.protocol.pairing_events import MessageReceived, StartExchange, State
+from farandole.protocol.pairing_messages import Accept, Propose, Ready, decode_message, encode_message
+from farandole.protocol.supervisor import MAX_CRASHES, REST_SECONDS, RESTART_DELAYS, Supervisor
+from farandole.protocol.training_loop import (
     EXCHANGE_GRACE,
     GIVE_UP_GRACE,
     NEWS_SECONDS,
-    RoundsConfig,
+    REST_TIMEOUT,
+    LoopConfig,
+    TrainingLoop,
 )
-from farandole.node.loop.rounds import REST_TIMEOUT, TRAFFIC_INTERVAL, Rounds
-from farandole.node.loop.supervisor import MAX_CRASHES, REST_SECONDS, RESTART_DELAYS, Supervisor
-from farandole.node.loop.watchdog import WATCH_INTERVAL
-from farandole.node.status.board import Board
-from farandole.node.trainer import messages
-from farandole.node.trainer.trainer import TrainerError
-from farandole.protocol.exchange_messages import Offer
-from farandole.protocol.manifest import Manifest, ModelConfig, RoundConfig
-from farandole.protocol.pairing import MAX_ROUNDS_BEHIND, Pairing
-from farandole.protocol.pairing_events import MessageReceived, PeersChanged, StartExchange, State
-from farandole.protocol.pairing_messages import Accept, Propose, Ready, decode_message, encode_message
+from farandole.protocol.watchdog import WATCH_INTERVAL
 
 SIZE = 3 * messages.STEP_BYTES
 MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
+PREPARE = messages.Prepare(b"r" * 32, b"a" * 32, b"", [], None, "cpu", 1, 1.0, 0.0, "", 0, 0)
 PREPARED = messages.Prepared("cpu", 1, SIZE, b"l" * 32, 0, 0, 0)
 
 
@@ -89,12 +91,13 @@ class FakeTrainer:
 class Story:
     """A node without peers, its rounds, and every trainer that it started."""
 
-    def __init__(self, rounds: RoundConfig, max_rounds: int | None = None) -> None:
+    def __init__(self, rounds: RoundConfig, max_rounds: int | None = None, checkpoint_seconds: float = 1e9) -> None:
         self.trainers: list[FakeTrainer] = []
         self.others_round = 0
-        self.board = Board(say=lambda text: None)
-        prepare: Any = SimpleNamespace(stage=0, microbatch=0)
+        self.journal = Journal(say=lambda text: None)
         self.peers_that_answer: set[bytes] = set()
+        self.proposed_to: list[bytes] = []
+        self.has_left = False
         fake: Any = SimpleNamespace(
             set_receiver=lambda *args: None, send_nowait=self.deliver, run=self.exchange, give_up=self.give_up
         )
@@ -113,21 +116,25 @@ class Story:
         self.supervisor = Supervisor(self.batch_size)
         self.rest = Rest()
         self.traffic = 1e9  # for so many bytes of an exchange
-        self.rounds = Rounds(
-            RoundsConfig(b"r" * 32, lambda: prepare, max_rounds, 1e9, 0, HUNG_SECONDS),
-            manifest,
-            self.pairing,
+        self.config = LoopConfig(b"r" * 32, manifest, max_rounds, checkpoint_seconds, 0, HUNG_SECONDS)
+        self.training = Training(
+            TrainingLoop(self.config, self.pairing, self.supervisor),
             fake,
             fake,
-            self.board,
-            self.supervisor,
+            self.journal,
             self.rest,
-            before_trainer=trio.lowlevel.checkpoint,
-            on_saved=self.saved.append,
-            on_refused=lambda peer, reason, evidence: None,
-            current_round=lambda: self.others_round,
-            may_spend=lambda num_bytes: num_bytes <= self.traffic,
+            Surroundings(
+                self.prepare,
+                self.saved.append,
+                lambda peer, reason, evidence: None,
+                lambda: self.others_round,
+                lambda num_bytes: num_bytes <= self.traffic,
+            ),
         )
+
+    async def prepare(self) -> messages.Prepare:
+        await trio.lowlevel.checkpoint()
+        return PREPARE
 
     @asynccontextmanager
     async def open_trainer(
@@ -139,17 +146,19 @@ class Story:
 
     @property
     def phase(self) -> str:
-        return self.board.phase
+        return self.journal.state.phase
 
     def deliver(self, peer: bytes, protocol: str, payload: bytes) -> None:
         """A messenger with too many streams: it says at once that a message is lost, but for some peers."""
+        if isinstance(decode_message(payload), Propose):
+            self.proposed_to.append(peer)
         if peer not in self.peers_that_answer:
-            self.rounds.lose_peer(peer)
+            self.training.lose_peer(peer)
             return
         message = decode_message(payload)
         if isinstance(message, Propose):
             for answer in (Accept(message.session, 0.0), Ready(message.session)):
-                self.rounds.handle(MessageReceived(peer, encode_message(answer)))
+                self.training.handle(MessageReceived(peer, encode_message(answer)))
 
     async def exchange(
         self, start: StartExchange, offer: Offer, outgoing: Outgoing, incoming: memoryview, judge: Judge
@@ -169,8 +178,20 @@ class Story:
     def give_up(self, reason: str) -> None:
         self.given_up.set()
 
+    async def meet(self, peer: bytes) -> None:
+        """The contribution of round 0 is ready, and the exchange with this peer begins; it answers nothing more."""
+        self.peers_that_answer = {peer}
+        self.training.set_peers(frozenset({peer}))
+        await self.trainers[-1].report(contributed(0))
+        self.peers_that_answer = set()
+        assert len(self.exchanges) == 1
+
+    async def leave(self) -> None:
+        await self.training.leave()
+        self.has_left = True
+
     async def play_round(self) -> None:
-        index = self.board.round
+        index = self.journal.state.round
         await self.trainers[-1].report(contributed(index), messages.OuterStepTaken(index))
 
 
@@ -180,19 +201,29 @@ def rounds_config() -> RoundConfig:
 
 
 @pytest.fixture
-async def story(nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch, rounds_config: RoundConfig) -> Story:
-    story = Story(rounds_config, max_rounds=3 if rounds_config.overlap else None)
-    monkeypatch.setattr(rounds_module, "open_trainer", story.open_trainer)
-    nursery.start_soon(story.rounds.run)
+def checkpoint_seconds() -> float:
+    return 1e9
+
+
+@pytest.fixture
+async def story(
+    nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch, rounds_config: RoundConfig, checkpoint_seconds: float
+) -> Story:
+    story = Story(rounds_config, 3 if rounds_config.overlap else None, checkpoint_seconds)
+    monkeypatch.setattr(training_module, "open_trainer", story.open_trainer)
+    nursery.start_soon(story.training.run)
     await trio.testing.wait_all_tasks_blocked()
     return story
 
 
-async def test_a_message_that_is_lost_at_once_leaves_the_right_timer(story: Story) -> None:
-    story.rounds.set_peers(frozenset({b"b" * 32}))
+async def test_a_message_that_is_lost_at_once_leaves_the_right_timer(
+    story: Story, autojump_clock: trio.testing.MockClock
+) -> None:
+    story.training.set_peers(frozenset({b"b" * 32}))
     await story.trainers[0].report(contributed(0))
-    assert story.pairing._num_proposals == 1
-    assert story.rounds._driver.timer_at == min(story.pairing._timers.values())
+    assert story.proposed_to == [b"b" * 32]
+    await trio.sleep(1.1 * MIN_RETRY)
+    assert story.proposed_to == 2 * [b"b" * 32]
 
 
 def saved(problem: str = "") -> messages.Saved:
@@ -203,12 +234,12 @@ async def test_a_round_for_which_there_is_no_traffic_is_not_exchanged(
     story: Story, autojump_clock: trio.testing.MockClock
 ) -> None:
     story.peers_that_answer = {b"b" * 32}
-    story.rounds.set_peers(frozenset(story.peers_that_answer))
+    story.training.set_peers(frozenset(story.peers_that_answer))
     story.traffic = 2 * SIZE - 1
     await trio.sleep(2 * TRAFFIC_INTERVAL)
     await story.play_round()
     assert not story.exchanges
-    assert story.board.recent_exchanges[-1].verdict == "alone: this node saves its traffic"
+    assert story.journal.exchanges.recent[-1].verdict == "alone: this node saves its traffic"
 
     story.traffic = 2 * SIZE
     await trio.sleep(2 * TRAFFIC_INTERVAL)
@@ -219,11 +250,11 @@ async def test_a_round_for_which_there_is_no_traffic_is_not_exchanged(
 async def test_a_thousand_newcomers_ask_for_one_checkpoint(story: Story) -> None:
     (trainer,) = story.trainers
     for _ in range(1_000):
-        story.rounds.save_soon()
+        story.training.save_soon()
     await trio.testing.wait_all_tasks_blocked()
     assert trainer.num_saves() == 1
     await trainer.report(saved("the disk is full"))
-    story.rounds.save_soon()
+    story.training.save_soon()
     await trio.testing.wait_all_tasks_blocked()
     assert trainer.num_saves() == 2
 
@@ -237,10 +268,9 @@ async def test_what_was_never_saved_is_saved_after_its_first_round(story: Story)
     assert trainer.num_saves() == 1  # the next one when checkpoint_seconds have passed
 
 
+@pytest.mark.parametrize("checkpoint_seconds", [0.0])
 async def test_a_save_that_is_due_while_one_is_written_comes_after_it(story: Story) -> None:
     (trainer,) = story.trainers
-    assert story.rounds._session is not None
-    story.rounds._session._config = replace(story.rounds._session._config, checkpoint_seconds=0.0)
     await story.play_round()
     await story.play_round()
     assert trainer.num_saves() == 1
@@ -257,19 +287,19 @@ async def test_what_a_trainer_goes_on_from_is_told_as_if_it_had_saved_it(
     await trio.sleep(RESTART_DELAYS[0] + 1)
     assert len(story.trainers) == 2
     assert story.saved == [saved()]
-    assert story.board.warnings[-1] == "going on with an older checkpoint: round 8 is damaged"
+    assert story.journal.warnings[-1] == "going on with an older checkpoint: round 8 is damaged"
 
 
 async def test_who_leaves_waits_for_the_checkpoint_of_its_leaving(story: Story, nursery: trio.Nursery) -> None:
     (trainer,) = story.trainers
-    story.rounds.save_soon()
-    nursery.start_soon(story.rounds.leave)
+    story.training.save_soon()
+    nursery.start_soon(story.leave)
     await trio.testing.wait_all_tasks_blocked()
     assert trainer.num_saves() == 2
     await trainer.report(saved())
-    assert not story.rounds._ended.is_set()
+    assert not story.has_left
     await trainer.report(saved())
-    assert story.rounds._ended.is_set()
+    assert story.has_left
     assert trainer.commands[-1] == messages.Save(is_last=True)
 
 
@@ -281,20 +311,24 @@ async def test_who_rests_saves_and_has_no_trainer_until_the_rest_is_over(story: 
     await trio.testing.wait_all_tasks_blocked()
     assert trainer.commands[-1] == messages.Save(is_last=True)
     await trainer.report(saved())
-    assert (story.board.phase, story.board.detail, story.board.trainer_pid) == ("paused", "the owner plays", None)
+    assert (story.journal.state.phase, story.journal.state.phase_detail, story.journal.state.trainer_pid) == (
+        "paused",
+        "the owner plays",
+        None,
+    )
     assert story.pairing.state is State.AWAY
 
     story.rest.begin("quiet hours", "until 07:00")
     story.rest.end(BY_HAND)
     await trio.testing.wait_all_tasks_blocked()
-    assert (story.board.detail, len(story.trainers)) == ("until 07:00", 1)
+    assert (story.journal.state.phase_detail, len(story.trainers)) == ("until 07:00", 1)
 
     story.others_round = 9
     story.rest.end("quiet hours")
     await trio.testing.wait_all_tasks_blocked()
     assert len(story.trainers) == 2
-    assert story.board.round == 9
-    assert story.board.phase == "training"
+    assert story.journal.state.round == 9
+    assert story.journal.state.phase == "training"
 
 
 async def test_who_goes_on_before_the_rest_has_quite_begun_trains_on(story: Story) -> None:
@@ -305,7 +339,7 @@ async def test_who_goes_on_before_the_rest_has_quite_begun_trains_on(story: Stor
     await trio.testing.wait_all_tasks_blocked()
     await trainer.report(saved())
     assert len(story.trainers) == 2
-    assert story.board.phase == "training"
+    assert story.journal.state.phase == "training"
 
 
 async def test_who_wants_his_machine_back_does_not_wait_for_a_large_save(
@@ -313,7 +347,7 @@ async def test_who_wants_his_machine_back_does_not_wait_for_a_large_save(
 ) -> None:
     story.rest.begin(BY_HAND, "the owner plays")
     await trio.sleep(REST_TIMEOUT + 1)
-    assert story.board.phase == "paused"
+    assert story.journal.state.phase == "paused"
     story.rest.end(BY_HAND)
     await trio.testing.wait_all_tasks_blocked()
     assert len(story.trainers) == 2
@@ -324,7 +358,7 @@ async def test_who_wants_his_machine_back_does_not_wait_for_an_exchange_and_lose
 ) -> None:
     (trainer,) = story.trainers
     story.peers_that_answer = {BOB}
-    story.rounds.set_peers(frozenset({BOB}))
+    story.training.set_peers(frozenset({BOB}))
     story.exchange_seconds = 10 * REST_TIMEOUT
     await trainer.report(contributed(0))
     began_at = trio.current_time()
@@ -346,7 +380,7 @@ async def test_who_resumes_while_the_trainer_still_saves_trains_again(story: Sto
     assert len(story.trainers) == 2
     assert story.phase == "training"
     await story.play_round()
-    assert story.board.round == 1
+    assert story.journal.state.round == 1
 
 
 async def test_a_reason_to_rest_that_comes_as_another_goes_is_kept(story: Story, nursery: trio.Nursery) -> None:
@@ -400,13 +434,13 @@ async def test_who_rests_when_the_trainer_is_only_starting_starts_none(
         await trio.sleep_forever()
         yield story.trainers[0]
 
-    monkeypatch.setattr(rounds_module, "open_trainer", never_ready)
-    story.rounds.restart_trainer()
+    monkeypatch.setattr(training_module, "open_trainer", never_ready)
+    story.training.restart_trainer()
     await trio.testing.wait_all_tasks_blocked()
-    assert [story.board.trainer_pid] == [42]  # whatever it takes of the machine is not another program's
+    assert [story.journal.state.trainer_pid] == [42]  # whatever it takes of the machine is not another program's
     story.rest.begin(BY_HAND, "the owner plays")
     await trio.testing.wait_all_tasks_blocked()
-    assert (story.phase, story.board.trainer_pid) == ("paused", None)
+    assert (story.phase, story.journal.state.trainer_pid) == ("paused", None)
 
 
 async def test_who_leaves_while_he_rests_is_gone_at_once(story: Story) -> None:
@@ -415,7 +449,7 @@ async def test_who_leaves_while_he_rests_is_gone_at_once(story: Story) -> None:
     await trio.testing.wait_all_tasks_blocked()
     await trainer.report(saved())
     with trio.fail_after(5):
-        await story.rounds.leave()
+        await story.training.leave()
 
 
 async def test_who_leaves_while_the_rest_begins_is_gone_with_its_checkpoint(
@@ -424,11 +458,11 @@ async def test_who_leaves_while_the_rest_begins_is_gone_with_its_checkpoint(
     (trainer,) = story.trainers
     story.rest.begin(BY_HAND, "the owner plays")
     await trio.testing.wait_all_tasks_blocked()
-    nursery.start_soon(story.rounds.leave)
+    nursery.start_soon(story.leave)
     await trio.testing.wait_all_tasks_blocked()
-    assert not story.rounds._ended.is_set()
+    assert not story.has_left
     await trainer.report(saved())
-    assert story.rounds._ended.is_set()
+    assert story.has_left
     assert trainer.num_saves() == 1
 
 
@@ -443,7 +477,7 @@ async def test_who_slept_takes_newer_weights_and_who_is_slow_does_not(
     story.others_round += MAX_ROUNDS_BEHIND + 2
     await story.play_round()
     assert len(story.trainers) == 2
-    assert story.board.round == story.others_round
+    assert story.journal.state.round == story.others_round
 
 
 async def test_who_slept_and_learns_bit_by_bit_how_long_takes_newer_weights_too(
@@ -455,12 +489,11 @@ async def test_who_slept_and_learns_bit_by_bit_how_long_takes_newer_weights_too(
         await trio.sleep(NEWS_SECONDS / 10)
         await story.play_round()
     assert len(story.trainers) == 2
-    assert story.board.round == story.others_round
+    assert story.journal.state.round == story.others_round
 
 
 OVERLAPPED = RoundConfig(overlap=True)
 TRAIN, ALONE, FORGET = messages.Train, messages.TakeOuterStep, messages.TakeIn(0, 0)
-START = StartExchange(b"s" * 16, b"b" * 32, 0, is_initiator=True, deadline=60.0)
 
 
 def without_saves(trainer: FakeTrainer) -> list[messages.Command]:
@@ -472,14 +505,14 @@ async def test_the_next_round_begins_before_the_outer_step(story: Story) -> None
     (trainer,) = story.trainers
     await trainer.report(contributed(0))
     assert without_saves(trainer) == [TRAIN(0, 0), TRAIN(1, 0), ALONE(0)]
-    assert story.pairing.round == story.board.round == 1
+    assert story.pairing.round == story.journal.state.round == 1
     await trainer.report(messages.OuterStepTaken(0, late_steps=7), contributed(1))
     assert without_saves(trainer)[3:] == [TRAIN(2, 0), ALONE(1)]
-    assert story.board.late_steps == 7
+    assert story.journal.state.late_steps == 7
     await trainer.report(messages.OuterStepTaken(1), contributed(2))
     assert without_saves(trainer)[5:] == [ALONE(2)]  # nothing is left to overlap with
     await trainer.report(messages.OuterStepTaken(2))
-    assert story.board.phase == "finished"
+    assert story.journal.state.phase == "finished"
 
 
 @pytest.mark.parametrize("rounds_config", [OVERLAPPED])
@@ -487,32 +520,23 @@ async def test_an_overlapped_exchange_that_fails_leaves_the_next_round_alone(
     story: Story, autojump_clock: trio.testing.MockClock
 ) -> None:
     (trainer,) = story.trainers
-    session = story.rounds._session
-    assert session is not None
-    story.pairing.handle(PeersChanged(frozenset({b"b" * 32})), trio.current_time())
-    await trainer.report(contributed(0))
+    await story.meet(BOB)
     commands = [TRAIN(0, 0), TRAIN(1, 0)]
     assert without_saves(trainer) == commands
-    session.carry_out(START)
     assert story.pairing.round == 1  # the next partner is sought while the exchange goes on
     assert story.pairing.state is State.SEEKING
     await trio.sleep(2 * EXCHANGE_SECONDS)
     assert [start.round for start in story.exchanges] == [0]
     assert without_saves(trainer) == [*commands, FORGET, ALONE(0)]
     assert story.pairing.round == 1
-    assert story.board.exchanges_failed == 1
+    assert story.journal.exchanges.num_failed == 1
 
 
 async def test_what_is_encoded_is_sent_and_what_comes_is_taken_in(
     story: Story, autojump_clock: trio.testing.MockClock
 ) -> None:
     (trainer,) = story.trainers
-    story.pairing.handle(PeersChanged(frozenset({b"b" * 32})), trio.current_time())
-    await trainer.report(contributed(0))
-    session = story.rounds._session
-    assert session is not None
-    session.carry_out(START)
-    await trio.testing.wait_all_tasks_blocked()
+    await story.meet(BOB)
     assert story.outgoing.num_ready == 0
     await trainer.report(messages.Encoded(0, 5))
     assert (story.outgoing.num_ready, story.outgoing.digest) == (5, None)
@@ -525,7 +549,7 @@ async def test_what_is_encoded_is_sent_and_what_comes_is_taken_in(
     assert 2 <= len(taken_in) <= messages.MAX_STEPS
     assert all(command.num_received >= messages.STEP_BYTES for command in taken_in)
     await trio.sleep(2 * EXCHANGE_SECONDS)
-    assert trainer.commands[-1] == FORGET
+    assert without_saves(trainer)[-2:] == [FORGET, ALONE(0)]
 
 
 @pytest.mark.parametrize("rounds_config", [RoundConfig(), OVERLAPPED])
@@ -533,11 +557,8 @@ async def test_a_trainer_that_dies_while_it_encodes_ends_the_exchange(
     story: Story, autojump_clock: trio.testing.MockClock
 ) -> None:
     (trainer,) = story.trainers
-    story.pairing.handle(PeersChanged(frozenset({b"b" * 32})), trio.current_time())
-    await trainer.report(contributed(0), messages.Encoded(0, 5))
-    session = story.rounds._session
-    assert session is not None
-    session.carry_out(START)
+    await story.meet(BOB)
+    await trainer.report(messages.Encoded(0, 5))
     await trainer.report(TrainerError("killed"))
     assert story.num_cancelled == 1
     assert not any(isinstance(command, messages.TakeOuterStep) for command in trainer.commands)
@@ -553,7 +574,7 @@ async def test_a_trainer_without_memory_is_followed_by_one_that_takes_less_at_a_
     await trio.sleep(2 * RESTART_DELAYS[0])
     assert len(story.trainers) == 2
     assert story.supervisor.microbatch == story.batch_size // 2
-    assert "out of memory" in story.board.warnings[-1]
+    assert "out of memory" in story.journal.warnings[-1]
 
 
 async def test_a_trainer_that_dies_again_and_again_leaves_the_node_in_the_run_at_rest(
@@ -563,8 +584,8 @@ async def test_a_trainer_that_dies_again_and_again_leaves_the_node_in_the_run_at
         await story.trainers[-1].report(TrainerError("the trainer process was killed by signal 11"))
         await trio.sleep(1.1 * RESTART_DELAYS[-1])
     assert len(story.trainers) == MAX_CRASHES
-    assert story.board.phase == "failed"
-    assert "signal 11" in story.board.detail
+    assert story.journal.state.phase == "failed"
+    assert "signal 11" in story.journal.state.phase_detail
     assert story.pairing.state is State.AWAY
     await trio.sleep(REST_SECONDS)
     assert len(story.trainers) == MAX_CRASHES + 1
@@ -575,15 +596,15 @@ async def test_a_trainer_that_was_replaced_is_dead_no_more(
 ) -> None:
     async def die() -> None:
         await story.trainers[-1].report(TrainerError("killed"))
-        assert (story.board.phase, story.board.is_trainer_dead) == ("preparing", True)
+        assert (story.journal.state.phase, story.journal.state.is_trainer_dead) == ("preparing", True)
 
     await die()
     await trio.sleep(RESTART_DELAYS[0] + 1)
-    assert (story.board.trainer_restarts, story.board.is_trainer_dead) == (1, False)
+    assert (story.journal.state.trainer_restarts, story.journal.state.is_trainer_dead) == (1, False)
     await die()
     story.rest.begin(BY_HAND, "the owner plays")
     await trio.testing.wait_all_tasks_blocked()
-    assert not story.board.is_trainer_dead
+    assert not story.journal.state.is_trainer_dead
 
 
 async def test_who_rests_leaves_at_once(story: Story, autojump_clock: trio.testing.MockClock) -> None:
@@ -591,7 +612,7 @@ async def test_who_rests_leaves_at_once(story: Story, autojump_clock: trio.testi
         await story.trainers[-1].report(TrainerError("killed"))
         await trio.sleep(1.1 * RESTART_DELAYS[-1])
     with trio.fail_after(1):
-        await story.rounds.leave()
+        await story.training.leave()
 
 
 BOB, CAROL = b"b" * 32, b"c" * 32
@@ -602,7 +623,7 @@ async def test_an_exchange_that_breaks_is_followed_by_one_with_another_and_one_o
 ) -> None:
     (trainer,) = story.trainers
     story.peers_that_answer = {BOB, CAROL}
-    story.rounds.set_peers(frozenset(story.peers_that_answer))
+    story.training.set_peers(frozenset(story.peers_that_answer))
     await trainer.report(contributed(0))
     await trio.sleep(EXCHANGE_SECONDS / 2)
     story.peers_that_answer -= {story.exchanges[0].peer}
@@ -615,25 +636,27 @@ async def test_an_exchange_that_breaks_is_followed_by_one_with_another_and_one_o
     steps = [command for command in trainer.commands if isinstance(command, messages.TakeOuterStep)]
     assert steps == [messages.TakeOuterStep(0, second.peer, 0, 0)]
     assert FORGET in trainer.commands
-    assert (story.board.exchanges_failed, story.board.exchanges_ok, story.board.exchanges_alone) == (1, 1, 0)
+    assert (
+        story.journal.exchanges.num_failed,
+        story.journal.exchanges.num_committed,
+        story.journal.exchanges.num_alone,
+    ) == (1, 1, 0)
 
 
 async def test_the_verdict_of_an_exchange_that_broke_is_not_taken_for_the_next_ones(story: Story) -> None:
     (trainer,) = story.trainers
-    session = story.rounds._session
-    assert session is not None
-    await trainer.report(contributed(0))
+    await story.meet(BOB)
     verdicts: list[str | None] = []
 
-    async def screen(peer: bytes) -> None:
-        verdicts.append(await session.screen(peer, SIZE))
+    async def screen() -> None:
+        verdicts.append(await story.judge.refusal(SIZE))
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(screen, BOB)
+        nursery.start_soon(screen)
         await trio.testing.wait_all_tasks_blocked()
         nursery.cancel_scope.cancel()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(screen, CAROL)
+        nursery.start_soon(screen)
         await trio.testing.wait_all_tasks_blocked()
         first, second = [command for command in trainer.commands if isinstance(command, messages.Screen)]
         await trainer.report(messages.Screened("not finite", first.number))
@@ -652,7 +675,7 @@ async def test_a_trainer_that_hangs_is_followed_by_another(
     trainer.hangs = True
     await trio.sleep(HUNG_SECONDS + 2 * RESTART_DELAYS[0] + 2 * WATCH_INTERVAL)
     assert len(story.trainers) == 2
-    assert "no sign of life for 30 s" in story.board.warnings[-1]
+    assert "no sign of life for 30 s" in story.journal.warnings[-1]
 
 
 @pytest.mark.parametrize("seconds", [EXCHANGE_GRACE / 2, 2 * EXCHANGE_GRACE])
@@ -661,12 +684,12 @@ async def test_who_leaves_waits_a_little_for_its_exchange_and_saves_what_came_of
 ) -> None:
     (trainer,) = story.trainers
     story.peers_that_answer = {BOB}
-    story.rounds.set_peers(frozenset({BOB}))
+    story.training.set_peers(frozenset({BOB}))
     story.exchange_seconds = seconds
     await trainer.report(contributed(0))
     story.is_committed = seconds < EXCHANGE_GRACE
     left_at = trio.current_time()
-    nursery.start_soon(story.rounds.leave)
+    nursery.start_soon(story.leave)
     await trio.sleep(EXCHANGE_GRACE + GIVE_UP_GRACE)
     if story.is_committed:
         assert trainer.commands[-2:] == [messages.TakeOuterStep(0, BOB, 0, 0), messages.Save(is_last=True)]
@@ -675,6 +698,6 @@ async def test_who_leaves_waits_a_little_for_its_exchange_and_saves_what_came_of
         assert story.given_up.is_set()
         assert trainer.commands[-2:] == [FORGET, messages.Save(is_last=True)]
     await trainer.report(saved())
-    assert story.rounds._ended.is_set()
+    assert story.has_left
     assert trio.current_time() - left_at < 2 * EXCHANGE_GRACE
     assert not any(command == TRAIN(1, 0) for command in trainer.commands)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.node.loop.watchdog import FIRST_SECONDS, HUNG_STEPS, MAX_TURN, WATCH_INTERVAL, Watchdog
+from farandole.protocol.watchdog import FIRST_SECONDS, HUNG_STEPS, MAX_TURN, WATCH_INTERVAL, Watchdog
 
 LEAST = 60.0
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.node.loop.supervisor import (
+from farandole.protocol.supervisor import (
     HEALTHY_SECONDS,
     MAX_CRASHES,
     REST_SECONDS,
@@ -11,10 +11,11 @@ from farandole.node.loop.supervisor import (
     End,
     Supervisor,
 )
-from farandole.node.trainer.trainer import TrainerError
+from farandole.protocol.trainer_messages import Cause
 
-CRASH = TrainerError("the trainer process was killed by signal 11 (SIGSEGV)")
-NO_MEMORY = TrainerError("the trainer is out of memory", "memory")
+Died = tuple[str, Cause]
+CRASH: Died = ("the trainer process was killed by signal 11 (SIGSEGV)", "fault")
+NO_MEMORY: Died = ("the trainer is out of memory", "memory")
 
 
 def again(verdict: Again | End) -> Again:
@@ -26,11 +27,11 @@ def again(verdict: Again | End) -> Again:
 def test_out_of_memory_halves_what_is_taken_at_a_time_until_it_is_one(batch_size: int, sizes: list[int]) -> None:
     supervisor = Supervisor(batch_size)
     for size in sizes:
-        verdict = again(supervisor.judge(NO_MEMORY, lived=3.0))
+        verdict = again(supervisor.judge(*NO_MEMORY, lived=3.0))
         assert supervisor.microbatch == size
         assert (verdict.delay, verdict.is_rest) == (RESTART_DELAYS[0], False)
         assert f"{size} of a batch's {batch_size} sequences" in verdict.words
-    verdict = again(supervisor.judge(NO_MEMORY, lived=3.0))
+    verdict = again(supervisor.judge(*NO_MEMORY, lived=3.0))
     assert verdict.is_rest
     assert "Close other programs" in verdict.words
     assert supervisor.microbatch == 1
@@ -38,13 +39,13 @@ def test_out_of_memory_halves_what_is_taken_at_a_time_until_it_is_one(batch_size
 
 def test_a_size_from_before_is_where_the_halving_begins() -> None:
     supervisor = Supervisor(16, microbatch=100)  # a volunteer's word, or of a run with a larger batch
-    supervisor.judge(NO_MEMORY, lived=3.0)
+    supervisor.judge(*NO_MEMORY, lived=3.0)
     assert supervisor.microbatch == 8
 
 
 def test_a_stage_that_runs_out_of_memory_names_the_settings_that_help() -> None:
     supervisor = Supervisor(16, is_cut=True)
-    verdict = again(supervisor.judge(NO_MEMORY, lived=3.0))
+    verdict = again(supervisor.judge(*NO_MEMORY, lived=3.0))
     assert supervisor.microbatch == 0
     assert "pipeline.recompute" in verdict.words
     assert "pipeline.in_flight" in verdict.words
@@ -53,9 +54,9 @@ def test_a_stage_that_runs_out_of_memory_names_the_settings_that_help() -> None:
 def test_crashes_are_waited_out_ever_longer_and_then_the_node_rests() -> None:
     supervisor = Supervisor(16)
     for life in range(2):
-        delays = [again(supervisor.judge(CRASH, lived=1.0)).delay for _ in range(MAX_CRASHES - 1)]
+        delays = [again(supervisor.judge(*CRASH, lived=1.0)).delay for _ in range(MAX_CRASHES - 1)]
         assert delays == [*RESTART_DELAYS, RESTART_DELAYS[-1]][: MAX_CRASHES - 1], life
-        verdict = again(supervisor.judge(CRASH, lived=1.0))
+        verdict = again(supervisor.judge(*CRASH, lived=1.0))
         assert (verdict.delay, verdict.is_rest) == (REST_SECONDS, True)
         assert "SIGSEGV" in verdict.words
         assert "farandole resume" in verdict.words
@@ -64,28 +65,28 @@ def test_crashes_are_waited_out_ever_longer_and_then_the_node_rests() -> None:
 def test_a_month_of_crashes_with_healthy_lives_between_them_never_makes_it_rest() -> None:
     supervisor = Supervisor(16)
     for _ in range(1_000):
-        assert again(supervisor.judge(CRASH, lived=HEALTHY_SECONDS + 1)).delay == RESTART_DELAYS[0]
+        assert again(supervisor.judge(*CRASH, lived=HEALTHY_SECONDS + 1)).delay == RESTART_DELAYS[0]
 
 
 def test_where_the_model_is_cut_a_node_that_cannot_train_leaves_its_stage_to_others() -> None:
     supervisor = Supervisor(16, is_cut=True)
     for _ in range(MAX_CRASHES - 1):
-        assert isinstance(supervisor.judge(CRASH, lived=None), Again)
-    verdict = supervisor.judge(CRASH, lived=None)
+        assert isinstance(supervisor.judge(*CRASH, lived=None), Again)
+    verdict = supervisor.judge(*CRASH, lived=None)
     assert isinstance(verdict, End)
     assert "leaving" in verdict.words
 
 
 def test_what_cannot_be_set_up_ends_a_node_that_has_just_begun_and_no_other() -> None:
-    no_text = TrainerError("there is no text at /media/disk", "setup")
-    assert Supervisor(16).judge(no_text, lived=None) == End("there is no text at /media/disk")
+    no_text: Died = ("there is no text at /media/disk", "setup")
+    assert Supervisor(16).judge(*no_text, lived=None) == End("there is no text at /media/disk")
     supervisor = Supervisor(16)
-    supervisor.judge(CRASH, lived=1.0)
-    assert isinstance(supervisor.judge(no_text, lived=None), Again)
+    supervisor.judge(*CRASH, lived=1.0)
+    assert isinstance(supervisor.judge(*no_text, lived=None), Again)
 
 
 def test_a_peers_unfit_weights_are_no_crashes() -> None:
     supervisor = Supervisor(16)
     for _ in range(10 * MAX_CRASHES):
-        verdict = again(supervisor.judge(TrainerError("a peer's weights are unfit", "weights"), lived=None))
+        verdict = again(supervisor.judge("a peer's weights are unfit", "weights", lived=None))
         assert (verdict.delay, verdict.is_rest) == (RESTART_DELAYS[0], False)

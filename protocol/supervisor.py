@@ -1,7 +1,6 @@
-"""What becomes of a node whose trainer has died: another one at once, or later, or with less in memory at a time.
+"""Supervision of trainers: what follows when one dies. Another one at once, later, or with less in memory at a time.
 
-Here it is only decided; `farandole.node.loop.rounds` carries it out. A trainer goes on from its last checkpoint; the
-node's partners see an exchange that came to nothing, and the mesh process nothing at all.
+A trainer resumes from its last checkpoint; the node's partners see a failed exchange, and the mesh process nothing.
 
 - *Out of memory*: the next trainer takes half as many sequences at a time, down to one. Its inner steps are the same
   within rounding (`farandole.training.learner`). The size stays for this node's later lives.
@@ -17,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from ..trainer.trainer import TrainerError
+from .trainer_messages import Cause
 
 # A trainer that dies is started again from its checkpoint after these many seconds, the last one again and again; a
 # machine that cannot train does not spin.
@@ -64,18 +63,18 @@ class Supervisor:
         self._crashes = 0
         self._has_trained = False
 
-    def judge(self, error: TrainerError, lived: float | None) -> Again | End:
-        """What follows when a trainer has died so many seconds after it was ready; None: it never was."""
+    def judge(self, error: str, cause: Cause, lived: float | None) -> Again | End:
+        """Decide what follows when a trainer has died ``lived`` seconds after it was ready; None: it never was."""
         self._has_trained = self._has_trained or lived is not None
-        if error.cause == "setup" and not self._has_trained:
-            return End(str(error))
-        if error.cause == "weights":
+        if cause == "setup" and not self._has_trained:
+            return End(error)
+        if cause == "weights":
             return Again(RESTART_DELAYS[0], f"{error}; trying another peer's")
-        if error.cause == "memory" and lived is not None and not self._is_cut:
+        if cause == "memory" and lived is not None and not self._is_cut:
             return self._shrink(error)
-        return self._count_crash(error, lived or 0.0)
+        return self._count_crash(error, cause, lived or 0.0)
 
-    def _shrink(self, error: TrainerError) -> Again:
+    def _shrink(self, error: str) -> Again:
         size = min(self.microbatch or self._batch_size, self._batch_size)
         if size == 1:
             return self._rest(f"{error}, with one sequence at a time. {_remedy(is_cut=False)}")
@@ -83,9 +82,9 @@ class Supervisor:
         words = f"{error}; starting it again with {self.microbatch} of a batch's {self._batch_size} sequences at a time"
         return Again(RESTART_DELAYS[0], f"{words}, which makes the same inner steps")
 
-    def _count_crash(self, error: TrainerError, lived: float) -> Again | End:
+    def _count_crash(self, error: str, cause: Cause, lived: float) -> Again | End:
         self._crashes = 1 if lived > HEALTHY_SECONDS else self._crashes + 1
-        words = f"{error}. {_remedy(self._is_cut)}" if error.cause == "memory" else str(error)
+        words = f"{error}. {_remedy(self._is_cut)}" if cause == "memory" else error
         if self._crashes < MAX_CRASHES:
             delay = RESTART_DELAYS[min(self._crashes, len(RESTART_DELAYS)) - 1]
             return Again(delay, f"{words}; starting it again in {delay:g} s from the last checkpoint")

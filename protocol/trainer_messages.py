@@ -11,7 +11,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from farandole.protocol.blocks import HASH_BYTES, MAX_BLOCKS
+from .blocks import HASH_BYTES, MAX_BLOCKS
 
 # Of the hashes of a checkpoint's blocks.
 MAX_HASHES_BYTES: Final = MAX_BLOCKS * HASH_BYTES

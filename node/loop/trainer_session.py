@@ -1,0 +1,134 @@
+"""One trainer process in use: commands on their way to it, exchanges of its contributions, and its verdicts on others'.
+
+The exchange may begin as soon as the encoding of the contribution does, and sends what is encoded as it is; the trainer
+decodes what the partner has sent while the rest arrives. Only the verdict and the outer step wait for all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable
+from typing import Final
+
+import trio
+
+from farandole.protocol import trainer_messages as messages
+from farandole.protocol.exchange_messages import Offer
+from farandole.protocol.pairing_events import StartExchange
+from farandole.protocol.training_loop import LoopConfig
+
+from ..bulk.contributions import Outgoing
+from ..bulk.exchange_service import ExchangeResult, ExchangeService
+from ..trainer.trainer import Trainer, TrainerError
+
+# Commands queued for a busy trainer: Train, FinishRound, the outer step, Save, Validate, and what has arrived for it in
+# both exchanges that a round may have. More means a defect.
+MAX_QUEUED_COMMANDS: Final = 32 + 2 * messages.MAX_STEPS
+
+Refuse = Callable[[bytes, str, bytes], None]
+"""Called with the peer whose contribution was refused, the reason, and the contribution's SHA-256."""
+
+
+class TrainerSession:
+    """A trainer that is ready, until it ends. ``stage`` is the part of the model that it holds."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        stage: int,
+        config: LoopConfig,
+        exchanges: ExchangeService,
+        nursery: trio.Nursery,
+        on_refused: Refuse,
+    ) -> None:
+        self.trainer = trainer
+        self.nursery = nursery
+        """What runs here ends with the trainer."""
+        self._stage = stage
+        self._config = config
+        self._exchanges = exchanges
+        self._on_refused = on_refused
+        self._commands, self._queued = trio.open_memory_channel[messages.Command](MAX_QUEUED_COMMANDS)
+        self._contributed: messages.Contributed | None = None
+        self._outgoing: Outgoing | None = None
+        self._verdict: trio.MemorySendChannel[str] | None = None
+        self._num_screenings = 0
+
+    def send(self, command: messages.Command) -> None:
+        """Queue a command."""
+        self._commands.send_nowait(command)
+
+    async def send_commands(self) -> None:
+        """Send what is queued, until cancelled or the trainer is gone."""
+        with contextlib.suppress(TrainerError):  # who receives reports sees the same death
+            async for command in self._queued:
+                await self.trainer.send(command)
+
+    def contribute(self, report: messages.Contributed) -> None:
+        """Take in that a contribution is being encoded."""
+        self._contributed = report
+        self._outgoing = Outgoing(memoryview(self.trainer.outgoing)[: report.size])
+
+    def advance(self, report: messages.Encoded) -> None:
+        """Take in how much of the contribution is encoded."""
+        assert self._outgoing is not None, "what is encoded was contributed"
+        self._outgoing.advance(report.num_ready, report.digest)
+
+    async def exchange(self, start: StartExchange) -> ExchangeResult:
+        """Move both contributions, and have the partner's judged."""
+        contributed, outgoing = self._contributed, self._outgoing
+        assert contributed is not None, "an exchange follows a contribution"
+        assert outgoing is not None, "which is being encoded"
+        offer = Offer(
+            run_id=self._config.run_id,
+            session=start.session,
+            round=start.round,
+            stage=self._stage,
+            layout=self.trainer.prepared.layout,
+            codec=self._config.manifest.outer.codec,
+            tokens=contributed.tokens_this_round,
+            size=contributed.size,
+        )
+        incoming = memoryview(self.trainer.incoming)[: contributed.size]
+        return await self._exchanges.run(start, offer, outgoing, incoming, _Judge(self, start.peer, contributed))
+
+    async def screen(self, peer: bytes, size: int) -> str | None:
+        """Have the trainer judge what was received; returns None, or why it is refused."""
+        self._num_screenings += 1
+        self._verdict, verdict = trio.open_memory_channel[str](1)
+        self.send(messages.Screen(size, self._num_screenings))
+        try:
+            reason = await verdict.receive()
+        finally:
+            self._verdict = None
+        if not reason:
+            return None
+        received = memoryview(self.trainer.incoming)[:size]
+        evidence = await trio.to_thread.run_sync(lambda: hashlib.sha256(received).digest())
+        self._on_refused(peer, reason, evidence)
+        return reason
+
+    def note_verdict(self, report: messages.Screened) -> None:
+        """Take in a verdict; one on a contribution of an earlier exchange is dropped."""
+        if self._verdict is not None and report.number == self._num_screenings:
+            self._verdict.send_nowait(report.reason)
+
+
+class _Judge:
+    """The trainer's judgement on a partner's contribution, as `farandole.node.bulk.contributions.Judge`."""
+
+    def __init__(self, session: TrainerSession, peer: bytes, contributed: messages.Contributed) -> None:
+        self._session = session
+        self._peer = peer
+        self._round = contributed.round
+        self._steps = messages.Steps(contributed.size)
+
+    def take_in(self, num_received: int) -> None:
+        """Tell the trainer how much has arrived, if it is worth a message."""
+        if self._steps.is_due(num_received):
+            self._session.send(messages.TakeIn(self._round, num_received))
+
+    async def refusal(self, size: int) -> str | None:
+        """Returns the verdict on all of it: None, or why it is refused."""
+        return await self._session.screen(self._peer, size)

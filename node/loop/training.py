@@ -1,0 +1,387 @@
+"""Driver of the training loop: carries out in a node what `farandole.protocol.training_loop` decides.
+
+Trainer processes, exchanges, pairing messages, the timer and the display are here; what to do when is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Final
+
+import trio
+
+from farandole.protocol import trainer_messages as messages
+from farandole.protocol.identity import short_name
+from farandole.protocol.pairing_events import (
+    MessageReceived,
+    PeerLost,
+    PeersChanged,
+    SendMessage,
+    SetTimer,
+    StartExchange,
+    TimerFired,
+    TrafficSaved,
+)
+from farandole.protocol.pipeline_events import Stepped, Worked
+from farandole.protocol.training_events import (
+    DataOver,
+    EndTrainer,
+    Enter,
+    Event,
+    ExchangeOver,
+    GiveUpExchange,
+    KillTrainer,
+    LeaveAsked,
+    LoopBegan,
+    LoopOver,
+    Note,
+    OthersMoved,
+    Output,
+    PipelineDrained,
+    PipelineMeasured,
+    Publish,
+    Reported,
+    RestartAsked,
+    RestChanged,
+    RoundOver,
+    RunExchange,
+    SaveAsked,
+    Say,
+    StartTrainer,
+    TellPipeline,
+    TellTrainer,
+    TrainerEnded,
+    TrainerReady,
+    ValidationMeasured,
+    Warn,
+    WentAlone,
+)
+from farandole.protocol.training_loop import TrainingLoop
+
+from ..base.driver import Driver
+from ..bulk.exchange_service import ExchangeService
+from ..state.messenger import Messenger
+from ..status.journal import Journal
+from ..trainer.trainer import Trainer, TrainerError, open_trainer
+from .lease_service import LeaseKeeper
+from .pause.pause import Rest
+from .stages.pipeline import PipelineService, Worker
+from .trainer_session import TrainerSession
+
+PAIRING_PROTOCOL: Final = "/farandole/pairing/1"
+MAX_PAIRING_MESSAGE: Final = 256
+# Seconds between two looks at whether there is traffic for an exchange: a partner is found in less than a round.
+TRAFFIC_INTERVAL: Final = 1.0
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the training of a node needs of its other parts."""
+
+    prepare: Callable[[], Awaitable[messages.Prepare]]
+    """Puts weights in place, and returns what the next trainer is told first; its stage may be another than before."""
+    on_saved: Callable[[messages.Saved], None]
+    """Called with each checkpoint that is written or resumed from."""
+    on_refused: Callable[[bytes, str, bytes], None]
+    """Called with the peer whose contribution the screening refused, the reason, and its SHA-256."""
+    current_round: Callable[[], int]
+    """Returns the round that the others are in; 0 without others."""
+    may_spend: Callable[[int], bool] = lambda num_bytes: True
+    """Returns whether there is traffic for an exchange of so many bytes."""
+
+
+class Training:
+    """Trains until every round is done, or the node leaves.
+
+    ``pipeline`` gives a stage's trainer its work; ``leases`` say what of the data it trains on, in runs that count
+    epochs.
+    """
+
+    def __init__(
+        self,
+        loop: TrainingLoop,
+        messenger: Messenger,
+        exchanges: ExchangeService,
+        journal: Journal,
+        rest: Rest,
+        surroundings: Surroundings,
+        pipeline: PipelineService | None = None,
+        leases: LeaseKeeper | None = None,
+    ) -> None:
+        self._loop = loop
+        self._messenger = messenger
+        self._exchanges = exchanges
+        self._journal = journal
+        self._rest = rest
+        self._surroundings = surroundings
+        self._pipeline = pipeline
+        self._leases = leases
+        self._driver = Driver[Event, Output](self._carry_out, TimerFired())
+        self._driver.begin(loop)
+        self._nursery: trio.Nursery | None = None
+        self._life = trio.CancelScope()  # of the present trainer process
+        self._receiving = trio.CancelScope()  # its reports
+        self._session: TrainerSession | None = None
+        self._exchange_bytes = 0  # both contributions
+        self._over = trio.Event()
+        self._error = ""
+        self._tenth_told = 0  # of the text that is tokenised
+        messenger.set_receiver(PAIRING_PROTOCOL, MAX_PAIRING_MESSAGE, self._receive, self._on_undelivered)
+
+    async def run(self) -> None:
+        """Train until it is over; raises `TrainerError` when no trainer can be had here."""
+        try:
+            async with trio.open_nursery() as self._nursery:
+                self._nursery.start_soon(self._driver.run)
+                self.handle(LoopBegan(self._journal.state, self._rest.words))
+                self._nursery.start_soon(self._watch_rest)
+                self._nursery.start_soon(self._watch_traffic)
+                await self._over.wait()
+                self._nursery.cancel_scope.cancel()
+        finally:
+            self._over.set()
+        if self._error:
+            raise TrainerError(self._error)
+
+    async def leave(self) -> None:
+        """Meet no partner any more, end the exchange that runs, save what the last outer step gave, and end."""
+        self.handle(LeaveAsked())
+        await self._over.wait()
+
+    def save_soon(self) -> None:
+        """Write a checkpoint now, for a peer that asks for weights."""
+        self.handle(SaveAsked())
+
+    def finish_round(self) -> None:
+        """Exchange now what this round has: there is nothing left to train on."""
+        self.handle(DataOver())
+
+    def restart_trainer(self) -> None:
+        """Start another trainer with what is prepared then; what was not saved is lost."""
+        self.handle(RestartAsked())
+
+    def set_peers(self, peers: frozenset[bytes]) -> None:
+        """Set the live peers of this node's stage."""
+        self.handle(PeersChanged(peers))
+
+    def lose_peer(self, peer: bytes) -> None:
+        """Take in that a connection broke, or a message was not delivered."""
+        self.handle(PeerLost(peer))
+
+    def handle(self, event: Event) -> None:
+        """Pass an event to the loop and carry out its outputs."""
+        self._driver.handle(event)
+
+    def _receive(self, peer: bytes, payload: bytes) -> None:
+        self.handle(MessageReceived(peer, payload))
+
+    def _on_undelivered(self, peer: bytes, protocol: str) -> None:
+        self.handle(PeerLost(peer))
+
+    async def _watch_rest(self) -> None:
+        while True:
+            await self._rest.changed()
+            self.handle(RestChanged(self._rest.words))
+
+    async def _watch_traffic(self) -> None:
+        is_saving = False
+        while True:
+            if is_saving == self._surroundings.may_spend(self._exchange_bytes):
+                is_saving = not is_saving
+                self.handle(TrafficSaved(is_saving))
+            await trio.sleep(TRAFFIC_INTERVAL)
+
+    # Outputs
+
+    def _carry_out(self, output: Output) -> None:
+        journal, nursery = self._journal, self._nursery
+        match output:
+            case SetTimer(at):
+                self._driver.set_timer(at)
+            case SendMessage(peer, payload):
+                self._messenger.send_nowait(peer, PAIRING_PROTOCOL, payload)
+            case TellTrainer(command):
+                if isinstance(command, messages.Train):
+                    journal.update(round_since=journal.clock())
+                if self._session is not None:
+                    self._session.send(command)
+            case TellPipeline(event):
+                assert self._pipeline is not None, "the model is cut"
+                self._pipeline.handle(event)
+            case RunExchange(start):
+                if self._session is not None:
+                    self._session.nursery.start_soon(self._exchange, self._session, start)
+            case GiveUpExchange(reason):
+                self._exchanges.give_up(reason)
+            case StartTrainer():
+                assert nursery is not None, "trainers are started while the loop runs"
+                self._life = trio.CancelScope()
+                nursery.start_soon(self._live, self._life)
+            case EndTrainer(at_once):
+                (self._life if at_once else self._receiving).cancel()
+            case KillTrainer(error):
+                if self._session is not None:
+                    self._session.nursery.start_soon(self._session.trainer.condemn, error)
+            case LoopOver(error):
+                self._error = error
+                self._over.set()
+            case _:
+                show(journal, output)
+
+    # The trainer
+
+    async def _live(self, life: trio.CancelScope) -> None:
+        """One trainer process, from its weights to its end."""
+        ended = TrainerEnded()
+        with life:
+            try:
+                prepare = await self._surroundings.prepare()
+                words = "starting the trainer: loading torch, the text and the model"
+                self._journal.announce("preparing", words, "the trainer")
+                async with open_trainer(prepare, None, self._show_preparing, self._note_pid) as trainer:
+                    await self._use(trainer, prepare)
+            except TrainerError as error:
+                ended = TrainerEnded(str(error), error.cause)
+            finally:
+                self._journal.update(trainer_pid=None)
+        self.handle(ended)
+
+    def _note_pid(self, pid: int) -> None:
+        """From now on what this process takes of the machine is this node's doing."""
+        self._journal.update(trainer_pid=pid)
+
+    def _show_preparing(self, preparing: messages.Preparing) -> None:
+        """Show how much of the text is tokenised; print each tenth."""
+        journal, share = self._journal, preparing.position / max(1, preparing.size)
+        words = f"reading and tokenising the text: {share:.0%}"
+        journal.enter("preparing", words, "the trainer")
+        if (tenth := int(10 * share)) != self._tenth_told:
+            self._tenth_told = tenth
+            journal.say(words)
+
+    async def _use(self, trainer: Trainer, prepare: messages.Prepare) -> None:
+        """Pass on what the trainer reports until it ends. Raises `TrainerError` if it dies."""
+        failure: TrainerError | None = None
+        async with trio.open_nursery() as nursery:
+            self._session = session = TrainerSession(
+                trainer, prepare.stage, self._loop.config, self._exchanges, nursery, self._refuse
+            )
+            nursery.start_soon(session.send_commands)
+            try:
+                with trio.CancelScope() as self._receiving:
+                    self._begin(session, prepare)
+                    while True:
+                        self._hear(session, await trainer.receive())
+            except TrainerError as error:
+                failure = error  # raised below, out of the nursery, which would wrap it in a group
+            finally:
+                self._session = None
+                if self._pipeline is not None:
+                    self._pipeline.end()
+                if self._leases is not None:
+                    self._leases.end()
+            nursery.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+
+    def _begin(self, session: TrainerSession, prepare: messages.Prepare) -> None:
+        prepared = session.trainer.prepared
+        self._exchange_bytes = 2 * prepared.contribution_bytes
+        if prepared.resumed is not None:
+            self._surroundings.on_saved(prepared.resumed)
+        if self._pipeline is not None:
+            memory = session.trainer.map_activations(self._loop.config.manifest.pipeline.in_flight)
+            worker = Worker(prepare.stage, memory, session.send, self._on_drained, self._on_measured)
+            self._pipeline.begin(worker)
+        if self._leases is not None:
+            self._leases.begin(prepared, session.send)
+        self.handle(OthersMoved(self._surroundings.current_round()))
+        self.handle(TrainerReady(prepared, prepare.stage, prepare.microbatch))
+
+    def _hear(self, session: TrainerSession, report: messages.Report) -> None:
+        """Pass a report to the part that it is for; most are for the loop."""
+        match report:
+            case messages.Encoded():
+                session.advance(report)
+            case messages.Screened():
+                session.note_verdict(report)
+            case messages.SlicesTrained():
+                if self._leases is not None:
+                    self._leases.trained(report)
+            case messages.Worked(problem):
+                if self._pipeline is not None:
+                    self._pipeline.handle(Worked(problem))
+            case messages.InnerStepTaken(is_taken):
+                if not is_taken:
+                    self._journal.warn("an inner step was left out: its gradients were not finite")
+                if self._pipeline is not None:
+                    self._pipeline.handle(Stepped())
+            case messages.Prepared() | messages.Preparing() | messages.Failed():
+                raise TrainerError(f"the trainer said {type(report).__name__} out of turn")
+            case _:
+                if isinstance(report, messages.Contributed):
+                    session.contribute(report)
+                    self._journal.losses.add_training(report.round, report.loss)
+                elif isinstance(report, messages.Saved) and not report.problem:
+                    self._surroundings.on_saved(report)
+                self.handle(OthersMoved(self._surroundings.current_round()))
+                self.handle(Reported(report))
+
+    def _on_drained(self, round_index: int) -> None:
+        self.handle(PipelineDrained(round_index))
+
+    def _on_measured(self) -> None:
+        self.handle(PipelineMeasured())
+
+    def _refuse(self, peer: bytes, reason: str, evidence: bytes) -> None:
+        self._journal.warn(f"refused a contribution of {short_name(peer)}: {reason}")
+        self._surroundings.on_refused(peer, reason, evidence)
+
+    async def _exchange(self, session: TrainerSession, start: StartExchange) -> None:
+        result = await session.exchange(start)
+        self._journal.record_exchange(
+            start.round,
+            start.peer,
+            "committed" if result.committed else f"failed: {result.reason}",
+            sent=result.bytes_sent,
+            received=result.bytes_received,
+            seconds=result.seconds,
+            path=result.path,
+        )
+        over = ExchangeOver(
+            start, result.committed, result.reason, result.is_broken, result.partner_size, result.partner_tokens
+        )
+        self.handle(over)
+
+
+def show(
+    journal: Journal, output: Publish | Enter | Say | Warn | Note | WentAlone | RoundOver | ValidationMeasured
+) -> None:
+    """Write an output that is for people, or for heartbeats, into the journal."""
+    match output:
+        case Publish(training):
+            journal.publish(training)
+        case Enter(phase, detail, waits_for, is_said):
+            journal.enter(phase, detail, waits_for)
+            if is_said:
+                journal.say(detail)
+        case Say(text):
+            journal.say(text)
+        case Warn(text):
+            journal.warn(text)
+        case Note(text):
+            journal.note(text)
+        case WentAlone(round_index, reason):
+            journal.record_exchange(round_index, None, f"alone: {reason}")
+        case RoundOver(contributed, late_steps):
+            journal.finish_round(
+                contributed.round,
+                inner_steps=contributed.inner_steps_this_round,
+                tokens=contributed.tokens_this_round,
+                seconds=contributed.seconds,
+                loss=contributed.loss,
+                late_steps=late_steps,
+            )
+        case ValidationMeasured(round_index, loss):
+            journal.record_validation(round_index, loss)

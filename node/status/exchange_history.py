@@ -1,0 +1,70 @@
+"""History of this node's exchanges: counts, the newest ones, and how the last one with each partner went."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from typing import Final
+
+from .status import ExchangeStatus
+
+# What the first line of the status, and a screen, look back upon.
+MAX_EXCHANGES: Final = 16
+# Partners whose exchanges are counted, as many as the run state has authors; the one with the fewest is dropped first.
+MAX_PARTNERS: Final = 4_096
+# Recent partners: as many as links are shown, and twice as many rounds.
+MAX_PARTNERS_REMEMBERED: Final = 128
+
+
+class ExchangeHistory:
+    """Counts since the node began, and the newest exchanges."""
+
+    def __init__(self) -> None:
+        self.num_committed = 0
+        self.num_alone = 0
+        self.num_failed = 0
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        """Of contributions and of checkpoints."""
+        self.recent: deque[ExchangeStatus] = deque(maxlen=MAX_EXCHANGES)
+        self.partners: Counter[str] = Counter()
+        """Peer id -> committed exchanges."""
+        self.paths: Counter[str] = Counter()
+        """How contributions moved -> committed exchanges."""
+        self.last_by_peer: OrderedDict[str, ExchangeStatus] = OrderedDict()
+        """Peer id -> the last exchange with it, the newest at the end."""
+        self.bandwidths: dict[str, float] = {}
+        """Peer id -> bytes a second, both ways together, of the last committed exchange with it."""
+
+    @property
+    def last(self) -> ExchangeStatus | None:
+        """The newest exchange, or round without one."""
+        return self.recent[-1] if self.recent else None
+
+    def add(self, exchange: ExchangeStatus) -> None:
+        """Add an exchange that has ended, or a round that was taken alone (an empty ``partner``)."""
+        name = exchange.partner
+        if exchange.verdict == "committed":
+            self.num_committed += 1
+            if name not in self.partners and len(self.partners) >= MAX_PARTNERS:
+                del self.partners[min(self.partners, key=self.partners.__getitem__)]
+            self.partners[name] += 1
+            self.paths[exchange.path] += 1
+        elif name:
+            self.num_failed += 1
+        else:
+            self.num_alone += 1
+        self.bytes_sent += exchange.bytes_sent
+        self.bytes_received += exchange.bytes_received
+        self.recent.append(exchange)
+        if name:
+            self._remember_partner(exchange)
+
+    def _remember_partner(self, exchange: ExchangeStatus) -> None:
+        name = exchange.partner
+        self.last_by_peer.pop(name, None)
+        self.last_by_peer[name] = exchange
+        if exchange.verdict == "committed" and exchange.seconds > 0:
+            self.bandwidths[name] = (exchange.bytes_sent + exchange.bytes_received) / exchange.seconds
+        if len(self.last_by_peer) > MAX_PARTNERS_REMEMBERED:
+            forgotten, _ = self.last_by_peer.popitem(last=False)
+            self.bandwidths.pop(forgotten, None)

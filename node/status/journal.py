@@ -1,0 +1,156 @@
+"""The journal of a node: its state as of now, and what happened before, for people and for the status.
+
+The parts of a node write here, each its own fields of `NodeState`; heartbeats and the status read. Nothing that a
+training loop decides depends on what is written here.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from farandole.protocol.identity import peer_id_of
+from farandole.protocol.node_state import NodeState, Phase, TrainingState
+
+from .exchange_history import ExchangeHistory
+from .loss_history import LossHistory
+from .round_log import RoundRecord
+from .status import REFUSED_HERE, REFUSED_THERE, Event, ExchangeStatus
+
+MAX_WARNINGS: Final = 20
+# A quarter of an hour of ordinary rounds, between two looks of a person; about 20 kB of each status.
+MAX_EVENTS: Final = 128
+# A line of the screen or two; the reasons that peers give are no longer than that.
+MAX_EVENT_CHARS: Final = 400
+
+
+class Journal:
+    """State, events, warnings, exchanges and losses of one node.
+
+    ``say`` prints a line for the person at the terminal, ``clock`` is Unix time. ``tell_round`` prints and keeps the
+    record of a round; without it the round is printed as any other line.
+    """
+
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.time,
+        tell_round: Callable[[RoundRecord], None] | None = None,
+    ) -> None:
+        self.clock = clock
+        self.state = NodeState()
+        self.exchanges = ExchangeHistory()
+        self.losses = LossHistory()
+        self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self.warnings: deque[str] = deque(maxlen=MAX_WARNINGS)
+        self._say = say
+        self._tell_round = tell_round
+        self._told_validation: tuple[int, float] | None = None
+
+    # The state
+
+    def update(self, **changes: Any) -> None:
+        """Replace these fields of the state."""
+        self.state = msgspec.structs.replace(self.state, **changes)
+
+    def publish(self, training: TrainingState) -> None:
+        """Replace the training's part of the state."""
+        self.update(**msgspec.structs.asdict(training))
+
+    def enter(self, phase: Phase, detail: str = "", waits_for: str = "") -> None:
+        """Begin a phase, or describe the present one in other words."""
+        since = self.state.phase_since if phase == self.state.phase else self.clock()
+        self.update(phase=phase, phase_detail=detail, waits_for=waits_for, phase_since=since)
+
+    def announce(self, phase: Phase, detail: str, waits_for: str = "") -> None:
+        """`enter`, and print the detail at the terminal."""
+        self.enter(phase, detail, waits_for)
+        self.say(detail)
+
+    # Events
+
+    def say(self, text: str) -> None:
+        """Print a line at the terminal, and keep it as an event."""
+        self.note(text)
+        self._say(text)
+
+    def note(self, text: str, *, is_warning: bool = False) -> None:
+        """Keep an event that need not be printed."""
+        self.events.append(Event(self.clock(), text[:MAX_EVENT_CHARS], is_warning))
+
+    def warn(self, text: str) -> None:
+        """Keep and print what a person should know; repeated at once, it is printed once."""
+        if not self.warnings or self.warnings[-1] != text:
+            self.warnings.append(text)
+            self.note(text, is_warning=True)
+            self._say(f"warning: {text}")
+
+    # Rounds
+
+    def record_validation(self, round_index: int, loss: float) -> None:
+        """Record the validation loss after a round."""
+        if not self.losses.add_validation(round_index, loss):
+            self.warn(f"the loss on held-out text is {loss} after round {round_index}: the replica diverges")
+
+    def record_exchange(
+        self,
+        round_index: int,
+        partner: bytes | None,
+        verdict: str,
+        *,
+        sent: int = 0,
+        received: int = 0,
+        seconds: float = 0.0,
+        path: str = "",
+    ) -> None:
+        """Record the end of an exchange, or a round without one (``partner`` None)."""
+        name = peer_id_of(partner) if partner else ""
+        self.exchanges.add(ExchangeStatus(round_index, name, verdict, sent, received, seconds, self.clock(), path))
+        if partner and verdict != "committed":
+            self._note_failure(name, round_index, verdict)
+
+    def _note_failure(self, name: str, round_index: int, verdict: str) -> None:
+        reason = verdict.removeprefix("failed: ")
+        if reason.startswith(REFUSED_HERE):
+            return  # a warning has said so already, with the reason
+        if reason.startswith(REFUSED_THERE):
+            text = f"{name[-8:]} refused this node's contribution: {reason.removeprefix(REFUSED_THERE).strip()}"
+        else:
+            text = f"the exchange of round {round_index} with {name[-8:]} failed: {reason}"
+        self.note(text)
+
+    def finish_round(
+        self, round_index: int, *, inner_steps: int, tokens: int, seconds: float, loss: float | None, late_steps: int
+    ) -> None:
+        """Print and keep the record of a round; its exchange, if there was one, is recorded already."""
+        last = self.exchanges.last
+        if last is None or last.round != round_index:
+            last = ExchangeStatus(round_index, "", "", 0, 0, 0.0, 0.0)
+        measured = self.losses.validation[-1] if self.losses.validation else None
+        record = RoundRecord(
+            at=self.clock(),
+            round=round_index,
+            inner_steps=inner_steps,
+            tokens=tokens,
+            seconds=seconds,
+            loss=None if loss is None or not math.isfinite(loss) else loss,
+            validation=measured[1] if measured and measured != self._told_validation else None,
+            verdict=last.verdict,
+            partner=last.partner,
+            bytes_sent=last.bytes_sent,
+            bytes_received=last.bytes_received,
+            exchange_seconds=last.seconds,
+            path=last.path,
+            late_steps=late_steps,
+        )
+        self._told_validation = measured
+        if self._tell_round is None:
+            self.say(record.line)
+        else:
+            self.note(record.line)
+            self._tell_round(record)

@@ -1,0 +1,108 @@
+"""State of a node as one frozen value: what heartbeats, the status, the page and the metrics read.
+
+`TrainingState` is how far the training is; the training loop alone writes it. `NodeState` adds where the node itself
+stands. A display is a projection of these values: nothing that decides reads a display. Times are Unix seconds, rates
+tokens a second, losses nats a token.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, Literal
+
+import msgspec
+
+from .entries import PARTNER_BYTES, Beat, Progress
+from .identity import public_key_of
+
+# A heartbeat says a loss in millionths of a nat.
+LOSS_SCALE: Final = 1e6
+# What an entry can say of a round or of a loss (`farandole.protocol.entries.Small`); a peer's word may be beyond it.
+MAX_SMALL: Final = 2**31 - 1
+
+Phase = Literal[
+    "starting",  # opening the store, the host, the control socket
+    "joining",  # dialling bootstrap peers, fetching the manifest, syncing the run state
+    "fetching weights",  # downloading a checkpoint from a peer
+    "preparing",  # the trainer process starts, loads torch, the data and the model
+    "training",  # inner steps
+    "pairing",  # contribution ready, waiting for the partner
+    "exchanging",  # contributions are moving
+    "outer step",  # the trainer applies the result
+    "paused",  # no trainer, because its owner wants it so
+    "finished",  # every round is done; still serves its peers
+    "relaying",  # a node without a trainer
+    "leaving",
+    "failed",
+]
+
+
+class TrainingState(msgspec.Struct, frozen=True, kw_only=True):
+    """Progress of a node's training, and of the trainer process behind it."""
+
+    round: int = 0
+    """Round whose inner steps run, or ran last."""
+    round_steps: int = 0
+    """Inner steps of a round; 0: as many as its time allows."""
+    round_seconds: float = 0.0
+    """Of a round that is boxed in time; 0: it is not."""
+    inner_steps: int = 0
+    inner_steps_this_round: int = 0
+    tokens: int = 0
+    """Trained on by this node, in all its lives; where the model is cut, at stage 0 alone."""
+    tokens_per_second: float = 0.0
+    speed: float = 0.0
+    """Tokens a second that this node could take through its stage if it never waited; 0: not measured yet."""
+    utilisation: float | None = None
+    """Share of the trainer's time that went into inner steps."""
+    recent_utilisation: float | None = None
+    """The same of the last few rounds."""
+    late_steps: int = 0
+    """Inner steps between the newest contribution and its outer step: more than 0 where exchanges overlap."""
+    loss: float | None = None
+    """Training loss, mean of the newest round."""
+    partner: str = ""
+    """Peer id of the partner of the last round that has ended; empty: its outer step was taken alone."""
+    device: str = ""
+    num_parameters: int = 0
+    """Of the model, or of the stage, that the trainer holds."""
+    microbatch: int = 0
+    """Sequences of a batch that the trainer takes at a time, where there is no memory for more; 0: all."""
+    device_memory: tuple[int, int] | None = None
+    """Bytes of the GPU that the trainer has taken, and that it has; None on the CPU."""
+    trainer_restarts: int = 0
+    is_trainer_dead: bool = False
+    """The trainer died, and the next one is not ready yet."""
+
+
+class NodeState(TrainingState, frozen=True, kw_only=True):
+    """What a node is doing, and how far its training is."""
+
+    phase: Phase = "starting"
+    phase_detail: str = ""
+    """In words: what is being done or waited for."""
+    phase_since: float = 0.0
+    waits_for: str = ""
+    """Empty when nothing is waited for."""
+    isolation: str = ""
+    """What a node without a connection to any member does about it, in words; empty when it has one, or knows of
+    none."""
+    round_since: float = 0.0
+    """When the round began."""
+    stage: int = 0
+    """Which this node holds, where the model is cut into several."""
+    trainer_pid: int | None = None
+
+
+def beat_of(state: NodeState) -> Beat:
+    """Returns the heartbeat of a node in this state."""
+    loss = None
+    if state.loss is not None and not math.isnan(state.loss):  # NaN while the replica diverges
+        loss = int(min(state.loss * LOSS_SCALE, MAX_SMALL))
+    partner = public_key_of(state.partner)[:PARTNER_BYTES] if state.partner else b""
+    return Beat(state.inner_steps, min(state.round, MAX_SMALL), loss, int(state.tokens_per_second), partner)
+
+
+def progress_of(state: NodeState, bytes_sent: int, bytes_received: int) -> Progress:
+    """Returns a node's part of the run's counters."""
+    return Progress(state.inner_steps, min(state.round, MAX_SMALL), state.tokens, bytes_sent, bytes_received)

@@ -1,0 +1,749 @@
+"""The training loop of a node: one trainer after another, round after round, decided here and carried out elsewhere.
+
+A round: the trainer takes inner steps while `farandole.protocol.pairing` agrees on a partner. The trainer contributes;
+its contribution is encoded while the exchange sends it. Then it takes the outer step, with the partner's contribution
+or alone. Pairing never waits beyond its deadline, so neither does a round.
+
+- *Overlap.* Where the manifest says so, the inner steps of the next round begin as soon as the contribution is made,
+  and pairing goes on to that round as soon as the exchange has begun. The trainer takes the outer step between two
+  inner steps, at the latest before its next contribution: there is never more than one exchange.
+- *Rest.* An owner who wants the machine back does not wait for an exchange, nor long for a save (`REST_TIMEOUT`).
+- *Leaving.* The exchange has a moment to end (`EXCHANGE_GRACE`), since its outcome is in the last checkpoint.
+- *Death.* The next trainer resumes from the last checkpoint: `farandole.protocol.supervisor` says when, and
+  `farandole.protocol.watchdog` notices one that hangs.
+- *Sleep.* A node that comes back many rounds behind the others takes newer weights: its own would pull its partners
+  back.
+
+`farandole.protocol.training_events` has the states and which may follow which. `farandole.node.loop.training` is the
+driver in a node, `farandole.testnet.simulate_pairing` the one of the simulator.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from .errors import LocalProtocolError
+from .identity import peer_id_of
+from .manifest import Manifest
+from .node_state import Phase, TrainingState
+from .pairing import MAX_ROUNDS_BEHIND, Pairing
+from .pairing_events import (
+    ContributionReady,
+    ExchangeEnded,
+    FinishRound,
+    GoAlone,
+    MessageReceived,
+    PeerLost,
+    PeersChanged,
+    RoundStarted,
+    SendMessage,
+    SetTimer,
+    StartExchange,
+    Stopped,
+    TimerFired,
+    TrafficSaved,
+    UseFragment,
+)
+from .pairing_events import Event as PairingEvent
+from .pairing_events import Output as PairingOutput
+from .pipeline_events import Measure, RoundBegan, RoundEnds
+from .supervisor import End, Supervisor
+from .trainer_messages import (
+    Command,
+    Contributed,
+    OuterStepTaken,
+    Ping,
+    Pong,
+    Prepared,
+    Progress,
+    Save,
+    Saved,
+    TakeIn,
+    TakeOuterStep,
+    Train,
+    Validate,
+    Validated,
+)
+from .trainer_messages import FinishRound as FinishInnerSteps
+from .trainer_messages import UseFragment as ContributeFragment
+from .training_events import (
+    FOLLOWING,
+    HAS_TRAINER,
+    DataOver,
+    EndTrainer,
+    Enter,
+    Event,
+    ExchangeOver,
+    GiveUpExchange,
+    KillTrainer,
+    LeaveAsked,
+    LoopBegan,
+    LoopOver,
+    LoopState,
+    Note,
+    OthersMoved,
+    Output,
+    PipelineDrained,
+    PipelineMeasured,
+    Publish,
+    Reported,
+    RestartAsked,
+    RestChanged,
+    RoundOver,
+    RunExchange,
+    SaveAsked,
+    Say,
+    StartTrainer,
+    TellPipeline,
+    TellTrainer,
+    TrainerEnded,
+    TrainerReady,
+    ValidationMeasured,
+    Warn,
+    WentAlone,
+)
+from .watchdog import WATCH_INTERVAL, Watchdog
+
+VALIDATION_BATCHES: Final = 8
+# Seconds that an exchange may go on after the node has begun to leave; then the partner is told, and finds another
+# within the second time.
+EXCHANGE_GRACE, GIVE_UP_GRACE = 3.0, 1.0
+# An owner who wants the machine back has its memory within five seconds. The running inner step and the save may take
+# this much of that; the rest is for ending the process on a busy machine, and for the kernel, which frees gigabytes.
+# What was learnt since the last checkpoint costs less than a longer wait.
+REST_TIMEOUT: Final = 3.0
+# Rounds over which the recent utilisation is a mean.
+RECENT_ROUNDS: Final = 5
+# After a sleep, news of how far the others are comes in parts for a moment: first the old, which waited in buffers.
+NEWS_SECONDS: Final = 3.0
+
+
+@dataclass(frozen=True)
+class LoopConfig:
+    """Settings of the loop."""
+
+    run_id: bytes
+    manifest: Manifest
+    max_rounds: int | None
+    """The round at which training ends; None: never."""
+    checkpoint_seconds: float
+    validate_every: int
+    """Rounds between two validations; 0: never."""
+    hung_seconds: float
+    """A trainer that is silent for less does not hang, whatever its inner steps take."""
+
+
+class _Timer(enum.Enum):
+    WATCH = "watch"  # the next look at whether the trainer hangs
+    GRACE = "grace"  # of the exchange of a node that leaves
+    REST = "rest"  # the trainer of a node that rests is killed
+    RESTART = "restart"  # the next trainer is due
+
+
+class TrainingLoop:
+    """Decides what the trainer, the exchanges and the pairing of one node do, from joining a run to leaving it.
+
+    `handle` takes monotonic times in seconds, never decreasing, and returns what is to be done, in order. It raises
+    `RemoteProtocolError` only for `MessageReceived`, and is then unchanged.
+    """
+
+    def __init__(self, config: LoopConfig, pairing: Pairing, supervisor: Supervisor) -> None:
+        self.state = LoopState.IDLE
+        self.training = TrainingState()
+        """As last published, but for what `handle` has just changed."""
+        self.config = config
+        self._pairing = pairing
+        self._supervisor = supervisor
+        self._watchdog = Watchdog(config.hung_seconds)
+        self._life: _Life | None = None
+        self._outputs: list[Output] = []
+        self._asked: deque[PairingOutput] = deque()  # by pairing, and not carried out yet
+        self._timers: dict[_Timer, float] = {}
+        self._pairing_at = math.inf
+        self._timer_set_at = math.inf
+        self._published = self.training
+        self._others_round = 0
+        self._rest = ""
+        self._is_last_life = False  # no trainer follows
+        self._is_data_over = False
+        self._has_validated = False
+
+    def handle(self, event: Event, now: float) -> list[Output]:
+        """Take an event in; returns what to do about it."""
+        self._outputs = []
+        if isinstance(event, MessageReceived | PeerLost | PeersChanged | TrafficSaved):
+            self._tell_pairing(event, now)
+        else:
+            self._apply(event, now)
+        while self._asked:
+            self._carry_out(self._asked.popleft(), now)
+        if self.training != self._published:
+            self._published = self.training
+            self._outputs.insert(0, Publish(self.training))
+        self._set_timer()
+        return self._outputs
+
+    def _apply(self, event: Event, now: float) -> None:
+        match event:
+            case LoopBegan(state, rest) if self.state is LoopState.IDLE:
+                self.training, self._rest = state, rest
+                self._seek_trainer()
+            case TrainerReady():
+                self._begin_life(event, now)
+            case Reported(report):
+                if self._life is not None:
+                    self._hear(self._life, report, now)
+            case TrainerEnded():
+                self._end_life(event, now)
+            case ExchangeOver():
+                if self._life is not None:
+                    self._end_exchange(self._life, event, now)
+            case PipelineDrained(round_index):
+                self._tell(FinishInnerSteps(round_index))
+            case PipelineMeasured():
+                self._tell(Validate(VALIDATION_BATCHES))
+            case OthersMoved(round_index):
+                self._others_round = round_index
+            case RestChanged(words):
+                self._rest = words
+                self._change_rest(now)
+            case LeaveAsked():
+                self._leave(now)
+            case SaveAsked():
+                if self._life is not None:
+                    self._save_if_none_is_written(self._life, now)
+            case RestartAsked():
+                if self._life is not None:
+                    self._stop_trainer()
+                    self._tell_pairing(Stopped(), now)
+            case DataOver():
+                self._is_data_over = True
+                self._finish_inner_steps(self.training.round)
+            case TimerFired():
+                self._timer_set_at = math.inf
+                self._fire_due_timers(now)
+
+    # Trainers: one after another
+
+    def _seek_trainer(self) -> None:
+        """Start the next trainer, unless the node leaves or rests."""
+        if self._is_last_life:
+            self._end()
+        elif self._rest:
+            self._change(is_trainer_dead=False)  # none is due
+            self._move(LoopState.RESTING)
+            self._say(f"resting: {self._rest}")
+            self._enter("paused", self._rest)
+        else:
+            self._move(LoopState.PREPARING)
+            self._outputs.append(StartTrainer())
+
+    def _begin_life(self, ready: TrainerReady, now: float) -> None:
+        """Train with the trainer that is ready."""
+        if self.state is not LoopState.PREPARING:
+            return  # it is being ended
+        prepared = ready.prepared
+        self._move(LoopState.TRAINING)
+        self._life = life = _Life(ready, self.training.tokens, now)
+        self._change(
+            device=prepared.device,
+            inner_steps=prepared.inner_steps,
+            num_parameters=prepared.num_parameters,
+            microbatch=ready.microbatch,
+            is_trainer_dead=False,
+        )
+        origin = "seed" if self.config.manifest.start is None else "starting checkpoint"
+        how = f"resumed at round {prepared.round}" if prepared.resumed else f"from the run's {origin}"
+        self._say(f"trainer ready on {prepared.device}: {prepared.num_parameters:,} parameters, {how}")
+        if prepared.problem:
+            self._warn(f"going on with an older checkpoint: {prepared.problem}")
+        self._watchdog.begin()
+        self._watch(now)
+        if self._is_from_start(life) and self.config.validate_every:
+            self._validate(life)
+        self._start_round(life, max(prepared.round, self._others_round), now)
+
+    def _end_life(self, ended: TrainerEnded, now: float) -> None:
+        """The trainer process is gone: another one follows, now or later, or none."""
+        life, state = self._life, self.state
+        self._life = None
+        self._timers.clear()
+        self._change(device_memory=None)
+        self._tell_pairing(Stopped(), now)
+        if state is LoopState.OVER:
+            return
+        if not ended.error or state is LoopState.STOPPING:
+            self._seek_trainer()
+        elif self._is_last_life:
+            self._end()
+        else:
+            self._recover(ended, None if life is None else now - life.ready_at, now)
+
+    def _recover(self, ended: TrainerEnded, lived: float | None, now: float) -> None:
+        """Start another trainer when it is due; end where none can be had."""
+        verdict = self._supervisor.judge(ended.error, ended.cause, lived)
+        if isinstance(verdict, End):
+            self._end(verdict.words)
+            return
+        self._change(trainer_restarts=self.training.trainer_restarts + 1, is_trainer_dead=True, tokens_per_second=0.0)
+        self._warn(verdict.words)
+        if verdict.is_rest:
+            self._enter("failed", verdict.words)
+        else:
+            self._enter("preparing", "the trainer died", f"{verdict.delay:g} s before it starts again")
+        self._move(LoopState.WAITING)
+        if self._rest:  # once that is over, its owner wants to see it train
+            self._seek_trainer()
+        else:
+            self._timers[_Timer.RESTART] = now + verdict.delay
+
+    def _stop_trainer(self, *, at_once: bool = False) -> None:
+        """End the trainer process; what follows is decided when it is gone."""
+        self._life = None
+        self._timers.clear()
+        self._outputs.append(EndTrainer(at_once))
+        if self.state is not LoopState.STOPPING:
+            self._move(LoopState.STOPPING)
+
+    def _end(self, error: str = "") -> None:
+        self._timers.clear()
+        self._life = None
+        self._move(LoopState.OVER)
+        self._outputs.append(LoopOver(error))
+
+    # Rest, leaving, hanging
+
+    def _change_rest(self, now: float) -> None:
+        """Begin to rest, rest for another reason, or train again."""
+        if not self._rest:
+            if self.state is LoopState.RESTING:
+                self._say("training again")
+                self._seek_trainer()
+            return
+        self._tell_pairing(Stopped(), now)
+        match self.state:
+            case LoopState.PREPARING | LoopState.STOPPING:
+                self._stop_trainer(at_once=True)
+            case LoopState.TRAINING | LoopState.LEAVING | LoopState.ENDING:
+                assert self._life is not None, "there is a trainer in these states"
+                self._life.ends_to_rest = True
+                self._timers.setdefault(_Timer.REST, now + REST_TIMEOUT)
+                if self.state is LoopState.TRAINING:
+                    if self._life.exchange is not None:
+                        self._outputs.append(GiveUpExchange("it rests"))
+                    self._save_and_end(self._life, now)
+            case LoopState.WAITING:
+                self._timers.clear()
+                self._seek_trainer()
+            case LoopState.RESTING:
+                self._enter("paused", self._rest)
+            case LoopState.IDLE | LoopState.OVER:
+                pass
+
+    def _leave(self, now: float) -> None:
+        """Meet no partner any more, let the exchange end, save, and end."""
+        self._is_last_life = True
+        self._tell_pairing(Stopped(), now)
+        match self.state:
+            case LoopState.TRAINING:
+                assert self._life is not None, "there is a trainer in this state"
+                if self._life.exchange is None:
+                    self._save_and_end(self._life, now)
+                else:
+                    self._move(LoopState.LEAVING)
+                    self._timers[_Timer.GRACE] = now + EXCHANGE_GRACE
+            case LoopState.PREPARING:
+                self._outputs.append(EndTrainer(at_once=True))
+                self._end()
+            case LoopState.IDLE | LoopState.STOPPING | LoopState.WAITING | LoopState.RESTING:
+                self._end()
+            case LoopState.LEAVING | LoopState.ENDING | LoopState.OVER:
+                pass
+
+    def _fire_due_timers(self, now: float) -> None:
+        due = [timer for timer in _Timer if self._timers.get(timer, math.inf) <= now]
+        for timer in due:
+            if self._timers.pop(timer, None) is not None:  # one that fired before has not changed everything
+                self._fire(timer, now)
+        if self._pairing_at <= now:
+            self._pairing_at = math.inf
+            self._tell_pairing(TimerFired(), now)
+
+    def _fire(self, timer: _Timer, now: float) -> None:
+        match timer:
+            case _Timer.WATCH:
+                self._watch(now)
+            case _Timer.REST:
+                self._stop_trainer(at_once=True)
+            case _Timer.RESTART:
+                self._seek_trainer()
+            case _Timer.GRACE:
+                self._hurry(now)
+
+    def _hurry(self, now: float) -> None:
+        """Give up the exchange of a node that leaves; after another moment, leave without waiting for its end."""
+        life = self._life
+        assert life is not None, "a node that waits for its exchange has a trainer"
+        if not life.has_given_up:
+            life.has_given_up = True
+            self._outputs.append(GiveUpExchange("it leaves"))
+            self._timers[_Timer.GRACE] = now + GIVE_UP_GRACE
+        else:
+            self._save_and_end(life, now)
+
+    def _watch(self, now: float) -> None:
+        """Ask the trainer for a sign of life; kill it if it has given none for too long."""
+        life = self._life
+        assert life is not None, "a trainer is watched while it lives"
+        if life.watched_at is not None:
+            self._watchdog.pass_time(now - life.watched_at)
+        life.watched_at = now
+        if self._watchdog.is_hung:
+            self._outputs.append(KillTrainer(f"the trainer hung: no sign of life for {self._watchdog.limit:.0f} s"))
+            return
+        if not self._watchdog.is_asked:
+            self._watchdog.ask()
+            self._outputs.append(TellTrainer(Ping()))
+        self._timers[_Timer.WATCH] = now + WATCH_INTERVAL
+
+    # Rounds
+
+    def _start_round(self, life: _Life, round_index: int, now: float) -> None:
+        if self.state is not LoopState.TRAINING:
+            return
+        if (words := self._why_finished(round_index)) is not None:
+            self._change(round=round_index)
+            self._enter("finished", f"{words}; staying for the others", is_said=True)
+            self._save_and_end(life, now)
+            return
+        self._train(round_index)
+        self._tell_pairing(RoundStarted(round_index), now)
+
+    def _why_finished(self, round_index: int) -> str | None:
+        maximum = self.config.max_rounds
+        if maximum is not None and round_index >= maximum:
+            return f"all {maximum} rounds are done"
+        return f"all {self.config.manifest.data.epochs} epochs are done" if self._is_data_over else None
+
+    def _train(self, round_index: int) -> None:
+        """Have the trainer take the inner steps of a round."""
+        rounds = self.config.manifest.rounds
+        self._change(
+            round=round_index,
+            round_steps=rounds.inner_steps,
+            round_seconds=rounds.round_seconds,
+            inner_steps_this_round=0,
+        )
+        self._enter("training", f"inner steps of round {round_index}")
+        self._tell(Train(round_index, rounds.inner_steps))
+        self._tell_pipeline(RoundBegan(round_index, rounds.inner_steps, self._is_followed(round_index)))
+
+    def _is_followed(self, round_index: int) -> bool:
+        """Whether the inner steps of the next round begin before this one's outer step."""
+        return (
+            self.config.manifest.rounds.overlap and round_index + 1 != self.config.max_rounds and not self._is_data_over
+        )
+
+    def _hear(
+        self, life: _Life, report: Progress | Contributed | OuterStepTaken | Validated | Saved | Pong, now: float
+    ) -> None:
+        """Take a report of the trainer in."""
+        match report:
+            case Progress():
+                self._change(
+                    inner_steps=report.inner_steps,
+                    inner_steps_this_round=report.inner_steps_this_round,
+                    loss=report.loss,
+                    tokens_per_second=report.tokens_per_second,
+                    device_memory=report.device_memory,
+                )
+                self._count_tokens(life, report.tokens)
+            case Contributed():
+                self._contribute(life, report, now)
+            case OuterStepTaken():
+                self._finish_round(life, report, now)
+            case Validated():
+                self._record_validation(life, report)
+            case Saved():
+                self._note_saved(life, report, now)
+            case Pong():
+                self._watchdog.hear()
+        if self._life is life:
+            self._end_if_behind(life, now)
+
+    def _contribute(self, life: _Life, report: Contributed, now: float) -> None:
+        """The inner steps of a round are done: its exchange follows, and where rounds overlap the next inner steps."""
+        life.contributed = report
+        self._change(
+            inner_steps=report.inner_steps,
+            inner_steps_this_round=report.inner_steps_this_round,
+            tokens_per_second=report.tokens_this_round / max(report.seconds, 1e-9),
+            utilisation=report.utilisation,
+            recent_utilisation=life.note_busy(report.busy_seconds, now) or self.training.recent_utilisation,
+        )
+        self._count_tokens(life, report.tokens)
+        if report.busy_seconds:
+            self._change(speed=report.tokens_this_round / report.busy_seconds)
+        if report.loss is not None:
+            self._change(loss=report.loss)
+        if self.state is LoopState.TRAINING and self._is_followed(report.round):
+            self._train(report.round + 1)
+            life.ahead_since = now
+        self._show(life, "pairing", f"contribution of round {report.round} is ready", "the partner")
+        self._tell_pairing(ContributionReady(report.round, report.fragment), now)
+
+    def _finish_round(self, life: _Life, report: OuterStepTaken, now: float) -> None:
+        """The outer step is taken: validate and save if it is time, and go on to the next round."""
+        assert life.contributed is not None, "an outer step follows a contribution"
+        self._change(late_steps=report.late_steps)
+        self._outputs.append(RoundOver(life.contributed, report.late_steps))
+        following = report.round + 1
+        every, maximum = self.config.validate_every, self.config.max_rounds
+        if every and (following % every == 0 or following == maximum):
+            self._validate(life)
+        if following != maximum and now - life.saved_at >= self.config.checkpoint_seconds:
+            life.is_save_due = True
+            self._save_if_none_is_written(life, now)
+        if self.training.round == report.round:
+            self._start_round(life, following, now)
+        elif self.state is LoopState.TRAINING:  # it began long ago
+            self._enter("training", f"inner steps of round {following}")
+
+    def _end_if_behind(self, life: _Life, now: float) -> None:
+        """Between two rounds: take newer weights if this node slept through so many that its own are too old."""
+        is_between = life.contributed_round != self.training.round and not self.training.inner_steps_this_round
+        if self.state is not LoopState.TRAINING or not is_between:
+            return
+        behind = self._others_round - self.training.round
+        if life.lag.has_slept(behind, now):
+            self._say(f"{behind} rounds behind the others: taking newer weights")
+            self._stop_trainer()
+            self._tell_pairing(Stopped(), now)
+
+    def _finish_inner_steps(self, round_index: int) -> None:
+        """End the inner steps of a round after the one that runs; where the model is cut, once all is drained."""
+        if not self._is_cut:
+            self._tell(FinishInnerSteps(round_index))
+        elif round_index == self.training.round:
+            self._tell_pipeline(RoundEnds())
+
+    # Exchanges
+
+    def _tell_pairing(self, event: PairingEvent, now: float) -> None:
+        self._asked.extend(self._pairing.handle(event, now))
+
+    def _carry_out(self, output: PairingOutput, now: float) -> None:
+        """Do what pairing asks for."""
+        life = self._life
+        match output:
+            case SendMessage():
+                self._outputs.append(output)
+            case SetTimer(at):
+                self._pairing_at = at
+            case _ if life is None:
+                pass
+            case UseFragment(round_index, fragment):
+                self._tell(ContributeFragment(round_index, fragment))
+            case FinishRound(round_index):
+                self._finish_inner_steps(round_index)
+            case GoAlone(round_index, reason):
+                self._go_alone(life, round_index, reason)
+                self._seek_next_partner(life, now)
+            case StartExchange():
+                life.exchange = output
+                self._show(life, "exchanging", f"exchange of round {output.round}", "the partner's contribution")
+                self._outputs.append(RunExchange(output))
+                self._seek_next_partner(life, now)
+
+    def _seek_next_partner(self, life: _Life, now: float) -> None:
+        """The outcome of a round is on its way: where rounds overlap, pairing takes up the one that runs already."""
+        if life.ahead_since is not None:
+            began_at, life.ahead_since = life.ahead_since, None
+            self._tell_pairing(RoundStarted(self.training.round, began_at), now)
+
+    def _go_alone(self, life: _Life, round_index: int, reason: str) -> None:
+        self._change(partner="")
+        self._outputs.append(WentAlone(round_index, reason))
+        self._show(life, "outer step", f"outer step of round {round_index} alone: {reason}")
+        self._tell(TakeOuterStep(round_index))
+
+    def _end_exchange(self, life: _Life, over: ExchangeOver, now: float) -> None:
+        """Take the outer step with the partner's contribution; otherwise seek another partner, or take it alone."""
+        start, life.exchange = over.start, None
+        is_overlapped = self.training.round != start.round
+        self._change(partner=peer_id_of(start.peer) if over.is_committed else "")
+        if over.is_committed:
+            self._show(life, "outer step", f"outer step of round {start.round}")
+            self._tell(TakeOuterStep(start.round, start.peer, over.partner_size, over.partner_tokens))
+        else:
+            self._tell(TakeIn(start.round, 0))
+            if is_overlapped:  # pairing is in the next round, and cannot say it
+                self._go_alone(life, start.round, "the exchange failed")
+        if not is_overlapped:
+            if over.is_broken:
+                self._show(life, "pairing", f"the exchange of round {start.round} broke", "another partner")
+                self._outputs.append(Note(f"another partner is sought for round {start.round}"))
+            self._tell_pairing(ExchangeEnded(start.session, over.is_committed, over.is_broken), now)
+        if self.state is LoopState.LEAVING:
+            self._save_and_end(life, now)
+
+    # Checkpoints and validation
+
+    def _save_if_none_is_written(self, life: _Life, now: float) -> None:
+        """Save, unless that is under way: many newcomers may ask for it."""
+        if life.num_saving == 0:
+            self._save(life, now)
+
+    def _save(self, life: _Life, now: float, *, is_last: bool = False) -> None:
+        life.saved_at, life.is_save_due = now, False
+        life.num_saving += 1
+        self._tell(Save(is_last))
+
+    def _save_and_end(self, life: _Life, now: float) -> None:
+        """Save for the last time: the report of this checkpoint ends the trainer, so nothing is trained after it."""
+        self._timers.pop(_Timer.GRACE, None)
+        self._save(life, now, is_last=True)
+        self._move(LoopState.ENDING)
+
+    def _note_saved(self, life: _Life, report: Saved, now: float) -> None:
+        life.num_saving -= 1
+        if report.problem or report.note:
+            self._warn(report.problem or report.note)
+        if self.state is not LoopState.ENDING:
+            if life.is_save_due:
+                self._save(life, now)
+        elif life.num_saving == 0:
+            self._is_last_life = self._is_last_life or not life.ends_to_rest
+            self._stop_trainer(at_once=life.ends_to_rest)
+
+    def _is_from_start(self, life: _Life) -> bool:
+        """Whether this life began with the weights that the manifest names."""
+        return self.config.manifest.start is not None and life.ready.prepared.resumed is None
+
+    def _validate(self, life: _Life) -> None:
+        """Measure the validation loss; where the model is cut, the nodes that draw data do, through all stages."""
+        if not self._is_cut:
+            self._tell(Validate(VALIDATION_BATCHES))
+        elif life.ready.stage == 0:
+            num_parts = self.config.manifest.inner.batch_size // self.config.manifest.pipeline.microbatch_size
+            self._tell_pipeline(Measure(VALIDATION_BATCHES * num_parts))
+
+    def _record_validation(self, life: _Life, report: Validated) -> None:
+        if report.problem:
+            self._warn(report.problem)
+            return
+        if self._is_from_start(life) and not self._has_validated:
+            self._say(f"the weights that this run starts from have a held-out loss of {report.loss:.4f}")
+        self._has_validated = self._has_validated or math.isfinite(report.loss)
+        self._outputs.append(ValidationMeasured(report.round, report.loss))
+
+    # Outputs
+
+    @property
+    def _is_cut(self) -> bool:
+        return self.config.manifest.model.num_stages > 1
+
+    def _move(self, state: LoopState) -> None:
+        if state not in FOLLOWING[self.state]:
+            raise LocalProtocolError(f"the training loop cannot be {state.value} after {self.state.value}")
+        self.state = state
+
+    def _tell(self, command: Command) -> None:
+        """Send the trainer a command, unless it has been told to save for the last time, or there is none."""
+        if self.state in (LoopState.TRAINING, LoopState.LEAVING):
+            self._outputs.append(TellTrainer(command))
+
+    def _tell_pipeline(self, event: RoundBegan | RoundEnds | Measure) -> None:
+        if self._is_cut and self.state in HAS_TRAINER:
+            self._outputs.append(TellPipeline(event))
+
+    def _change(self, **changes: object) -> None:
+        self.training = msgspec.structs.replace(self.training, **changes)
+
+    def _count_tokens(self, life: _Life, tokens: int) -> None:
+        """Count for the run at stage 0 alone: every stage sees all tokens."""
+        if life.ready.stage == 0:
+            self._change(tokens=life.tokens_before + tokens)
+
+    def _show(self, life: _Life, phase: Phase, detail: str, waits_for: str = "") -> None:
+        """Show what is done for a contribution; where rounds overlap the phase is that of the inner steps."""
+        if self.training.round == life.contributed_round:
+            self._enter(phase, detail, waits_for)
+        else:
+            self._enter("training", f"inner steps of round {self.training.round}; {detail}")
+
+    def _enter(self, phase: Phase, detail: str, waits_for: str = "", *, is_said: bool = False) -> None:
+        self._outputs.append(Enter(phase, detail, waits_for, is_said))
+
+    def _say(self, text: str) -> None:
+        self._outputs.append(Say(text))
+
+    def _warn(self, text: str) -> None:
+        self._outputs.append(Warn(text))
+
+    def _set_timer(self) -> None:
+        at = min(*self._timers.values(), self._pairing_at, math.inf)
+        if at != self._timer_set_at:
+            self._timer_set_at = at
+            self._outputs.append(SetTimer(at))
+
+
+class _Life:
+    """What the loop knows of one trainer."""
+
+    def __init__(self, ready: TrainerReady, tokens: int, now: float) -> None:
+        prepared: Prepared = ready.prepared
+        self.ready = ready
+        self.ready_at = now
+        # The replica's count begins with its weights, which may be a peer's; this node's own tokens are counted here.
+        self.tokens_before = tokens - prepared.tokens
+        self.contributed: Contributed | None = None
+        self.ahead_since: float | None = None
+        """When the round began that overlaps with the one whose partner is sought."""
+        self.exchange: StartExchange | None = None
+        self.has_given_up = False
+        """The exchange, since the node leaves."""
+        self.ends_to_rest = False
+        # A replica without a checkpoint is saved as soon as possible: a trainer that dies has to come back somewhere.
+        self.saved_at = now if prepared.resumed else -math.inf
+        self.num_saving = 0
+        """`Save` commands without their report."""
+        self.is_save_due = False
+        """After the one that is under way."""
+        self.watched_at: float | None = None
+        self.lag = _Lag()
+        self._recent = deque[tuple[float, float]](maxlen=RECENT_ROUNDS + 1)  # (end of a round, busy seconds in it)
+
+    @property
+    def contributed_round(self) -> int:
+        """The newest round whose contribution is made; -1: none."""
+        return -1 if self.contributed is None else self.contributed.round
+
+    def note_busy(self, seconds: float, now: float) -> float | None:
+        """Add a round's seconds of inner steps; returns their share of the time of the last few rounds, if known."""
+        recent = self._recent
+        recent.append((now, seconds))
+        if len(recent) == 1:
+            return None
+        return (sum(seconds for _, seconds in recent) - recent[0][1]) / max(now - recent[0][0], 1e-9)
+
+
+class _Lag:
+    """How many rounds a node is behind the others. Rounds lost one by one are a slow node's, and do no harm."""
+
+    def __init__(self) -> None:
+        self._seen = deque([(-math.inf, 0)])  # (at, rounds behind), the first more than NEWS_SECONDS ago
+
+    def has_slept(self, behind: int, now: float) -> bool:
+        """Add what is known now; returns whether too many rounds were lost at once."""
+        seen = self._seen
+        seen.append((now, behind))
+        while seen[1][0] <= now - NEWS_SECONDS:
+            seen.popleft()
+        return behind - max(seen[0][1], 0) > MAX_ROUNDS_BEHIND

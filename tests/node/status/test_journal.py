@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+
+from farandole.node.status.journal import MAX_EVENTS, Journal
+from farandole.node.status.round_log import RoundRecord
+from farandole.node.status.status import NodeStatus
+from farandole.protocol.identity import peer_id_of, short_name
+
+from ..statuses import STATUS
+
+
+def test_committed_exchanges_are_counted_by_their_path() -> None:
+    journal = Journal(say=lambda text: None)
+    for path in ("bulk", "stream", "bulk"):
+        journal.record_exchange(0, b"b" * 32, "committed", path=path)
+    journal.record_exchange(1, b"b" * 32, "failed: too slow", path="bulk")
+    journal.record_exchange(2, None, "alone: nobody is there")
+    assert journal.exchanges.paths == {"bulk": 2, "stream": 1}
+    assert (journal.exchanges.num_committed, journal.exchanges.num_failed, journal.exchanges.num_alone) == (3, 1, 1)
+
+
+def test_a_month_of_strangers_is_not_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farandole.node.status.exchange_history.MAX_PARTNERS", 2)
+    journal = Journal(say=lambda text: None)
+    for peer in (b"a", b"a", b"b", b"c", b"d"):
+        journal.record_exchange(0, peer * 32, "committed")
+    assert journal.exchanges.partners == {peer_id_of(b"a" * 32): 2, peer_id_of(b"d" * 32): 1}
+    assert journal.exchanges.num_committed == 5
+
+
+def test_what_happened_is_kept_in_words_and_is_bounded() -> None:
+    said: list[str] = []
+    journal = Journal(say=said.append, clock=lambda: 1.0)
+    journal.say("hello")
+    journal.note("only for who looks")
+    journal.warn("the disk is full")
+    assert said == ["hello", "warning: the disk is full"]
+    assert [(event.text, event.is_warning) for event in journal.events] == [
+        ("hello", False),
+        ("only for who looks", False),
+        ("the disk is full", True),
+    ]
+
+    for index in range(2 * MAX_EVENTS):
+        journal.note(str(index))
+    assert len(journal.events) == MAX_EVENTS
+    assert journal.events[-1].text == str(2 * MAX_EVENTS - 1)
+
+
+def test_why_an_exchange_failed_is_told_once() -> None:
+    journal = Journal(say=lambda text: None)
+    bob = b"b" * 32
+    journal.record_exchange(1, bob, "failed: refused: the norm is off")  # of which the one who refuses has warned
+    journal.record_exchange(2, bob, "failed: the partner aborted: refused: the norm is off")
+    journal.record_exchange(3, bob, "failed: the partner died")
+    journal.record_exchange(4, None, "alone: no peer is free")
+    name = short_name(bob)
+    assert [event.text for event in journal.events] == [
+        f"{name} refused this node's contribution: the norm is off",
+        f"the exchange of round 3 with {name} failed: the partner died",
+    ]
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_is_in_no_curve_and_in_no_round(loss: float) -> None:
+    """JSON has no word for it: whoever reads a status would find nothing where there must be a number."""
+    rounds: list[RoundRecord] = []
+    journal = Journal(say=lambda text: None, tell_round=rounds.append)
+    for number in (3.0, loss, 2.0):
+        journal.losses.add_training(7, number)
+        journal.record_validation(7, number)
+        journal.finish_round(7, inner_steps=1, tokens=1, seconds=1.0, loss=number, late_steps=0)
+    assert list(journal.losses.training) == list(journal.losses.validation) == [(7, 3.0), (7, 2.0)]
+    assert [record.loss for record in rounds] == [3.0, None, 2.0]
+    assert "held-out text" in journal.warnings[-1]
+
+    journal.update(loss=loss)
+    status = msgspec.structs.replace(STATUS, loss=journal.state.loss, losses=list(journal.losses.training))
+    assert msgspec.json.decode(msgspec.json.encode(status), type=NodeStatus).loss is None
