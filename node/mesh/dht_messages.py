@@ -52,7 +52,7 @@ class DhtMessage:
 
 def encode_dht(message: DhtMessage) -> bytes:
     """What goes over a stream, with its length."""
-    wire = Message(type=Message.MessageType.ValueType(message.kind), key=message.key)
+    wire = Message(type=message.kind.name, key=message.key)
     for peers, field in ((message.closer, wire.closerPeers), (message.providers, wire.providerPeers)):
         for each in peers:
             addresses = multiaddr_bytes(each.addresses[:MAX_ADDRESSES])
@@ -66,7 +66,7 @@ async def receive_dht(stream: Stream, max_bytes: int) -> DhtMessage | None:
     if not first:
         return None
     wire = parse(Message, await receive_delimited(stream, max_bytes, bytes(first)))
-    if wire.type not in iter(DhtKind) or len(wire.key) > MAX_KEY_BYTES:
+    if int(wire.type) not in list(DhtKind) or len(wire.key) > MAX_KEY_BYTES:
         raise RemoteProtocolError("not a question that this DHT answers")
     return DhtMessage(DhtKind(wire.type), wire.key, _peers(wire.closerPeers), _peers(wire.providerPeers))
 
