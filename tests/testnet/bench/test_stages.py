@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from farandole.testnet.bench.process import BenchError
@@ -83,7 +84,7 @@ def test_what_travels_in_fp32_must_learn_the_same_in_every_turn(loss: float, is_
 
 def test_bytes_of_a_line_of_stages_follow_from_its_shapes() -> None:
     """Three stages have two hops, each both ways; the ends exchange the gradients of 256 embeddings in every step."""
-    model = replace(TASK.check(), num_stages=3)
+    model = msgspec.structs.replace(TASK.check(), num_stages=3)
 
     assert bytes_per_token(model, tokens_per_step=64) == 4 * (2 * 2 * 16 + 2 * 256 * 16 / 64)
 
@@ -118,7 +119,7 @@ def test_codecs_are_compared_seed_by_seed() -> None:
 
 
 def test_stages_learn_alike_through_any_codec() -> None:
-    small = replace(MODEL, width=16, hidden=32, context=16)
+    small = msgspec.structs.replace(MODEL, width=16, hidden=32, context=16)
 
     exact, coarse = codec_losses(steps=3, seeds=1, codecs=["fp32", "int8"], model=small)
 
