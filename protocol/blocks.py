@@ -43,12 +43,6 @@ MAX_TENSORS = 1 << 16
 MAX_NAME_CHARS = 512
 MAX_DIMENSIONS = 8
 FP32_BYTES = 4
-# What a newcomer needs, by the names of tensors before their "/": slow weights and outer momentum. The state of the
-# inner optimizer would double the download and is worth a few dozen steps, which a replica without it takes slowly
-# (`farandole.training.inner.ramp`).
-REQUIRED_VECTORS = frozenset(("slow", "momentum"))
-# Those, AdamW's two means, fast weights and fed-back errors.
-MAX_VECTORS = 6
 # The format's own: the length of the header that follows.
 _LENGTH_BYTES = 8
 _METADATA = "__metadata__"
@@ -150,21 +144,6 @@ def decode_signed_index(raw: bytes, run_id: bytes, max_size: int) -> tuple[Signe
 def num_blocks(size: int) -> int:
     """Blocks of a file of so many bytes."""
     return -(-size // BLOCK_BYTES)
-
-
-def max_checkpoint_bytes(num_parameters: int) -> int:
-    """The most that an honest checkpoint of a model of this size takes."""
-    return num_parameters * MAX_VECTORS * FP32_BYTES + MAX_HEADER_BYTES
-
-
-def required_bytes(num_parameters: int) -> int:
-    """What a newcomer downloads of it, but for the header."""
-    return num_parameters * len(REQUIRED_VECTORS) * FP32_BYTES
-
-
-def is_required(name: str) -> bool:
-    """Whether a newcomer needs this tensor."""
-    return name.partition("/")[0] in REQUIRED_VECTORS
 
 
 def block_range(size: int, block: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ import msgspec
 
 from .errors import RemoteProtocolError
 from .framing import LENGTH_BYTES
-from .manifest import Codec
+from .outer_rules import Codec
 from .pairing_messages import Session
 
 EXCHANGE_VERSION = 4

@@ -17,7 +17,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from .errors import ManifestError, UnknownManifestError
 from .hf_config import Context, HFConfig, NumLayers, Vocabulary
 from .identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, is_signed_by, public_bytes, sign
+from .outer_rules import NoLoCoConfig, OuterRules, with_kind
 from .own_model import MAX_PARAMETERS, OwnModel
+from .screening_rules import DEFAULT_SCREENING, ScreeningRules
 from .slices import NUM_PARTS, PART_BYTES
 
 # A manifest holds settings, not data: 64 fields at most a few hundred bytes each, and of one's own module without
@@ -25,9 +27,6 @@ from .slices import NUM_PARTS, PART_BYTES
 MAX_MANIFEST_BYTES = 64 * 1024
 RUN_ID_BYTES = 32
 _DOMAIN = b"farandole/manifest/1"
-
-Codec = Literal["fp32", "bf16", "fp16", "int8", "int4", "topk"]
-Momentum = Literal["heavy_ball", "nesterov"]
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"^[\w .:+-]+$")]
@@ -98,29 +97,6 @@ class InnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Largest norm of a gradient; 0 clips nothing."""
     batch_size: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = 16
     """Sequences an inner step."""
-
-
-class OuterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The NoLoCo step: m <- alpha m + beta mean(theta - phi) + gamma (mean(phi) - phi_own); phi <- phi + m."""
-
-    alpha: _UnitInterval = 0.5
-    beta: _Positive = 0.7
-    gamma: _Positive = 0.7
-    momentum: Momentum = "heavy_ball"
-    codec: Codec = "fp32"
-    """How a contribution travels. With ``topk`` the means of two partners differ where only one has sent."""
-    topk: Annotated[int, msgspec.Meta(ge=1, le=128)] = 64
-    """Of each 256 elements, how many the codec ``topk`` sends, in 4 + 2 topk bytes. 70 take what int4 takes and learn
-    more; 32 take half of that and learn clearly less (BENCHMARKS.md)."""
-    error_feedback: bool | None = None
-    """Whether what the codec rounds away is added to the next contribution; null: where it helps, with int4."""
-    fragments: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
-    """Parts of the parameters, of which a round exchanges one (Streaming DiLoCo, arXiv 2501.18512)."""
-
-    @property
-    def feeds_errors_back(self) -> bool:
-        """``error_feedback``, decided."""
-        return self.codec == "int4" if self.error_feedback is None else self.error_feedback
 
 
 class RoundConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -220,9 +196,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokenizer: TokenizerConfig = TokenizerConfig()
     data: DataConfig = DataConfig()
     inner: InnerConfig = InnerConfig()
-    outer: OuterConfig = OuterConfig()
+    outer: OuterRules = NoLoCoConfig()
     rounds: RoundConfig = RoundConfig()
     pipeline: PipelineConfig = PipelineConfig()
+    screening: ScreeningRules = DEFAULT_SCREENING
     admission: Literal["open"] = "open"
     """Anybody who has an invite may join; runs that want an admission by the creator are not served yet."""
     start: StartConfig | None = None
@@ -240,43 +217,16 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return run_id if self.start is None or self.start.epochs is None else self.start.epochs.order
 
 
-def gamma_limit(alpha: float, momentum: Momentum = "heavy_ball") -> float:
-    """The least gamma at which the replicas drift apart: where second moments of random pairs stop contracting.
-
-    Heavy ball: 2 (1 - alpha^2); the paper's own window (its equation 74) is wrong away from alpha = 0.5 (alpha 0.9,
-    gamma 1.2 lies inside it and diverges). Nesterov: (2 a^2 - 1 + sqrt(1 + 4 a + 4 a^2 - 4 a^3 - 4 a^4)) /
-    (a (2 a + 1)), 2 at a = 0. Both derived for groups of two, and borne out by simulation (`test_noloco.py`).
-    """
-    if momentum == "heavy_ball":
-        return 2.0 * (1.0 - alpha * alpha)
-    if alpha == 0.0:
-        return 2.0
-    root = math.sqrt(1 + 4 * alpha + 4 * alpha**2 - 4 * alpha**3 - 4 * alpha**4)
-    return (2 * alpha**2 - 1 + root) / (alpha * (2 * alpha + 1))
-
-
-_LIMITS: dict[Momentum, str] = {"heavy_ball": "2 (1 - alpha^2)", "nesterov": "its limit"}
-
-
 def _problems(manifest: Manifest) -> list[str]:
     """What the fields' own bounds cannot say: relations between them, and finiteness (NaN passes every bound)."""
     problems = []
-    for section in (manifest.data, manifest.inner, manifest.outer, manifest.rounds, manifest.pipeline):
+    for section in (manifest.data, manifest.inner, manifest.rounds, manifest.pipeline):
         for field in section.__struct_fields__:
             value = getattr(section, field)
             if isinstance(value, float) and not math.isfinite(value):
                 problems.append(f"{field} is {value}: it must be a finite number")
-    model, outer, rounds = manifest.model, manifest.outer, manifest.rounds
-    limit = gamma_limit(outer.alpha, outer.momentum)
-    if not 0.0 < outer.gamma < limit:
-        problems.append(
-            f"outer.gamma is {outer.gamma:g}, but with alpha = {outer.alpha:g} and momentum = {outer.momentum!r} pairs "
-            f"are stable only for 0 < gamma < {_LIMITS[outer.momentum]} = {limit:.4g}: beyond, the replicas drift apart"
-        )
-    if outer.error_feedback and outer.codec == "fp32":
-        problems.append("outer.error_feedback is set, but the codec fp32 is exact: it makes no error to feed back")
-    if outer.error_feedback is not None and outer.codec == "topk":
-        problems.append("outer.error_feedback is set, but the codec topk feeds back in its own way, and always")
+    problems += manifest.outer.problems
+    model, rounds = manifest.model, manifest.rounds
     if model.own is not None:
         problems += _problems_of_own(model, model.own)
     elif model.hf is not None:
@@ -388,7 +338,7 @@ def decode_manifest(raw: bytes, run_id: bytes | None = None) -> tuple[Manifest, 
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ManifestError(f"not a manifest: {error}") from error
     try:
-        return msgspec.msgpack.decode(signed.body, type=Manifest), signed
+        return decode_body(signed.body), signed
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UnknownManifestError(
             f"run {signed.run_id.hex()[:16]} has settings that this version of farandole does not know ({error}): "
@@ -396,9 +346,20 @@ def decode_manifest(raw: bytes, run_id: bytes | None = None) -> tuple[Manifest, 
         ) from error
 
 
+def decode_body(body: bytes) -> Manifest:
+    """The manifest whose bytes were signed. Raises `msgspec.MsgspecError`, or `ValueError` for what is not UTF-8."""
+    return _converted(msgspec.msgpack.decode(body))
+
+
+def _converted(settings: object) -> Manifest:
+    if isinstance(settings, dict) and "outer" in settings:
+        settings = {**settings, "outer": with_kind(settings["outer"])}
+    return msgspec.convert(settings, type=Manifest, strict=True)
+
+
 def manifest_from_dict(settings: object) -> Manifest:
     """A manifest from a parsed ``run.toml``; `ManifestError` names the field that is wrong."""
     try:
-        return msgspec.convert(settings, type=Manifest, strict=True)
+        return _converted(settings)
     except msgspec.ValidationError as error:
         raise ManifestError(str(error)) from error

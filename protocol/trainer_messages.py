@@ -151,6 +151,10 @@ class Screen(msgspec.Struct, frozen=True, tag=True):
     number: int = 0
     """Told again with the verdict: an exchange that broke does not wait for its own, and the next one must not take
     it."""
+    partner: bytes = b""
+    """The key of the peer whose contribution it is, 32 bytes."""
+    partner_tokens: int = 0
+    """Tokens that it claims for its contribution."""
 
 
 class TakeOuterStep(msgspec.Struct, frozen=True, tag=True):

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from farandole.protocol.manifest import Manifest
+from farandole.protocol.vectors import SLOW
 from farandole.training.checkpoint import Counters, save_checkpoint
 from farandole.training.errors import CheckpointError
 from farandole.training.learner import build_learner
@@ -22,7 +23,6 @@ from .report import Merged
 
 # 32 batches of the demo's 16 x 128 tokens measure the loss to about 0.01.
 VALIDATION_BATCHES: Final = 32
-_SLOW: Final = "slow"
 
 
 def measure_merged(manifest: Manifest, run_id: bytes, checkpoints: Sequence[Path], out: Path) -> Merged:
@@ -57,7 +57,7 @@ def merge_checkpoints(checkpoints: Sequence[Path], layout: Layout, run_id: bytes
             tensor = f"{vector}/{name}"
             if tensor not in holders:
                 raise CheckpointError(f"no replica has saved {name}: nobody held its stage at the end")
-            if vector != _SLOW:
+            if vector != SLOW:
                 view.copy_(_tensor(holders[tensor][0], tensor))
                 continue
             replicas = torch.stack([_tensor(path, tensor) for path in holders[tensor]])  # (replicas, ...)

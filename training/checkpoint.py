@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from farandole.protocol.blocks import MAX_HEADER_BYTES
+from farandole.protocol.vectors import is_square
 
 from .blocks import BlockHasher, Content, content_of, first_difference
 from .durable import WholeFile, replacing
@@ -166,5 +167,5 @@ def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
         raise CheckpointError(f"the checkpoint's {name} is {tensor.dtype} {tuple(tensor.shape)}, not fp32 {shape}")
     if not bool(tensor.isfinite().all()):
         raise CheckpointError(f"the checkpoint's {name} holds a value that is not finite")
-    if name.startswith("square/") and not bool((tensor >= 0).all()):
+    if is_square(name) and not bool((tensor >= 0).all()):
         raise CheckpointError(f"the checkpoint's {name} holds a negative square")

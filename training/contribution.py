@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from blake3 import blake3
 from torch import Tensor
 
-from farandole.protocol.manifest import OuterConfig
+from farandole.protocol.outer_rules import OuterConfig
+from farandole.protocol.vectors import ERROR, SENT
 
-from . import noloco
 from .codec import Buffer, bytes_of, bytes_to_fill, form_of, slices
 from .copying import Copier, Wait
+from .outer.rule import OuterRule
 from .topk import TopK
 
 
@@ -44,17 +45,17 @@ class Contributor:
     longer than filling it.
     """
 
-    def __init__(self, outer: OuterConfig, weights: Tensor, copier: Copier) -> None:
+    def __init__(self, outer: OuterConfig, rule: OuterRule, weights: Tensor, copier: Copier) -> None:
         self._copier = copier
         self.form = form_of(outer.codec, outer.topk)
-        self._outer = outer
+        self._rule = rule
         largest = -(-len(weights) // outer.fragments)
         self.largest_bytes = self.form.size(largest)
         """Of the largest fragment's contribution."""
         self._frozen = weights.new_empty(largest)
-        is_exact = outer.codec == "fp32" and outer.gamma == outer.beta
+        is_exact = outer.codec == "fp32" and rule.sends_fast_weights
         self._sent = self._frozen if is_exact else weights.new_empty(largest)
-        self._last = noloco.contribution(weights, weights, outer).clone() if isinstance(self.form, TopK) else None
+        self._last = rule.contribution(weights, weights).clone() if isinstance(self.form, TopK) else None
         self._error = weights.new_zeros(len(weights)) if outer.feeds_errors_back else None
         self._memory = self._error if self._last is None else self._last
         self._next_memory = None if self._memory is None else weights.new_empty(largest)
@@ -110,7 +111,7 @@ class Contributor:
         if self._sent is self._frozen:
             self.form.encode(sent, encoded)
             return
-        sent.copy_(noloco.contribution(frozen, phi[place], self._outer))
+        sent.copy_(self._rule.contribution(frozen, phi[place]))
         if self._last is not None and self._next_memory is not None:
             self.form.encode(sent, encoded, self._last[place])
             self.form.decode(encoded, self._next_memory[piece].copy_(self._last[place]))
@@ -129,13 +130,8 @@ class Contributor:
         if self._memory is not None and contribution.memory is not None:
             self._memory[contribution.part] = contribution.memory
 
-    def forget_errors(self) -> None:
-        """After the weights diverged: what they meant is not worth sending."""
-        if self._error is not None:
-            self._error.zero_()
-
     def saved(self) -> dict[str, Tensor]:
         """What a checkpoint has of it: flat vectors (n,), by name."""
         if self._last is not None:
-            return {"sent": self._last}
-        return {} if self._error is None else {"error": self._error}
+            return {SENT: self._last}
+        return {} if self._error is None else {ERROR: self._error}

@@ -8,11 +8,13 @@ handful for each parameter), and many replicas as one (N, P) tensor. The operati
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from farandole.protocol.manifest import InnerConfig
+from farandole.protocol.vectors import OPTIMIZER_VECTORS
 
 # How many times the memory of the mean of squares the rate is ramped up for (`ramp` says why).
 RAMP_MEMORIES = 2
@@ -78,3 +80,48 @@ def decay_(weights: Tensor, rate: float, inner: InnerConfig) -> None:
     """Decoupled weight decay in place."""
     if inner.weight_decay:
         weights.mul_(1 - rate * inner.weight_decay)
+
+
+class FlatAdamW:
+    """AdamW on all parameters of a replica at once: ``weights`` and ``gradient`` are flat, (n,) fp32.
+
+    ``parameters`` are views into ``weights``, whose gradients are views into ``gradient``.
+    """
+
+    def __init__(
+        self, settings: InnerConfig, weights: Tensor, gradient: Tensor, parameters: Sequence[nn.Parameter]
+    ) -> None:
+        self._settings = settings
+        self._weights = weights
+        self._gradient = gradient
+        self._parameters = parameters
+        self._mean = torch.zeros_like(weights)
+        self._square = torch.zeros_like(weights)
+        self._begun_at = 0
+
+    def rate(self, steps: int) -> float:
+        """The learning rate of inner step ``steps`` (from 0): the schedule's, ramped up after a `restart`."""
+        rate = learning_rate(steps, self._settings)
+        return rate * ramp(steps - self._begun_at, self._settings) if self._begun_at else rate
+
+    def step(self, steps: int, divisor: int) -> None:
+        """Take inner step ``steps`` (from 0), with the gradient over ``divisor``, clipped. The gradient is changed."""
+        if divisor != 1:
+            self._gradient.div_(divisor)
+        if self._settings.clip:
+            torch.nn.utils.clip_grad_norm_(self._parameters, self._settings.clip)
+        rate = self.rate(steps)
+        for parameter in self._parameters:
+            if parameter.ndim > 1:
+                decay_(parameter, rate, self._settings)
+        step_ = fused_adamw_ if self._weights.is_cuda else adamw_
+        number = steps - self._begun_at
+        step_(self._weights, self._gradient, self._mean, self._square, number, rate, self._settings)
+
+    def restart(self, steps: int) -> None:
+        """The means were loaded after ``steps`` inner steps; if they are zeros, the rate is ramped up from there."""
+        self._begun_at = 0 if bool(self._square.any()) else steps
+
+    def state(self) -> dict[str, Tensor]:
+        """The running means, flat vectors (n,), by name."""
+        return dict(zip(OPTIMIZER_VECTORS, (self._mean, self._square), strict=True))

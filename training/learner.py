@@ -8,11 +8,14 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from farandole.protocol.manifest import InnerConfig, Manifest, OuterConfig
+from farandole.protocol.manifest import InnerConfig, Manifest
+from farandole.protocol.outer_rules import OuterConfig
+from farandole.protocol.screening_rules import DEFAULT_SCREENING, ScreeningConfig
 
 from .batches import Batches, Tokens
 from .data import NOTHING, Bring, build_sampler
 from .device import Device, choose_device
+from .errors import DataError
 from .model import language_loss
 from .replica import Replica
 from .stages import build_module
@@ -37,8 +40,9 @@ class Learner(Replica):
         device: Device,
         microbatch_size: int = 0,
         is_compiled: bool = False,
+        screening: ScreeningConfig = DEFAULT_SCREENING,
     ) -> None:
-        super().__init__(module, inner, outer, run_id=run_id, device=device)
+        super().__init__(module, inner, outer, run_id=run_id, device=device, screening=screening)
         self._sampler = sampler
         self._microbatch_size = microbatch_size or sampler.batch_size
         self._forward = cast("nn.Module", torch.compile(self._module)) if is_compiled else self._module
@@ -91,6 +95,13 @@ class Learner(Replica):
             self._module.train()
         return float(torch.stack(losses).sum()) / num_batches
 
+    def held_out_loss(self, num_batches: int) -> float | None:
+        """`validation_loss`, or None if too little text is held out."""
+        try:
+            return self.validation_loss(num_batches)
+        except DataError:
+            return None
+
     def _to_device(self, tokens: Tokens) -> Tensor:
         batch = torch.as_tensor(tokens)
         if self.device.torch_device.type == "cuda":
@@ -126,6 +137,7 @@ def build_learner(
         device=chosen,
         microbatch_size=microbatch_size,
         is_compiled=is_compiled,
+        screening=manifest.screening,
     )
     if manifest.data.epochs:
         learner.slices = sampler.slices()

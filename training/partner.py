@@ -1,47 +1,71 @@
-"""A partner's contribution while it arrives: decoded slice by slice, with the sums by which it is screened.
+"""A partner's contribution while it arrives: decoded slice by slice, and shown to the screening rule slice by slice.
 
-So the work is done when the last byte comes, but for the last slice's. What was taken in is used once: whoever asks
-for a second opinion, or offers bytes that lie elsewhere, has everything taken in anew.
+So the work is done when the last byte comes, but for the last slice's. What was taken in is used once: a second
+opinion, or bytes that lie elsewhere, have everything taken in again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
-import torch
 from torch import Tensor
 
 from .codec import Buffer, Form, bytes_of, bytes_to_read, check_length, slices
 from .copying import Copier
-from .errors import CodecError, ScreeningError
-from .screening import screen, sums
+from .errors import CodecError
+from .screening.history import Histories
+from .screening.rule import Meeting, Partner, Refuse, ScreeningRule, Verdict
 from .topk import TopK
+
+_NO_OWN = Refuse("no contribution of this replica's own awaits one")
 
 
 class PartnerContribution:
-    """Beside one's own contribution as it was sent, ``own`` (n,); ``values`` (n,) is the memory to decode into."""
+    """The contributions of one partner after another, each beside one's own of the round.
 
-    def __init__(self, form: Form, own: Tensor, values: Tensor, copier: Copier) -> None:
+    ``memory`` (n,) is where they are decoded; ``evaluate`` gets (share of the difference, own, partner's), as
+    `Partner.evaluate`. ``histories`` is what ``rule`` remembers.
+    """
+
+    def __init__(
+        self,
+        form: Form,
+        memory: Tensor,
+        copier: Copier,
+        rule: ScreeningRule,
+        evaluate: Callable[[float, Tensor, Tensor], float | None],
+    ) -> None:
+        self.histories = Histories()
         self._form = form
+        self._memory = memory
         self._copier = copier
-        self._own = own
-        self._values = values
-        self.forget()
+        self._rule = rule
+        self._evaluate = evaluate
+        self._own: Tensor | None = None
+        self._begin()
 
-    def forget(self) -> None:
-        """Begin anew: what comes next is another contribution."""
-        self._sums = torch.zeros(3, dtype=torch.float64)
+    def expect(self, own: Tensor | None) -> None:
+        """From now on contributions are a partner's for ``own`` (n,), as it was sent; None: no contribution is due."""
+        self._own = own
+        self._begin()
+
+    def _begin(self) -> None:
+        self._rule.begin()
         self._num_taken = 0
         self._address = 0
         self._available = 0
         self._problem: CodecError | None = None
-        self._screened_size: int | None = None
+        self._judged: tuple[Partner, Verdict] | None = None
 
     def take_in(self, data: Buffer, available: int) -> None:
         """Decode what is whole of the first ``available`` bytes of ``data``; see `Replica.take_in`."""
+        if self._own is None:
+            return
         source = np.frombuffer(data, dtype=np.uint8)
         address = source.ctypes.data
-        if address != self._address or available < self._available or self._screened_size is not None:
-            self.forget()
+        if address != self._address or available < self._available or self._judged is not None:
+            self._begin()
         self._address, self._available = address, available
         with self._copier.aside():
             for part in slices(len(self._own)):
@@ -49,11 +73,10 @@ class PartnerContribution:
                 if where.stop > available or self._problem is not None:
                     return
                 if part.start >= self._num_taken:
-                    self._decode(part, bytes_to_read(source[where]))
+                    self._decode(self._own[part], self._memory[part], bytes_to_read(source[where]))
                     self._num_taken = part.stop
 
-    def _decode(self, part: slice, data: Tensor) -> None:
-        own, values = self._own[part], self._values[part]
+    def _decode(self, own: Tensor, values: Tensor, data: Tensor) -> None:
         if isinstance(self._form, TopK):
             values.copy_(own)
         try:
@@ -61,10 +84,12 @@ class PartnerContribution:
         except CodecError as error:
             self._problem = error
             return
-        self._sums += sums(own, values).cpu()
+        self._rule.feed(own, values)
 
-    def screen(self, data: Buffer) -> None:
-        """Take in the rest and judge the whole; raises `ScreeningError` if it is unfit."""
+    def judge(self, data: Buffer, meeting: Meeting) -> Verdict:
+        """Take in the rest, and judge the whole. A refusal is remembered at once."""
+        if self._own is None:
+            return _NO_OWN
         size = np.frombuffer(data, dtype=np.uint8).size
         try:
             check_length(self._form, len(self._own), size)
@@ -72,19 +97,40 @@ class PartnerContribution:
             if self._problem is not None:
                 raise self._problem
         except CodecError as error:
-            self.forget()
-            raise ScreeningError(f"the contribution cannot be used: {error}") from error
-        try:
-            screen(self._sums)
-        except ScreeningError:
-            self.forget()
-            raise
-        self._screened_size = size
+            self._begin()
+            return Refuse(f"the contribution cannot be used: {error}")
+        return self._ask(self._own, meeting)
 
-    def values(self, data: Buffer) -> Tensor:
-        """All of it (n,), screened just before or now; raises `ScreeningError` if it is unfit."""
+    def verdict(self, data: Buffer, meeting: Meeting) -> Verdict:
+        """The verdict on what was judged just before, which is not read again; else `judge`."""
         source = np.frombuffer(data, dtype=np.uint8)
-        if (self._address, self._screened_size) != (source.ctypes.data, source.size):
-            self.screen(data)
+        is_same = (self._address, self._available) == (source.ctypes.data, source.size)
+        if self._own is None or self._judged is None or not is_same:
+            return self.judge(data, meeting)
+        partner, verdict = self._judged
+        return verdict if partner.meeting == meeting else self._ask(self._own, meeting)
+
+    def _ask(self, own: Tensor, meeting: Meeting) -> Verdict:
         self._copier.join()
-        return self._values
+        values = self._memory[: len(own)]
+        partner = Partner(
+            meeting,
+            own,
+            values,
+            self.histories.of(meeting.peer),
+            self.histories.of(b""),
+            lambda share: self._evaluate(share, own, values),
+        )
+        verdict = self._rule.judge(partner)
+        self._judged = partner, verdict
+        if isinstance(verdict, Refuse):
+            self._rule.remember(partner, verdict)
+            self._begin()
+        return verdict
+
+    def values(self) -> Tensor:
+        """All of the contribution that was accepted last (n,); the rule remembers that it is used."""
+        assert self._judged is not None
+        partner, verdict = self._judged
+        self._rule.remember(partner, verdict)
+        return partner.contribution

@@ -9,8 +9,8 @@ With fragments (the same paper) a round exchanges a part of the parameters, and 
 the others' inner steps go on until their turn, each with another partner. A part that is F times as small can be
 exchanged F times as often over the same link.
 
-All state is flat fp32 vectors: fast weights, gradient, AdamW's two means, slow weights, outer momentum, and what
-`farandole.training.contribution` remembers of what was sent.
+All state is flat fp32 vectors: fast weights, gradient, AdamW's two means, slow weights, the outer rule's vectors, and
+what `farandole.training.contribution` remembers of what was sent.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from farandole.protocol.manifest import InnerConfig, OuterConfig
+from farandole.protocol.manifest import InnerConfig
+from farandole.protocol.outer_rules import OuterConfig
+from farandole.protocol.screening_rules import DEFAULT_SCREENING, ScreeningConfig
+from farandole.protocol.vectors import FAST, SLOW, required_vectors
 
-from . import noloco
 from .blocks import Content
 from .checkpoint import Counters, load_checkpoint, save_checkpoint
-from .codec import Buffer, slices
-from .contribution import Contribution, Contributor
+from .codec import Buffer
+from .contribution import Contribution
 from .copying import copier_for
 from .device import Device
 from .errors import CodecError, DivergedError, ScreeningError
-from .inner import adamw_, decay_, fused_adamw_, learning_rate, ramp
+from .inner import FlatAdamW
+from .outer_state import OuterState
 from .parameters import flatten_, layout_of
 from .partner import PartnerContribution
+from .screening.rule import EVALUATION_BATCHES, UNKNOWN, Meeting, Refuse, Verdict, rule_of
 from .slices import SliceQueue
 from .snapshot import Snapshot, SnapshotMemory
 from .start import load_start
-
-# What every checkpoint has; the rest is a replica's own, and another can do without.
-REQUIRED_VECTORS = frozenset(("slow", "momentum"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +56,21 @@ class _RoundEnd:
 
 
 class Replica:
-    """A module, its inner optimizer, slow weights and outer momentum.
+    """A module, its inner optimizer, its outer state, and the partner that it meets.
 
     Who computes its gradient is another matter: `farandole.training.learner` where the module is the whole model,
     `farandole.training.stage_worker` where it is a stage. Deterministic on a CPU: the same calls give the same bits.
     """
 
     def __init__(
-        self, module: nn.Module, inner: InnerConfig, outer: OuterConfig, *, run_id: bytes, device: Device
+        self,
+        module: nn.Module,
+        inner: InnerConfig,
+        outer: OuterConfig,
+        *,
+        run_id: bytes,
+        device: Device,
+        screening: ScreeningConfig = DEFAULT_SCREENING,
     ) -> None:
         self.device = device
         self.round = 0
@@ -71,23 +79,18 @@ class Replica:
         self.tokens_this_round = 0
         self.slices: SliceQueue | None = None
         """What it learns from, where the run counts epochs and this replica draws data."""
-        self._inner = inner
-        self._outer = outer
         self._run_id = run_id
         self._module = module.to(device.torch_device)
         self.layout = layout_of(self._module, outer.codec)
         self._theta, self._gradient = flatten_(self._module, self.layout)
-        self._parameters = list(self._module.parameters())
-        self._mean = torch.zeros_like(self._theta)
-        self._square = torch.zeros_like(self._theta)
-        self._means_from = 0  # inner steps taken when these were zeros last
-        self._phi = self._theta.clone()
-        self._momentum = torch.zeros_like(self._theta)
+        self._optimizer = FlatAdamW(inner, self._theta, self._gradient, list(self._module.parameters()))
         self._copier = copier_for(device.torch_device)
-        self._contributor = Contributor(outer, self._theta, self._copier)
-        self._received = self._theta.new_empty(self.layout.largest_fragment(outer.fragments))  # a partner's, decoded
+        self._outer = OuterState(outer, self._theta, self._copier)
+        received = self._theta.new_empty(self.layout.largest_fragment(outer.fragments))
+        self._partner = PartnerContribution(
+            self._outer.form, received, self._copier, rule_of(screening), self._loss_towards
+        )
         self._round_end: _RoundEnd | None = None
-        self._partner: PartnerContribution | None = None
         self._snapshots: SnapshotMemory | None = None
 
     @property
@@ -98,12 +101,15 @@ class Replica:
     @property
     def contribution_bytes(self) -> int:
         """Size of the largest contribution in this run, and of every one if there are no fragments."""
-        return self._contributor.largest_bytes
+        return self._outer.largest_bytes
 
     def contribution_size(self, fragment: int = 0) -> int:
         """Bytes of a contribution of this fragment."""
-        part = self.layout.fragment(fragment, self._outer.fragments)
-        return self._contributor.form.size(part.stop - part.start)
+        part = self._part(fragment)
+        return self._outer.form.size(part.stop - part.start)
+
+    def _part(self, fragment: int) -> slice:
+        return self.layout.fragment(fragment, self._outer.settings.fragments)
 
     @property
     def awaits_outer_step(self) -> bool:
@@ -118,8 +124,7 @@ class Replica:
     @property
     def learning_rate(self) -> float:
         """Rate of the next inner step."""
-        rate = learning_rate(self.steps, self._inner)
-        return rate * ramp(self.steps - self._means_from, self._inner) if self._means_from else rate
+        return self._optimizer.rate(self.steps)
 
     def fast_weights(self) -> Tensor:
         """A copy of theta, (n,) fp32."""
@@ -127,7 +132,7 @@ class Replica:
 
     def slow_weights(self) -> Tensor:
         """A copy of phi, (n,) fp32."""
-        return self._phi.clone()
+        return self._outer.slow.clone()
 
     def clear_gradient(self) -> None:
         """Before the backward passes of an inner step, which add to the parameters' gradients."""
@@ -136,16 +141,7 @@ class Replica:
     @torch.no_grad()
     def inner_step(self, num_tokens: int, divisor: int = 1) -> None:
         """Clip, and take one AdamW step, with the gradients that the backward passes summed, over ``divisor``."""
-        if divisor != 1:
-            self._gradient.div_(divisor)
-        if self._inner.clip:
-            torch.nn.utils.clip_grad_norm_(self._parameters, self._inner.clip)
-        rate = self.learning_rate
-        for parameter in self._parameters:
-            if parameter.ndim > 1:
-                decay_(parameter, rate, self._inner)
-        step_ = fused_adamw_ if self.device.torch_device.type == "cuda" else adamw_
-        step_(self._theta, self._gradient, self._mean, self._square, self.steps - self._means_from, rate, self._inner)
+        self._optimizer.step(self.steps, divisor)
         self.steps += 1
         self.tokens += num_tokens
         self.tokens_this_round += num_tokens
@@ -170,9 +166,9 @@ class Replica:
     @torch.no_grad()
     def freeze(self, fragment: int = 0) -> None:
         """The first half of `contribution`: the second, `encode`, comes before the next inner step, or aside."""
-        part = self.layout.fragment(fragment, self._outer.fragments)
-        self._round_end = _RoundEnd(self._contributor.freeze(self._theta, part), self.steps, self.tokens_this_round)
-        self._partner = None
+        frozen = self._outer.freeze(self._part(fragment))
+        self._round_end = _RoundEnd(frozen, self.steps, self.tokens_this_round)
+        self._partner.expect(None)
 
     @torch.no_grad()
     def encode(self, out: Buffer, progress: Callable[[int], None] = lambda bytes_ready: None) -> tuple[int, bytes]:
@@ -183,12 +179,11 @@ class Replica:
         assert self._round_end is not None
         frozen = self._round_end.contribution
         try:
-            size, digest = self._contributor.encode(frozen, self._theta, self._phi, out, progress)
+            size, digest = self._outer.encode(frozen, out, progress)
         except CodecError as error:
             self._forget_round_end()
             raise DivergedError(f"this replica's weights diverged in round {self.round}: {error}") from error
-        received = self._received[: len(frozen.sent)]
-        self._partner = PartnerContribution(self._contributor.form, frozen.sent, received, self._copier)
+        self._partner.expect(frozen.sent)
         return size, digest
 
     def pin(self, memory: Buffer) -> None:
@@ -200,37 +195,39 @@ class Replica:
 
         ``data`` is where it arrives. May be called ever again with more; with less, or for another place, it begins
         anew. Does nothing while no contribution of this replica's own awaits one. What is wrong with the partner's,
-        `refusal` and `outer_step` tell; they take in the rest themselves.
+        `screen` and `outer_step` tell; they take in the rest themselves.
         """
-        if self._partner is not None:
-            self._partner.take_in(data, available)
-
-    def forget_partner(self) -> None:
-        """What was taken in is of no use: another contribution comes to the same place."""
-        if self._partner is not None:
-            self._partner.forget()
+        self._partner.take_in(data, available)
 
     @torch.no_grad()
-    def refusal(self, partner: Buffer) -> str:
-        """Why a partner's contribution is refused, or nothing: what `outer_step` would raise, before it is due."""
-        if self._partner is None:
-            return "no contribution of this replica's own awaits one"
+    def screen(self, partner: Buffer, meeting: Meeting = UNKNOWN) -> Verdict:
+        """The verdict on a partner's contribution, before an outer step is due with it."""
+        return self._partner.judge(partner, meeting)
+
+    def _loss_towards(self, share: float, own: Tensor, partner: Tensor) -> float | None:
+        """As `Partner.evaluate`: of the fast weights as they were contributed, moved towards the partner's."""
+        assert self._round_end is not None
+        made = self._round_end.contribution
+        theta = self._theta[made.part]
+        before = theta.clone()
+        torch.add(made.theta, partner - own, alpha=share, out=theta)
         try:
-            self._partner.screen(partner)
-        except ScreeningError as error:
-            return str(error)
-        return ""
+            return self.held_out_loss(EVALUATION_BATCHES)
+        finally:
+            theta.copy_(before)
+
+    def held_out_loss(self, num_batches: int) -> float | None:
+        """Mean loss of the fast weights on held-out batches, in nats a token; None where this replica knows none."""
+        return None
 
     @torch.no_grad()
-    def outer_step(
-        self, partner: Buffer | None, own_tokens: int = 0, partner_tokens: int = 0, own_first: bool = True
-    ) -> int:
-        """End the round: mean with the partner's contribution (None: alone), outer step, next round.
+    def outer_step(self, partner: Buffer | None, meeting: Meeting = UNKNOWN, *, own_first: bool = True) -> int:
+        """End the round: outer step with the partner's contribution (None: alone), next round.
 
         ``own_first`` is True for one of the partners and False for the other (whose key is less, say), so that both
         add in one order. Returns how late the step is: the inner steps taken since `contribution`. Raises
-        `ScreeningError` if the contribution is unfit, or `DivergedError` if the own weights are, and leaves everything
-        as it was. What `refusal` has just accepted is not looked at again.
+        `ScreeningError` if the contribution is refused, or `DivergedError` if the own weights are unfit, and leaves
+        everything as it was. What `screen` has just accepted is not looked at again.
         """
         if self._round_end is None:
             self.contribution(bytearray(self.contribution_bytes))
@@ -238,44 +235,23 @@ class Replica:
         assert ended is not None
         made, late = ended.contribution, self.steps - ended.steps
         if partner is None:
-            phi = self._phi[made.part]
-            self._apply(made, lambda piece: noloco.contribution(made.theta[piece], phi[piece], self._outer), late)
+            self._outer.step(made, (), (), is_late=late > 0)
         else:
-            assert self._partner is not None
-            shares = noloco.partner_shares(own_tokens, partner_tokens)
-            pairs = [(made.sent, shares[0]), (self._partner.values(partner), shares[1])]
-            (first, first_share), (second, second_share) = pairs if own_first else reversed(pairs)
-            ordered = (first_share, second_share)
-            self._apply(made, lambda piece: noloco.weighted_mean(first[piece], second[piece], ordered), late)
-            self._contributor.passed_on(made)
+            verdict = self._partner.verdict(partner, meeting)
+            if isinstance(verdict, Refuse):
+                raise ScreeningError(verdict.reason)
+            pair, shares = (made.sent, self._partner.values()), verdict.shares
+            if not own_first:
+                pair, shares = pair[::-1], shares[::-1]
+            self._outer.step(made, pair, shares, is_late=late > 0)
         self.round += 1
         self.tokens_this_round -= ended.tokens
         self._forget_round_end()
         return late
 
-    def _apply(self, made: Contribution, mean: Callable[[slice], Tensor], late: int) -> None:
-        """Move the weights by the outer step with ``mean``, slice by slice: elementwise work does not see the cuts."""
-        theta, phi, momentum = (flat[made.part] for flat in (self._theta, self._phi, self._momentum))
-        for piece in slices(len(phi)):
-            phi[piece], momentum[piece] = noloco.outer_step(phi[piece], momentum[piece], mean(piece), self._outer)
-            if late:
-                theta[piece] += phi[piece] - made.theta[piece]
-            else:
-                theta[piece] = phi[piece]
-
     def _forget_round_end(self) -> None:
-        self._round_end = self._partner = None
-
-    @torch.no_grad()
-    def abandon_round(self) -> None:
-        """Forget this round's inner steps and AdamW's means: what is left to do after `DivergedError`."""
-        self._theta.copy_(self._phi)
-        self._mean.zero_()
-        self._square.zero_()
-        self._means_from = self.steps
-        self._contributor.forget_errors()
-        self.tokens_this_round = 0
-        self._forget_round_end()
+        self._round_end = None
+        self._partner.expect(None)
 
     @property
     def num_bytes(self) -> int:
@@ -287,7 +263,7 @@ class Replica:
 
         It has nothing of a round's unfinished inner steps; but with fragments, most of them await their turn in it.
         """
-        return saved_round == self.round and (self._outer.fragments == 1 or saved_steps == self.steps)
+        return saved_round == self.round and (self._outer.settings.fragments == 1 or saved_steps == self.steps)
 
     def save(self, path: Path) -> Content:
         """Write a checkpoint of the last outer step's weights; raises `OSError`, as `farandole.training.durable` does.
@@ -311,19 +287,19 @@ class Replica:
 
     @torch.no_grad()
     def load(self, path: Path, hashes: bytes = b"") -> Content:
-        """Continue from a checkpoint, this node's or a peer's: both kinds of weights, momentum, AdamW, counters.
+        """Continue from a checkpoint, this node's or a peer's: weights, the outer rule's vectors, AdamW, counters.
 
-        A peer's may have slow weights and momentum alone: then AdamW's means begin anew, with a ramp. ``hashes`` are
-        those of its blocks, if they are known. Raises `CheckpointError`, with nothing changed, if any of it is not as
-        it must be.
+        A peer's may have the slow weights and the outer rule's vectors alone: then AdamW's means begin at zero, with a
+        ramp. ``hashes`` are those of its blocks, if they are known. Raises `CheckpointError`, with nothing changed, if
+        any of it is not as it must be.
         """
         saved = self.state()
-        optional = saved.keys() - REQUIRED_VECTORS
+        optional = saved.keys() - set(required_vectors(self._outer.settings))
         counters, content = load_checkpoint(path, saved, self.layout, self._run_id, optional, hashes)
-        if self._outer.fragments == 1 or not bool(self._theta.any()):  # what is not in the file is zeros
-            self._theta.copy_(self._phi)
+        if self._outer.settings.fragments == 1 or not bool(self._theta.any()):  # what is not in the file is zeros
+            self._theta.copy_(self._outer.slow)
         self.round, self.steps, self.tokens = counters.round, counters.steps, counters.tokens
-        self._means_from = 0 if bool(self._square.any()) else self.steps
+        self._optimizer.restart(self.steps)
         self.tokens_this_round = 0
         self._forget_round_end()
         return content
@@ -336,15 +312,15 @@ class Replica:
         the state of AdamW it is ramped up, as in `load`. Raises `CheckpointError`, with nothing changed, if the file
         does not fit.
         """
-        state = {"slow": self._phi, "momentum": self._momentum, "mean": self._mean, "square": self._square}
-        load_start(path, state, self.layout, optional=state.keys() - {"slow"})
-        self._theta.copy_(self._phi)
+        state = self._outer.state() | self._optimizer.state()
+        load_start(path, state, self.layout, optional=state.keys() - {SLOW})
+        self._theta.copy_(self._outer.slow)
         self.round, self.steps, self.tokens, self.tokens_this_round = 0, steps, tokens, 0
-        self._means_from = 0 if bool(self._square.any()) else steps
+        self._optimizer.restart(steps)
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint has beside counters: flat vectors (n,), by name."""
-        vectors = {"slow": self._phi, "momentum": self._momentum, "mean": self._mean, "square": self._square}
-        if self._outer.fragments > 1:
-            vectors["fast"] = self._theta
-        return vectors | self._contributor.saved()
+        vectors = self._outer.state() | self._optimizer.state()
+        if self._outer.settings.fragments > 1:
+            vectors[FAST] = self._theta
+        return vectors | self._outer.codec_state()

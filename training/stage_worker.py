@@ -30,7 +30,9 @@ import torch
 from torch import Tensor, nn
 from torch.linalg import vector_norm
 
-from farandole.protocol.manifest import InnerConfig, Manifest, ModelConfig, OuterConfig, PipelineConfig
+from farandole.protocol.manifest import InnerConfig, Manifest, ModelConfig, PipelineConfig
+from farandole.protocol.outer_rules import OuterConfig
+from farandole.protocol.screening_rules import DEFAULT_SCREENING, ScreeningConfig
 
 from .batches import Batches
 from .codec import Buffer, decode, encode, encoded_size
@@ -101,8 +103,9 @@ class StageWorker(Replica):
         *,
         run_id: bytes,
         device: Device,
+        screening: ScreeningConfig = DEFAULT_SCREENING,
     ) -> None:
-        super().__init__(module, inner, outer, run_id=run_id, device=device)
+        super().__init__(module, inner, outer, run_id=run_id, device=device, screening=screening)
         self._pipeline = pipeline
         self._sampler = sampler
         self._shape = (pipeline.microbatch_size, model.context, model.width)
@@ -393,6 +396,7 @@ def build_stage_worker(
         sampler,
         run_id=run_id,
         device=choose_device(device),
+        screening=manifest.screening,
     )
     if sampler is not None and manifest.data.epochs:
         worker.slices = sampler.slices(manifest.inner.batch_size // manifest.pipeline.microbatch_size)

@@ -53,5 +53,5 @@ class Judge(Protocol):
     def take_in(self, num_received: int) -> None:
         """So many bytes, from the front, lie in the memory for what is incoming; their hash is not compared yet."""
 
-    async def refusal(self, size: int) -> str | None:
-        """All of it is there, with its hash: why it is refused, or None."""
+    async def refusal(self, size: int, tokens: int) -> str | None:
+        """All of it is there, with its hash: why it is refused, or None. ``tokens``: what its offer claims."""

@@ -333,7 +333,9 @@ class Conversation:
         self._nursery.start_soon(self._screen_contribution)
 
     async def _screen_contribution(self) -> None:
-        self._refusal = await self._judge.refusal(self._exchange.num_received)
+        offer = self._exchange.partner_offer
+        assert offer is not None, "a contribution follows its offer"
+        self._refusal = await self._judge.refusal(self._exchange.num_received, offer.tokens)
         self._screened.set()
 
     async def _seal(self) -> None:

@@ -18,7 +18,7 @@ from typing import Final
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.protocol.blocks import MAX_HEADER_BYTES, Index, SignedIndex
+from farandole.protocol.blocks import Index, SignedIndex
 from farandole.protocol.cut import stage_parameters
 from farandole.protocol.epoch_progress import epoch_progress
 from farandole.protocol.errors import FarandoleError
@@ -26,11 +26,11 @@ from farandole.protocol.identity import short_name
 from farandole.protocol.invite import decode_invite
 from farandole.protocol.manifest import EpochsConfig
 from farandole.protocol.pairing import MAX_ROUNDS_BEHIND
+from farandole.protocol.vectors import OPTIMIZER_VECTORS, max_checkpoint_bytes, required_vectors
 
 from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError
 from ..base.settings import NodeSettings
-from ..store.consolidated.folder import OPTIMIZER_VECTORS, VECTORS
 from ..store.consolidated.merge import consolidate
 from ..store.consolidated.tensors import ConsolidatedError, check_is_new
 from ..store.fetch import Progress, ask_for_index, fetch_checkpoint
@@ -99,7 +99,8 @@ class Pull:
         self._to = to
         self._key = key
         self._merge = merge
-        self._vectors = (*VECTORS, *(OPTIMIZER_VECTORS if with_optimizer else ()))
+        self._outer = visit.manifest.outer
+        self._vectors = (*required_vectors(self._outer), *(OPTIMIZER_VECTORS if with_optimizer else ()))
         self._say = say
         self._show = show
         self._conditions = Conditions(visit.host, visit.run_id, visit.shaping, visit.channels)
@@ -163,7 +164,7 @@ class Pull:
         return "the model" if self._model.num_stages == 1 else f"stage {stage}"
 
     def _max_bytes(self, stage: int) -> int:
-        return _MAX_VECTORS * 4 * stage_parameters(self._model, stage) + MAX_HEADER_BYTES
+        return max_checkpoint_bytes(self._outer, stage_parameters(self._model, stage))
 
     async def find(self, stage: int) -> tuple[list[_Found], str]:
         """As many checkpoints as are wanted, of different replicas; and what was wrong with others.

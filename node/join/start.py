@@ -17,12 +17,13 @@ from typing import Final
 import trio
 
 from farandole.protocol.block_transfer import Question
-from farandole.protocol.blocks import MAX_HEADER_BYTES, Index, SignedIndex, decode_signed_index, encode_signed_index
+from farandole.protocol.blocks import Index, SignedIndex, decode_signed_index, encode_signed_index
 from farandole.protocol.entries import CheckpointNotice
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import short_name
 from farandole.protocol.manifest import Manifest, StartConfig
 from farandole.protocol.shapes import names_of_stage, shapes_of
+from farandole.protocol.vectors import max_whole_bytes
 from farandole.training.durable import replacing
 
 from ..base.errors import JoinError, PeerUnreachableError
@@ -30,7 +31,7 @@ from ..base.settings import NodeSettings
 from ..mesh.host import Host
 from ..state.membership import Membership
 from ..status.journal import Journal
-from ..store.consolidated.folder import CHECKPOINT_NAME, INDEX_NAME, OPTIMIZER_VECTORS, VECTORS, read_folder
+from ..store.consolidated.folder import CHECKPOINT_NAME, INDEX_NAME, read_folder
 from ..store.consolidated.tensors import ConsolidatedError
 from ..store.consolidated.verify import verify_hashes
 from ..store.fetch import Progress, ask_for_index, fetch_checkpoint
@@ -169,8 +170,7 @@ class Start:
 
     @property
     def _max_bytes(self) -> int:
-        num_elements = sum(math.prod(shape) for shape in shapes_of(self._model).values())
-        return 4 * num_elements * len(VECTORS + OPTIMIZER_VECTORS) + MAX_HEADER_BYTES
+        return max_whole_bytes(sum(math.prod(shape) for shape in shapes_of(self._model).values()))
 
     async def obtain(self, stage: int) -> bool:
         """Whether a stage's weights are here now. If not, a person was told, and some time has passed."""

@@ -29,9 +29,6 @@ from farandole.protocol.blocks import (
     Index,
     SignedIndex,
     encode_signed_index,
-    is_required,
-    max_checkpoint_bytes,
-    required_bytes,
 )
 from farandole.protocol.copies import MAX_ROUNDS_OLDER, Choice, choose, copied_author, is_copier
 from farandole.protocol.cut import stage_parameters
@@ -40,6 +37,7 @@ from farandole.protocol.identity import short_name
 from farandole.protocol.manifest import Manifest
 from farandole.protocol.pairing import MAX_ROUNDS_BEHIND
 from farandole.protocol.records import checkpoint_key, shard_key
+from farandole.protocol.vectors import is_required, max_checkpoint_bytes, required_bytes
 
 from ..base.bandwidth import Shaping
 from ..base.errors import JoinError, PeerUnreachableError
@@ -111,6 +109,7 @@ class Weights:
         self._host = host
         self._membership = membership
         self._model = manifest.model
+        self._outer = manifest.outer
         self._origin = "seed" if manifest.start is None else "starting checkpoint"
         self._run_id = run_id
         self._shaping = shaping
@@ -154,18 +153,18 @@ class Weights:
 
     def max_bytes(self, stage: int) -> int:
         """The most that a checkpoint of a stage takes."""
-        return max_checkpoint_bytes(stage_parameters(self._model, stage))
+        return max_checkpoint_bytes(self._outer, stage_parameters(self._model, stage))
 
     def download_seconds(self, stage: int) -> float:
         """What fetching a stage may take this node, by its last download, or else by its cap."""
         rate = self._measured_rate or self._shaping.down.rate or USUAL_RATE
-        return required_bytes(stage_parameters(self._model, stage)) / rate
+        return required_bytes(self._outer, stage_parameters(self._model, stage)) / rate
 
     @property
     def plan(self) -> DiskPlan:
         """What this node keeps on its disk, by its stage. Raises `DiskError` where it may not keep even the least."""
         stage, copied = self._membership.stage, self._copied_stage
-        copy_bytes = required_bytes(stage_parameters(self._model, copied)) + MAX_HEADER_BYTES + BLOCK_BYTES
+        copy_bytes = required_bytes(self._outer, stage_parameters(self._model, copied)) + MAX_HEADER_BYTES + BLOCK_BYTES
         text_bytes = used_bytes(self._settings.tokens) if self._disk else 0  # of a file or two
         return plan_disk(self._disk, self.max_bytes(stage), copy_bytes, text_bytes)
 
@@ -308,7 +307,7 @@ class Weights:
             self._taken.add(signed.id)
             what = "weights" if self._membership.num_stages == 1 else f"weights of stage {index.stage},"
             names = ", ".join(map(short_name, fetched.num_by_donor)) or "this node's own copy"
-            size = required_bytes(stage_parameters(self._model, index.stage))
+            size = required_bytes(self._outer, stage_parameters(self._model, index.stage))
             self._journal.say(f"{what} of round {index.round} from {names}: {size / 1e6:.1f} MB, hashes verified")
         return fetched
 
@@ -333,7 +332,7 @@ class Weights:
                     signed,
                     index,
                     known,
-                    is_required,
+                    partial(is_required, self._outer),
                     path,
                     show,
                     membership.accuse,
@@ -465,7 +464,7 @@ class Weights:
         author = copied_author(self._run_id, stage, announced.keys() - self._passed_over.keys())
         if author is None or author == self._host.author:
             return
-        if not self._shaping.may_spend(required_bytes(stage_parameters(self._model, stage))):
+        if not self._shaping.may_spend(required_bytes(self._outer, stage_parameters(self._model, stage))):
             return
         members = membership.nodes_of_stages()[stage]
         if not is_cut and not is_copier(self._run_id, stage, members, author, self._host.author):

@@ -93,11 +93,11 @@ class TrainerSession:
         incoming = memoryview(self.trainer.incoming)[: contributed.size]
         return await self._exchanges.run(start, offer, outgoing, incoming, _Judge(self, start.peer, contributed))
 
-    async def screen(self, peer: bytes, size: int) -> str | None:
+    async def screen(self, peer: bytes, size: int, tokens: int) -> str | None:
         """Have the trainer judge what was received; returns None, or why it is refused."""
         self._num_screenings += 1
         self._verdict, verdict = trio.open_memory_channel[str](1)
-        self.send(messages.Screen(size, self._num_screenings))
+        self.send(messages.Screen(size, self._num_screenings, peer, tokens))
         try:
             reason = await verdict.receive()
         finally:
@@ -129,6 +129,6 @@ class _Judge:
         if self._steps.is_due(num_received):
             self._session.send(messages.TakeIn(self._round, num_received))
 
-    async def refusal(self, size: int) -> str | None:
+    async def refusal(self, size: int, tokens: int) -> str | None:
         """Returns the verdict on all of it: None, or why it is refused."""
-        return await self._session.screen(self._peer, size)
+        return await self._session.screen(self._peer, size, tokens)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import sys
 
-import msgspec
-
-from farandole.protocol.manifest import Manifest
+from farandole.protocol.manifest import decode_body
 from farandole.protocol.trainer_messages import Failed, Prepare
 
 from ..base.system.memory import open_shared
@@ -56,7 +54,7 @@ def _make_trainer(channel: Channel, prepare: Prepare) -> TrainerProcess:
     torch.set_num_interop_threads(1)
     if prepare.gpu_memory:
         limit_memory(choose_device(prepare.device), prepare.gpu_memory)
-    manifest = msgspec.msgpack.decode(prepare.manifest, type=Manifest)
+    manifest = decode_body(prepare.manifest)
     kind = LearnerProcess if manifest.model.num_stages == 1 else StageProcess
     return kind(channel, prepare, manifest)
 

@@ -29,9 +29,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from farandole.protocol.manifest import Manifest
+from farandole.protocol.manifest import decode_body
 from farandole.protocol.trainer_messages import (
     Command,
     Contributed,
@@ -61,6 +59,7 @@ from farandole.protocol.trainer_messages import (
     Work,
 )
 from farandole.training.errors import CheckpointError
+from farandole.training.screening.rule import Meeting, Refuse
 
 from ..base.system.memory import map_shared_memory
 from ..store.disk_space import plan_disk, used_bytes
@@ -154,7 +153,7 @@ class TrainerProcess(abc.ABC):
 
     def _begin(self, prepare: Prepare) -> None:
         """With the weights that the manifest names, if it names any; else the seed has made them already."""
-        start = msgspec.msgpack.decode(prepare.manifest, type=Manifest).start
+        start = decode_body(prepare.manifest).start
         if start is None:
             return
         path = Path(prepare.start)
@@ -177,9 +176,11 @@ class TrainerProcess(abc.ABC):
                 self._finish_encoding()
                 if round_index == self._replica.round:
                     self._replica.take_in(memoryview(self._incoming)[: self._size], num_received)
-            case Screen(size, number):
+            case Screen():
                 self._finish_encoding()
-                self._channel.send(Screened(self._replica.refusal(memoryview(self._incoming)[:size]), number))
+                meeting = self._meeting(command.partner, command.partner_tokens)
+                verdict = self._replica.screen(memoryview(self._incoming)[: command.size], meeting)
+                self._channel.send(Screened(verdict.reason if isinstance(verdict, Refuse) else "", command.number))
             case TakeOuterStep():
                 self._take_outer_step(command)
             case Save(is_last):
@@ -314,8 +315,12 @@ class TrainerProcess(abc.ABC):
         partner = memoryview(self._incoming)[: command.partner_size] if command.partner_size else None
         # Both partners must add in one order, so that they round alike: the lesser key comes first.
         replica, is_first = self._replica, self._author < command.partner
-        late = replica.outer_step(partner, replica.tokens_contributed, command.partner_tokens, is_first)
+        meeting = self._meeting(command.partner, command.partner_tokens)
+        late = replica.outer_step(partner, meeting, own_first=is_first)
         self._channel.send(OuterStepTaken(command.round, late))
+
+    def _meeting(self, partner: bytes, partner_tokens: int) -> Meeting:
+        return Meeting(partner, self._replica.tokens_contributed, partner_tokens)
 
     @abc.abstractmethod
     def _validate(self, num_batches: int) -> Validated:

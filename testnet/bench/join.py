@@ -32,6 +32,8 @@ from farandole.protocol.blocks import (
     sign_index,
 )
 from farandole.protocol.identity import public_bytes
+from farandole.protocol.outer_rules import NoLoCoConfig
+from farandole.protocol.vectors import OPTIMIZER_VECTORS, required_vectors
 
 from ..grid import Grid
 from ..leash import open_leash
@@ -53,7 +55,7 @@ LINK: Final = LinkSettings(up_mbit=20, down_mbit=100, delay_ms=15)
 ROUND_PAUSE: Final = 5.0
 ROUND_MB: Final = 2
 NUM_ROUNDS: Final = 4
-_VECTORS: Final = ("slow", "momentum", "mean", "square")
+_VECTORS: Final = (*required_vectors(NoLoCoConfig()), *OPTIMIZER_VECTORS)
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,10 +34,12 @@ from farandole.node.store.holdings import Holding
 from farandole.node.store.provider import Conditions
 from farandole.node.store.serve import BlockService
 from farandole.protocol.block_transfer import Question
-from farandole.protocol.blocks import Index, SignedIndex, decode_signed_index, is_required
+from farandole.protocol.blocks import Index, SignedIndex, decode_signed_index
 from farandole.protocol.exchange_messages import Offer
 from farandole.protocol.identity import public_key_of
+from farandole.protocol.outer_rules import NoLoCoConfig
 from farandole.protocol.pairing_events import StartExchange
+from farandole.protocol.vectors import is_required
 
 from .node import Lenient
 from .requests import handle_request, read_requests, send_answer
@@ -100,7 +103,7 @@ class JoinNode:
             Conditions(self._host, RUN_ID, shaping, channels),
             *_read_index(Path(path)),
             lambda: names,
-            is_required,
+            partial(is_required, NoLoCoConfig()),
             Path(target),
             show,
         )

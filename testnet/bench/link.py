@@ -45,7 +45,7 @@ class TrainerLink:
         if self._steps.is_due(num_received):
             self._commands.send_nowait(messages.TakeIn(0, num_received))
 
-    async def refusal(self, size: int) -> str | None:
+    async def refusal(self, size: int, tokens: int) -> str | None:
         """The trainer's word."""
         self._commands.send_nowait(messages.Screen(size))
         return await self._judged.receive() or None

@@ -189,7 +189,7 @@ class _Taker:
     def take_in(self, num_received: int) -> None:
         """It lies in the memory."""
 
-    async def refusal(self, size: int) -> str | None:
+    async def refusal(self, size: int, tokens: int) -> str | None:
         """None."""
         await trio.lowlevel.checkpoint()
         return None

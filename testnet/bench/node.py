@@ -18,7 +18,7 @@ from farandole.node.bulk.exchange_service import ExchangeService
 from farandole.node.bulk.negotiation import BulkService
 from farandole.node.mesh.host import Host
 from farandole.protocol.exchange_messages import Offer
-from farandole.protocol.manifest import Codec
+from farandole.protocol.outer_rules import Codec
 from farandole.protocol.pairing_events import StartExchange
 
 from .link import TrainerLink
@@ -127,7 +127,7 @@ class Lenient:
     def take_in(self, num_received: int) -> None:
         """Later, if at all."""
 
-    async def refusal(self, size: int) -> str | None:
+    async def refusal(self, size: int, tokens: int) -> str | None:
         """There is none."""
         return None
 

@@ -15,14 +15,8 @@ from typing import Final
 import msgspec
 import torch
 
-from farandole.protocol.manifest import (
-    DataConfig,
-    InnerConfig,
-    ModelConfig,
-    OuterConfig,
-    PipelineConfig,
-    TokenizerConfig,
-)
+from farandole.protocol.manifest import DataConfig, InnerConfig, ModelConfig, PipelineConfig, TokenizerConfig
+from farandole.protocol.outer_rules import NoLoCoConfig
 from farandole.training.codec import encoded_size
 from farandole.training.data import Sampler, Text, load_text
 from farandole.training.device import choose_device
@@ -101,7 +95,7 @@ class Stages:
                 build_stage(model, seed, stage),
                 model,
                 inner,
-                OuterConfig(),
+                NoLoCoConfig(),
                 pipeline,
                 self._sampler if stage == 0 else None,
                 run_id=run_id,

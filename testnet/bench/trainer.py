@@ -17,10 +17,12 @@ from torch import Tensor, nn
 
 from farandole.node.trainer.channel import Channel
 from farandole.protocol import trainer_messages as messages
-from farandole.protocol.manifest import Codec, InnerConfig, OuterConfig
+from farandole.protocol.manifest import InnerConfig
+from farandole.protocol.outer_rules import Codec, NoLoCoConfig
 from farandole.training.codec import decode, encode, encoded_size
 from farandole.training.device import choose_device
 from farandole.training.replica import Replica
+from farandole.training.screening.rule import Refuse
 
 
 class BenchTrainer:
@@ -64,7 +66,7 @@ class BenchTrainer:
         self._replica = None  # there is memory for one
         module = nn.Module()
         module.register_parameter("vector", nn.Parameter(self._vector + self._common))
-        outer = OuterConfig(alpha=0.0, beta=1.0, gamma=1.0, codec=codec)
+        outer = NoLoCoConfig(alpha=0.0, beta=1.0, gamma=1.0, codec=codec)
         device = choose_device("cpu")
         self._replica = Replica(module, InnerConfig(), outer, run_id=bytes(32), device=device)
         return {}
@@ -88,10 +90,11 @@ class BenchTrainer:
                 case messages.TakeIn(_, num_received):
                     replica.take_in(self._incoming[:size], num_received)
                 case messages.Screen():
-                    channel.send(messages.Screened(replica.refusal(self._incoming[:size])))
+                    verdict = replica.screen(self._incoming[:size])
+                    channel.send(messages.Screened(verdict.reason if isinstance(verdict, Refuse) else ""))
                 case messages.TakeOuterStep():
                     averaging_at = time.monotonic()
-                    replica.outer_step(self._incoming[:size], 1, 1, is_first)
+                    replica.outer_step(self._incoming[:size], own_first=is_first)
                     break
         ended_at = time.monotonic()
         channel.send(messages.OuterStepTaken(0))

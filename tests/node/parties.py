@@ -245,7 +245,7 @@ class Party:
     def take_in(self, num_received: int) -> None:
         self.taken_in.append(num_received)
 
-    async def refusal(self, size: int) -> str | None:
+    async def refusal(self, size: int, tokens: int) -> str | None:
         await trio.lowlevel.checkpoint()
         assert size == len(self.incoming)
         return self.refuses

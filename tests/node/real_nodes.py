@@ -17,7 +17,7 @@ from farandole.node.bulk.negotiation import BulkService, open_bulk
 from farandole.node.mesh.host import Host, open_host
 from farandole.protocol.exchange import BULK_FROM
 from farandole.protocol.exchange_messages import Offer
-from farandole.protocol.manifest import Codec
+from farandole.protocol.outer_rules import Codec
 from farandole.protocol.pairing_events import StartExchange
 
 from .hosts import LOOPBACK
@@ -66,7 +66,7 @@ class Node:
     def take_in(self, num_received: int) -> None:
         assert num_received <= len(self.incoming)
 
-    async def refusal(self, size: int) -> str | None:
+    async def refusal(self, size: int, tokens: int) -> str | None:
         await trio.lowlevel.checkpoint()
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import typing
 from typing import Any
 
 import msgspec
@@ -16,10 +17,12 @@ from farandole.protocol.manifest import (
     Manifest,
     SignedManifest,
     decode_manifest,
-    gamma_limit,
     manifest_from_dict,
     sign_manifest,
 )
+from farandole.protocol.outer_rules import NoLoCoConfig, OuterRules, gamma_limit
+from farandole.protocol.screening_rules import SimilarityConfig
+from farandole.protocol.vectors import ERROR, FAST, OPTIMIZER_VECTORS, SENT, SLOW
 
 CREATOR = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 MODEL = {"num_layers": 2, "width": 32, "num_heads": 2, "hidden": 64, "context": 32, "vocabulary": 256}
@@ -117,12 +120,58 @@ def test_what_is_out_of_range_is_refused_by_name(sections: dict[str, Any], words
 @pytest.mark.parametrize("momentum", ["heavy_ball", "nesterov"])
 @given(alpha=st.floats(0, 0.95), gamma=st.floats(0.01, 3))
 def test_gamma_must_lie_in_the_window_in_which_pairs_are_stable(momentum: Any, alpha: float, gamma: float) -> None:
-    outer = {"alpha": alpha, "gamma": gamma, "momentum": momentum}
+    outer: dict[str, Any] = {"alpha": alpha, "gamma": gamma, "momentum": momentum}
     if gamma < gamma_limit(alpha, momentum):
-        assert manifest(outer=outer).outer.gamma == gamma
+        assert manifest(outer=outer).outer == NoLoCoConfig(**outer)
     else:
         with pytest.raises(ManifestError, match="stable only for 0 < gamma <"):
             manifest(outer=outer)
+
+
+# Signed before outer rules and screening rules had names: it has no ``outer.kind`` and no ``screening``.
+WITHOUT_KINDS = bytes.fromhex(
+    "93c502d08da46e616d65a5612072756ea56d6f64656c8aaa6e756d5f6c617965727302a5776964746820a96e756d5f686561647302a6"
+    "68696464656e40a7636f6e7465787420aa766f636162756c617279cd0100aa6e756d5f73746167657301ac73746167655f6c61796572"
+    "7390a26866c0a36f776ec0a776657273696f6e01a47365656400aa637265617465645f617400a9746f6b656e697a657282a46b696e64"
+    "a56279746573a6736861323536a0a46461746183a6736f75726365a67374646c6962a868656c645f6f7574cb3fa999999999999aa665"
+    "706f63687300a5696e6e65728aad6c6561726e696e675f72617465cb3f43a92a30553261b76d696e5f6c6561726e696e675f72617465"
+    "5f726174696fcb3fb999999999999aac7761726d75705f7374657073cd03e8ab746f74616c5f7374657073cd61a8a56265746131cb3f"
+    "eccccccccccccda56265746132cb3fee666666666666a7657073696c6f6ecb3e45798ee2308c3aac7765696768745f6465636179cb00"
+    "00000000000000a4636c6970cb3ff0000000000000aa62617463685f73697a6510a56f7574657288a5616c706861cb3fe00000000000"
+    "00a462657461cb3fe6666666666666a567616d6d61cb3fe0000000000000a86d6f6d656e74756daa68656176795f62616c6ca5636f64"
+    "6563a4696e7438a4746f706b40ae6572726f725f666565646261636bc0a9667261676d656e747301a6726f756e647384ab696e6e6572"
+    "5f737465707300ad726f756e645f7365636f6e6473cb404e000000000000b065786368616e67655f7365636f6e6473cb403e00000000"
+    "0000a76f7665726c6170c2a8706970656c696e6586af6d6963726f62617463685f73697a6501a5636f646563a462663136a9696e5f66"
+    "6c6967687408a97265636f6d70757465c2b26d6963726f62617463685f7365636f6e6473cb403e000000000000a76f7665726c6170c2"
+    "a961646d697373696f6ea46f70656ea57374617274c0c42003a107bff3ce10be1d70dd18e74bc09967e4d6309ba50d5f1ddc86641255"
+    "31b8c440b5f832d4286f6fbce5ca95648d7c8b0df1c97a6c04ccd781f603a0764caf5f177c3f0ea6344d15384133718629ddf26e2202"
+    "b4bc47ce21a473af1e223d92ed0c"
+)
+
+
+def test_a_manifest_from_before_there_were_kinds_is_noloco_and_keeps_its_run_id() -> None:
+    decoded, signed = decode_manifest(WITHOUT_KINDS)
+
+    assert signed.run_id.hex() == "979f4132b936833716a8302660c68edc529c5d64ad95782845de1b7370e035d3"
+    assert decoded == manifest(outer={"kind": "noloco", "gamma": 0.5, "codec": "int8"})
+    assert decoded.screening == SimilarityConfig()
+
+
+def test_rules_are_chosen_by_kind() -> None:
+    assert manifest(outer={}) == manifest(outer={"kind": "noloco"}) == manifest()
+    assert isinstance(manifest(screening={"kind": "similarity", "min_cosine": 0.5}).screening, SimilarityConfig)
+    for section in ({"outer": {"kind": "nobody"}}, {"screening": {"kind": "nobody"}}):
+        with pytest.raises(ManifestError, match="nobody"):
+            manifest(**section)
+    with pytest.raises(ManifestError, match="must share their slow weights"):
+        manifest(outer={"kind": "diloco"})
+
+
+def test_vectors_of_rules_have_names_of_their_own() -> None:
+    """A vector of a rule with another's name would be loaded as the other."""
+    for rule in typing.get_args(OuterRules):
+        assert not {SLOW, FAST, ERROR, SENT, *OPTIMIZER_VECTORS} & set(rule.vectors)
+        assert len(set(rule.vectors)) == len(rule.vectors)
 
 
 def test_the_limit_of_gamma() -> None:

@@ -14,9 +14,11 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.exits import Exit
-from farandole.node.store.consolidated.folder import VECTORS, read_folder
+from farandole.node.store.consolidated.folder import read_folder
 from farandole.node.store.consolidated.merge import consolidate
 from farandole.protocol.manifest import SignedManifest, decode_manifest, sign_manifest
+from farandole.protocol.outer_rules import NoLoCoConfig
+from farandole.protocol.vectors import required_vectors
 from farandole.testnet.launch import MANIFEST_NAME, Testnet
 from farandole.testnet.scenario import load_scenario
 
@@ -24,6 +26,8 @@ from ..node.daemons import Daemon, started
 from ..node.store.consolidated.logits import assert_same_logits
 from ..node.store.consolidated.validation import learner_of, validation_loss
 from .test_soak import Quiet
+
+VECTORS = required_vectors(NoLoCoConfig())
 
 NUM_BATCHES = 32
 KEY = Ed25519PrivateKey.generate()

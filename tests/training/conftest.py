@@ -1,19 +1,30 @@
 import hashlib
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
-from farandole.protocol.manifest import InnerConfig, ModelConfig, OuterConfig
+from farandole.protocol.manifest import InnerConfig, ModelConfig
+from farandole.protocol.outer_rules import NoLoCoConfig, OuterConfig
+from farandole.protocol.screening_rules import DEFAULT_SCREENING, ScreeningConfig
+from farandole.training.codec import Buffer
 from farandole.training.data import Sampler, Text
 from farandole.training.device import choose_device
 from farandole.training.learner import Learner
 from farandole.training.model import build_model
+from farandole.training.screening.rule import Refuse
 
 RUN_ID = hashlib.sha256(b"a run").digest()
 ALICE, BOB = b"a" * 32, b"b" * 32
 
 MakeReplica = Callable[..., Learner]
+
+
+def refusal(replica: Learner, contribution: Buffer) -> str:
+    """Why a partner's contribution is refused; empty if it is accepted."""
+    verdict = replica.screen(contribution)
+    return verdict.reason if isinstance(verdict, Refuse) else ""
 
 
 @pytest.fixture(scope="session")
@@ -36,9 +47,25 @@ def text() -> Text:
 
 @pytest.fixture(scope="session")
 def make_replica(model: ModelConfig, inner: InnerConfig, text: Text) -> MakeReplica:
-    def make(author: bytes = ALICE, run_id: bytes = RUN_ID, seed: int = 7, **outer: object) -> Learner:
+    def make(
+        author: bytes = ALICE,
+        run_id: bytes = RUN_ID,
+        seed: int = 7,
+        *,
+        inner_settings: InnerConfig = inner,
+        rule: OuterConfig | None = None,
+        screening: ScreeningConfig = DEFAULT_SCREENING,
+        **outer: Any,
+    ) -> Learner:
         sampler = Sampler(text, run_id=run_id, author=author, batch_size=inner.batch_size, context=model.context)
-        settings = OuterConfig(**outer)  # type: ignore[arg-type]
-        return Learner(build_model(model, seed), inner, settings, sampler, run_id=run_id, device=choose_device("cpu"))
+        return Learner(
+            build_model(model, seed),
+            inner_settings,
+            NoLoCoConfig(**outer) if rule is None else rule,
+            sampler,
+            run_id=run_id,
+            device=choose_device("cpu"),
+            screening=screening,
+        )
 
     return make

@@ -3,11 +3,13 @@ import pytest
 import torch
 from msgspec.structs import asdict
 
-from farandole.protocol.manifest import Codec, InnerConfig, ModelConfig, Momentum, OuterConfig
+from farandole.protocol.manifest import InnerConfig, ModelConfig
+from farandole.protocol.outer_rules import Codec, DiLoCoConfig, Momentum, NoLoCoConfig, OuterConfig
 from farandole.training.baselines import Ensemble, Method, methods, train
 from farandole.training.data import Sampler, Text
 from farandole.training.learner import Learner
-from farandole.training.noloco import outer_step
+from farandole.training.outer.rule import OwnVectors, rule_of
+from farandole.training.screening.rule import Meeting
 
 from .conftest import RUN_ID, MakeReplica
 
@@ -33,25 +35,24 @@ def test_an_ensemble_does_what_replicas_do(
     codec: Codec,
     fragments: int,
 ) -> None:
-    outer = OuterConfig(momentum=momentum, codec=codec, fragments=fragments)
-    replicas = [make_replica(sampler._key[1], **asdict(outer)) for sampler in samplers]
-    for replica in replicas:
-        replica._inner = PLAIN
-    ensemble = Ensemble(model, PLAIN, 4, seed=7)
+    outer = NoLoCoConfig(momentum=momentum, codec=codec, fragments=fragments)
+    replicas = [make_replica(bytes([n]) * 32, inner_settings=PLAIN, **asdict(outer)) for n in range(4)]
+    ensemble = Ensemble(model, PLAIN, 4, seed=7, outer=outer)
 
     for round_number, pairs in enumerate(([(0, 1), (2, 3)], [(2, 0), (1, 3)])):
         for step in range(3 * round_number, 3 * round_number + 3):
             ensemble.inner_step(np.stack([sampler.batch(step) for sampler in samplers]))
             for replica in replicas:
                 replica.learn()
-        ensemble.outer_step(pairs, outer, fragment=round_number % fragments)
+        ensemble.contribute(round_number % fragments)
+        ensemble.outer_step(pairs)
         for first, second in pairs:
             buffers = [bytearray(replicas[row].contribution_bytes) for row in (first, second)]
             for row, buffer in zip((first, second), buffers, strict=True):
                 size, _ = replicas[row].contribution(buffer, round_number % fragments)
                 del buffer[size:]
-            replicas[first].outer_step(buffers[1], 1, 1, own_first=True)
-            replicas[second].outer_step(buffers[0], 1, 1, own_first=False)
+            replicas[first].outer_step(buffers[1], Meeting(b"", 1, 1), own_first=True)
+            replicas[second].outer_step(buffers[0], Meeting(b"", 1, 1), own_first=False)
 
         torch.testing.assert_close(ensemble.theta, rows(replicas), rtol=1e-5, atol=1e-6)
 
@@ -67,16 +68,21 @@ def test_synchronous_training_is_one_model_on_all_batches(model: ModelConfig, sa
     assert torch.equal(together.theta, alone.theta)
 
 
-def test_diloco_keeps_everybody_alike_and_steps_by_the_mean(model: ModelConfig, samplers: list[Sampler]) -> None:
-    outer = OuterConfig(momentum="nesterov")
+@pytest.mark.parametrize("outer", [NoLoCoConfig(momentum="nesterov"), DiLoCoConfig()])
+def test_diloco_keeps_everybody_alike_and_steps_by_the_mean(
+    model: ModelConfig, samplers: list[Sampler], outer: OuterConfig
+) -> None:
     apart = train(Method("apart", "none"), model, PLAIN, samplers, 3, seed=1)
     diloco = train(Method("DiLoCo", "all", 3, outer), model, PLAIN, samplers, 3, seed=1)
     start = Ensemble(model, PLAIN, 1, seed=1).phi
 
-    expected, _ = outer_step(start, torch.zeros_like(start), apart.theta.mean(0, keepdim=True), outer)
+    expected = OwnVectors(start, {"momentum": torch.zeros_like(start)})
+    rule = rule_of(outer)
+    contributions = [rule.contribution(theta[None], start) for theta in apart.theta]
+    rule.step(expected, contributions, [0.25] * 4)
 
     assert diloco.spread() < 1e-7
-    torch.testing.assert_close(diloco.theta[:1], expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(diloco.theta[:1], expected.slow, rtol=1e-5, atol=1e-6)
     assert apart.spread() > 1e-3
 
 
@@ -89,20 +95,22 @@ def test_noloco_pulls_replicas_together(model: ModelConfig, samplers: list[Sampl
 
 def test_a_late_outer_step_keeps_what_was_learnt_meanwhile(model: ModelConfig, samplers: list[Sampler]) -> None:
     """By hand: a contribution after the third step, its outer step after the fifth, and the last one at the end."""
-    outer = OuterConfig(momentum="nesterov")
+    outer = NoLoCoConfig(momentum="nesterov")
     late = train(Method("late", "all", 3, outer, late=2), model, PLAIN, samplers, 6, seed=1)
 
-    by_hand = Ensemble(model, PLAIN, 4, seed=1)
+    by_hand = Ensemble(model, PLAIN, 4, seed=1, outer=outer)
     snapshot = torch.empty(0)
     for step in range(6):
         by_hand.inner_step(np.stack([sampler.batch(step) for sampler in samplers]))
         if step == 2:
             snapshot = by_hand.theta.clone()
+            by_hand.contribute()
         if step == 4:
             progress = by_hand.theta - snapshot
-            by_hand.outer_step([range(4)], outer, snapshot)
+            by_hand.outer_step([range(4)], is_late=True)
             torch.testing.assert_close(by_hand.theta, by_hand.phi + progress)
-    by_hand.outer_step([range(4)], outer)
+    by_hand.contribute()
+    by_hand.outer_step([range(4)])
 
     torch.testing.assert_close(late.theta, by_hand.theta)
 

@@ -129,8 +129,8 @@ def test_a_newcomer_does_without_the_inner_optimizers_state_and_ramps_up(
 
     assert torch.equal(newcomer.slow_weights(), member.slow_weights())
     assert torch.equal(newcomer.fast_weights(), member.slow_weights())
-    assert torch.equal(newcomer._momentum, member._momentum)
-    assert not bool(newcomer._square.any())
+    assert torch.equal(newcomer.state()["momentum"], member.state()["momentum"])
+    assert not bool(newcomer.state()["square"].any())
     assert newcomer.learning_rate == pytest.approx(member.learning_rate / 40)
     moved = [float((newcomer.fast_weights() - before).abs().max()) for before in steps(newcomer, 5)]
     assert max(moved) < member.learning_rate

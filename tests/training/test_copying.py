@@ -10,8 +10,9 @@ from torch import Tensor
 from farandole.training import codec, replica
 from farandole.training.copying import Copier, DeviceCopier, Wait, copier_for
 from farandole.training.learner import Learner
+from farandole.training.screening.rule import Meeting
 
-from .conftest import ALICE, BOB, MakeReplica
+from .conftest import ALICE, BOB, MakeReplica, refusal
 
 EVERY_CODEC = pytest.mark.parametrize("name", [*codec.CODECS, "topk"])
 
@@ -76,9 +77,9 @@ def test_what_is_copied_is_what_a_cpu_makes(
         for alice, bob in (plain, copied):
             alice.take_in(sent[bob], 1_000)
             alice.take_in(sent[bob], 3_000)
-            assert alice.refusal(sent[bob]) == ""
-            alice.outer_step(sent[bob], 3, 1, own_first=True)
-            bob.outer_step(sent[alice], 1, 3, own_first=False)
+            assert refusal(alice, sent[bob]) == ""
+            alice.outer_step(sent[bob], Meeting(b"", 3, 1), own_first=True)
+            bob.outer_step(sent[alice], Meeting(b"", 1, 3), own_first=False)
         assert [*map(sent.get, plain)] == [*map(sent.get, copied)]
         for one, other in zip(plain, copied, strict=True):
             assert torch.equal(one.slow_weights(), other.slow_weights())

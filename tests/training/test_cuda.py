@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from farandole.protocol.manifest import Codec, InnerConfig, ModelConfig, OuterConfig
+from farandole.protocol.manifest import InnerConfig, ModelConfig
+from farandole.protocol.outer_rules import Codec, NoLoCoConfig
 from farandole.training import codec
 from farandole.training.copying import CudaCopier, copier_for
 from farandole.training.data import Sampler, Text
@@ -15,8 +16,9 @@ from farandole.training.device import CONTEXT_BYTES, choose_device, limit_memory
 from farandole.training.learner import Learner
 from farandole.training.memory import is_out_of_memory
 from farandole.training.model import build_model
+from farandole.training.screening.rule import Meeting
 
-from .conftest import ALICE, BOB, RUN_ID
+from .conftest import ALICE, BOB, RUN_ID, refusal
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch finds no CUDA device here")
 
@@ -46,7 +48,7 @@ def make(
     return Learner(
         build_model(model, 7),
         inner,
-        OuterConfig(codec=name, alpha=0.0, beta=1.0, gamma=1.0),
+        NoLoCoConfig(codec=name, alpha=0.0, beta=1.0, gamma=1.0),
         sampler,
         run_id=RUN_ID,
         device=choose_device(device),
@@ -67,9 +69,9 @@ def test_a_gpu_and_a_cpu_come_to_the_same_mean(
     sizes = [each.contribution(memoryview(memory[each]))[0] for each in (gpu, cpu)]
     gpu.learn()  # queued behind the exchange, or beside it
     gpu.take_in(memoryview(memory[cpu])[: sizes[1]], 1_000)
-    assert gpu.refusal(memoryview(memory[cpu])[: sizes[1]]) == ""
-    assert gpu.outer_step(memoryview(memory[cpu])[: sizes[1]], 1, 1, own_first=True) == 1
-    cpu.outer_step(memoryview(memory[gpu])[: sizes[0]], 1, 1, own_first=False)
+    assert refusal(gpu, memoryview(memory[cpu])[: sizes[1]]) == ""
+    assert gpu.outer_step(memoryview(memory[cpu])[: sizes[1]], Meeting(b"", 1, 1), own_first=True) == 1
+    cpu.outer_step(memoryview(memory[gpu])[: sizes[0]], Meeting(b"", 1, 1), own_first=False)
 
     both = gpu.slow_weights().cpu() == cpu.slow_weights()
     assert bool(both.all()) or name == "topk"

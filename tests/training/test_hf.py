@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from farandole.protocol.cut import layers_of, stage_parameters, transformer_costs
 from farandole.protocol.hf_config import hf_config_from_dict
-from farandole.protocol.manifest import InnerConfig, Manifest, ModelConfig, OuterConfig, PipelineConfig
+from farandole.protocol.manifest import InnerConfig, Manifest, ModelConfig, PipelineConfig
+from farandole.protocol.outer_rules import NoLoCoConfig
 from farandole.protocol.parts import parts_of
 from farandole.protocol.presets import num_parameters
 from farandole.training.data import Text
@@ -220,7 +221,7 @@ def test_three_stages_learn_what_the_whole_learns_bit_for_bit(
     learner = Learner(
         build_module(model, 7),
         no_clip,
-        OuterConfig(),
+        NoLoCoConfig(),
         sampler_of(text, no_clip, model),
         run_id=RUN_ID,
         device=choose_device("cpu"),

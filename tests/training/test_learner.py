@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from farandole.protocol.manifest import InnerConfig, ModelConfig, OuterConfig
+from farandole.protocol.manifest import InnerConfig, ModelConfig
+from farandole.protocol.outer_rules import NoLoCoConfig
 from farandole.training.data import Sampler, Text
 from farandole.training.device import choose_device
 from farandole.training.errors import DataError
@@ -25,7 +26,7 @@ def learner(model: ModelConfig, text: Text, microbatch_size: int) -> Learner:
     return Learner(
         build_model(model, 7),
         InnerConfig(learning_rate=3e-3, warmup_steps=3, total_steps=30, batch_size=BATCH),
-        OuterConfig(),
+        NoLoCoConfig(),
         sampler,
         run_id=RUN_ID,
         device=choose_device("cpu"),

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from farandole.training import codec
 from farandole.training.errors import DivergedError, ScreeningError
 from farandole.training.learner import Learner
+from farandole.training.screening.rule import Meeting
 
-from .conftest import ALICE, BOB, MakeReplica
+from .conftest import ALICE, BOB, MakeReplica, refusal
 
 EVERY_CODEC = pytest.mark.parametrize("name", [*codec.CODECS, "topk"])
 
@@ -58,13 +59,13 @@ def test_what_is_taken_in_as_it_arrives_gives_the_same_outer_step(make_replica: 
     sent(parts)
     incoming = bytearray(len(of_bob))
 
-    whole.outer_step(of_bob, 2, 1)
+    whole.outer_step(of_bob, Meeting(b"", 2, 1))
     for available in (0, 1, 100, 100, 3_000, 3_001, len(of_bob)):
         incoming[:available] = of_bob[:available]
         parts.take_in(incoming, available)
-    assert parts.refusal(incoming) == ""
+    assert refusal(parts, incoming) == ""
     incoming[:] = bytes(len(incoming))  # it is not read again
-    parts.outer_step(incoming, 2, 1)
+    parts.outer_step(incoming, Meeting(b"", 2, 1))
 
     assert torch.equal(whole.slow_weights(), parts.slow_weights())
 
@@ -73,7 +74,7 @@ def test_what_is_taken_in_as_it_arrives_gives_the_same_outer_step(make_replica: 
 def test_another_contribution_in_the_same_place_is_taken_in_anew(
     make_replica: MakeReplica, arrivals: list[tuple[bool, int]]
 ) -> None:
-    """Now this one's, now that one's first bytes arrive, each after the last was forgotten; at last Bob's count."""
+    """Now this one's, now that one's first bytes arrive, each from the first byte on; at last Bob's count."""
     of = {True: sent(trained(make_replica, BOB)), False: sent(trained(make_replica, b"c" * 32))}
     node, twin = (trained(make_replica, ALICE) for _ in range(2))
     sent(node)
@@ -81,13 +82,13 @@ def test_another_contribution_in_the_same_place_is_taken_in_anew(
     incoming = bytearray(len(of[True]))
 
     for whose, available in arrivals:
-        node.forget_partner()
+        node.take_in(incoming, 0)
         incoming[:available] = of[whose][:available]
         node.take_in(incoming, min(available, len(incoming)))
-    node.forget_partner()
+    node.take_in(incoming, 0)
     incoming[:] = of[True]
-    node.outer_step(incoming, 1, 1)
-    twin.outer_step(of[True], 1, 1)
+    node.outer_step(incoming, Meeting(b"", 1, 1))
+    twin.outer_step(of[True], Meeting(b"", 1, 1))
 
     assert torch.equal(node.slow_weights(), twin.slow_weights())
 
@@ -102,7 +103,7 @@ def test_less_than_before_means_another_contribution(make_replica: MakeReplica) 
     incoming[:] = of_bob
     alice.take_in(incoming, 10)
 
-    assert alice.refusal(incoming) == ""
+    assert refusal(alice, incoming) == ""
 
 
 def test_who_is_asked_again_looks_again(make_replica: MakeReplica) -> None:
@@ -111,11 +112,11 @@ def test_who_is_asked_again_looks_again(make_replica: MakeReplica) -> None:
     sent(alice)
     incoming = sent(trained(make_replica, BOB))
 
-    assert alice.refusal(incoming) == ""
+    assert refusal(alice, incoming) == ""
     incoming[:] = bytes(len(incoming))
-    assert "norm" in alice.refusal(incoming)
+    assert "norm" in refusal(alice, incoming)
     with pytest.raises(ScreeningError, match="norm"):
-        alice.outer_step(incoming, 1, 1)
+        alice.outer_step(incoming, Meeting(b"", 1, 1))
 
 
 @EVERY_CODEC
@@ -128,8 +129,8 @@ def test_a_flaw_found_on_the_way_is_the_reason_of_the_refusal(make_replica: Make
     for available in (0, 2_500, len(flawed)):
         alice.take_in(flawed, available)
 
-    assert "cannot be used" in alice.refusal(flawed)
-    assert alice.refusal(of_bob) == ""
+    assert "cannot be used" in refusal(alice, flawed)
+    assert refusal(alice, of_bob) == ""
 
 
 def test_nothing_is_taken_in_before_there_is_an_own_contribution(make_replica: MakeReplica) -> None:
@@ -137,11 +138,10 @@ def test_nothing_is_taken_in_before_there_is_an_own_contribution(make_replica: M
     of_bob = sent(trained(make_replica, BOB))
 
     alice.take_in(of_bob, len(of_bob))
-    alice.forget_partner()
 
-    assert "no contribution" in alice.refusal(of_bob)
+    assert "no contribution" in refusal(alice, of_bob)
     sent(alice)
-    assert alice.refusal(of_bob) == ""
+    assert refusal(alice, of_bob) == ""
 
 
 def test_a_replica_that_diverges_on_the_way_has_sent_nothing(make_replica: MakeReplica) -> None:

@@ -33,7 +33,9 @@ def start(make_replica: MakeReplica, tmp_path: Path) -> tuple[Learner, Path]:
     return learnt, tmp_path / "start"
 
 
-def test_weights_momentum_and_schedule_go_on(start: tuple[Learner, Path], make_replica: MakeReplica) -> None:
+def test_weights_momentum_and_schedule_go_on(
+    start: tuple[Learner, Path], make_replica: MakeReplica, inner: InnerConfig
+) -> None:
     learnt, path = start
     begun = make_replica(run_id=b"n" * 32, seed=1, codec="int4")
     begun.start_from(path, learnt.steps, learnt.tokens)
@@ -42,10 +44,10 @@ def test_weights_momentum_and_schedule_go_on(start: tuple[Learner, Path], make_r
     assert torch.equal(begun.state()["momentum"], learnt.state()["momentum"])
     assert not begun.state()["square"].any()
     assert (begun.round, begun.steps, begun.tokens) == (0, 8, learnt.tokens)
-    assert learning_rate(0, begun._inner) != learnt.learning_rate > begun.learning_rate > 0
+    assert learning_rate(0, inner) != learnt.learning_rate > begun.learning_rate > 0
     for _ in range(50):
         begun.steps += 1
-    assert begun.learning_rate == learning_rate(58, begun._inner)
+    assert begun.learning_rate == learning_rate(58, inner)
     begun.steps = 8
     assert begun.validation_loss() == pytest.approx(learnt.validation_loss(), rel=1e-6)
     before = begun.validation_loss()

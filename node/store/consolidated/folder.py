@@ -24,7 +24,6 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.protocol.blocks import (
-    MAX_HEADER_BYTES,
     Index,
     decode_signed_index,
     encode_signed_index,
@@ -35,6 +34,7 @@ from farandole.protocol.errors import ManifestError, RemoteProtocolError
 from farandole.protocol.identity import public_bytes
 from farandole.protocol.manifest import MAX_MANIFEST_BYTES, EpochsConfig, Manifest, SignedManifest, decode_manifest
 from farandole.protocol.shapes import Shape, shapes_of
+from farandole.protocol.vectors import max_whole_bytes
 from farandole.training.blocks import content_of
 
 from .tensors import ConsolidatedError, Floats, new_folder, write_file, write_tensors
@@ -45,9 +45,6 @@ INDEX_NAME: Final = "checkpoint.index"
 MANIFEST_NAME: Final = "manifest"
 EPOCHS_NAME: Final = "epochs.json"
 
-SLOW: Final = "slow"
-VECTORS: Final = (SLOW, "momentum")
-OPTIMIZER_VECTORS: Final = ("mean", "square")
 # The run of a model that comes from none: it was imported.
 NO_RUN: Final = bytes(32)
 
@@ -137,8 +134,7 @@ def decode_checkpoint_index(raw: bytes, run_id: bytes, max_size: int) -> tuple[b
 
 def max_file_bytes(manifest: Manifest) -> int:
     """The most that the run's whole model takes as a checkpoint, with the inner optimizer's state."""
-    num_elements = sum(math.prod(shape) for shape in model_shapes(manifest).values())
-    return 4 * num_elements * len(VECTORS + OPTIMIZER_VECTORS) + MAX_HEADER_BYTES
+    return max_whole_bytes(sum(math.prod(shape) for shape in model_shapes(manifest).values()))
 
 
 def write_folder(

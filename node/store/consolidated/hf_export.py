@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Final
 
 from farandole.protocol.manifest import Manifest
+from farandole.protocol.vectors import SLOW
 from farandole.training.errors import DataError
 from farandole.training.tokenizer import SEPARATORS, Tokenizer, load_tokenizer
 
-from .folder import SLOW, Consolidated
+from .folder import Consolidated
 from .hf_names import Part, config_json, config_of, parts_of
 from .tensors import ConsolidatedError, Floats, TensorFile, new_folder, open_tensors, shards, write_file, write_tensors
 

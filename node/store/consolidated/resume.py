@@ -15,9 +15,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.protocol.errors import ManifestError
 from farandole.protocol.manifest import Manifest, SignedManifest, StartConfig, decode_manifest, sign_manifest
+from farandole.protocol.vectors import SLOW
 
 from ..run_file import manifest_of
-from .folder import MANIFEST_NAME, NO_RUN, SLOW, Consolidated, Counters, model_shapes, write_folder
+from .folder import MANIFEST_NAME, NO_RUN, Consolidated, Counters, model_shapes, write_folder
 from .hf_import import open_hf_weights
 
 # A [model] table with one of these says anew which model it is; without, it says what changes: how it is cut, say.

@@ -5,27 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from farandole.protocol.shapes import Shape
+from farandole.protocol.vectors import SLOW, is_square, known_vectors
 from farandole.training.blocks import content_of, first_difference
 
 from .folder import (
-    OPTIMIZER_VECTORS,
-    SLOW,
-    VECTORS,
     Consolidated,
     layout_hash,
     read_folder,
     tensor_shapes,
 )
 from .tensors import ConsolidatedError, open_tensors
-
-# Of a node's own checkpoints, beside those of a whole model: inner steps that wait for their fragment, what the codec
-# feeds back.
-_OF_A_REPLICA: Final = ("fast", "error")
-# Running means of squares.
-_SQUARES: Final = "square"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +78,10 @@ def verify_hashes(folder: Consolidated) -> None:
 
 def _verify_file(path: Path, parameters: Mapping[str, Shape] | None) -> tuple[tuple[str, ...], int]:
     """The vectors in a file of tensors, and how many these are; ``parameters``: None to take the file's own word."""
-    known = (*VECTORS, *OPTIMIZER_VECTORS, *_OF_A_REPLICA)
     with open_tensors(path) as file:
         found = {name.partition("/")[0] for name in file.shapes}
-        vectors = tuple(vector for vector in known if vector in found)
-        if found - set(known) or SLOW not in found:
+        vectors = tuple(vector for vector in known_vectors() if vector in found)
+        if len(vectors) < len(found) or SLOW not in found:
             raise ConsolidatedError(f"{path} is no checkpoint: it has the vectors {', '.join(sorted(found)) or 'none'}")
         if parameters is None:
             of_slow = (name for name in file.shapes if name.startswith(f"{SLOW}/"))
@@ -100,6 +90,6 @@ def _verify_file(path: Path, parameters: Mapping[str, Shape] | None) -> tuple[tu
             raise ConsolidatedError(f"{path}: the tensors' names or shapes are not the model's")
         for name in file.shapes:
             tensor = file.read(name)
-            if name.startswith(f"{_SQUARES}/") and bool((tensor < 0).any()):
+            if is_square(name) and bool((tensor < 0).any()):
                 raise ConsolidatedError(f"{path}: {name} holds a negative square")
         return vectors, len(file.shapes)

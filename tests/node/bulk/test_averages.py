@@ -13,14 +13,16 @@ from torch import Tensor, nn
 
 from farandole.protocol.exchange import BULK_FROM
 from farandole.protocol.exchange_messages import Offer
-from farandole.protocol.manifest import Codec, InnerConfig, ModelConfig, OuterConfig
-from farandole.training import noloco
+from farandole.protocol.manifest import InnerConfig, ModelConfig
+from farandole.protocol.outer_rules import Codec, NoLoCoConfig
 from farandole.training.codec import CODECS, decode, encode, encoded_size
 from farandole.training.data import Sampler, Text
 from farandole.training.device import choose_device
 from farandole.training.learner import Learner
 from farandole.training.model import build_model
+from farandole.training.outer.rule import weighted_mean
 from farandole.training.parameters import flatten_, layout_of
+from farandole.training.screening.rule import Accept, Meeting, share_by_tokens
 
 from ..real_nodes import TOKENS, open_nodes, swap
 
@@ -73,10 +75,12 @@ async def test_means_are_exact_to_the_codecs_error_over_every_path(codec: Codec)
                 await swap(nodes, codec, path)
                 first, second = nodes
                 means = [  # each from what it sent and what it received
-                    noloco.weighted_mean(
-                        decode(codec, node.outgoing if node is first else node.incoming, num_elements),
-                        decode(codec, node.incoming if node is first else node.outgoing, num_elements),
-                        noloco.partner_shares(*TOKENS),
+                    weighted_mean(
+                        [
+                            decode(codec, node.outgoing if node is first else node.incoming, num_elements),
+                            decode(codec, node.incoming if node is first else node.outgoing, num_elements),
+                        ],
+                        (share_by_tokens(*TOKENS[::-1]), share_by_tokens(*TOKENS)),
                     )
                     for node in (first, second)
                 ]
@@ -89,7 +93,7 @@ async def test_means_are_exact_to_the_codecs_error_over_every_path(codec: Codec)
 async def test_replicas_come_to_the_same_mean_over_every_path(codec: Codec, path: str) -> None:
     text = Text(np.zeros(600, np.uint8), np.zeros(100, np.uint8), 2)
     model = ModelConfig(num_layers=1, width=256, num_heads=2, hidden=4_001, context=16, vocabulary=64)
-    outer = OuterConfig(alpha=0.0, beta=1.0, gamma=1.0, codec=codec)  # the new slow weights are the mean
+    outer = NoLoCoConfig(alpha=0.0, beta=1.0, gamma=1.0, codec=codec)  # the new slow weights are the mean
     async with open_nodes() as nodes:
         replicas: list[Learner] = []
         weights: list[Tensor] = []
@@ -107,8 +111,8 @@ async def test_replicas_come_to_the_same_mean_over_every_path(codec: Codec, path
             replicas.append(replica)
         await swap(nodes, codec, path, replicas[0].layout.hash)
         for index, (node, replica) in enumerate(zip(nodes, replicas, strict=True)):
-            assert replica.refusal(node.incoming) == ""
-            replica.outer_step(node.incoming, TOKENS[index], TOKENS[1 - index], own_first=index == 0)
+            assert isinstance(replica.screen(node.incoming), Accept)
+            replica.outer_step(node.incoming, Meeting(b"", TOKENS[index], TOKENS[1 - index]), own_first=index == 0)
     mean = replicas[0].slow_weights()
     assert torch.equal(mean, replicas[1].slow_weights()), "bit for bit"
     exact, allowed = exact_mean(codec, weights)

@@ -151,7 +151,7 @@ async def test_a_cancelled_exchange_ends_at_once_and_is_aborted(
 async def test_a_slow_screening_is_cut_off(
     alice: Party, bob: Party, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def sleepy(size: int) -> str | None:
+    async def sleepy(size: int, tokens: int) -> str | None:
         await trio.sleep_forever()
         return None
 

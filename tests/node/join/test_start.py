@@ -13,13 +13,17 @@ from farandole.node.base.settings import NodeSettings
 from farandole.node.join import start as starting
 from farandole.node.join.start import Start
 from farandole.node.status.journal import Journal
-from farandole.node.store.consolidated.folder import CHECKPOINT_NAME, INDEX_NAME, VECTORS, Consolidated, read_folder
+from farandole.node.store.consolidated.folder import CHECKPOINT_NAME, INDEX_NAME, Consolidated, read_folder
 from farandole.node.store.consolidated.merge import consolidate
 from farandole.node.store.consolidated.resume import resumed_manifest
 from farandole.protocol.block_transfer import Question
 from farandole.protocol.blocks import Index, SignedIndex, decode_signed_index
+from farandole.protocol.outer_rules import NoLoCoConfig
+from farandole.protocol.vectors import required_vectors
 
 from ..store.consolidated.runs import KEY, MODELS, manifest_for, save_stages, trained
+
+VECTORS = required_vectors(NoLoCoConfig())
 
 BOB = b"b" * 32
 

@@ -649,7 +649,7 @@ async def test_the_verdict_of_an_exchange_that_broke_is_not_taken_for_the_next_o
     verdicts: list[str | None] = []
 
     async def screen() -> None:
-        verdicts.append(await story.judge.refusal(SIZE))
+        verdicts.append(await story.judge.refusal(SIZE, 0))
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(screen)

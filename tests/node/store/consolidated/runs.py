@@ -6,13 +6,12 @@ import random
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from farandole.node.store.run_file import manifest_of
-from farandole.protocol.manifest import Manifest, SignedManifest, sign_manifest
+from farandole.protocol.manifest import Manifest, SignedManifest, decode_body, sign_manifest
 from farandole.protocol.shapes import stage_of
 from farandole.training.learner import Learner, build_learner
 
@@ -57,7 +56,7 @@ def manifest_for(model: dict[str, Any], **settings: Any) -> SignedManifest:
 
 
 def decoded(signed: SignedManifest) -> Manifest:
-    return msgspec.msgpack.decode(signed.body, type=Manifest)
+    return decode_body(signed.body)
 
 
 def learner_of(signed: SignedManifest, author: bytes = bytes(32)) -> Learner:

@@ -10,14 +10,18 @@ import pytest
 from farandole.node.base.exits import Exit
 from farandole.node.cli import main
 from farandole.node.inspect.listing import offers_of
-from farandole.node.store.consolidated.folder import CHECKPOINT_NAME, VECTORS, read_folder
+from farandole.node.store.consolidated.folder import CHECKPOINT_NAME, read_folder
 from farandole.node.store.consolidated.merge import consolidate
 from farandole.protocol.entries import CheckpointNotice
 from farandole.protocol.identity import peer_id_of
 from farandole.protocol.invite import Invite, encode_invite
 from farandole.protocol.manifest import decode_manifest
+from farandole.protocol.outer_rules import NoLoCoConfig
+from farandole.protocol.vectors import required_vectors
 
 from .runs import KEY, MODELS, manifest_for, save_stages, trained
+
+VECTORS = required_vectors(NoLoCoConfig())
 
 
 @pytest.fixture

@@ -12,21 +12,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from farandole.node.store.consolidated.folder import (
-    CHECKPOINT_NAME,
-    INDEX_NAME,
-    MANIFEST_NAME,
-    OPTIMIZER_VECTORS,
-    VECTORS,
-    read_folder,
-)
+from farandole.node.store.consolidated.folder import CHECKPOINT_NAME, INDEX_NAME, MANIFEST_NAME, read_folder
 from farandole.node.store.consolidated.merge import consolidate
 from farandole.node.store.consolidated.tensors import ConsolidatedError
 from farandole.node.store.consolidated.verify import verify
 from farandole.protocol.manifest import SignedManifest
+from farandole.protocol.outer_rules import NoLoCoConfig
+from farandole.protocol.vectors import OPTIMIZER_VECTORS, required_vectors
 from farandole.training.learner import Learner
 
 from .runs import KEY, MODELS, learner_of, manifest_for, met, save_stages, trained
+
+VECTORS = required_vectors(NoLoCoConfig())
 
 NAMES = (b"anna" * 8, b"bert" * 8, b"cora" * 8)
 

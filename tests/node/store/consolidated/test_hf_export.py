@@ -10,15 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.node.store.consolidated.folder import OPTIMIZER_VECTORS, VECTORS, read_folder
+from farandole.node.store.consolidated.folder import read_folder
 from farandole.node.store.consolidated.hf_export import export_hf
 from farandole.node.store.consolidated.merge import consolidate
 from farandole.node.store.consolidated.tensors import ConsolidatedError
 from farandole.protocol.manifest import SignedManifest
+from farandole.protocol.outer_rules import NoLoCoConfig
+from farandole.protocol.vectors import OPTIMIZER_VECTORS, required_vectors
 from farandole.training.learner import Learner
 
 from .logits import assert_same_logits
 from .runs import GPT2, KEY, LLAMA, MODELS, manifest_for, save_stages, trained
+
+VECTORS = required_vectors(NoLoCoConfig())
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 TOKENS = torch.arange(2 * 16).view(2, 16) * 37 % 256

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from farandole.node.store.consolidated.folder import CHECKPOINT_NAME, VECTORS, Consolidated, read_folder
+from farandole.node.store.consolidated.folder import CHECKPOINT_NAME, Consolidated, read_folder
 from farandole.node.store.consolidated.hf_export import export_hf
 from farandole.node.store.consolidated.merge import consolidate
 from farandole.node.store.consolidated.resume import import_model, resumed_manifest
@@ -19,8 +19,12 @@ from farandole.node.store.consolidated.tensors import ConsolidatedError
 from farandole.node.store.consolidated.verify import verify
 from farandole.protocol.errors import ManifestError
 from farandole.protocol.manifest import EpochsConfig, Manifest, decode_manifest, sign_manifest
+from farandole.protocol.outer_rules import NoLoCoConfig
+from farandole.protocol.vectors import required_vectors
 
 from .runs import GPT2, KEY, LLAMA, MODELS, decoded, manifest_for, save_stages, trained
+
+VECTORS = required_vectors(NoLoCoConfig())
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 

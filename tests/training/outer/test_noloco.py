@@ -1,22 +1,18 @@
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from farandole.protocol.manifest import Momentum, OuterConfig
-from farandole.training.noloco import (
-    MIN_SHARE,
-    contribution,
-    outer_step,
-    outer_step_of_two_vectors,
-    partner_shares,
-    weighted_mean,
-)
+from farandole.protocol.outer_rules import Momentum, NoLoCoConfig
+from farandole.training.outer.rule import OwnVectors, rule_of, weighted_mean
+from farandole.training.screening.rule import MIN_SHARE, share_by_tokens
 
 MOMENTA: list[Momentum] = ["heavy_ball", "nesterov"]
 constants = st.builds(
-    OuterConfig,
+    NoLoCoConfig,
     alpha=st.floats(0, 0.95),
     beta=st.floats(0.1, 1.5),
     gamma=st.floats(0.1, 1.5),
@@ -29,17 +25,42 @@ def vectors(seed: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     return list(torch.randn(6, 50, generator=torch.Generator().manual_seed(seed), dtype=dtype))
 
 
+def contribution(theta: Tensor, phi: Tensor, outer: NoLoCoConfig) -> Tensor:
+    return rule_of(outer).contribution(theta, phi)
+
+
+def shares_of(first_tokens: int, second_tokens: int) -> tuple[float, float]:
+    """Each as the other one computes it."""
+    return share_by_tokens(second_tokens, first_tokens), share_by_tokens(first_tokens, second_tokens)
+
+
+def outer_step(
+    phi: Tensor, m: Tensor, contributions: Sequence[Tensor], weights: Sequence[float], outer: NoLoCoConfig
+) -> tuple[Tensor, Tensor]:
+    own = OwnVectors(phi.clone(), {"momentum": m.clone()})
+    rule_of(outer).step(own, contributions, weights)
+    return own.slow, own.vectors["momentum"]
+
+
+def outer_step_of_two_vectors(
+    phi: Tensor, momentum: Tensor, mean_gradient: Tensor, mean_phi: Tensor, outer: NoLoCoConfig
+) -> tuple[Tensor, Tensor]:
+    """New (phi, m) as the paper writes it, from the means of theta - phi and of phi."""
+    pull = outer.beta * mean_gradient + outer.gamma * (mean_phi - phi)
+    new_momentum = outer.alpha * momentum + pull
+    step = new_momentum if outer.momentum == "heavy_ball" else pull + outer.alpha * new_momentum
+    return phi + step, new_momentum
+
+
 @pytest.mark.parametrize("momentum", MOMENTA)
 @pytest.mark.parametrize("gamma", [0.7, 0.4])
 def test_the_step_is_the_papers_formula(momentum: Momentum, gamma: float) -> None:
     """Written out, number by number, for partners with 300 and 100 tokens."""
-    outer = OuterConfig(alpha=0.5, beta=0.7, gamma=gamma, momentum=momentum)
+    outer = NoLoCoConfig(alpha=0.5, beta=0.7, gamma=gamma, momentum=momentum)
     theta_1, phi_1, m_1, theta_2, phi_2, _ = vectors(0)
-    mean = weighted_mean(
-        contribution(theta_1, phi_1, outer), contribution(theta_2, phi_2, outer), partner_shares(300, 100)
-    )
+    contributions = contribution(theta_1, phi_1, outer), contribution(theta_2, phi_2, outer)
 
-    phi, m = outer_step(phi_1, m_1, mean, outer)
+    phi, m = outer_step(phi_1, m_1, contributions, shares_of(300, 100), outer)
 
     for i in range(50):
         mean_outer_gradient = 0.75 * (theta_1[i] - phi_1[i]) + 0.25 * (theta_2[i] - phi_2[i])
@@ -52,7 +73,7 @@ def test_the_step_is_the_papers_formula(momentum: Momentum, gamma: float) -> Non
 
 
 def test_nesterov_is_torchs_sgd_when_replicas_agree() -> None:
-    outer = OuterConfig(alpha=0.9, beta=0.3, gamma=0.3, momentum="nesterov")
+    outer = NoLoCoConfig(alpha=0.9, beta=0.3, gamma=0.3, momentum="nesterov")
     phi, _, _, *outer_gradients = vectors(1)
     oracle = torch.nn.Parameter(phi.clone())
     optimizer = torch.optim.SGD([oracle], lr=0.3, momentum=0.9, nesterov=True)
@@ -61,23 +82,23 @@ def test_nesterov_is_torchs_sgd_when_replicas_agree() -> None:
     for gradient in outer_gradients:
         oracle.grad = -gradient
         optimizer.step()
-        phi, m = outer_step(phi, m, phi + gradient, outer)
+        phi, m = outer_step(phi, m, [phi + gradient], [1.0], outer)
 
         torch.testing.assert_close(phi, oracle.detach(), rtol=0, atol=1e-14)
 
 
 @given(constants, token_counts, token_counts, st.integers(0, 1_000))
-def test_one_vector_does_what_two_do(outer: OuterConfig, first: int, second: int, seed: int) -> None:
+def test_one_vector_does_what_two_do(outer: NoLoCoConfig, first: int, second: int, seed: int) -> None:
     theta_1, phi_1, m_1, theta_2, phi_2, _ = vectors(seed)
-    shares = partner_shares(first, second)
+    shares = shares_of(first, second)
 
-    mean = weighted_mean(contribution(theta_1, phi_1, outer), contribution(theta_2, phi_2, outer), shares)
-    one = outer_step(phi_1, m_1, mean, outer)
+    contributions = contribution(theta_1, phi_1, outer), contribution(theta_2, phi_2, outer)
+    one = outer_step(phi_1, m_1, contributions, shares, outer)
     two = outer_step_of_two_vectors(
         phi_1,
         m_1,
-        weighted_mean(theta_1 - phi_1, theta_2 - phi_2, shares),
-        weighted_mean(phi_1, phi_2, shares),
+        weighted_mean([theta_1 - phi_1, theta_2 - phi_2], shares),
+        weighted_mean([phi_1, phi_2], shares),
         outer,
     )
 
@@ -87,15 +108,15 @@ def test_one_vector_does_what_two_do(outer: OuterConfig, first: int, second: int
 def test_with_equal_constants_the_contribution_is_the_fast_weights() -> None:
     theta, phi, *_ = vectors(2)
 
-    assert contribution(theta, phi, OuterConfig(beta=0.6, gamma=0.6)) is theta
+    assert contribution(theta, phi, NoLoCoConfig(beta=0.6, gamma=0.6)) is theta
 
 
 @given(token_counts, token_counts)
 def test_shares_are_a_mean_and_the_partners_mirror(first: int, second: int) -> None:
-    share, other = partner_shares(first, second)
+    share, other = shares_of(first, second)
 
-    assert share + other == pytest.approx(1.0)
-    assert partner_shares(second, first) == (other, share)
+    assert share + other == 1.0
+    assert (1.0 - share, 1.0 - other) == (other, share)  # to the bit: each partner computes both from one
     assert min(share, other) >= MIN_SHARE  # a peer that claims all the tokens in the world does not get all the mean
     if min(first, second) >= MIN_SHARE * (first + second) > 0:
         assert share == pytest.approx(first / (first + second))
@@ -103,23 +124,25 @@ def test_shares_are_a_mean_and_the_partners_mirror(first: int, second: int) -> N
 
 @given(token_counts, token_counts, st.integers(0, 1_000))
 def test_both_partners_compute_the_same_mean(first: int, second: int, seed: int) -> None:
+    """Whoever is first, their contributions are in the same order."""
     a, b, *_ = vectors(seed, torch.float32)
-    share_a, share_b = partner_shares(first, second)
+    of_a, of_b = share_by_tokens(second, first), share_by_tokens(first, second)
 
-    assert torch.equal(weighted_mean(a, b, (share_a, share_b)), weighted_mean(b, a, (share_b, share_a)))
+    assert torch.equal(weighted_mean([a, b], [1.0 - of_b, of_b]), weighted_mean([a, b], [of_a, 1.0 - of_a]))
+    assert torch.equal(weighted_mean([a, b], [of_a, of_b]), weighted_mean([b, a], [of_b, of_a]))
 
 
 @pytest.mark.parametrize("momentum", MOMENTA)
 def test_without_momentum_the_step_is_the_mean_itself(momentum: Momentum) -> None:
-    outer = OuterConfig(alpha=0.0, beta=1.0, gamma=1.0, momentum=momentum)
+    outer = NoLoCoConfig(alpha=0.0, beta=1.0, gamma=1.0, momentum=momentum)
     theta_1, phi_1, m_1, theta_2, *_ = vectors(3, torch.float32)
 
-    phi, _ = outer_step(phi_1, m_1, weighted_mean(theta_1, theta_2, (0.5, 0.5)), outer)
+    phi, _ = outer_step(phi_1, m_1, [theta_1, theta_2], [0.5, 0.5], outer)
 
     assert torch.equal(phi, (theta_1 + theta_2) / 2)
 
 
-def widest(outer: OuterConfig, rounds: int = 400, replicas: int = 256) -> float:
+def widest(outer: NoLoCoConfig, rounds: int = 400, replicas: int = 256) -> float:
     """Standard deviation, across replicas, after outer steps in random pairs with nothing learned in between."""
     generator = torch.Generator().manual_seed(0)
     phi = torch.randn(replicas, 8, generator=generator, dtype=torch.float64)
@@ -128,7 +151,7 @@ def widest(outer: OuterConfig, rounds: int = 400, replicas: int = 256) -> float:
         order = torch.randperm(replicas, generator=generator)
         means = torch.empty_like(phi)
         means[order] = phi[order].view(-1, 2, 8).mean(1).repeat_interleave(2, 0)
-        phi, m = outer_step(phi, m, contribution(means, means, outer), outer)
+        phi, m = outer_step(phi, m, [contribution(means, means, outer)], [1.0], outer)
     return float(phi.std())
 
 
@@ -139,8 +162,8 @@ def widest(outer: OuterConfig, rounds: int = 400, replicas: int = 256) -> float:
     [("heavy_ball", 0.5, 1.5), ("heavy_ball", 0.9, 0.38), ("nesterov", 0.5, 1.3028), ("nesterov", 0.9, 0.8479)],
 )
 def test_pairs_are_stable_below_the_limit_of_gamma_only(momentum: Momentum, alpha: float, limit: float) -> None:
-    def outer(gamma: float) -> OuterConfig:
-        return OuterConfig(alpha=alpha, beta=gamma, gamma=gamma, momentum=momentum)
+    def outer(gamma: float) -> NoLoCoConfig:
+        return NoLoCoConfig(alpha=alpha, beta=gamma, gamma=gamma, momentum=momentum)
 
     assert widest(outer(0.9 * limit)) < 0.1
     assert widest(outer(1.15 * limit)) > 10.0

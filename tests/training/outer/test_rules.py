@@ -1,0 +1,128 @@
+"""What holds for every outer rule that a run file may name."""
+
+import typing
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from farandole.protocol.outer_rules import OuterConfig, OuterRules
+from farandole.protocol.vectors import required_vectors
+from farandole.training.learner import Learner
+from farandole.training.outer.rule import OwnVectors, rule_of
+from farandole.training.screening.rule import Meeting
+
+from ..conftest import ALICE, BOB, MakeReplica
+
+RULES: list[OuterConfig] = [rule() for rule in typing.get_args(OuterRules)]
+every_rule = pytest.mark.parametrize("settings", RULES, ids=lambda settings: settings.kind)
+
+
+def trained(make_replica: MakeReplica, author: bytes, settings: OuterConfig, steps: int = 3) -> Learner:
+    """One that has taken an outer step alone, so that its rule has a state, and then inner steps."""
+    replica = make_replica(author, rule=settings)
+    for _ in range(2):
+        for _ in range(steps):
+            replica.learn()
+        if not replica.round:
+            replica.outer_step(None)
+    return replica
+
+
+def sent(replica: Learner, fragment: int = 0) -> bytearray:
+    out = bytearray(replica.contribution_size(fragment))
+    replica.contribution(out, fragment)
+    return out
+
+
+def meet(alice: Learner, bob: Learner, fragment: int = 0) -> None:
+    of_alice, of_bob = sent(alice, fragment), sent(bob, fragment)
+    alice.outer_step(of_bob, Meeting(BOB, 300, 100), own_first=True)
+    bob.outer_step(of_alice, Meeting(ALICE, 100, 300), own_first=False)
+
+
+def copies(vectors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: flat.clone() for name, flat in vectors.items()}
+
+
+@every_rule
+def test_partners_in_one_state_take_one_step_to_the_bit(settings: OuterConfig) -> None:
+    rule = rule_of(settings)
+    slow, fast, other = torch.randn(3, 1_000, generator=torch.Generator().manual_seed(0))
+    contributions = [rule.contribution(theta, slow).clone() for theta in (fast, other)]
+    members = [OwnVectors(slow.clone(), {name: torch.zeros_like(slow) for name in settings.vectors}) for _ in range(2)]
+
+    for _ in range(3):
+        for own in members:
+            rule.begin(own, contributions, [0.25, 0.75])
+            rule.step(own, contributions, [0.25, 0.75])
+
+    assert torch.equal(members[0].slow, members[1].slow)
+    assert not torch.equal(members[0].slow, slow)
+    assert all(torch.equal(flat, members[1].vectors[name]) for name, flat in members[0].vectors.items())
+
+
+@every_rule
+def test_pieces_do_not_show(settings: OuterConfig) -> None:
+    rule = rule_of(settings)
+    slow, *contributions = torch.randn(3, 1_000, generator=torch.Generator().manual_seed(1))
+    whole, cut = (
+        OwnVectors(slow.clone(), {name: torch.zeros_like(slow) for name in settings.vectors}) for _ in range(2)
+    )
+
+    rule.begin(whole, contributions, [0.5, 0.5])
+    rule.step(whole, contributions, [0.5, 0.5])
+    rule.begin(cut, contributions, [0.5, 0.5])
+    for piece in (slice(0, 100), slice(100, 733), slice(733, 1_000)):
+        rule.step(cut.piece(piece), [flat[piece] for flat in contributions], [0.5, 0.5])
+
+    assert torch.equal(whole.slow, cut.slow)
+
+
+@every_rule
+def test_its_state_is_in_checkpoints_and_newcomers_get_it(
+    make_replica: MakeReplica, settings: OuterConfig, tmp_path: Path
+) -> None:
+    alice, bob = trained(make_replica, ALICE, settings), trained(make_replica, BOB, settings)
+    meet(alice, bob)
+    assert all(bool(alice.state()[name].any()) for name in required_vectors(settings))
+
+    alice.save(tmp_path / "checkpoint")
+    again = make_replica(ALICE, rule=settings)
+    again.load(tmp_path / "checkpoint")
+
+    for node in (alice, again):
+        node.learn()
+        node.outer_step(None)
+    assert again.state().keys() == alice.state().keys() >= set(required_vectors(settings))
+    assert all(torch.equal(flat, again.state()[name]) for name, flat in alice.state().items())
+
+
+@every_rule
+def test_progress_made_during_an_exchange_is_kept(make_replica: MakeReplica, settings: OuterConfig) -> None:
+    alice, bob = trained(make_replica, ALICE, settings), trained(make_replica, BOB, settings)
+    of_bob = sent(bob)
+    sent(alice)
+    before = alice.fast_weights()
+    alice.learn()
+    progress = alice.fast_weights() - before
+
+    assert alice.outer_step(of_bob, Meeting(BOB, 1, 1)) == 1
+
+    torch.testing.assert_close(alice.fast_weights(), alice.slow_weights() + progress, rtol=1e-5, atol=1e-6)
+
+
+@every_rule
+def test_a_fragments_outer_step_moves_that_fragment_alone(make_replica: MakeReplica, settings: OuterConfig) -> None:
+    settings = replace(settings, fragments=3)
+    alice, bob = trained(make_replica, ALICE, settings), trained(make_replica, BOB, settings)
+    before = copies(alice.state())
+
+    meet(alice, bob, fragment=1)
+
+    part = alice.layout.fragment(1, 3)
+    for name in required_vectors(settings):
+        moved = (alice.state()[name] != before[name]).nonzero().flatten()
+        assert part.start <= int(moved.min()) <= int(moved.max()) < part.stop

@@ -1,0 +1,138 @@
+"""What holds for every screening rule that a run file may name, and for what they remember."""
+
+import math
+import typing
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farandole.protocol.screening_rules import ScreeningConfig, ScreeningRules
+from farandole.training.learner import Learner
+from farandole.training.screening.history import MAX_NUMBERS, MAX_PEERS, MAX_SERIES, Histories, History
+from farandole.training.screening.rule import Accept, Meeting, Partner, Refuse
+
+from ..conftest import ALICE, BOB, MakeReplica, refusal
+
+RULES: list[ScreeningConfig] = [rule() for rule in typing.get_args(ScreeningRules) or (ScreeningRules,)]
+every_rule = pytest.mark.parametrize("settings", RULES, ids=lambda settings: settings.kind)
+
+
+def trained(make_replica: MakeReplica, author: bytes, settings: ScreeningConfig) -> Learner:
+    replica = make_replica(author, screening=settings)
+    for _ in range(3):
+        replica.learn()
+    return replica
+
+
+def sent(replica: Learner) -> bytearray:
+    out = bytearray(replica.contribution_bytes)
+    replica.contribution(out)
+    return out
+
+
+@every_rule
+def test_an_honest_partner_is_accepted_and_what_cannot_be_averaged_is_not(
+    make_replica: MakeReplica, settings: ScreeningConfig
+) -> None:
+    alice, bob = trained(make_replica, ALICE, settings), trained(make_replica, BOB, settings)
+    sent(alice)
+    of_bob = sent(bob)
+    values = np.frombuffer(of_bob, np.float32)
+
+    assert isinstance(alice.screen(of_bob, Meeting(BOB, 1, 1)), Accept)
+    assert refusal(alice, (1e6 * values).tobytes())
+    assert refusal(alice, np.full_like(values, math.nan).tobytes())
+    assert alice.screen(of_bob, Meeting(BOB, 1, 1)) == Accept(), "refusals leave nothing behind"
+
+
+@every_rule
+def test_honest_partners_get_the_same_mean_to_the_bit(make_replica: MakeReplica, settings: ScreeningConfig) -> None:
+    averaging = {"alpha": 0.0, "beta": 1.0, "gamma": 1.0}
+    alice, bob = (make_replica(author, screening=settings, **averaging) for author in (ALICE, BOB))
+    alice.learn()
+    bob.learn()
+    of_alice, of_bob = sent(alice), sent(bob)
+
+    alice.outer_step(of_bob, Meeting(BOB, 100, 300), own_first=True)
+    bob.outer_step(of_alice, Meeting(ALICE, 300, 100), own_first=False)
+
+    assert torch.equal(alice.slow_weights(), bob.slow_weights())
+
+
+def test_a_verdicts_weight_and_clip_are_shares() -> None:
+    assert Accept().shares == (0.5, 0.5)
+    assert Accept(weight=0.25).shares == (0.75, 0.25)
+    assert Accept(weight=0.5, clip=0.5).shares == (0.75, 0.25)
+    assert Accept(clip=0.0).shares == (1.0, 0.0)
+
+
+def test_the_loss_towards_a_partner_is_that_of_weights_moved_so_far(make_replica: MakeReplica) -> None:
+    alice, bob = make_replica(ALICE), make_replica(BOB)
+    for node in (alice, bob):
+        node.learn()
+    of_bob = sent(bob)
+    sent(alice)
+    alice.learn()  # what has been learnt since is not moved by asking
+    before = alice.fast_weights()
+    losses: list[float | None] = []
+
+    class Asking:
+        def begin(self) -> None: ...
+        def feed(self, own: torch.Tensor, contribution: torch.Tensor) -> None: ...
+        def remember(self, partner: Partner, verdict: object) -> None: ...
+        def judge(self, partner: Partner) -> Refuse:
+            losses.extend(partner.evaluate(share) for share in (0.0, 1.0))
+            return Refuse("asked only")
+
+    alice._partner._rule = Asking()  # type: ignore[assignment]
+    alice.screen(of_bob)
+
+    assert torch.equal(alice.fast_weights(), before)
+    contributed = make_replica(ALICE)
+    contributed.learn()
+    assert losses == [contributed.validation_loss(4), pytest.approx(bob.validation_loss(4), rel=1e-6)]
+
+
+peers = st.binary(min_size=1, max_size=32)
+numbers = st.floats(allow_nan=False)
+
+
+@given(st.lists(st.tuples(peers, st.text(min_size=1, max_size=8), numbers), max_size=50))
+def test_histories_survive_a_restart(entries: list[tuple[bytes, str, float]]) -> None:
+    histories, names = Histories(), {name for _, name, _ in entries[:MAX_SERIES]}
+    for peer, name, number in entries:
+        if name in names:
+            histories.of(peer).append(name, number)
+
+    again = Histories.decode(histories.encode())
+
+    assert all(again.of(peer).series == histories.of(peer).series for peer, _, _ in entries)
+
+
+def test_histories_are_bounded() -> None:
+    histories = Histories()
+    for number in range(MAX_PEERS + 10):
+        histories.of(number.to_bytes(4, "little")).append("met", number)
+    history = histories.of(bytes(4))
+    assert not history.series, "the first peers are forgotten"
+    for number in range(MAX_NUMBERS + 5):
+        history.append("distance", number)
+    assert history["distance"][0] == 5
+    assert len(history["distance"]) == MAX_NUMBERS
+    with pytest.raises(ValueError, match="would be another"):
+        for number in range(MAX_SERIES):
+            history.append(str(number), 0.0)
+
+
+@pytest.mark.parametrize("raw", [b"", b"rubbish", msgspec.msgpack.encode([(b"p", {"a": [0.0] * (MAX_NUMBERS + 1)})])])
+def test_a_damaged_file_of_histories_is_refused(raw: bytes) -> None:
+    with pytest.raises(ValueError, match="."):
+        Histories.decode(raw)
+
+
+def test_an_empty_history_has_no_numbers() -> None:
+    assert History()["anything"] == ()

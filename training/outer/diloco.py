@@ -1,0 +1,45 @@
+"""DiLoCo's outer step (arXiv 2311.08105): SGD with momentum, whose gradient is the mean of the replicas' progress.
+
+All replicas have the same slow weights phi and send their outer gradient theta - phi; the mean is over all of them:
+
+    G    = learning_rate mean_j(theta_j - phi)
+    m   <- alpha m + G
+    phi <- phi + G + alpha m  (Nesterov, as published), or phi + m (heavy ball)
+
+This is `torch.optim.SGD` on phi with the gradient -mean_j(theta_j - phi). Means over a part of the replicas would let
+their slow weights drift apart, since nothing here pulls them together; `noloco` has the term that does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from farandole.protocol.outer_rules import DiLoCoConfig
+
+from .rule import OuterRule, OwnVectors, weighted_mean
+
+
+class DiLoCo(OuterRule):
+    """DiLoCo, with Nesterov's momentum or heavy ball."""
+
+    def __init__(self, settings: DiLoCoConfig) -> None:
+        self._settings = settings
+
+    def contribution(self, fast: Tensor, slow: Tensor) -> Tensor:
+        """The outer gradient, theta - phi."""
+        return fast - slow
+
+    def step(self, own: OwnVectors, contributions: Sequence[Tensor], weights: Sequence[float]) -> None:
+        """The formulas above."""
+        momentum = own.vectors["momentum"]
+        progress = self._settings.learning_rate * weighted_mean(contributions, weights)
+        momentum.mul_(self._settings.alpha).add_(progress)
+        if self._settings.momentum == "heavy_ball":
+            own.slow.add_(momentum)
+        else:
+            own.slow.add_(progress.add_(self._settings.alpha * momentum))
+
+
+RULE = DiLoCo

@@ -1,0 +1,80 @@
+"""What the outer step works on: a replica's slow weights, its outer rule's vectors, and its contributions.
+
+All are flat fp32 vectors beside the fast weights. A round is `freeze`, `encode` and `step`; the steps of replicas in a
+simulation (`farandole.training.baselines`) and of those in a node are these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from farandole.protocol.outer_rules import OuterConfig
+from farandole.protocol.vectors import SLOW
+
+from .codec import Buffer, slices
+from .contribution import Contribution, Contributor
+from .copying import Copier
+from .outer.rule import OwnVectors, rule_of
+
+
+class OuterState:
+    """Of the fast weights ``fast`` (n,) fp32, which `step` moves as well. The slow weights begin as a copy of them."""
+
+    def __init__(self, settings: OuterConfig, fast: Tensor, copier: Copier) -> None:
+        self.settings = settings
+        self.slow = fast.clone()
+        self.vectors = {name: fast.new_zeros(len(fast)) for name in settings.vectors}
+        self._fast = fast
+        self._rule = rule_of(settings)
+        self._contributor = Contributor(settings, self._rule, fast, copier)
+        self.form = self._contributor.form
+        self.largest_bytes = self._contributor.largest_bytes
+
+    def freeze(self, part: slice) -> Contribution:
+        """A contribution of the fast weights in ``part``, as they are now, to be encoded."""
+        return self._contributor.freeze(self._fast, part)
+
+    def encode(self, frozen: Contribution, out: Buffer, progress: Callable[[int], None]) -> tuple[int, bytes]:
+        """Encode what `freeze` gave into ``out``, as `Contributor.encode` does."""
+        return self._contributor.encode(frozen, self._fast, self.slow, out, progress)
+
+    def step(
+        self, made: Contribution, contributions: Sequence[Tensor], weights: Sequence[float], *, is_late: bool
+    ) -> None:
+        """The outer step of one fragment, whose own contribution is ``made``; slice by slice, in place.
+
+        ``contributions``, (n,) each, and ``weights`` are those of `OuterRule.step`; without any, the replica is alone.
+        ``is_late``: inner steps were taken since `freeze`, and their progress is kept.
+        """
+        whole = OwnVectors(self.slow, self.vectors).piece(made.part)
+        fast = self._fast[made.part]
+        if is_alone := not contributions:
+            contributions, weights = [self._undistorted(made, whole.slow)], [1.0]
+        self._rule.begin(whole, contributions, weights)
+        for piece in slices(len(fast)):
+            own = whole.piece(piece)
+            self._rule.step(own, [contribution[piece] for contribution in contributions], weights)
+            if is_late:
+                fast[piece] += own.slow - made.theta[piece]
+            else:
+                fast[piece] = own.slow
+        if not is_alone:
+            self._contributor.passed_on(made)
+
+    def _undistorted(self, made: Contribution, slow: Tensor) -> Tensor:
+        """One's own contribution without its codec's errors (n,), in the memory of what was sent."""
+        if self._rule.sends_fast_weights:
+            return made.theta
+        for piece in slices(len(slow)):
+            made.sent[piece] = self._rule.contribution(made.theta[piece], slow[piece])
+        return made.sent
+
+    def state(self) -> dict[str, Tensor]:
+        """What every checkpoint of the run has: flat vectors (n,), by name."""
+        return {SLOW: self.slow, **self.vectors}
+
+    def codec_state(self) -> dict[str, Tensor]:
+        """What the codec remembers of earlier contributions: flat vectors (n,), by name."""
+        return self._contributor.saved()

@@ -1,0 +1,75 @@
+"""What screening rules remember of each peer: short series of numbers, which survive a restart of the trainer."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from typing import Annotated
+
+import msgspec
+
+# Peers that are remembered, the most recently met ones: more than a node meets in a day of one-minute rounds.
+MAX_PEERS = 2_048
+# Numbers of one series: a rule that wants more of the past keeps a running mean.
+MAX_NUMBERS = 64
+# Series of one peer: a handful for each rule.
+MAX_SERIES = 16
+# Of all peers, encoded: 2,048 x 16 x 64 numbers of 9 bytes would be 18 MiB; rules keep far less.
+MAX_BYTES = 32 * 1024 * 1024
+
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+_Series = Annotated[list[float], msgspec.Meta(max_length=MAX_NUMBERS)]
+_Saved = list[tuple[bytes, Annotated[dict[_Name, _Series], msgspec.Meta(max_length=MAX_SERIES)]]]
+
+
+class History:
+    """Series of numbers by name; each keeps its newest `MAX_NUMBERS`."""
+
+    def __init__(self) -> None:
+        self._series: dict[str, deque[float]] = {}
+
+    def __getitem__(self, name: str) -> tuple[float, ...]:
+        """The numbers of a series, the oldest first; empty if nothing was appended."""
+        return tuple(self._series.get(name, ()))
+
+    def append(self, name: str, number: float) -> None:
+        """Add a number to a series. Raises `ValueError` for more than `MAX_SERIES` names."""
+        if name not in self._series:
+            if len(self._series) == MAX_SERIES:
+                raise ValueError(f"a peer's history has {MAX_SERIES} series already: {name!r} would be another")
+            self._series[name] = deque(maxlen=MAX_NUMBERS)
+        self._series[name].append(number)
+
+    @property
+    def series(self) -> dict[str, list[float]]:
+        """All of it."""
+        return {name: list(numbers) for name, numbers in self._series.items()}
+
+
+class Histories:
+    """The histories of all peers; the peers that were met longest ago are forgotten beyond `MAX_PEERS`."""
+
+    def __init__(self) -> None:
+        self._of: OrderedDict[bytes, History] = OrderedDict()
+
+    def of(self, peer: bytes) -> History:
+        """The history of a peer by its key, which thereby counts as met now. b"" is not a peer: all of them."""
+        history = self._of.setdefault(peer, History())
+        self._of.move_to_end(peer)
+        while len(self._of) > MAX_PEERS:
+            self._of.popitem(last=False)
+        return history
+
+    def encode(self) -> bytes:
+        """All of it, for a file."""
+        return msgspec.msgpack.encode([(peer, history.series) for peer, history in self._of.items()])
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Histories:
+        """What `encode` gave. Raises `ValueError` if it is anything else."""
+        histories = cls()
+        for peer, series in msgspec.msgpack.decode(raw, type=_Saved):
+            history = histories.of(peer)
+            for name, numbers in series.items():
+                for number in numbers:
+                    history.append(name, number)
+        return histories

@@ -1,0 +1,132 @@
+"""What a screening rule is.
+
+A partner's contribution arrives piece by piece. A rule sees each piece as it is decoded (`ScreeningRule.feed`), and
+judges when all of it is there and its hash is right, before anything of it is used. It refuses it, which ends the
+exchange at both partners with the reason, or accepts it with a weight: how much of the mean is the partner's.
+
+A rule knows who the partner is and what it remembers of that peer; it may ask for the loss that a mean would have.
+"""
+
+from __future__ import annotations
+
+import abc
+import importlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from farandole.protocol.screening_rules import ScreeningConfig
+
+from .history import History
+
+# The number of tokens is the partner's word. Whatever it says, the other one keeps this share of the mean; honest pairs
+# reach it when one is twenty times as fast.
+MIN_SHARE = 0.05
+# Shares are multiples of this, so that a share and what it leaves of 1 are exact: each partner computes both.
+_SHARE_STEP = 2.0**-24
+# Held-out batches on which `Partner.evaluate` takes the loss.
+EVALUATION_BATCHES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Accept:
+    """The contribution is averaged: the mean is own + weight * clip * (partner's - own)."""
+
+    weight: float = 0.5
+    """The partner's share of the mean, from 0 to 1."""
+    clip: float = 1.0
+    """How far towards the partner's contribution, from 0 to 1. At 1, two partners with shares that sum to 1 get the
+    same mean to the bit."""
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """One's own share of the mean, and the partner's."""
+        partner = self.weight * self.clip
+        return 1.0 - partner, partner
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """The contribution is not averaged."""
+
+    reason: str
+    """For people: it ends the sentence "the contribution of PEER was refused: ..."."""
+
+
+Verdict = Accept | Refuse
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Who the partner of a round is, and what both say of themselves."""
+
+    peer: bytes = b""
+    """The partner's key, 32 bytes."""
+    own_tokens: int = 0
+    """Tokens behind one's own contribution."""
+    partner_tokens: int = 0
+    """Tokens that the partner claims for its contribution."""
+
+
+UNKNOWN = Meeting()
+"""A partner of whom nothing is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partner:
+    """What a rule may know of a partner when it judges."""
+
+    meeting: Meeting
+    own: Tensor
+    """One's own contribution, (n,) fp32, as the partner decodes it."""
+    contribution: Tensor
+    """The partner's, (n,) fp32. A rule does not write into either."""
+    history: History
+    """What rules have remembered of this peer."""
+    everybody: History
+    """What rules have remembered of all peers together."""
+    evaluate: Callable[[float], float | None]
+    """The loss on `EVALUATION_BATCHES` held-out batches, in nats a token, of one's own weights moved by this share of
+    the difference between the two contributions: 0 for one's own. None where no loss is known: a stage has none, and
+    there may be too little text. It takes as long as that many forward passes."""
+
+
+class ScreeningRule(abc.ABC):
+    """A screening rule with its settings. What it remembers between rounds goes into histories, which are saved."""
+
+    @abc.abstractmethod
+    def begin(self) -> None:
+        """Forget all pieces: others will follow, from the first on."""
+
+    @abc.abstractmethod
+    def feed(self, own: Tensor, contribution: Tensor) -> None:
+        """The next piece of one's own contribution and of the partner's, (n,) fp32 each, on the training device."""
+
+    @abc.abstractmethod
+    def judge(self, partner: Partner) -> Verdict:
+        """The verdict, once every piece was fed. May be asked again about the same contribution."""
+
+    def remember(self, partner: Partner, verdict: Verdict) -> None:  # noqa: B027 - not every rule has a memory
+        """A contribution was refused, or an outer step was taken with it: keep what later verdicts need. Optional."""
+
+
+def rule_of(settings: ScreeningConfig) -> ScreeningRule:
+    """The rule that a run's settings name, from the module of that name."""
+    module = importlib.import_module(f"{__package__}.{settings.kind}")
+    rule: ScreeningRule = module.RULE(settings)
+    return rule
+
+
+def share_by_tokens(own_tokens: int, partner_tokens: int) -> float:
+    """The partner's share of the mean: by tokens, at least `MIN_SHARE` for either, and half if neither saw any.
+
+    Seen from both sides the two shares sum to 1 exactly.
+    """
+    total = own_tokens + partner_tokens
+    if total == 0:
+        return 0.5
+    lesser = max(min(own_tokens, partner_tokens) / total, MIN_SHARE)
+    lesser = math.ceil(lesser / _SHARE_STEP) * _SHARE_STEP
+    return 1.0 - lesser if own_tokens < partner_tokens else lesser
