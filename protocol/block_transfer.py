@@ -2,13 +2,12 @@
 
     needs    Question                     which checkpoint: by its id, or the newest of a stage
     has      Here | Busy | Absent         the signed index, unless it is known already, and how much of the file
-    needs    Route                        a bulk channel between the two, or none
-    has      Routed                       the same, if that end has the channel too; else none
     needs    Want*, Forget*               whenever it likes, up to `MAX_WANTED` blocks that were not given yet
     has      (Give, the block's bytes)*   in the order in which they were wanted
 
-A block's bytes go over the channel, or else follow `Give` on the stream. `Busy` may also come instead of a `Give`: then
-others are waiting, and the session ends. Nothing of what comes is believed: a block is right if its hash is.
+After `Here` the stream is a pipe (`farandole.protocol.pipe`), whose opener is the one that needs blocks. `Give`
+announces a transfer: the block's bytes. `Busy` may also come instead of a `Give`: then others are waiting, and the
+session ends. Nothing of what comes is believed: a block is right if its hash is.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ BLOCKS_PROTOCOL = "/farandole/blocks/1"
 MAX_MESSAGE_BYTES = 128
 # Blocks that one peer may want at once: what a downloader asks for, and as much that it has asked to forget meanwhile.
 MAX_WANTED = 4 * MAX_WINDOW
-# A channel's name (`farandole.protocol.bulk.SESSION_BYTES`).
-_Channel = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)] | None
 _Block = Annotated[int, msgspec.Meta(ge=0, lt=MAX_BLOCKS)]
 
 
@@ -65,18 +62,6 @@ class Absent(_Message, frozen=True):
     """I do not have it."""
 
 
-class Route(_Message, frozen=True):
-    """The blocks shall come over this channel; None: over this stream."""
-
-    channel: _Channel
-
-
-class Routed(_Message, frozen=True):
-    """The blocks will come over this channel; None: over this stream."""
-
-    channel: _Channel
-
-
 class Want(_Message, frozen=True):
     """Give me ``count`` blocks from ``first`` on."""
 
@@ -96,11 +81,11 @@ class Give(_Message, frozen=True):
     block: _Block
 
 
-Asked = Route | Want | Forget
+Asked = Want | Forget
 """What the one that needs blocks says after its `Question`."""
 Answered = Here | Busy | Absent
 """The answer to a `Question`."""
-Given = Routed | Give | Busy
+Given = Give | Busy
 """What the one that has blocks says after `Here`."""
 
 _encoder = msgspec.msgpack.Encoder()

@@ -6,13 +6,13 @@ from blake3 import blake3
 
 
 class Incoming:
-    """A contribution on its way in: filled from the front, over whatever ways, and hashed as it comes."""
+    """Memory that is filled from the front, over whatever routes, and hashed meanwhile if ``is_hashed``."""
 
-    def __init__(self, memory: memoryview) -> None:
+    def __init__(self, memory: memoryview, *, is_hashed: bool = True) -> None:
         self.memory = memory
         self.position = 0
         """Bytes that are in."""
-        self._hash = blake3()
+        self._hash = blake3() if is_hashed else None
         self._num_hashed = 0
 
     @property
@@ -28,10 +28,12 @@ class Incoming:
 
     def hash_up(self) -> None:
         """Hash what is in; worth doing while it is still in the processor's cache."""
-        self._hash.update(self.memory[self._num_hashed : self.position])
-        self._num_hashed = self.position
+        if self._hash is not None:
+            self._hash.update(self.memory[self._num_hashed : self.position])
+            self._num_hashed = self.position
 
     def digest(self) -> bytes:
-        """The BLAKE3 of what is in."""
+        """The BLAKE3 of what is in; of hashed memory alone."""
+        assert self._hash is not None, "it was to be hashed"
         self.hash_up()
         return self._hash.digest()

@@ -34,7 +34,7 @@ from ..base.errors import PeerUnreachableError
 from ..base.streams import DIAL_TIMEOUT, READ_BYTES, Stream, StreamHost, close_stream, receive_frame
 from .contributions import Judge, Outgoing
 from .exchange_session import Conversation
-from .transport import Channels, Way
+from .transport import Channels, Transport
 
 EXCHANGE_PROTOCOL = "/farandole/exchange/1"
 RESOLVE_PROTOCOL = "/farandole/resolve/1"
@@ -111,8 +111,8 @@ class ExchangeService:
         Nothing in ``incoming`` counts unless the result is committed. ``start.deadline`` is of `trio.current_time`.
         """
         exchange = Exchange(start.is_initiator, offer, incoming)
-        way = Way(start.peer, self.channels)
-        conversation = Conversation(exchange, outgoing, judge, start.deadline, self._outcomes, way, self._shaping)
+        transport = Transport(start.peer, self.channels)
+        conversation = Conversation(exchange, outgoing, judge, start.deadline, self._outcomes, transport, self._shaping)
         started_at = trio.current_time()
         if start.is_initiator:
             self._outcomes.begin(start.session, start.peer)
@@ -125,7 +125,7 @@ class ExchangeService:
             del self._running[conversation]
             self._one_ended.set()
             self._one_ended = trio.Event()
-            (way.keep if conversation.is_committed else way.discard)()
+            (transport.keep if conversation.is_committed else transport.discard)()
             if start.is_initiator:
                 self._outcomes.decide(start.session, committed=False)  # unless it is decided already
         if conversation.is_in_doubt:
@@ -178,7 +178,7 @@ class ExchangeService:
                 await expected.arrived.wait()
             if expected.stream is None:
                 return "the partner opened no stream"
-            with conversation.way.expecting():
+            with conversation.transport.expecting():
                 reason = await conversation.hold(expected.stream, expected.received)
         finally:
             del self._expected[start.session]

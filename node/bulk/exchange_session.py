@@ -49,7 +49,7 @@ from ..base.bandwidth import Shaping
 from ..base.streams import READ_BYTES, Stream
 from .channel import ChannelError
 from .contributions import Judge, Outgoing
-from .transport import Channel, Way
+from .transport import Channel, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -106,10 +106,10 @@ class Conversation:
         judge: Judge,
         deadline: float,
         outcomes: Outcomes,
-        way: Way,
+        transport: Transport,
         shaping: Shaping,
     ) -> None:
-        self.way = way
+        self.transport = transport
         self.is_committed = False
         self.is_refused = False
         """By either side; else what does not commit has only broken."""
@@ -189,8 +189,8 @@ class Conversation:
             self._nursery.start_soon(self._seal)
             if self._exchange.offer.size >= BULK_FROM:
                 await self._agree_on_route()
-            while self.way.channel is not None and not await self._move_over(self.way.channel):
-                self.way.discard()
+            while self.transport.channel is not None and not await self._move_over(self.transport.channel):
+                self.transport.discard()
                 await self._agree_on_route()
             if self._exchange.channel is None:
                 self._nursery.start_soon(self._write_contribution)
@@ -250,16 +250,16 @@ class Conversation:
         await self._take_whole()
         if self._exchange.is_initiator:
             is_last = self._exchange.num_routes == MAX_ROUTES - 1
-            name = None if is_last else await self.way.open(trio.current_time() + ROUTE_UNTIL * self._seconds)
+            name = None if is_last else await self.transport.open(trio.current_time() + ROUTE_UNTIL * self._seconds)
             await self._write(Route(name, self._exchange.num_received))
             await self._await(Route)
             if self._exchange.channel is None:
-                self.way.discard()  # the responder has it not
+                self.transport.discard()  # the responder has it not
         else:
             if self._proposed is None:
                 await self._await(Route)
             assert self._proposed is not None, "the initiator's Route is the only one that a responder gets"
-            name = self.way.take(self._proposed.channel)
+            name = self.transport.take(self._proposed.channel)
             self._proposed = None
             await self._write(Route(name, self._exchange.num_received))
 

@@ -1,4 +1,4 @@
-"""The way of one session's contributions: a bulk channel, or none, which means the session's own stream."""
+"""The bulk channel of one pipe, taken from the node's channels and given back to them."""
 
 from __future__ import annotations
 
@@ -24,6 +24,10 @@ class Channel(Protocol):
     @property
     def num_received(self) -> int:
         """Bytes that have come over it so far, whether they turn out to be the peer's or not."""
+
+    @property
+    def seconds_held_up(self) -> float:
+        """Seconds that this node's own cap has delayed what comes over it."""
 
     def limit_unsent(self, max_bytes: int) -> None:
         """Let no more wait in the kernel before it is sent, where the system can say so."""
@@ -57,8 +61,8 @@ class Channels(Protocol[C]):
         """Close it."""
 
 
-class Way:
-    """The bulk channel of one session, if it comes to one; another one when that breaks."""
+class Transport:
+    """The bulk channel of one pipe, if it comes to one; another one when that breaks."""
 
     def __init__(self, peer: bytes, channels: Channels[Any] | None) -> None:
         self.channel: Channel | None = None
@@ -66,24 +70,24 @@ class Way:
         self._channels = channels
 
     def expecting(self) -> contextlib.AbstractContextManager[None]:
-        """The partner may open channels while the block runs."""
+        """The peer may open channels while the block runs."""
         return self._channels.expecting(self._peer) if self._channels else contextlib.nullcontext()
 
     async def open(self, until: float) -> bytes | None:
-        """The initiator's word, which may take until then: the channel's name, or None for the stream."""
+        """Open a channel, which may take until then: its name, or None where there is none."""
         if self._channels is not None:
             with trio.move_on_at(until):
                 self.channel = await self._channels.acquire(self._peer)
         return self._name
 
     def take(self, proposed: bytes | None) -> bytes | None:
-        """The responder's word."""
+        """Take the channel that the peer has opened: its name, or None where it is not here."""
         if self._channels is not None and proposed is not None:
             self.channel = self._channels.take(self._peer, proposed)
         return self._name
 
     def keep(self) -> None:
-        """For the next session: nothing more is to come over the channel from this one."""
+        """Give the channel back for the next pipe: nothing more comes over it for this one."""
         channel, self.channel = self.channel, None
         if channel is not None and self._channels is not None:
             self._channels.release(channel)

@@ -54,7 +54,6 @@ from farandole.protocol.identity import short_name
 from ..base.driver import Driver
 from ..base.errors import PeerUnreachableError
 from ..base.nurseries import open_service_nursery
-from ..bulk.channel import ChannelError
 from .partial_file import PartialFile, partial_path, remove_partials
 from .provider import AbsentError, Conditions, DonorBusyError, DonorError, Taking, open_taking
 
@@ -73,7 +72,6 @@ RATE_WEIGHT: Final = 0.2
 LOST: Final = (
     PeerUnreachableError,
     RemoteProtocolError,
-    ChannelError,
     trio.TooSlowError,
     trio.BrokenResourceError,
     trio.ClosedResourceError,
@@ -358,10 +356,13 @@ class _Fetch:
         try:
             with contact.scope:
                 async with open_taking(self._conditions, donor, self._question, size) as taking:
-                    await taking.route(size)
+                    num_held = min(taking.num_held, self._index.num_blocks)
                     contact.taking = taking
-                    self._driver.handle(DonorReady(donor, min(taking.num_held, self._index.num_blocks)))
-                    await taking.run(size, partial(self._take, contact))
+                    await taking.run(
+                        size,
+                        lambda: self._driver.handle(DonorReady(donor, num_held)),
+                        partial(self._take, contact),
+                    )
         except DonorBusyError as error:
             self._heard_at = max(self._heard_at, trio.current_time() + error.seconds)
             ended = DonorBusy(donor, error.seconds)

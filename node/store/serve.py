@@ -26,8 +26,6 @@ from farandole.protocol.block_transfer import (
     Give,
     Here,
     Question,
-    Route,
-    Routed,
     Want,
     Wanted,
     decode_asked,
@@ -39,11 +37,13 @@ from farandole.protocol.blocks import BLOCK_BYTES, encode_signed_index
 from farandole.protocol.download import BLOCK_TIMEOUT
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.framing import FrameParser, frame
+from farandole.protocol.pipe import BULK_FROM, CHUNK_BYTES, Pipe
+from farandole.protocol.pipe_steps import Step
 
 from ..base.bandwidth import Shaping
-from ..base.streams import READ_BYTES, Stream, StreamHost, receive_frame
-from ..bulk.channel import ChannelError
-from ..bulk.transport import Channels, Way
+from ..base.streams import Stream, StreamHost, receive_frame
+from ..bulk.pipe import BulkPipe, Patience, Whole
+from ..bulk.transport import Channels, Transport
 from .holdings import Holding
 
 # A question and its answer, where no fresh checkpoint has to be saved for it.
@@ -74,8 +74,8 @@ REST: Final = 9.0
 MAX_REST: Final = 2.0
 # How much of the slowest piece's pace is remembered at the next one.
 FORGETTING: Final = 0.9
-# On the stream itself, a piece is what a frame of other protocols is.
-CHUNK_BYTES: Final = 65_507
+# The one that needs blocks opens the channel, and takes what it has asked for.
+PATIENCE: Final = Patience(route=ANSWER_TIMEOUT, answer=ANSWER_TIMEOUT, write=BLOCK_TIMEOUT)
 
 Find = Callable[[Question], Awaitable[Holding | None]]
 """The checkpoint that is asked for, held for whoever asks; None if it is not here."""
@@ -103,7 +103,7 @@ class BlockService:
         exchanges: Exchanges | None = None,
     ) -> None:
         self.channels: Channels[Any] | None = None
-        """Ways beside the streams; without them everything goes over the streams."""
+        """Bulk channels beside the streams; without them everything goes over the streams."""
         self.bytes_sent = 0
         self._run_id = run_id
         self._find = find
@@ -113,6 +113,11 @@ class BlockService:
         self._max_served = min(MAX_SERVED, max(1, int(rate / (2 * MIN_SHARE)))) if rate else MAX_SERVED
         self._served: dict[bytes, _Service] = {}
         """Who is served, in the order in which they came."""
+
+    @property
+    def num_served(self) -> int:
+        """Peers that are served now."""
+        return len(self._served)
 
     def register(self, host: StreamHost) -> None:
         """Serve on the host."""
@@ -160,14 +165,18 @@ class BlockService:
             return
         try:
             index = b"" if question.has_index else encode_signed_index(holding.signed)
-            way = Way(stream.peer, self.channels)
-            with way.expecting():
+            transport = Transport(stream.peer, self.channels)
+            with transport.expecting():
                 await _answer(stream, Here(holding.num_held, index), max_answer_bytes(holding.index.size))
-                giver = _Giver(stream, parser, holding, way, turn, self._shaping, self._exchanges)
+                pipe = Pipe(False, max_message_bytes=MAX_MESSAGE_BYTES, is_large=holding.index.size >= BULK_FROM)
+                # Where there is a cap, that limits what waits in the kernel.
+                max_unsent = None if self._shaping.up.rate else PIECE_BYTES
+                pacing = _Pacing(self._shaping, self._exchanges)
+                bulk = BulkPipe(pipe, stream, transport, self._shaping, pacing, max_unsent)
                 try:
-                    await giver.run()
+                    await _Giver(bulk, holding, turn, self._shaping).run(parser.take_rest())
                 finally:
-                    self.bytes_sent += giver.bytes_sent
+                    self.bytes_sent += bulk.bytes_sent
         finally:
             holding.let_go()
 
@@ -191,80 +200,69 @@ class _Service:
         self.scope.deadline = max(trio.current_time(), self.turn_ends_at) + GRACE_SECONDS
 
 
-class _Giver:
-    """Gives one peer blocks of one checkpoint."""
+class _Pacing:
+    """Lets the node's own exchanges go first."""
 
-    def __init__(
-        self,
-        stream: Stream,
-        parser: FrameParser,
-        holding: Holding,
-        way: Way,
-        turn: _Service,
-        shaping: Shaping,
-        exchanges: Exchanges | None,
-    ) -> None:
-        self.bytes_sent = 0
-        self._stream = stream
-        self._parser = parser
-        self._holding = holding
-        self._way = way
-        self._turn = turn
+    def __init__(self, shaping: Shaping, exchanges: Exchanges | None) -> None:
         self._shaping = shaping
         self._exchanges = exchanges
         self._pace = 0.0  # seconds a byte
+
+    def piece_bytes(self, is_channel: bool) -> int:
+        """The most bytes of the next piece."""
+        if not is_channel:
+            return min(CHUNK_BYTES, self._shaping.up.quantum)
+        is_exchanging = self._exchanges is not None and self._exchanges.is_exchanging
+        return PIECE_BYTES if self._pace * BLOCK_BYTES > LONG_SECONDS or is_exchanging else BLOCK_BYTES
+
+    async def rest(self, num_bytes: int, seconds: float) -> None:
+        """A piece has taken so long: wait while an exchange is under way."""
+        # That is the line's pace only where the piece had to wait: after a rest there is room in buffers.
+        rate = self._shaping.up.rate
+        self._pace = max(seconds / num_bytes, FORGETTING * self._pace, 1 / rate if rate else 0.0)
+        if self._exchanges is not None:
+            with trio.move_on_after(min(REST * self._pace * num_bytes, MAX_REST)):
+                await self._exchanges.wait_quiet()
+
+
+class _Giver:
+    """Gives one peer blocks of one checkpoint."""
+
+    def __init__(self, bulk: BulkPipe, holding: Holding, turn: _Service, shaping: Shaping) -> None:
+        self._bulk = bulk
+        self._holding = holding
+        self._turn = turn
+        self._shaping = shaping
         self._wanted = Wanted(holding.num_held)
         self._has_more = trio.Event()
-        self._is_routed = False
-        self._is_giving = False
 
-    async def run(self) -> None:
-        """Until the peer goes, falls silent, or others have their turn."""
+    async def run(self, received: bytes) -> None:
+        """Until the peer goes, falls silent, or others have their turn; ``received`` was read from the stream."""
+        self._bulk.begin(PATIENCE)
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._read, nursery.cancel_scope)
+                nursery.start_soon(self._read, received, nursery.cancel_scope)
                 await self._give_wanted()
                 nursery.cancel_scope.cancel()
-        except* (
-            RemoteProtocolError,
-            trio.BrokenResourceError,
-            trio.ClosedResourceError,
-            trio.TooSlowError,
-            ChannelError,
-        ):
+        except* (RemoteProtocolError, trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError):
             pass  # which end it was, and why, is of no interest: the peer asks again, or another
         finally:
-            (self._way.discard if self._is_giving or self._wanted else self._way.keep)()
+            self._bulk.close()
 
-    async def _read(self, scope: trio.CancelScope) -> None:
-        while True:
-            while (payload := self._parser.next_frame()) is not None:
-                await self._hear(payload)
-            data = await self._stream.receive_some(READ_BYTES)
-            if not data:
-                break
-            if self._stream.is_bulk:
-                self._shaping.down.charge(len(data))
-            self._parser.receive_data(data)
+    async def _read(self, received: bytes, scope: trio.CancelScope) -> None:
+        await self._bulk.run(self._hear, lambda block: None, received)
         scope.cancel()
 
     async def _hear(self, payload: bytes) -> None:
         message = decode_asked(payload)
         match message:
-            case Route(channel) if not self._is_routed:
-                self._is_routed = True
-                name = self._way.take(channel)
-                self._stream.is_bulk = name is None
-                if self._way.channel is not None and not self._shaping.up.rate:  # else it is limited by that
-                    self._way.channel.limit_unsent(PIECE_BYTES)
-                await self._say(Routed(name))
-            case Want() if self._is_routed:
+            case _ if self._bulk.pipe.step in (Step.UNROUTED, Step.PROPOSED):
+                raise RemoteProtocolError(f"{type(message).__name__} before the route")
+            case Want():
                 self._wanted.add(message)
                 self._has_more.set()
-            case Forget(block) if self._is_routed:
+            case Forget(block):
                 self._wanted.forget(block)
-            case _:
-                raise RemoteProtocolError(f"{type(message).__name__} out of turn")
 
     async def _give_wanted(self) -> None:
         while not self._turn.is_over and self._shaping.may_spend(BLOCK_BYTES):
@@ -275,51 +273,21 @@ class _Giver:
                 if patience.cancelled_caught:
                     return
                 continue
-            self._is_giving = True
             await self._give(self._wanted.pop())
-            self._is_giving = False
-        await self._say(Busy(TURNED_OUT_SECONDS))
+        self._bulk.post(self._bulk.pipe.send_message(encode(Busy(TURNED_OUT_SECONDS))))
+        with trio.fail_after(ANSWER_TIMEOUT):
+            await self._bulk.drain()
 
     async def _give(self, block: int) -> None:
         data = memoryview(await trio.to_thread.run_sync(self._holding.read, block))
+        pipe = self._bulk.pipe
+
+        def announce() -> bytes:
+            pipe.offer(block, data.nbytes)
+            return pipe.send_message(encode(Give(block)))
+
         with trio.fail_after(BLOCK_TIMEOUT):
-            await self._say(Give(block))
-            start = 0
-            while start < len(data):
-                began_at = trio.current_time()
-                piece = data[start : start + self._piece_bytes()]
-                await self._send(piece)
-                start += len(piece)
-                self.bytes_sent += len(piece)
-                self._note_pace((trio.current_time() - began_at) / len(piece))
-                if self._exchanges is not None:
-                    with trio.move_on_after(min(REST * self._pace * len(piece), MAX_REST)):
-                        await self._exchanges.wait_quiet()
-
-    def _note_pace(self, pace: float) -> None:
-        """What a piece took is the line's pace only where it had to wait: after a rest there is room in buffers."""
-        rate = self._shaping.up.rate
-        self._pace = max(pace, FORGETTING * self._pace, 1 / rate if rate else 0.0)
-
-    def _piece_bytes(self) -> int:
-        if self._way.channel is None:
-            return min(CHUNK_BYTES, self._shaping.up.quantum)
-        is_exchanging = self._exchanges is not None and self._exchanges.is_exchanging
-        return PIECE_BYTES if self._pace * BLOCK_BYTES > LONG_SECONDS or is_exchanging else BLOCK_BYTES
-
-    async def _send(self, piece: memoryview) -> None:
-        if self._way.channel is not None:
-            await self._way.channel.send(piece)
-        else:
-            await self._shaping.up.wait(len(piece))
-            await self._stream.send_all(bytes(piece))
-
-    async def _say(self, message: Routed | Give | Busy) -> None:
-        payload = frame(encode(message), MAX_MESSAGE_BYTES)
-        if self._stream.is_bulk:
-            self._shaping.up.charge(len(payload))
-        with trio.fail_after(ANSWER_TIMEOUT):
-            await self._stream.send_all(payload)
+            await self._bulk.send(announce, Whole(data))
 
 
 async def _answer(stream: Stream, message: Here | Busy | Absent, max_bytes: int = MAX_MESSAGE_BYTES) -> None:

@@ -130,6 +130,7 @@ class MemoryChannel:
         self.session = session
         self.num_sent = 0
         self.num_received = 0
+        self.seconds_held_up = 0.0
         self.is_moving = 0
         self._stream = stream
         self._faults = faults

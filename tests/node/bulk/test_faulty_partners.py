@@ -181,6 +181,10 @@ class FaultyChannel:
     def num_received(self) -> int:
         return self.channel.num_received
 
+    @property
+    def seconds_held_up(self) -> float:
+        return self.channel.seconds_held_up
+
     async def receive(self, incoming: Incoming) -> None:
         await self.channel.receive(incoming)
 

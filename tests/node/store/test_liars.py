@@ -22,8 +22,6 @@ from farandole.protocol.block_transfer import (
     Give,
     Here,
     Question,
-    Route,
-    Routed,
     Want,
     decode_answered,
     decode_given,
@@ -32,6 +30,8 @@ from farandole.protocol.block_transfer import (
 from farandole.protocol.blocks import SignedIndex, encode_signed_index, sign_index
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.framing import FrameParser, frame
+from farandole.protocol.pipe import CONTROL_KIND, MESSAGE_KIND, Message, Pipe, Route
+from farandole.protocol.pipe import Event as PipeEvent
 
 from ...patience import PATIENCE
 from .files import KEY, RUN, checkpoint_bytes, hold, index_of, signed_index_of
@@ -75,6 +75,14 @@ def say(message: Any) -> bytes:
     return frame(raw, MAX)
 
 
+def say_in_pipe(message: Any) -> bytes:
+    """As what follows the answer to a question is said."""
+    if isinstance(message, Route):
+        return frame(bytes((CONTROL_KIND,)) + msgspec.msgpack.encode(message), MAX)
+    raw = message if isinstance(message, bytes) else encode(message)
+    return frame(bytes((MESSAGE_KIND,)) + raw, MAX)
+
+
 # A donor and its enemies
 
 
@@ -94,17 +102,30 @@ async def answers(tmp_path: Path, nursery: trio.Nursery, *said: bytes) -> list[A
     for raw in said:
         await stream.send_all(raw)
     with trio.move_on_after(1.0):
-        while (payload := await hear(stream, parser)) is not None:
-            heard.append(decode_answered(payload) if not heard else decode_given(payload))
-            if isinstance(heard[-1], Give):
-                parser.take_rest()
-                break
+        if (payload := await hear(stream, parser)) is None:
+            return heard
+        heard.append(decode_answered(payload))
+        pipe = Pipe(True, max_message_bytes=MAX, is_large=True)
+        pipe.begin()
+        pipe.send(Route(None, 0))
+        data: bytes | bytearray = parser.take_rest()
+        while data or (data := await stream.receive_some()):
+            pipe.receive_data(data)
+            data = b""
+            while (event := pipe.next_event()) is not None:
+                heard.append(given(event))
+                if isinstance(heard[-1], Give):
+                    pipe.expect(0, memoryview(bytearray(1 << 20)))
         else:
-            assert not service._served
+            assert service.num_served == 0
             return heard
     await stream.aclose()
     heard.append("silence")
     return heard
+
+
+def given(event: PipeEvent) -> Any:
+    return decode_given(event.payload) if isinstance(event, Message) else event
 
 
 QUESTION = say(Question(RUN, 0, has_index=True))
@@ -112,8 +133,8 @@ HERE = Here(2)
 
 
 async def test_an_honest_newcomer_is_given_what_it_wants(tmp_path: Path, nursery: trio.Nursery) -> None:
-    heard = await answers(tmp_path, nursery, QUESTION, say(Route(None)), say(Want(1, 1)))
-    assert heard == [HERE, Routed(None), Give(1), "silence"]
+    heard = await answers(tmp_path, nursery, QUESTION, say_in_pipe(Route(None, 0)), say_in_pipe(Want(1, 1)))
+    assert heard == [HERE, Route(None, 0), Give(1), "silence"]
 
 
 @pytest.mark.parametrize(
@@ -123,21 +144,21 @@ async def test_an_honest_newcomer_is_given_what_it_wants(tmp_path: Path, nursery
         [say(b"rubbish")],
         [say(msgspec.msgpack.encode(["Question", RUN, 2**63]))],
         [QUESTION, b"\xff\xff\xff\xff"],
-        [QUESTION, say(b"rubbish")],
-        [QUESTION, say(Want(0, 1))],
-        [QUESTION, say(Route(None)), say(Route(None))],
-        [QUESTION, say(Route(None)), say(Want(2, 1))],
-        [QUESTION, say(Route(None)), say(Want(0, MAX_WANTED))],
-        [QUESTION, say(Route(None)), say(msgspec.msgpack.encode(["Want", 2**63, 1]))],
-        [QUESTION, say(Route(None)), QUESTION],
-        [QUESTION, say(Forget(0))],
+        [QUESTION, say_in_pipe(b"rubbish")],
+        [QUESTION, say_in_pipe(Want(0, 1))],
+        [QUESTION, say_in_pipe(Route(None, 0)), say_in_pipe(Route(None, 0))],
+        [QUESTION, say_in_pipe(Route(None, 0)), say_in_pipe(Want(2, 1))],
+        [QUESTION, say_in_pipe(Route(None, 0)), say_in_pipe(Want(0, MAX_WANTED))],
+        [QUESTION, say_in_pipe(Route(None, 0)), say_in_pipe(msgspec.msgpack.encode(["Want", 2**63, 1]))],
+        [QUESTION, say_in_pipe(Route(None, 0)), QUESTION],
+        [QUESTION, say_in_pipe(Forget(0))],
     ],
 )
 async def test_whoever_breaks_the_protocol_loses_the_stream(
     tmp_path: Path, nursery: trio.Nursery, said: list[bytes]
 ) -> None:
     heard = await answers(tmp_path, nursery, *said)
-    assert heard == [HERE, Routed(None)][: len(heard)]
+    assert heard == [HERE, Route(None, 0)][: len(heard)]
 
 
 async def test_another_runs_newcomer_gets_nothing(tmp_path: Path, nursery: trio.Nursery) -> None:
@@ -199,7 +220,7 @@ LYING_SIZE = sign_index(KEY, msgspec.structs.replace(INDEX, size=len(CONTENT) + 
         say(Here(1, encode_signed_index(OTHER_RUN))),
         say(Here(1, encode_signed_index(LYING_SIZE))),
         say(msgspec.msgpack.encode(["Here", 2**63, b""])),
-        say(Routed(None)),
+        say(msgspec.msgpack.encode(Route(None, 0))),
     ],
 )
 async def test_a_donor_that_lies_about_the_index_is_left(nursery: trio.Nursery, said: bytes) -> None:
@@ -214,14 +235,15 @@ async def test_a_donor_that_lies_about_the_index_is_left(nursery: trio.Nursery, 
     [
         b"\xff\xff\xff\xff",
         say(b"rubbish"),
-        say(Give(1)),  # nobody asked for it
-        say(msgspec.msgpack.encode(["Give", 2**63])),
-        say(Routed(None)),
-        say(Give(0)) + b"too short",
+        say_in_pipe(b"rubbish"),
+        say_in_pipe(Give(1)),  # nobody asked for it
+        say_in_pipe(msgspec.msgpack.encode(["Give", 2**63])),
+        say_in_pipe(Route(None, 0)),
+        say_in_pipe(Give(0)) + b"too short",
     ],
 )
 async def test_a_donor_that_gives_what_nobody_asked_for_is_left(nursery: trio.Nursery, said: bytes) -> None:
-    host: Any = MemoryHost(nursery, answer(say(Here(2)), say(Routed(None)), said))
+    host: Any = MemoryHost(nursery, answer(say(Here(2)), say_in_pipe(Route(None, 0)), said))
     question = Question(RUN, 0, SIGNED.id, has_index=True)
 
     async def take(block: int, data: memoryview) -> None:
@@ -229,6 +251,4 @@ async def test_a_donor_that_gives_what_nobody_asked_for_is_left(nursery: trio.Nu
 
     with trio.fail_after(PATIENCE), pytest.raises(LOST):
         async with open_taking(Conditions(host, RUN), b"d" * 32, question, len(CONTENT)) as taking:
-            await taking.route(len(CONTENT))
-            taking.want(0, 1)
-            await taking.run(len(CONTENT), take)
+            await taking.run(len(CONTENT), lambda: taking.want(0, 1), take)

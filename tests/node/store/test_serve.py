@@ -15,9 +15,10 @@ from farandole.node.store import serve as giving
 from farandole.node.store.fetch import fetch_checkpoint
 from farandole.node.store.provider import Conditions
 from farandole.node.store.serve import BlockService
-from farandole.protocol.block_transfer import MAX_MESSAGE_BYTES, Question, Route, Want, encode
+from farandole.protocol.block_transfer import MAX_MESSAGE_BYTES, Question, Want, encode
 from farandole.protocol.download import BLOCK_TIMEOUT
 from farandole.protocol.framing import frame
+from farandole.protocol.pipe import Pipe, Route
 
 from .files import RUN, checkpoint_bytes, hold
 from .test_liars import MemoryHost
@@ -86,8 +87,10 @@ class Reluctant:
     is_bulk = False
 
     def __init__(self) -> None:
-        messages = Question(RUN, 0), Route(None), Want(0, 1)
-        self._said = deque(frame(encode(message), MAX_MESSAGE_BYTES) for message in messages)
+        pipe = Pipe(True, max_message_bytes=MAX_MESSAGE_BYTES, is_large=True)
+        pipe.begin()
+        question = frame(encode(Question(RUN, 0)), MAX_MESSAGE_BYTES)
+        self._said = deque([question, pipe.send(Route(None, 0)), pipe.send_message(encode(Want(0, 1)))])
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
         if not self._said:

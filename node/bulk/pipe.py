@@ -1,0 +1,458 @@
+"""Drives a pipe (`farandole.protocol.pipe`): one task reads the stream, one writes to it, and one moves the transfers.
+
+They move over a bulk channel where one opens, by threads, and else over the stream, a chunk at a time. A channel that
+breaks or falls silent is replaced by another or by the stream, and the rest goes over that one. Whoever sends may still
+be filling the memory meanwhile.
+
+Messages go out in the order in which they were posted. Nothing cancels one in the middle but the end of the pipe.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import trio
+
+from farandole.protocol.errors import FarandoleError
+from farandole.protocol.incoming import Incoming
+from farandole.protocol.pipe import (
+    CHUNK_BYTES,
+    Chunk,
+    Message,
+    Pipe,
+    Received,
+    Reroute,
+    Route,
+    Sealed,
+    TransferReceived,
+)
+from farandole.protocol.pipe_steps import MAX_ROUTES, Step
+
+from ..base.bandwidth import Shaping
+from ..base.nurseries import open_service_nursery
+from ..base.streams import READ_BYTES, Stream
+from .channel import ChannelError
+from .transport import Channel, Transport
+
+logger = logging.getLogger(__name__)
+
+# How often a channel is looked at in the time for which it may be silent.
+SILENT_CHECKS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a pipe waits, in seconds."""
+
+    route: float
+    """For a bulk channel to open."""
+    silent: float = math.inf
+    """For anything to come over a channel: a NAT has forgotten it, or the peer is frozen."""
+    answer: float = math.inf
+    """For the other end to agree on a route, beside the time for a channel to open."""
+    write: float = math.inf
+    """For one message or chunk to be taken by the stream."""
+
+
+class Source(Protocol):
+    """What is sent: ``memory`` is filled from the front."""
+
+    @property
+    def memory(self) -> memoryview:
+        """All of it; nothing beyond what is ready may be read."""
+
+    async def wait_beyond(self, position: int) -> int:
+        """Wait until more than ``position`` bytes are ready; returns how many are."""
+
+    async def wait_whole(self) -> bytes:
+        """Wait until all is ready; returns its BLAKE3. Used by hashed pipes alone."""
+
+
+class Whole:
+    """A source that is ready; of pipes without hashes."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self.memory = memory.cast("B")
+
+    async def wait_beyond(self, position: int) -> int:
+        """Everything is ready."""
+        return self.memory.nbytes
+
+    async def wait_whole(self) -> bytes:
+        """A pipe without hashes asks for none."""
+        raise NotImplementedError
+
+
+class Pacing(Protocol):
+    """How fast transfers are sent."""
+
+    def piece_bytes(self, is_channel: bool) -> int:
+        """The most bytes of the next piece."""
+
+    async def rest(self, num_bytes: int, seconds: float) -> None:
+        """A piece has taken so long: wait before the next one."""
+
+
+class BulkPipe:
+    """One end of a pipe over a stream and, where there is one, a bulk channel.
+
+    ``max_unsent``: bytes that may wait in the kernel of a channel, if not any number.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipe,
+        stream: Stream,
+        transport: Transport,
+        shaping: Shaping,
+        pacing: Pacing | None = None,
+        max_unsent: int | None = None,
+    ) -> None:
+        self.pipe = pipe
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self.seconds_held_up = 0.0
+        """Seconds that this node's own cap has delayed what came over the stream."""
+        self._stream = stream
+        self._transport = transport
+        self._shaping = shaping
+        self._pacing = pacing
+        self._max_unsent = max_unsent
+        self._patience: Patience | None = None  # once transfers may move
+        self._posted: deque[bytes] = deque()
+        self._sources: deque[tuple[int, Source]] = deque()  # (end, source) of what may have to be sent again
+        self._is_sending = False  # over a channel, by a thread
+        self._is_stuck = False
+        self._changed = trio.Event()
+        stream.is_bulk = True
+
+    def begin(self, patience: Patience) -> None:
+        """From now on transfers may move."""
+        self._patience = patience
+        self.pipe.begin()
+        self._notify()
+
+    async def run(
+        self,
+        on_message: Callable[[bytes], Awaitable[None]],
+        on_received: Callable[[int], None],
+        received: bytes | bytearray = b"",
+    ) -> None:
+        """Read, write and move until the stream ends; ``received`` was read from it before.
+
+        ``on_message`` gets the user's messages, and holds up the stream while it runs: it must not wait for a transfer.
+        ``on_received`` gets the names of transfers that have come. Raises `RemoteProtocolError`, `trio.TooSlowError`,
+        `trio.BrokenResourceError`, `trio.ClosedResourceError`, and the `FarandoleError` that either of the two raises.
+        """
+        failures: list[Exception] = []
+
+        async def until_failed(task: Callable[[], Awaitable[None]], is_end: bool = False) -> None:
+            try:
+                await task()
+            except (FarandoleError, trio.TooSlowError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
+                failures.append(error)
+            if failures or is_end:
+                nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(until_failed, self._write)
+            nursery.start_soon(until_failed, partial(self._move, on_received))
+            nursery.start_soon(until_failed, self._seal_all)
+            await until_failed(partial(self._read, received, on_message, on_received), True)
+        if failures:
+            raise failures[0]
+
+    # What its user asks for
+
+    def post(self, data: bytes) -> None:
+        """Write a frame of the pipe's after those posted before; its user bounds how many there are."""
+        self._shaping.up.charge(len(data))
+        self._posted.append(data)
+        self._notify()
+
+    @property
+    def num_posted(self) -> int:
+        """Frames that were posted and are not written yet."""
+        return len(self._posted)
+
+    async def drain(self) -> None:
+        """Wait until everything posted is written, or nobody takes it any more."""
+        await self._until(lambda: not self._posted)
+
+    def add(self, source: Source) -> None:
+        """The source of the transfer that was offered last."""
+        self._sources.append((self.pipe.outgoing.end, source))
+        self._notify()
+
+    async def send(self, announce: Callable[[], bytes | None], source: Source) -> None:
+        """Send a transfer; returns when all of it is sent, whether it has arrived or not.
+
+        ``announce`` offers it when it is its turn, and returns the frame that says so; None if it is not to be sent.
+        """
+        await self._until(lambda: self.pipe.can_offer)
+        if (frame := announce()) is None:
+            return
+        self.post(frame)
+        self.add(source)
+        end = self.pipe.outgoing.end
+        await self._until(lambda: self.pipe.num_sent >= end and not self._is_sending)
+
+    async def wait_delivered(self) -> None:
+        """Wait until everything that was offered is on the stream, or known to be at the other end."""
+        await self._until(lambda: not (self.pipe.outgoing.is_open or self._is_sending or self._posted))
+
+    async def wait_routed(self) -> None:
+        """Wait until both ends have agreed on a route."""
+        await self._until(lambda: self.pipe.step in (Step.CHANNEL, Step.STREAM))
+
+    def close(self, is_clean: bool = True) -> None:
+        """Keep the channel for other pipes if nothing is to come over it any more, and else close it."""
+        is_idle = not self.pipe.incoming.is_open and not self.pipe.outgoing.is_open and not self._is_sending
+        (self._transport.keep if is_clean and is_idle else self._transport.discard)()
+
+    @property
+    def progress(self) -> int:
+        """Bytes that have come so far over stream and channel, from any start."""
+        channel = self._transport.channel
+        return self.bytes_received + (0 if channel is None else channel.num_received)
+
+    @property
+    def seconds_capped(self) -> float:
+        """Seconds that this node's own cap has delayed what comes, over stream and channel, from any start."""
+        channel = self._transport.channel
+        return self.seconds_held_up + (0.0 if channel is None else channel.seconds_held_up)
+
+    # The stream
+
+    async def _read(
+        self,
+        received: bytes | bytearray,
+        on_message: Callable[[bytes], Awaitable[None]],
+        on_received: Callable[[int], None],
+    ) -> None:
+        pipe, down = self.pipe, self._shaping.down
+        while True:
+            self.bytes_received += len(received)
+            so_far = pipe.num_received
+            pipe.receive_data(bytes(received))
+            while (event := pipe.next_event()) is not None:
+                match event:
+                    case Message(payload):
+                        await on_message(payload)
+                    case TransferReceived(name):
+                        on_received(name)
+                self._notify()
+            if pipe.step is Step.STREAM and pipe.num_received > so_far:
+                self.seconds_held_up += await down.wait(len(received))
+            else:
+                down.charge(len(received))
+            received = await self._stream.receive_some(min(READ_BYTES, down.quantum))
+            if not received:
+                return
+
+    async def _write(self) -> None:
+        """What the stream takes no more is dropped: what the other end said before is still to be read."""
+        is_broken = False
+        while True:
+            await self._until(lambda: bool(self._posted))
+            try:
+                if not is_broken:
+                    with trio.fail_after(math.inf if self._patience is None else self._patience.write):
+                        await self._stream.send_all(self._posted[0])
+                    self.bytes_sent += len(self._posted[0])
+            except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+                logger.debug("writing to the stream broke off: %s", error)
+                is_broken = True
+            self._posted.popleft()
+            self._notify()
+
+    # The routes
+
+    async def _move(self, on_received: Callable[[int], None]) -> None:
+        await self._until(lambda: self._patience is not None)
+        if self.pipe.is_large:
+            await self._agree(on_received)
+        while (channel := self._transport.channel) is not None:
+            if self._max_unsent is not None:
+                channel.limit_unsent(self._max_unsent)
+            await self._move_over(channel, on_received)
+            self._transport.discard()
+            await self._agree(on_received)
+        await self._send_over_stream()
+
+    async def _agree(self, on_received: Callable[[int], None]) -> None:
+        """Agree on the next route; nothing moves meanwhile."""
+        pipe, patience = self.pipe, self._patience
+        assert patience is not None, "transfers may move"
+        if pipe.is_opener:
+            is_last = pipe.num_routes == MAX_ROUTES - 1
+            name = None if is_last else await self._transport.open(trio.current_time() + patience.route)
+            self._settle_whole(on_received)
+            self._send(Route(name, pipe.num_received))
+            with trio.fail_after(patience.answer):
+                await self._until(lambda: pipe.step in (Step.CHANNEL, Step.STREAM))
+            if pipe.channel is None:
+                self._transport.discard()  # the answerer does not have it
+        else:
+            with trio.fail_after(patience.route + patience.answer):
+                await self._until(lambda: pipe.step in (Step.PROPOSED, Step.REPLACING))
+            self._settle_whole(on_received)
+            self._send(Route(self._transport.take(pipe.proposed), pipe.num_received))
+
+    def _send(self, message: Route | Reroute | Sealed | Received) -> None:
+        self.post(self.pipe.send(message))
+
+    async def _move_over(self, channel: Channel, on_received: Callable[[int], None]) -> None:
+        """Move over a channel until another route is needed. No thread is at work any more then."""
+        self._is_stuck = False
+        async with open_service_nursery() as nursery:
+            nursery.start_soon(self._send_over, channel)
+            nursery.start_soon(self._receive_over, channel, on_received)
+            await self._until(self._needs_route)
+
+    def _needs_route(self) -> bool:
+        if not self.pipe.is_opener:
+            return self.pipe.step is Step.REPLACING
+        return self._is_stuck or self.pipe.step is Step.LOST
+
+    # Receiving over a channel
+
+    async def _receive_over(self, channel: Channel, on_received: Callable[[int], None]) -> None:
+        flow = self.pipe.incoming
+        while True:
+            await self._until(lambda: flow.is_open)
+            head = flow.open[0]
+            assert head.incoming is not None, "what comes has a place"
+            await self._fill(channel, head.incoming)
+            if head.incoming.position < head.size:
+                break
+            await self._until(lambda: flow.is_head_sealed)
+            self._settle_whole(on_received)
+        self._is_stuck = True
+        if not self.pipe.is_opener and self.pipe.step is Step.CHANNEL:
+            self._send(Reroute())
+        self._notify()
+
+    async def _fill(self, channel: Channel, incoming: Incoming) -> None:
+        """Receive to the end, or as far as the channel goes."""
+        before = incoming.position
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._cancel_when_silent, channel, nursery.cancel_scope)
+                try:
+                    await channel.receive(incoming)
+                except ChannelError as error:
+                    logger.debug("receiving over the bulk channel broke off: %s", error)
+                nursery.cancel_scope.cancel()
+        finally:
+            self.bytes_received += incoming.position - before
+
+    async def _cancel_when_silent(self, channel: Channel, scope: trio.CancelScope) -> None:
+        """By what comes at all: on a slow line, what counts comes in pieces of seconds."""
+        assert self._patience is not None, "transfers may move"
+        patience = self._patience.silent
+        before, heard_at = channel.num_received, trio.current_time()
+        while True:
+            await trio.sleep(patience / SILENT_CHECKS)
+            now = trio.current_time()
+            if channel.num_received > before:
+                before, heard_at = channel.num_received, now
+            elif now >= heard_at + patience:
+                return scope.cancel()
+
+    def _settle_whole(self, on_received: Callable[[int], None]) -> None:
+        """If all of a transfer has come over the channel, compare its hash, and report it.
+
+        For when no thread receives any more: it would hash at the same time.
+        """
+        pipe = self.pipe
+        head = pipe.incoming.open[0] if pipe.incoming.open else None
+        if head is None or head.incoming is None or head.incoming.position < head.size:
+            return
+        pipe.check_whole()
+        self._send(Received())
+        on_received(head.name)
+        self._notify()
+
+    # Sending
+
+    async def _seal_all(self) -> None:
+        """Say the hash of each source of a hashed pipe when it is ready."""
+        if not self.pipe.is_hashed:
+            return
+        while True:
+            await self._until(lambda: self.pipe.outgoing.awaits_hash and bool(self._sources))
+            unsealed = next(transfer.end for transfer in self.pipe.outgoing.open if transfer.digest is None)
+            source = next(source for end, source in self._sources if end == unsealed)
+            self._send(Sealed(await source.wait_whole()))
+
+    async def _next_piece(self, most: int) -> memoryview:
+        """What is sent next, at most so many bytes: it is ready, and the hash is said before the last of a transfer."""
+        flow = self.pipe.outgoing
+        await self._until(lambda: self.pipe.num_sent < flow.end)
+        while self._sources[0][0] <= flow.settled:
+            self._sources.popleft()
+        end, source = next(entry for entry in self._sources if entry[0] > self.pipe.num_sent)
+        position = self.pipe.num_sent - (end - source.memory.nbytes)
+        num_ready = await source.wait_beyond(position)
+        if num_ready == source.memory.nbytes and self.pipe.is_hashed:
+            await self._until(lambda: flow.is_head_sealed)
+        return source.memory[position : min(num_ready, position + most)]
+
+    def _piece_bytes(self, is_channel: bool) -> int:
+        if self._pacing is not None:
+            return self._pacing.piece_bytes(is_channel)
+        return 1 << 62 if is_channel else min(CHUNK_BYTES, self._shaping.up.quantum)
+
+    async def _rest(self, num_bytes: int, began_at: float) -> None:
+        if self._pacing is not None:
+            await self._pacing.rest(num_bytes, trio.current_time() - began_at)
+
+    async def _send_over(self, channel: Channel) -> None:
+        assert self._patience is not None, "transfers may move"
+        before = channel.num_sent
+        try:
+            while True:
+                piece = await self._next_piece(self._piece_bytes(is_channel=True))
+                began_at, end, self._is_sending = trio.current_time(), self.pipe.num_sent + piece.nbytes, True
+                await channel.send(piece)
+                if self.pipe.step is not Step.REPLACING:  # then the other end has said where to go on
+                    self.pipe.num_sent = max(self.pipe.num_sent, end)  # it may have reported all of it meanwhile
+                self._is_sending = False
+                self._notify()
+                await self._rest(piece.nbytes, began_at)
+        except ChannelError as error:
+            logger.debug("sending over the bulk channel broke off: %s", error)  # the other end says what it lacks
+        finally:
+            self._is_sending = False
+            self.bytes_sent += channel.num_sent - before
+        await self._until(lambda: self.pipe.outgoing.is_open)
+        with trio.fail_after(self._patience.route + self._patience.answer):
+            await trio.sleep_forever()  # cancelled with the next route
+
+    async def _send_over_stream(self) -> None:
+        while True:
+            piece = await self._next_piece(min(CHUNK_BYTES, self._piece_bytes(is_channel=False)))
+            began_at = trio.current_time()
+            await self._shaping.up.wait(piece.nbytes)
+            await self.drain()
+            self._posted.append(self.pipe.send(Chunk(self.pipe.num_sent, piece)))
+            self._notify()
+            await self.drain()
+            await self._rest(piece.nbytes, began_at)
+
+    # Waiting
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            await self._changed.wait()

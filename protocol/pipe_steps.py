@@ -1,0 +1,159 @@
+"""The steps of a pipe's route, and everything that either end may send in each of them: a table and its conditions.
+
+`farandole.protocol.pipe` applies both to what is sent (`LocalProtocolError`) and to what is received
+(`RemoteProtocolError`). Each end keeps one step, which the messages of both ends move. The two may differ only while
+messages cross: the answerer's `Reroute` and `Received` may cross the opener's `Route`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+# Of one pipe: three channels, each of which may break, and the stream.
+MAX_ROUTES = 4
+
+
+class Step(enum.Enum):
+    """The route that two ends have agreed on, or are about to agree on."""
+
+    IDLE = "idle"  # nothing may move yet
+    UNROUTED = "without a route"
+    PROPOSED = "proposing the first route"
+    CHANNEL = "on a channel"
+    LOST = "asked for another route"
+    REPLACING = "proposing another route"
+    STREAM = "on the stream"  # the last one
+
+
+class Sent(enum.Enum):
+    """Kinds of messages, as the table needs them."""
+
+    PROPOSE = "Route of the opener"
+    AGREE = "Route of the answerer to a channel"
+    DECLINE = "Route of the answerer to the stream"
+    REROUTE = "Reroute"
+    SEALED = "Sealed"
+    RECEIVED = "Received"
+    CHUNK = "Chunk"
+
+
+OPENER, ANSWERER = True, False
+_EITHER = frozenset({OPENER, ANSWERER})
+# The step -> what may be sent in it, by whom, and the step after it.
+TRANSITIONS: dict[Step, dict[Sent, tuple[frozenset[bool], Step]]] = {
+    Step.IDLE: {},
+    Step.UNROUTED: {
+        Sent.PROPOSE: (frozenset({OPENER}), Step.PROPOSED),
+        Sent.SEALED: (_EITHER, Step.UNROUTED),
+    },
+    Step.PROPOSED: {
+        Sent.AGREE: (frozenset({ANSWERER}), Step.CHANNEL),
+        Sent.DECLINE: (frozenset({ANSWERER}), Step.STREAM),
+        Sent.SEALED: (_EITHER, Step.PROPOSED),
+    },
+    Step.CHANNEL: {
+        Sent.PROPOSE: (frozenset({OPENER}), Step.REPLACING),
+        Sent.REROUTE: (frozenset({ANSWERER}), Step.LOST),
+        Sent.SEALED: (_EITHER, Step.CHANNEL),
+        Sent.RECEIVED: (_EITHER, Step.CHANNEL),
+    },
+    Step.LOST: {
+        Sent.PROPOSE: (frozenset({OPENER}), Step.REPLACING),
+        Sent.SEALED: (_EITHER, Step.LOST),
+        Sent.RECEIVED: (frozenset({OPENER}), Step.LOST),
+    },
+    Step.REPLACING: {
+        Sent.AGREE: (frozenset({ANSWERER}), Step.CHANNEL),
+        Sent.DECLINE: (frozenset({ANSWERER}), Step.STREAM),
+        Sent.REROUTE: (frozenset({ANSWERER}), Step.REPLACING),
+        Sent.SEALED: (_EITHER, Step.REPLACING),
+        Sent.RECEIVED: (frozenset({ANSWERER}), Step.REPLACING),
+    },
+    Step.STREAM: {
+        Sent.SEALED: (_EITHER, Step.STREAM),
+        Sent.CHUNK: (_EITHER, Step.STREAM),
+    },
+}
+
+
+class Flow(Protocol):
+    """One direction of a pipe, as far as an end knows it."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the receiver lacks something that was announced."""
+
+    @property
+    def settled(self) -> int:
+        """Bytes of the transfers that the receiver has whole."""
+
+    @property
+    def head_end(self) -> int:
+        """Where the oldest transfer that the receiver lacks ends; `settled` if it lacks none."""
+
+    @property
+    def is_head_sealed(self) -> bool:
+        """Whether that transfer's hash is said, or none is needed."""
+
+    @property
+    def awaits_hash(self) -> bool:
+        """Whether there is a transfer whose hash is still to be said."""
+
+
+class Facts(NamedTuple):
+    """What conditions depend on, seen from the sender of a message."""
+
+    step: Step
+    num_routes: int
+    proposed: bytes | None
+    """The channel that the opener has named."""
+    channel: bytes | None
+    """The one in this message."""
+    received: int
+    """The position in this message."""
+    sending: Flow
+    """What the sender of the message sends."""
+    receiving: Flow
+    """What it receives."""
+
+
+Condition = tuple[str, Callable[[Facts], bool]]
+
+
+def _can_resume(facts: Facts) -> bool:
+    flow = facts.receiving
+    if not flow.is_open:
+        return facts.received == flow.settled
+    return flow.settled <= facts.received < flow.head_end
+
+
+_RESUMES: Condition = ("a Route from a position where its sender cannot be", _can_resume)
+# What the table cannot say: each must hold, or the message is refused for the reason.
+CONDITIONS: dict[Sent, tuple[Condition, ...]] = {
+    Sent.PROPOSE: (
+        ("a Route beyond those of a pipe", lambda facts: facts.num_routes < MAX_ROUTES),
+        ("a Route that nobody needs", lambda facts: facts.step is not Step.CHANNEL or facts.receiving.is_open),
+        _RESUMES,
+    ),
+    Sent.AGREE: (
+        ("a channel that the opener has not named", lambda facts: facts.channel == facts.proposed),
+        _RESUMES,
+    ),
+    Sent.DECLINE: (_RESUMES,),
+    Sent.REROUTE: (("a Reroute by an end that lacks nothing", lambda facts: facts.receiving.is_open),),
+    Sent.SEALED: (("a second hash, or one of nothing", lambda facts: facts.sending.awaits_hash),),
+    Sent.RECEIVED: (
+        ("Received by an end that lacks nothing", lambda facts: facts.receiving.is_open),
+        ("Received before the other's hash was said", lambda facts: facts.receiving.is_head_sealed),
+    ),
+}
+
+
+def problem_of(sent: Sent, is_opener: bool, facts: Facts) -> str | None:
+    """Why an end may not send this now; None if it may."""
+    senders, _ = TRANSITIONS[facts.step].get(sent, (frozenset[bool](), facts.step))
+    if is_opener not in senders:
+        return f"{sent.value} while the pipe is {facts.step.value}"
+    return next((reason for reason, holds in CONDITIONS.get(sent, ()) if not holds(facts)), None)

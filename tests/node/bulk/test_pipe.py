@@ -1,0 +1,95 @@
+"""A pipe with several transfers on their way: whatever becomes of its channels, each arrives, once, in its order."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import pytest
+import trio
+import trio.testing
+
+from farandole.node.base.bandwidth import Shaping
+from farandole.node.bulk.pipe import BulkPipe, Patience, Whole
+from farandole.node.bulk.transport import Transport
+from farandole.protocol.pipe import Pipe
+
+from ..parties import ALICE, BOB, Faults, MemoryChannels, MemoryStream
+
+PATIENCE = Patience(route=1.0, silent=2.0, answer=1.0)
+SIZES = [300_000, 1, 70_000, 200_000, 5, 130_000, 65_000, 12_345, 400_000, 1]
+
+
+class End:
+    """Sends transfers, announced by their sizes, and keeps those that come."""
+
+    def __init__(self, author: bytes, stream: trio.abc.Stream, channels: MemoryChannels) -> None:
+        self.channels = channels
+        self.sent = [random.Random(author).randbytes(size) for size in SIZES]
+        self.received: list[bytearray] = []
+        self.num_received = 0
+        peer = BOB if author == ALICE else ALICE
+        self._transport = Transport(peer, channels)
+        self.bulk = BulkPipe(
+            Pipe(author == ALICE, max_message_bytes=8, is_large=True),
+            MemoryStream(stream, peer, Faults()),
+            self._transport,
+            Shaping(),
+        )
+
+    async def run(self) -> None:
+        with self._transport.expecting():
+            self.bulk.begin(PATIENCE)
+            await self.bulk.run(self._hear, self._receive)
+
+    async def send(self) -> None:
+        for name, data in enumerate(self.sent):
+            await self.bulk.send(partial(self._announce, name, len(data)), Whole(memoryview(data)))
+        await self.bulk.wait_delivered()
+
+    def _announce(self, name: int, size: int) -> bytes:
+        self.bulk.pipe.offer(name, size)
+        return self.bulk.pipe.send_message(size.to_bytes(4, "big"))
+
+    async def _hear(self, payload: bytes) -> None:
+        await trio.lowlevel.checkpoint()
+        self.received.append(bytearray(int.from_bytes(payload, "big")))
+        self.bulk.pipe.expect(len(self.received) - 1, memoryview(self.received[-1]))
+
+    def _receive(self, name: int) -> None:
+        assert name == self.num_received
+        self.num_received += 1
+
+
+@pytest.mark.parametrize("fault", ["cut_at", "freeze_at"])
+@pytest.mark.parametrize("who", [ALICE, BOB])
+@pytest.mark.parametrize("num_channels", [1, 2, 100])
+@pytest.mark.parametrize("at", [0, 1, 299_999, 300_500, 500_000, sum(SIZES) - 10, None])
+async def test_the_rest_goes_over_another_route(
+    fault: str, who: bytes, num_channels: int, at: int | None, autojump_clock: trio.testing.MockClock
+) -> None:
+    network: dict[bytes, MemoryChannels] = {}
+    streams = dict(zip((ALICE, BOB), trio.testing.memory_stream_pair(), strict=True))
+    alice, bob = (End(author, streams[author], MemoryChannels(author, network)) for author in (ALICE, BOB))
+    faults = network[who].faults
+    setattr(faults, fault, at)
+    faults.num_channels = num_channels
+    with trio.fail_after(60):
+        async with trio.open_nursery() as nursery:
+            for end in (alice, bob):
+                nursery.start_soon(end.run)
+            async with trio.open_nursery() as sending:
+                for end in (alice, bob):
+                    sending.start_soon(end.send)
+            while alice.num_received < len(SIZES) or bob.num_received < len(SIZES):
+                await trio.testing.wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
+    for sender, receiver in ((alice, bob), (bob, alice)):
+        assert [bytes(data) for data in receiver.received] == sender.sent
+        assert receiver.num_received == len(SIZES)
+        assert receiver.bulk.bytes_received < sum(SIZES) + 10_000, "nothing moves again that has arrived"
+        receiver.bulk.close()
+    if at is None:
+        assert network[ALICE].num_acquired == 1
+        assert network[ALICE].kept
+        assert network[BOB].kept
