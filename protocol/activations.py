@@ -32,10 +32,10 @@ import msgspec
 
 from .entries import Key
 from .errors import LocalProtocolError, RemoteProtocolError
-from .exchange_messages import CHUNK_FRAME_BYTES
 from .framing import LENGTH_BYTES, FrameParser
 from .manifest import Manifest
 from .pairing_messages import Session
+from .pipe import CHUNK_FRAME_BYTES
 
 ACTIVATIONS_VERSION = 1
 TICKET_BYTES = 16

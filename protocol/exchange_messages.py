@@ -1,13 +1,9 @@
-"""Messages of an exchange (`farandole.protocol.exchange`), and how they lie on its stream.
-
-A frame has a length, a kind, and what it says: a control message in MessagePack, or a chunk's offset and its bytes.
-"""
+"""Messages of an exchange (`farandole.protocol.exchange`): MessagePack, in the messages of its pipe."""
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
 from typing import Annotated, Final
 
 import msgspec
@@ -16,22 +12,15 @@ from .errors import RemoteProtocolError
 from .framing import LENGTH_BYTES
 from .outer_rules import Codec
 from .pairing_messages import Session
+from .pipe import HEADER_BYTES, KIND_BYTES, MESSAGE_KIND
 
-EXCHANGE_VERSION = 4
-DIGEST_BYTES = 32
+EXCHANGE_VERSION = 5
 # An offer has about 160 bytes; an abort's reason at most 256 characters.
 MAX_CONTROL_BYTES = 1_280
-# A chunk's frame fills one Noise message: 65,535 bytes less the tag (16) and yamux's header (12).
-CHUNK_FRAME_BYTES = 65_507
-CONTROL_KIND, CHUNK_KIND = 0, 1
-KIND_BYTES = 1
-HEADER_BYTES = LENGTH_BYTES + KIND_BYTES
-OFFSET_BYTES = 8
-CHUNK_BYTES = CHUNK_FRAME_BYTES - LENGTH_BYTES - KIND_BYTES - OFFSET_BYTES
 # 512 layers of the widest model in fp32 are below this; checked against the own size before anything else.
 MAX_CONTRIBUTION_BYTES = 2**44
 
-_Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+_Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_CONTRIBUTION_BYTES)]
 MAX_REASON_CHARS: Final = 256
@@ -64,29 +53,6 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     """Until the sender goes on without its partner; set when it is sent. The lesser of both holds for both."""
 
 
-class Route(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=6):
-    """Over which bulk channel the contributions move; None: over this stream. The responder's word counts."""
-
-    channel: Session | None
-    received: _Size
-    """Bytes of the receiver's contribution that its sender has: from there it goes on."""
-
-
-class Reroute(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=7):
-    """The responder lacks something and nothing comes any more: the initiator is to say another `Route`."""
-
-
-class Sealed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=9):
-    """The sender's contribution is encoded to its end. Said once, before the last of it is sent."""
-
-    digest: _Digest
-    """BLAKE3 of the contribution; SHA-256 would take as long as all the rest of moving it."""
-
-
-class Received(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=8):
-    """The receiver's contribution has come over the channel, whole and with its hash."""
-
-
 class Accepted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=2):
     """The responder has the initiator's contribution, whole, and its screening accepts it."""
 
@@ -105,15 +71,7 @@ class Aborted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     reason: Reason
 
 
-Control = Offer | Route | Reroute | Sealed | Received | Accepted | Commit | Committed | Aborted
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """The next bytes of the contribution, at most `CHUNK_BYTES`."""
-
-    offset: int
-    data: memoryview
+Control = Offer | Accepted | Commit | Committed | Aborted
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -121,20 +79,12 @@ _decoder = msgspec.msgpack.Decoder(Control)
 
 
 def encode_control(message: Control) -> bytes:
-    """The frame of a control message."""
-    payload = _encoder.encode(message)
-    return (KIND_BYTES + len(payload)).to_bytes(LENGTH_BYTES, "big") + bytes((CONTROL_KIND,)) + payload
-
-
-def encode_chunk(chunk: Chunk) -> bytes:
-    """The frame of a chunk, in which its bytes are copied."""
-    length = (KIND_BYTES + OFFSET_BYTES + chunk.data.nbytes).to_bytes(LENGTH_BYTES, "big")
-    offset = chunk.offset.to_bytes(OFFSET_BYTES, "big")
-    return b"".join((length, bytes((CHUNK_KIND,)), offset, chunk.data))
+    """The bytes of a message, at most `MAX_CONTROL_BYTES`."""
+    return _encoder.encode(message)
 
 
 def decode_control(payload: bytes) -> Control:
-    """The message in a control frame; `RemoteProtocolError` if there is none."""
+    """The message in these bytes; `RemoteProtocolError` if there is none."""
     try:
         message: Control = _decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -152,7 +102,7 @@ def peek_offer(data: bytes | bytearray) -> Offer | None:
     if len(data) < HEADER_BYTES:
         return None
     length = int.from_bytes(data[:LENGTH_BYTES], "big")
-    if data[LENGTH_BYTES] != CONTROL_KIND or not KIND_BYTES < length <= KIND_BYTES + MAX_CONTROL_BYTES:
+    if data[LENGTH_BYTES] != MESSAGE_KIND or not KIND_BYTES < length <= KIND_BYTES + MAX_CONTROL_BYTES:
         raise RemoteProtocolError("an exchange begins with an offer")
     if len(data) < LENGTH_BYTES + length:
         return None

@@ -191,6 +191,7 @@ class Pipe:
         """The position of what is sent next; over a channel, as far as the user said so or the other end has it."""
         self.proposed: bytes | None = None
         """The bulk channel that the opener has named."""
+        self._is_over = False
         self._max_message_bytes = max_message_bytes
         self._input = memoryview(b"")
         self._head = bytearray()  # of an unfinished frame, without a chunk's bytes; a message at most
@@ -210,6 +211,10 @@ class Pipe:
     def begin(self) -> None:
         """From now on transfers may move, over the stream at once unless the pipe is large."""
         self.step = Step.UNROUTED if self.is_large else Step.STREAM
+
+    def end(self) -> None:
+        """The other end has said its last word."""
+        self._is_over = True
 
     # Transfers
 
@@ -250,7 +255,7 @@ class Pipe:
         if not self.incoming.is_head_sealed:
             raise RemoteProtocolError("all of the transfer, and no hash")
         if head.digest is not None and head.incoming.digest() != head.digest:
-            raise RemoteProtocolError("the transfer's hash is not what its sender says")
+            raise RemoteProtocolError("the hash of a transfer is not what its sender says")
         head.is_whole = True
 
     # Sending
@@ -298,6 +303,8 @@ class Pipe:
     def next_event(self) -> Event | None:
         """The next thing that the other end has sent, or None until more data comes."""
         while self._input:
+            if self._is_over:
+                raise RemoteProtocolError("data after the end of the session")
             event = self._take_chunk() if self._chunk_left else self._take_frame()
             if event is not None:
                 return event

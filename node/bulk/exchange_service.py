@@ -28,12 +28,14 @@ from farandole.protocol.outcomes import (
     resolve_parser,
 )
 from farandole.protocol.pairing_events import StartExchange
+from farandole.protocol.pipe import Pipe
 
 from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError
 from ..base.streams import DIAL_TIMEOUT, READ_BYTES, Stream, StreamHost, close_stream, receive_frame
 from .contributions import Judge, Outgoing
-from .exchange_session import Conversation
+from .exchange_session import ExchangeSession
+from .pipe import BulkPipe
 from .transport import Channels, Transport
 
 EXCHANGE_PROTOCOL = "/farandole/exchange/1"
@@ -84,7 +86,7 @@ class ExchangeService:
         self._host = host
         self._shaping = shaping or Shaping()
         self._outcomes = Outcomes()
-        self._running: dict[Conversation, trio.CancelScope] = {}
+        self._running: dict[ExchangeSession, trio.CancelScope] = {}
         self._one_ended = trio.Event()
         self._expected: dict[bytes, _Expected] = {}
         self._expected_more = trio.Event()
@@ -112,25 +114,31 @@ class ExchangeService:
         """
         exchange = Exchange(start.is_initiator, offer, incoming)
         transport = Transport(start.peer, self.channels)
-        conversation = Conversation(exchange, outgoing, judge, start.deadline, self._outcomes, transport, self._shaping)
+
+        def open_pipe(pipe: Pipe, stream: Stream) -> BulkPipe:
+            return BulkPipe(pipe, stream, transport, self._shaping)
+
+        session = ExchangeSession(exchange, outgoing, judge, start.deadline, self._outcomes, open_pipe)
         started_at = trio.current_time()
         if start.is_initiator:
             self._outcomes.begin(start.session, start.peer)
         reason = "out of time"
         try:
-            with trio.move_on_at(start.deadline) as self._running[conversation]:
+            # The initiator opens channels.
+            expecting = contextlib.nullcontext() if start.is_initiator else transport.expecting()
+            with expecting, trio.move_on_at(start.deadline) as self._running[session]:
                 take_part = self._initiate if start.is_initiator else self._respond
-                reason = await take_part(start, conversation)
+                reason = await take_part(start, session)
         finally:
-            del self._running[conversation]
+            del self._running[session]
             self._one_ended.set()
             self._one_ended = trio.Event()
-            (transport.keep if conversation.is_committed else transport.discard)()
+            session.close()
             if start.is_initiator:
                 self._outcomes.decide(start.session, committed=False)  # unless it is decided already
-        if conversation.is_in_doubt:
+        if session.is_in_doubt:
             reason = "the initiator's decision could not be learnt in time"
-        is_committed = conversation.is_committed
+        is_committed = session.is_committed
         partner = exchange.partner_offer if is_committed else None
         return ExchangeResult(
             session=start.session,
@@ -138,14 +146,14 @@ class ExchangeService:
             round=start.round,
             committed=is_committed,
             reason="" if is_committed else reason,
-            bytes_sent=conversation.bytes_sent,
-            bytes_received=conversation.bytes_received,
+            bytes_sent=session.bulk.bytes_sent if session.bulk else 0,
+            bytes_received=session.bulk.bytes_received if session.bulk else 0,
             seconds=trio.current_time() - started_at,
             partner_round=partner.round if partner else 0,
             partner_tokens=partner.tokens if partner else 0,
             partner_size=partner.size if partner else 0,
-            path="stream" if exchange.channel is None else "bulk",
-            is_broken=not is_committed and not conversation.is_refused,
+            path="stream" if exchange.pipe.channel is None else "bulk",
+            is_broken=not is_committed and not session.is_refused,
         )
 
     def give_up(self, reason: str) -> None:
@@ -153,38 +161,37 @@ class ExchangeService:
 
         A responder that has promised to commit goes on asking for the decision.
         """
-        for conversation, scope in self._running.items():
-            if conversation.is_held:
-                conversation.give_up(reason)
+        for session, scope in self._running.items():
+            if session.bulk is not None:
+                session.give_up(reason)
             else:
                 scope.cancel()
 
-    async def _initiate(self, start: StartExchange, conversation: Conversation) -> str:
+    async def _initiate(self, start: StartExchange, session: ExchangeSession) -> str:
         try:
             stream = await self._host.open_stream(start.peer, EXCHANGE_PROTOCOL, DIAL_TIMEOUT)
         except PeerUnreachableError as error:
             return str(error)
         try:
-            return await conversation.hold(stream, b"")
+            return await session.hold(stream, b"")
         finally:
             await close_stream(stream)
 
-    async def _respond(self, start: StartExchange, conversation: Conversation) -> str:
+    async def _respond(self, start: StartExchange, session: ExchangeSession) -> str:
         expected = self._expected[start.session] = _Expected(start.peer)
         self._expected_more.set()
         self._expected_more = trio.Event()
         try:
-            with trio.move_on_at(conversation.data_by):
+            with trio.move_on_at(session.data_by):
                 await expected.arrived.wait()
             if expected.stream is None:
                 return "the partner opened no stream"
-            with conversation.transport.expecting():
-                reason = await conversation.hold(expected.stream, expected.received)
+            reason = await session.hold(expected.stream, expected.received)
         finally:
             del self._expected[start.session]
             expected.done.set()
-        if conversation.is_in_doubt:
-            return await self._resolve(start, conversation)
+        if session.is_in_doubt:
+            return await self._resolve(start, session)
         return reason
 
     async def _serve_exchange(self, stream: Stream) -> None:
@@ -220,14 +227,14 @@ class ExchangeService:
         expected.arrived.set()
         return expected
 
-    async def _resolve(self, start: StartExchange, conversation: Conversation) -> str:
+    async def _resolve(self, start: StartExchange, session: ExchangeSession) -> str:
         """We have promised to commit and do not know the decision: ask until the deadline."""
         while True:
             outcome: Outcome = "undecided"
             with trio.move_on_after(RESOLVE_TIMEOUT):
                 outcome = await self._ask(start.peer, start.session)
             if outcome != "undecided":
-                conversation.is_committed = outcome == "committed"
+                session.is_committed = outcome == "committed"
                 return "the partner had aborted"
             await trio.sleep(RESOLVE_INTERVAL)
 

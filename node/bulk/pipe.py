@@ -129,13 +129,16 @@ class BulkPipe:
         self._sources: deque[tuple[int, Source]] = deque()  # (end, source) of what may have to be sent again
         self._is_sending = False  # over a channel, by a thread
         self._is_stuck = False
+        self.is_over = False
+        """Whether `run` has ended."""
         self._changed = trio.Event()
         stream.is_bulk = True
 
     def begin(self, patience: Patience) -> None:
         """From now on transfers may move."""
         self._patience = patience
-        self.pipe.begin()
+        if self.pipe.step is Step.IDLE:
+            self.pipe.begin()
         self._notify()
 
     async def run(
@@ -165,6 +168,8 @@ class BulkPipe:
             nursery.start_soon(until_failed, partial(self._move, on_received))
             nursery.start_soon(until_failed, self._seal_all)
             await until_failed(partial(self._read, received, on_message, on_received), True)
+        self.is_over = True
+        self._notify()
         if failures:
             raise failures[0]
 
@@ -204,8 +209,15 @@ class BulkPipe:
         await self._until(lambda: self.pipe.num_sent >= end and not self._is_sending)
 
     async def wait_delivered(self) -> None:
-        """Wait until everything that was offered is on the stream, or known to be at the other end."""
-        await self._until(lambda: not (self.pipe.outgoing.is_open or self._is_sending or self._posted))
+        """Wait until everything that was offered is on the stream, or known to be at the other end.
+
+        Raises `trio.ClosedResourceError` if that never happens, since `run` has ended; so does `wait_received`.
+        """
+        await self._until_or_over(lambda: not (self.pipe.outgoing.is_open or self._is_sending or self._posted))
+
+    async def wait_received(self) -> None:
+        """Wait until everything that was announced is here."""
+        await self._until_or_over(lambda: not self.pipe.incoming.is_open)
 
     async def wait_routed(self) -> None:
         """Wait until both ends have agreed on a route."""
@@ -452,6 +464,11 @@ class BulkPipe:
     def _notify(self) -> None:
         self._changed.set()
         self._changed = trio.Event()
+
+    async def _until_or_over(self, holds: Callable[[], bool]) -> None:
+        await self._until(lambda: holds() or self.is_over)
+        if not holds():
+            raise trio.ClosedResourceError("the pipe has ended")
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         while not holds():

@@ -18,9 +18,10 @@ from farandole.node.bulk.channel import ChannelError
 from farandole.node.bulk.contributions import Outgoing
 from farandole.node.bulk.exchange_service import EXCHANGE_PROTOCOL, ExchangeResult, ExchangeService
 from farandole.node.bulk.transport import Channels
-from farandole.protocol.exchange_messages import CHUNK_BYTES, Offer
+from farandole.protocol.exchange_messages import Offer
 from farandole.protocol.incoming import Incoming
 from farandole.protocol.pairing_events import StartExchange
+from farandole.protocol.pipe import CHUNK_BYTES
 
 ALICE, BOB, CAROL = b"a" * 32, b"b" * 32, b"c" * 32  # the one whose key is less initiates
 SESSION = b"s" * 16

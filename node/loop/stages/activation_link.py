@@ -29,8 +29,8 @@ from farandole.protocol.activations import (
     Way,
 )
 from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.exchange import BULK_FROM
 from farandole.protocol.incoming import Incoming
+from farandole.protocol.pipe import BULK_FROM
 
 from ...base.bandwidth import Shaping
 from ...base.streams import READ_BYTES, Stream, close_stream

@@ -10,8 +10,9 @@ from blake3 import blake3
 
 from farandole.node.base.streams import Stream
 from farandole.node.bulk.exchange_service import EXCHANGE_PROTOCOL
-from farandole.protocol.exchange import Event, Exchange
-from farandole.protocol.exchange_messages import CHUNK_BYTES, Chunk, Control, Offer, Sealed
+from farandole.protocol.exchange import Exchange
+from farandole.protocol.exchange_messages import Control, Offer
+from farandole.protocol.pipe import CHUNK_BYTES, Chunk, Message, Route, Sealed
 
 from ..parties import ALICE, BOB, MemoryHost, Party
 
@@ -25,23 +26,27 @@ class Liar:
         self.contribution = memoryview(contribution)
         self.digest = blake3(contribution).digest()
 
-    async def send(self, message: Control | Chunk) -> None:
-        await self.stream.send_all(self.exchange.send(message))
+    async def send(self, message: Control | Route | Sealed | Chunk) -> None:
+        if isinstance(message, Route | Sealed | Chunk):
+            await self.stream.send_all(self.exchange.pipe.send(message))
+        else:
+            await self.stream.send_all(self.exchange.send(message))
 
     async def send_contribution(self) -> None:
         await self.send(Sealed(self.digest))
         for offset in range(0, self.exchange.offer.size, CHUNK_BYTES):
             await self.send(Chunk(offset, self.contribution[offset : offset + CHUNK_BYTES]))
 
-    async def expect(self, kind: type[Event]) -> None:
+    async def expect(self, kind: type[object]) -> None:
         """The next event that is not the honest one's hash, which comes when it comes."""
-        while (event := self.exchange.next_event()) is None or isinstance(event, Sealed):
+        pipe = self.exchange.pipe
+        while (event := pipe.next_event()) is None or isinstance(event, Sealed):
             if event is not None:
                 continue
             data = await self.stream.receive_some(65_536)
             assert data
-            self.exchange.receive_data(bytes(data))
-        assert isinstance(event, kind)
+            pipe.receive_data(bytes(data))
+        assert isinstance(self.exchange.receive(event.payload) if isinstance(event, Message) else event, kind)
 
 
 async def meet_liar(bob: Party, script: Callable[[Liar], Awaitable[None]], offer: Offer, contribution: bytes) -> None:

@@ -11,8 +11,9 @@ import trio.testing
 
 from farandole.node.base.streams import Stream
 from farandole.node.bulk.exchange_service import RESOLVE_PROTOCOL
-from farandole.protocol.exchange import BULK_FROM, MAX_ROUTES, Exchange
-from farandole.protocol.exchange_messages import CHUNK_BYTES, Chunk, Control, Sealed
+from farandole.protocol.exchange import Exchange
+from farandole.protocol.pipe import BULK_FROM, CHUNK_BYTES, HEADER_BYTES, Chunk, Sealed
+from farandole.protocol.pipe_steps import MAX_ROUTES
 
 from ..parties import ALICE, BOB, PATIENCE, SIZE, MemoryHost, Party, assert_committed, meet
 from .bulk_pair import BulkPair
@@ -109,19 +110,15 @@ async def _bytes_up_to_commit(alice: Party) -> int:
     exchange = Exchange(True, alice.offer, memoryview(bytearray(SIZE)))
     partner = Exchange(False, alice.offer, memoryview(bytearray(SIZE)))
     offer = exchange.send(msgspec.structs.replace(alice.offer, seconds_left=PATIENCE))
-    partner.receive_data(offer)
-    partner.next_event()
+    partner.receive(offer[HEADER_BYTES:])
     sent = len(offer)
-    exchange.receive_data(partner.send(alice.offer))
-    exchange.next_event()
+    exchange.receive(partner.send(alice.offer)[HEADER_BYTES:])
     assert alice.outgoing.digest is not None
-    messages: list[Control | Chunk] = [Sealed(alice.outgoing.digest)]
+    messages: list[Sealed | Chunk] = [Sealed(alice.outgoing.digest)]
     for offset in range(0, SIZE, CHUNK_BYTES):
         messages += [Chunk(offset, memoryview(alice.contribution)[offset : offset + CHUNK_BYTES])]
     for message in messages:
-        sent += len(exchange.send(message))
-        exchange.receive_data(partner.send(message))
-        exchange.next_event()
+        sent += len(exchange.pipe.send(message))
     return sent
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from farandole.protocol.exchange import BULK_FROM
 from farandole.protocol.exchange_messages import Offer
 from farandole.protocol.manifest import InnerConfig, ModelConfig
 from farandole.protocol.outer_rules import Codec, NoLoCoConfig
+from farandole.protocol.pipe import BULK_FROM
 from farandole.training.codec import CODECS, decode, encode, encoded_size
 from farandole.training.data import Sampler, Text
 from farandole.training.device import choose_device

@@ -10,7 +10,7 @@ import trio.testing
 
 from farandole.node.bulk.contributions import Outgoing
 from farandole.node.bulk.exchange_session import SILENT_FOR
-from farandole.protocol.exchange import BULK_FROM
+from farandole.protocol.pipe import BULK_FROM
 
 from ..parties import ALICE, BOB, PATIENCE, SIZE, MemoryChannels, MemoryHost, Party, assert_committed, meet
 
@@ -140,7 +140,7 @@ async def test_a_wrong_hash_is_nobodys_gain(pair: Pair, liar: bytes, autojump_cl
     lying, honest = pair.both(liar)
     lying.encode_slowly(pair.size // 4, seconds=1, digest=bytes(32))
     await meet(pair.alice, pair.bob)
-    assert honest.result.reason.endswith("the contribution's hash is not what its sender says")
+    assert honest.result.reason.endswith("the hash of a transfer is not what its sender says")
     assert not honest.result.committed
     assert not lying.result.committed
     assert trio.current_time() < 10

@@ -6,9 +6,11 @@ import pytest
 import trio
 import trio.testing
 
-from farandole.node.bulk.exchange_session import ROUTE_UNTIL, SILENT_CHECKS, SILENT_FOR
-from farandole.protocol.exchange import BULK_FROM, MAX_ROUTES
+from farandole.node.bulk.exchange_session import ROUTE_UNTIL, SILENT_FOR
+from farandole.node.bulk.pipe import SILENT_CHECKS
 from farandole.protocol.incoming import Incoming
+from farandole.protocol.pipe import BULK_FROM
+from farandole.protocol.pipe_steps import MAX_ROUTES
 
 from ..parties import ALICE, BOB, PATIENCE, MemoryChannel, assert_committed
 from .bulk_pair import BulkPair

@@ -7,7 +7,7 @@ import trio.testing
 from farandole.node.base.bandwidth import Shaper, Shaping
 from farandole.node.bulk.exchange_service import CLAIM_TIMEOUT, EXCHANGE_PROTOCOL, MAX_UNCLAIMED, MAX_UNCLAIMED_PER_PEER
 from farandole.protocol.exchange import ASK_FROM, DATA_UNTIL
-from farandole.protocol.exchange_messages import CHUNK_BYTES
+from farandole.protocol.pipe import CHUNK_BYTES
 
 from ..parties import ALICE, BOB, PATIENCE, SESSION, SIZE, Faults, MemoryHost, Party, assert_committed, meet
 

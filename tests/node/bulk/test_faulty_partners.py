@@ -23,9 +23,10 @@ from farandole.node.bulk import negotiation as bulk
 from farandole.node.bulk.channel import BulkChannel, ChannelError, open_channel
 from farandole.node.bulk.exchange_service import ExchangeResult
 from farandole.node.bulk.negotiation import BulkService, open_bulk
-from farandole.protocol.exchange import BULK_FROM, MAX_ROUTES
 from farandole.protocol.exchange_messages import Commit
 from farandole.protocol.incoming import Incoming
+from farandole.protocol.pipe import BULK_FROM, CHUNK_KIND, CONTROL_KIND, MESSAGE_KIND
+from farandole.protocol.pipe_steps import MAX_ROUTES
 
 from ..parties import (
     ALICE,
@@ -45,13 +46,16 @@ from ..real_nodes import open_nodes, swap
 
 LARGE = BULK_FROM + 1
 # By the tags of the protocol's messages, from 1 on.
-NAMES = ("", "Offer", "Accepted", "Commit", "Committed", "Aborted", "Route", "Reroute", "Received", "Sealed")
-WRONG_HASH = "the partner broke the protocol: the contribution's hash is not what its sender says"
+NAMES = {
+    MESSAGE_KIND: ("", "Offer", "Accepted", "Commit", "Committed", "Aborted"),
+    CONTROL_KIND: ("", "Route", "Reroute", "Sealed", "Received"),
+}
+WRONG_HASH = "the partner broke the protocol: the hash of a transfer is not what its sender says"
 BEFORE_THE_VERDICTS = ("Offer", "Route", "Chunk", "Sealed", "Received")
 
 
 def name_of(sent: bytes) -> str:
-    return "Chunk" if sent[4] else NAMES[msgspec.msgpack.decode(sent[5:])[0]]
+    return "Chunk" if sent[4] == CHUNK_KIND else NAMES[sent[4]][msgspec.msgpack.decode(sent[5:])[0]]
 
 
 class FaultyStream:

@@ -10,8 +10,9 @@ import trio.testing
 from farandole.node.bulk.contributions import Outgoing
 from farandole.node.bulk.exchange_service import EXCHANGE_PROTOCOL
 from farandole.node.bulk.exchange_session import FAREWELL_TIMEOUT
-from farandole.protocol.exchange import ContributionReceived, Exchange
-from farandole.protocol.exchange_messages import CHUNK_BYTES, Aborted, Accepted, Chunk, Commit, Offer, Route
+from farandole.protocol.exchange import Exchange
+from farandole.protocol.exchange_messages import Aborted, Accepted, Commit, Offer
+from farandole.protocol.pipe import CHUNK_BYTES, Chunk, Route, TransferReceived
 
 from ..parties import ALICE, BOB, SIZE, MemoryChannel, MemoryHost, Party, assert_committed, offer_of
 from .bulk_pair import BulkPair
@@ -66,7 +67,7 @@ async def test_bytes_behind_the_decision_change_nothing(bob: Party, autojump_clo
         await liar.expect(Offer)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(liar.send_contribution)
-            await liar.expect(ContributionReceived)
+            await liar.expect(TransferReceived)
         await liar.expect(Accepted)
         await liar.stream.send_all(liar.exchange.send(Commit()) + b"rubbish")
 
@@ -153,7 +154,7 @@ async def test_all_of_a_contribution_and_no_hash_is_worth_nothing(
         pair.bob, script, msgspec.structs.replace(pair.alice.offer, seconds_left=30.0), pair.alice.contribution
     )
     assert pair.bob.incoming == pair.alice.contribution
-    assert pair.bob.result.reason == "the partner broke the protocol: all of the contribution, and no hash"
+    assert pair.bob.result.reason == "the partner broke the protocol: all of the transfer, and no hash"
     assert trio.current_time() <= FAREWELL_TIMEOUT
 
 
@@ -163,7 +164,7 @@ async def test_a_channel_that_is_not_there_is_not_used(pair: BulkPair, autojump_
         await liar.expect(Offer)
         await liar.send(Route(b"x" * 16, 0))
         await liar.expect(Route)
-        assert liar.exchange.channel is None
+        assert liar.exchange.pipe.channel is None
         await liar.send(Aborted("never mind"))
 
     await meet_liar(

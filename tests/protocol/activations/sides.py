@@ -22,8 +22,8 @@ from farandole.protocol.activations import (
     Step,
     Welcome,
 )
-from farandole.protocol.exchange_messages import CHUNK_FRAME_BYTES
 from farandole.protocol.framing import frame
+from farandole.protocol.pipe import CHUNK_FRAME_BYTES
 
 SIZE = 2 * DATA_BYTES + 100  # three frames
 HELLO = Hello(run_id=b"r" * 32, stage=3, shape=b"s" * 32)

@@ -24,8 +24,8 @@ from farandole.protocol.activations import (
     Welcome,
 )
 from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.exchange_messages import CHUNK_FRAME_BYTES
 from farandole.protocol.framing import frame
+from farandole.protocol.pipe import CHUNK_FRAME_BYTES
 
 from .sides import FORWARD, HELLO, Side, lie, lying_data, pair
 

@@ -19,9 +19,9 @@ from farandole.protocol.activations import (
     shape_hash,
 )
 from farandole.protocol.errors import LocalProtocolError, RemoteProtocolError
-from farandole.protocol.exchange_messages import CHUNK_FRAME_BYTES
 from farandole.protocol.framing import frame
 from farandole.protocol.manifest import Manifest, manifest_from_dict
+from farandole.protocol.pipe import CHUNK_FRAME_BYTES
 
 from .sides import FORWARD, HELLO, SIZE, bring_to, forward, give_back, lie, pair
 

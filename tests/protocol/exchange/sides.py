@@ -7,19 +7,31 @@ from collections.abc import Iterator
 
 from blake3 import blake3
 
-from farandole.protocol.exchange import BULK_FROM, ContributionReceived, Event, Exchange
+from farandole.protocol.exchange import CONTRIBUTION, Exchange
 from farandole.protocol.exchange_messages import (
-    CHUNK_BYTES,
     Accepted,
-    Chunk,
     Commit,
     Committed,
     Control,
     Offer,
+)
+from farandole.protocol.incoming import Incoming
+from farandole.protocol.pipe import (
+    BULK_FROM,
+    CHUNK_BYTES,
+    Chunk,
+    Message,
     Received,
+    Reroute,
     Route,
     Sealed,
+    TransferReceived,
 )
+from farandole.protocol.pipe import Control as PipeControl
+
+Said = Control | PipeControl | Chunk
+Heard = Control | PipeControl | TransferReceived
+HERE = TransferReceived(CONTRIBUTION)
 
 SIZE = 2 * CHUNK_BYTES + 100
 
@@ -46,20 +58,25 @@ class Side:
 
     def chunks(self) -> Iterator[Chunk]:
         """Those that have not moved yet."""
-        for offset in range(self.exchange.num_sent, len(self.contribution), CHUNK_BYTES):
+        for offset in range(self.exchange.pipe.num_sent, len(self.contribution), CHUNK_BYTES):
             yield Chunk(offset, memoryview(self.contribution)[offset : offset + CHUNK_BYTES])
 
-    def receive(self, data: bytes, piece: int = 2**20) -> list[Event]:
-        events: list[Event] = []
+    def send(self, message: Said) -> bytes:
+        if isinstance(message, Route | Reroute | Sealed | Received | Chunk):
+            return self.exchange.pipe.send(message)
+        return self.exchange.send(message)
+
+    def receive(self, data: bytes, piece: int = 2**20) -> list[Heard]:
+        events: list[Heard] = []
         for start in range(0, len(data), piece):
-            self.exchange.receive_data(data[start : start + piece])
-            while (event := self.exchange.next_event()) is not None:
-                events.append(event)
+            self.exchange.pipe.receive_data(data[start : start + piece])
+            while (event := self.exchange.pipe.next_event()) is not None:
+                events.append(self.exchange.receive(event.payload) if isinstance(event, Message) else event)
         return events
 
 
-def tell(sender: Side, receiver: Side, *messages: Control | Chunk, piece: int = 2**20) -> list[Event]:
-    return receiver.receive(b"".join(sender.exchange.send(message) for message in messages), piece)
+def tell(sender: Side, receiver: Side, *messages: Said, piece: int = 2**20) -> list[Heard]:
+    return receiver.receive(b"".join(sender.send(message) for message in messages), piece)
 
 
 def share_offers(alice: Side, bob: Side, piece: int = 2**20) -> None:
@@ -74,7 +91,7 @@ def share(alice: Side, bob: Side, piece: int = 2**20) -> None:
         *chunks, last = sender.chunks()
         assert tell(sender, receiver, *chunks, sender.sealed, last, piece=piece) == [
             sender.sealed,
-            ContributionReceived(len(sender.contribution)),
+            HERE,
         ]
         assert receiver.incoming == sender.contribution
 
@@ -85,21 +102,27 @@ CHANNEL = b"c" * 16
 def open_way(alice: Side, bob: Side, channel: bytes | None = CHANNEL) -> None:
     """The initiator's Route and its answer."""
     for side, other in ((alice, bob), (bob, alice)):
-        route = Route(channel, side.exchange.num_received)
+        route = Route(channel, side.exchange.pipe.num_received)
         assert tell(side, other, route) == [route]
-    assert alice.exchange.channel == bob.exchange.channel == channel
+    assert alice.exchange.pipe.channel == bob.exchange.pipe.channel == channel
+
+
+def incoming_of(receiver: Side) -> Incoming:
+    incoming = receiver.exchange.pipe.incoming.open[0].incoming
+    assert incoming is not None
+    return incoming
 
 
 def move_over(sender: Side, receiver: Side, end: int = BULK_FROM) -> None:
     """Over the channel, up to an offset."""
-    incoming = receiver.exchange.incoming
+    incoming = incoming_of(receiver)
     incoming.write(memoryview(sender.contribution)[incoming.position : end])
 
 
-def take_whole(receiver: Side, sender: Side) -> list[Event]:
-    if sender.exchange.digest is None:
+def take_whole(receiver: Side, sender: Side) -> list[Heard]:
+    if sender.exchange.pipe.outgoing.awaits_hash:
         tell(sender, receiver, sender.sealed)
-    receiver.exchange.check_whole()
+    receiver.exchange.pipe.check_whole()
     return tell(receiver, sender, Received())
 
 

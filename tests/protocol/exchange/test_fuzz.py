@@ -9,19 +9,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from farandole.protocol.errors import LocalProtocolError, RemoteProtocolError
-from farandole.protocol.exchange import BULK_FROM, MAX_ROUTES, ContributionReceived
 from farandole.protocol.exchange_messages import (
     MAX_CONTROL_BYTES,
     Accepted,
     Commit,
     Offer,
-    Received,
-    Reroute,
-    Route,
     peek_offer,
 )
-from farandole.protocol.exchange_steps import Step
 from farandole.protocol.outcomes import decode_resolution, decode_resolve
+from farandole.protocol.pipe import BULK_FROM, Received, Reroute, Route, Sealed, TransferReceived
+from farandole.protocol.pipe_steps import MAX_ROUTES, Step
 
 from .sides import CHANNEL, Side, move_over, share_offers, tell
 
@@ -32,8 +29,8 @@ def _transcript() -> bytes:
     offer = alice.exchange.send(alice.offer)
     bob.receive(offer)
     alice.receive(bob.exchange.send(bob.offer))
-    contribution = alice.exchange.send(alice.sealed) + b"".join(map(alice.exchange.send, alice.chunks()))
-    alice.receive(bob.exchange.send(bob.sealed) + b"".join(map(bob.exchange.send, bob.chunks())))
+    contribution = alice.send(alice.sealed) + b"".join(map(alice.send, alice.chunks()))
+    alice.receive(bob.send(bob.sealed) + b"".join(map(bob.send, bob.chunks())))
     bob.receive(contribution)
     alice.receive(bob.exchange.send(Accepted()))
     return offer + contribution + alice.exchange.send(Commit())
@@ -56,21 +53,23 @@ def test_mutated_sessions_raise_remote_protocol_errors_and_never_commit_rubbish(
     for position, value in flips:
         data[position] = value
     data[cut:cut] = extra
-    bob = Side(False, 200)
+    bob, digest = Side(False, 200), b""
     try:
         for start in range(0, len(data), piece):
             for event in bob.receive(bytes(data[start : start + piece])):
+                if isinstance(event, Sealed):
+                    digest = event.digest
                 if isinstance(event, Offer):
                     bob.exchange.send(bob.offer)
-                    bob.exchange.send(bob.sealed)
+                    bob.send(bob.sealed)
                     for chunk in bob.chunks():
-                        bob.exchange.send(chunk)
-                if isinstance(event, ContributionReceived):
-                    assert blake3(bob.incoming).digest() == bob.exchange.partner_digest
+                        bob.send(chunk)
+                if isinstance(event, TransferReceived):
+                    assert blake3(bob.incoming).digest() == digest
                     bob.exchange.send(Accepted())
     except RemoteProtocolError:
         pass
-    assert len(bob.exchange._head) <= MAX_CONTROL_BYTES + 5
+    assert bob.exchange.pipe.buffered <= MAX_CONTROL_BYTES + 5
 
 
 MOVES = [
@@ -105,17 +104,21 @@ def test_however_ways_break_both_agree_and_nothing_counts_but_the_whole(moves: l
         False  # by a Route that has no answer yet: what its sender has is said, and nothing moves to it meanwhile
     )
     for move, number in moves:
-        asker, answerer = alice.exchange, bob.exchange
+        asker, answerer = alice.exchange.pipe, bob.exchange.pipe
         with contextlib.suppress(LocalProtocolError):
             match move:
                 case "alice moves" | "bob moves":
                     sender, receiver = (alice, bob) if move == "alice moves" else (bob, alice)
                     exchange = receiver.exchange
-                    is_open = exchange.channel is not None and exchange.theirs is Step.MOVING and not exchange.is_whole
+                    is_open = exchange.pipe.step in (Step.CHANNEL, Step.LOST, Step.REPLACING) and not exchange.is_whole
                     if is_open and not (is_asked and receiver is alice):
                         # Nobody sends the last byte before the hash.
-                        move_over(sender, receiver, number if sender.exchange.digest else min(number, BULK_FROM - 1))
-                        exchange.check_whole()
+                        move_over(
+                            sender,
+                            receiver,
+                            number if not sender.exchange.pipe.outgoing.awaits_hash else min(number, BULK_FROM - 1),
+                        )
+                        exchange.pipe.check_whole()
                         tell(receiver, sender, Received())
                 case "alice seals" | "bob seals":
                     sender, receiver = (alice, bob) if move == "alice seals" else (bob, alice)
@@ -127,7 +130,7 @@ def test_however_ways_break_both_agree_and_nothing_counts_but_the_whole(moves: l
                     tell(alice, bob, Route(None, asker.num_received))
                     is_asked = True
                 case "answer":
-                    tell(bob, alice, Route(answerer._named, answerer.num_received))
+                    tell(bob, alice, Route(answerer.proposed, answerer.num_received))
                     is_asked = False
                 case "decline":
                     tell(bob, alice, Route(None, answerer.num_received))
@@ -140,10 +143,12 @@ def test_however_ways_break_both_agree_and_nothing_counts_but_the_whole(moves: l
                             tell(sender, receiver, chunk)
         assert (asker.channel, asker.num_routes) == (answerer.channel, answerer.num_routes)
         assert asker.num_routes <= MAX_ROUTES
-        assert (asker.ours, asker.theirs) == (answerer.theirs, answerer.ours)
+        assert asker.step is answerer.step
+        one, other = alice.exchange, bob.exchange
+        assert (one.ours, one.theirs) == (other.theirs, other.ours)
         for ours, theirs in ((alice, bob), (bob, alice)):
-            assert ours.exchange.digest == theirs.exchange.partner_digest
-            assert 0 <= ours.exchange.num_sent <= BULK_FROM
+            assert ours.exchange.pipe.outgoing.awaits_hash == theirs.exchange.pipe.incoming.awaits_hash
+            assert 0 <= ours.exchange.pipe.num_sent <= BULK_FROM
             if ours.exchange.is_whole:
                 assert ours.incoming == theirs.contribution
 

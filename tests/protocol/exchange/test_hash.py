@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from farandole.protocol.errors import LocalProtocolError, RemoteProtocolError
-from farandole.protocol.exchange import BULK_FROM
-from farandole.protocol.exchange_messages import DIGEST_BYTES, Received, Route, Sealed
+from farandole.protocol.pipe import BULK_FROM, DIGEST_BYTES, Received, Route, Sealed
 
 from .sides import CHANNEL, Side, assert_can_commit, move_over, open_way, share_offers, take_whole, tell
 
@@ -23,20 +22,20 @@ def test_a_wrong_hash_is_found_at_the_last_byte(alice: Side, bob: Side) -> None:
 
 def test_the_hash_comes_once_and_before_the_last_byte(alice: Side, bob: Side) -> None:
     with pytest.raises(LocalProtocolError):
-        alice.exchange.send(alice.sealed)  # of what?
+        alice.send(alice.sealed)  # of what?
     share_offers(alice, bob)
     *chunks, last = alice.chunks()
     tell(alice, bob, *chunks)
     with pytest.raises(LocalProtocolError, match="before the hash"):
-        alice.exchange.send(last)
-    forged = bytes(alice.exchange.send(alice.sealed))
+        alice.send(last)
+    forged = bytes(alice.send(alice.sealed))
     with pytest.raises(LocalProtocolError, match="second"):
-        alice.exchange.send(alice.sealed)
-    hasty = alice.exchange.send(last)
+        alice.send(alice.sealed)
+    hasty = alice.send(last)
     with pytest.raises(RemoteProtocolError, match="no hash"):
         bob.receive(hasty)
     twice = Side(is_initiator=False)
-    tell(Side(is_initiator=True), twice, alice.offer)
+    share_offers(Side(is_initiator=True), twice)
     twice.receive(forged)
     with pytest.raises(RemoteProtocolError, match="second"):
         twice.receive(forged)
@@ -75,8 +74,8 @@ def test_nobody_has_received_what_is_not_encoded(large: tuple[Side, Side]) -> No
     alice, bob = large
     open_way(alice, bob)
     move_over(alice, bob)
-    bob.exchange.partner_digest = alice.sealed.digest  # as if it had been said
-    bob.exchange.check_whole()
-    lie = bob.exchange.send(Received())
+    bob.exchange.pipe.incoming.seal(alice.sealed.digest)  # as if it had been said
+    bob.exchange.pipe.check_whole()
+    lie = bob.send(Received())
     with pytest.raises(RemoteProtocolError, match="before"):
         alice.receive(lie)

@@ -8,10 +8,11 @@ import msgspec
 import pytest
 
 from farandole.protocol.errors import LocalProtocolError, RemoteProtocolError
-from farandole.protocol.exchange_messages import CHUNK_BYTES, MAX_CONTROL_BYTES, Accepted, Commit, Committed, Control
+from farandole.protocol.exchange_messages import MAX_CONTROL_BYTES, Accepted, Commit, Committed, Control
 from farandole.protocol.exchange_steps import Step
+from farandole.protocol.pipe import CHUNK_BYTES
 
-from .sides import SIZE, Side, share, tell
+from .sides import SIZE, Side, share, share_offers, tell
 
 
 @pytest.mark.parametrize("message", [Accepted(), Commit(), Committed()])
@@ -75,11 +76,11 @@ def _chunk(offset: int, size: int) -> bytes:
         (2 + MAX_CONTROL_BYTES).to_bytes(4, "big") + b"\0",
         (2**32 - 1).to_bytes(4, "big") + b"\0",
         (0).to_bytes(4, "big") + b"\0",
-        (5).to_bytes(4, "big") + b"\2",
+        (5).to_bytes(4, "big") + b"\3",
     ],
 )
 def test_a_lying_header_is_refused_before_anything_follows_it(alice: Side, bob: Side, header: bytes) -> None:
-    tell(alice, bob, alice.offer)
+    share_offers(alice, bob)
     with pytest.raises(RemoteProtocolError):
         bob.receive(header, piece=1)
 

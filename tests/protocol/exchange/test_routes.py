@@ -6,11 +6,22 @@ import msgspec
 import pytest
 
 from farandole.protocol.errors import LocalProtocolError, RemoteProtocolError
-from farandole.protocol.exchange import BULK_FROM, MAX_ROUTES, ContributionReceived
-from farandole.protocol.exchange_messages import Accepted, Commit, Control, Received, Reroute, Route
-from farandole.protocol.exchange_steps import Step
+from farandole.protocol.exchange_messages import Accepted, Commit
+from farandole.protocol.pipe import BULK_FROM, CONTROL_KIND, Control, Received, Reroute, Route
+from farandole.protocol.pipe_steps import MAX_ROUTES, Step
 
-from .sides import CHANNEL, Side, assert_can_commit, move_over, open_way, share_offers, take_whole, tell
+from .sides import (
+    CHANNEL,
+    HERE,
+    Side,
+    assert_can_commit,
+    incoming_of,
+    move_over,
+    open_way,
+    share_offers,
+    take_whole,
+    tell,
+)
 
 
 def test_a_session_whose_contributions_move_over_a_channel(large: tuple[Side, Side]) -> None:
@@ -28,10 +39,10 @@ def test_without_a_channel_at_both_ends_chunks_move(large: tuple[Side, Side], na
     tell(alice, bob, Route(named, 0))
     tell(bob, alice, Route(None, 0))
     for sender, receiver in (large, large[::-1]):
-        assert tell(sender, receiver, sender.sealed, *sender.chunks())[1:] == [ContributionReceived(BULK_FROM)]
+        assert tell(sender, receiver, sender.sealed, *sender.chunks())[1:] == [HERE]
         assert receiver.incoming == sender.contribution
         with pytest.raises(LocalProtocolError):
-            receiver.exchange.send(Received())
+            receiver.send(Received())
     assert_can_commit(alice, bob)
 
 
@@ -50,20 +61,20 @@ def test_a_broken_channel_is_replaced_and_nothing_moves_twice(
     if by_alice == by_bob == BULK_FROM:
         for side in large:
             with pytest.raises(LocalProtocolError):
-                side.exchange.send(Route(channel, BULK_FROM))
+                side.send(Route(channel, BULK_FROM))
         return
     if by_bob == BULK_FROM:  # Alice has no need of another way
         with pytest.raises(LocalProtocolError, match="nobody needs"):
-            alice.exchange.send(Route(channel, BULK_FROM))
+            alice.send(Route(channel, BULK_FROM))
         assert tell(bob, alice, Reroute()) == [Reroute()]
     open_way(alice, bob, channel)
-    assert (alice.exchange.num_sent, bob.exchange.num_sent) == (by_alice, by_bob)
+    assert (alice.exchange.pipe.num_sent, bob.exchange.pipe.num_sent) == (by_alice, by_bob)
     for sender, receiver in ((alice, bob), (bob, alice)):
-        if sender.exchange.num_sent == BULK_FROM:
+        if sender.exchange.pipe.num_sent == BULK_FROM:
             continue
         if channel is None:
             tell(sender, receiver, sender.sealed)
-            assert tell(sender, receiver, *sender.chunks()) == [ContributionReceived(BULK_FROM)]
+            assert tell(sender, receiver, *sender.chunks()) == [HERE]
         else:
             move_over(sender, receiver)
             take_whole(receiver, sender)
@@ -79,12 +90,12 @@ def test_a_word_of_the_responder_may_cross_the_initiators_route(large: tuple[Sid
             tell(sender, receiver, sender.sealed)
         move_over(alice, bob, BULK_FROM if crossing == Received() else 7)
         if crossing == Received():
-            bob.exchange.check_whole()
-        said = bob.exchange.send(crossing)
-        route = alice.exchange.send(Route(None, 0))
+            bob.exchange.pipe.check_whole()
+        said = bob.send(crossing)
+        route = alice.send(Route(None, 0))
         assert alice.receive(said) == [crossing]
         bob.receive(route)
-        tell(bob, alice, Route(None, bob.exchange.num_received))
+        tell(bob, alice, Route(None, bob.exchange.pipe.num_received))
         for sender, receiver in ((alice, bob), (bob, alice)):
             tell(sender, receiver, *sender.chunks())
         assert_can_commit(alice, bob)
@@ -95,9 +106,9 @@ def test_an_offset_that_cannot_be_is_refused(large: tuple[Side, Side], received:
     alice, bob = large
     open_way(alice, bob)
     with pytest.raises(LocalProtocolError):
-        alice.exchange.send(Route(None, received))
-    payload = msgspec.msgpack.encode([6, None, received])
-    forged = (1 + len(payload)).to_bytes(4, "big") + b"\0" + payload
+        alice.send(Route(None, received))
+    payload = msgspec.msgpack.encode([1, None, received])
+    forged = (1 + len(payload)).to_bytes(4, "big") + bytes((CONTROL_KIND,)) + payload
     if received == 1:  # possible, if not true: it is Alice who then has no whole contribution
         bob.receive(forged)
         return
@@ -110,9 +121,10 @@ def test_a_session_has_so_many_routes(large: tuple[Side, Side]) -> None:
     for _ in range(MAX_ROUTES):
         open_way(alice, bob)
     with pytest.raises(LocalProtocolError, match="beyond"):
-        alice.exchange.send(Route(CHANNEL, 0))
+        alice.send(Route(CHANNEL, 0))
     forged = Side(True, BULK_FROM)
-    forged.exchange.ours = forged.exchange.theirs = Step.MOVING
+    forged.exchange.pipe.step = Step.CHANNEL
+    forged.exchange.pipe.incoming.add(0, BULK_FROM)
     with pytest.raises(RemoteProtocolError, match="beyond"):
         tell(forged, bob, Route(CHANNEL, 0))
 
@@ -123,14 +135,14 @@ def test_what_contradicts_itself_is_refused(large: tuple[Side, Side], messages: 
     open_way(alice, bob)
     move_over(alice, bob)
     tell(alice, bob, alice.sealed)
-    bob.exchange.check_whole()
+    bob.exchange.pipe.check_whole()
     first, second = messages
     tell(bob, alice, first)
     with pytest.raises(LocalProtocolError):
-        bob.exchange.send(second)
+        bob.send(second)
     payload = msgspec.msgpack.encode(second)
     with pytest.raises(RemoteProtocolError):
-        alice.receive((1 + len(payload)).to_bytes(4, "big") + b"\0" + payload)
+        alice.receive((1 + len(payload)).to_bytes(4, "big") + bytes((CONTROL_KIND,)) + payload)
 
 
 def test_on_the_stream_there_is_no_other_way(large: tuple[Side, Side]) -> None:
@@ -138,29 +150,29 @@ def test_on_the_stream_there_is_no_other_way(large: tuple[Side, Side]) -> None:
     open_way(alice, bob, None)
     for message in (Route(CHANNEL, 0), Received()):
         with pytest.raises(LocalProtocolError):
-            alice.exchange.send(message)
+            alice.send(message)
     with pytest.raises(LocalProtocolError):
-        bob.exchange.send(Reroute())
+        bob.send(Reroute())
 
 
 def test_the_initiator_asks_by_its_route_alone(large: tuple[Side, Side]) -> None:
     alice, bob = large
     open_way(alice, bob)
     with pytest.raises(LocalProtocolError):
-        alice.exchange.send(Reroute())
+        alice.send(Reroute())
     with pytest.raises(LocalProtocolError):
-        bob.exchange.send(Route(None, 0))
+        bob.send(Route(None, 0))
 
 
 def test_the_responder_names_no_channel_of_its_own(large: tuple[Side, Side]) -> None:
     alice, bob = large
     tell(alice, bob, Route(CHANNEL, 0))
     with pytest.raises(LocalProtocolError):
-        bob.exchange.send(Route(b"x" * 16, 0))
+        bob.send(Route(b"x" * 16, 0))
     alice, forged = Side(True, BULK_FROM), Side(False, BULK_FROM)
     share_offers(alice, forged)
     tell(alice, forged, Route(CHANNEL, 0))
-    forged.exchange._named = b"x" * 16
+    forged.exchange.pipe.proposed = b"x" * 16
     with pytest.raises(RemoteProtocolError, match="not named"):
         tell(forged, alice, Route(b"x" * 16, 0))
 
@@ -169,13 +181,13 @@ def test_nothing_moves_before_both_have_named_the_way(large: tuple[Side, Side]) 
     alice, bob = large
     for side in large:
         with pytest.raises(LocalProtocolError):
-            side.exchange.send(next(side.chunks()))
+            side.send(next(side.chunks()))
     with pytest.raises(LocalProtocolError):
-        bob.exchange.send(Route(None, 0))  # the initiator is first
+        bob.send(Route(None, 0))  # the initiator is first
     tell(alice, bob, Route(CHANNEL, 0))
     for message in (next(alice.chunks()), Route(None, 0), Received(), Commit()):
         with pytest.raises(LocalProtocolError):
-            alice.exchange.send(message)
+            alice.send(message)
     for side in large:
         assert side.exchange.can_abort
 
@@ -183,28 +195,28 @@ def test_nothing_moves_before_both_have_named_the_way(large: tuple[Side, Side]) 
 def test_small_contributions_need_no_way(alice: Side, bob: Side) -> None:
     share_offers(alice, bob)
     with pytest.raises(LocalProtocolError):
-        alice.exchange.send(Route(None, 0))
+        alice.send(Route(None, 0))
 
 
 def test_a_channel_brings_what_was_encoded_or_nothing(large: tuple[Side, Side]) -> None:
     alice, bob = large
     open_way(alice, bob)
     with pytest.raises(LocalProtocolError, match="not here yet"):
-        alice.exchange.check_whole()
+        alice.exchange.pipe.check_whole()
     move_over(alice, bob)
     with pytest.raises(RemoteProtocolError, match="no hash"):
-        bob.exchange.check_whole()
+        bob.exchange.pipe.check_whole()
     for sender, receiver in ((alice, bob), (bob, alice)):
         tell(sender, receiver, sender.sealed)
-    bob.exchange.check_whole()
-    for message in (Received(), Commit()):
-        with pytest.raises(LocalProtocolError, match="before the contribution"):
-            alice.exchange.send(message)
+    bob.exchange.pipe.check_whole()
+    for message, problem in ((Received(), "before the transfer"), (Commit(), "before the contribution")):
+        with pytest.raises(LocalProtocolError, match=problem):
+            alice.send(message)
     tell(bob, alice, Received())
     with pytest.raises(LocalProtocolError):
-        bob.exchange.send(Accepted())  # Alice has nothing yet, and a verdict is the last word
-    alice.exchange.incoming.write(memoryview(bytes(BULK_FROM)))
+        bob.send(Accepted())  # Alice has nothing yet, and a verdict is the last word
+    incoming_of(alice).write(memoryview(bytes(BULK_FROM)))
     with pytest.raises(RemoteProtocolError, match="hash"):
-        alice.exchange.check_whole()
-    with pytest.raises(LocalProtocolError, match="before the contribution"):
-        alice.exchange.send(Received())
+        alice.exchange.pipe.check_whole()
+    with pytest.raises(LocalProtocolError, match="before the transfer"):
+        alice.send(Received())

@@ -7,7 +7,6 @@ import pytest
 from farandole.protocol.errors import LocalProtocolError, RemoteProtocolError
 from farandole.protocol.exchange import Exchange
 from farandole.protocol.exchange_messages import (
-    CHUNK_FRAME_BYTES,
     Aborted,
     Accepted,
     Commit,
@@ -16,6 +15,7 @@ from farandole.protocol.exchange_messages import (
     reason_of,
 )
 from farandole.protocol.exchange_steps import TRANSITIONS, Step
+from farandole.protocol.pipe import CHUNK_FRAME_BYTES
 
 from .sides import SIZE, Side, share, share_offers, tell
 
@@ -59,8 +59,8 @@ def test_a_reason_of_ones_own_may_be_said(alice: Side, bob: Side) -> None:
 
 
 def test_a_full_chunk_fills_one_frame(alice: Side, bob: Side) -> None:
-    tell(alice, bob, alice.offer)
-    assert len(alice.exchange.send(next(alice.chunks()))) == CHUNK_FRAME_BYTES
+    share_offers(alice, bob)
+    assert len(alice.send(next(alice.chunks()))) == CHUNK_FRAME_BYTES
 
 
 def test_the_responder_answers_an_offer_and_does_not_make_the_first(alice: Side, bob: Side) -> None:

@@ -28,7 +28,7 @@ from farandole.protocol.activations import (
     Welcome,
 )
 from farandole.protocol.bulk import Secrets
-from farandole.protocol.exchange import BULK_FROM
+from farandole.protocol.pipe import BULK_FROM
 from farandole.protocol.record_layer import Sealer
 
 from ...sockets import tcp_pair
