@@ -94,6 +94,11 @@ class NodeState(TrainingState, frozen=True, kw_only=True):
     trainer_pid: int | None = None
 
 
+def training_of(state: NodeState) -> TrainingState:
+    """Returns the part of a node's state that is about its training."""
+    return TrainingState(**{name: getattr(state, name) for name in TrainingState.__struct_fields__})
+
+
 def beat_of(state: NodeState) -> Beat:
     """Returns the heartbeat of a node in this state."""
     loss = None

@@ -136,7 +136,7 @@ class LoopConfig:
     validate_every: int
     """Rounds between two validations; 0: never."""
     hung_seconds: float
-    """A trainer that is silent for less does not hang, whatever its inner steps take."""
+    """A trainer that is silent for less does not hang, whatever its inner steps take; infinity: none is watched."""
 
 
 class _Timer(enum.Enum):
@@ -264,7 +264,8 @@ class TrainingLoop:
         if prepared.problem:
             self._warn(f"going on with an older checkpoint: {prepared.problem}")
         self._watchdog.begin()
-        self._watch(now)
+        if self.config.hung_seconds < math.inf:
+            self._watch(now)
         if self._is_from_start(life) and self.config.validate_every:
             self._validate(life)
         self._start_round(life, max(prepared.round, self._others_round), now)

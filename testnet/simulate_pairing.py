@@ -1,9 +1,9 @@
-"""Pairing under a virtual clock: real `Pairing` machines, modelled trainers, and the commit of the exchanges.
+"""Pairing under a virtual clock: real training loops, modelled trainers, and the commit of the exchanges.
 
-What is real: every pairing machine and message, and the `Outcomes` that initiators answer from. What is modelled: inner
-steps (each node has its own speed), transfers (a random delay), and the commit's messages (`_Exchange` below follows
-`farandole.node.bulk.exchange_service`, its shares of the deadline included). Messages may be lost; then, as with a
-connection that breaks, both ends are told a little later.
+What is real: every `TrainingLoop`, its `Pairing` and each message of that, and the `Outcomes` that initiators answer
+from. What is modelled: inner steps (each node has its own speed), transfers (a random delay), and the commit's messages
+(`_Exchange` below follows `farandole.node.bulk.exchange_service`, its shares of the deadline included). Messages may be
+lost; then, as with a connection that breaks, both ends are told a little later.
 
     report = simulate(PairingScenario(num_nodes=8, rounds=RoundConfig(round_seconds=20.0)), seed=7)
 """
@@ -20,27 +20,35 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 
+from farandole.protocol import trainer_messages as messages
 from farandole.protocol.exchange import ASK_FROM, DATA_UNTIL, DECIDE_UNTIL
-from farandole.protocol.manifest import RoundConfig
+from farandole.protocol.manifest import Manifest, ModelConfig, OuterConfig, RoundConfig
+from farandole.protocol.node_state import TrainingState
 from farandole.protocol.outcomes import Outcomes
 from farandole.protocol.pairing import Pairing
 from farandole.protocol.pairing_events import (
-    ContributionReady,
-    Event,
-    ExchangeEnded,
-    FinishRound,
-    GoAlone,
     MessageReceived,
-    Output,
     PeerLost,
     PeersChanged,
-    RoundStarted,
     SendMessage,
     SetTimer,
     StartExchange,
     TimerFired,
-    UseFragment,
 )
+from farandole.protocol.supervisor import Supervisor
+from farandole.protocol.training_events import (
+    Event,
+    ExchangeOver,
+    LoopBegan,
+    Output,
+    Reported,
+    RunExchange,
+    StartTrainer,
+    TellTrainer,
+    TrainerReady,
+    WentAlone,
+)
+from farandole.protocol.training_loop import LoopConfig, TrainingLoop
 
 from .simulation import Network, SimulatedTimer, Simulation
 
@@ -48,6 +56,9 @@ from .simulation import Network, SimulatedTimer, Simulation
 OUTER_STEP_SECONDS = 0.2
 # A connection that broke is noticed after this; a death at the latest after the other (the run state's heartbeats).
 BREAK_SECONDS, DEATH_SECONDS = 0.5, 6.0
+# No trainer computes: any model will do.
+MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
+PREPARED = messages.Prepared("none", 0, 0, bytes(32), 0, 0, 0, resumed=messages.Saved(0, 0, 0))
 RESOLVE_INTERVAL = 0.5
 
 
@@ -135,7 +146,7 @@ class _World:
     def run(self) -> PairingReport:
         scenario, simulation = self.scenario, self.simulation
         for index in range(scenario.num_nodes):
-            simulation.call_at(self.rng.uniform(0, scenario.start_spread), self.join(index).start_round)
+            simulation.call_at(self.rng.uniform(0, scenario.start_spread), self.join(index).start)
         self.tell_peers()
         for index in range(scenario.num_nodes, scenario.num_nodes + scenario.num_late):
             simulation.call_at(self.rng.uniform(0, scenario.seconds / 2), partial(self.join_late, index))
@@ -147,7 +158,7 @@ class _World:
     def join_late(self, index: int) -> None:
         node = self.join(index)
         self.tell_peers()
-        node.start_round()
+        node.start()
 
     def join(self, index: int) -> _Node:
         name = index.to_bytes(4, "big") * 8
@@ -186,8 +197,8 @@ class _World:
     def summary(self) -> PairingReport:
         report = self.report
         nodes = list(self.nodes.values())
-        lived = sum(node.started_at - node.born_at for node in nodes)
-        report.utilisation = sum(node.inner_seconds_before for node in nodes) / max(lived, 1e-9)
+        lived = sum(node.trainer.started_at - node.born_at for node in nodes)
+        report.utilisation = sum(node.trainer.inner_seconds_before for node in nodes) / max(lived, 1e-9)
         report.longest_wait = max(self.waits, default=0.0)
         report.mean_wait = statistics.fmean(self.waits) if self.waits else 0.0
         report.coherence = self.coherence()
@@ -201,9 +212,9 @@ class _World:
         return report
 
     def coherence(self) -> float:
-        alive = [node for node in self.nodes.values() if node.is_alive]
-        period = statistics.fmean(node.period for node in alive)
-        return abs(sum(cmath.exp(2j * math.pi * node.started_at / period) for node in alive)) / len(alive)
+        alive = [node.trainer for node in self.nodes.values() if node.is_alive]
+        period = statistics.fmean(trainer.period for trainer in alive)
+        return abs(sum(cmath.exp(2j * math.pi * trainer.started_at / period) for trainer in alive)) / len(alive)
 
     def disagree(self, beliefs: dict[bytes, bool]) -> bool:
         """Whether two nodes that both live believe different things of a session that both are done with."""
@@ -214,40 +225,117 @@ class _World:
 _PAIRING, _EXCHANGE = b"p", b"x"
 
 
+class _Trainer:
+    """A modelled trainer: its inner steps take their time, and so does the outer step."""
+
+    def __init__(self, simulation: Simulation, rounds: RoundConfig, step_seconds: float, node: _Node) -> None:
+        self.started_at = simulation.now
+        """When the inner steps of this round began."""
+        self.period = rounds.round_seconds or 1.0
+        """Seconds between the starts of the last two rounds."""
+        self.inner_seconds = self.inner_seconds_before = 0.0
+        """Spent in inner steps: altogether, and before the present round."""
+        self.fragment = 0
+        self._simulation = simulation
+        self._rounds = rounds
+        self._step_seconds = step_seconds
+        self._node = node
+        self._round = -1
+        self._awaits_outcome = False
+        """Of the newest contribution: the next one is made after its outer step."""
+        self._steps_ended_at: float | None = None
+        """And so they have to wait."""
+        self._steps_end: SimulatedTimer | None = None
+
+    def obey(self, command: messages.Command) -> None:
+        """Take a command of the training loop."""
+        match command:
+            case messages.Train(round_index):
+                self._start_steps(round_index)
+            case messages.FinishRound():
+                steps = math.ceil((self._simulation.now - self.started_at) / self._step_seconds)
+                self._end_steps_at(self.started_at + steps * self._step_seconds)
+            case messages.UseFragment(_, fragment):
+                self.fragment = fragment
+            case messages.TakeOuterStep(round_index):
+                delay = 0.0 if self._rounds.overlap else OUTER_STEP_SECONDS
+                self._simulation.call_after(delay, partial(self._take_outer_step, round_index))
+            case _:
+                pass
+
+    def _start_steps(self, round_index: int) -> None:
+        now = self._simulation.now
+        if self._round >= 0:
+            self.period = now - self.started_at
+        self._round, self.started_at = round_index, now
+        self.inner_seconds_before = self.inner_seconds
+        if self._rounds.inner_steps:
+            self._end_steps_at(now + self._rounds.inner_steps * self._step_seconds)
+
+    def _end_steps_at(self, at: float) -> None:
+        if self._steps_end is not None:
+            at = min(at, self._steps_end.at)
+            self._steps_end.cancel()
+        self._steps_end = self._simulation.call_at(at, self._contribute)
+
+    def _contribute(self) -> None:
+        self._steps_end = None
+        now = self._simulation.now
+        if self._awaits_outcome:
+            self._steps_ended_at = now
+            return
+        ended_at = now if self._steps_ended_at is None else self._steps_ended_at
+        self._steps_ended_at = None
+        self.inner_seconds += ended_at - self.started_at
+        self._awaits_outcome = True
+        seconds = max(ended_at - self.started_at, self._step_seconds)
+        steps = max(1, round(seconds / self._step_seconds))
+        self._node.contribute(
+            messages.Contributed(self._round, 0, steps, steps, steps, steps, None, seconds, self.fragment, 1.0)
+        )
+
+    def _take_outer_step(self, round_index: int) -> None:
+        self._awaits_outcome = False
+        self._node.handle(Reported(messages.OuterStepTaken(round_index)))
+        if self._steps_ended_at is not None:
+            self._contribute()
+
+
 class _Node:
-    """A pairing machine with a modelled trainer."""
+    """A training loop with a modelled trainer and modelled exchanges."""
 
     def __init__(self, world: _World, name: bytes, step_seconds: float) -> None:
+        scenario = world.scenario
         self.world = world
         self.name = name
-        self.step_seconds = step_seconds
-        scenario = world.scenario
-        self.machine = Pairing(name, scenario.rounds, random.Random(world.rng.random()), scenario.num_fragments)
+        manifest = Manifest(
+            "simulated", MODEL, rounds=scenario.rounds, outer=OuterConfig(fragments=scenario.num_fragments)
+        )
+        config = LoopConfig(
+            run_id=bytes(32),
+            manifest=manifest,
+            max_rounds=None,
+            checkpoint_seconds=math.inf,
+            validate_every=0,
+            hung_seconds=math.inf,
+        )
+        pairing = Pairing(name, scenario.rounds, random.Random(world.rng.random()), scenario.num_fragments)
+        self.loop = TrainingLoop(config, pairing, Supervisor(manifest.inner.batch_size))
+        self.trainer = _Trainer(world.simulation, scenario.rounds, step_seconds, self)
         self.outcomes = Outcomes()
         self.exchanges: dict[bytes, _Exchange] = {}
         self.hellos: set[bytes] = set()
         """Sessions whose stream has come before they were expected."""
         self.is_alive = True
-        self.born_at = self.started_at = world.simulation.now
-        self.inner_seconds = self.inner_seconds_before = 0.0
-        """Spent in inner steps: altogether, and before the present round."""
-        self.period = world.scenario.rounds.round_seconds or 1.0
+        self.born_at = world.simulation.now
         self.meetings = self.repeats = 0
-        self.last_partner = b""
-        self._round = -1
+        self._last_partner = b""
         self._ready_at = 0.0
-        self._fragment = 0
         self._exchanged = -1
         """The round of the newest exchange."""
-        self._is_second_try = False
         self._finished = -1
         """The newest round whose outcome is known."""
-        self._awaits_outcome = False
-        """Of the round before the one whose inner steps run: only where rounds overlap."""
-        self._steps_ended_at: float | None = None
-        """And so they have to wait."""
         self._timer: SimulatedTimer | None = None
-        self._steps_end: SimulatedTimer | None = None
 
     @property
     def now(self) -> float:
@@ -256,120 +344,71 @@ class _Node:
     def die(self) -> None:
         self.is_alive = False
 
-    def start_round(self) -> None:
+    def start(self) -> None:
+        """Begin to train, if it lives."""
         if self.is_alive:
-            self.start_steps()
-            self.handle(RoundStarted(self._round))
-
-    def start_steps(self) -> None:
-        self._round += 1
-        if self._round:
-            self.period = self.now - self.started_at
-        else:
             self.born_at = self.now
-        self.started_at = self.now
-        self.inner_seconds_before = self.inner_seconds
-        if self.world.scenario.rounds.inner_steps:
-            self.end_steps_at(self.now + self.world.scenario.rounds.inner_steps * self.step_seconds)
+            self.handle(LoopBegan(TrainingState()))
 
-    def end_steps_at(self, at: float) -> None:
-        if self._steps_end is not None:
-            at = min(at, self._steps_end.at)
-            self._steps_end.cancel()
-        self._steps_end = self.world.simulation.call_at(at, self.become_ready)
-
-    def become_ready(self) -> None:
-        self._steps_end = None
-        if not self.is_alive:
-            return
-        if self._awaits_outcome:
-            self._steps_ended_at = self.now
-            return
-        ended_at = self.now if self._steps_ended_at is None else self._steps_ended_at
-        self._steps_ended_at = None
-        self.inner_seconds += ended_at - self.started_at
+    def contribute(self, report: messages.Contributed) -> None:
         self._ready_at = self.now
-        ready = ContributionReady(self._round, self._fragment)
-        if self.world.scenario.rounds.overlap:
-            self._awaits_outcome = True
-            self.start_steps()
-        self.handle(ready)
+        self.handle(Reported(report))
 
-    def start_next_round(self) -> None:
-        """The round's exchange is under way, or there is none: look for the partner of the one that runs already."""
-        if self.is_alive:
-            self.handle(RoundStarted(self._round, self.started_at))
-
-    def start_exchange(self, start: StartExchange) -> None:
-        report = self.world.report
-        self.world.fragments.setdefault(start.session, set()).add(self._fragment)
-        report.fragments[self._fragment] += 1
-        self._is_second_try = start.round == self._exchanged
-        report.second_tries += self._is_second_try
-        self._exchanged = start.round
-        self.exchanges[start.session] = _Exchange(self, start)
-        self.exchanges[start.session].begin()
-
-    def end_exchange(self, start: StartExchange, is_committed: bool) -> None:
-        """The exchange is over; where rounds overlap the machine has gone on to the next one."""
-        if is_committed:
-            self.world.report.rescued += self._is_second_try
-            self.finish_round(start.round, start.peer)
-        if not self.world.scenario.rounds.overlap:
-            self.handle(ExchangeEnded(start.session, is_committed, is_broken=not is_committed))
-        elif not is_committed:
-            self.go_alone(start.round, "the exchange failed")
-
-    def go_alone(self, round_index: int, reason: str) -> None:
-        self.world.report.alone += 1
-        self.world.report.reasons[reason] += 1
-        self.finish_round(round_index, None)
-
-    def finish_round(self, round_index: int, partner: bytes | None) -> None:
-        """The outcome of the round is known: take the outer step, and begin the next."""
-        world = self.world
-        world.report.steps_too_many += round_index <= self._finished
-        self._finished = round_index
-        world.waits.append(self.now - self._ready_at)
-        world.report.rounds += 1
-        if partner is not None:
-            if self.name < partner:
-                world.report.pairs[frozenset((self.name, partner))] += 1
-            self.meetings += 1
-            self.repeats += partner == self.last_partner
-            self.last_partner = partner
-        if not world.scenario.rounds.overlap:
-            world.simulation.call_after(OUTER_STEP_SECONDS, self.start_round)
-            return
-        self._awaits_outcome = False
-        if self._steps_ended_at is not None:
-            self.become_ready()
+    def end_exchange(self, start: StartExchange, is_committed: bool, is_second_try: bool) -> None:
+        self.world.report.rescued += is_second_try and is_committed
+        self.handle(ExchangeOver(start, is_committed, is_broken=not is_committed))
 
     def handle(self, event: Event) -> None:
         if self.is_alive:
-            for output in self.machine.handle(event, self.now):
+            for output in self.loop.handle(event, self.now):
                 self.carry_out(output)
 
     def carry_out(self, output: Output) -> None:
-        simulation = self.world.simulation
+        simulation, report = self.world.simulation, self.world.report
         match output:
-            case SendMessage(peer=peer, payload=payload):
+            case StartTrainer():
+                simulation.call_after(0.0, partial(self.handle, TrainerReady(PREPARED)))
+            case TellTrainer(command):
+                if isinstance(command, messages.TakeOuterStep):
+                    self._note_outcome(command)
+                self.trainer.obey(command)
+            case RunExchange(start):
+                self._start_exchange(start)
+            case SendMessage(peer, payload):
                 self.world.send(self.name, peer, _PAIRING + payload)
-            case SetTimer(at=at):
+            case SetTimer(at):
                 if self._timer is not None:
                     self._timer.cancel()
-                self._timer = simulation.call_at(at, partial(self.handle, TimerFired()))
-            case FinishRound():
-                steps = math.ceil((self.now - self.started_at) / self.step_seconds)
-                self.end_steps_at(self.started_at + steps * self.step_seconds)
-            case UseFragment(fragment=fragment):
-                self._fragment = fragment
-            case GoAlone(round=round_index, reason=reason):
-                self.go_alone(round_index, reason)
-            case StartExchange():
-                self.start_exchange(output)
-        if self.world.scenario.rounds.overlap and isinstance(output, GoAlone | StartExchange):
-            simulation.call_after(0.0, self.start_next_round)
+                self._timer = simulation.call_at(at, partial(self.handle, TimerFired())) if at < math.inf else None
+            case WentAlone(_, reason):
+                report.alone += 1
+                report.reasons[reason] += 1
+            case _:
+                pass
+
+    def _start_exchange(self, start: StartExchange) -> None:
+        report, fragment = self.world.report, self.trainer.fragment
+        self.world.fragments.setdefault(start.session, set()).add(fragment)
+        report.fragments[fragment] += 1
+        is_second_try = start.round == self._exchanged
+        report.second_tries += is_second_try
+        self._exchanged = start.round
+        self.exchanges[start.session] = _Exchange(self, start, is_second_try)
+        self.exchanges[start.session].begin()
+
+    def _note_outcome(self, step: messages.TakeOuterStep) -> None:
+        """The outcome of a round is known."""
+        world = self.world
+        world.report.steps_too_many += step.round <= self._finished
+        self._finished = step.round
+        world.waits.append(self.now - self._ready_at)
+        world.report.rounds += 1
+        if step.partner:
+            if self.name < step.partner:
+                world.report.pairs[frozenset((self.name, step.partner))] += 1
+            self.meetings += 1
+            self.repeats += step.partner == self._last_partner
+            self._last_partner = step.partner
 
     def receive(self, sender: bytes, payload: bytes) -> None:
         if payload[:1] == _PAIRING:
@@ -409,9 +448,10 @@ _ANSWERS = {"committed": _Verb.COMMITTED, "aborted": _Verb.ABORTED, "undecided":
 class _Exchange:
     """One side of a session: the transfer is a delay, the commit is played in full."""
 
-    def __init__(self, node: _Node, start: StartExchange) -> None:
+    def __init__(self, node: _Node, start: StartExchange, is_second_try: bool) -> None:
         self.node = node
         self.start = start
+        self.is_second_try = is_second_try
         self.is_over = False
         self.has_accepted = False
 
@@ -477,7 +517,7 @@ class _Exchange:
         if self.start.is_initiator:
             node.outcomes.decide(session, committed=False)  # unless it is decided already
         node.world.beliefs.setdefault(session, {})[node.name] = is_committed
-        node.end_exchange(self.start, is_committed)
+        node.end_exchange(self.start, is_committed, self.is_second_try)
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ import trio
 
 from farandole.protocol import trainer_messages as messages
 from farandole.protocol.identity import short_name
+from farandole.protocol.node_state import training_of
 from farandole.protocol.pairing_events import (
     MessageReceived,
     PeerLost,
@@ -134,7 +135,7 @@ class Training:
         try:
             async with trio.open_nursery() as self._nursery:
                 self._nursery.start_soon(self._driver.run)
-                self.handle(LoopBegan(self._journal.state, self._rest.words))
+                self.handle(LoopBegan(training_of(self._journal.state), self._rest.words))
                 self._nursery.start_soon(self._watch_rest)
                 self._nursery.start_soon(self._watch_traffic)
                 await self._over.wait()

@@ -247,6 +247,15 @@ async def test_a_round_for_which_there_is_no_traffic_is_not_exchanged(
     assert len(story.exchanges) == 1
 
 
+async def test_what_the_loop_publishes_leaves_the_rest_of_the_state_alone(story: Story) -> None:
+    story.journal.update(stage=3, isolation="cut off")
+    await story.play_round()
+    state = story.journal.state
+    assert (state.trainer_pid, state.phase, state.stage, state.isolation) == (1, "training", 3, "cut off")
+    assert (state.round, state.tokens) == (1, 8)
+    assert state.round_since > 0
+
+
 async def test_a_thousand_newcomers_ask_for_one_checkpoint(story: Story) -> None:
     (trainer,) = story.trainers
     for _ in range(1_000):
