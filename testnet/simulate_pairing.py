@@ -22,9 +22,10 @@ from functools import partial
 
 from farandole.protocol import trainer_messages as messages
 from farandole.protocol.exchange import ASK_FROM, DATA_UNTIL, DECIDE_UNTIL
-from farandole.protocol.manifest import Manifest, ModelConfig, OuterConfig, RoundConfig
+from farandole.protocol.manifest import Manifest, ModelConfig, RoundConfig
 from farandole.protocol.node_state import TrainingState
 from farandole.protocol.outcomes import Outcomes
+from farandole.protocol.outer_rules import NoLoCoConfig
 from farandole.protocol.pairing import Pairing
 from farandole.protocol.pairing_events import (
     MessageReceived,
@@ -309,7 +310,7 @@ class _Node:
         self.world = world
         self.name = name
         manifest = Manifest(
-            "simulated", MODEL, rounds=scenario.rounds, outer=OuterConfig(fragments=scenario.num_fragments)
+            "simulated", MODEL, rounds=scenario.rounds, outer=NoLoCoConfig(fragments=scenario.num_fragments)
         )
         config = LoopConfig(
             run_id=bytes(32),

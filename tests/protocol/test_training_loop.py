@@ -14,8 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from farandole.protocol import pairing_messages as pairing
 from farandole.protocol import trainer_messages as messages
-from farandole.protocol.manifest import Manifest, ModelConfig, OuterConfig, RoundConfig
+from farandole.protocol.manifest import Manifest, ModelConfig, RoundConfig
 from farandole.protocol.node_state import TrainingState
+from farandole.protocol.outer_rules import NoLoCoConfig
 from farandole.protocol.pairing import Pairing
 from farandole.protocol.pairing_events import (
     MessageReceived,
@@ -76,7 +77,7 @@ def contribution(round_index: int, fragment: int = 0) -> messages.Contributed:
 
 
 def make_loop(rounds: RoundConfig, max_rounds: int | None = None, num_fragments: int = 1) -> TrainingLoop:
-    manifest = Manifest("tiny", MODEL, rounds=rounds, outer=OuterConfig(fragments=num_fragments))
+    manifest = Manifest("tiny", MODEL, rounds=rounds, outer=NoLoCoConfig(fragments=num_fragments))
     config = LoopConfig(b"r" * 32, manifest, max_rounds, 30.0, 3, 60.0)
     return TrainingLoop(config, Pairing(b"a" * 32, rounds, random.Random(1), num_fragments), Supervisor(16))
 
