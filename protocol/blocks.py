@@ -14,10 +14,9 @@ and what to make of them: a safetensors file of just these tensors.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -25,6 +24,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from .entries import Count, Key, Sha256, SignatureField
 from .errors import RemoteProtocolError
 from .identity import is_signed_by, sign
+from .safetensors import Header, encode_header
 
 INDEX_VERSION = 1
 DOMAIN = b"farandole/checkpoint-index/1"
@@ -36,16 +36,6 @@ HASH_BYTES = 32
 MAX_BLOCKS = 1 << 18
 # Of an index beside its hashes: three names of 32 bytes, eight numbers, and a signature, with msgpack's own bytes.
 _INDEX_OVERHEAD_BYTES = 512
-# Names and shapes of a few thousand parameters take a few hundred KB.
-MAX_HEADER_BYTES = 16 * 1024 * 1024
-# Six vectors of ten thousand parameters.
-MAX_TENSORS = 1 << 16
-MAX_NAME_CHARS = 512
-MAX_DIMENSIONS = 8
-FP32_BYTES = 4
-# The format's own: the length of the header that follows.
-_LENGTH_BYTES = 8
-_METADATA = "__metadata__"
 
 
 class Index(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True):
@@ -162,90 +152,7 @@ def hash_block(data: bytes | bytearray | memoryview) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-# The file's own header
-
-
-class _TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor, as safetensors has it; offsets count from the end of the header."""
-
-    dtype: Literal["F32"]
-    shape: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=2**48)], ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
-    data_offsets: tuple[Annotated[int, msgspec.Meta(ge=0, le=2**50)], Annotated[int, msgspec.Meta(ge=0, le=2**50)]]
-
-
-_decode_header = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_decode_metadata = msgspec.json.Decoder(dict[str, str]).decode
-_decode_tensor = msgspec.json.Decoder(_TensorEntry).decode
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """An fp32 tensor in a file."""
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    """In the file."""
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """What a safetensors file says of itself."""
-
-    metadata: dict[str, str]
-    tensors: tuple[Tensor, ...]
-    """In the order of their bytes, without gaps; they end where the file does."""
-    num_bytes: int
-    """Where they begin."""
-
-
-def header_size(first: bytes | bytearray | memoryview, size: int) -> int:
-    """How many of the ``size`` bytes of a file are its header, as its first eight say.
-
-    Raises `RemoteProtocolError` if that is more than the file has, or than any honest one.
-    """
-    if len(first) < _LENGTH_BYTES:
-        raise RemoteProtocolError(f"a checkpoint of {len(first)} bytes")
-    length = int.from_bytes(first[:_LENGTH_BYTES], "little")
-    if length > min(MAX_HEADER_BYTES, size - _LENGTH_BYTES):
-        raise RemoteProtocolError(f"a header of {length} bytes in a file of {size}")
-    return _LENGTH_BYTES + length
-
-
-def parse_header(raw: bytes | bytearray | memoryview, size: int) -> Header:
-    """The header of a file of ``size`` bytes, of which ``raw`` are the first; at least its `header_size`.
-
-    Raises `RemoteProtocolError` if it is not one of fp32 tensors that follow each other up to the file's end.
-    """
-    num_bytes = header_size(raw, size)
-    if len(raw) < num_bytes:
-        raise RemoteProtocolError(f"{len(raw)} bytes of a header of {num_bytes}")
-    try:
-        entries = _decode_header(memoryview(raw)[_LENGTH_BYTES:num_bytes])
-        metadata = _decode_metadata(entries.pop(_METADATA, msgspec.Raw(b"{}")))
-        if len(entries) > MAX_TENSORS or any(len(name) > MAX_NAME_CHARS for name in entries):
-            raise RemoteProtocolError(f"{len(entries)} tensors, or a name that is too long")
-        parsed = {name: _decode_tensor(entry) for name, entry in entries.items()}
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a safetensors header: {error}") from error
-    tensors = sorted(
-        (
-            Tensor(name, entry.shape, num_bytes + entry.data_offsets[0], num_bytes + entry.data_offsets[1])
-            for name, entry in parsed.items()
-        ),
-        key=lambda tensor: (tensor.start, tensor.end),
-    )
-    end = num_bytes
-    for tensor in tensors:
-        if tensor.start != end or tensor.end - tensor.start != FP32_BYTES * math.prod(tensor.shape):
-            raise RemoteProtocolError(
-                f"the checkpoint's {tensor.name} does not lie where it should, or has another size"
-            )
-        end = tensor.end
-    if end != size:
-        raise RemoteProtocolError(f"the checkpoint's tensors end at byte {end}, the file at {size}")
-    return Header(metadata, tuple(tensors), num_bytes)
+# Some of a file's tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +180,8 @@ def select(header: Header, wanted: Callable[[str], bool]) -> Selection:
     if len(tensors) == len(header.tensors):
         pieces, new_header = [(0, tensors[-1].end)], b""
     else:
-        pieces, new_header = _joined((tensor.start, tensor.end) for tensor in tensors), _header_of(header, tensors)
+        pieces = _joined((tensor.start, tensor.end) for tensor in tensors)
+        new_header = encode_header(header.metadata, ((tensor.name, tensor.shape) for tensor in tensors))
     blocks = dict.fromkeys(block for piece in pieces for block in blocks_between(*piece))
     return Selection(new_header, tuple(pieces), tuple(blocks))
 
@@ -287,16 +195,3 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             joined.append((start, end))
     return joined
-
-
-def _header_of(header: Header, tensors: Iterable[Tensor]) -> bytes:
-    """The header of a file of these tensors, one behind the other, with the same metadata."""
-    entries: dict[str, object] = {_METADATA: header.metadata}
-    offset = 0
-    for tensor in tensors:
-        end = offset + tensor.end - tensor.start
-        entries[tensor.name] = {"dtype": "F32", "shape": tensor.shape, "data_offsets": [offset, end]}
-        offset = end
-    raw = msgspec.json.encode(entries)
-    raw += b" " * (-len(raw) % _LENGTH_BYTES)  # tensors start at a multiple of 8, as the format asks
-    return len(raw).to_bytes(_LENGTH_BYTES, "little") + raw

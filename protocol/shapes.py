@@ -13,8 +13,8 @@ from .cut import layers_of
 from .hf_config import GPT2Config, HFConfig, LlamaConfig
 from .manifest import ModelConfig
 from .own_model import OwnModel
+from .safetensors import Shape
 
-Shape = tuple[int, ...]
 # What each kind of model calls its layers; every other parameter belongs to the model's ends.
 _LAYER = re.compile(r"(?:model\.|transformer\.)?(?:layers|h)\.(\d+)\.")
 

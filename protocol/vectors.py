@@ -9,8 +9,8 @@ from __future__ import annotations
 import typing
 from typing import Final
 
-from .blocks import FP32_BYTES, MAX_HEADER_BYTES
 from .outer_rules import OuterConfig, OuterRules
+from .safetensors import FP32_BYTES, MAX_HEADER_BYTES
 
 SLOW: Final = "slow"
 """The weights after the last outer step."""

@@ -11,7 +11,6 @@ the library's.
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -22,7 +21,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from farandole.protocol.blocks import MAX_HEADER_BYTES
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.safetensors import LENGTH_BYTES, encode_header, header_size
 from farandole.protocol.vectors import is_square
 
 from .blocks import BlockHasher, Content, content_of, first_difference
@@ -97,16 +97,9 @@ def load_checkpoint(
 def _header(vectors: tuple[str, ...], layout: Layout, run_id: bytes, counters: Counters) -> memoryview:
     metadata = {"format": FORMAT, "run_id": run_id.hex(), "layout": layout.hash.hex()}
     metadata |= {name: str(value) for name, value in asdict(counters).items()}
-    header: dict[str, object] = {"__metadata__": metadata}
-    offset = 0
-    for vector in vectors:
-        for name, shape in zip(layout.names, layout.shapes, strict=True):
-            end = offset + 4 * torch.Size(shape).numel()
-            header[f"{vector}/{name}"] = {"dtype": "F32", "shape": shape, "data_offsets": [offset, end]}
-            offset = end
-    raw = json.dumps(header, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)  # tensors start at a multiple of 8, as the format asks
-    return memoryview(len(raw).to_bytes(8, "little") + raw)
+    parameters = list(zip(layout.names, layout.shapes, strict=True))
+    shapes = ((f"{vector}/{name}", tuple(shape)) for vector in vectors for name, shape in parameters)
+    return memoryview(encode_header(metadata, shapes))
 
 
 def _data(vectors: Mapping[str, Tensor]) -> Iterator[memoryview]:
@@ -131,13 +124,15 @@ def _check_size(path: Path, layout: Layout, least: int, most: int) -> None:
     """The file must have at least so many vectors, and at most."""
     try:
         with path.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            size = file.seek(0, os.SEEK_END)
+            first, size = file.read(LENGTH_BYTES), file.seek(0, os.SEEK_END)
+        num_bytes = size - header_size(first, size)
+    except RemoteProtocolError as error:
+        raise CheckpointError(f"{path.name} is no safetensors file: {error}") from error
     except OSError as error:
         raise CheckpointError(f"cannot read the checkpoint {path}: {error.strerror}") from error
     vector_bytes = 4 * layout.num_elements
-    num_vectors, rest = divmod(size - 8 - header_bytes, vector_bytes)
-    if header_bytes > MAX_HEADER_BYTES or rest or not least <= num_vectors <= most:
+    num_vectors, rest = divmod(num_bytes, vector_bytes)
+    if rest or not least <= num_vectors <= most:
         raise CheckpointError(
             f"{path.name} has {size} bytes, {most * vector_bytes} of them would be this model's numbers: it is "
             "damaged, or another model's"

@@ -25,7 +25,6 @@ from farandole.protocol import trainer_messages as messages
 from farandole.protocol.block_transfer import Question
 from farandole.protocol.blocks import (
     BLOCK_BYTES,
-    MAX_HEADER_BYTES,
     Index,
     SignedIndex,
     encode_signed_index,
@@ -37,6 +36,7 @@ from farandole.protocol.identity import short_name
 from farandole.protocol.manifest import Manifest
 from farandole.protocol.pairing import MAX_ROUNDS_BEHIND
 from farandole.protocol.records import checkpoint_key, shard_key
+from farandole.protocol.safetensors import MAX_HEADER_BYTES
 from farandole.protocol.vectors import is_required, max_checkpoint_bytes, required_bytes
 
 from ..base.bandwidth import Shaping

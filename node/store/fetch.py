@@ -17,16 +17,7 @@ from typing import Final
 import trio
 
 from farandole.protocol.block_transfer import Question
-from farandole.protocol.blocks import (
-    BLOCK_BYTES,
-    Index,
-    Selection,
-    SignedIndex,
-    blocks_between,
-    header_size,
-    parse_header,
-    select,
-)
+from farandole.protocol.blocks import BLOCK_BYTES, Index, Selection, SignedIndex, blocks_between, select
 from farandole.protocol.download import (
     BLOCK_TIMEOUT,
     Accuse,
@@ -50,6 +41,7 @@ from farandole.protocol.download import (
 )
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import short_name
+from farandole.protocol.safetensors import header_size, parse_header
 
 from ..base.driver import Driver
 from ..base.errors import PeerUnreachableError

@@ -17,17 +17,10 @@ from typing import Final
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.protocol.blocks import (
-    Index,
-    decode_signed_index,
-    encode_signed_index,
-    header_size,
-    max_index_bytes,
-    parse_header,
-    sign_index,
-)
+from farandole.protocol.blocks import Index, decode_signed_index, encode_signed_index, max_index_bytes, sign_index
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import public_bytes
+from farandole.protocol.safetensors import header_size, parse_header
 from farandole.protocol.trainer_messages import Saved
 from farandole.training.durable import replacing
 

@@ -9,8 +9,6 @@ and writes nothing to a disk. A megabyte is 10^6 bytes.
 from __future__ import annotations
 
 import contextlib
-import itertools
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -28,11 +26,11 @@ from farandole.protocol.blocks import (
     Index,
     encode_signed_index,
     hash_block,
-    parse_header,
     sign_index,
 )
 from farandole.protocol.identity import public_bytes
 from farandole.protocol.outer_rules import NoLoCoConfig
+from farandole.protocol.safetensors import encode_header, parse_header
 from farandole.protocol.vectors import OPTIMIZER_VECTORS, required_vectors
 
 from ..grid import Grid
@@ -109,13 +107,10 @@ def _seconds(value: float | None) -> str:
 def make_checkpoint(path: Path, size_mb: int) -> None:
     """A file of which half is needed by a newcomer, and its signed index beside it."""
     num_elements = size_mb * MB // 8
-    shape = {"dtype": "F32", "shape": [num_elements]}
-    offsets = itertools.pairwise(4 * num_elements * index for index in range(len(_VECTORS) + 1))
-    header = {f"{name}/w": {**shape, "data_offsets": list(ends)} for name, ends in zip(_VECTORS, offsets, strict=True)}
-    raw = json.dumps(header).encode()
+    header = encode_header({}, ((f"{name}/w", (num_elements,)) for name in _VECTORS))
     rng = np.random.default_rng(0)
     with path.open("wb") as file:
-        file.write(len(raw).to_bytes(8, "little") + raw)
+        file.write(header)
         for _ in _VECTORS:
             file.write(rng.standard_normal(num_elements, dtype=np.float32).data)
     key = Ed25519PrivateKey.generate()

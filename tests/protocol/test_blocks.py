@@ -18,8 +18,6 @@ from farandole.protocol.blocks import (
     BLOCK_BYTES,
     HASH_BYTES,
     MAX_BLOCKS,
-    MAX_HEADER_BYTES,
-    MAX_NAME_CHARS,
     Index,
     SignedIndex,
     block_range,
@@ -27,15 +25,14 @@ from farandole.protocol.blocks import (
     decode_signed_index,
     encode_signed_index,
     hash_block,
-    header_size,
     max_index_bytes,
     num_blocks,
-    parse_header,
     select,
     sign_index,
 )
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import public_bytes
+from farandole.protocol.safetensors import MAX_HEADER_BYTES, MAX_NAME_CHARS, header_size, parse_header
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
 RUN = b"r" * 32

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from farandole.protocol.blocks import MAX_HEADER_BYTES
+from farandole.protocol.safetensors import MAX_HEADER_BYTES
 from farandole.training.blocks import content_of
 from farandole.training.errors import CheckpointError
 from farandole.training.learner import Learner

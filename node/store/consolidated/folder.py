@@ -33,7 +33,8 @@ from farandole.protocol.blocks import (
 from farandole.protocol.errors import ManifestError, RemoteProtocolError
 from farandole.protocol.identity import public_bytes
 from farandole.protocol.manifest import MAX_MANIFEST_BYTES, EpochsConfig, Manifest, SignedManifest, decode_manifest
-from farandole.protocol.shapes import Shape, shapes_of
+from farandole.protocol.safetensors import Shape
+from farandole.protocol.shapes import shapes_of
 from farandole.protocol.vectors import max_whole_bytes
 from farandole.training.blocks import content_of
 

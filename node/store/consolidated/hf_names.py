@@ -13,7 +13,7 @@ import msgspec
 
 from farandole.protocol.hf_config import DefaultRope, GPT2Config, HFConfig, LlamaConfig
 from farandole.protocol.manifest import Manifest, ModelConfig
-from farandole.protocol.shapes import Shape
+from farandole.protocol.safetensors import Shape
 
 from .folder import model_shapes
 from .tensors import ConsolidatedError

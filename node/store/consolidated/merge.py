@@ -20,7 +20,8 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.protocol.manifest import EpochsConfig, Manifest, decode_manifest
-from farandole.protocol.shapes import Shape, shapes_of, stage_of
+from farandole.protocol.safetensors import Shape
+from farandole.protocol.shapes import shapes_of, stage_of
 
 from .folder import Counters, model_shapes, tensor_shapes, write_folder
 from .tensors import ConsolidatedError, Floats, TensorFile, open_tensors

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
-import json
 import math
 import os
 import shutil
@@ -20,9 +18,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from farandole.protocol.blocks import Header, header_size, parse_header
 from farandole.protocol.errors import FarandoleError, RemoteProtocolError
-from farandole.protocol.shapes import Shape
+from farandole.protocol.safetensors import LENGTH_BYTES, Header, Shape, encode_header, header_size, parse_header
 from farandole.training.durable import sync_file, sync_folder
 
 Floats = npt.NDArray[np.float32]
@@ -72,7 +69,7 @@ def open_tensors(path: Path) -> Iterator[TensorFile]:
             file = stack.enter_context(path.open("rb"))
             size = file.seek(0, os.SEEK_END)
             file.seek(0)
-            first = file.read(8)
+            first = file.read(LENGTH_BYTES)
             try:
                 first += file.read(header_size(first, size) - len(first))
                 header = parse_header(first, size)
@@ -103,7 +100,7 @@ def write_tensors(
     On disk when it returns. Raises `OSError`, and leaves half a file then: write into a `new_folder`.
     """
     with path.open("wb") as file:
-        file.write(header_of(metadata, shapes))
+        file.write(encode_header(metadata, shapes.items()))
         for name, shape in shapes.items():
             tensor = np.ascontiguousarray(tensor_of(name), dtype="<f4")
             assert tensor.shape == shape, f"{name} is {tensor.shape}, not {shape}"
@@ -112,18 +109,6 @@ def write_tensors(
                 file.write(flat[start : start + _SLICE].data)
         file.flush()
         sync_file(file.fileno())
-
-
-def header_of(metadata: Mapping[str, str], shapes: Mapping[str, Shape]) -> bytes:
-    """The first bytes of a safetensors file of fp32 tensors that lie in this order."""
-    sizes = [4 * math.prod(shape) for shape in shapes.values()]
-    ends = list(itertools.accumulate(sizes))
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
-    for (name, shape), size, end in zip(shapes.items(), sizes, ends, strict=True):
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [end - size, end]}
-    raw = json.dumps(header, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)  # tensors start at a multiple of 8, as the format asks
-    return len(raw).to_bytes(8, "little") + raw
 
 
 def check_is_new(path: Path) -> None:

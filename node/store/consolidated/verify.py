@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from farandole.protocol.shapes import Shape
+from farandole.protocol.safetensors import Shape
 from farandole.protocol.vectors import SLOW, is_square, known_vectors
 from farandole.training.blocks import content_of, first_difference
 
