@@ -15,7 +15,8 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from .errors import ManifestError, UnknownManifestError
-from .hf_config import Context, HFConfig, NumLayers, Vocabulary
+from .families import HFConfig
+from .families.base import Context, NumLayers, Vocabulary
 from .identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, is_signed_by, public_bytes, sign
 from .outer_rules import NoLoCoConfig, OuterRules, with_kind
 from .own_model import MAX_PARAMETERS, OwnModel

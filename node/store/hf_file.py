@@ -1,7 +1,7 @@
 """A Hugging Face ``config.json`` in a run file: ``model = {hf = "config.json", num_stages = 3, context = 128}``.
 
 Instead of the file's path, its folder's will do, or its content as a table. What decides how the model is trained goes
-into the manifest (`farandole.protocol.hf_config`), what has no bearing on it is left out, and whatever else a file says
+into the manifest (`farandole.protocol.families`), what has no bearing on it is left out, and whatever else a file says
 is refused by name: it might make it another model.
 """
 
@@ -14,14 +14,14 @@ from typing import Any, Final
 import msgspec
 
 from farandole.protocol.errors import ManifestError
-from farandole.protocol.hf_config import hf_config_from_dict
+from farandole.protocol.families import FAMILIES, hf_config_from_dict
 
 # A configuration is two pages; those with labels or parameters of tasks are a few more.
 MAX_CONFIG_BYTES: Final = 256 * 1024
 
 # No bearing on training here: names and versions; generation; other tasks; tokens that text does not contain; the dtype
 # of weights that are not there. Dropout is left out on purpose: a stage's work may be done twice, and must come out
-# the same (`farandole.protocol.hf_config`).
+# the same (`farandole.protocol.families`).
 _WITHOUT_BEARING: Final = frozenset(
     {
         *("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype"),
@@ -43,7 +43,6 @@ _AS_USUAL: Final[Mapping[str, object]] = {
 }
 _TOKENIZER_FILE: Final = "tokenizer.json"
 _OTHER_TOKENIZER_FILES: Final = ("tokenizer.model", "vocab.json", "spiece.model", "vocab.txt", "tokenizer_config.json")
-_FAMILIES: Final = ("llama", "gpt2")
 
 
 def hf_model(model: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -97,33 +96,10 @@ def _read(path: Path) -> object:
 def _reduced(settings: dict[str, Any]) -> dict[str, Any]:
     """What is left for the manifest, with what transformers would derive from the rest."""
     family = settings.get("model_type")
-    if family not in _FAMILIES:
-        raise ManifestError(f"model.hf.model_type is {family!r}: the known families are {', '.join(_FAMILIES)}")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise ManifestError(f"model.hf.model_type is {family!r}: the known families are {', '.join(FAMILIES)}")
     for name, usual in _AS_USUAL.items():
         if settings.pop(name, usual) != usual:
             raise ManifestError(f"model.hf.{name} can be trained as {usual} alone")
     kept = {name: value for name, value in settings.items() if name not in _WITHOUT_BEARING}
-    return _llama(kept) if family == "llama" else _gpt2(kept)
-
-
-def _llama(settings: dict[str, Any]) -> dict[str, Any]:
-    heads = settings.get("num_attention_heads")
-    if settings.get("num_key_value_heads") is None:
-        settings["num_key_value_heads"] = heads
-    width = settings.get("hidden_size")
-    if settings.get("head_dim") is None and isinstance(width, int) and isinstance(heads, int) and heads > 0:
-        settings["head_dim"] = width // heads
-    theta, scaling = settings.pop("rope_theta", None), settings.pop("rope_scaling", None)  # until transformers 5
-    rope = settings.get("rope_parameters") or scaling or {}
-    if isinstance(rope, Mapping):
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        rest = {name: value for name, value in rope.items() if name != "type"}
-        rope = {**({} if theta is None else {"rope_theta": theta}), **rest, "rope_type": kind}
-    return {**settings, "rope_parameters": rope}
-
-
-def _gpt2(settings: dict[str, Any]) -> dict[str, Any]:
-    width = settings.get("n_embd")
-    if settings.get("n_inner") is None and isinstance(width, int):
-        settings["n_inner"] = 4 * width
-    return settings
+    return FAMILIES[family](kept)

@@ -20,7 +20,7 @@ from typing import Any, Final
 import msgspec
 
 from farandole.protocol.errors import ManifestError
-from farandole.protocol.hf_config import Context, Vocabulary
+from farandole.protocol.families.base import Context, Vocabulary
 from farandole.protocol.manifest import Manifest
 from farandole.protocol.own_model import FunctionName, Settings
 from farandole.training.errors import TrainingError

@@ -10,7 +10,7 @@ import torch
 from msgspec.structs import replace
 
 from farandole.protocol.cut import layers_of, stage_parameters, transformer_costs
-from farandole.protocol.hf_config import hf_config_from_dict
+from farandole.protocol.families import hf_config_from_dict
 from farandole.protocol.manifest import InnerConfig, Manifest, ModelConfig, PipelineConfig
 from farandole.protocol.outer_rules import NoLoCoConfig
 from farandole.protocol.parts import parts_of

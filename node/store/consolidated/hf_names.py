@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from farandole.protocol.hf_config import DefaultRope, GPT2Config, HFConfig, LlamaConfig
+from farandole.protocol.families import HFConfig
+from farandole.protocol.families.llama import DefaultRope, LlamaConfig
 from farandole.protocol.manifest import Manifest, ModelConfig
 from farandole.protocol.safetensors import Shape
 
@@ -81,22 +82,13 @@ def parts_of(manifest: Manifest) -> dict[str, Part]:
     return parts
 
 
-_ARCHITECTURES = {LlamaConfig: "LlamaForCausalLM", GPT2Config: "GPT2LMHeadModel"}
-
-
 def config_json(config: HFConfig, *, end_token: int | None) -> dict[str, Any]:
-    """A ``config.json``: what the configuration says, and what transformers would else take from its own defaults."""
-    settings: dict[str, Any] = {
-        "architectures": [_ARCHITECTURES[type(config)]],
+    """A ``config.json``: the configuration, and what transformers would else take from its own defaults."""
+    return {
+        "architectures": [config.architecture],
         "dtype": "float32",
         "bos_token_id": end_token,
         "eos_token_id": end_token,
         **msgspec.to_builtins(config),
+        **config.older_settings,
     }
-    if isinstance(config, LlamaConfig):
-        # As tools made before transformers 5 look for them.
-        rope = settings["rope_parameters"]
-        is_plain = isinstance(config.rope_parameters, DefaultRope)
-        scaling = None if is_plain else {name: value for name, value in rope.items() if name != "rope_theta"}
-        settings |= {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
-    return settings

@@ -13,7 +13,8 @@ from farandole.node.store.hf_file import MAX_CONFIG_BYTES
 from farandole.node.store.run_file import load_run_file, manifest_of
 from farandole.protocol.cut import stage_parameters
 from farandole.protocol.errors import ManifestError
-from farandole.protocol.hf_config import DefaultRope, GPT2Config, LinearRope, Llama3Rope, LlamaConfig
+from farandole.protocol.families.gpt2 import GPT2Config
+from farandole.protocol.families.llama import DefaultRope, LinearRope, Llama3Rope, LlamaConfig
 from farandole.protocol.presets import num_parameters
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "llama-3-stages" / "run.toml"

@@ -9,7 +9,9 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.protocol.errors import ManifestError
-from farandole.protocol.hf_config import GPT2Config, LlamaConfig, hf_config_from_dict
+from farandole.protocol.families import hf_config_from_dict
+from farandole.protocol.families.gpt2 import GPT2Config
+from farandole.protocol.families.llama import LlamaConfig
 from farandole.protocol.manifest import Manifest, decode_manifest, manifest_from_dict, sign_manifest
 
 LLAMA: dict[str, Any] = {

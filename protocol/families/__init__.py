@@ -1,0 +1,39 @@
+"""Hugging Face ``transformers`` causal language models in a manifest: a file for each family that we know.
+
+Field names and defaults are those of transformers' ``config.json`` (5.23; `transformers.LlamaConfig`, `GPT2Config`),
+reduced to what decides the model's shape, its first weights and what it computes. Other settings of a file are handled
+where it is read (`farandole.node.store.hf_file`). A manifest states every field, so that the defaults of an installed
+version of transformers do not matter. Nothing here is code, or names any: the code is transformers' own, which
+`farandole.training.families` calls.
+
+There is no dropout: a microbatch whose stage is lost is computed again by another node, and must come out the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from ..errors import ManifestError
+from . import gpt2, llama
+from .gpt2 import GPT2Config
+from .llama import LlamaConfig
+
+HFConfig = LlamaConfig | GPT2Config
+
+FAMILIES: Final[Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
+    "llama": llama.settings_from_json,
+    "gpt2": gpt2.settings_from_json,
+}
+"""``model_type`` -> from the settings of a ``config.json`` to those of one of `HFConfig`; raises `ManifestError`."""
+
+
+def hf_config_from_dict(settings: object) -> HFConfig:
+    """A configuration from a parsed ``config.json``; `ManifestError` names the setting that is wrong."""
+    try:
+        config: HFConfig = msgspec.convert(settings, HFConfig, strict=True)
+    except msgspec.ValidationError as error:
+        raise ManifestError(f"model.hf: {error}") from error
+    return config
