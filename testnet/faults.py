@@ -100,7 +100,8 @@ async def _watch_standstill(node: NodeProcess, is_over: trio.Event, standstill: 
         if last > over_at:
             standstill[record.index] = longest
             return
-        if record.is_finished or record.wedged or (is_over.is_set() and not node.is_running):
+        is_gone = not node.is_running and (record.is_doomed or record.died)  # else another fault starts it again
+        if record.is_finished or record.wedged or (is_over.is_set() and is_gone):
             standstill[record.index] = None
             return
 

@@ -99,6 +99,8 @@ class Testnet:
     _nodes: list[NodeProcess] = field(default_factory=list)
     _started_at: float = 0.0
     _pending_faults: int = 0
+    _exchanges_before: dict[int, int] = field(default_factory=dict)
+    """Node -> its exchanges until the last fault was over."""
     _outages: list[Outage] = field(default_factory=list)
     _vacancies: Vacancies = field(default_factory=Vacancies)
     _false_deaths: set[tuple[int, int]] = field(default_factory=set)
@@ -216,7 +218,7 @@ class Testnet:
         ]
 
     async def _train(self, life: trio.Nursery, signed: SignedManifest) -> None:
-        """Returns when every fault is over and every live node has finished its rounds."""
+        """Returns when every fault is over and every live node has finished its rounds, or averaged often enough."""
 
         async def start(node: NodeProcess) -> None:
             await life.start(node.run, self._source(node, signed))
@@ -239,6 +241,9 @@ class Testnet:
             while self._is_training():
                 self._watch()
                 await trio.sleep(WATCH_INTERVAL)
+            if self.scenario.exchanges_after_faults:
+                for node in self._nodes:
+                    nursery.start_soon(node.pause)
         self._watch()
         self._problems += self._vacancies.problems(self.scenario.max_empty_seconds, trio.current_time())
         if self.scenario.no_false_death:
@@ -258,8 +263,15 @@ class Testnet:
         return (
             self._pending_faults > 0
             or not all(node.joined.is_set() for node in self._early_nodes)
-            or any(node.is_running and not node.record.is_finished for node in self._nodes)
+            or any(node.is_running and not self._is_done(node.record) for node in self._nodes)
         )
+
+    def _is_done(self, record: NodeRecord) -> bool:
+        needed = self.scenario.exchanges_after_faults
+        if not needed or record.is_finished:
+            return record.is_finished
+        num_exchanges = record.total("exchanges_ok") - self._exchanges_before.get(record.index, 0)
+        return num_exchanges >= needed and len(record.all_partners) >= self.scenario.min_partners
 
     def _watch(self) -> None:
         now = trio.current_time()
@@ -286,6 +298,7 @@ class Testnet:
     async def _run_fault(self, fault: Fault, context: FaultContext) -> None:
         self._outages.append(await run_fault(fault, context))
         self._pending_faults -= 1
+        self._exchanges_before = {node.record.index: node.record.total("exchanges_ok") for node in self._nodes}
 
     async def _start_nodes(self, start: Callable[[NodeProcess], Awaitable[None]]) -> None:
         """The first, and when it can be dialled the others, one after the other."""

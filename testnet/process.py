@@ -181,6 +181,19 @@ class NodeProcess:
         if self._process is not None and self.is_running:
             limit_files(self._process.pid, most)
 
+    async def pause(self) -> None:
+        """Have it stop training and stay in the mesh; a node that does not answer is asked again."""
+        while self.is_running:
+            try:
+                await trio.to_thread.run_sync(
+                    partial(call, self.home, "pause", timeout=STATUS_TIMEOUT),
+                    abandon_on_cancel=True,  # type: ignore[call-arg]
+                )
+            except (NoNodeError, ControlError):
+                await trio.sleep(POLL_INTERVAL)
+            else:
+                return
+
     async def leave(self) -> None:
         """Tell it to leave in good order, and wait until it has; after `STOP_TIMEOUT` it is killed."""
         if self._process is None or self._ended is None or not self.is_running:

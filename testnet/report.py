@@ -325,7 +325,7 @@ def _node_problems(scenario: Scenario, node: NodeReport) -> list[str]:
         return problems
     if not (node.losses or (node.pipeline and node.inner_steps)):
         problems.append("never trained")
-    if node.rounds < scenario.rounds:
+    if node.rounds < scenario.rounds and not scenario.exchanges_after_faults:
         problems.append(f"reached round {node.rounds} of {scenario.rounds}")
     if len(node.partners) < scenario.min_partners:
         problems.append(f"exchanged with {len(node.partners)} partners, fewer than {scenario.min_partners}")

@@ -119,6 +119,9 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of each node, from node 0 on, and round again if there are more nodes; none: no NAT lab."""
     min_utilisation: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     """Share of its time that each trainer must spend in inner steps."""
+    exchanges_after_faults: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0
+    """Once every fault is over, training goes on until each live node has averaged this often again, and with
+    ``min_partners`` in all, however long its start took; then the nodes pause. 0: until each has done ``rounds``."""
     fault: Annotated[tuple[Fault, ...], msgspec.Meta(max_length=MAX_FAULTS)] = ()
     chaos: Chaos | None = None
     """Faults drawn at random from ``seed``, beside those of ``fault``; `parse_scenario` draws them."""

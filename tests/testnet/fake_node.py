@@ -54,21 +54,23 @@ class FakeNode:
         self.round = self.first_round = int(saved.read_text()) if saved.exists() else 0
         self.started_at = time.time()
         self.exchanges = 0
+        self.is_paused = False
         self.written: list[str] = []
         self.peer_id = peer_id_of(public_bytes(load_or_create_key(self.home / "key")))
 
     async def run(self) -> None:
         with (self.home / "sources").open("a") as file:
             file.write(f"{self.options.source}\n")
+        deeds = {"status": self.status, "pause": self.pause}
         with trio.open_signal_receiver(signal.SIGTERM) as signals:
             async with trio.open_nursery() as nursery:
-                await nursery.start(serve_control, self.home / "control.sock", {"status": self.status})
+                await nursery.start(serve_control, self.home / "control.sock", deeds)
                 nursery.start_soon(self.train)
                 async for _ in signals:
                     nursery.cancel_scope.cancel()
 
     async def train(self) -> None:
-        while self.round < self.options.max_rounds:
+        while self.round < self.options.max_rounds and not self.is_paused:
             await trio.sleep(ROUND_SECONDS)
             if self.round == 2 and self.index == self.options.die:
                 os._exit(7)
@@ -93,6 +95,10 @@ class FakeNode:
             self.written.append(str(error.strerror))
         (self.home / "written").write_text("\n".join(self.written))
 
+    async def pause(self, params: dict[str, Any]) -> object:
+        self.is_paused = True
+        return "paused"
+
     async def status(self, params: dict[str, Any]) -> object:
         is_finished = self.round == self.options.max_rounds
         root = "stray" if self.index == self.options.stray else "root"
@@ -102,7 +108,7 @@ class FakeNode:
             pid=os.getpid(),
             started_at=self.started_at,
             addresses=[f"{self.options.listen}/p2p/{self.peer_id}"],
-            phase="finished" if is_finished else "training",
+            phase="finished" if is_finished else "paused" if self.is_paused else "training",
             round=self.round,
             inner_steps=int(100 * self.round / self.options.slow),
             tokens=1_000 * self.round,

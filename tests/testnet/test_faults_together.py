@@ -31,9 +31,13 @@ def scenario(name: str, **settings: Any) -> Scenario:
     return parse_scenario(
         {
             "run": {**RUN, "name": name},
+            # More than any machine takes: the plays end when the nodes have averaged again after the last fault.
+            "rounds": 256,
+            "exchanges_after_faults": 2,
             "slow": [8.0] * settings["nodes"],
             "timeout": 480.0,
-            "wedged_after": 240.0,  # on a busy machine seven starts take long
+            "checkpoint_seconds": 15.0,  # a newcomer on a busy machine takes long to fetch one
+            "wedged_after": 240.0,  # on a busy machine six starts take long
             "settle_timeout": 90.0,
             "max_loss_merged": 4.5,
             **settings,
@@ -43,23 +47,18 @@ def scenario(name: str, **settings: Any) -> Scenario:
 
 @pytest.mark.usefixtures("networks", "faketime")
 async def test_whatever_befalls_six_nodes_they_train_on_and_agree(tmp_path: Path) -> None:
-    """The small sister of the scenario chaos: nobody dies or is wedged, all finish, and all know the same."""
+    """The small sister of the scenario chaos: nobody dies or is wedged, all train again, and all know the same."""
     chaos = scenario(
         "chaos",
         nodes=6,
-        rounds=24,
         min_partners=1,
-        checkpoint_seconds=3.0,
         chaos={"seconds": 45.0, "faults": 12},
         home=[{"kind": "open"}],
     )
     report = await Testnet(chaos, tmp_path / "out", SilentView()).play()
     assert report.reasons == [], "\n".join(report.events)
     assert sorted(fault.kind for fault in report.faults) == sorted([*DURATIONS, *DURATIONS])
-    assert all(node.rounds == chaos.rounds for node in report.nodes)
-    # On a busy machine the last faults may come when some have done all their rounds.
-    stood_still = [seconds is not None for fault in report.faults for seconds in fault.standstill.values()]
-    assert sum(stood_still) > len(stood_still) / 2
+    assert all(seconds is not None for fault in report.faults for seconds in fault.standstill.values())
 
 
 class ClockView(SilentView):
@@ -82,15 +81,15 @@ async def status_of(home: Path) -> NodeStatus:
 
 @pytest.mark.usefixtures("faketime")
 async def test_wrong_clocks_hurt_their_owners_alone_and_all_agree_once_they_are_right(tmp_path: Path) -> None:
-    """Three of seven: an hour fast and 1 % too fast, an hour slow, a month slow."""
-    wrong = [(4, HOUR, 0.01), (5, -HOUR, 0.0), (6, -MONTH, 0.0)]
+    """Three of six: an hour fast and 1 % too fast, an hour slow, a month slow."""
+    wrong = [(3, HOUR, 0.01), (4, -HOUR, 0.0), (5, -MONTH, 0.0)]
     faults = [
         {"kind": "set_clock", "nodes": [node], "after_start": 3.0, "duration": 20.0, "offset": offset, "drift": drift}
         for node, offset, drift in wrong
     ]
     view = ClockView(len(wrong))
-    testnet = Testnet(scenario("clocks", nodes=7, rounds=22, min_partners=2, fault=faults), tmp_path / "out", view)
-    right = [tmp_path / "out" / "nodes" / f"{index:02d}" for index in range(4)]
+    testnet = Testnet(scenario("clocks", nodes=6, min_partners=2, fault=faults), tmp_path / "out", view)
+    right = [tmp_path / "out" / "nodes" / f"{index:02d}" for index in range(3)]
     async with trio.open_nursery() as nursery:
 
         async def agree() -> None:

@@ -115,6 +115,19 @@ async def test_faults_happen_and_counters_survive_a_restart(tmp_path: Path) -> N
         assert words in said
 
 
+async def test_however_late_faults_come_training_goes_on_after_them_and_the_nodes_pause(tmp_path: Path) -> None:
+    faults = [
+        {"kind": "restart", "nodes": [1], "at_round": 30, "duration": 0.1},
+        {"kind": "freeze", "nodes": [2], "at_round": 40, "duration": 0.1},
+    ]
+    settings = scenario(rounds=256, exchanges_after_faults=5, fault=faults)
+    report = await testnet(settings, tmp_path).play()
+    assert report.reasons == []
+    first, restarted, _ = report.nodes
+    assert 45 <= first.rounds < 256
+    assert (restarted.restarts, restarted.exchanges_since_restart >= 5) == (1, True)
+
+
 async def test_a_report_says_where_the_time_went(tmp_path: Path) -> None:
     faults = [
         {"kind": "restart", "nodes": [0], "at_round": 20, "duration": 1.0},
