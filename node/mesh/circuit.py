@@ -1,41 +1,38 @@
-"""A circuit as libp2p's upgraders read it: one end of a stream through a relay, in the place of a TCP socket."""
+"""A circuit: one end of a stream through a relay, in the place of a TCP socket."""
 
 from __future__ import annotations
 
 from typing import Final
 
 import trio
-from libp2p.io.exceptions import ConnectionClosedError
-from multiaddr import Multiaddr
 
 from ..base.streams import RelayedStream
-from .bounded_reads import BoundedReads
+from .raw_link import RawLink
 
 # Of a relay's limits: what is left then, three of 16 GiB and an hour of six, is for what is under way.
 WORN_AT: Final = 0.8
 
 
-class Circuit(BoundedReads):
+class Circuit(RawLink):
     """A stream to a relay, which copies it to a peer and back.
 
     The connection over it shapes what it moves, as every connection does; so the stream below does not, and goes
     behind what this node has to say to the relay itself.
     """
 
-    transport = "relay"
+    is_relayed = True
 
     def __init__(self, stream: RelayedStream, address: str, max_bytes: int = 0, max_seconds: int = 0) -> None:
         """``address``: the other end, a multiaddr with ``/p2p-circuit`` at its end; the limits, 0 for none.
 
         The limits are the relay's word, at which it breaks the circuit off.
         """
-        super().__init__()
+        super().__init__(address, None)
         self._max_bytes = max_bytes
         self._max_seconds = max_seconds
         self._opened_at = trio.current_time()
         self._num_moved = 0
         stream.is_bulk = True
-        self.addresses = [Multiaddr(address)]
         self._stream = stream
 
     @property
@@ -50,27 +47,21 @@ class Circuit(BoundedReads):
             data = bytes(await self._stream.receive_some(max_bytes))
             self._num_moved += len(data)
             return data
-        except trio.BrokenResourceError as error:
-            raise ConnectionClosedError("circuit broken off", transport="relay") from error
         except trio.ClosedResourceError:
             return b""
 
     async def write(self, data: bytes) -> None:
-        """All of it; `ConnectionClosedError` when the circuit is gone."""
+        """See `RawLink`."""
         try:
             self._num_moved += len(data)
             await self._stream.send_all(data)
-        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
-            raise ConnectionClosedError("circuit closed", transport="relay") from error
+        except trio.ClosedResourceError as error:
+            raise trio.BrokenResourceError("circuit closed here") from error
 
     async def close(self) -> None:
         """Close; what was written still goes out."""
         await self._stream.aclose()
 
     def abort(self) -> None:
-        """Break off without a checkpoint."""
+        """See `RawLink`."""
         self._stream.reset()
-
-    def get_remote_address(self) -> tuple[str, int] | None:
-        """None: who is behind a relay has no host and port here."""
-        return None

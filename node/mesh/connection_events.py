@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import trio
-from libp2p.abc import INetConn, INetStream, INetwork, INotifee
-from multiaddr import Multiaddr
-
-from .libp2p_names import peer_of
 
 
 class ConnectionEvents:
@@ -38,31 +34,3 @@ class ConnectionEvents:
             self._wakeup = trio.Event()
             await self._wakeup.wait()
         return self._changed.popitem(last=False)
-
-
-class ConnectionNotifee(INotifee):
-    """Turns the library's notices of connections into calls with their peers."""
-
-    def __init__(self, note: Callable[[bytes], None]) -> None:
-        """``note``: a connection to this peer has come or gone."""
-        self._note = note
-
-    async def connected(self, network: INetwork, conn: INetConn) -> None:
-        """One has come."""
-        self._note(peer_of(conn.muxed_conn.peer_id))
-
-    async def disconnected(self, network: INetwork, conn: INetConn) -> None:
-        """One has gone."""
-        self._note(peer_of(conn.muxed_conn.peer_id))
-
-    async def opened_stream(self, network: INetwork, stream: INetStream) -> None:
-        """Of no interest."""
-
-    async def closed_stream(self, network: INetwork, stream: INetStream) -> None:
-        """Of no interest."""
-
-    async def listen(self, network: INetwork, multiaddr: Multiaddr) -> None:
-        """Of no interest."""
-
-    async def listen_close(self, network: INetwork, multiaddr: Multiaddr) -> None:
-        """Of no interest."""

@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import trio
-from libp2p.network.exceptions import SwarmException
 
 from farandole.protocol.identity import peer_id_of
 
 from ..base.errors import PeerUnreachableError
+from .connection import CLOSE_TIMEOUT
 from .dial_plan import DIRECT_HEAD_START, Dial
-from .workarounds.connection import CLOSE_TIMEOUT
 from .yamux import MuxedConn
 
 if TYPE_CHECKING:
@@ -78,10 +77,10 @@ class Dialler:
             address, muxed = dial.winner
             self._host.add_addresses(peer, [address])
             is_adopted = True
-            await self._host.adopt(muxed, "outbound")
+            await self._host.connections.add(muxed, is_outbound=True)
         except PeerUnreachableError as error:
             dial.error = error
-        except Exception as error:  # no exception of libp2p, which has dozens, leaves
+        except Exception as error:  # no exception of the library leaves
             dial.error = PeerUnreachableError(f"cannot reach {peer_id_of(peer)}: {error!r}")
         finally:
             if dial.winner is not None and not is_adopted:  # cancelled as soon as it was there
@@ -123,7 +122,7 @@ class Dialler:
         for pause in REDIAL_PAUSES:
             try:
                 return await self._host.dial_one(peer, address)
-            except (OSError, SwarmException, PeerUnreachableError, trio.TooSlowError):
+            except (OSError, PeerUnreachableError, trio.TooSlowError):
                 raise
             except Exception as error:  # the handshakes raise whatever comes when the other end is gone
                 logger.debug("%s hung up: %r", address, error)
@@ -134,4 +133,4 @@ class Dialler:
 async def _discard(muxed: MuxedConn) -> None:
     """Close a connection that nothing runs yet, cancelled or not: nobody else has its socket."""
     with trio.CancelScope(deadline=trio.current_time() + CLOSE_TIMEOUT, shield=True):
-        await muxed.secured_conn.close()
+        await muxed.link.close()

@@ -1,68 +1,81 @@
-"""One stream of libp2p's, with trio's errors."""
+"""One stream of a connection, as trio has streams."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import trio
-from libp2p.connection_types import ConnectionType
-from libp2p.stream_muxer.exceptions import MuxedStreamClosed, MuxedStreamEOF, MuxedStreamError
+
+from farandole.protocol.yamux import YamuxStream
 
 if TYPE_CHECKING:
-    from libp2p.network.stream.net_stream import NetStream
-
-    from .yamux import MuxedStream
+    from .yamux import MuxedConn
 
 
 class Stream(trio.abc.HalfCloseableStream):
-    """One libp2p stream. Its errors are trio's: `BrokenResourceError` when the peer or its connection is gone.
+    """One libp2p stream. `BrokenResourceError` means that the peer, or the connection to it, is gone.
 
     Every wait may be cancelled and taken up again without losing a byte, but a `send_all` that was cancelled has sent
     an unknown part.
     """
 
-    def __init__(self, stream: NetStream, peer: bytes, protocol: str) -> None:
-        self.peer = peer
-        self.protocol = protocol
-        self._net_stream = stream
-        self._stream = cast("MuxedStream", stream.muxed_stream)
+    def __init__(self, state: YamuxStream, conn: MuxedConn) -> None:
+        self.state = state
+        self.peer = conn.peer
+        self.protocol = ""
+        """What both ends have agreed to speak on it; empty before."""
+        self._conn = conn
+        self._changed = trio.Event()
         self._is_closed = False
 
     @property
     def is_bulk(self) -> bool:
-        """Whether whoever uses the stream keeps to the caps (`farandole.node.base.bandwidth`) for both ways of it.
+        """Whether the user of the stream keeps to the caps (`farandole.node.base.bandwidth`) for both ways of it.
 
         Its data then goes behind all else. On other streams nothing waits for the caps, and everything counts.
         """
-        return self._stream.state.is_bulk
+        return self.state.is_bulk
 
     @is_bulk.setter
     def is_bulk(self, value: bool) -> None:
-        self._stream.state.is_bulk = value
+        self.state.is_bulk = value
 
     @property
     def is_relayed(self) -> bool:
         """Whether a relay carries the connection."""
-        return self._stream.muxed_conn.get_connection_type() is ConnectionType.RELAYED
+        return self._conn.link.is_relayed
 
     @property
     def remote_address(self) -> tuple[str, int] | None:
         """Host and port at the other end of the connection; None where it is relayed."""
-        return self._stream.get_remote_address()
+        return self._conn.link.remote
 
     def limit_window(self, max_bytes: int) -> None:
         """Let the peer have no more than this under way to us, if that is more than every stream begins with."""
-        self._stream.state.max_window = max_bytes
+        self.state.max_window = max_bytes
+
+    def limit(self, max_bytes: int) -> None:
+        """Reset the stream when the peer has sent more than this; what it has sent so far counts."""
+        self.state.limit(max_bytes)
+        self._conn.note_change(self)
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         """Send all of it, or raise `trio.BrokenResourceError`. Waits for as long as the peer takes nothing."""
-        self._check_open()
-        try:
-            await self._stream.write(memoryview(data).cast("B"))
-        except MuxedStreamClosed as error:
-            raise trio.ClosedResourceError from error
-        except MuxedStreamError as error:
-            raise trio.BrokenResourceError(f"{self.protocol}: {error}") from error
+        await trio.lowlevel.checkpoint()
+        view = memoryview(data).cast("B")
+        while view:
+            self._check_open()
+            if self.state.has_finished:
+                raise trio.ClosedResourceError("this end has finished")
+            if self.state.is_reset:
+                raise self._broken()
+            if num_taken := self.state.send(view):
+                view = view[num_taken:]
+                self._conn.note_change()
+            elif self.state.has_credit:
+                await self._conn.wait_for_room()
+            else:
+                await self._changed.wait()
 
     async def wait_send_all_might_not_block(self) -> None:
         """Nothing is known beforehand."""
@@ -71,36 +84,47 @@ class Stream(trio.abc.HalfCloseableStream):
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
         """At least one byte, or b"" when the peer has ended its side; `trio.BrokenResourceError` when it is gone."""
         self._check_open()
-        try:
-            return await self._stream.read(max_bytes)
-        except MuxedStreamEOF:
-            return b""
-        except MuxedStreamError as error:
-            raise trio.BrokenResourceError(f"{self.protocol}: {error}") from error
+        await trio.lowlevel.checkpoint()
+        while not self.state.num_unread:
+            self._check_open()
+            if self.state.has_ended:
+                return b""
+            if self.state.is_reset:
+                raise self._broken()
+            await self._changed.wait()
+        data = self.state.read(max_bytes, trio.current_time())
+        self._conn.note_change()
+        return data
 
     async def send_eof(self) -> None:
         """No more from this side; the peer's side stays open."""
         self._check_open()
-        await self._stream.close()
+        self.state.finish()
+        self._conn.note_change(self)
+        await trio.lowlevel.checkpoint()
 
     async def aclose(self) -> None:
         """End both sides. What was sent still arrives, and what comes is refused."""
         if not self._is_closed:
             self._is_closed = True
-            self._stream.abandon()
-            self._remove()
+            self.state.abandon()
+            self._conn.note_change(self)
         await trio.lowlevel.checkpoint()
 
     def reset(self) -> None:
         """Break the stream off: the peer gets an error, not an end."""
         if not self._is_closed:
             self._is_closed = True
-            self._stream.break_off()
-            self._remove()
+            self.state.reset()
+            self._conn.note_change(self)
 
-    def _remove(self) -> None:
-        if self._net_stream.swarm_conn is not None:
-            self._net_stream.swarm_conn.remove_stream(self._net_stream)
+    def wake(self) -> None:
+        """Its state has changed: readers and writers look again."""
+        self._changed.set()
+        self._changed = trio.Event()
+
+    def _broken(self) -> trio.BrokenResourceError:
+        return trio.BrokenResourceError(f"{self.protocol}: stream reset or connection lost")
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -169,12 +169,12 @@ class RelayClient:
                 await stream.send_all(encode_stop(Answer(Status.OK)))
             circuit = Circuit(stream, self._reservations[relay].address)
             try:
-                muxed = await self._host.upgrade(circuit, None)
+                muxed = await self._host.upgrader.accept(circuit)
             except Exception as error:  # whatever the handshakes raise
                 raise RemoteProtocolError(f"no handshake through a relay: {error!r}") from error
         finally:
             self._num_shaking_hands[relay] -= 1
             if not self._num_shaking_hands[relay]:
                 del self._num_shaking_hands[relay]
-        finished = await self._host.adopt(muxed, "inbound")
-        await finished.wait()
+        conn = await self._host.connections.add(muxed, is_outbound=False)
+        await conn.finished.wait()

@@ -12,27 +12,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
 
 import trio
-from libp2p.abc import IMuxedConn, IMuxedStream, ISecureConn
-from libp2p.connection_types import ConnectionType
-from libp2p.peer.id import ID
-from libp2p.stream_muxer.exceptions import (
-    MuxedConnUnavailable,
-    MuxedStreamClosed,
-    MuxedStreamEOF,
-    MuxedStreamReset,
-)
+from libp2p.abc import ISecureConn
 
+from farandole.protocol.identity import short_name
 from farandole.protocol.yamux import MAX_WINDOW, PingAnswered, StreamChanged, StreamOpened, Yamux, YamuxStream
 
 from ..base.bandwidth import Shaping
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-    from multiaddr import Multiaddr
+from .libp2p_stream import Stream
+from .raw_link import RawLink
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +35,8 @@ class UnreadBudget:
     A stranger is a peer for which ``is_needed`` is false. Keys are free, so a bound for each of them is none for all.
     """
 
-    def __init__(self) -> None:
-        self.is_needed: Callable[[ID], bool] = lambda peer_id: False
+    def __init__(self, is_needed: Callable[[bytes], bool] = lambda peer: False) -> None:
+        self.is_needed = is_needed
         self.conns: set[MuxedConn] = set()
         self.num_unread = 0
 
@@ -55,120 +44,37 @@ class UnreadBudget:
         """If strangers have sent too much, the one with the most loses the stream with the most."""
         if self.num_unread <= MAX_STRANGERS_UNREAD_BYTES:
             return
-        strangers = [conn for conn in self.conns if not self.is_needed(conn.peer_id)]
+        strangers = [conn for conn in self.conns if not self.is_needed(conn.peer)]
         if sum(conn.num_unread for conn in strangers) > MAX_STRANGERS_UNREAD_BYTES:
             max(strangers, key=lambda conn: conn.num_unread).reset_fullest()
 
 
-class MuxedStream(IMuxedStream):
-    """One stream. Reads and writes may be cancelled anywhere; data that was not taken stays."""
-
-    def __init__(self, state: YamuxStream, conn: MuxedConn) -> None:
-        self.state = state
-        self.stream_id = state.stream_id
-        self.muxed_conn = conn
-        self._conn = conn
-        self._changed = trio.Event()
-
-    async def read(self, n: int | None = None) -> bytes:
-        """At most n bytes; `MuxedStreamEOF` at a clean end, `MuxedStreamReset` if there was none."""
-        await trio.lowlevel.checkpoint()
-        while not self.state.num_unread:
-            if self.state.has_ended:
-                raise MuxedStreamEOF("the peer has finished")
-            if self.state.is_reset:
-                raise MuxedStreamReset("stream reset or connection lost")
-            await self._changed.wait()
-        data = self.state.read(n, trio.current_time())
-        self._conn.note_change()
-        return data
-
-    async def write(self, data: bytes | memoryview) -> None:
-        """Queue all of it, waiting for credit and for room; the frames of one stream keep their order."""
-        await trio.lowlevel.checkpoint()
-        view = memoryview(data)
-        while view:
-            if self.state.is_reset:
-                raise MuxedStreamReset("stream reset or connection lost")
-            if self.state.has_finished:
-                raise MuxedStreamClosed("this end has finished")
-            if num_taken := self.state.send(view):
-                view = view[num_taken:]
-                self._conn.note_change()
-            elif self.state.has_credit:
-                await self._conn.wait_for_room()
-            else:
-                await self._changed.wait()
-
-    async def close(self) -> None:
-        """Finish this end; the other may go on."""
-        self.state.finish()
-        self._conn.note_change(self)
-        await trio.lowlevel.checkpoint()
-
-    async def close_write(self) -> None:
-        """The same, by the name that the library looks for."""
-        await self.close()
-
-    async def reset(self) -> None:
-        """Break both directions off."""
-        self.break_off()
-        await trio.lowlevel.checkpoint()
-
-    def break_off(self) -> None:
-        """`reset` without a checkpoint."""
-        self.state.reset()
-        self._conn.note_change(self)
-
-    def abandon(self) -> None:
-        """Finish this end, and refuse what the peer still sends."""
-        self.state.abandon()
-        self._conn.note_change(self)
-
-    def limit(self, max_bytes: int) -> None:
-        """Reset the stream when the peer has sent more than this; what it has sent so far counts."""
-        self.state.limit(max_bytes)
-        self._conn.note_change(self)
-
-    def wake(self) -> None:
-        """Something has changed: readers and writers look again."""
-        self._changed.set()
-        self._changed = trio.Event()
-
-    def set_deadline(self, ttl: int) -> None:
-        """Deadlines are cancel scopes here."""
-        raise NotImplementedError
-
-    def get_remote_address(self) -> tuple[str, int] | None:
-        """The connection's."""
-        return self._conn.get_remote_address()
-
-    async def __aenter__(self) -> MuxedStream:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-
-class MuxedConn(IMuxedConn):
+class MuxedConn:
     """One connection and its streams."""
 
     def __init__(
-        self, secured_conn: ISecureConn, peer_id: ID, shaping: Shaping | None = None, budget: UnreadBudget | None = None
+        self,
+        session: ISecureConn,
+        link: RawLink,
+        peer: bytes,
+        shaping: Shaping | None = None,
+        budget: UnreadBudget | None = None,
+        *,
+        is_initiator: bool,
     ) -> None:
-        self.secured_conn = secured_conn
-        self.peer_id = peer_id
+        """``session``: encrypts what goes over the link; ``peer``: who is at the other end, proven."""
+        self.session = session
+        self.link = link
+        self.peer = peer
+        self.is_initiator = is_initiator
         self.event_started = trio.Event()
         self.event_closed = trio.Event()
-        self.on_close: Callable[[], Awaitable[None]] | None = None
         self.num_received = 0
-        self._state = Yamux(is_initiator=secured_conn.is_initiator, now=trio.current_time())
+        self._state = Yamux(is_initiator=is_initiator, now=trio.current_time())
         self._shaping = shaping or Shaping()
         self._budget = budget or UnreadBudget()
         self._num_unread_budgeted = 0
-        self._streams: dict[int, MuxedStream] = {}
+        self._streams: dict[int, Stream] = {}
         self._pongs: dict[int, trio.Event] = {}
         self._scope = trio.CancelScope()
         self._opened = trio.Event()  # by the peer, or the connection is over
@@ -179,6 +85,11 @@ class MuxedConn(IMuxedConn):
     def num_unread(self) -> int:
         """Bytes received and not read."""
         return self._state.num_unread
+
+    @property
+    def streams(self) -> list[Stream]:
+        """Streams that are accepted or opened here and on which something may still happen."""
+        return list(self._streams.values())
 
     @property
     def round_trip(self) -> float | None:
@@ -208,7 +119,7 @@ class MuxedConn(IMuxedConn):
         try:
             await work()
         except Exception as error:  # whatever a broken connection or its encryption raises ends it, and nothing else
-            logger.debug("the connection to %s ends: %r", self.peer_id, error)
+            logger.debug("the connection to %s ends: %r", short_name(self.peer), error)
         self._scope.cancel()
 
     async def _write_frames(self) -> None:
@@ -220,13 +131,13 @@ class MuxedConn(IMuxedConn):
                 continue
             self._shaping.up.charge(self._state.num_counted_out - num_charged)
             num_charged = self._state.num_counted_out
-            await self.secured_conn.write(data)
+            await self.session.write(data)
             self._state.note_sent(len(data))
             self._room.set()
 
     async def _read_frames(self) -> None:
         num_charged = 0
-        while not self._state.has_ended and (message := await self.secured_conn.read()):
+        while not self._state.has_ended and (message := await self.session.read()):
             self.num_received += len(message)
             for event in self._state.receive_data(message, trio.current_time()):
                 match event:
@@ -244,7 +155,7 @@ class MuxedConn(IMuxedConn):
 
     async def close(self) -> None:
         """Say goodbye and end; waits until what was queued is written, so give it a deadline."""
-        if self.is_established:
+        if self.event_started.is_set() and not self.event_closed.is_set():
             self._state.go_away()
             self.note_change()
             while self._state.num_queued and not self.event_closed.is_set():
@@ -267,25 +178,25 @@ class MuxedConn(IMuxedConn):
             del self._pongs[number]
         return self.round_trip or 0.0
 
-    async def open_stream(self) -> MuxedStream:
-        """A new stream; `MuxedConnUnavailable` when the connection is over."""
+    async def open_stream(self) -> Stream:
+        """A new stream; `trio.BrokenResourceError` when the connection is over."""
         await trio.lowlevel.checkpoint()
         if self.event_closed.is_set() or self._state.has_ended:
-            raise MuxedConnUnavailable("connection closed")
+            raise trio.BrokenResourceError("connection closed")
         return self._add(self._state.open_stream())
 
-    async def accept_stream(self) -> MuxedStream:
-        """The next stream that the peer opens; `MuxedConnUnavailable` when the connection is over."""
+    async def accept_stream(self) -> Stream:
+        """The next stream that the peer opens; `trio.BrokenResourceError` when the connection is over."""
         await trio.lowlevel.checkpoint()
         while (state := self._state.accept_stream()) is None:
             if self.event_closed.is_set():
-                raise MuxedConnUnavailable("connection closed")
+                raise trio.BrokenResourceError("connection closed")
             self._opened = trio.Event()
             await self._opened.wait()
         return self._add(state)
 
-    def _add(self, state: YamuxStream) -> MuxedStream:
-        stream = MuxedStream(state, self)
+    def _add(self, state: YamuxStream) -> Stream:
+        stream = Stream(state, self)
         if self._state.is_open(state.stream_id):
             self._streams[state.stream_id] = stream
         self.note_change()
@@ -299,12 +210,12 @@ class MuxedConn(IMuxedConn):
         else:
             self.note_change(self._streams.get(stream_id))
 
-    def note_change(self, stream: MuxedStream | None = None) -> None:
+    def note_change(self, stream: Stream | None = None) -> None:
         """Act on a change of the state, and of this stream: wake its users and the writer, count unread data."""
         if stream is not None:
             stream.wake()
-            if not self._state.is_open(stream.stream_id):
-                self._streams.pop(stream.stream_id, None)
+            if not self._state.is_open(stream.state.stream_id):
+                self._streams.pop(stream.state.stream_id, None)
         if self._state.num_queued:
             self._work.set()
         if self in self._budget.conns:
@@ -316,32 +227,3 @@ class MuxedConn(IMuxedConn):
         if self._room.is_set() and not self.event_closed.is_set():
             self._room = trio.Event()
         await self._room.wait()
-
-    # The rest of the library's interface
-
-    @property
-    def is_initiator(self) -> bool:
-        """Whether this end dialled."""
-        return self.secured_conn.is_initiator
-
-    @property
-    def is_established(self) -> bool:
-        """Whether streams can be opened."""
-        return self.event_started.is_set() and not self.event_closed.is_set()
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether it is over."""
-        return self.event_closed.is_set()
-
-    def get_remote_address(self) -> tuple[str, int] | None:
-        """Host and port of the other end."""
-        return self.secured_conn.get_remote_address()
-
-    def get_transport_addresses(self) -> list[Multiaddr]:
-        """Multiaddrs of the other end as this connection sees it."""
-        return self.secured_conn.get_transport_addresses()
-
-    def get_connection_type(self) -> ConnectionType:
-        """Direct or relayed."""
-        return self.secured_conn.get_connection_type()

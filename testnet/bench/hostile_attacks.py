@@ -16,11 +16,9 @@ from typing import Final
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from libp2p.abc import ISecureConn
-from libp2p.network.connection.raw_connection import RawConnection
 
-from farandole.node.mesh.libp2p_names import id_of
-from farandole.node.mesh.workarounds.sockets import Socket
-from farandole.node.mesh.workarounds.upgrading import make_upgrader
+from farandole.node.mesh.sockets import Socket
+from farandole.node.mesh.upgrading import Upgrader
 from farandole.protocol.errors import FarandoleError
 
 MULTISTREAM: Final = "/multistream/1.0.0"
@@ -242,10 +240,8 @@ async def attack(
 
 async def authenticate(stream: trio.SocketStream, target: AttackTarget) -> ISecureConn:
     """By a key of this moment, up to where yamux begins."""
-    upgrader = make_upgrader(Ed25519PrivateKey.generate())
     socket = Socket(stream)
-    raw = RawConnection(socket, True)
-    secure = await upgrader.upgrade_security(raw, True, id_of(target.peer))
+    secure = await Upgrader(Ed25519PrivateKey.generate()).authenticate(socket, target.peer)
     socket.finish_handshake()
     await secure.write(message(MULTISTREAM) + message(YAMUX))
     return secure

@@ -148,7 +148,7 @@ class PortKeeper:
 
     def _tell(self, opened: dict[int, Opened]) -> None:
         before, self._opened = self._host.mapped, opened
-        self._host.mapped = {port: each.outer for port, each in opened.items()}
+        self._host.own.mapped = {port: each.outer for port, each in opened.items()}
         for port, (ip, outer) in self._host.mapped.items() - before.items():
             logger.info("the router sends on port %d of %s to port %d here", outer, ip, port)
         listening = [port for _, port in self._host.listening]

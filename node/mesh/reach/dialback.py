@@ -105,7 +105,7 @@ class Dialback:
         while self._num_asking:
             await self._none_asking.wait()
         self.holed_at = trio.current_time()
-        async with self._host.open_aside(peer, timeout, port) as open_stream:
+        async with self._host.open_probe(peer, timeout, port) as open_stream:
             with _deadline(timeout):
                 witness = await _ask_over(await open_stream(DIALBACK_PROTOCOL), Request(()))
             yield witness

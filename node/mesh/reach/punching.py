@@ -5,10 +5,10 @@
     callee     Sync
     both       dial, the caller at once, the callee half a round trip after it has sent `Sync`
 
-Both dial from the port that listens, so that the way out for the one's packets is the way in for the other's. It is the
-callee who begins the handshake, whichever dial has arrived, and where the caller's has come to the callee's listener
-too. The addresses are asked for just before: relays say what they see of that port, over a connection that stays
-until the attempt is over, as does what the NAT has made of it.
+Both dial from the port that listens, so that the way out for the one's packets is the way in for the other's. On the
+connection that results the caller is the client of every handshake and the callee the server, as the specification has
+it, whichever end's dial has arrived. The addresses are asked for just before: relays say what they see of that port,
+over a connection that stays until the attempt is over, as does what the NAT has made of it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Puncher:
             while True:
                 for peer in self._host.connected:
                     if self._host.is_direct(peer):
-                        self._host.retire_relayed(peer, RETIRE_AFTER)
+                        self._host.connections.retire_relayed(peer, RETIRE_AFTER)
                     else:
                         self._begin(peer, nursery)
                         nursery.start_soon(self._renew, peer)
@@ -99,7 +99,7 @@ class Puncher:
 
     def _begin(self, peer: bytes, nursery: trio.Nursery) -> None:
         is_due = self._backoff.is_due(peer, self._path(), trio.current_time())
-        if self._host.is_called_by(peer) and is_due and self._may_begin(peer):
+        if self._host.connections.is_called_by(peer) and is_due and self._may_begin(peer):
             nursery.start_soon(self._punch, peer)
 
     def _may_begin(self, peer: bytes) -> bool:
@@ -147,11 +147,11 @@ class Puncher:
                         if theirs is None:
                             raise RemoteProtocolError("it says nothing")
                     chosen = targets(theirs, observed, self._host.own_ips)
-                    with self._host.expecting(peer, [ip for ip, _ in chosen]):  # its dial may come before ours leaves
+                    with self._host.rendezvous.expecting(peer, ()):
                         with trio.fail_after(MESSAGE_TIMEOUT):
                             await stream.send_all(encode_sync())
                         await trio.sleep((trio.current_time() - asked_at) / 2)
-                        await self._meet(peer, chosen, is_initiator=True)
+                        await self._meet(peer, chosen, is_client=False)
                     if self._host.is_direct(peer):
                         return
             finally:
@@ -173,10 +173,12 @@ class Puncher:
                         if theirs is None:
                             return
                         await stream.send_all(encode_connect(self._offered(observed)))
-                        await receive_sync(stream)
                     chosen = targets(theirs, observed, self._host.own_ips)
-                    with self._host.expecting(peer, ()):
-                        await self._meet(peer, chosen, is_initiator=False)
+                    # The callee's dial may come before ours leaves: we begin the handshake on that as well.
+                    with self._host.rendezvous.expecting(peer, [ip for ip, _ in chosen]):
+                        with trio.fail_after(MESSAGE_TIMEOUT):
+                            await receive_sync(stream)
+                        await self._meet(peer, chosen, is_client=True)
         finally:
             self._under_way.discard(peer)
             self._note_end(peer, trio.current_time() - began)
@@ -193,19 +195,19 @@ class Puncher:
         async with self._dialback.observed_by_any() as seen:
             yield list(dict.fromkeys((*seen, *self._reachability.verdict.addresses)))
 
-    async def _meet(self, peer: bytes, chosen: Sequence[Address], *, is_initiator: bool) -> None:
+    async def _meet(self, peer: bytes, chosen: Sequence[Address], *, is_client: bool) -> None:
         """Dial all of them until there is a direct connection, or the time of the attempt is over."""
         with trio.move_on_after(ATTEMPT_TIMEOUT):
             async with trio.open_nursery() as nursery:
                 for target in chosen:
-                    nursery.start_soon(self._dial_on, peer, target, is_initiator)
+                    nursery.start_soon(self._dial_on, peer, target, is_client)
                 await self._host.wait_direct(peer)
                 nursery.cancel_scope.cancel()
 
-    async def _dial_on(self, peer: bytes, target: Address, is_initiator: bool) -> None:
+    async def _dial_on(self, peer: bytes, target: Address, is_client: bool) -> None:
         while not self._host.is_direct(peer):
             try:
-                await self._host.meet(peer, target, is_initiator=is_initiator)
+                await self._host.meet(peer, target, is_initiator=is_client)
             except Exception as error:  # whatever the other end does on a connection that proves nothing yet
                 logger.debug("not met at %s port %d: %r", *target, error)
                 await trio.sleep(REDIAL_INTERVAL)

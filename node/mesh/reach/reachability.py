@@ -159,7 +159,7 @@ class Examiner:
         if verdict.kind is not Kind.PUBLIC:
             verdict = classify(dialled, await self._gather(witnesses, is_aside=True))
         self._reachability.set(verdict)
-        self._host.set_observed_ips([ip for ip, _ in verdict.addresses])
+        self._host.own.observed_ips = list(dict.fromkeys(ip for ip, _ in verdict.addresses))
         return verdict.kind is not Kind.UNKNOWN
 
     def _may_be_through_hole(self, verdict: Verdict) -> bool:

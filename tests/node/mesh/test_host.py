@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from libp2p.io.exceptions import ConnectionClosedError
 
 from farandole.node.base.errors import ListenError, PeerUnreachableError
 from farandole.node.mesh.dial_plan import Dial, dial_target
@@ -267,8 +266,8 @@ async def test_many_who_want_one_peer_share_one_connection() -> None:
             async with trio.open_nursery() as nursery:
                 for _ in range(20):
                     nursery.start_soon(alice.connect, bob.author)
-            assert len(alice._swarm.connections) == 1
-            assert sum(map(len, alice._swarm.connections.values())) == 1
+            assert alice.connected == {bob.author}
+            assert len(alice.connections.live) == 1
 
 
 async def test_a_dial_that_is_cancelled_when_it_has_won_leaves_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,8 +286,8 @@ async def test_a_dial_that_is_cancelled_when_it_has_won_leaves_no_connection(mon
             await alice._dialler._run(bob.author, dial)
         assert scope.cancelled_caught
         (muxed,) = won
-        with pytest.raises(ConnectionClosedError):
-            await muxed.secured_conn.conn.read_writer.read_write_closer.write(b"nobody has closed this")
+        with pytest.raises(trio.BrokenResourceError):
+            await muxed.link.write(b"nobody has closed this")
 
 
 async def test_both_may_dial_at_once() -> None:

@@ -14,8 +14,8 @@ from trio.testing import wait_all_tasks_blocked
 
 from farandole.node.mesh import yamux
 from farandole.node.mesh.admission import MAX_HANDSHAKES, MAX_HANDSHAKES_PER_ADDRESS
+from farandole.node.mesh.connection import MAX_NEGOTIATIONS_PER_CONNECTION
 from farandole.node.mesh.host import Host
-from farandole.node.mesh.workarounds.connection import MAX_NEGOTIATIONS_PER_CONNECTION, MendedConn
 from farandole.testnet.bench.hostile_attacks import ATTACKS, AUTHENTICATED, RAW, AttackTarget, TargetError, attack
 
 from ...patience import PATIENCE
@@ -62,12 +62,12 @@ async def test_newcomers_get_in_beside_strangers_who_leave_nothing_behind(name: 
             async with attacked(bob, [name], 24):
                 for _ in range(3):
                     await assert_answers(bob)
-                    assert bob._swarm.unread_budget.num_unread <= yamux.MAX_STRANGERS_UNREAD_BYTES
+                    assert bob.connections.budget.num_unread <= yamux.MAX_STRANGERS_UNREAD_BYTES
             while num_tasks() > before or bob.connected:
                 await wait_all_tasks_blocked(0.05)
-            assert not bob._swarm._handshakes
-            assert bob._swarm.unread_budget.num_unread == 0
-            assert not bob._swarm.unread_budget.conns
+            assert not bob.acceptor.handshakes
+            assert bob.connections.budget.num_unread == 0
+            assert not bob.connections.budget.conns
 
 
 @pytest.mark.parametrize(("sources", "most"), [(1, MAX_HANDSHAKES_PER_ADDRESS), (100, MAX_HANDSHAKES)])
@@ -78,32 +78,30 @@ async def test_unfinished_handshakes_are_bounded_by_address_and_in_all(sources: 
             async with attacked(bob, ["silence", "half a handshake", "a byte at a time"], 300, sources):
                 for _ in range(3):
                     await assert_answers(bob)
-                    assert len(bob._swarm._handshakes) <= most
+                    assert len(bob.acceptor.handshakes) <= most
 
 
 async def test_connections_in_all_are_bounded_and_who_is_needed_stays() -> None:
     with trio.fail_after(PATIENCE):
         async with host_at_loopback() as bob, host_at_loopback() as friend:
             bob.set_handler(ECHO, echo)
-            bob._swarm.max_connections = 10
+            bob.connections.max_connections = 10
             bob.protect(lambda peer: peer == friend.author)
             await friend.connect(bob.author, bob.addresses)
             async with attacked(bob, ["idle connections"], 30):
                 await assert_answers(bob)
-                live = [conn for conn in bob._swarm.get_connections() if not conn.is_closed]
-                assert len(live) <= 10
+                assert len(bob.connections.live) <= 10
                 assert bob.is_connected(friend.author)
 
 
 async def test_a_connection_negotiates_few_streams_at_once() -> None:
     async with host_at_loopback() as bob, attacked(bob, ["thousands of streams"], 1):
         with trio.fail_after(PATIENCE):
-            while not (conns := bob._swarm.get_connections()):
+            while not (conns := bob.connections.live):
                 await trio.lowlevel.checkpoint()
             (conn,) = conns
-            assert isinstance(conn, MendedConn)
             while not conn.is_closed:
-                assert len(conn._negotiating) <= MAX_NEGOTIATIONS_PER_CONNECTION
+                assert conn.num_negotiating <= MAX_NEGOTIATIONS_PER_CONNECTION
                 await trio.lowlevel.checkpoint()
 
 

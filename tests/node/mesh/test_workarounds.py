@@ -1,4 +1,4 @@
-"""What libp2p 0.8.1 does wrong and node/mesh/workarounds mends: the library's way, where cheap to show, and ours."""
+"""What libp2p 0.8.1 does wrong and node/mesh does in its own way: the library's, where cheap to show, and ours."""
 
 import os
 import random
@@ -7,35 +7,46 @@ import signal
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from importlib.metadata import version
+from typing import Any, cast
 
 import libp2p
 import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from libp2p.abc import IRawConnection
 from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.crypto.keys import KeyPair
+from libp2p.crypto.rsa import create_new_key_pair as create_new_rsa_key_pair
 from libp2p.crypto.secp256k1 import create_new_key_pair as create_new_secp256k1_key_pair
+from libp2p.crypto.serialization import deserialize_public_key
+from libp2p.crypto.x25519 import create_new_key_pair as create_new_x25519_key_pair
 from libp2p.custom_types import TProtocol
+from libp2p.identity.identify.pb.identify_pb2 import Identify
 from libp2p.network.exceptions import SwarmException
 from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import info_from_p2p_addr
 from libp2p.security.insecure.transport import PLAINTEXT_PROTOCOL_ID
+from libp2p.security.noise.transport import Transport
 from multiaddr import Multiaddr
 from trio.testing import wait_all_tasks_blocked
 
 from farandole.node.base.errors import PeerUnreachableError
+from farandole.node.mesh import upgrading
 from farandole.node.mesh.admission import MAX_HANDSHAKES_PER_ADDRESS
+from farandole.node.mesh.connections import MAX_CONNECTIONS_PER_PEER
+from farandole.node.mesh.delimited import parse, receive_delimited, receive_exactly
 from farandole.node.mesh.dht import Dht
 from farandole.node.mesh.host import Host
+from farandole.node.mesh.identify import IDENTIFY_PROTOCOL, MAX_IDENTIFY_BYTES, PING_PROTOCOL
 from farandole.node.mesh.libp2p_stream import Stream
-from farandole.node.mesh.workarounds import swarm
-from farandole.node.mesh.workarounds.connection import MendedConn
-from farandole.node.mesh.workarounds.host import MAX_LIBRARY_BYTES
-from farandole.node.mesh.workarounds.sockets import Socket
+from farandole.node.mesh.multistream import Negotiation, ProtocolRefusedError
+from farandole.node.mesh.sockets import Socket
 from farandole.protocol.identity import public_bytes, public_key_of
 from farandole.protocol.kademlia import KAD_PROTOCOL
+from farandole.protocol.yamux import MAX_WAITING_STREAMS
 
 from ...patience import PATIENCE
 from ..hosts import ECHO, LOOPBACK, echo, host_at_loopback
@@ -145,11 +156,11 @@ async def test_an_honest_dial_succeeds_while_a_thousand_sockets_are_silent() -> 
             bob.set_handler(ECHO, echo)
             async with silent_sockets(port_of(bob), number):
                 await assert_answers(bob)
-                assert len(bob._swarm._handshakes) <= MAX_HANDSHAKES_PER_ADDRESS
+                assert len(bob.acceptor.handshakes) <= MAX_HANDSHAKES_PER_ADDRESS
 
 
 async def test_an_unfinished_handshake_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swarm, "HANDSHAKE_TIMEOUT", 0.05)
+    monkeypatch.setattr(upgrading, "HANDSHAKE_TIMEOUT", 0.05)
     with trio.fail_after(PATIENCE):
         async with host_at_loopback() as bob, silent_sockets(port_of(bob), 1) as (socket,):
             while await socket.receive_some():
@@ -370,11 +381,10 @@ async def test_a_living_peer_is_not_given_up() -> None:
             host_at_loopback(ping_interval=0.01, ping_timeout=PATIENCE) as bob,
         ):
             await alice.connect(bob.author, bob.addresses)
-            (connection,) = alice._swarm.connections[ID.from_base58(bob.peer_id)]
-            assert isinstance(connection, MendedConn)
-            before = connection.muxed_conn.num_received
-            while connection.muxed_conn.num_received < before + 20 * 12:
-                await connection.muxed_conn.ping()
+            (connection,) = alice.connections.of(bob.author)
+            before = connection.muxed.num_received
+            while connection.muxed.num_received < before + 20 * 12:
+                await connection.muxed.ping()
             assert alice.is_connected(bob.author)
 
 
@@ -388,7 +398,7 @@ async def test_strangers_make_room_the_idle_first_and_who_is_needed_stays(monkey
     monkeypatch.setattr(Dht, "_refresh_if_due", no_refresh)  # it would wake the idle one
     with trio.fail_after(PATIENCE):
         async with host_at_loopback() as bob, AsyncExitStack() as stack:
-            bob._swarm.max_connections = 3
+            bob.connections.max_connections = 3
             bob.set_handler(ECHO, echo)
             needed, busy, idle, third, fourth = [await stack.enter_async_context(host_at_loopback()) for _ in range(5)]
             bob.protect(lambda peer: peer == needed.author)
@@ -418,17 +428,36 @@ async def test_connections_of_one_peer_are_bounded() -> None:
     with trio.fail_after(PATIENCE):
         async with host_at_loopback() as alice, host_at_loopback() as bob:
             bob.set_handler(ECHO, echo)
-            for _ in range(swarm.MAX_CONNECTIONS_PER_PEER + 3):
+            for _ in range(MAX_CONNECTIONS_PER_PEER + 3):
                 stream = await trio.open_tcp_stream("127.0.0.1", port_of(bob))
-                muxed = await alice._swarm.upgrade(Socket(stream), ID.from_base58(bob.peer_id))
-                await alice._swarm.add_conn(muxed, "outbound")
+                muxed = await alice.upgrader.dial(Socket(stream), bob.author)
+                await alice.connections.add(muxed, is_outbound=True)
             async with await alice.open_stream(bob.author, ECHO) as echoing:
                 await echoing.send_all(b"x")
                 assert await echoing.receive_some() == b"x"
-            assert len(bob._swarm.get_connections(ID.from_base58(alice.peer_id))) <= swarm.MAX_CONNECTIONS_PER_PEER
+            assert len(bob.connections.of(alice.author)) <= MAX_CONNECTIONS_PER_PEER
 
 
-async def test_a_peer_whose_key_is_not_ed25519_is_refused() -> None:
+@pytest.mark.parametrize("create", [create_new_secp256k1_key_pair, create_new_rsa_key_pair])
+async def test_a_peer_whose_key_is_not_ed25519_is_refused_and_both_ends_learn_why(
+    create: Callable[[], KeyPair], caplog: pytest.LogCaptureFixture
+) -> None:
+    with trio.fail_after(PATIENCE), caplog.at_level("DEBUG", "farandole"):
+        pair = create()
+        noise = Transport(pair, noise_privkey=create_new_x25519_key_pair().private_key)
+        async with host_at_loopback() as bob:
+            async with await trio.open_tcp_stream("127.0.0.1", port_of(bob)) as stream:
+                link = Socket(stream)
+                await Negotiation(link.read, link.write).propose("/noise")
+                session = await noise.secure_outbound(cast("IRawConnection", link), ID.from_base58(bob.peer_id))
+                with pytest.raises(ProtocolRefusedError, match="peers here need Ed25519 keys"):
+                    await Negotiation(session.read, session.write).propose("/yamux/1.0.0")
+            while "has no Ed25519 key" not in caplog.text:
+                await trio.lowlevel.checkpoint()
+            assert bob.connected == frozenset()
+
+
+async def test_the_librarys_host_with_another_kind_of_key_is_refused() -> None:
     with trio.fail_after(PATIENCE):
         library = libp2p.new_host(key_pair=create_new_secp256k1_key_pair())
         async with host_at_loopback() as bob, library.run([Multiaddr(LOOPBACK[0])]):
@@ -439,15 +468,62 @@ async def test_a_peer_whose_key_is_not_ed25519_is_refused() -> None:
             await library.close()
 
 
-def test_another_release_of_libp2p_is_refused() -> None:
-    script = (
-        "import importlib.metadata as m\n"
-        "real = m.version\n"
-        "m.version = lambda name: '9.9.9' if name == 'libp2p' else real(name)\n"
-        "import farandole.node.mesh.workarounds\n"
-    )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert "9.9.9" in result.stderr.splitlines()[-1]
+async def test_an_honest_peer_that_opens_200_streams_at_once_keeps_its_connection() -> None:
+    with trio.fail_after(PATIENCE):
+        async with host_at_loopback() as alice, host_at_loopback() as bob:
+            bob.set_handler(ECHO, echo)
+            await alice.connect(bob.author, bob.addresses)
+            answers = list[bytes]()
+
+            async def ask() -> None:
+                with suppress(PeerUnreachableError, trio.BrokenResourceError):  # the excess is reset
+                    async with await alice.open_stream(bob.author, ECHO, PATIENCE) as stream:
+                        await stream.send_all(b"x")
+                        answers.append(await stream.receive_some())
+
+            while not (before := bob.connections.of(alice.author)):
+                await trio.lowlevel.checkpoint()
+            async with trio.open_nursery() as nursery:
+                for _ in range(200):
+                    nursery.start_soon(ask)
+            assert bob.connections.of(alice.author) == before
+            assert len(answers) >= MAX_WAITING_STREAMS // 2  # beside those of identify and the DHT
+            assert set(answers) == {b"x"}
+
+
+async def test_identify_names_farandole_and_its_version() -> None:
+    with trio.fail_after(PATIENCE):
+        async with host_at_loopback() as alice, host_at_loopback() as bob:
+            bob.set_handler(ECHO, echo)
+            await alice.connect(bob.author, bob.addresses)
+            async with await alice.open_stream(bob.author, IDENTIFY_PROTOCOL) as stream:
+                message = parse(Identify, await receive_delimited(stream, MAX_IDENTIFY_BYTES))
+            own_addresses = bob.addresses
+        assert message.agent_version == f"farandole/{version('farandole')}"
+        assert message.protocol_version == "farandole/1.0.0"
+        assert [f"{Multiaddr(address)}/p2p/{bob.peer_id}" for address in message.listen_addrs] == own_addresses
+        assert {ECHO, KAD_PROTOCOL, PING_PROTOCOL} <= set(message.protocols)
+        assert str(Multiaddr(message.observed_addr)).startswith("/ip4/127.0.0.1/tcp/")
+        assert ID.from_pubkey(deserialize_public_key(message.public_key)).to_base58() == bob.peer_id
+
+
+async def test_what_a_peer_says_of_its_addresses_is_remembered_after_connecting() -> None:
+    with trio.fail_after(PATIENCE):
+        async with host_at_loopback() as alice, host_at_loopback() as bob:
+            await alice.connect(bob.author, bob.addresses)
+            while not bob.addresses_of(alice.author):  # alice has dialled: bob asks her
+                await wait_all_tasks_blocked(0.01)
+            assert bob.addresses_of(alice.author) == [address.partition("/p2p/")[0] for address in alice.addresses]
+
+
+async def test_pings_are_echoed() -> None:
+    with trio.fail_after(PATIENCE):
+        async with host_at_loopback() as alice, host_at_loopback() as bob:
+            await alice.connect(bob.author, bob.addresses)
+            async with await alice.open_stream(bob.author, PING_PROTOCOL) as stream:
+                for number in range(3):
+                    await stream.send_all(bytes([number]) * 32)
+                    assert await receive_exactly(stream, 32) == bytes([number]) * 32
 
 
 @pytest.mark.parametrize("protocol", SERVED_BY_LIBRARY[1:])
@@ -464,4 +540,4 @@ async def test_nobody_sends_the_library_megabytes(protocol: str) -> None:
                     await stream.send_all(bytes(16 * 1024))
                     num_sent += 16 * 1024
                     await wait_all_tasks_blocked()
-            assert num_sent <= 2 * MAX_LIBRARY_BYTES
+            assert num_sent <= 2 * 128 * 1024

@@ -7,13 +7,12 @@ from typing import Any, cast
 
 import pytest
 import trio
-from libp2p.peer.id import ID
-from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamClosed, MuxedStreamEOF, MuxedStreamReset
 from trio.testing import MockClock, memory_stream_pair, wait_all_tasks_blocked
 
 from farandole.node.base.bandwidth import METER_SECONDS, Shaper, Shaping
 from farandole.node.mesh import yamux as driver
-from farandole.node.mesh.yamux import MuxedConn, MuxedStream, UnreadBudget
+from farandole.node.mesh.libp2p_stream import Stream
+from farandole.node.mesh.yamux import MuxedConn, UnreadBudget
 from farandole.protocol import yamux
 from farandole.protocol.yamux import (
     INITIAL_WINDOW,
@@ -29,7 +28,7 @@ from ...patience import PATIENCE
 
 DATA, WINDOW_UPDATE, PING, GO_AWAY = range(4)
 SYN, ACK, FIN, RST = 1, 2, 4, 8
-PEER = ID(b"peer")
+PEER = bytes(32)
 
 
 def encode(kind: int, flags: int, stream_id: int, length: int, data: bytes = b"") -> bytes:
@@ -39,9 +38,8 @@ def encode(kind: int, flags: int, stream_id: int, length: int, data: bytes = b""
 class Pipe:
     """A secure connection of the library's, as much of it as yamux uses."""
 
-    def __init__(self, stream: trio.StapledStream, is_initiator: bool) -> None:
+    def __init__(self, stream: trio.StapledStream) -> None:
         self.stream = stream
-        self.is_initiator = is_initiator
 
     async def read(self, n: int | None = None) -> bytes:
         return bytes(await self.stream.receive_some(n))
@@ -57,7 +55,7 @@ async def open_conn(
 ) -> AsyncIterator[tuple[MuxedConn, trio.StapledStream]]:
     """A connection that was dialled from elsewhere, and the dialler's bare end of it."""
     near, far = memory_stream_pair()
-    conn = MuxedConn(cast("Any", Pipe(near, is_initiator=False)), PEER, shaping, budget)
+    conn = MuxedConn(cast("Any", Pipe(near)), cast("Any", None), PEER, shaping, budget, is_initiator=False)
     with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(conn.start)
@@ -79,7 +77,7 @@ async def receive_frame(far: trio.StapledStream) -> tuple[int, int, int, int]:
     return kind, flags, stream_id, length
 
 
-async def accept(conn: MuxedConn, far: trio.StapledStream, stream_id: int = 1) -> MuxedStream:
+async def accept(conn: MuxedConn, far: trio.StapledStream, stream_id: int = 1) -> Stream:
     await far.send_all(encode(WINDOW_UPDATE, SYN, stream_id, 0))
     stream = await conn.accept_stream()
     assert await receive_frame(far) == (WINDOW_UPDATE, ACK, stream_id, 0)
@@ -92,9 +90,8 @@ async def test_frames_cut_anywhere_are_put_together() -> None:
         for byte in encode(DATA, 0, 1, 5, b"hello") + encode(DATA, FIN, 1, 1, b"!"):
             await far.send_all(bytes([byte]))
         heard = b""
-        with pytest.raises(MuxedStreamEOF):
-            while True:
-                heard += await stream.read(2)
+        while data := await stream.receive_some(2):
+            heard += data
         assert heard == b"hello!"
 
 
@@ -102,10 +99,10 @@ async def test_a_reset_is_no_end() -> None:
     async with open_conn() as (conn, far):
         stream = await accept(conn, far)
         await far.send_all(encode(DATA, 0, 1, 2, b"ab") + encode(WINDOW_UPDATE, RST, 1, 0))
-        with pytest.raises(MuxedStreamReset):
-            await stream.read()
-        with pytest.raises(MuxedStreamReset):
-            await stream.write(b"x")
+        with pytest.raises(trio.BrokenResourceError):
+            await stream.receive_some()
+        with pytest.raises(trio.BrokenResourceError):
+            await stream.send_all(b"x")
 
 
 async def test_an_end_before_the_connections_end_stays_a_clean_end() -> None:
@@ -114,14 +111,13 @@ async def test_an_end_before_the_connections_end_stays_a_clean_end() -> None:
         await far.send_all(encode(DATA, FIN, 1, 2, b"ab") + encode(DATA, 0, 3, 2, b"ab"))
         await far.aclose()
         await conn.event_closed.wait()
-        assert await ended.read() == await torn.read() == b"ab"
-        with pytest.raises(MuxedStreamEOF):
-            await ended.read()
-        with pytest.raises(MuxedStreamReset):
-            await torn.read()
-        with pytest.raises(MuxedConnUnavailable):
+        assert await ended.receive_some() == await torn.receive_some() == b"ab"
+        assert await ended.receive_some() == b""
+        with pytest.raises(trio.BrokenResourceError):
+            await torn.receive_some()
+        with pytest.raises(trio.BrokenResourceError):
             await conn.accept_stream()
-        with pytest.raises(MuxedConnUnavailable):
+        with pytest.raises(trio.BrokenResourceError):
             await conn.open_stream()
 
 
@@ -130,7 +126,7 @@ async def test_writing_waits_for_credit() -> None:
         stream = await accept(conn, far)
         num_received = 0
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(stream.write, bytes(INITIAL_WINDOW + 10))
+            nursery.start_soon(stream.send_all, bytes(INITIAL_WINDOW + 10))
             while num_received < INITIAL_WINDOW:
                 _, _, _, length = await receive_frame(far)
                 num_received += length
@@ -147,7 +143,7 @@ async def test_credit_is_given_back_as_it_is_read_and_only_then() -> None:
         await far.send_all(encode(DATA, 0, 1, INITIAL_WINDOW, bytes(INITIAL_WINDOW)))
         num_read = 0
         while num_read < INITIAL_WINDOW:
-            num_read += len(await stream.read(INITIAL_WINDOW))
+            num_read += len(await stream.receive_some(INITIAL_WINDOW))
         kind, _, stream_id, credit = await receive_frame(far)
         assert (kind, stream_id) == (WINDOW_UPDATE, 1)
         assert credit >= INITIAL_WINDOW // 2
@@ -201,13 +197,13 @@ async def test_the_stream_with_most_unread_gives_way(monkeypatch: pytest.MonkeyP
         await far.send_all(encode(DATA, 0, 1, 400, bytes(400)) + encode(DATA, 0, 3, 601, bytes(601)))
         assert await receive_frame(far) == (WINDOW_UPDATE, RST, 3, 0)
         assert large.state.is_reset
-        assert len(await small.read()) == 400
+        assert len(await small.receive_some()) == 400
         assert conn.num_unread == 0
 
 
 async def test_a_peer_that_pings_and_reads_nothing_is_cut_off() -> None:
     async with open_conn() as (conn, far):
-        near = cast("Any", conn.secured_conn).stream
+        near = cast("Any", conn.session).stream
 
         async def never() -> None:
             await trio.sleep_forever()
@@ -232,10 +228,10 @@ async def test_pings_are_answered_and_measured() -> None:
 async def test_closing_says_goodbye_after_what_was_written() -> None:
     async with open_conn() as (conn, far):
         stream = await accept(conn, far)
-        await stream.write(b"bye")
-        await stream.close()
-        with pytest.raises(MuxedStreamClosed):
-            await stream.write(b"more")
+        await stream.send_all(b"bye")
+        await stream.send_eof()
+        with pytest.raises(trio.ClosedResourceError):
+            await stream.send_all(b"more")
         await conn.close()
         assert await receive_frame(far) == (DATA, 0, 1, 3)
         assert await far.receive_some(3) == b"bye"
@@ -247,7 +243,7 @@ async def test_control_frames_wait_behind_one_piece_of_bulk_at_most() -> None:
     async with open_conn() as (conn, far):
         bulk, control = await accept(conn, far), await accept(conn, far, 3)
         bulk.state.is_bulk = True
-        pipe, is_taken = cast("Any", conn.secured_conn).stream.send_stream, trio.Event()
+        pipe, is_taken = cast("Any", conn.session).stream.send_stream, trio.Event()
         deliver = pipe.send_all_hook
 
         async def deliver_when_taken() -> None:
@@ -256,9 +252,9 @@ async def test_control_frames_wait_behind_one_piece_of_bulk_at_most() -> None:
 
         pipe.send_all_hook = deliver_when_taken
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(bulk.write, bytes(3 * PIECE_BYTES))
+            nursery.start_soon(bulk.send_all, bytes(3 * PIECE_BYTES))
             await wait_all_tasks_blocked()
-            await control.write(b"now")
+            await control.send_all(b"now")
             is_taken.set()
         headers = []
         for _ in range(4):
@@ -275,11 +271,11 @@ async def test_everything_counts_but_the_payload_of_bulk() -> None:
         bulk, control = await accept(conn, far), await accept(conn, far, 3)
         bulk.state.is_bulk = True
         assert (num_counted(shaping.down), num_counted(shaping.up)) == (24, 24)  # two frames each way
-        await bulk.write(b"abc")
-        await control.write(b"defgh")
+        await bulk.send_all(b"abc")
+        await control.send_all(b"defgh")
         await far.send_all(encode(DATA, 0, 1, 2, b"ab") + encode(DATA, 0, 3, 4, b"cdef"))
-        assert await bulk.read() == b"ab"
-        assert await control.read() == b"cdef"
+        assert await bulk.receive_some() == b"ab"
+        assert await control.receive_some() == b"cdef"
         assert num_counted(shaping.up) == 24 + 12 + 12 + 5
         assert num_counted(shaping.down) == 24 + 12 + 12 + 4
 
@@ -287,7 +283,7 @@ async def test_everything_counts_but_the_payload_of_bulk() -> None:
 async def test_an_abandoned_stream_refuses_what_still_comes() -> None:
     async with open_conn() as (conn, far):
         stream = await accept(conn, far)
-        stream.abandon()
+        await stream.aclose()
         assert await receive_frame(far) == (WINDOW_UPDATE, FIN, 1, 0)
         await far.send_all(encode(DATA, 0, 1, 3, b"abc"))
         assert await receive_frame(far) == (WINDOW_UPDATE, RST, 1, 0)
@@ -307,8 +303,8 @@ async def test_strangers_share_what_may_be_unread_and_who_is_needed_has_its_own(
         open_conn(budget=budget) as (small, from_small),
         open_conn(budget=budget) as (large, from_large),
     ):
-        needed.peer_id = ID(b"needed")
-        budget.is_needed = lambda peer_id: peer_id == needed.peer_id
+        needed.peer = b"needed"
+        budget.is_needed = lambda peer: peer == needed.peer
         streams = [
             await accept(conn, far) for conn, far in ((needed, from_needed), (small, from_small), (large, from_large))
         ]
@@ -317,7 +313,7 @@ async def test_strangers_share_what_may_be_unread_and_who_is_needed_has_its_own(
         await from_small.send_all(encode(DATA, 0, 1, 301, bytes(301)))
         assert await receive_frame(from_large) == (WINDOW_UPDATE, RST, 1, 0)
         assert [stream.state.is_reset for stream in streams] == [False, False, True]
-        assert [len(await stream.read()) for stream in streams[:2]] == [5000, 301]
+        assert [len(await stream.receive_some()) for stream in streams[:2]] == [5000, 301]
         assert budget.num_unread == 0
     assert not budget.conns
 
@@ -330,7 +326,7 @@ async def test_what_a_lost_connection_leaves_unread_counts_no_more() -> None:
         await far.aclose()
         await conn.event_closed.wait()
         assert budget.num_unread == 0
-        assert len(await stream.read()) == 300
+        assert len(await stream.receive_some()) == 300
         assert budget.num_unread == 0
 
 
@@ -360,7 +356,7 @@ async def test_who_makes_work_and_brings_nothing_is_cut_off(useless: bytes, mock
 async def test_what_is_under_way_to_a_stream_that_ends_is_no_offence() -> None:
     async with open_conn() as (conn, far):
         stream = await accept(conn, far)
-        stream.break_off()
+        stream.reset()
         full = encode(DATA, 0, 1, PIECE_BYTES, bytes(PIECE_BYTES))
         for _ in range(MAX_WINDOW // PIECE_BYTES):
             await far.send_all(full)
@@ -373,7 +369,7 @@ async def test_a_stream_breaks_off_when_its_limit_is_passed() -> None:
         stream = await accept(conn, far)
         stream.limit(1000)
         await far.send_all(encode(DATA, 0, 1, 1000, bytes(1000)))
-        assert len(await stream.read()) == 1000
+        assert len(await stream.receive_some()) == 1000
         await far.send_all(encode(DATA, 0, 1, 1, b"x"))
         assert await receive_frame(far) == (WINDOW_UPDATE, RST, 1, 0)
         assert stream.state.is_reset

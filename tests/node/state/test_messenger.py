@@ -233,10 +233,5 @@ async def test_garbage_costs_the_stream_and_nothing_else(seed: int) -> None:
 
 
 def _streams(host: Host, peer: Host) -> list[object]:
-    return [
-        stream
-        for connections in host._swarm.connections.values()
-        for connection in connections
-        for stream in connection.get_streams()
-        if str(stream.get_protocol()) == TALK
-    ]
+    live = host.connections.of(peer.author)
+    return [stream for conn in live for stream in conn.muxed.streams if stream.protocol == TALK]

@@ -52,6 +52,9 @@ async def test_a_relayed_pair_becomes_direct_and_lets_the_relay_go() -> None:
             old.is_bulk = True
             await until(lambda: alice.path(bob.author) == bob.path(alice.author) == "punched")
             assert alice.is_direct(bob.author)
+            # On what both have dialled, the caller of the relayed connection is the client (libp2p specs, DCUtR).
+            assert all(conn.muxed.is_initiator for conn in alice.connections.of(bob.author))
+            assert not any(conn.muxed.is_initiator for conn in bob.connections.of(alice.author))
             await old.send_all(b"still under way")
             assert await old.receive_some() == b"still under way"
             old.reset()
@@ -80,7 +83,7 @@ async def test_hostile_bytes_cost_their_stream_alone(raw: bytes) -> None:
 async def test_who_dials_as_others_do_from_where_a_peer_is_expected_is_let_in() -> None:
     with trio.fail_after(PATIENCE):
         async with open_puncher() as (alice, _), open_puncher() as (bob, _), open_puncher() as (carol, _):
-            with bob.expecting(carol.author, ["127.0.0.1"]):
+            with bob.rendezvous.expecting(carol.author, ["127.0.0.1"]):
                 await alice.connect(bob.author, bob.addresses)
                 assert bob.path(alice.author) == "direct"
 
@@ -88,7 +91,7 @@ async def test_who_dials_as_others_do_from_where_a_peer_is_expected_is_let_in() 
 async def test_who_is_expected_may_leave_the_beginning_to_us() -> None:
     with trio.fail_after(PATIENCE):
         async with open_puncher() as (alice, _), open_puncher() as (bob, _):
-            with bob.expecting(alice.author, ["127.0.0.1"]):
+            with bob.rendezvous.expecting(alice.author, ["127.0.0.1"]):
                 await alice.meet(bob.author, bob.listening[0], is_initiator=False)
                 await until(lambda: alice.path(bob.author) == bob.path(alice.author) == "punched")
 

@@ -223,7 +223,7 @@ async def test_a_circuit_near_its_limits_is_replaced_while_it_is_in_use() -> Non
             await old.send_all(b"y")  # what is under way goes on
             assert await old.receive_some() == b"y"
             await old.aclose()
-            await until(lambda: not any(old_conn.get_streams() for old_conn in alice._live_connections(bob.author)))
+            await until(lambda: not any(conn.muxed.streams for conn in alice.connections.of(bob.author)))
             await alice.renew_worn(bob.author, after=60)
             await until(lambda: relay.server.num_circuits == 1)
             assert alice.path(bob.author) == "relayed"
@@ -332,7 +332,7 @@ async def test_a_relay_cannot_pass_itself_off_as_another_peer() -> None:
             async def speak_for_bob(stream: Stream) -> None:
                 await receive_hop(stream)
                 await stream.send_all(encode_hop(Answer(Status.OK)))
-                await mallory.upgrade(Circuit(stream, f"{mallory.addresses[0]}/p2p-circuit"), None)
+                await mallory.upgrader.accept(Circuit(stream, f"{mallory.addresses[0]}/p2p-circuit"))
 
             mallory.set_handler(HOP_PROTOCOL, speak_for_bob)
             with pytest.raises(PeerUnreachableError):

@@ -1,12 +1,13 @@
-"""Reading as the library reads: whole messages from pieces, with a bound on what comes before authentication."""
+"""What carries a connection: a TCP socket, or a circuit through a relay."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from typing import Final
 
-from libp2p.io.abc import ReadWriteCloser
-from libp2p.io.exceptions import ConnectionClosedError
+import trio
+
+from .admission import Site, site_of
 
 # Everything read from a connection until it is authenticated and multiplexed. Noise XX and the negotiation take about
 # 600 bytes; one Noise message is at most 65,537.
@@ -15,13 +16,16 @@ MAX_HANDSHAKE_BYTES: Final = 64 * 1024
 READ_BYTES: Final = 256 * 1024
 
 
-class BoundedReads(ReadWriteCloser):
-    """What reads from a peer, who is not authenticated at first."""
+class RawLink(ABC):
+    """Bytes to and from a peer that is not authenticated at first: reads are bounded until it is."""
 
-    transport = ""
-    """What carries it, for errors."""
+    is_relayed = False
 
-    def __init__(self) -> None:
+    def __init__(self, address: str, remote: tuple[str, int] | None) -> None:
+        """``address``: the other end as a multiaddr without a peer id; ``remote``: as host and port, if it has them."""
+        self.address = address
+        self.remote = remote
+        self.site: Site = site_of(remote[0] if remote else "")
         self._buffer = b""
         self._handshake_bytes_left: int | None = MAX_HANDSHAKE_BYTES
 
@@ -35,9 +39,9 @@ class BoundedReads(ReadWriteCloser):
         self._handshake_bytes_left = None
 
     async def read(self, n: int | None = None) -> bytes:
-        """Exactly n bytes, or what comes next; `ConnectionClosedError` if the connection ends before.
+        """Exactly n bytes, or what comes next; `trio.BrokenResourceError` if the connection ends before.
 
-        The library asks for what is missing a hundred times, also at the end, and gives up where a message comes in
+        libp2p's Noise asks for what is missing a hundred times, also at the end, and gives up where a message comes in
         more pieces than that: so it gets the whole, or an error.
         """
         if n is None:
@@ -56,14 +60,26 @@ class BoundedReads(ReadWriteCloser):
         """At least a byte."""
         left = self._handshake_bytes_left
         if left is not None and left <= 0:
-            raise ConnectionClosedError("handshake too long", transport=self.transport)
+            raise trio.BrokenResourceError("handshake too long")
         data = await self._receive_some(READ_BYTES if left is None else min(left, READ_BYTES))
         if not data:
-            raise ConnectionClosedError("connection closed", transport=self.transport)
+            raise trio.BrokenResourceError("connection closed")
         if left is not None:
             self._handshake_bytes_left = left - len(data)
         return data
 
     @abstractmethod
     async def _receive_some(self, max_bytes: int) -> bytes:
-        """What comes next, b"" at the end; `ConnectionClosedError` where it breaks."""
+        """What comes next, b"" at the end; `trio.BrokenResourceError` where it breaks."""
+
+    @abstractmethod
+    async def write(self, data: bytes) -> None:
+        """All of it; `trio.BrokenResourceError` when the connection is gone, at whichever end."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Close; whoever waits on it is woken."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """`close` without a checkpoint."""

@@ -1,0 +1,108 @@
+"""What libp2p nodes ask each other first: identify (github.com/libp2p/specs, identify) and ping."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from collections.abc import Iterable
+from typing import Final, Protocol
+
+import trio
+from libp2p.identity.identify.pb.identify_pb2 import Identify
+
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.identity import peer_id_bytes
+
+from ..base.errors import PeerUnreachableError
+from .addresses import multiaddr_of
+from .delimited import encode_delimited, multiaddr_bytes, multiaddr_texts, parse, receive_delimited
+from .known_addresses import MAX_ADDRESS_BYTES, MAX_ADDRESSES
+from .libp2p_stream import Stream
+from .protocol_handlers import ProtocolHandlers
+
+logger = logging.getLogger(__name__)
+
+IDENTIFY_PROTOCOL: Final = "/ipfs/id/1.0.0"
+PUSH_PROTOCOL: Final = "/ipfs/id/push/1.0.0"
+PING_PROTOCOL: Final = "/ipfs/ping/1.0.0"
+PROTOCOL_VERSION: Final = "farandole/1.0.0"
+AGENT_VERSION: Final = f"farandole/{importlib.metadata.version('farandole')}"
+# As much of identify as go-libp2p takes; of ping 4,096 on one stream.
+MAX_IDENTIFY_BYTES: Final = 8 * 1024
+MAX_PING_BYTES: Final = 128 * 1024
+PING_BYTES: Final = 32
+IDENTIFY_TIMEOUT: Final = 10.0
+# A peer that pings leaves its stream open, and pings again after some seconds.
+PING_PAUSE: Final = 60.0
+
+
+class IdentifyHost(Protocol):
+    """A host that has addresses, and remembers those of others."""
+
+    @property
+    def author(self) -> bytes:
+        """This node's public key."""
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where this node can be dialled, as multiaddrs."""
+
+    async def open_stream(self, peer: bytes, protocol: str, timeout: float, *, may_dial: bool) -> Stream:
+        """A new stream; `PeerUnreachableError` if there is none."""
+
+    def add_hearsay(self, peer: bytes, addresses: Iterable[str]) -> None:
+        """Remember where a peer may be reached."""
+
+
+class IdentifyService:
+    """Says who this node is, asks peers where they can be dialled, answers pings."""
+
+    def __init__(self, host: IdentifyHost, handlers: ProtocolHandlers) -> None:
+        self._host = host
+        self._handlers = handlers
+        handlers.set(IDENTIFY_PROTOCOL, self._serve, MAX_IDENTIFY_BYTES)
+        handlers.set(PUSH_PROTOCOL, self._take, MAX_IDENTIFY_BYTES)
+        handlers.set(PING_PROTOCOL, _answer_pings, MAX_PING_BYTES)
+
+    async def ask(self, peer: bytes) -> None:
+        """Ask a connected peer where it can be dialled, and remember that. Raises nothing."""
+        try:
+            with trio.fail_after(IDENTIFY_TIMEOUT):
+                stream = await self._host.open_stream(peer, IDENTIFY_PROTOCOL, IDENTIFY_TIMEOUT, may_dial=False)
+                await self._take(stream)
+        except (PeerUnreachableError, RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
+            logger.debug("a peer does not identify itself: %r", error)
+
+    async def _serve(self, stream: Stream) -> None:
+        own = (address.rpartition("/p2p/")[0] for address in self._host.addresses)
+        remote = stream.remote_address
+        message = Identify(
+            protocol_version=PROTOCOL_VERSION,
+            agent_version=AGENT_VERSION,
+            public_key=peer_id_bytes(self._host.author)[2:],  # the id has the key in it, behind the multihash's header
+            listen_addrs=multiaddr_bytes(own),
+            observed_addr=multiaddr_bytes([multiaddr_of(remote[0].partition("%")[0], remote[1])])[0] if remote else b"",
+            protocols=self._handlers.protocols,
+        )
+        with trio.fail_after(IDENTIFY_TIMEOUT):
+            await stream.send_all(encode_delimited(message))
+
+    async def _take(self, stream: Stream) -> None:
+        try:
+            with trio.fail_after(IDENTIFY_TIMEOUT):
+                message = parse(Identify, await receive_delimited(stream, MAX_IDENTIFY_BYTES))
+        finally:
+            await stream.aclose()
+        self._host.add_hearsay(stream.peer, multiaddr_texts(message.listen_addrs, MAX_ADDRESSES, MAX_ADDRESS_BYTES))
+
+
+async def _answer_pings(stream: Stream) -> None:
+    data = b""
+    while True:
+        with trio.fail_after(PING_PAUSE):
+            if not (piece := await stream.receive_some(PING_BYTES - len(data))):
+                return
+            data += piece
+            if len(data) == PING_BYTES:
+                await stream.send_all(data)
+                data = b""

@@ -1,0 +1,123 @@
+"""Multistream-select 1.0 (github.com/multiformats/multistream-select): two ends agree on a protocol.
+
+One end proposes protocol ids, and the other repeats the one that it takes, or says that it knows none. Messages are
+short and few, whoever the peer is: py-libp2p 0.8.1 allocates whatever length it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Container
+from typing import Final
+
+import trio
+
+from farandole.protocol.errors import RemoteProtocolError
+
+MULTISTREAM: Final = "/multistream/1.0.0"
+# A message is a protocol id; go-libp2p allows 1,024 bytes too.
+MAX_NEGOTIATION_BYTES: Final = 1024
+# Messages of one negotiation: the greeting, and proposals; a peer that knows farandole proposes one.
+MAX_NEGOTIATION_MESSAGES: Final = 16
+NEGOTIATION_TIMEOUT: Final = 8.0
+NOT_AVAILABLE: Final = "na"
+# A peer that has dialled proposes its first protocol within a round trip of the greetings.
+ROLE_PAUSE: Final = 0.7
+
+
+class ProtocolRefusedError(RemoteProtocolError):
+    """The peer does not speak the protocol that was proposed to it, or says why it does not."""
+
+
+def encode_line(text: str) -> bytes:
+    """One message: its length as a varint, the text, a newline."""
+    length = len(text) + 1
+    prefix = bytes((length,)) if length < 0x80 else bytes((length & 0x7F | 0x80, length >> 7))
+    return prefix + text.encode() + b"\n"
+
+
+class Negotiation:
+    """One negotiation on a connection or a stream."""
+
+    def __init__(self, receive: Callable[[int], Awaitable[bytes]], send: Callable[[bytes], Awaitable[None]]) -> None:
+        """``receive``: gives that many bytes or fewer, none at the end."""
+        self._receive = receive
+        self._send = send
+        self._num_received = 0
+
+    async def propose(self, protocol: str) -> None:
+        """Agree on this protocol; raises `ProtocolRefusedError` if the peer does not."""
+        await self._send(encode_line(MULTISTREAM) + encode_line(protocol))
+        await self._expect_greeting()
+        await self._expect(protocol)
+
+    async def answer(self, protocols: Container[str]) -> str:
+        """Take the first protocol that the peer proposes of these; `RemoteProtocolError` if there is none."""
+        await self._send(encode_line(MULTISTREAM))
+        await self._expect_greeting()
+        while (proposal := await self._next()) not in protocols:
+            await self._send(encode_line(NOT_AVAILABLE))
+        await self._send(encode_line(proposal))
+        return proposal
+
+    async def refuse(self, reason: str) -> None:
+        """Answer the peer's first proposal by a reason, which implementations show as an unexpected answer."""
+        await self._send(encode_line(MULTISTREAM))
+        await self._expect_greeting()
+        await self._next()
+        await self._send(encode_line(reason))
+
+    async def find_role(self, protocol: str) -> bool:
+        """Negotiate on an accepted connection, of which a peer that waits for us may be the other end.
+
+        Whether that is so: it proposes nothing, and we are the initiator. A peer that dials as others do proposes at
+        once.
+        """
+        await self._send(encode_line(MULTISTREAM))
+        await self._expect_greeting()
+        proposal = None
+        with trio.move_on_after(ROLE_PAUSE):
+            proposal = await self._next()
+        if proposal not in (None, protocol):
+            raise RemoteProtocolError("the peer proposes something else")
+        await self._send(encode_line(protocol))
+        if proposal is None:
+            await self._expect(protocol)
+        return proposal is None
+
+    async def _expect_greeting(self) -> None:
+        if await self._next() != MULTISTREAM:
+            raise RemoteProtocolError("the peer does not speak multistream-select")
+
+    async def _expect(self, protocol: str) -> None:
+        answer = await self._next()
+        if answer == NOT_AVAILABLE:
+            raise ProtocolRefusedError(f"the peer does not speak {protocol}")
+        if answer != protocol:
+            raise ProtocolRefusedError(f"the peer refuses {protocol}: {answer!r}")
+
+    async def _next(self) -> str:
+        self._num_received += 1
+        if self._num_received > MAX_NEGOTIATION_MESSAGES:
+            raise RemoteProtocolError("too many negotiation messages")
+        length = shift = 0
+        while True:
+            (byte,) = await self._exactly(1)
+            length |= (byte & 0x7F) << shift
+            shift += 7
+            if length > MAX_NEGOTIATION_BYTES or shift > 14:
+                raise RemoteProtocolError("a negotiation message that is too long")
+            if byte < 0x80:
+                break
+        message = await self._exactly(length)
+        if not message.endswith(b"\n"):
+            raise RemoteProtocolError("a negotiation message without its newline")
+        return message[:-1].decode(errors="replace")
+
+    async def _exactly(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            piece = await self._receive(size - len(data))
+            if not piece:
+                raise RemoteProtocolError("the peer ended the negotiation")
+            data += piece
+        return data

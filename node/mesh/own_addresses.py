@@ -1,0 +1,69 @@
+"""Where a host can be dialled: what it listens on, and what others, routers and relays make of that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import trio
+from multiaddr.utils import get_network_addrs
+
+from .addresses import multiaddr_of
+
+# Interfaces come and go; a question for our addresses gets an answer no older than this many seconds.
+INTERFACES_VALID_FOR = 10.0
+
+
+class OwnAddresses:
+    """The addresses of one host."""
+
+    def __init__(self, peer_id: str, bound: Callable[[], Sequence[tuple[str, int]]]) -> None:
+        """``bound``: the IP addresses and ports of the listening sockets."""
+        self.mapped: dict[int, tuple[str, int]] = {}
+        """Ports of this machine -> the outer address that the router maps to them (farandole.node.mesh.mapping)."""
+        self.bulk_ports: set[int] = set()
+        """Other ports of this machine that peers dial (farandole.node.bulk.negotiation)."""
+        self.external: Sequence[str] = ()
+        """Multiaddrs without a peer id at which others reach this node, also through relays."""
+        self.observed_ips: list[str] = []
+        """IP addresses of this node as peers see them, on the internet or in this network."""
+        self._peer_id = peer_id
+        self._bound = bound
+        self._interfaces: dict[bool, list[str]] = {}
+        self._valid_until = -math.inf
+
+    @property
+    def listening(self) -> list[tuple[str, int]]:
+        """The IP addresses and ports that this node listens on, as they were bound."""
+        return list(self._bound())
+
+    @property
+    def own(self) -> list[tuple[str, int]]:
+        """The same where 0.0.0.0 stands for every interface."""
+        found = [(ip, port) for host, port in self._bound() for ip in self._interfaces_of(host)]
+        return list(dict.fromkeys(found))
+
+    @property
+    def all(self) -> list[str]:
+        """Where this node can be dialled: multiaddrs, each ending in /p2p/<peer id>."""
+        addresses = (*(multiaddr_of(*each) for each in self.own), *self.external)
+        return [f"{address}/p2p/{self._peer_id}" for address in dict.fromkeys(addresses)]
+
+    @property
+    def all_mapped(self) -> list[str]:
+        """Where its router says that this node can be dialled, which no peer outside may have tried yet."""
+        outer = [self.mapped[port] for _, port in self._bound() if port in self.mapped]
+        return [f"{multiaddr_of(ip, port)}/p2p/{self._peer_id}" for ip, port in dict.fromkeys(outer)]
+
+    def _interfaces_of(self, host: str) -> list[str]:
+        if host not in ("0.0.0.0", "::"):
+            return [host]
+        now = trio.current_time()
+        if now >= self._valid_until:
+            self._valid_until = now + INTERFACES_VALID_FOR
+            # Without a network there is still this machine.
+            self._interfaces = {
+                False: get_network_addrs(4) or ["127.0.0.1"],
+                True: get_network_addrs(6) or ["::1"],
+            }
+        return self._interfaces[":" in host]

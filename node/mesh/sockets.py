@@ -1,0 +1,119 @@
+"""The TCP sockets under connections, and those that listen for them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket
+from collections.abc import Callable
+
+import trio
+
+from ..base.system.sockets import leave_nothing, listen_alone, share_port
+from .addresses import multiaddr_of
+from .admission import Turns
+from .raw_link import RawLink
+
+logger = logging.getLogger(__name__)
+
+# Taken from it in one pass of the event loop; refusing one costs 0.1 ms.
+MAX_ACCEPTS_PER_PASS = 16
+# After an accept that failed for want of descriptors.
+ACCEPT_PAUSE = 0.5
+# Connections that the kernel keeps ready between two accepts; it caps this by net.core.somaxconn itself.
+LISTEN_BACKLOG = 1024
+
+
+class Socket(RawLink):
+    """A TCP socket. With ``turns``, what comes before the handshake is done is taken up when it is this site's turn."""
+
+    def __init__(self, stream: trio.SocketStream, turns: Turns | None = None) -> None:
+        try:
+            host, port = stream.socket.getpeername()[:2]
+        except OSError:  # it is gone already
+            super().__init__("", None)
+        else:
+            super().__init__(multiaddr_of(str(host).partition("%")[0], int(port)), (str(host), int(port)))
+        self._stream = stream
+        self._turns = turns
+        self.waiting_since = math.inf
+
+    async def _receive(self) -> bytes:
+        is_shaking_hands = self.is_shaking_hands
+        data = await super()._receive()
+        if is_shaking_hands and self._turns is not None:
+            await self._turns.take(self.site)
+        return data
+
+    async def _receive_some(self, max_bytes: int) -> bytes:
+        self.waiting_since = trio.current_time()
+        try:
+            return bytes(await self._stream.receive_some(max_bytes))
+        except trio.ClosedResourceError as error:
+            raise trio.BrokenResourceError("connection closed here") from error
+        finally:
+            self.waiting_since = math.inf
+
+    async def write(self, data: bytes) -> None:
+        """See `RawLink`."""
+        try:
+            await self._stream.send_all(data)
+        except trio.ClosedResourceError as error:
+            raise trio.BrokenResourceError("connection closed here") from error
+
+    async def close(self) -> None:
+        """See `RawLink`."""
+        await self._stream.aclose()
+
+    def leave_nothing(self) -> None:
+        """As `farandole.node.base.system.sockets.leave_nothing`."""
+        leave_nothing(self._stream)
+
+    def abort(self) -> None:
+        """See `RawLink`."""
+        self._stream.socket.close()
+
+
+class Listener:
+    """One listening socket."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """Raises `OSError` if the address cannot be had."""
+        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        try:
+            listen_alone(self._socket)
+            if self._socket.family is socket.AF_INET6:
+                self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            self._socket.bind((host, port))
+            share_port(self._socket)  # once it is bound, so that no second listener can take the same port
+            self._socket.listen(LISTEN_BACKLOG)
+            self._socket.setblocking(False)
+        except BaseException:  # nobody else has the socket yet
+            self._socket.close()
+            raise
+        self._serving = trio.CancelScope()
+        own, own_port = self._socket.getsockname()[:2]
+        self.bound: tuple[str, int] = (str(own), int(own_port))
+        """IP address and port."""
+
+    async def serve(self, admit: Callable[[socket.socket, str], None]) -> None:
+        """Hand over every connection, with the IP address that it comes from, until `close`."""
+        with self._serving:
+            while True:
+                await trio.lowlevel.checkpoint()  # where `close` has come first, there is nothing to wait for
+                await trio.lowlevel.wait_readable(self._socket.fileno())
+                try:
+                    for _ in range(MAX_ACCEPTS_PER_PASS):
+                        connection, (host, *_) = self._socket.accept()
+                        admit(connection, host)
+                except BlockingIOError:
+                    pass
+                except OSError as error:  # out of descriptors, or the peer is gone again
+                    logger.debug("cannot accept a connection: %s", error)
+                    await trio.sleep(ACCEPT_PAUSE)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._serving.cancel()
+        trio.lowlevel.notify_closing(self._socket.fileno())
+        self._socket.close()

@@ -1,0 +1,127 @@
+"""From a socket or a circuit to an authenticated, multiplexed connection: Noise and yamux, nothing else.
+
+Noise is libp2p's (`libp2p.security.noise`): it reads from a `RawLink` and gives a session to read from and write to.
+Peers are named by Ed25519 keys here, so a peer with another kind of key has no name. It gets the reason as the answer
+to its proposal of a multiplexer.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Final, cast
+
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from libp2p.abc import IRawConnection, ISecureConn
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.crypto.x25519 import create_new_key_pair as create_new_x25519_key_pair
+from libp2p.peer.id import ID
+from libp2p.security.noise.exceptions import PeerIDMismatchesPubkey
+from libp2p.security.noise.transport import Transport
+
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.identity import SMALL_ORDER_KEYS, peer_id_bytes, peer_id_of, public_key_of_bytes
+
+from ..base.bandwidth import Shaping
+from ..base.errors import PeerUnreachableError, StrangerError
+from .multistream import NEGOTIATION_TIMEOUT, Negotiation
+from .raw_link import RawLink
+from .yamux import MuxedConn, UnreadBudget
+
+logger = logging.getLogger(__name__)
+
+NOISE: Final = "/noise"
+YAMUX: Final = "/yamux/1.0.0"
+# From a socket to an authenticated, multiplexed connection. Five round trips at 400 ms fit twice.
+HANDSHAKE_TIMEOUT = 5.0
+REFUSED_KEY: Final = "farandole: your peer id is refused, peers here need Ed25519 keys"
+
+# The library reports every peer's every fault, at any level; what matters of it is logged here.
+if "LIBP2P_DEBUG" not in os.environ:
+    logging.getLogger("libp2p").setLevel(logging.CRITICAL)
+
+
+class RefusedKeyError(PeerUnreachableError):
+    """A peer has a key of a kind that has no name here, or one that proves nothing."""
+
+
+class Upgrader:
+    """Authenticates connections by one key, and multiplexes them."""
+
+    def __init__(
+        self, key: Ed25519PrivateKey, shaping: Shaping | None = None, budget: UnreadBudget | None = None
+    ) -> None:
+        pair = create_new_key_pair(key.private_bytes_raw())
+        self._noise = Transport(pair, noise_privkey=create_new_x25519_key_pair().private_key)
+        self._shaping = shaping
+        self._budget = budget
+
+    async def dial(self, link: RawLink, peer: bytes) -> MuxedConn:
+        """Make a connection of a link, as the end that dialled it; nobody but this peer may be at the other end.
+
+        Raises whatever stands against it, and closes the link then.
+        """
+        return await self._upgrade(link, peer, is_initiator=True)
+
+    async def accept(self, link: RawLink, expected: bytes | None = None) -> MuxedConn:
+        """Make a connection of a link that was dialled from elsewhere.
+
+        ``expected``: a peer that we dial at the same time; it may wait for us to begin. Raises as `dial` does.
+        """
+        return await self._upgrade(link, expected, is_initiator=False)
+
+    async def _upgrade(self, link: RawLink, peer: bytes | None, *, is_initiator: bool) -> MuxedConn:
+        try:
+            with trio.fail_after(HANDSHAKE_TIMEOUT):
+                negotiation = Negotiation(link.read, link.write)
+                if is_initiator:
+                    await negotiation.propose(NOISE)
+                elif peer is None:
+                    await negotiation.answer((NOISE,))
+                else:
+                    is_initiator = await negotiation.find_role(NOISE)
+                session, found = await self._authenticate(link, peer if is_initiator else None)
+                over_session = Negotiation(session.read, session.write)
+                await (over_session.propose(YAMUX) if is_initiator else over_session.answer((YAMUX,)))
+        except BaseException:  # cancelled, too: nobody else has the link yet
+            link.abort()
+            raise
+        link.finish_handshake()
+        return MuxedConn(session, link, found, self._shaping, self._budget, is_initiator=is_initiator)
+
+    async def authenticate(self, link: RawLink, peer: bytes) -> ISecureConn:
+        """The first half of `dial`, for a caller that only wants to know who answers; it closes the link."""
+        with trio.fail_after(HANDSHAKE_TIMEOUT):
+            await Negotiation(link.read, link.write).propose(NOISE)
+            session, _ = await self._authenticate(link, peer)
+            return session
+
+    async def _authenticate(self, link: RawLink, peer: bytes | None) -> tuple[ISecureConn, bytes]:
+        """The handshake of Noise, as its initiator if the peer is given; returns the session and who answers."""
+        raw = cast("IRawConnection", link)  # of which Noise uses what links have
+        if peer is None:
+            session = await self._noise.secure_inbound(raw)
+        else:
+            try:
+                session = await self._noise.secure_outbound(raw, ID(peer_id_bytes(peer)))
+            except PeerIDMismatchesPubkey as error:
+                raise StrangerError(f"another peer than {peer_id_of(peer)} answers") from error
+        remote = session.get_remote_peer()
+        try:
+            found = public_key_of_bytes(remote.to_bytes())
+        except RemoteProtocolError as error:
+            await self._refuse(session)
+            raise RefusedKeyError(f"{remote} has no Ed25519 key, which peers need here") from error
+        if found in SMALL_ORDER_KEYS:
+            raise RefusedKeyError("a key of small order proves nothing")
+        if peer is not None and peer != found:
+            raise StrangerError(f"{remote} answers for {peer_id_of(peer)}")
+        return session, found
+
+    async def _refuse(self, session: ISecureConn) -> None:
+        try:
+            with trio.fail_after(NEGOTIATION_TIMEOUT):
+                await Negotiation(session.read, session.write).refuse(REFUSED_KEY)
+        except (RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
+            logger.debug("could not say why a peer is refused: %r", error)
