@@ -256,7 +256,7 @@ class _Giver:
     async def _hear(self, payload: bytes) -> None:
         message = decode_asked(payload)
         match message:
-            case _ if self._bulk.pipe.step in (Step.UNROUTED, Step.PROPOSED):
+            case _ if self._bulk.pipe.step is Step.UNROUTED:
                 raise RemoteProtocolError(f"{type(message).__name__} before the route")
             case Want():
                 self._wanted.add(message)
