@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .entries import Lease, LeasedSlices
 from .epoch_progress import Witnesses, median_epoch
@@ -84,6 +84,24 @@ class _Peer:
     """The sections that it has said to be done."""
 
 
+@dataclass(slots=True)
+class _Epoch:
+    """What is known of one epoch, and forgotten with it."""
+
+    done: DoneSlices
+    peers: dict[bytes, _Peer] = field(default_factory=dict)
+    witnesses: Witnesses = field(default_factory=Witnesses)
+    own: list[_OwnLease] = field(default_factory=list)
+    finished: list[LeasedSlices] = field(default_factory=list)
+    cursor: int | None = None
+    num_claims: int = 0
+    completed_at: float | None = None
+    idle_since: float | None = None
+    waited_for: frozenset[bytes] = frozenset()
+    overdue: frozenset[bytes] = frozenset()
+    told_parts: dict[int, bytes] = field(default_factory=dict)
+
+
 class Leases:
     """One node's leases, see above. ``corpus``: hash of its text. ``exchange_seconds``: as in the manifest."""
 
@@ -94,7 +112,6 @@ class Leases:
         self.num_epochs = num_epochs
         self.epoch = 0
         self.sections = Sections(num_slices)
-        self.done = DoneSlices(self.sections)
         self._author = author
         self._exchange_seconds = exchange_seconds
         self._heard: dict[bytes, dict[int, Lease]] = {}
@@ -108,21 +125,12 @@ class Leases:
         self._announced: Lease | None = None
         self._announced_at = self._refreshed_at = 0.0
         self._is_urgent = True
-        self._forget_epoch()
+        self._current = _Epoch(DoneSlices(self.sections))
 
-    def _forget_epoch(self) -> None:
-        self.done = DoneSlices(self.sections)
-        self._peers: dict[bytes, _Peer] = {}
-        self._witnesses = Witnesses()
-        self._own: list[_OwnLease] = []
-        self._finished: list[LeasedSlices] = []
-        self._cursor: int | None = None
-        self._num_claims = 0
-        self._completed_at: float | None = None
-        self._idle_since: float | None = None
-        self._waited_for: frozenset[bytes] = frozenset()
-        self._overdue: frozenset[bytes] = frozenset()
-        self._told_parts: dict[int, bytes] = {}
+    @property
+    def done(self) -> DoneSlices:
+        """Slices of the present epoch that are done, by any node."""
+        return self._current.done
 
     def handle(self, event: Event, now: float) -> list[Output]:
         """What to do now."""
@@ -133,7 +141,7 @@ class Leases:
             case Forgotten(author):
                 self._heard.pop(author, None)
                 self._corpora.pop(author, None)
-                self._peers.pop(author, None)
+                self._current.peers.pop(author, None)
                 return []
             case Trained(epoch, ranges):
                 self._note_trained(epoch, ranges, now)
@@ -154,7 +162,7 @@ class Leases:
     @property
     def num_leased(self) -> int:
         """Slices that this node has leased, and not trained on yet."""
-        return sum(self._left(lease) for lease in self._own)
+        return sum(self._left(lease) for lease in self._current.own)
 
     def _left(self, lease: _OwnLease) -> int:
         return max(0, lease.end - self.done.next(lease.first))
@@ -184,8 +192,8 @@ class Leases:
         self._heard.setdefault(author, {})[index] = lease
         if lease.epoch == self.epoch:
             self._take_in(author, index, lease)
-        elif lease.epoch > self.epoch and author in self._peers:  # it holds nothing of this one any more
-            self._peers[author].claims, self._peers[author].mask = (), 0
+        elif lease.epoch > self.epoch and author in self._current.peers:  # it holds nothing of this one any more
+            self._current.peers[author].claims, self._current.peers[author].mask = (), 0
         elif author == self._author and self.epoch < lease.epoch <= self.num_epochs:
             self._begin_epoch(lease.epoch)
 
@@ -193,11 +201,11 @@ class Leases:
         if author == self._author:
             self._take_in_own(index, lease)
             return
-        peer = self._peers.setdefault(author, _Peer())
+        peer = self._current.peers.setdefault(author, _Peer())
         if index:
             said = part_mask(index - 1, lease.done) & self.sections.all & ~peer.told
             peer.told |= said
-            self._witnesses.add(said)
+            self._current.witnesses.add(said)
             return
         fit = [slices for slices in lease.leases if self._is_fit(slices)]
         for slices in fit:
@@ -225,8 +233,8 @@ class Leases:
             return
         for slices in lease.leases:
             self.done.add_lease(slices.first, slices.first + slices.done)
-        if not self._own:
-            self._own = [
+        if not self._current.own:
+            self._current.own = [
                 _OwnLease(slices.first + slices.done, slices.first + slices.count, 0.0)
                 for slices in lease.leases
                 if slices.done < slices.count and self._is_fit(slices)
@@ -234,8 +242,8 @@ class Leases:
 
     def _respected(self) -> Iterator[tuple[bytes, _Peer]]:
         """Those whose leases count."""
-        for author, peer in self._peers.items():
-            if peer.mask and author in self._live and author not in self._overdue:
+        for author, peer in self._current.peers.items():
+            if peer.mask and author in self._live and author not in self._current.overdue:
                 yield author, peer
 
     # Time
@@ -244,9 +252,9 @@ class Leases:
         was_asleep = self._ticked_at is not None and now - self._ticked_at > ASLEEP_SECONDS
         self._ticked_at = now
         if was_asleep:
-            self._own.clear()
+            self._current.own.clear()
             self._is_urgent = True
-        self.done.add_sections(self._witnesses.believed(len(self._live)))
+        self.done.add_sections(self._current.witnesses.believed(len(self._live)))
         self._finish_leases()
         yield from self._follow_epoch(now)
         if not self.is_over:
@@ -263,9 +271,9 @@ class Leases:
         if others is not None and others > epoch:
             epoch = min(others, self.num_epochs)
         elif self.done.is_complete and not self.is_over:
-            if self._completed_at is None:
-                self._completed_at, self._is_urgent = now, True
-            if now - self._completed_at >= SETTLE_SECONDS:
+            if self._current.completed_at is None:
+                self._current.completed_at, self._is_urgent = now, True
+            if now - self._current.completed_at >= SETTLE_SECONDS:
                 epoch += 1
         if epoch != self.epoch:
             self._begin_epoch(epoch)
@@ -274,7 +282,7 @@ class Leases:
     def _begin_epoch(self, epoch: int) -> None:
         self.epoch = epoch
         self._is_urgent = True
-        self._forget_epoch()
+        self._current = _Epoch(DoneSlices(self.sections))
         for author, entries in self._heard.items():
             for index, lease in list(entries.items()):
                 if lease.epoch == epoch:
@@ -294,25 +302,25 @@ class Leases:
 
     def _finish_leases(self) -> None:
         """Put aside what is done; with what others have done of it meanwhile."""
-        for lease in list(self._own):
+        for lease in list(self._current.own):
             if not self._left(lease):
-                self._own.remove(lease)
+                self._current.own.remove(lease)
                 self._put_aside(lease.first, lease.end)
 
     def _put_aside(self, first: int, end: int) -> None:
         if first < end:
-            self._finished.append(LeasedSlices(first, end - first, end - first))
+            self._current.finished.append(LeasedSlices(first, end - first, end - first))
 
     def _give_way(self, now: float) -> None:
         """Where another one's lease is on the same sections, and its hash is less."""
         own_mask = 0
-        for lease in self._own:
+        for lease in self._current.own:
             own_mask |= self.sections.mask(self.done.next(lease.first), lease.end)
         for author, peer in self._respected():
             if not peer.mask & own_mask:
                 continue
             for slices in peer.claims:
-                for lease in list(self._own):
+                for lease in list(self._current.own):
                     self._give_way_to(author, slices, lease, now)
 
     def _give_way_to(self, author: bytes, slices: LeasedSlices, lease: _OwnLease, now: float) -> None:
@@ -325,15 +333,15 @@ class Leases:
         first = next_bit(contested, 0)
         assert first is not None
         begin, rest = max(position, sections.begin(first)), sections.end(last)
-        place = self._own.index(lease)
-        self._own.remove(lease)
+        place = self._current.own.index(lease)
+        self._current.own.remove(lease)
         if begin > position:
-            self._own.insert(place, _OwnLease(lease.first, begin, lease.settled_at))
+            self._current.own.insert(place, _OwnLease(lease.first, begin, lease.settled_at))
             place += 1
         else:
             self._put_aside(lease.first, position)
-        if rest < lease.end and len(self._own) < MAX_UNFINISHED:
-            self._own.insert(place, _OwnLease(rest, lease.end, max(now, lease.settled_at)))
+        if rest < lease.end and len(self._current.own) < MAX_UNFINISHED:
+            self._current.own.insert(place, _OwnLease(rest, lease.end, max(now, lease.settled_at)))
         self._is_urgent = True
 
     def _rank(self, author: bytes, section: int) -> bytes:
@@ -347,7 +355,7 @@ class Leases:
         if pace is None:
             return
         budget = int(2 * self._lease_seconds * pace)
-        for lease in self._own:
+        for lease in self._current.own:
             last = self.done.next(lease.first) + budget
             if last < lease.end and (end := self.sections.end(self.sections.of(last))) < lease.end:
                 lease.end = end
@@ -358,41 +366,41 @@ class Leases:
         """Lease more, if there will be nothing left to do soon."""
         pace = self._pace.slices_per_second
         is_enough = self.num_leased > (0 if pace is None else CLAIM_AHEAD_SECONDS * pace)
-        if is_enough or len(self._own) >= MAX_UNFINISHED:
-            self._idle_since = None
+        if is_enough or len(self._current.own) >= MAX_UNFINISHED:
+            self._current.idle_since = None
             return
         free = self._free()
         if not free:
             self._wait(now)
             return
-        self._idle_since = None
+        self._current.idle_since = None
         first = self._place(free)
         last = first + min(run_length(free, first), self._wanted(free)) - 1
         for section in range(first + 1, last + 1):
             if section in self.done.fronts:
                 last = section - 1
                 break
-        self._cursor = last + 1
+        self._current.cursor = last + 1
         begin = self.done.next(self.sections.begin(first))
-        self._own.append(_OwnLease(begin, self.sections.end(last), now + SETTLE_SECONDS))
+        self._current.own.append(_OwnLease(begin, self.sections.end(last), now + SETTLE_SECONDS))
         self._is_urgent = True
 
     def _free(self) -> int:
         taken = self.done.whole
         for _, peer in self._respected():
             taken |= peer.mask
-        for lease in self._own:
+        for lease in self._current.own:
             taken |= self.sections.mask(self.done.next(lease.first), lease.end)
         return self.sections.all & ~taken
 
     def _place(self, free: int) -> int:
         """Where to lease: behind the last lease, or else where the hash says and there is much room."""
-        if self._cursor is not None and free >> self._cursor & 1:
-            return self._cursor
+        if self._current.cursor is not None and free >> self._current.cursor & 1:
+            return self._current.cursor
         best, most = 0, 0
         for _ in range(NUM_PLACES):
-            self._num_claims += 1
-            start = int.from_bytes(self._rank(self._author, self._num_claims)[:8], "big") % self.sections.count
+            self._current.num_claims += 1
+            start = int.from_bytes(self._rank(self._author, self._current.num_claims)[:8], "big") % self.sections.count
             place = next_bit(free, start)
             if place is None:
                 place = next_bit(free, 0)
@@ -414,17 +422,17 @@ class Leases:
 
     def _wait(self, now: float) -> None:
         """All is done, or leased by others. Who holds it and does not finish it is not waited for much longer."""
-        if self._own:
-            self._idle_since = None
-        elif self._idle_since is None:
-            self._idle_since = now
-            self._waited_for = frozenset(author for author, _ in self._respected())
-        elif now - self._idle_since > self.patience:
-            self._overdue |= self._waited_for
-            self._idle_since = None
+        if self._current.own:
+            self._current.idle_since = None
+        elif self._current.idle_since is None:
+            self._current.idle_since = now
+            self._current.waited_for = frozenset(author for author, _ in self._respected())
+        elif now - self._current.idle_since > self.patience:
+            self._current.overdue |= self._current.waited_for
+            self._current.idle_since = None
 
     def _assign(self, now: float) -> Iterator[Output]:
-        bounds = tuple((lease.first, lease.end) for lease in self._own if now >= lease.settled_at)
+        bounds = tuple((lease.first, lease.end) for lease in self._current.own if now >= lease.settled_at)
         if (self.epoch, bounds) != self._assigned:
             self._assigned = (self.epoch, bounds)
             if bounds:
@@ -443,12 +451,12 @@ class Leases:
 
     def _announce(self, now: float) -> Iterator[Output]:
         refresh_seconds = min(MAX_REFRESH_SECONDS, max(MIN_REFRESH_SECONDS, float(len(self._live))))
-        if now - self._refreshed_at >= refresh_seconds or len(self._finished) > MAX_FINISHED:
+        if now - self._refreshed_at >= refresh_seconds or len(self._current.finished) > MAX_FINISHED:
             is_old = now - self._refreshed_at >= MAX_REFRESH_SECONDS
             self._refreshed_at = now
             yield from self._announce_parts(is_old=is_old)
-        if len(self._finished) > MAX_FINISHED:
-            del self._finished[:-2]
+        if len(self._current.finished) > MAX_FINISHED:
+            del self._current.finished[:-2]
         lease = self._entry()
         age = now - self._announced_at
         is_due = self._is_urgent or age >= max(self._period, MIN_ANNOUNCE_SECONDS)
@@ -458,25 +466,25 @@ class Leases:
 
     def _announce_parts(self, *, is_old: bool) -> Iterator[Output]:
         for part, raw in enumerate(parts(self.done.whole)):
-            if raw and (is_old or raw != self._told_parts.get(part)):
-                self._told_parts[part] = raw
+            if raw and (is_old or raw != self._current.told_parts.get(part)):
+                self._current.told_parts[part] = raw
                 yield Announce(part + 1, Lease(self.epoch, self.corpus, (), raw))
 
     def _entry(self) -> Lease:
         unfinished = tuple(
             LeasedSlices(lease.first, count := lease.end - lease.first, count - self._left(lease))
-            for lease in self._own
+            for lease in self._current.own
         )
-        return Lease(self.epoch, self.corpus, (*self._finished, *unfinished))
+        return Lease(self.epoch, self.corpus, (*self._current.finished, *unfinished))
 
     def _leave(self, now: float) -> Iterator[Output]:
         """Release what is not done."""
         self._has_left = True
-        for lease in self._own:
+        for lease in self._current.own:
             self._put_aside(lease.first, min(self.done.next(lease.first), lease.end))
-        self._own.clear()
+        self._current.own.clear()
         yield from self._announce_parts(is_old=False)
-        del self._finished[: -MAX_FINISHED - MAX_UNFINISHED]
+        del self._current.finished[: -MAX_FINISHED - MAX_UNFINISHED]
         yield Announce(0, self._entry())
 
     def saved(self) -> list[tuple[int, Lease]]:

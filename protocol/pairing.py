@@ -31,7 +31,7 @@ from __future__ import annotations
 import enum
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .errors import LocalProtocolError, RemoteProtocolError
 from .manifest import RoundConfig
@@ -118,6 +118,25 @@ class _Bond:
     is_partner_ready: bool = False
 
 
+@dataclass(slots=True)
+class _Round:
+    """What counts for one round alone."""
+
+    fragment: int = 0
+    started_at: float = 0.0
+    ends_at: float | None = None
+    """End of the box; without boxes as it is expected, if it is known."""
+    ready_at: float | None = None
+    propose_at: float = 0.0
+    num_proposals: int = 0
+    has_broken: bool = False
+    """The first exchange did."""
+    ask_at: dict[bytes, float] = field(default_factory=dict)
+    """Live peer -> not before; infinity: not in this round."""
+    lost: set[bytes] = field(default_factory=set)
+    """Peers whose connection broke: it may be made again once."""
+
+
 class _Meter:
     """Counts messages by peer, in periods of `METER_SECONDS`."""
 
@@ -161,16 +180,7 @@ class Pairing:
         self._outputs: list[Output] = []
         self._is_saving = False
         self._num_exchanged = [0] * num_fragments  # by fragment, alone or not
-        # Of the present round:
-        self._fragment = 0
-        self._started_at = 0.0
-        self._ends_at: float | None = None  # of the box; without boxes as it is expected, if it is known
-        self._ready_at: float | None = None
-        self._propose_at = 0.0
-        self._num_proposals = 0
-        self._has_broken = False  # this round's first exchange
-        self._ask_at: dict[bytes, float] = {}  # live peer -> not before; infinity: not in this round
-        self._lost: set[bytes] = set()  # a connection that breaks once may be made again
+        self._current = _Round()
         # Measured:
         self._inner_seconds: float | None = config.round_seconds or None
         self._exchange_started_at = 0.0
@@ -184,17 +194,18 @@ class Pairing:
     @property
     def is_ready(self) -> bool:
         """Whether this round's contribution is ready."""
-        return self._ready_at is not None
+        return self._current.ready_at is not None
 
     @property
     def wait_ends_at(self) -> float:
         """When a ready node stops waiting for a partner; infinity while it is not ready."""
-        return math.inf if self._ready_at is None else self._ready_at + WAIT_SHARE * self._config.exchange_seconds
+        ready_at = self._current.ready_at
+        return math.inf if ready_at is None else ready_at + WAIT_SHARE * self._config.exchange_seconds
 
     @property
     def box_ends_at(self) -> float | None:
         """When this round's inner steps end, where rounds are boxed; without boxes when they probably do, if known."""
-        return self._ends_at
+        return self._current.ends_at
 
     def handle(self, event: Event, now: float) -> list[Output]:
         """Take in what has happened; what is to be done about it."""
@@ -232,29 +243,24 @@ class Pairing:
         self._bond = None
         self._move(Trigger.ROUND_STARTED)
         self.round = round_
-        self._started_at = at
-        self._ready_at = None
-        self._num_proposals = 0
-        self._has_broken = False
-        self._ask_at.clear()
-        self._lost.clear()
-        self._ends_at = None if self._inner_seconds is None else at + self._inner_seconds
+        self._current = current = _Round(started_at=at)
+        current.ends_at = None if self._inner_seconds is None else at + self._inner_seconds
         if self._config.round_seconds:
-            self._ends_at = self._timers[_Timer.BOX] = at + self._config.round_seconds
-        seconds_left = 0.0 if self._ends_at is None else max(0.0, self._ends_at - now)
-        self._propose_at = now + self._rng.uniform(PROPOSE_FROM, PROPOSE_UNTIL) * seconds_left
+            current.ends_at = self._timers[_Timer.BOX] = at + self._config.round_seconds
+        seconds_left = 0.0 if current.ends_at is None else max(0.0, current.ends_at - now)
+        current.propose_at = now + self._rng.uniform(PROPOSE_FROM, PROPOSE_UNTIL) * seconds_left
         self._use_fragment(self._num_exchanged.index(min(self._num_exchanged)))
         self._seek(now)
 
     def _become_ready(self, round_: int, fragment: int, now: float) -> None:
-        if round_ != self.round or self._ready_at is not None or self.state in (State.IDLE, State.AWAY):
+        if round_ != self.round or self._current.ready_at is not None or self.state in (State.IDLE, State.AWAY):
             return  # of a round that has been given up
         if self._bond is not None and self._fragment_of(self._bond.session) != fragment:  # agreed on too late
             self._withdraw()
             self._part(math.inf)
-        self._fragment = fragment
-        self._ready_at = self._propose_at = now
-        self._inner_seconds = now - self._started_at
+        self._current.fragment = fragment
+        self._current.ready_at = self._current.propose_at = now
+        self._inner_seconds = now - self._current.started_at
         self._timers.pop(_Timer.BOX, None)
         self._timers[_Timer.PATIENCE] = self.wait_ends_at
         if self.state is State.MATCHED and self._bond:
@@ -266,14 +272,14 @@ class Pairing:
     def _begin_if_both_ready(self, now: float) -> None:
         """The proposer begins, and the partner follows: so neither awaits one that has just given up."""
         bond = self._bond
-        if bond is not None and bond.is_proposer and bond.is_partner_ready and self._ready_at is not None:
+        if bond is not None and bond.is_proposer and bond.is_partner_ready and self._current.ready_at is not None:
             self._send(bond.peer, Begin(bond.session))
-            self._exchange(bond, self._ready_at, now)
+            self._exchange(bond, self._current.ready_at, now)
 
     def _exchange(self, bond: _Bond, ready_at: float, now: float) -> None:
         self._timers.clear()
         self._move(Trigger.BOTH_READY)
-        self._num_exchanged[self._fragment] += 1
+        self._num_exchanged[self._current.fragment] += 1
         self._exchange_started_at = now
         deadline = ready_at + self._config.exchange_seconds
         self._outputs.append(StartExchange(bond.session, bond.peer, self.round, bond.is_proposer, deadline))
@@ -282,7 +288,7 @@ class Pairing:
         if self.state is not State.EXCHANGING or self._bond is None or self._bond.session != end.session:
             return  # the round has been given up meanwhile
         self._last_exchange_seconds = now - self._exchange_started_at
-        if end.is_broken and not self._has_broken and now < self.wait_ends_at:
+        if end.is_broken and not self._current.has_broken and now < self.wait_ends_at:
             self._try_again(self._bond.peer, now)
             return
         self._bond = None
@@ -292,16 +298,16 @@ class Pairing:
 
     def _try_again(self, peer: bytes, now: float) -> None:
         """With another partner, or with this one if it is still there and nobody else is."""
-        self._has_broken = True
-        self._num_exchanged[self._fragment] -= 1
+        self._current.has_broken = True
+        self._num_exchanged[self._current.fragment] -= 1
         self._timers[_Timer.PATIENCE] = self.wait_ends_at
         self._seek_another(now, ask_again_at=self._ask_lost_at(peer, now))
 
     def _go_alone(self, reason: str) -> None:
         self._timers.clear()
         self._move(Trigger.WENT_ALONE)
-        self._num_exchanged[self._fragment] += 1
-        if self._has_broken:
+        self._num_exchanged[self._current.fragment] += 1
+        if self._current.has_broken:
             reason = f"the exchange failed, and {reason}"
         self._outputs.append(GoAlone(self.round, reason))
 
@@ -320,7 +326,7 @@ class Pairing:
             self._timers[_Timer.PROPOSE] = max(ask_at, now)
             return
         self._timers.pop(_Timer.PROPOSE, None)
-        if self._ready_at is not None:
+        if self._current.ready_at is not None:
             self._go_alone(self._why_alone())
 
     def _why_alone(self) -> str:
@@ -329,16 +335,17 @@ class Pairing:
         return "no peer is free" if self._peers else "no peer is live"
 
     def _next_ask_at(self) -> float:
-        if self._is_saving or not self._peers or self._num_proposals >= MAX_PROPOSALS:
+        if self._is_saving or not self._peers or self._current.num_proposals >= MAX_PROPOSALS:
             return math.inf
-        has_unasked = len(self._ask_at) < len(self._peers)
-        return self._propose_at if has_unasked else max(self._propose_at, min(self._ask_at.values()))
+        current = self._current
+        has_unasked = len(current.ask_at) < len(self._peers)
+        return current.propose_at if has_unasked else max(current.propose_at, min(current.ask_at.values()))
 
     def _propose(self, now: float) -> None:
-        not_yet = {peer for peer, at in self._ask_at.items() if at > now}
+        not_yet = {peer for peer, at in self._current.ask_at.items() if at > now}
         peer = self._rng.choice([peer for peer in self._sorted_peers if peer not in not_yet])
         self._bond = _Bond(peer, self._draw_session(), is_proposer=True)
-        self._num_proposals += 1
+        self._current.num_proposals += 1
         patience = ANSWER_SHARE * (self._inner_seconds or 0.0)
         self._timers[_Timer.ANSWER] = now + min(max(patience, MIN_ANSWER), MAX_ANSWER)
         self._move(Trigger.PROPOSAL_SENT)
@@ -346,22 +353,22 @@ class Pairing:
 
     def _agree(self, bond: _Bond, seconds_left: float | None, now: float) -> None:
         self._bond = bond
-        if (fragment := self._fragment_of(bond.session)) != self._fragment:
+        if (fragment := self._fragment_of(bond.session)) != self._current.fragment:
             self._use_fragment(fragment)
         self._timers.pop(_Timer.PROPOSE, None)
         self._timers.pop(_Timer.ANSWER, None)
         self._move(Trigger.AGREED)
-        if self._ready_at is not None:
+        if self._current.ready_at is not None:
             self._send(bond.peer, Ready(bond.session))
-        elif self._config.round_seconds and self._ends_at is not None and seconds_left is not None:
-            self._end_box_at((self._ends_at + now + seconds_left) / 2)
+        elif self._config.round_seconds and self._current.ends_at is not None and seconds_left is not None:
+            self._end_box_at((self._current.ends_at + now + seconds_left) / 2)
 
     def _part(self, ask_again_at: float) -> None:
         """Nothing came of the proposal, or the partner is lost: this peer is asked again not before then."""
         if self._bond is None:
             raise LocalProtocolError("nobody to part from")
         if self._bond.peer in self._peers:
-            self._ask_at[self._bond.peer] = ask_again_at
+            self._current.ask_at[self._bond.peer] = ask_again_at
         self._bond = None
         self._timers.pop(_Timer.ANSWER, None)
         self._move(Trigger.PROPOSAL_FAILED if self.state is State.PROPOSED else Trigger.PARTNER_LOST)
@@ -376,16 +383,16 @@ class Pairing:
             self._send(self._bond.peer, Withdraw(self._bond.session))
 
     def _seconds_left(self, now: float) -> float | None:
-        if self._ready_at is not None:
+        if self._current.ready_at is not None:
             return 0.0
-        return None if self._ends_at is None else max(0.0, self._ends_at - now)
+        return None if self._current.ends_at is None else max(0.0, self._current.ends_at - now)
 
     def _end_box_at(self, at: float) -> None:
         length = self._config.round_seconds
-        earliest = self._started_at + (1 - MAX_BOX_SHIFT) * length
-        latest = self._started_at + (1 + MAX_BOX_SHIFT) * length
+        earliest = self._current.started_at + (1 - MAX_BOX_SHIFT) * length
+        latest = self._current.started_at + (1 + MAX_BOX_SHIFT) * length
         if _Timer.BOX in self._timers:  # else the box is over, and the trainer only ends its last inner step
-            self._ends_at = self._timers[_Timer.BOX] = min(max(at, earliest), latest)
+            self._current.ends_at = self._timers[_Timer.BOX] = min(max(at, earliest), latest)
 
     def _wait_between(self, seconds_left: float | None, now: float) -> float:
         """Seconds for which one of the two would wait for the other at the end, if they became partners."""
@@ -402,14 +409,18 @@ class Pairing:
     # Fragments
 
     def _use_fragment(self, fragment: int) -> None:
-        self._fragment = fragment
+        self._current.fragment = fragment
         if len(self._num_exchanged) > 1:
             self._outputs.append(UseFragment(self.round, fragment))
 
     def _draw_session(self) -> bytes:
         """At random; where there are fragments the last byte says which one the proposal is for."""
         session = self._rng.randbytes(SESSION_BYTES)
-        return session[:-1] + bytes((self._fragment,)) if len(self._num_exchanged) > 1 else session
+        return session[:-1] + bytes((self._current.fragment,)) if len(self._num_exchanged) > 1 else session
+
+    def _is_of_fragment(self, session: bytes) -> bool:
+        """Whether a session is for the fragment of this round's contribution."""
+        return self._fragment_of(session) == self._current.fragment
 
     def _fragment_of(self, session: bytes) -> int:
         """Raises `RemoteProtocolError` if there is no such fragment."""
@@ -424,7 +435,7 @@ class Pairing:
     def _set_peers(self, peers: frozenset[bytes], now: float) -> None:
         self._peers = peers - {self._own}
         self._sorted_peers = tuple(sorted(self._peers))
-        self._ask_at = {peer: at for peer, at in self._ask_at.items() if peer in self._peers}
+        self._current.ask_at = {peer: at for peer, at in self._current.ask_at.items() if peer in self._peers}
         if self.state in (State.PROPOSED, State.MATCHED) and self._bond and self._bond.peer not in peers:
             self._withdraw()
             self._seek_another(now)
@@ -437,11 +448,11 @@ class Pairing:
         if self.state in (State.PROPOSED, State.MATCHED):
             self._seek_another(now, ask_again_at=self._ask_lost_at(peer, now))
         elif self.state is State.EXCHANGING:  # which ends by itself
-            self._lost.add(peer)
+            self._current.lost.add(peer)
 
     def _ask_lost_at(self, peer: bytes, now: float) -> float:
-        is_first_time = peer not in self._lost
-        self._lost.add(peer)
+        is_first_time = peer not in self._current.lost
+        self._current.lost.add(peer)
         return now + self._retry_after() if is_first_time else math.inf
 
     # Messages
@@ -506,7 +517,7 @@ class Pairing:
                 return Busy(session, max(left, self._retry_after()))
             case State.PROPOSED if self._bond is not None and self._bond.session < session:
                 return Busy(session, self._retry_after())
-            case State.SEEKING | State.PROPOSED if self.is_ready and self._fragment_of(session) != self._fragment:
+            case State.SEEKING | State.PROPOSED if self.is_ready and not self._is_of_fragment(session):
                 return Refuse(session, "fragment")
             case State.SEEKING | State.PROPOSED if self._is_saving:
                 return Refuse(session, "away")
@@ -526,18 +537,18 @@ class Pairing:
             self._send(peer, Withdraw(message.session))
         elif self.state is State.MATCHED:
             bond.is_partner_ready = True
-            if self._config.round_seconds and self._ends_at is not None:
-                self._end_box_at(min(self._ends_at, now + MEETING_SHARE * self._config.exchange_seconds))
+            if self._config.round_seconds and self._current.ends_at is not None:
+                self._end_box_at(min(self._current.ends_at, now + MEETING_SHARE * self._config.exchange_seconds))
             self._begin_if_both_ready(now)
 
     def _receive_begin(self, peer: bytes, message: Begin, now: float) -> None:
         bond = self._bond
         if bond is None or bond.session != message.session:
             return  # we gave up; the stream that comes will find nobody
-        if bond.is_proposer or self._ready_at is None:
+        if bond.is_proposer or self._current.ready_at is None:
             raise RemoteProtocolError("an exchange begun by the wrong side, or before we are ready")
         if self.state is State.MATCHED:
-            self._exchange(bond, self._ready_at, now)
+            self._exchange(bond, self._current.ready_at, now)
 
     def _send(self, peer: bytes, message: Message) -> None:
         self._outputs.append(SendMessage(peer, encode_message(message)))
