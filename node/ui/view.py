@@ -22,6 +22,7 @@ from ..status.status import (
     Resources,
     TrafficStatus,
 )
+from . import phrases
 from .headline import headline
 
 SPARKLINE_WIDTH: Final = 40
@@ -79,7 +80,7 @@ def _lines(status: NodeStatus, now: float) -> list[tuple[str, RenderableType]]:
         ("last exchange", _last_exchange(status.last_exchange, now)),
         ("the run", _run(status)),
         ("links", _links(status)),
-        ("reached", _reached(status)),
+        ("reached", phrases.reached(status)),
         ("traffic", _traffic(status)),
         *([("this month", _budget(status.traffic))] if status.traffic else []),
         *([("takes", _resources(status.resources))] if status.resources else []),
@@ -89,8 +90,8 @@ def _lines(status: NodeStatus, now: float) -> list[tuple[str, RenderableType]]:
 
 
 def _phase(status: NodeStatus, now: float) -> Text:
-    text = Text(status.phase, style=_PHASE_STYLES.get(status.phase, "cyan"))
-    text.append(f" for {duration(now - status.phase_since)}", style="default")
+    text = Text(phrases.phase(status, now))
+    text.stylize(_PHASE_STYLES.get(status.phase, "cyan"), 0, len(status.phase))
     if status.phase_detail:
         text.append(f": {status.phase_detail}", style="default")
     return text
@@ -105,7 +106,7 @@ def _progress(status: NodeStatus) -> str:
 
 
 def _data(data: DataStatus) -> Text:
-    text = Text(f"epoch {data.epoch} of {data.epochs}, {data.done / data.slices:.1%} of it done by all nodes")
+    text = Text(phrases.epoch(data))
     text.append(f"; {data.leased:,} of {data.slices:,} slices are this node's now")
     if data.others_texts:
         text.append(f"; {data.others_texts} nodes train on another text", style="yellow")
@@ -114,8 +115,8 @@ def _data(data: DataStatus) -> Text:
 
 def _stage(status: NodeStatus) -> Text:
     providers = status.run.providers
-    text = Text(f"{status.stage} of {len(providers)} (0 to {len(providers) - 1}); live in each: ")
-    text.append(", ".join(str(number) for number in providers))
+    text = Text(f"{status.stage} of {len(providers)} (0 to {len(providers) - 1}); ")
+    text.append(f"live in each: {phrases.providers(status.run)}")
     empty = [str(stage) for stage, number in enumerate(providers) if number == 0]
     if empty:
         text.append(f"; nobody holds {', '.join(empty)}", style="yellow")
@@ -142,13 +143,12 @@ def _busy(status: NodeStatus) -> str:
 
 def _loss(status: NodeStatus) -> Text:
     if status.loss is None:
-        return Text("known to stage 0" if status.stage else "not measured yet", style="dim")
+        return Text(phrases.unknown_loss(status), style="dim")
     text = Text(loss(status.loss), style="bold")
     text.append(f" from {loss(status.loss_first)}  " if status.loss_first is not None else "  ", style="not bold")
     text.append(sparkline([value for _, value in status.losses], SPARKLINE_WIDTH), style="cyan")
-    if status.validation:
-        round_index, value = status.validation[-1]
-        text.append(f"\n{loss(value)} on held-out text after round {round_index}", style="not bold")
+    if found := phrases.validation(status):
+        text.append(f"\n{found}", style="not bold")
     return text
 
 
@@ -184,8 +184,7 @@ def _last_exchange(exchange: ExchangeStatus | None, now: float) -> Text:
 def _run(status: NodeStatus) -> str:
     run = status.run
     return (
-        f"{run.members_live} live, {run.members_gone} gone; {count(run.tokens)} tokens at "
-        f"{count(run.tokens_per_second)}/s; loss {loss(run.loss_mean)} "
+        f"{phrases.company(run)}; {phrases.work_of_all(run)}; loss {loss(run.loss_mean)} "
         f"({loss(run.loss_min)} to {loss(run.loss_max)})"
     )
 
@@ -194,17 +193,6 @@ def _links(status: NodeStatus) -> str:
     kinds = Counter(member.path or "unknown" for member in status.members if member.is_connected)
     detail = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
     return f"{status.connected_peers} peers connected" + (f" (members: {detail})" if detail else "")
-
-
-def _reached(status: NodeStatus) -> str:
-    """How others reach this node, and what it does for those that cannot be reached."""
-    how = {"unknown": "not known yet", "public": "directly", "punchable": "by hole punching"}
-    text = how.get(status.reachability, "not directly")
-    if status.relays:
-        text += f"; through {len(status.relays)} relays: {', '.join(relay[-8:] for relay in status.relays)}"
-    if status.relayed_peers:
-        text += f"; is a relay for {status.relayed_peers} peers, {status.relayed_circuits} pairs of which talk now"
-    return text
 
 
 def _traffic(status: NodeStatus) -> str:
@@ -221,8 +209,7 @@ def _budget(traffic: TrafficStatus) -> str:
 
 
 def _resources(resources: Resources) -> str:
-    trainer = "" if resources.trainer_memory is None else f", its trainer {size(resources.trainer_memory)}"
-    return f"{size(resources.memory)} of memory{trainer}; {resources.descriptors} descriptors, {resources.tasks} tasks"
+    return f"{phrases.memory(resources)}; {resources.descriptors} descriptors, {resources.tasks} tasks"
 
 
 def _flow(bytes_per_second: float, cap_mbit: float) -> str:

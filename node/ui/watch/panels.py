@@ -12,8 +12,9 @@ from typing import Final
 from rich.table import Table
 from rich.text import Text
 
-from ...base.figures import BYTES_PER_MBIT, count, duration, loss, size
+from ...base.figures import BYTES_PER_MBIT, count, duration, loss
 from ...status.status import Event, LinkStatus, NodeStatus
+from .. import phrases
 from ..headline import Headline, Level
 from .chart import plot
 
@@ -51,17 +52,17 @@ def run_panel(status: NodeStatus, width: int, height: int) -> Text:
 def _run(status: NodeStatus) -> Iterator[str]:
     run = status.run
     yield _losses(status)
-    yield f"loss of all {loss(run.loss_mean)}; {run.members_live} live, {run.members_gone} gone"
+    yield f"loss of all {loss(run.loss_mean)}; {phrases.company(run)}"
     yield f"{count(run.tokens_per_second)} tokens/s, {count(run.tokens)} tokens"
     if len(run.providers) > 1:
-        yield f"live in each stage: {', '.join(map(str, run.providers))}"
+        yield f"live in each stage: {phrases.providers(run)}"
     if status.data is not None:
-        yield f"epoch {status.data.epoch} of {status.data.epochs}, {status.data.done / status.data.slices:.0%} of it"
+        yield phrases.epoch(status.data)
 
 
 def _losses(status: NodeStatus) -> str:
     if status.loss is None:
-        return "loss known to stage 0" if status.stage else "loss not measured yet"
+        return f"loss {phrases.unknown_loss(status)}"
     text = f"loss {loss(status.loss)} here"
     return f"{text}, held-out {loss(status.validation[-1][1])}" if status.validation else text
 
@@ -69,13 +70,13 @@ def _losses(status: NodeStatus) -> str:
 def node_panel(status: NodeStatus, now: float, width: int) -> Text:
     """What this node does, and what it takes of its machine. ``now``: Unix seconds by its clock."""
     lines = [
-        f"{status.phase} for {duration(now - status.phase_since)}, up {duration(now - status.started_at)}",
+        f"{phrases.phase(status, now)}, up {duration(now - status.started_at)}",
         _round(status, now, width),
         *_work(status),
         *_takes(status),
         _flow("up  ", status.bytes_sent_per_second, status.upload_mbit, width),
         _flow("down", status.bytes_received_per_second, status.download_mbit, width),
-        _reached(status),
+        f"reached {phrases.reached(status, names_relays=False)}",
     ]
     if status.waits_for:
         lines.insert(1, f"waits for {status.waits_for}")
@@ -101,21 +102,13 @@ def _round(status: NodeStatus, now: float, width: int) -> str:
 
 def _work(status: NodeStatus) -> Iterator[str]:
     yield f"{count(status.tokens_per_second)} tokens/s on {status.device or 'no device yet'}"
-    share = status.utilisation if status.recent_utilisation is None else status.recent_utilisation
-    if share is not None:
-        yield f"{share:.0%} of the time in inner steps"
+    if share := phrases.busy_share(status):
+        yield share
 
 
 def _takes(status: NodeStatus) -> list[str]:
     taken = status.resources
-    if taken is None:
-        return []
-    trainer = "" if taken.trainer_memory is None else f", trainer {size(taken.trainer_memory)}"
-    lines = [f"memory {size(taken.memory)}{trainer}"]
-    if taken.device_memory is not None:
-        of_all = "" if taken.device_memory_total is None else f" of {size(taken.device_memory_total)}"
-        lines.append(f"GPU memory {size(taken.device_memory)}{of_all}")
-    return lines
+    return [] if taken is None else [line for line in (phrases.memory(taken), phrases.gpu_memory(taken)) if line]
 
 
 def _flow(name: str, bytes_per_second: float, cap_mbit: float, width: int) -> str:
@@ -124,16 +117,6 @@ def _flow(name: str, bytes_per_second: float, cap_mbit: float, width: int) -> st
         return f"{name} {mbit:.2f} Mbit/s, no cap"
     detail = f"{mbit:.2f} of {cap_mbit:g} Mbit/s"
     return f"{name} {bar(mbit / cap_mbit, width - len(name) - len(detail) - 2)} {detail}"
-
-
-def _reached(status: NodeStatus) -> str:
-    how = {"unknown": "not known yet how", "public": "directly", "punchable": "by hole punching"}
-    text = f"reached {how.get(status.reachability, 'not directly')}"
-    if status.relays:
-        text += f", by {len(status.relays)} relay{'s' if len(status.relays) > 1 else ''}"
-    if status.relayed_peers:
-        text += f"; relays for {status.relayed_peers}"
-    return text
 
 
 def bar(share: float, width: int) -> str:
