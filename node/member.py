@@ -23,15 +23,15 @@ from farandole.protocol.supervisor import Supervisor
 from farandole.protocol.training_loop import LoopConfig, TrainingLoop
 from farandole.protocol.writer import Writer
 
-from .base.backoff import pauses
 from .base.bandwidth import Shaping
 from .base.errors import JoinError
 from .base.settings import NodeSettings
 from .bulk.exchange_service import ExchangeService
 from .bulk.negotiation import open_bulk
 from .join.address_book import AddressBook
-from .join.bootstrap import JOIN_TIMEOUT, Target, dial, find_members
+from .join.bootstrap import JOIN_TIMEOUT, Target
 from .join.manifests import ManifestService
+from .join.reconnect import Reconnector
 from .join.start import Start
 from .join.weights import Weights
 from .loop.lease_service import LeaseKeeper
@@ -62,10 +62,6 @@ MAX_LEAVE_TIMEOUT: Final = 45.0
 FAREWELL_TIMEOUT: Final = 2.0
 # A member that has just begun serves its run state within a second.
 SYNC_RETRY: Final = 1.0
-# A node without a connection to any member looks every so often whether that is so, and dials whom it knows, ever less
-# often.
-ISOLATION_INTERVAL: Final = 5.0
-MAX_ISOLATION_INTERVAL: Final = 60.0
 # Short, because a node that is killed soon after it began a run has no invite to come back with.
 REMEMBER_INTERVAL: Final = 10.0
 TOKENS_FACT: Final = "tokens"
@@ -97,7 +93,7 @@ class RunMember:
     ) -> None:
         require_allowed_model(manifest, settings.allow_model)
         signed = decode_manifest(raw_manifest)[1]
-        self._rng = rng = random.Random()
+        rng = random.Random()
         author = public_bytes(key)
         self.run_id = signed.run_id
         self._settings = settings
@@ -272,7 +268,8 @@ class RunMember:
             if self._is_cut:
                 nursery.start_soon(self._keeper.run)
             nursery.start_soon(self._weights.run)
-            nursery.start_soon(self._end_isolation, target)
+            reconnector = Reconnector(self._host, self.run_id, self._book, target, self.peers, self._journal)
+            nursery.start_soon(reconnector.run)
             nursery.start_soon(self._remember)
             failure = await self._train(is_leaving)
             await self._say_farewell()
@@ -436,46 +433,6 @@ class RunMember:
             self._moved = trio.Event()
             await self._host.provide(shard_key(self.run_id, self._membership.stage))
             await self._moved.wait()
-
-    async def _end_isolation(self, target: Target) -> None:
-        """Whenever there is no connection to any member, dial whom this node ever knew, without end."""
-        while True:
-            await trio.sleep(ISOLATION_INTERVAL * self._rng.uniform(0.5, 1.5))
-            if self._is_isolated:
-                await self._return_to_members(target)
-            self._journal.update(isolation="")
-
-    async def _return_to_members(self, target: Target) -> None:
-        for attempt, pause in enumerate(pauses(ISOLATION_INTERVAL, MAX_ISOLATION_INTERVAL, self._rng), 1):
-            is_anyone_known = await self._seek_members(target)
-            if not self._is_isolated:
-                return
-            if is_anyone_known:
-                times = "once" if attempt == 1 else f"{attempt} times"
-                self._journal.update(
-                    isolation=f"dialled all known peers {times}, no member answered; next in {pause:.0f} s"
-                )
-            next_at = trio.current_time() + pause
-            while trio.current_time() < next_at:
-                await trio.sleep(min(ISOLATION_INTERVAL, pause))
-                if not self._is_isolated:  # others have come
-                    return
-
-    @property
-    def _is_isolated(self) -> bool:
-        return not self._host.connected & self._membership.everyone
-
-    async def _seek_members(self, target: Target) -> bool:
-        """Dial those of the invite, of the address book, and of the DHT; whether anybody was known."""
-        known = {**self._book.peers(), **target.peers}
-        missing = {
-            peer: addresses
-            for peer, addresses in known.items()
-            if peer != self._host.author and peer not in self._host.connected
-        }
-        await dial(self._host, missing, is_one_enough=True)
-        found = await find_members(self._host, self.run_id) if self._is_isolated and self._host.connected else []
-        return bool(missing or found)
 
     async def _remember(self) -> None:
         """Keep on disk what a next life needs: this node's count, and addresses for when no bootstrap peer answers."""

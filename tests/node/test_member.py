@@ -13,14 +13,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.app.commands.leave import LEAVE_TIMEOUT
 from farandole.node.base.bandwidth import Shaping
-from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.base.settings import NodeSettings
 from farandole.node.join import weights as weights_module
 from farandole.node.join.address_book import AddressBook
-from farandole.node.join.bootstrap import Target
 from farandole.node.join.weights import WEIGHTS_TIMEOUT
 from farandole.node.loop.pause.pause import Rest
-from farandole.node.member import FAREWELL_TIMEOUT, MAX_ISOLATION_INTERVAL, RunMember, leave_timeout
+from farandole.node.member import FAREWELL_TIMEOUT, RunMember, leave_timeout
 from farandole.node.state.store import StoreError
 from farandole.node.status.journal import Journal
 from farandole.node.store.fetch import Fetched, FetchError
@@ -83,39 +81,8 @@ async def test_a_full_disk_does_not_end_the_node(
 ) -> None:
     member = make_member(tmp_path)
     nursery.start_soon(member._remember)
-    nursery.start_soon(member._end_isolation, Target(SIGNED.run_id, None))
     await trio.sleep(600)
     assert any("the disk is full" in warning for warning in member._journal.warnings)
-    nursery.cancel_scope.cancel()
-
-
-async def test_a_member_cut_off_dials_without_end_says_so_and_stops_when_it_is_back(
-    nursery: trio.Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
-) -> None:
-    member = make_member(tmp_path)
-    host: Any = member._host
-    dialled: list[bytes] = []
-
-    async def connect(peer: bytes, *args: object, **settings: object) -> None:
-        await trio.lowlevel.checkpoint()
-        dialled.append(peer)
-        raise PeerUnreachableError("nobody is there")
-
-    host.connect = connect
-    member._book.note_reached(ALICE, ["/ip4/1.1.1.1/tcp/1"])
-    nursery.start_soon(member._end_isolation, Target(SIGNED.run_id, None, {MALLORY: ["/ip4/2.2.2.2/tcp/2"]}))
-    await trio.sleep(24 * 3600)
-    assert set(dialled) == {ALICE, MALLORY}
-    assert (
-        2 * 24 * 3600 / (1.5 * MAX_ISOLATION_INTERVAL) < len(dialled) < 2 * 24 * 3600 / (0.5 * MAX_ISOLATION_INTERVAL)
-    )
-    assert "no member answered; next in" in member._journal.state.isolation
-    host.connected = frozenset({ALICE})
-    monkeypatch.setattr(type(member._membership), "everyone", host.connected)
-    dialled.clear()
-    await trio.sleep(3600)
-    assert dialled == []
-    assert member._journal.state.isolation == ""
     nursery.cancel_scope.cancel()
 
 
