@@ -42,6 +42,8 @@ from .loop.traffic.traffic_service import TrafficKeeper
 from .loop.training import Surroundings, Training
 from .mesh.host import Host
 from .mesh.reach.connectivity import Connectivity
+from .state.announcer import Announcer
+from .state.connections import Connections
 from .state.gossip import GossipService
 from .state.membership import Membership
 from .state.messenger import Messenger
@@ -114,22 +116,37 @@ class RunMember:
             rng,
             base_period=settings.heartbeat_seconds,
         )
+        is_cut = manifest.model.num_stages > 1
+
+        def is_paused() -> bool:
+            return rest.is_on
+
+        announcer = Announcer(
+            host,
+            self._gossip,
+            journal,
+            incarnation=time.time_ns() // 1_000_000,
+            num_stages=manifest.model.num_stages,
+            is_bound=settings.stage is not None,
+            is_paused=is_paused,
+        )
+        self._membership = membership = Membership(
+            host,
+            self._state,
+            self._gossip,
+            journal,
+            announcer,
+            num_stages=manifest.model.num_stages,
+            is_paused=is_paused,
+            first_step=0 if manifest.start is None else manifest.start.inner_steps,
+        )
+        self._weights = Weights(settings, key, journal, host, membership, manifest, self.run_id, shaping)
         self._exchanges = ExchangeService(host, shaping=shaping)
         self._pipeline: PipelineService | None = None
-        if manifest.model.num_stages > 1:
+        if is_cut:
             self._pipeline = PipelineService(
-                host,
-                messenger,
-                manifest,
-                self.run_id,
-                author,
-                shaping,
-                rng,
-                is_neighbour=lambda peer, stage: peer in self._membership.nodes_of_stages()[stage],
+                host, messenger, manifest, self.run_id, author, shaping, rng, is_neighbour=membership.is_in_stage
             )
-        self._supervisor = Supervisor(
-            manifest.inner.batch_size, settings.microbatch, is_cut=manifest.model.num_stages > 1
-        )
         self._leases: LeaseKeeper | None = None
         if manifest.data.epochs:
             self._leases = LeaseKeeper(
@@ -139,57 +156,38 @@ class RunMember:
                 self._gossip,
                 store,
                 journal,
-                origins=lambda: self._membership.nodes_of_stages()[0] - {author},
-                period=lambda: self._gossip.liveness.period,
-                on_over=lambda: self._training.finish_round(),
+                origins=membership.origins,
+                liveness=self._gossip.liveness,
             )
+        self._supervisor = Supervisor(manifest.inner.batch_size, settings.microbatch, is_cut=is_cut)
+        loop_config = LoopConfig(
+            run_id=self.run_id,
+            manifest=manifest,
+            max_rounds=settings.max_rounds,
+            checkpoint_seconds=settings.checkpoint_seconds,
+            validate_every=settings.validate_every,
+            hung_seconds=settings.hung_seconds,
+        )
+        pairing = Pairing(author, manifest.rounds, rng, manifest.outer.fragments)
         self._training = Training(
-            TrainingLoop(
-                LoopConfig(
-                    run_id=self.run_id,
-                    manifest=manifest,
-                    max_rounds=settings.max_rounds,
-                    checkpoint_seconds=settings.checkpoint_seconds,
-                    validate_every=settings.validate_every,
-                    hung_seconds=settings.hung_seconds,
-                ),
-                Pairing(author, manifest.rounds, rng, manifest.outer.fragments),
-                self._supervisor,
-            ),
+            TrainingLoop(loop_config, pairing, self._supervisor),
             messenger,
             self._exchanges,
             journal,
             rest,
             Surroundings(
                 prepare=self._prepare,
-                on_saved=lambda saved: self._weights.note_saved(saved),
-                on_refused=lambda peer, reason, evidence: self._membership.accuse(peer, reason, evidence),
-                current_round=lambda: self._membership.current_round(),
+                on_saved=self._weights.note_saved,
+                on_refused=announcer.accuse,
+                current_round=membership.current_round,
                 may_spend=shaping.may_spend,
             ),
             self._pipeline,
             self._leases,
         )
-        self._membership = Membership(
-            host,
-            self._state,
-            self._gossip,
-            journal,
-            rng,
-            incarnation=time.time_ns() // 1_000_000,
-            on_peers=self._training.set_peers,
-            on_lost=self._training.lose_peer,
-            num_stages=manifest.model.num_stages,
-            is_bound=settings.stage is not None,
-            on_nodes=self._pipeline.set_nodes if self._pipeline else lambda nodes: None,
-            is_paused=lambda: rest.is_on,
-            first_step=0 if manifest.start is None else manifest.start.inner_steps,
-        )
-        self._weights = Weights(
-            settings, key, journal, host, self._membership, manifest, self.run_id, shaping, self._training.save_soon
-        )
+        self._connections = Connections(host, membership, self._gossip.liveness, self._training.lose_peer)
         self._keeper = StageKeeper(
-            self._membership,
+            membership,
             self._weights,
             journal,
             author,
@@ -258,9 +256,13 @@ class RunMember:
             if self._is_cut:
                 await self._keeper.begin(await self._stage_before())
             else:
-                await self._membership.announce()
-            await self._membership.beat()
+                await self._membership.announcer.announce()
+            await self._membership.announcer.beat()
             nursery.start_soon(self._membership.run)
+            nursery.start_soon(self._membership.announcer.run)
+            nursery.start_soon(self._connections.run)
+            nursery.start_soon(self._follow_members)
+            nursery.start_soon(self._follow_wishes)
             nursery.start_soon(self._provide)
             if self._leases is not None:
                 await self._leases.restore()
@@ -278,6 +280,23 @@ class RunMember:
             if failure is not None:
                 raise failure
             nursery.cancel_scope.cancel()
+
+    async def _follow_members(self) -> None:
+        """Tell the training and the pipeline who is live, whenever that changes."""
+        membership, told = self._membership, None
+        while True:
+            if membership.live != told:
+                told = membership.live
+                self._training.set_peers(told)
+            if self._pipeline is not None:
+                self._pipeline.set_nodes(membership.nodes_of_stages())
+            await membership.changed()
+
+    async def _follow_wishes(self) -> None:
+        """Have the trainer save whenever a peer wants newer weights than there are."""
+        while True:
+            await self._weights.save_wanted()
+            self._training.save_soon()
 
     async def _train(self, is_leaving: trio.Event) -> TrainerError | None:
         """Until told to leave, or until no trainer can be had: then why."""
@@ -329,8 +348,8 @@ class RunMember:
         with trio.move_on_after(FAREWELL_TIMEOUT):
             if self._leases is not None:
                 await self._leases.leave()
-            await self._membership.report_progress()
-            await self._membership.announce(left=True)
+            await self._membership.announcer.report_progress()
+            await self._membership.announcer.announce(left=True)
             await self._gossip.flush()
         self._journal.say("left the run")
 

@@ -108,6 +108,11 @@ def beat_of(state: NodeState) -> Beat:
     return Beat(state.inner_steps, min(state.round, MAX_SMALL), loss, int(state.tokens_per_second), partner)
 
 
+def speed_of(state: NodeState, num_stages: int) -> float:
+    """Returns the tokens a second that a node could take through its stage; 0: not measured yet."""
+    return state.tokens_per_second if num_stages == 1 else state.speed
+
+
 def progress_of(state: NodeState, bytes_sent: int, bytes_received: int) -> Progress:
     """Returns a node's part of the run's counters."""
     return Progress(state.inner_steps, min(state.round, MAX_SMALL), state.tokens, bytes_sent, bytes_received)

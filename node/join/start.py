@@ -90,7 +90,7 @@ class Start:
         )
         await self._host.provide(self._start.checkpoint)
         while True:
-            await self._membership.tell_start(notice)
+            await self._membership.announcer.tell_start(notice)
             await trio.sleep(TELL_INTERVAL)
 
     def find(self, question: Question) -> Holding | None:

@@ -88,7 +88,7 @@ _Show = Callable[[Progress], None]
 
 
 class Weights:
-    """The checkpoints of one node. ``save_soon`` asks the trainer for a fresh one."""
+    """The checkpoints of one node."""
 
     def __init__(
         self,
@@ -100,7 +100,6 @@ class Weights:
         manifest: Manifest,
         run_id: bytes,
         shaping: Shaping,
-        save_soon: Callable[[], None],
     ) -> None:
         self.trainer_stage: int | None = None
         """Of the trainer that was last started."""
@@ -113,7 +112,7 @@ class Weights:
         self._origin = "seed" if manifest.start is None else "starting checkpoint"
         self._run_id = run_id
         self._shaping = shaping
-        self._save_soon = save_soon
+        self._save_wanted = trio.Event()
         self._disk = round(settings.disk * 1e9)
         self._conditions = Conditions(host, run_id, shaping, room=Room(settings.home, self._disk))
         self._library = Library(
@@ -335,7 +334,7 @@ class Weights:
                     partial(is_required, self._outer),
                     path,
                     show,
-                    membership.accuse,
+                    membership.announcer.accuse,
                     is_prefix=is_prefix,
                 )
         except PeerUnreachableError as error:
@@ -392,10 +391,15 @@ class Weights:
         if newest is None or self._journal.state.round - newest.index.round > MAX_ROUNDS_OLDER:
             if self._has_saved.is_set():  # else another newcomer waits for the same
                 self._has_saved = trio.Event()
-            self._save_soon()
+            self._save_wanted.set()
             with trio.move_on_after(FRESH_SAVE_TIMEOUT):
                 await self._has_saved.wait()
         return self._library.newest
+
+    async def save_wanted(self) -> None:
+        """Wait until a peer wants a newer checkpoint than there is."""
+        await self._save_wanted.wait()
+        self._save_wanted = trio.Event()
 
     def note_saved(self, saved: messages.Saved) -> None:
         """The trainer has written a checkpoint, or goes on from it."""
@@ -413,7 +417,7 @@ class Weights:
         self._library.forget_own()
 
     def _announce(self, holding: Holding, is_copy: bool) -> None:
-        self._membership.checkpoint_held(holding.id, holding.index, is_copy=is_copy)
+        self._membership.announcer.checkpoint_held(holding.id, holding.index, is_copy=is_copy)
 
     async def run(self) -> None:
         """Open what the trainer saves, and keep copies of what others save, until cancelled."""

@@ -37,6 +37,7 @@ from farandole.protocol.lease_events import (
     news,
 )
 from farandole.protocol.leases import Leases
+from farandole.protocol.liveness import Liveness
 from farandole.protocol.manifest import Manifest
 from farandole.protocol.slices import parts
 from farandole.protocol.state import RunState
@@ -72,8 +73,7 @@ class FactStore(Protocol):
 class LeaseKeeper:
     """One node's leases. For runs that count epochs.
 
-    ``origins`` are the live members that draw data, this node excluded, and ``period`` is how far heartbeats are apart,
-    in seconds; ``on_over`` is called when all epochs are over.
+    ``origins`` returns the live members that draw data, this node excluded; ``liveness`` knows the heartbeats' period.
     """
 
     def __init__(
@@ -86,9 +86,10 @@ class LeaseKeeper:
         journal: Journal,
         *,
         origins: Callable[[], frozenset[bytes]],
-        period: Callable[[], float],
-        on_over: Callable[[], None],
+        liveness: Liveness,
     ) -> None:
+        self.over = trio.Event()
+        """Set when all epochs of the run are over."""
         self._manifest = manifest
         self._author = author
         self._state = state
@@ -96,8 +97,7 @@ class LeaseKeeper:
         self._store = store
         self._journal = journal
         self._origins = origins
-        self._period = period
-        self._on_over = on_over
+        self._liveness = liveness
         self._leases: Leases | None = None
         self._driver = Driver[Event, Output](self._carry_out)
         self._send: Callable[[messages.DrawSlices], None] | None = None
@@ -105,12 +105,6 @@ class LeaseKeeper:
         self._unsaid: deque[Announce] = deque()
         self._restored: _Saved | None = None
         self._saved_at = 0.0
-        self._is_over = False
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all epochs of the run are."""
-        return self._is_over
 
     def status(self) -> DataStatus | None:
         """For people; None at a node that has no leases."""
@@ -220,9 +214,9 @@ class LeaseKeeper:
             if event.author != self._author:
                 self._driver.handle(event)
         num_strangers = len(self._leases.strangers)
-        self._driver.handle(Ticked(self._origins(), self._period()))
+        self._driver.handle(Ticked(self._origins(), self._liveness.period))
         if self._leases.is_over:
-            self._end_run()
+            self.over.set()
         if len(self._leases.strangers) > num_strangers:
             self._journal.warn(
                 f"{len(self._leases.strangers)} of {len(self._origins())} other nodes train on another text than this "
@@ -238,7 +232,7 @@ class LeaseKeeper:
         }
         epoch = median_epoch(heard, heard)
         if epoch is not None and epoch >= self._manifest.data.epochs:
-            self._end_run()
+            self.over.set()
 
     def _carry_out(self, output: Output) -> None:
         match output:
@@ -250,11 +244,6 @@ class LeaseKeeper:
             case EpochBegan(epoch):
                 if epoch < self._manifest.data.epochs:
                     self._journal.say(f"epoch {epoch + 1} of {self._manifest.data.epochs} begins")
-
-    def _end_run(self) -> None:
-        if not self._is_over:
-            self._is_over = True
-            self._on_over()
 
     async def _say(self) -> None:
         """In order, though `leave` may come while `run` is at it."""

@@ -138,6 +138,8 @@ class Training:
                 self.handle(LoopBegan(training_of(self._journal.state), self._rest.words))
                 self._nursery.start_soon(self._watch_rest)
                 self._nursery.start_soon(self._watch_traffic)
+                if self._leases is not None:
+                    self._nursery.start_soon(self._watch_data, self._leases)
                 await self._over.wait()
                 self._nursery.cancel_scope.cancel()
         finally:
@@ -153,10 +155,6 @@ class Training:
     def save_soon(self) -> None:
         """Write a checkpoint now, for a peer that asks for weights."""
         self.handle(SaveAsked())
-
-    def finish_round(self) -> None:
-        """Exchange now what this round has: there is nothing left to train on."""
-        self.handle(DataOver())
 
     def restart_trainer(self) -> None:
         """Start another trainer with what is prepared then; what was not saved is lost."""
@@ -192,6 +190,10 @@ class Training:
                 is_saving = not is_saving
                 self.handle(TrafficSaved(is_saving))
             await trio.sleep(TRAFFIC_INTERVAL)
+
+    async def _watch_data(self, leases: LeaseKeeper) -> None:
+        await leases.over.wait()
+        self.handle(DataOver())
 
     # Outputs
 

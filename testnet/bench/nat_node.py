@@ -34,6 +34,8 @@ from farandole.node.bulk.negotiation import open_bulk
 from farandole.node.join.bootstrap import Target, connect_to_run
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.mesh.reach.connectivity import Connectivity, open_connectivity
+from farandole.node.state.announcer import Announcer
+from farandole.node.state.connections import Connections
 from farandole.node.state.gossip import GossipService
 from farandole.node.state.membership import Membership
 from farandole.node.state.messenger import open_messenger
@@ -83,16 +85,9 @@ async def open_member(run_id: bytes, port: int, peers: dict[bytes, list[str]]) -
         ):
             state = RunState(run_id, bytes(32))
             gossip = GossipService(state, Writer(key, run_id), host, messenger, store, rng)
-            membership = Membership(
-                host,
-                state,
-                gossip,
-                journal,
-                rng,
-                incarnation=time.time_ns() // 1_000_000,
-                on_peers=lambda live: None,
-                on_lost=lambda peer: None,
-            )
+            announcer = Announcer(host, gossip, journal, incarnation=time.time_ns() // 1_000_000)
+            membership = Membership(host, state, gossip, journal, announcer)
+            connections = Connections(host, membership, gossip.liveness, lambda peer: None)
             connectivity.members = lambda: membership.everyone
             await connect_to_run(host, Target(run_id, None, peers), journal)
             async with open_bulk(host, shaping) as channels, trio.open_nursery() as nursery:
@@ -101,9 +96,11 @@ async def open_member(run_id: bytes, port: int, peers: dict[bytes, list[str]]) -
                 if peers and await gossip.join() == 0:
                     raise BenchError("none of the invite's peers gave its run state")
                 membership.refresh()
-                await membership.announce()
-                await membership.beat()
+                await announcer.announce()
+                await announcer.beat()
                 nursery.start_soon(membership.run)
+                nursery.start_soon(announcer.run)
+                nursery.start_soon(connections.run)
                 nursery.start_soon(host.provide, run_key(run_id))
                 yield NatMember(host, connectivity, gossip, membership, exchanges)
                 nursery.cancel_scope.cancel()
@@ -178,7 +175,7 @@ class NatNode:
 
     async def leave(self) -> dict[str, Any]:
         """Say farewell to the run."""
-        await self._member.membership.announce(left=True)
+        await self._member.membership.announcer.announce(left=True)
         await self._member.gossip.flush()
         return {}
 

@@ -73,6 +73,7 @@ class World:
         """For which a download goes on."""
         self.said: list[str] = []
         self.journal = Journal(say=self.said.append)
+        self.announcer = self
         self.settings = NodeSettings(home=folder, backup_seconds=10.0)
         self.settings.checkpoints.mkdir()
         self.weights = self.begin()
@@ -87,7 +88,7 @@ class World:
             author=ME, find_providers=self.find_providers, provide=self.provide, withdraw=self.provided.remove
         )
         me: Any = self
-        return Weights(self.settings, KEY, self.journal, host, me, Manifest("cut", MODEL), RUN, Shaping(), lambda: None)
+        return Weights(self.settings, KEY, self.journal, host, me, Manifest("cut", MODEL), RUN, Shaping())
 
     def index(self, peer: bytes, stage: int) -> Index:
         author, round_index = self.by_peer[peer, stage]

@@ -18,6 +18,7 @@ from farandole.protocol.entries import Delta, Kind, Lease, LeasedSlices, Payload
 from farandole.protocol.identity import public_bytes
 from farandole.protocol.lease_events import Announce
 from farandole.protocol.leases import SETTLE_SECONDS
+from farandole.protocol.liveness import Liveness
 from farandole.protocol.manifest import DataConfig, EpochsConfig, Manifest, ModelConfig, StartConfig
 from farandole.protocol.state import RunState
 from farandole.protocol.writer import Writer
@@ -77,7 +78,6 @@ class Node:
     def __init__(self, run: Run, disk: Disk, manifest: Manifest = MANIFEST) -> None:
         self.drawn: list[messages.DrawSlices] = []
         self.journal = Journal(say=lambda text: None)
-        self.num_ends = 0
         self.origins: frozenset[bytes] = frozenset()
         self.keeper = LeaseKeeper(
             manifest,
@@ -87,12 +87,8 @@ class Node:
             disk,
             self.journal,
             origins=lambda: self.origins,
-            period=lambda: 2.0,
-            on_over=self._end,
+            liveness=Liveness(2.0),
         )
-
-    def _end(self) -> None:
-        self.num_ends += 1
 
     def begin(self, corpus: bytes = CORPUS, num_slices: int = NUM_SLICES) -> None:
         prepared = messages.Prepared(
@@ -144,11 +140,11 @@ async def test_all_epochs_go_by_and_the_run_is_over(
     async with life(run, disk) as node:
         node.begin()
         with trio.fail_after(3_000):
-            while not node.keeper.is_over:
+            while not node.keeper.over.is_set():
                 await trio.sleep(1)
                 node.train()
         await trio.sleep(5)
-        assert node.num_ends == 1
+        assert node.keeper.over.is_set()
         assert run.said() == Lease(2, CORPUS)
         status = node.keeper.status()
         assert status is not None
@@ -302,7 +298,7 @@ async def test_a_stage_that_draws_nothing_hears_of_the_end(
         run.write(BOB, 0, Lease(1, CORPUS))
         await trio.sleep(3)
         assert node.keeper.status() is None
-        assert not node.keeper.is_over
+        assert not node.keeper.over.is_set()
         run.write(BOB, 0, Lease(2, CORPUS))
         await trio.sleep(3)
-        assert node.num_ends == 1
+        assert node.keeper.over.is_set()

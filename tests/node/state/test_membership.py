@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from farandole.node.state.membership import ADDRESSES_INTERVAL, Membership
+from farandole.node.state.announcer import ADDRESSES_INTERVAL, Announcer
+from farandole.node.state.membership import Membership
 from farandole.node.status.journal import Journal
 from farandole.protocol.entries import Beat, CheckpointNotice, Kind, Member, Payload, StageLease
 from farandole.protocol.liveness import Liveness
@@ -21,18 +21,9 @@ from farandole.protocol.stage_choice import Provider
 from ..store.files import index_of
 
 
-def make_membership(journal: Journal, gossip: Any, state: Any = None) -> Membership:
-    anything: Any = None
-    return Membership(
-        anything,
-        state,
-        gossip,
-        journal,
-        random.Random(1),
-        incarnation=1,
-        on_peers=lambda peers: None,
-        on_lost=lambda peer: None,
-    )
+def make_membership(journal: Journal, gossip: Any, state: Any = None, host: Any = None) -> Membership:
+    announcer = Announcer(host, gossip, journal, incarnation=1)
+    return Membership(host, state, gossip, journal, announcer)
 
 
 class Gossip:
@@ -45,6 +36,9 @@ class Gossip:
     async def publish(self, kind: Kind, index: int, payload: Payload) -> None:
         self.published.append((kind, payload))
 
+    def members(self) -> list[Member]:
+        return [payload for _, payload in self.published if isinstance(payload, Member)]
+
 
 @pytest.mark.parametrize(
     ("loss", "told"), [(None, None), (2.5, 2_500_000), (math.nan, None), (math.inf, 2**31 - 1), (1e9, 2**31 - 1)]
@@ -54,20 +48,10 @@ async def test_a_replica_that_diverges_does_not_stop_its_nodes_heart(loss: float
     journal = Journal(say=lambda text: None)
     journal.update(loss=loss, round=2**40)  # a liar's round
     membership = make_membership(journal, gossip)
-    await membership.beat()
-    await membership.report_progress()
+    await membership.announcer.beat()
+    await membership.announcer.report_progress()
     assert gossip.published[0] == (Kind.BEAT, Beat(0, 2**31 - 1, told, 0))
     assert gossip.published[1][1].rounds == 2**31 - 1
-
-
-class Beats:
-    """A run state that holds heartbeats only."""
-
-    def __init__(self, beats: dict[bytes, Beat]) -> None:
-        self.beats = beats
-
-    def payload(self, author: bytes, kind: type[Payload]) -> Payload | None:
-        return self.beats.get(author) if kind is Beat else None
 
 
 @pytest.mark.parametrize(
@@ -80,42 +64,38 @@ class Beats:
         ([Beat(50, 0, None, 0), Beat(0, 0, None, 0)], 0),
     ],
 )
-def test_newcomers_do_not_make_a_run_look_young(beats: list[Beat], round_index: int) -> None:
-    told = {bytes([index]): beat for index, beat in enumerate(beats)}
-    membership = make_membership(Journal(say=lambda text: None), Gossip(), Beats(told))
-    membership._others = (frozenset(told),)
-    assert membership.current_round() == round_index
+async def test_newcomers_do_not_make_a_run_look_young(beats: list[Beat], round_index: int) -> None:
+    node = Staged()
+    for index, beat in enumerate(beats):
+        node.hear_beat(bytes([index]) * 32, Member(), beat)
+    assert node.membership.current_round() == round_index
 
 
 async def test_a_device_that_was_found_is_announced() -> None:
     journal, gossip = Journal(say=lambda text: None), Gossip()
-    membership = make_membership(journal, gossip)
     host: Any = SimpleNamespace(addresses=["/ip4/10.0.0.1/tcp/1/p2p/x"])
-    membership._host = host
-    await membership.announce()
+    membership = make_membership(journal, gossip, host=host)
+    await membership.announcer.announce()
     journal.update(device="CPU (x86_64)")
-    assert membership._has_changed()
-    await membership.announce()
-    assert not membership._has_changed()
+    assert membership.announcer.has_changed()
+    await membership.announcer.announce()
+    assert not membership.announcer.has_changed()
     assert [member.device for _, member in gossip.published] == ["", "CPU (x86_64)"]  # type: ignore[attr-defined]
 
 
 async def test_an_address_that_was_found_is_announced_without_delay(autojump_clock: MockClock) -> None:
     journal, gossip = Journal(say=lambda text: None), Gossip()
-    membership = make_membership(journal, gossip)
     host: Any = SimpleNamespace(addresses=["/ip4/10.0.0.1/tcp/1/p2p/x"])
-    membership._host = host
-    await membership.announce()
+    membership = make_membership(journal, gossip, host=host)
+    await membership.announcer.announce()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(membership._announce_addresses)
+        nursery.start_soon(membership.announcer.run)
         await trio.sleep(ADDRESSES_INTERVAL * 3)
-        assert len(gossip.published) == 1
+        assert len(gossip.members()) == 1
         host.addresses = [*host.addresses, "/ip4/5.1.1.1/tcp/2/p2p/y/p2p-circuit/p2p/x"]
         await trio.sleep(ADDRESSES_INTERVAL * 3)
         nursery.cancel_scope.cancel()
-    (_, before), (_, after) = gossip.published
-    assert isinstance(before, Member)
-    assert isinstance(after, Member)
+    before, after = gossip.members()
     assert len(after.addresses) == len(before.addresses) + 1
 
 
@@ -152,43 +132,47 @@ class Staged:
     def __init__(self, *, is_bound: bool = False) -> None:
         self.gossip, self.state = Gossip(), Told()
         self.journal = Journal(say=lambda text: None)
-        self.peers: list[frozenset[bytes]] = []
-        self.nodes: list[tuple[frozenset[bytes], ...]] = []
         self.host = SimpleNamespace(author=ME, addresses=[], connected=frozenset())
         state: Any = self.state
         gossip: Any = self.gossip
         host: Any = self.host
-        self.membership = Membership(
-            host,
-            state,
-            gossip,
-            self.journal,
-            random.Random(1),
-            incarnation=1,
-            on_peers=self.peers.append,
-            on_lost=lambda peer: None,
-            num_stages=3,
-            is_bound=is_bound,
-            on_nodes=self.nodes.append,
-        )
+        announcer = Announcer(host, gossip, self.journal, incarnation=1, num_stages=3, is_bound=is_bound)
+        self.membership = Membership(host, state, gossip, self.journal, announcer, num_stages=3)
 
     def hear(self, peer: bytes, stage: int, round_index: int = 0, speed: int = 0, *, is_bound: bool = False) -> None:
-        self.state.tell(peer, Member(stage, speed=speed, is_bound=is_bound), Beat(round_index, round_index, None, 0))
+        member = Member(stage, speed=speed, is_bound=is_bound)
+        self.hear_beat(peer, member, Beat(round_index, round_index, None, 0))
+
+    def hear_beat(self, peer: bytes, member: Member, beat: Beat) -> None:
+        self.state.tell(peer, member, beat)
         self.gossip.liveness.beat(peer, 1, trio.current_time())
         self.membership.refresh()
 
 
-async def test_peers_are_those_of_the_own_stage_and_nodes_those_of_all() -> None:
+async def test_peers_are_those_of_the_own_stage_and_nodes_those_of_all(nursery: trio.Nursery) -> None:
     node = Staged()
+    peers: list[frozenset[bytes]] = []
+    nodes: list[tuple[frozenset[bytes], ...]] = []
+
+    async def follow() -> None:
+        while True:
+            await node.membership.changed()
+            peers.append(node.membership.live)
+            nodes.append(node.membership.nodes_of_stages())
+
+    nursery.start_soon(follow)
+    await trio.testing.wait_all_tasks_blocked()
     node.hear(ANN, 0)
     node.hear(BOB, 1)
     node.hear(EVE, 7)  # no such stage
     assert node.membership.live == {ANN}
     assert node.membership.everyone == {ANN, BOB}
     assert node.membership.nodes_of_stages() == (frozenset((ME, ANN)), frozenset((BOB,)), frozenset())
+    await trio.testing.wait_all_tasks_blocked()
     await node.membership.hold(1)
-    assert node.peers == [{ANN}, {BOB}]
-    assert node.nodes[-1] == (frozenset((ANN,)), frozenset((BOB, ME)), frozenset())
+    await trio.testing.wait_all_tasks_blocked()
+    assert peers == [{ANN}, {BOB}]
+    assert nodes[-1] == (frozenset((ANN,)), frozenset((BOB, ME)), frozenset())
     assert [len(nodes) for nodes in node.membership.nodes_of_stages()] == [1, 2, 0]
     assert node.gossip.published[-1][1] == Member(stage=1, incarnation=1)
 
@@ -241,10 +225,10 @@ async def test_a_checkpoint_and_a_copy_are_announced_side_by_side() -> None:
     node = Staged()
     await node.membership.hold(2)
     index = index_of(b"checkpoint")
-    node.membership.checkpoint_held(b"a" * 32, msgspec.structs.replace(index, stage=2), is_copy=False)
-    node.membership.checkpoint_held(b"b" * 32, index, is_copy=True)
-    await node.membership.report_progress()
-    await node.membership.report_progress()
+    node.membership.announcer.checkpoint_held(b"a" * 32, msgspec.structs.replace(index, stage=2), is_copy=False)
+    node.membership.announcer.checkpoint_held(b"b" * 32, index, is_copy=True)
+    await node.membership.announcer.report_progress()
+    await node.membership.announcer.report_progress()
     told = [payload for kind, payload in node.gossip.published if kind is Kind.CHECKPOINT]
     assert {payload.id: payload.stage for payload in told if isinstance(payload, CheckpointNotice)} == {
         b"a" * 32: 2,
@@ -260,20 +244,20 @@ async def test_a_checkpoint_and_a_copy_are_announced_side_by_side() -> None:
 
 async def test_a_speed_is_told_anew_when_it_has_changed() -> None:
     node = Staged()
-    await node.membership.announce()
+    await node.membership.announcer.announce()
     node.journal.update(speed=100.0)
-    assert node.membership._has_changed()
-    await node.membership.announce()
+    assert node.membership.announcer.has_changed()
+    await node.membership.announcer.announce()
     node.journal.update(speed=110.0)
-    assert not node.membership._has_changed()
+    assert not node.membership.announcer.has_changed()
 
 
-def test_who_is_paused_holds_no_round_back_but_a_run_of_paused_nodes_is_where_they_left_it() -> None:
-    told = {ANN: Beat(900, 30, None, 0), BOB: Beat(100, 3, None, 0), CYD: Beat(100, 4, None, 0)}
-    membership = make_membership(Journal(say=lambda text: None), Gossip(), Beats(told))
-    membership._others = (frozenset(told),)
-    membership._paused = frozenset({BOB, CYD})
-    assert membership.current_round() == 30
-    told[EVE] = Beat(0, 0, None, 0)  # who has trained nothing knows nothing
-    membership._others, membership._paused = (frozenset(told),), frozenset({ANN, BOB, CYD})
-    assert membership.current_round() == 4
+async def test_who_is_paused_holds_no_round_back_but_a_run_of_paused_nodes_is_where_they_left_it() -> None:
+    node, paused = Staged(), Member(is_paused=True)
+    node.hear_beat(ANN, Member(), Beat(900, 30, None, 0))
+    node.hear_beat(BOB, paused, Beat(100, 3, None, 0))
+    node.hear_beat(CYD, paused, Beat(100, 4, None, 0))
+    assert node.membership.current_round() == 30
+    node.hear_beat(ANN, paused, Beat(900, 30, None, 0))
+    node.hear_beat(EVE, Member(), Beat(0, 0, None, 0))  # who has trained nothing knows nothing
+    assert node.membership.current_round() == 4

@@ -1,0 +1,151 @@
+"""What this node says of itself to the run: heartbeats, addresses, progress, checkpoints, and reports of bad peers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import trio
+
+from farandole.protocol.blocks import Index
+from farandole.protocol.entries import RULES, CheckpointNotice, Kind, Member, Report
+from farandole.protocol.node_state import MAX_SMALL, beat_of, progress_of, speed_of
+
+from ..mesh.addresses import rank
+from ..mesh.host import Host
+from ..status.journal import Journal
+from .gossip import GossipService
+
+# MEMBER lives an hour: three announcements may be lost.
+MEMBER_INTERVAL = 900.0
+# The run state takes one a minute, the newest: so a young node is counted soon, and an old one as often as may be.
+PROGRESS_INTERVAL = 10.0
+# Between two looks at the own addresses: until a relay's is told, nobody reaches a node behind NAT.
+ADDRESSES_INTERVAL = 1.0
+# Slots of a node's notices: its own newest checkpoint, and the copy that it keeps of another's.
+OWN_SLOT = 0
+COPY_SLOT = 1
+START_SLOT = 2  # what the run starts from, where it is not its seed
+# A speed that has changed by this share is told anew.
+SPEED_CHANGE = 0.25
+# Reports wait for the next minute; more refusals in one are the same story.
+MAX_ACCUSATIONS = 8
+MAX_REASON_CHARS = 64
+
+
+class Announcer:
+    """Publishes this node's entries, from its state.
+
+    ``is_bound``: this node keeps its stage, whatever the run needs. ``is_paused``: whether it has no trainer now,
+    because its owner wants it so.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        gossip: GossipService,
+        journal: Journal,
+        *,
+        incarnation: int,
+        num_stages: int = 1,
+        is_bound: bool = False,
+        is_paused: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._host = host
+        self._gossip = gossip
+        self._journal = journal
+        self._incarnation = incarnation
+        self._num_stages = num_stages
+        self._is_bound = is_bound
+        self._is_paused = is_paused
+        self._announced: tuple[list[str], str] = ([], "")
+        self._announced_speed = 0.0
+        self._told_paused = False
+        self._unannounced: dict[int, CheckpointNotice] = {}
+        self._accusations: deque[Report] = deque(maxlen=MAX_ACCUSATIONS)
+        self._next_report = 0
+
+    async def run(self) -> None:
+        """Publish what changes, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._beat)
+            nursery.start_soon(self._report_progress)
+            nursery.start_soon(self._announce_addresses)
+
+    async def announce(self, *, left: bool = False) -> None:
+        """Tell the run that this node belongs to it, or has left."""
+        addresses, device = self._announced = (self._host.addresses, self._journal.state.device)
+        addresses = rank(addresses)
+        self._announced_speed = self._speed
+        self._told_paused = self._is_paused()
+        member = Member(
+            stage=self._journal.state.stage,
+            device=device[:48],
+            speed=int(self._announced_speed),
+            addresses=tuple(address.rpartition("/p2p/")[0] for address in addresses[:8]),
+            left=left,
+            incarnation=self._incarnation,
+            is_bound=self._is_bound,
+            is_paused=self._told_paused,
+        )
+        await self._gossip.publish(Kind.MEMBER, 0, member)
+
+    async def beat(self) -> None:
+        """One heartbeat."""
+        await self._gossip.publish(Kind.BEAT, 0, beat_of(self._journal.state))
+
+    async def report_progress(self) -> None:
+        """This node's part of the run's counters."""
+        moved = self._journal.exchanges
+        progress = progress_of(self._journal.state, moved.bytes_sent, moved.bytes_received)
+        await self._gossip.publish(Kind.PROGRESS, 0, progress)
+        while self._unannounced:
+            slot, notice = self._unannounced.popitem()
+            await self._gossip.publish(Kind.CHECKPOINT, slot, notice)
+        while self._accusations:
+            await self._gossip.publish(Kind.REPORT, self._next_report, self._accusations.popleft())
+            self._next_report = (self._next_report + 1) % RULES[Kind.REPORT].slots
+
+    def checkpoint_held(self, checkpoint_id: bytes, index: Index, *, is_copy: bool) -> None:
+        """That this node gives a checkpoint, its own or a copy; announced with the next progress."""
+        self._unannounced[COPY_SLOT if is_copy else OWN_SLOT] = CheckpointNotice(
+            min(index.round, MAX_SMALL), index.stage, checkpoint_id, index.size, index.tokens, index.inner_steps
+        )
+
+    async def tell_start(self, notice: CheckpointNotice) -> None:
+        """That this node has the checkpoint from which the run starts."""
+        await self._gossip.publish(Kind.CHECKPOINT, START_SLOT, notice)
+
+    def accuse(self, peer: bytes, reason: str, evidence: bytes) -> None:
+        """That a peer's contribution was refused; told to the run with the next progress, a few at a time."""
+        self._accusations.append(Report(peer, reason.encode("ascii", "replace").decode()[:MAX_REASON_CHARS], evidence))
+
+    @property
+    def _speed(self) -> float:
+        return speed_of(self._journal.state, self._num_stages)
+
+    async def _beat(self) -> None:
+        while True:
+            await self.beat()
+            await trio.sleep(self._gossip.liveness.period)
+
+    async def _report_progress(self) -> None:
+        announced_at = trio.current_time()
+        while True:
+            await trio.sleep(PROGRESS_INTERVAL)
+            await self.report_progress()
+            if self.has_changed() or trio.current_time() - announced_at >= MEMBER_INTERVAL:
+                announced_at = trio.current_time()
+                await self.announce()
+
+    async def _announce_addresses(self) -> None:
+        while True:
+            await trio.sleep(ADDRESSES_INTERVAL)
+            if self._told_paused != self._is_paused() or self._announced[0] != self._host.addresses:
+                await self.announce()
+
+    def has_changed(self) -> bool:
+        """Whether others know another address or device of this node than it has, or where it matters another speed."""
+        if self._announced != (self._host.addresses, self._journal.state.device):
+            return True
+        return self._num_stages > 1 and abs(self._speed - self._announced_speed) > SPEED_CHANGE * self._announced_speed
