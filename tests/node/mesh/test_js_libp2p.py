@@ -1,0 +1,274 @@
+"""Interoperability with js-libp2p: everything that farandole's own mesh speaks, with another implementation.
+
+The node of js-libp2p (`js/peer.mjs`) does what lines of JSON say. It is installed from npm into pytest's cache, once.
+DCUtR is not played: js-libp2p punches to public addresses alone, and these tests run on loopback. What they check of it
+is that a node's roles are those that js-libp2p has (`reach/test_punching.py` says which).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from farandole.node.base.errors import PeerUnreachableError
+from farandole.node.mesh.delimited import receive_exactly
+from farandole.node.mesh.host import Host
+from farandole.node.mesh.identify import PING_PROTOCOL
+from farandole.node.mesh.libp2p_stream import Stream
+from farandole.protocol.identity import public_key_of
+from farandole.protocol.kademlia import KAD_PROTOCOL
+
+from ..hosts import host_at_loopback
+from ..relayed import open_relay, reserve
+
+pytestmark = pytest.mark.soak
+
+FOLDER = Path(__file__).parent / "js"
+LARGE = 64 * 1024 * 1024
+PIECE = bytes(65_507)
+# Starting node, or 64 MiB through JavaScript, on a busy machine.
+JS_TIMEOUT = 120.0
+NPM_TIMEOUT = 300
+
+
+@pytest.fixture(scope="session")
+def js_folder(pytestconfig: pytest.Config) -> Path:
+    """Where js-libp2p is installed; skips where it cannot be."""
+    if shutil.which("node") is None or shutil.which("npm") is None:
+        pytest.skip("js-libp2p needs node and npm, which are not installed here")
+    folder = pytestconfig.cache.mkdir("js-libp2p")
+    for name in ("package.json", "peer.mjs"):
+        shutil.copy(FOLDER / name, folder / name)
+    if not (folder / "node_modules" / "libp2p").exists():
+        command = ["npm", "install", "--no-audit", "--no-fund", "--loglevel=error"]
+        try:
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=NPM_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            pytest.skip("npm does not install js-libp2p in time")
+        if done.returncode:
+            pytest.skip(f"npm cannot install js-libp2p here: {done.stderr.strip()[-300:]}")
+    return folder
+
+
+class JsPeer:
+    """A node of js-libp2p."""
+
+    def __init__(self, process: trio.Process) -> None:
+        self._process = process
+        self._received = b""
+        self.peer_id = ""
+        self.addresses: list[str] = []
+
+    @property
+    def peer(self) -> bytes:
+        """Its public key."""
+        return public_key_of(self.peer_id)
+
+    async def ask(self, command: str, **settings: Any) -> dict[str, Any]:
+        """Have it do something; an `AssertionError` with its error if it cannot."""
+        answer = await self.try_to(command, **settings)
+        assert "ok" in answer, f"{command}: {answer['error']}"
+        return dict(answer["ok"])
+
+    async def try_to(self, command: str, **settings: Any) -> dict[str, Any]:
+        """Have it try something: {"ok": result} or {"error": text}."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with trio.fail_after(JS_TIMEOUT):
+            await self._process.stdin.send_all(json.dumps({"command": command, **settings}).encode() + b"\n")
+            while b"\n" not in self._received:
+                data = await self._process.stdout.receive_some()
+                assert data, "node has ended"
+                self._received += data
+        line, _, self._received = self._received.partition(b"\n")
+        return dict(json.loads(line))
+
+
+@asynccontextmanager
+async def open_js(folder: Path, **settings: Any) -> AsyncIterator[JsPeer]:
+    process = await trio.lowlevel.open_process(
+        ["node", "peer.mjs"], cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        peer = JsPeer(process)
+        started = await peer.ask("start", **settings)
+        peer.peer_id, peer.addresses = started["peer"], started["addresses"]
+        yield peer
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def echo(stream: Stream) -> None:
+    while data := await stream.receive_some():
+        await stream.send_all(data)
+
+
+async def sink(stream: Stream) -> None:
+    size = 0
+    while data := await stream.receive_some():
+        size += len(data)
+    await stream.send_all(f"{size} bytes".encode())
+
+
+async def source(stream: Stream) -> None:
+    for _ in range(0, LARGE, len(PIECE)):
+        await stream.send_all(PIECE)
+
+
+async def reset(stream: Stream) -> None:
+    await stream.receive_some()
+    stream.reset()
+
+
+def serve(host: Host) -> None:
+    for name, handler in (("echo", echo), ("sink", sink), ("source", source), ("reset", reset)):
+        host.set_handler(f"/interop/{name}", handler)
+
+
+async def receive_all(stream: Stream) -> int:
+    size = 0
+    while data := await stream.receive_some():
+        size += len(data)
+    return size
+
+
+async def test_js_dials_identifies_and_pings(js_folder: Path) -> None:
+    async with open_js(js_folder) as js, host_at_loopback() as host:
+        serve(host)
+        assert (await js.ask("dial", address=host.addresses[0]))["remote"] == host.peer_id
+        with trio.fail_after(JS_TIMEOUT):
+            while "agent" not in (await js.try_to("identify", peer=host.peer_id)).get("ok", {}):
+                await trio.lowlevel.checkpoint()
+        known = await js.ask("identify", peer=host.peer_id)
+        assert known["agent"] == f"farandole/{version('farandole')}"
+        assert known["version"] == "farandole/1.0.0"
+        assert {"/interop/echo", PING_PROTOCOL, KAD_PROTOCOL} <= set(known["protocols"])
+        assert (await js.ask("ping", address=host.addresses[0]))["milliseconds"] >= 0
+        assert host.is_connected(js.peer)
+
+
+async def test_we_dial_js_and_ping_it(js_folder: Path) -> None:
+    async with open_js(js_folder) as js, host_at_loopback() as host:
+        await host.connect(js.peer, js.addresses)
+        assert host.path(js.peer) == "direct"
+        async with await host.open_stream(js.peer, PING_PROTOCOL) as stream:
+            data = os.urandom(32)
+            await stream.send_all(data)
+            assert await receive_exactly(stream, 32) == data
+        with pytest.raises(PeerUnreachableError, match="/none"):
+            await host.open_stream(js.peer, "/none")
+
+
+async def test_64_mib_arrive_each_way_over_connections_that_either_dialled(js_folder: Path) -> None:
+    async with open_js(js_folder) as js, host_at_loopback() as host:
+        serve(host)
+        address = host.addresses[0]
+        answer = await js.ask("send", address=address, size=LARGE)  # it closes its side, and reads what we say then
+        assert answer["text"] == f"{LARGE} bytes"
+        assert (await js.ask("receive", address=address))["size"] >= LARGE
+        async with await host.open_stream(js.peer, "/interop/source") as stream:
+            with trio.fail_after(JS_TIMEOUT):
+                assert await receive_all(stream) == LARGE
+    async with open_js(js_folder) as js, host_at_loopback() as host:
+        await host.connect(js.peer, js.addresses)
+        async with await host.open_stream(js.peer, "/interop/echo") as stream, trio.open_nursery() as nursery:
+
+            async def send() -> None:
+                for _ in range(0, LARGE, len(PIECE)):
+                    await stream.send_all(PIECE)
+                await stream.send_eof()  # js goes on sending
+
+            nursery.start_soon(send)
+            with trio.fail_after(JS_TIMEOUT):
+                assert await receive_all(stream) >= LARGE
+
+
+async def test_resets_are_errors_at_both_ends_and_cost_the_stream_alone(js_folder: Path) -> None:
+    async with open_js(js_folder) as js, host_at_loopback() as host:
+        serve(host)
+        assert (await js.ask("reset", address=host.addresses[0]))["error"]
+        stream = await host.open_stream(js.peer, "/interop/reset")
+        with pytest.raises(trio.BrokenResourceError), trio.fail_after(JS_TIMEOUT):
+            while True:
+                await stream.send_all(PIECE)
+        assert (await js.ask("streams", address=host.addresses[0], number=1, atOnce=1))["answered"] == 1
+        assert len(host.connections.of(js.peer)) == 1
+
+
+async def test_a_thousand_streams(js_folder: Path) -> None:
+    async with open_js(js_folder) as js, host_at_loopback() as host:
+        serve(host)
+        assert (await js.ask("streams", address=host.addresses[0], number=1_000, atOnce=50))["answered"] == 1_000
+        answered = 0
+        for _ in range(1_000):
+            async with await host.open_stream(js.peer, "/interop/echo") as stream:
+                await stream.send_all(bytes(100))
+                await stream.send_eof()
+                answered += await receive_all(stream) == 100
+        assert answered == 1_000
+
+
+async def test_providers_are_found_and_kept_either_way(js_folder: Path) -> None:
+    async with open_js(js_folder, kad=KAD_PROTOCOL) as js, host_at_loopback() as host, host_at_loopback() as other:
+        await js.ask("dial", address=host.addresses[0])
+        await other.connect(host.author, host.addresses)
+        key, theirs = os.urandom(32), os.urandom(32)
+        await other.provide(key)
+        with trio.fail_after(JS_TIMEOUT):
+            while other.peer_id not in (await js.ask("providers", key=key.hex()))["found"]:
+                await trio.lowlevel.checkpoint()
+            await js.ask("provide", key=theirs.hex())
+            while js.peer not in [peer for peer, _ in await other.find_providers(theirs, timeout=5)]:
+                await trio.lowlevel.checkpoint()
+        assert (await js.ask("find", peer=other.peer_id))["addresses"]
+
+
+async def test_we_reach_a_node_through_a_relay_of_js(js_folder: Path) -> None:
+    async with open_js(js_folder, isRelay=True) as js, host_at_loopback() as alice, host_at_loopback() as bob:
+        serve(bob)
+        await bob.connect(js.peer, js.addresses)
+        held = await bob.relays.reserve(js.peer)
+        await alice.connect(bob.author, [held.address])
+        assert alice.path(bob.author) == "relayed"
+        async with await alice.open_stream(bob.author, "/interop/echo") as stream:
+            await stream.send_all(b"round about")
+            await stream.send_eof()
+            assert await receive_all(stream) == 11
+
+
+async def test_js_is_reached_and_reaches_us_through_our_relay(js_folder: Path) -> None:
+    async with open_relay() as relay, host_at_loopback() as alice:
+        serve(alice)
+        relay_address = relay.host.addresses[0]
+        async with open_js(js_folder, listen=[f"{relay_address}/p2p-circuit"]) as js:
+            with trio.fail_after(JS_TIMEOUT):
+                while not (through := [each for each in js.addresses if "/p2p-circuit" in each]):
+                    js.addresses = (await js.ask("addresses"))["addresses"]
+                await alice.connect(js.peer, [through[0].rpartition("/p2p/")[0]])
+            assert alice.path(js.peer) == "relayed"
+            async with await alice.open_stream(js.peer, "/interop/echo") as stream:
+                await stream.send_all(b"round about")
+                await stream.send_eof()
+                assert await receive_all(stream) == 11
+            await alice.disconnect(js.peer)
+            behind = await reserve(alice, relay.host)
+            assert (await js.ask("streams", address=behind, number=3, atOnce=1))["answered"] == 3
+
+
+@pytest.mark.parametrize("key_type", ["secp256k1", "RSA"])
+async def test_js_with_another_kind_of_key_is_refused(js_folder: Path, key_type: str) -> None:
+    async with open_js(js_folder, keyType=key_type) as js, host_at_loopback() as host:
+        answer = await js.try_to("dial", address=host.addresses[0])
+        assert "error" in answer
+        assert not host.connected
