@@ -34,6 +34,8 @@ The messages are in `exchange_messages`, the states and `TRANSITIONS` in `exchan
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from .errors import LocalProtocolError, RemoteProtocolError
 from .exchange_messages import MAX_CONTROL_BYTES, Accepted, Commit, Control, Offer, decode_control, encode_control
 from .exchange_steps import AGREED_FIELDS, REQUIRES, SENT_OF, TRANSITIONS, Role, Sent, Step
@@ -54,7 +56,14 @@ class Exchange:
     `is_in_doubt`. `LocalProtocolError`: what was to be sent may not be sent now.
     """
 
-    def __init__(self, is_initiator: bool, offer: Offer, incoming: memoryview) -> None:
+    def __init__(
+        self,
+        is_initiator: bool,
+        offer: Offer,
+        incoming: memoryview,
+        on_advance: Callable[[int], None] | None = None,
+    ) -> None:
+        """``on_advance`` gets how many bytes of the partner's contribution lie in the memory."""
         if incoming.readonly or incoming.nbytes < offer.size:
             raise LocalProtocolError(f"a contribution of {offer.size} bytes needs that much writable memory")
         self.is_initiator = is_initiator
@@ -63,6 +72,7 @@ class Exchange:
         is_large = offer.size >= BULK_FROM
         self.pipe = Pipe(is_initiator, max_message_bytes=MAX_CONTROL_BYTES, is_large=is_large, is_hashed=True)
         self._incoming = incoming.cast("B")[: offer.size]
+        self._on_advance = on_advance
         self._ours = self._theirs = Step.OFFERING
 
     @property
@@ -122,7 +132,7 @@ class Exchange:
         if self._ours is self._theirs is Step.MOVING and not self.pipe.outgoing.end:
             self.pipe.begin()
             self.pipe.offer(CONTRIBUTION, self.offer.size)
-            self.pipe.expect(CONTRIBUTION, self._incoming)
+            self.pipe.expect(CONTRIBUTION, self._incoming, self._on_advance)
 
     def _check_offer(self, theirs: Offer) -> None:
         for field in AGREED_FIELDS:

@@ -28,6 +28,7 @@ by the seals of the channel's records.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Final
 
@@ -230,11 +231,12 @@ class Pipe:
             raise LocalProtocolError("a transfer before the one before it was sent, or while a route is sought")
         self.outgoing.add(name, size)
 
-    def expect(self, name: int, memory: memoryview) -> None:
+    def expect(self, name: int, memory: memoryview, on_advance: Callable[[int], None] | None = None) -> None:
         """The other end has announced a transfer of the size of ``memory``, which is writable and contiguous.
 
-        It is kept until the transfer is over, and undefined until then. Transfers may share their memory: one is over
-        before the next one is written to. Raises `RemoteProtocolError` if no transfer may be announced now.
+        The memory is kept until the transfer is over, and undefined until then. Transfers may share it: one is over
+        before the next one is written to. ``on_advance`` gets how many bytes of the transfer are there. Raises
+        `RemoteProtocolError` if no transfer may be announced now.
         """
         if memory.readonly:
             raise LocalProtocolError("a transfer needs writable memory")
@@ -242,7 +244,7 @@ class Pipe:
         if len(self.incoming.open) >= most:
             raise RemoteProtocolError("a transfer is announced before the one before it was sent")
         memory = memory.cast("B")
-        self.incoming.add(name, memory.nbytes, Incoming(memory, is_hashed=self.is_hashed))
+        self.incoming.add(name, memory.nbytes, Incoming(memory, on_advance, is_hashed=self.is_hashed))
 
     def check_whole(self) -> None:
         """The last byte of the oldest transfer has come: compare its hash, which must have come before.

@@ -1,7 +1,8 @@
 """What the mesh process and the trainer process say to each other: msgspec structs over a socket pair.
 
 Commands go to the trainer, reports come back. Tensors do not travel here: contributions lie in two shared memory
-files (`farandole.node.base.system.memory`), one for what this node sends and one for what it received.
+files (`farandole.node.base.system.memory`), one for what this node sends and one for what it received. How far either
+is stands in a counter at its end, which whoever fills it stores and the other reads when it looks.
 """
 
 from __future__ import annotations
@@ -18,26 +19,6 @@ MAX_HASHES_BYTES: Final = MAX_BLOCKS * HASH_BYTES
 # Both ends are ours; the bound catches a torn stream, not an enemy. Beside hashes the most is Prepare's manifest.
 MAX_MESSAGE_BYTES: Final = MAX_HASHES_BYTES + (1 << 20)
 LENGTH: Final = struct.Struct(">I")
-# How far a contribution is encoded, or has arrived, is told in steps of so many bytes: little beside what is moved
-# meanwhile, much beside what a message costs.
-STEP_BYTES: Final = 1 << 22
-# And at most so often: while the trainer takes an inner step, messages to it wait in the socket.
-MAX_STEPS: Final = 32
-
-
-class Steps:
-    """Which of the news about a contribution of ``size`` bytes are worth a message."""
-
-    def __init__(self, size: int) -> None:
-        self._step = max(STEP_BYTES, -(-size // MAX_STEPS))
-        self._due_at = self._step
-
-    def is_due(self, position: int) -> bool:
-        """Whether to tell that so many bytes are there. That all are, another message tells."""
-        if position < self._due_at:
-            return False
-        self._due_at = position + self._step
-        return True
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
@@ -133,24 +114,13 @@ class FinishRound(msgspec.Struct, frozen=True, tag=True):
     round: int
 
 
-class TakeIn(msgspec.Struct, frozen=True, tag=True):
-    """So many bytes of the partner's contribution lie in the incoming memory: decode them, while the rest arrives.
-
-    They are not known to be right; what is known so is named by `Screen`. With less than before it begins anew.
-    """
-
-    round: int
-    """The round of the own contribution."""
-    num_received: int
-
-
 class Screen(msgspec.Struct, frozen=True, tag=True):
     """Judge the contribution of ``size`` bytes that lies in the incoming memory."""
 
     size: int
     number: int = 0
-    """Told again with the verdict: an exchange that broke does not wait for its own, and the next one must not take
-    it."""
+    """The exchange's: the epoch of the counter behind the incoming memory. Told again with the verdict: an exchange
+    that broke does not wait for its own, and the next one must not take it."""
     partner: bytes = b""
     """The key of the peer whose contribution it is, 32 bytes."""
     partner_tokens: int = 0
@@ -198,7 +168,6 @@ Command = (
     | Work
     | TakeInnerStep
     | FinishRound
-    | TakeIn
     | Screen
     | TakeOuterStep
     | Save
@@ -288,7 +257,7 @@ class InnerStepTaken(msgspec.Struct, frozen=True, tag=True):
 
 
 class Contributed(msgspec.Struct, frozen=True, tag=True):
-    """The inner steps of a round are done, and the contribution is being encoded; `Encoded` tells how far that is."""
+    """The inner steps of a round are done, and the contribution is being encoded; `Encoded` tells when it is."""
 
     round: int
     size: int
@@ -307,12 +276,11 @@ class Contributed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Encoded(msgspec.Struct, frozen=True, tag=True):
-    """So many bytes of the contribution, from the front, lie in the outgoing memory."""
+    """The contribution lies in the outgoing memory, whole. How far it is before stands behind it in that memory."""
 
     round: int
-    num_ready: int
-    digest: bytes | None = None
-    """BLAKE3 of the contribution, when it is whole."""
+    digest: bytes
+    """BLAKE3 of the contribution."""
 
 
 class Screened(msgspec.Struct, frozen=True, tag=True):

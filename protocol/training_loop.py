@@ -64,7 +64,6 @@ from .trainer_messages import (
     Progress,
     Save,
     Saved,
-    TakeIn,
     TakeOuterStep,
     Train,
     Validate,
@@ -582,10 +581,8 @@ class TrainingLoop:
         if over.is_committed:
             self._show(life, "outer step", f"outer step of round {start.round}")
             self._tell(TakeOuterStep(start.round, start.peer, over.partner_size, over.partner_tokens))
-        else:
-            self._tell(TakeIn(start.round, 0))
-            if is_overlapped:  # pairing is in the next round, and cannot say it
-                self._go_alone(life, start.round, "the exchange failed")
+        elif is_overlapped:  # pairing is in the next round, and cannot say it
+            self._go_alone(life, start.round, "the exchange failed")
         if not is_overlapped:
             if over.is_broken:
                 self._show(life, "pairing", f"the exchange of round {start.round} broke", "another partner")

@@ -149,8 +149,7 @@ class BulkChannel:
     def _receive(self, incoming: Incoming) -> None:
         while rest := incoming.rest:
             if taken := self._opener.take(rest):
-                incoming.position += taken
-                incoming.hash_up()
+                incoming.advance(taken)
             else:
                 self._read_when_due()
 

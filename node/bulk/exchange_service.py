@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,14 +106,21 @@ class ExchangeService:
             await self._one_ended.wait()
 
     async def run(
-        self, start: StartExchange, offer: Offer, outgoing: Outgoing, incoming: memoryview, judge: Judge
+        self,
+        start: StartExchange,
+        offer: Offer,
+        outgoing: Outgoing,
+        incoming: memoryview,
+        judge: Judge,
+        on_advance: Callable[[int], None] | None = None,
     ) -> ExchangeResult:
         """Exchange contributions as `Pairing` has asked; returns by ``start.deadline``.
 
-        ``offer`` describes ``outgoing``; the partner's contribution is received into ``incoming`` and then judged.
+        ``offer`` describes ``outgoing``; the partner's contribution is received into ``incoming`` and then judged;
+        ``on_advance`` gets how many bytes of it are there, by whichever thread receives them.
         Nothing in ``incoming`` counts unless the result is committed. ``start.deadline`` is of `trio.current_time`.
         """
-        exchange = Exchange(start.is_initiator, offer, incoming)
+        exchange = Exchange(start.is_initiator, offer, incoming, on_advance)
         transport = Transport(start.peer, self.channels)
 
         def open_pipe(pipe: Pipe, stream: Stream) -> BulkPipe:

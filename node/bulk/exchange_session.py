@@ -26,7 +26,6 @@ from farandole.protocol.exchange_steps import Step
 from farandole.protocol.outcomes import Outcomes
 from farandole.protocol.pipe import Pipe
 
-from ..base.nurseries import open_service_nursery
 from ..base.streams import Stream
 from .contributions import Judge, Outgoing
 from .pipe import BulkPipe, Patience
@@ -36,8 +35,6 @@ ROUTE_UNTIL = 0.2
 # So long nothing may come over a channel, as a share of the whole time: a NAT has forgotten it, or the partner is
 # frozen. A line that loses packets is silent for a second or two.
 SILENT_FOR = 0.15
-# What has come is told to the judge so often, in seconds: a few times in 100 MB at a channel's best.
-TAKE_IN_INTERVAL = 0.02
 # What the protocol lets a partner say in a session: each message once.
 MAX_MESSAGES = 5
 # The decision is taken, or there is nothing more to decide: so long is the partner helped to know it.
@@ -143,25 +140,13 @@ class ExchangeSession:
             bulk.add(self._outgoing)
             bulk.begin(Patience(route=ROUTE_UNTIL * seconds, silent=SILENT_FOR * seconds))
             try:
-                await self._take_in(bulk)
+                await bulk.wait_received()
                 refusal = await self._judge.refusal(self._exchange.offer.size, self._partner_tokens)
                 if refusal is not None:
                     raise _RefusedError(f"{REFUSED}{refusal}")
                 await bulk.wait_delivered()
             except trio.ClosedResourceError:
                 raise self._failure from None
-
-    async def _take_in(self, bulk: BulkPipe) -> None:
-        """Let the judge take in what comes, until everything is here."""
-
-        async def take_in() -> None:
-            while True:
-                self._judge.take_in(self._exchange.pipe.num_received)
-                await trio.sleep(TAKE_IN_INTERVAL)
-
-        async with open_service_nursery() as nursery:
-            nursery.start_soon(take_in)
-            await bulk.wait_received()
 
     async def _share_offers(self, bulk: BulkPipe) -> None:
         if not self._exchange.is_initiator:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import trio
@@ -18,13 +19,13 @@ from farandole.protocol.exchange_messages import Offer
 from farandole.protocol.pairing_events import StartExchange
 from farandole.protocol.training_loop import LoopConfig
 
+from ..base.system.memory import SharedCounter
 from ..bulk.contributions import Outgoing
 from ..bulk.exchange_service import ExchangeResult, ExchangeService
 from ..trainer.trainer import Trainer, TrainerError
 
-# Commands queued for a busy trainer: Train, FinishRound, the outer step, Save, Validate, and what has arrived for it in
-# both exchanges that a round may have. More means a defect.
-MAX_QUEUED_COMMANDS: Final = 32 + 2 * messages.MAX_STEPS
+# Commands queued for a busy trainer: Train, FinishRound, the outer step, Save, Validate. More means a defect.
+MAX_QUEUED_COMMANDS: Final = 32
 
 Refuse = Callable[[bytes, str, bytes], None]
 """Called with the peer whose contribution was refused, the reason, and the contribution's SHA-256."""
@@ -53,7 +54,9 @@ class TrainerSession:
         self._contributed: messages.Contributed | None = None
         self._outgoing: Outgoing | None = None
         self._verdict: trio.MemorySendChannel[str] | None = None
-        self._num_screenings = 0
+        self._encoded = SharedCounter(trainer.outgoing)
+        self._arrived = SharedCounter(trainer.incoming)
+        self._num_exchanges = 0
 
     def send(self, command: messages.Command) -> None:
         """Queue a command."""
@@ -68,12 +71,13 @@ class TrainerSession:
     def contribute(self, report: messages.Contributed) -> None:
         """Take in that a contribution is being encoded."""
         self._contributed = report
-        self._outgoing = Outgoing(memoryview(self.trainer.outgoing)[: report.size])
+        memory = memoryview(self.trainer.outgoing)[: report.size]
+        self._outgoing = Outgoing(memory, lambda: self._encoded.count_of(report.round))
 
-    def advance(self, report: messages.Encoded) -> None:
-        """Take in how much of the contribution is encoded."""
+    def seal(self, report: messages.Encoded) -> None:
+        """Take in that the contribution is encoded."""
         assert self._outgoing is not None, "what is encoded was contributed"
-        self._outgoing.advance(report.num_ready, report.digest)
+        self._outgoing.seal(report.digest)
 
     async def exchange(self, start: StartExchange) -> ExchangeResult:
         """Move both contributions, and have the partner's judged."""
@@ -91,13 +95,15 @@ class TrainerSession:
             size=contributed.size,
         )
         incoming = memoryview(self.trainer.incoming)[: contributed.size]
-        return await self._exchanges.run(start, offer, outgoing, incoming, _Judge(self, start.peer, contributed))
+        self._num_exchanges = number = self._num_exchanges + 1
+        arrive = partial(self._arrived.store, number)
+        arrive(0)
+        return await self._exchanges.run(start, offer, outgoing, incoming, _Judge(self, start.peer), arrive)
 
     async def screen(self, peer: bytes, size: int, tokens: int) -> str | None:
         """Have the trainer judge what was received; returns None, or why it is refused."""
-        self._num_screenings += 1
         self._verdict, verdict = trio.open_memory_channel[str](1)
-        self.send(messages.Screen(size, self._num_screenings, peer, tokens))
+        self.send(messages.Screen(size, self._num_exchanges, peer, tokens))
         try:
             reason = await verdict.receive()
         finally:
@@ -111,23 +117,16 @@ class TrainerSession:
 
     def note_verdict(self, report: messages.Screened) -> None:
         """Take in a verdict; one on a contribution of an earlier exchange is dropped."""
-        if self._verdict is not None and report.number == self._num_screenings:
+        if self._verdict is not None and report.number == self._num_exchanges:
             self._verdict.send_nowait(report.reason)
 
 
 class _Judge:
     """The trainer's judgement on a partner's contribution, as `farandole.node.bulk.contributions.Judge`."""
 
-    def __init__(self, session: TrainerSession, peer: bytes, contributed: messages.Contributed) -> None:
+    def __init__(self, session: TrainerSession, peer: bytes) -> None:
         self._session = session
         self._peer = peer
-        self._round = contributed.round
-        self._steps = messages.Steps(contributed.size)
-
-    def take_in(self, num_received: int) -> None:
-        """Tell the trainer how much has arrived, if it is worth a message."""
-        if self._steps.is_due(num_received):
-            self._session.send(messages.TakeIn(self._round, num_received))
 
     async def refusal(self, size: int, tokens: int) -> str | None:
         """Returns the verdict on all of it: None, or why it is refused."""

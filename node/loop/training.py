@@ -306,7 +306,7 @@ class Training:
         """Pass a report to the part that it is for; most are for the loop."""
         match report:
             case messages.Encoded():
-                session.advance(report)
+                session.seal(report)
             case messages.Screened():
                 session.note_verdict(report)
             case messages.SlicesTrained():

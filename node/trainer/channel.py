@@ -23,6 +23,11 @@ class Channel:
         with self._sending:
             self._connection.sendall(encode(report))
 
+    @property
+    def has_pending(self) -> bool:
+        """Whether commands were put off."""
+        return bool(self._pending)
+
     def receive(self) -> Command:
         """The next command; `EOFError` when the mesh process is gone."""
         return self._pending.popleft() if self._pending else self._read()

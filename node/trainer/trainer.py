@@ -32,7 +32,7 @@ from farandole.protocol.trainer_messages import (
 
 from ..base.system.children import ask_where, start_child
 from ..base.system.files import read_at
-from ..base.system.memory import SharedFile, map_shared_memory, open_shared_memory, remove_leftovers
+from ..base.system.memory import SharedFile, counted_size, map_shared_memory, open_shared_memory, remove_leftovers
 from ..base.system.oom_kills import count_oom_kills
 from ..base.system.signals import signal_name
 
@@ -112,9 +112,9 @@ class Trainer:
     def __init__(self, process: trio.Process, stream: TrainerStream, memory: Memory) -> None:
         self.pid = process.pid
         self.outgoing: mmap.mmap
-        """The contribution that this node sends."""
+        """The contribution that this node sends, and a counter of what of it is encoded."""
         self.incoming: mmap.mmap
-        """The partner's contribution."""
+        """The partner's contribution, and a counter of what of it has arrived."""
         self.prepared: Prepared
         self._process = process
         self._stream = stream
@@ -141,8 +141,9 @@ class Trainer:
             if not isinstance(report, Prepared):
                 raise TrainerError(f"the trainer said {type(report).__name__} before it was ready")
             self.prepared = report
-            self.outgoing = self._map(shared.outgoing, report.contribution_bytes)
-            self.incoming = self._map(shared.incoming, report.contribution_bytes)
+            size = counted_size(report.contribution_bytes)
+            self.outgoing = self._map(shared.outgoing, size)
+            self.incoming = self._map(shared.incoming, size)
             return
         raise TrainerError(f"the trainer was not ready after {PREPARE_TIMEOUT:.0f} s")
 

@@ -69,13 +69,14 @@ class LearnerProcess(TrainerProcess):
     def _wait_for_slices(self, round_index: int) -> bool:
         """Until there is something to learn from, or the round ends; whether that."""
         self._report_slices()
-        while self._is_dry and (command := self._channel.poll(None)) is not None:
-            if self._obey(command, round_index):
+        while self._is_dry:
+            if self._obey(self._await_command(), round_index):
                 return True
         return False
 
     def _is_round_over(self, round_index: int, pause_until: float) -> bool:
         """Between two inner steps: obey what has come and what comes during the pause; whether the round ends."""
+        self._take_in()
         while (command := self._channel.poll(max(0.0, pause_until - time.monotonic()))) is not None:
             if self._obey(command, round_index):
                 return True

@@ -72,9 +72,8 @@ def _serve(channel: Channel) -> None:
         channel.send(Failed(f"{error}", "weights"))
         return
     while True:
-        command = channel.receive()
         try:
-            trainer.handle(command)
+            trainer.handle(trainer.next_command())
         except EOFError:
             raise
         except Exception as error:  # torch's RuntimeError: CUDA faults, memory; and whatever one's own module raises

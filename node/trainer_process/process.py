@@ -4,7 +4,9 @@ It obeys the commands of `farandole.protocol.trainer_messages`, one at a time. W
 the socket between two of them, so that the end of a round's box is seen within one step. When the mesh process goes
 away, however it ends, the socket's end of file ends this one.
 
-A contribution is sent while it is encoded, and the partner's is decoded while it arrives, as the messages tell.
+A contribution is sent while it is encoded, and the partner's is decoded while it arrives. How far either is stands in a
+counter in the memory that both processes share (`farandole.node.base.system.memory.SharedCounter`). A count of an
+earlier exchange is never believed: each exchange has a number of its own, the counter's epoch.
 
 The next round may begin while the exchange of the last one runs: `Train` may come before the `TakeOuterStep` of the
 round before. The contribution stays as it is in the shared memory, what comes of the partner's is decoded between two
@@ -26,6 +28,7 @@ import mmap
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,9 +50,7 @@ from farandole.protocol.trainer_messages import (
     Screen,
     Screened,
     SlicesTrained,
-    Steps,
     Stop,
-    TakeIn,
     TakeInnerStep,
     TakeOuterStep,
     Train,
@@ -61,7 +62,7 @@ from farandole.protocol.trainer_messages import (
 from farandole.training.errors import CheckpointError
 from farandole.training.screening.rule import Meeting, Refuse
 
-from ..base.system.memory import map_shared_memory
+from ..base.system.memory import MAX_EPOCHS, Count, SharedCounter, counted_size, map_shared_memory
 from ..store.disk_space import plan_disk, used_bytes
 from ..store.folder import CheckpointFolder, known_hashes
 from ..store.save import Saver
@@ -71,6 +72,8 @@ if TYPE_CHECKING:
     from farandole.training.replica import Replica
 
 PROGRESS_INTERVAL = 0.5
+# How often to look, in seconds, how much of the partner's contribution has arrived, while there is nothing else to do.
+LOOK_INTERVAL = 0.005
 
 
 class UnfitWeightsError(Exception):
@@ -103,8 +106,10 @@ class TrainerProcess(abc.ABC):
         if resumed is None:
             self._begin(prepare)
         size = replica.contribution_bytes
-        self._outgoing: mmap.mmap = map_shared_memory(prepare.outgoing, size)
-        self._incoming: mmap.mmap = map_shared_memory(prepare.incoming, size)
+        self._outgoing: mmap.mmap = map_shared_memory(prepare.outgoing, counted_size(size))
+        self._incoming: mmap.mmap = map_shared_memory(prepare.incoming, counted_size(size))
+        self._encoded, self._arrived = SharedCounter(self._outgoing), SharedCounter(self._incoming)
+        self._taken = self._arrived.read()
         for memory in (self._outgoing, self._incoming):
             replica.pin(memoryview(memory))
         channel.send(
@@ -172,12 +177,9 @@ class TrainerProcess(abc.ABC):
         match command:
             case Train():
                 self._train(command)
-            case TakeIn(round_index, num_received):
-                self._finish_encoding()
-                if round_index == self._replica.round:
-                    self._replica.take_in(memoryview(self._incoming)[: self._size], num_received)
             case Screen():
                 self._finish_encoding()
+                self._look_at(Count(command.number % MAX_EPOCHS, command.size))
                 meeting = self._meeting(command.partner, command.partner_tokens)
                 verdict = self._replica.screen(memoryview(self._incoming)[: command.size], meeting)
                 self._channel.send(Screened(verdict.reason if isinstance(verdict, Refuse) else "", command.number))
@@ -209,10 +211,12 @@ class TrainerProcess(abc.ABC):
         steps, loss = self._take_inner_steps(command)
         self._report_slices()
         seconds = time.monotonic() - started_at
-        while replica.awaits_outer_step and (late := self._channel.poll(None)) is not None:
-            self._obey(late, command.round)
+        while replica.awaits_outer_step:
+            self._obey(self._await_command(), command.round)
         replica.round = command.round
         self._size = replica.contribution_size(self._fragment)
+        self._encoded.store(command.round, 0)
+        self._taken = self._arrived.read()  # of an exchange before: what it has left there is of no use
         self._channel.send(
             Contributed(
                 round=command.round,
@@ -281,14 +285,36 @@ class TrainerProcess(abc.ABC):
 
     def _encode(self, round_index: int) -> None:
         """The mesh process sends what is encoded while the rest is."""
-        steps = Steps(self._size)
+        _, digest = self._replica.encode(memoryview(self._outgoing), partial(self._encoded.store, round_index))
+        self._channel.send(Encoded(round_index, digest))
 
-        def tell(num_ready: int) -> None:
-            if steps.is_due(num_ready):
-                self._channel.send(Encoded(round_index, num_ready))
+    def next_command(self) -> Command:
+        """Wait for the next command, and decode meanwhile what arrives of the partner's contribution."""
+        return self._channel.receive() if self._channel.has_pending else self._await_command()
 
-        size, digest = self._replica.encode(memoryview(self._outgoing), tell)
-        self._channel.send(Encoded(round_index, size, digest))
+    def _await_command(self) -> Command:
+        """Wait for the next command that comes, past those that were put off."""
+        while True:
+            self._take_in()
+            command = self._channel.poll(LOOK_INTERVAL if self._replica.awaits_outer_step else None)
+            if command is not None:
+                return command
+
+    def _take_in(self) -> None:
+        """Decode what has arrived of the partner's contribution, unless the own one is still being encoded."""
+        if self._encoding is not None and self._encoding.done():
+            self._finish_encoding()
+        arrived = self._arrived.read()
+        if arrived == self._taken or self._encoding is not None:
+            return
+        self._look_at(arrived)
+        self._replica.take_in(memoryview(self._incoming)[: self._size], arrived.value)
+
+    def _look_at(self, arrived: Count) -> None:
+        """What was decoded of an exchange before this one is of no use."""
+        if arrived.epoch != self._taken.epoch:
+            self._replica.take_in(memoryview(self._incoming)[: self._size], 0)
+        self._taken = arrived
 
     def _obey(self, command: Command, round_index: int) -> bool:
         """Do what cannot wait for the round's end, and put off the rest; whether the round ends."""
@@ -298,7 +324,7 @@ class TrainerProcess(abc.ABC):
             case UseFragment():
                 if command.round == round_index:
                     self._fragment = command.fragment
-            case TakeIn() | DrawSlices() | Ping():
+            case DrawSlices() | Ping():
                 self.handle(command)
             case Screen() | TakeOuterStep() if self._replica.awaits_outer_step:  # of the round before
                 self.handle(command)

@@ -49,7 +49,8 @@ class StageProcess(TrainerProcess):
     def _take_inner_steps(self, command: Train) -> tuple[int, float | None]:
         steps = 0
         self._losses = []
-        while (told := self._channel.poll(None)) is not None:
+        while True:
+            told = self._await_command()
             started_at = time.monotonic()
             match told:
                 case Work():

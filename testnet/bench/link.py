@@ -9,12 +9,13 @@ from typing import Final
 
 import trio
 
+from farandole.node.base.system.memory import SharedCounter
 from farandole.node.bulk.contributions import Outgoing
 from farandole.node.trainer.trainer import TrainerStream
 from farandole.protocol import trainer_messages as messages
 
-# Of one round: what has come, the screening, the outer step.
-MAX_COMMANDS: Final = messages.MAX_STEPS + 8
+# Of one round: the screening, the outer step.
+MAX_COMMANDS: Final = 8
 
 
 class TrainerLink:
@@ -29,8 +30,8 @@ class TrainerLink:
         contributed = await self._stream.receive()
         if not isinstance(contributed, messages.Contributed):
             raise ConnectionError(f"the trainer said {type(contributed).__name__} before it had contributed")
-        outgoing = Outgoing(memory[: contributed.size])
-        self._steps = messages.Steps(contributed.size)
+        encoded = SharedCounter(memory)
+        outgoing = Outgoing(memory[: contributed.size], lambda: encoded.count_of(contributed.round))
         self._commands, queued = trio.open_memory_channel[messages.Command](MAX_COMMANDS)
         self._verdict, self._judged = trio.open_memory_channel[str](1)
         async with trio.open_nursery() as nursery:
@@ -39,11 +40,6 @@ class TrainerLink:
             yield outgoing
             self._commands.send_nowait(messages.TakeOuterStep(0, partner_size=contributed.size))
             await trio.sleep_forever()
-
-    def take_in(self, num_received: int) -> None:
-        """Tell the trainer, if it is worth a message."""
-        if self._steps.is_due(num_received):
-            self._commands.send_nowait(messages.TakeIn(0, num_received))
 
     async def refusal(self, size: int, tokens: int) -> str | None:
         """The trainer's word."""
@@ -57,8 +53,8 @@ class TrainerLink:
     async def _follow(self, outgoing: Outgoing, until_taken: trio.CancelScope) -> None:
         while True:
             match await self._stream.receive():
-                case messages.Encoded(_, num_ready, digest):
-                    outgoing.advance(num_ready, digest)
+                case messages.Encoded(_, digest):
+                    outgoing.seal(digest)
                 case messages.Screened(reason):
                     self._verdict.send_nowait(reason)
                 case messages.OuterStepTaken():

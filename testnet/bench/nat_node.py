@@ -183,9 +183,6 @@ class NatNode:
 class _Taker:
     """Takes whatever comes whole."""
 
-    def take_in(self, num_received: int) -> None:
-        """It lies in the memory."""
-
     async def refusal(self, size: int, tokens: int) -> str | None:
         """None."""
         await trio.lowlevel.checkpoint()

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import trio
 
 from farandole.node.base.control import serve_control
+from farandole.node.base.system.memory import SharedCounter
 from farandole.node.bulk.channel import BulkChannel
 from farandole.node.bulk.contributions import Judge, Outgoing
 from farandole.node.bulk.exchange_service import ExchangeService
@@ -68,10 +70,19 @@ class BenchNode:
         assert self._link is not None, "a node has a trainer"
         with self._meter.running() as figures:
             async with self._link.round(self._outgoing) as outgoing:
-                await self._run(round, codec, way, outgoing, self._link)
+                arrive = partial(SharedCounter(self._incoming).store, round)
+                await self._run(round, codec, way, outgoing, self._link, arrive)
         return figures
 
-    async def _run(self, round: int, codec: Codec, way: Way, outgoing: Outgoing, judge: Judge) -> None:
+    async def _run(
+        self,
+        round: int,
+        codec: Codec,
+        way: Way,
+        outgoing: Outgoing,
+        judge: Judge,
+        arrive: Callable[[int], None] | None = None,
+    ) -> None:
         size = outgoing.memory.nbytes
         self._exchanges.channels = None if way == "stream" else self._channels
         if way == "new channel":
@@ -88,7 +99,7 @@ class BenchNode:
             round=round,
             tokens=1,
         )
-        result = await self._exchanges.run(start, offer, outgoing, self._incoming[:size], judge)
+        result = await self._exchanges.run(start, offer, outgoing, self._incoming[:size], judge, arrive)
         if not result.committed:
             raise ConnectionError(f"an exchange was not committed: {result.reason}")
 
@@ -123,9 +134,6 @@ class BenchNode:
 
 class Lenient:
     """Accepts every contribution."""
-
-    def take_in(self, num_received: int) -> None:
-        """Later, if at all."""
 
     async def refusal(self, size: int, tokens: int) -> str | None:
         """There is none."""

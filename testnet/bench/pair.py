@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from farandole.node.base.system.memory import counted_size
 from farandole.training.codec import encoded_size
 
 from .environments import obtain_python
@@ -162,7 +163,8 @@ def open_farandole(
         nodes: list[BenchWorker] = []
         trainers: list[BenchWorker] = []
         for index in range(2):
-            memories = [stack.enter_context(open_payload(name, size)) for name in ("outgoing", "incoming")]
+            payloads = [open_payload(name, counted_size(size)) for name in ("outgoing", "incoming")]
+            memories = [stack.enter_context(payload) for payload in payloads]
             ends = [stack.enter_context(end) for end in socket.socketpair()]
             for kind, workers, end in (("node", nodes, ends[0]), ("trainer", trainers, ends[1])):
                 descriptors = [*(memory.descriptor for memory in memories), end.fileno()]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ import torch
 from blake3 import blake3
 from torch import Tensor, nn
 
+from farandole.node.base.system.memory import SharedCounter
 from farandole.node.trainer.channel import Channel
+from farandole.node.trainer_process.process import LOOK_INTERVAL
 from farandole.protocol import trainer_messages as messages
 from farandole.protocol.manifest import InnerConfig
 from farandole.protocol.outer_rules import Codec, NoLoCoConfig
@@ -76,19 +79,18 @@ class BenchTrainer:
         replica, channel = self._replica, self._channel
         assert replica is not None, "it has learned"
         started_at = time.monotonic()
-        steps = messages.Steps(replica.contribution_bytes)
+        encoded, arrived = SharedCounter(self._outgoing), SharedCounter(self._incoming)
+        encoded.store(0, 0)
+        taken = arrived.read()
         channel.send(messages.Contributed(0, replica.contribution_bytes, 1, 1, 1, 1, 0.0, 0.0, 0, 1.0))
 
-        def tell(num_ready: int) -> None:
-            if steps.is_due(num_ready):
-                channel.send(messages.Encoded(0, num_ready))
-
-        size, digest = replica.contribution(self._outgoing, progress=tell)
-        channel.send(messages.Encoded(0, size, digest))
+        size, digest = replica.contribution(self._outgoing, progress=partial(encoded.store, 0))
+        channel.send(messages.Encoded(0, digest))
         while True:
-            match channel.receive():
-                case messages.TakeIn(_, num_received):
-                    replica.take_in(self._incoming[:size], num_received)
+            if (now := arrived.read()) != taken:
+                taken = now
+                replica.take_in(self._incoming[:size], now.value)
+            match channel.poll(LOOK_INTERVAL):
                 case messages.Screen():
                     verdict = replica.screen(self._incoming[:size])
                     channel.send(messages.Screened(verdict.reason if isinstance(verdict, Refuse) else ""))

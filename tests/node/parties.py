@@ -244,9 +244,6 @@ class Party:
         self.results: list[ExchangeResult] = []
         self.offer = offer_of(self.contribution, round=seed, tokens=100 * seed)
 
-    def take_in(self, num_received: int) -> None:
-        self.taken_in.append(num_received)
-
     async def refusal(self, size: int, tokens: int) -> str | None:
         await trio.lowlevel.checkpoint()
         assert size == len(self.incoming)
@@ -269,7 +266,9 @@ class Party:
     async def exchange(self, partner: bytes, deadline: float = PATIENCE) -> None:
         is_initiator = self.host.author < partner
         start = StartExchange(SESSION, partner, self.offer.round, is_initiator, trio.current_time() + deadline)
-        result = await self.service.run(start, self.offer, self.outgoing, memoryview(self.incoming), self)
+        result = await self.service.run(
+            start, self.offer, self.outgoing, memoryview(self.incoming), self, self.taken_in.append
+        )
         self.results.append(result)
 
     @property

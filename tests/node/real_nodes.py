@@ -63,9 +63,6 @@ class Node:
         outgoing = Outgoing.whole(memoryview(self.outgoing), blake3(self.outgoing).digest())
         self.results.append(await self.exchanges.run(start, offer, outgoing, memoryview(self.incoming), self))
 
-    def take_in(self, num_received: int) -> None:
-        assert num_received <= len(self.incoming)
-
     async def refusal(self, size: int, tokens: int) -> str | None:
         await trio.lowlevel.checkpoint()
         return None

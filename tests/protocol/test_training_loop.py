@@ -136,9 +136,6 @@ class Trainer:
                 assert round_index not in self.commanded, "one outer step a round"
                 self.commanded.add(round_index)
                 self.pending.append(round_index)
-            case messages.TakeIn(round_index):
-                assert round_index == self.contributed
-                assert round_index not in self.commanded
             case messages.Save(is_last):
                 self.num_saving += 1
                 self.is_last_save_asked = is_last

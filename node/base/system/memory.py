@@ -16,11 +16,14 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from .features import HAS_MEMFD, INHERITS_DESCRIPTORS
 from .files import open_binary
 
+COUNTER_BYTES: Final = 8
+_COUNT_BITS: Final = 48  # a contribution has less than 2**44 bytes
+MAX_EPOCHS: Final = 1 << (64 - _COUNT_BITS)
 _SUFFIX: Final = ".shared"
 # On Windows: keep it in memory as long as there is room.
 _SHORT_LIVED: Final = getattr(os, "O_SHORT_LIVED", 0)
@@ -75,6 +78,46 @@ def remove_leftovers(folder: Path) -> None:
 def open_shared(place: str) -> int:
     """A descriptor of what `SharedFile.place` names, as a process reads it from its command line. Raises `OSError`."""
     return int(place) if place.isdigit() else open_binary(Path(place), os.O_RDWR)
+
+
+class Count(NamedTuple):
+    """What a `SharedCounter` holds."""
+
+    epoch: int
+    value: int
+
+
+class SharedCounter:
+    """A number in the last eight bytes of shared memory: how many of the first ones are ready. One process stores it.
+
+    Aligned, and stored in one piece: who reads it sees the number before or the number after, not a mixture. An *epoch*
+    (of 16 bits) is stored with it: what it counts, so that a number which was left there is not taken for a new one.
+    The bytes that it counts were written before it. Processors other than x86 keep to that order for each other only
+    because both ends do much between the two; the bytes are proved by a hash where that matters.
+    """
+
+    def __init__(self, memory: mmap.mmap | bytearray | memoryview) -> None:
+        """``memory``: writable, of `counted_size` bytes."""
+        self._word = memoryview(memory)[-COUNTER_BYTES:].cast("Q")
+
+    def store(self, epoch: int, count: int) -> None:
+        """From now on this holds."""
+        self._word[0] = (epoch % MAX_EPOCHS) << _COUNT_BITS | count
+
+    def read(self) -> Count:
+        """What holds now."""
+        word = self._word[0]
+        return Count(word >> _COUNT_BITS, word & ((1 << _COUNT_BITS) - 1))
+
+    def count_of(self, epoch: int) -> int:
+        """The count of this epoch; 0 where that of another one is stored."""
+        stored, count = self.read()
+        return count if stored == epoch % MAX_EPOCHS else 0
+
+
+def counted_size(size: int) -> int:
+    """Bytes of memory with ``size`` bytes and a `SharedCounter`."""
+    return -(-size // COUNTER_BYTES) * COUNTER_BYTES + COUNTER_BYTES
 
 
 def map_shared_memory(place: int | str, size: int) -> mmap.mmap:

@@ -13,6 +13,7 @@ import pytest
 import trio
 import trio.testing
 
+from farandole.node.base.system.memory import SharedCounter, counted_size
 from farandole.node.bulk.contributions import Judge, Outgoing
 from farandole.node.bulk.exchange_service import ExchangeResult
 from farandole.node.loop import training as training_module
@@ -37,7 +38,7 @@ from farandole.protocol.training_loop import (
 )
 from farandole.protocol.watchdog import WATCH_INTERVAL
 
-SIZE = 3 * messages.STEP_BYTES
+SIZE = 12_000_000
 MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, hidden=32, context=16, vocabulary=256)
 PREPARE = messages.Prepare(b"r" * 32, b"a" * 32, b"", [], None, "cpu", 1, 1.0, 0.0, "", 0, 0)
 PREPARED = messages.Prepared("cpu", 1, SIZE, b"l" * 32, 0, 0, 0)
@@ -56,7 +57,7 @@ class FakeTrainer:
 
     def __init__(self, prepared: messages.Prepared) -> None:
         self.prepared, self.pid = prepared, 1
-        self.outgoing, self.incoming = bytearray(SIZE), bytearray(SIZE)
+        self.outgoing, self.incoming = bytearray(counted_size(SIZE)), bytearray(counted_size(SIZE))
         self.commands: list[messages.Command] = []
         self.hangs = False
         self.num_pongs = 0
@@ -161,11 +162,17 @@ class Story:
                 self.training.handle(MessageReceived(peer, encode_message(answer)))
 
     async def exchange(
-        self, start: StartExchange, offer: Offer, outgoing: Outgoing, incoming: memoryview, judge: Judge
+        self,
+        start: StartExchange,
+        offer: Offer,
+        outgoing: Outgoing,
+        incoming: memoryview,
+        judge: Judge,
+        on_advance: Callable[[int], None],
     ) -> ExchangeResult:
         """An exchange that fails after a while, or is committed if the test says so."""
         self.exchanges.append(start)
-        self.outgoing, self.judge = outgoing, judge
+        self.outgoing, self.judge, self.on_advance = outgoing, judge, on_advance
         try:
             with trio.move_on_after(self.exchange_seconds):
                 await self.given_up.wait()
@@ -502,7 +509,7 @@ async def test_who_slept_and_learns_bit_by_bit_how_long_takes_newer_weights_too(
 
 
 OVERLAPPED = RoundConfig(overlap=True)
-TRAIN, ALONE, FORGET = messages.Train, messages.TakeOuterStep, messages.TakeIn(0, 0)
+TRAIN, ALONE = messages.Train, messages.TakeOuterStep
 
 
 def without_saves(trainer: FakeTrainer) -> list[messages.Command]:
@@ -536,7 +543,7 @@ async def test_an_overlapped_exchange_that_fails_leaves_the_next_round_alone(
     assert story.pairing.state is State.SEEKING
     await trio.sleep(2 * EXCHANGE_SECONDS)
     assert [start.round for start in story.exchanges] == [0]
-    assert without_saves(trainer) == [*commands, FORGET, ALONE(0)]
+    assert without_saves(trainer) == [*commands, ALONE(0)]
     assert story.pairing.round == 1
     assert story.journal.exchanges.num_failed == 1
 
@@ -547,18 +554,18 @@ async def test_what_is_encoded_is_sent_and_what_comes_is_taken_in(
     (trainer,) = story.trainers
     await story.meet(BOB)
     assert story.outgoing.num_ready == 0
-    await trainer.report(messages.Encoded(0, 5))
+    encoded, arrived = SharedCounter(trainer.outgoing), SharedCounter(trainer.incoming)
+    encoded.store(7, SIZE)
+    assert story.outgoing.num_ready == 0, "that was another round's"
+    encoded.store(0, 5)
     assert (story.outgoing.num_ready, story.outgoing.digest) == (5, None)
-    await trainer.report(messages.Encoded(0, SIZE, b"h" * 32))
+    await trainer.report(messages.Encoded(0, b"h" * 32))
     assert (story.outgoing.num_ready, story.outgoing.digest) == (SIZE, b"h" * 32)
-    for num_received in range(0, SIZE + 1, SIZE // 1_000):
-        story.judge.take_in(num_received)
-    await trio.testing.wait_all_tasks_blocked()
-    taken_in = [command for command in trainer.commands if isinstance(command, messages.TakeIn)]
-    assert 2 <= len(taken_in) <= messages.MAX_STEPS
-    assert all(command.num_received >= messages.STEP_BYTES for command in taken_in)
+    for num_received in range(0, SIZE + 1, SIZE // 10):
+        story.on_advance(num_received)
+        assert arrived.read() == (1, num_received)
     await trio.sleep(2 * EXCHANGE_SECONDS)
-    assert without_saves(trainer)[-2:] == [FORGET, ALONE(0)]
+    assert without_saves(trainer) == [TRAIN(0, 0), ALONE(0)]
 
 
 @pytest.mark.parametrize("rounds_config", [RoundConfig(), OVERLAPPED])
@@ -567,7 +574,7 @@ async def test_a_trainer_that_dies_while_it_encodes_ends_the_exchange(
 ) -> None:
     (trainer,) = story.trainers
     await story.meet(BOB)
-    await trainer.report(messages.Encoded(0, 5))
+    SharedCounter(trainer.outgoing).store(0, 5)
     await trainer.report(TrainerError("killed"))
     assert story.num_cancelled == 1
     assert not any(isinstance(command, messages.TakeOuterStep) for command in trainer.commands)
@@ -644,7 +651,7 @@ async def test_an_exchange_that_breaks_is_followed_by_one_with_another_and_one_o
     assert (first.round, first.deadline) == (second.round, second.deadline)
     steps = [command for command in trainer.commands if isinstance(command, messages.TakeOuterStep)]
     assert steps == [messages.TakeOuterStep(0, second.peer, 0, 0)]
-    assert FORGET in trainer.commands
+    assert SharedCounter(trainer.incoming).read() == (2, 0), "what the first one sent is not taken for the second's"
     assert (
         story.journal.exchanges.num_failed,
         story.journal.exchanges.num_committed,
@@ -652,25 +659,30 @@ async def test_an_exchange_that_breaks_is_followed_by_one_with_another_and_one_o
     ) == (1, 1, 0)
 
 
-async def test_the_verdict_of_an_exchange_that_broke_is_not_taken_for_the_next_ones(story: Story) -> None:
+async def test_the_verdict_of_an_exchange_that_broke_is_not_taken_for_the_next_ones(
+    story: Story, nursery: trio.Nursery, autojump_clock: trio.testing.MockClock
+) -> None:
     (trainer,) = story.trainers
-    await story.meet(BOB)
+    story.peers_that_answer = {BOB, CAROL}
+    story.training.set_peers(frozenset(story.peers_that_answer))
+    await trainer.report(contributed(0))
+    await trio.sleep(EXCHANGE_SECONDS / 2)
     verdicts: list[str | None] = []
 
     async def screen() -> None:
         verdicts.append(await story.judge.refusal(SIZE, 0))
 
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(screen)
-        await trio.testing.wait_all_tasks_blocked()
-        nursery.cancel_scope.cancel()
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(screen)
-        await trio.testing.wait_all_tasks_blocked()
-        first, second = [command for command in trainer.commands if isinstance(command, messages.Screen)]
-        await trainer.report(messages.Screened("not finite", first.number))
-        assert not verdicts
-        await trainer.report(messages.Screened("", second.number))
+    with trio.move_on_after(0.1):
+        await screen()
+    story.peers_that_answer -= {story.exchanges[0].peer}
+    await trio.sleep(EXCHANGE_SECONDS)
+    assert len(story.exchanges) == 2
+    nursery.start_soon(screen)
+    await trio.testing.wait_all_tasks_blocked()
+    first, second = [command for command in trainer.commands if isinstance(command, messages.Screen)]
+    await trainer.report(messages.Screened("not finite", first.number))
+    assert not verdicts
+    await trainer.report(messages.Screened("", second.number))
     assert verdicts == [None]
 
 
@@ -705,7 +717,7 @@ async def test_who_leaves_waits_a_little_for_its_exchange_and_saves_what_came_of
         await trainer.report(messages.OuterStepTaken(0))
     else:
         assert story.given_up.is_set()
-        assert trainer.commands[-2:] == [FORGET, messages.Save(is_last=True)]
+        assert trainer.commands[-1] == messages.Save(is_last=True)
     await trainer.report(saved())
     assert story.has_left
     assert trio.current_time() - left_at < 2 * EXCHANGE_GRACE

@@ -17,6 +17,7 @@ from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.system.features import HAS_PROC
+from farandole.node.base.system.memory import SharedCounter
 from farandole.node.loop.pause.idle_probe import cpu_times
 from farandole.node.store.folder import CheckpointFolder, index_of, saved_round
 from farandole.node.trainer import trainer as trainer_module
@@ -64,9 +65,7 @@ async def report_of(trainer: Trainer, kind: type[ReportType]) -> ReportType:
 
 async def digest_of(trainer: Trainer) -> bytes:
     """Of the contribution, when all of it is encoded."""
-    while (encoded := await report_of(trainer, messages.Encoded)).digest is None:
-        pass
-    return encoded.digest
+    return (await report_of(trainer, messages.Encoded)).digest
 
 
 async def test_gpu_memory_cannot_be_bounded_where_there_is_no_gpu(prepare: Callable[..., messages.Prepare]) -> None:
@@ -236,17 +235,20 @@ async def test_an_outer_step_may_come_during_the_next_round(
         await alice.send(messages.FinishRound(0))  # crossed the contribution: not of this round
         await alice.send(messages.Validate(1))  # waits for the round's end
         alice.incoming[:size] = b"\xff" * size  # NaN: what a first partner sent
-        await alice.send(messages.TakeIn(0, size))
-        await alice.send(messages.Screen(size))
+        arrived = SharedCounter(alice.incoming)
+        arrived.store(1, size)
+        await alice.send(messages.Screen(size, 1))
         assert "finite" in (await report_of(alice, messages.Screened)).reason
-        await alice.send(messages.TakeIn(0, size))
-        await alice.send(messages.TakeIn(0, 0))  # that exchange came to nothing
+        arrived.store(2, size)
+        await alice.send(messages.Ping())
+        await report_of(alice, messages.Pong)
+        arrived.store(3, 0)  # that exchange came to nothing
         await alice.send(messages.Save())
         assert (await report_of(alice, messages.Saved)).round == 0
         assert alice.outgoing[:size] == bytes(sent["a"])  # still what is being sent
         alice.incoming[:size] = bytes(sent["b"])
-        await alice.send(messages.TakeIn(0, size))
-        await alice.send(messages.Screen(size))
+        arrived.store(3, size)
+        await alice.send(messages.Screen(size, 3))
         assert (await report_of(alice, messages.Screened)).reason == ""
         await alice.send(messages.TakeOuterStep(0, b"b" * 32, size, 70))
         taken = await report_of(alice, messages.OuterStepTaken)
@@ -273,6 +275,7 @@ async def test_an_outer_step_may_come_during_the_next_round(
         assert (await report_of(alice, messages.Saved)).round == 2
 
 
+STEP_BYTES = 1 << 22
 # Memory with which a checkpoint can be written, but not copied.
 LITTLE = 20_000_000
 WIDE = {"num_layers": 1, "width": 256, "num_heads": 2, "hidden": 4096, "context": 16, "vocabulary": 256}
@@ -290,23 +293,24 @@ async def test_a_contribution_is_sent_while_it_is_encoded_and_taken_in_while_it_
     async with open_trainer(prepare(b"a" * 32, manifest=msgspec.msgpack.encode(wide)), None) as alice:
         await alice.send(messages.Train(0, 1))
         first = await report_of(alice, messages.Contributed)
-        assert first.size == len(sent[0]) > 2 * messages.STEP_BYTES
+        assert first.size == len(sent[0]) > 2 * STEP_BYTES
+        progress = SharedCounter(alice.outgoing)
         ready = 0
-        while True:
-            encoded = await report_of(alice, messages.Encoded)
-            assert ready < encoded.num_ready
-            assert alice.outgoing[ready : encoded.num_ready] == sent[0][ready : encoded.num_ready]
-            ready = encoded.num_ready
-            if encoded.digest is not None:
-                break
-            assert ready < first.size
-        assert encoded == messages.Encoded(0, first.size, blake3(sent[0]).digest())
+        while ready < first.size:
+            now_ready = progress.count_of(0)
+            assert ready <= now_ready
+            assert alice.outgoing[ready:now_ready] == sent[0][ready:now_ready]
+            ready = now_ready
+            await trio.sleep(0.001)
+        assert await report_of(alice, messages.Encoded) == messages.Encoded(0, blake3(sent[0]).digest())
 
-        await alice.send(messages.TakeIn(7, first.size))  # of another round: not looked at
-        for end in (1, messages.STEP_BYTES, messages.STEP_BYTES + 1, first.size - 1, first.size):
+        arrived = SharedCounter(alice.incoming)
+        for end in (1, STEP_BYTES, STEP_BYTES + 1, first.size - 1, first.size):
             alice.incoming[:end] = bytes(sent[1][:end])
-            await alice.send(messages.TakeIn(0, end))
-        await alice.send(messages.Screen(first.size))
+            arrived.store(1, end)
+            await alice.send(messages.Ping())
+            await report_of(alice, messages.Pong)
+        await alice.send(messages.Screen(first.size, 1))
         assert (await report_of(alice, messages.Screened)).reason == ""
         await alice.send(messages.TakeOuterStep(0, b"b" * 32, first.size, 70))
         await report_of(alice, messages.OuterStepTaken)

@@ -107,7 +107,7 @@ class Node:
                         links = self.service._links.values()
                         self.has_used_channels |= any(link.link.channel is not None for link in links)
                         self.service.handle(machine.Stepped())
-                    case messages.Encoded() if report.digest:
+                    case messages.Encoded():
                         sender.send_nowait(messages.TakeOuterStep(0))
                         sender.send_nowait(messages.Save())
                     case messages.Saved():
