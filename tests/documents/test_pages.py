@@ -71,6 +71,7 @@ AS_THEY_ARE = (
 )
 QUICK, *SLOW = CHANGING_THE_CODE = (
     "docs/adding-a-screening-rule.md",
+    "docs/adding-an-outer-rule.md",
     "docs/adding-a-codec.md",
     "docs/adding-a-model.md",
     "CONTRIBUTING.md",
