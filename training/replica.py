@@ -38,6 +38,7 @@ from .inner import FlatAdamW
 from .outer_state import OuterState
 from .parameters import flatten_, layout_of
 from .partner import PartnerContribution
+from .screening.history import Histories
 from .screening.rule import EVALUATION_BATCHES, UNKNOWN, Meeting, Refuse, Verdict, rule_of
 from .slices import SliceQueue
 from .snapshot import Snapshot, SnapshotMemory
@@ -203,6 +204,15 @@ class Replica:
     def screen(self, partner: Buffer, meeting: Meeting = UNKNOWN) -> Verdict:
         """The verdict on a partner's contribution, before an outer step is due with it."""
         return self._partner.judge(partner, meeting)
+
+    @property
+    def histories(self) -> Histories:
+        """What the screening rule remembers of peers. It is this node's own, so it is not in checkpoints."""
+        return self._partner.histories
+
+    @histories.setter
+    def histories(self, histories: Histories) -> None:
+        self._partner.histories = histories
 
     def _loss_towards(self, share: float, own: Tensor, partner: Tensor) -> float | None:
         """As `Partner.evaluate`: of the fast weights as they were contributed, moved towards the partner's."""

@@ -4,6 +4,7 @@
     stage-0-round-41.safetensors.index      the hashes of its blocks, signed; made after it
     .stage-0-round-42.safetensors.*.tmp     being written, or left by who was killed meanwhile
     copy-1-<id>.blocks, …blocks.index       the beginning of another's, kept for others (`library`)
+    stage-0-peers.msgpack                   what the screening rule remembers of peers
 
 Stage 0 is also the whole model, where it is not cut. Nothing is ever written to a file that has its name: a new one
 takes it when it is durable, and only then are older ones removed.
@@ -40,6 +41,11 @@ class CheckpointFolder:
     def file(self, round_index: int) -> Path:
         """Where the checkpoint of a round lies."""
         return self.path / f"stage-{self.stage}-round-{round_index}.safetensors"
+
+    @property
+    def histories(self) -> Path:
+        """Where the screening rule's histories of peers lie, if it keeps any."""
+        return self.path / f"stage-{self.stage}-peers.msgpack"
 
     def files(self) -> list[Path]:
         """All of this stage, the newest first."""

@@ -59,7 +59,9 @@ from farandole.protocol.trainer_messages import (
     Validated,
     Work,
 )
+from farandole.training.durable import replacing
 from farandole.training.errors import CheckpointError
+from farandole.training.screening.history import MAX_BYTES, Histories
 from farandole.training.screening.rule import Meeting, Refuse
 
 from ..base.system.memory import MAX_EPOCHS, Count, SharedCounter, counted_size, map_shared_memory
@@ -105,6 +107,7 @@ class TrainerProcess(abc.ABC):
         resumed, problem = self._resume(Path(prepare.fetched) if prepare.fetched else None)
         if resumed is None:
             self._begin(prepare)
+        self._load_histories()
         size = replica.contribution_bytes
         self._outgoing: mmap.mmap = map_shared_memory(prepare.outgoing, counted_size(size))
         self._incoming: mmap.mmap = map_shared_memory(prepare.incoming, counted_size(size))
@@ -171,6 +174,22 @@ class TrainerProcess(abc.ABC):
                 f"the weights that this run starts from are unfit: {error}. They are removed here: join again to fetch "
                 "them anew; if they are unfit again, the run was made with weights that nobody can start from"
             ) from error
+
+    def _load_histories(self) -> None:
+        """Continue with what the screening rule remembered of peers; without a file that can be read, with nothing."""
+        try:
+            with self._checkpoints.histories.open("rb") as file:
+                self._replica.histories = Histories.decode(file.read(MAX_BYTES))
+        except (OSError, ValueError):
+            return
+
+    def _save_histories(self) -> None:
+        """Where the disk refuses it, the checkpoint's own save reports that."""
+        if encoded := self._replica.histories.encode():
+            with contextlib.suppress(OSError):
+                self._checkpoints.path.mkdir(parents=True, exist_ok=True)
+                with replacing(self._checkpoints.histories) as file:
+                    file.write(encoded)
 
     def handle(self, command: Command) -> None:
         """Do what one command says and report it."""
@@ -354,6 +373,7 @@ class TrainerProcess(abc.ABC):
 
     def _save(self, is_last: bool) -> None:
         """A full disk or a failed fsync costs a warning, never the training."""
+        self._save_histories()
         replica, newest = self._replica, self._saver.newest
         if newest is not None and replica.is_in(newest.round, newest.inner_steps):
             self._channel.send(newest)

@@ -60,8 +60,9 @@ class Histories:
         return history
 
     def encode(self) -> bytes:
-        """All of it, for a file."""
-        return msgspec.msgpack.encode([(peer, history.series) for peer, history in self._of.items()])
+        """All of it, for a file; empty if nothing is remembered. At most `MAX_BYTES`."""
+        kept = [(peer, history.series) for peer, history in self._of.items() if history.series]
+        return msgspec.msgpack.encode(kept) if kept else b""
 
     @classmethod
     def decode(cls, raw: bytes) -> Histories:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from farandole.node.store.save import NICENESS
 from farandole.node.trainer.channel import Channel
 from farandole.node.trainer_process.learner_process import LearnerProcess
 from farandole.protocol.manifest import DataConfig
+from farandole.protocol.screening_rules import ScreeningConfig
 from farandole.protocol.trainer_messages import (
     LENGTH,
     Contributed,
@@ -33,6 +36,8 @@ from farandole.protocol.trainer_messages import (
     Report,
     Save,
     Saved,
+    Screen,
+    Screened,
     SlicesTrained,
     TakeOuterStep,
     Train,
@@ -42,6 +47,7 @@ from farandole.protocol.trainer_messages import (
 from farandole.training import replica
 from farandole.training.copying import DeviceCopier, Wait
 from farandole.training.learner import Learner, build_learner
+from farandole.training.screening.rule import Accept, Partner, Refuse, ScreeningRule, Verdict
 
 from ...patience import PATIENCE
 from ..trainer_commands import prepare_for
@@ -209,3 +215,60 @@ def test_a_learner_draws_the_slices_that_it_is_told_and_waits_for_more_until_the
     assert trained == [2, 3, 4, 7]
     assert [report.inner_steps_this_round for report in contributed] == [4, 0]
     assert contributed[1].loss is None
+
+
+class RememberingConfig(
+    ScreeningConfig, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag="remembering"
+):
+    """Of a rule that knows whom it has met."""
+
+
+class Remembering(ScreeningRule):
+    """Refuses who has been met twice."""
+
+    def __init__(self, settings: ScreeningConfig) -> None: ...
+
+    def begin(self) -> None: ...
+
+    def feed(self, own: Tensor, contribution: Tensor) -> None: ...
+
+    def judge(self, partner: Partner) -> Verdict:
+        tokens = (partner.meeting.own_tokens, partner.meeting.partner_tokens)
+        met = partner.history["tokens"]
+        return Refuse(f"met with {met[0]:g} and {met[1]:g} tokens, now {tokens}") if met else Accept()
+
+    def remember(self, partner: Partner, verdict: Verdict) -> None:
+        partner.history.append("tokens", partner.meeting.own_tokens)
+        partner.history.append("tokens", partner.meeting.partner_tokens)
+
+
+@pytest.mark.parametrize("harm", [None, b"rubbish"])
+def test_what_a_screening_rule_remembers_of_a_peer_survives_the_trainer(
+    prepare: Prepare, monkeypatch: pytest.MonkeyPatch, harm: bytes | None
+) -> None:
+    module = types.ModuleType("remembering")
+    module.__dict__["RULE"] = Remembering
+    monkeypatch.setitem(sys.modules, "farandole.training.screening.remembering", module)
+    manifest = msgspec.structs.replace(MANIFEST, screening=RememberingConfig())
+    bob = b"b" * 32
+
+    def meet(round_index: int) -> str:
+        """The verdict on Bob, who sends what this node sends, in the life of one trainer."""
+        mesh, trainers = socket.socketpair()
+        with mesh, trainers:
+            trainer = LearnerProcess(Channel(trainers), prepare, manifest)
+            trainer.handle(Train(round_index, 1))
+            size = trainer._replica.contribution_bytes
+            map_shared_memory(prepare.incoming, size)[:size] = map_shared_memory(prepare.outgoing, size)[:size]
+            trainer.handle(Screen(size, 1, bob, 70))
+            trainer.handle(TakeOuterStep(round_index, bob if not round_index else b"", 0 if round_index else size, 70))
+            trainer.handle(Save(is_last=True))
+            return next(report.reason for report in reports_of(mesh) if isinstance(report, Screened))
+
+    assert meet(0) == ""
+    if harm is None:
+        assert meet(1) == "met with 128 and 70 tokens, now (128, 70)"
+    else:
+        (file,) = Path(prepare.checkpoints).glob("*-peers.msgpack")
+        file.write_bytes(harm)
+        assert meet(1) == "", "a damaged file is as good as none"
