@@ -15,7 +15,7 @@ from pathlib import Path
 
 from playwright.sync_api import expect, sync_playwright
 
-from farandole.node.ui.dashboard.place import Place, find_place
+from farandole.node.ui.dashboard.place import PageAddress, find_place
 
 PICTURE = Path(__file__).with_name("dashboard.png")
 # By then the demo's curves have a shape, and it is not over yet.
@@ -36,7 +36,7 @@ def main() -> None:
             demo.wait()
 
 
-def wait_for_page(folder: Path) -> Place:
+def wait_for_page(folder: Path) -> PageAddress:
     """Of the demo's first node."""
     deadline = time.monotonic() + TIMEOUT
     while time.monotonic() < deadline:
@@ -47,7 +47,7 @@ def wait_for_page(folder: Path) -> Place:
     raise SystemExit("no node of the demo serves a page")
 
 
-def take_picture(place: Place) -> None:
+def take_picture(place: PageAddress) -> None:
     """Once the run is in its middle."""
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])

@@ -24,7 +24,7 @@ from farandole.protocol.errors import ManifestError
 from farandole.protocol.identity import public_bytes, short_name
 from farandole.protocol.invite import decode_invite, split_address
 from farandole.protocol.manifest import RUN_ID_BYTES
-from farandole.protocol.reachability import Kind
+from farandole.protocol.reachability import ReachabilityKind
 from farandole.protocol.records import relay_key
 from farandole.protocol.relay import Limits
 
@@ -176,12 +176,12 @@ class RelayNode(Daemon):
     async def _tell_reachability(self, host: Host, connectivity: Connectivity, runs: Sequence[bytes]) -> None:
         """Say what peers found out, and be found as a relay of every run while they can dial this node."""
         reachability = connectivity.reachability
-        told = Kind.UNKNOWN
+        told = ReachabilityKind.UNKNOWN
         while True:
             while reachability.kind is told:
                 await reachability.changed()
             told = reachability.kind
-            if told is Kind.PUBLIC:
+            if told is ReachabilityKind.PUBLIC:
                 self._journal.say("peers can dial this node: it relays; its addresses, for invites:")
                 for address in host.addresses:
                     self._journal.say(f"  {address}")

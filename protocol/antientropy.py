@@ -12,7 +12,7 @@
 
 Push makes run state fast, this makes it sure: whatever was lost, each session leaves two states equal (up to what one
 side must defer, and up to the session's bound; the next sessions go on). Heartbeats are no part of the root; a node
-that joins, or hears from a peer after a silence, asks for them too (`Hello.with_beats`).
+that joins, or hears from a peer after a silence, asks for them too (`SyncHello.with_beats`).
 
 The session is a value without I/O: `receive_data` takes bytes of the stream in any pieces and says what was received
 and what to send. Frames are msgpack behind a length of four bytes, which is checked before anything is kept.
@@ -54,7 +54,7 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """A message of the session; its tag comes first on the wire."""
 
 
-class Hello(_Frame, frozen=True, tag=1):
+class SyncHello(_Frame, frozen=True, tag=1):
     """Who I am to be compared with."""
 
     version: Annotated[int, msgspec.Meta(ge=0, le=255)]
@@ -116,7 +116,7 @@ class Done(_Frame, frozen=True, tag=6):
     """The initiator has sent all."""
 
 
-Frame = Hello | Buckets | Refs | DeltaFrame | Wants | Done
+Frame = SyncHello | Buckets | Refs | DeltaFrame | Wants | Done
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Frame).decode
 
@@ -137,7 +137,7 @@ def encode_frame(frame: Frame) -> bytes:
 
 
 @dataclass(slots=True)
-class Received:
+class SyncReceived:
     """What `receive_data` brought: deltas to merge, and bytes to send back."""
 
     deltas: list[Delta] = field(default_factory=list)
@@ -162,12 +162,12 @@ class Session:
         self._state = state
         self._rng = rng
         self._with_beats = with_beats
-        self._expected: tuple[type[Frame], ...] = (Hello,)
+        self._expected: tuple[type[Frame], ...] = (SyncHello,)
         self._buffer = bytearray()
         self._out = bytearray()
         self._num_sent = self._num_received = 0
         self._root = state.root
-        self._hello = Hello(VERSION, state.run_id, max(0, int(now)), self._root, with_beats)
+        self._hello = SyncHello(VERSION, state.run_id, max(0, int(now)), self._root, with_beats)
         self._started = False
         self._refs: dict[bytes, WireRefs] = {}
         self._covered: set[int] = set()
@@ -182,9 +182,9 @@ class Session:
         self._send(self._hello)
         return self._take_output()
 
-    def receive_data(self, data: bytes) -> Received:
+    def receive_data(self, data: bytes) -> SyncReceived:
         """Take bytes from the stream."""
-        received = Received()
+        received = SyncReceived()
         self._num_received += len(data)
         if self._num_received > MAX_SENT_BYTES + MAX_FRAME_BYTES:
             raise RemoteProtocolError("more bytes than a session of anti-entropy has")
@@ -223,10 +223,10 @@ class Session:
         self._out.clear()
         return out
 
-    def _handle(self, frame: Frame, received: Received) -> None:
+    def _handle(self, frame: Frame, received: SyncReceived) -> None:
         if self.is_done or not isinstance(frame, self._expected):
             raise RemoteProtocolError(f"{type(frame).__name__} out of turn")
-        if isinstance(frame, Hello):
+        if isinstance(frame, SyncHello):
             self._on_hello(frame)
         elif isinstance(frame, Buckets):
             self._on_buckets(frame)
@@ -241,7 +241,7 @@ class Session:
 
     # what each frame leads to
 
-    def _on_hello(self, hello: Hello) -> None:
+    def _on_hello(self, hello: SyncHello) -> None:
         if hello.version != VERSION:
             raise RemoteProtocolError(f"version {hello.version} of anti-entropy; this is {VERSION}")
         if hello.run_id != self._state.run_id:
@@ -342,7 +342,7 @@ class Session:
                 return
             self._out += frame
 
-    def _on_delta(self, frame: DeltaFrame, received: Received) -> None:
+    def _on_delta(self, frame: DeltaFrame, received: SyncReceived) -> None:
         received.deltas.append(frame.delta)
         if self.is_initiator and self._with_beats:
             # they may have been merged, or not yet: what came from the peer is not sent back to it

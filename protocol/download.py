@@ -115,14 +115,14 @@ Event = Needed | DonorsKnown | DonorReady | DonorBusy | DonorLost | BytesArrived
 
 
 @dataclass(frozen=True, slots=True)
-class Dial:
+class DialDonor:
     """Ask a donor whether it gives; `DonorReady`, `DonorBusy` or `DonorLost` says."""
 
     donor: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class AskBlocks:
     """Ask a donor for ``count`` blocks from ``first`` on."""
 
     donor: bytes
@@ -159,7 +159,7 @@ class Complete:
     """All blocks that are needed are here."""
 
 
-Output = Dial | Ask | Forget | HangUp | Accuse | Complete
+Output = DialDonor | AskBlocks | Forget | HangUp | Accuse | Complete
 
 
 class _Standing(enum.Enum):
@@ -300,7 +300,7 @@ class Download:
                 num_free += 1
         for donor in idle[: max(0, num_free)]:
             donor.standing = _Standing.DIALLED
-            yield Dial(donor.name)
+            yield DialDonor(donor.name)
 
     def _is_useless(self, donor: _Donor) -> bool:
         """Whether it has nothing that is missing."""
@@ -367,7 +367,7 @@ class Download:
         first = blocks[0]
         for block, following in zip(blocks, [*blocks[1:], -1], strict=True):
             if following != block + 1:
-                yield Ask(donor.name, first, block + 1 - first)
+                yield AskBlocks(donor.name, first, block + 1 - first)
                 first = following
 
     def _ask_for_help(self, now: float) -> Iterator[Output]:

@@ -12,7 +12,7 @@ from .inner_steps import InnerStep
 MAX_REASONS = 32
 
 
-class Step(enum.Enum):
+class MicrobatchStep(enum.Enum):
     """How far a microbatch is at this node."""
 
     COMING = "coming"  # its activations arrive
@@ -29,12 +29,12 @@ class Step(enum.Enum):
     ENDED = "ended"  # the trainer keeps its gradient, or takes it out
 
 
-UNTOUCHED = frozenset({Step.COMING, Step.QUEUED, Step.STARTING, Step.ROUTING})
+UNTOUCHED = frozenset({MicrobatchStep.COMING, MicrobatchStep.QUEUED, MicrobatchStep.STARTING, MicrobatchStep.ROUTING})
 """No later stage has seen it."""
-SUMMED = frozenset({Step.HOME_OUT, Step.DONE})
+SUMMED = frozenset({MicrobatchStep.HOME_OUT, MicrobatchStep.DONE})
 """Some of its gradient is in the sum."""
 
-GIVEN_BACK = frozenset({Step.RETURNED, Step.DONE})
+GIVEN_BACK = frozenset({MicrobatchStep.RETURNED, MicrobatchStep.DONE})
 """The gradient is here: later stages have no more to give."""
 
 Hop = tuple[int, int]
@@ -49,7 +49,7 @@ class Microbatch:
     origin: bytes
     slot: int
     deadline: float
-    step: Step
+    step: MicrobatchStep
     is_held_out: bool = False
     """Its loss is measured, and nothing is learned of it: it belongs to no inner step, and never comes back."""
     number: int = 0
@@ -78,7 +78,7 @@ class Microbatch:
 
 
 @dataclass(slots=True)
-class Link:
+class MicrobatchLink:
     """A link to another node, and what is on it."""
 
     peer: bytes

@@ -27,12 +27,12 @@ from dataclasses import dataclass
 from .activations import MAX_REASON_CHARS, TICKET_BYTES
 from .held_out import HeldOut
 from .inner_steps import Schedule
-from .microbatches import GIVEN_BACK, SUMMED, UNTOUCHED, Counts, Hop, Link, Microbatch, Step
+from .microbatches import GIVEN_BACK, SUMMED, UNTOUCHED, Counts, Hop, Microbatch, MicrobatchLink, MicrobatchStep
 from .pipeline_events import (
     Arrived,
     Arriving,
-    Ask,
     Asked,
+    AskOrigin,
     CloseLink,
     Compute,
     CreditsGiven,
@@ -47,8 +47,10 @@ from .pipeline_events import (
     Measured,
     NodesChanged,
     OpenLink,
+    OriginAnswered,
     Output,
-    Place,
+    PipelineTimerFired,
+    ReceiveInto,
     RoundBegan,
     RoundDrained,
     RoundEnds,
@@ -57,14 +59,12 @@ from .pipeline_events import (
     SendForward,
     SendGradient,
     SendSettled,
-    SetTimer,
+    SetPipelineTimer,
     Stepped,
     TakeStep,
     Tell,
-    TimerFired,
-    Told,
     Work,
-    Worked,
+    WorkDone,
 )
 from .pipeline_links import RETRY_INTERVAL, Dialling, Promises, choose_hop
 
@@ -115,7 +115,7 @@ class Pipeline:
         self._settings = settings
         self._rng = rng
         self._nodes = NodesChanged(frozenset(), 1, 1, 1)
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, MicrobatchLink] = {}
         self._dialling = Dialling(rng)
         self._promises = Promises(settings.in_flight)
         self._free_slots = set(range(settings.in_flight))
@@ -163,7 +163,7 @@ class Pipeline:
         self._give_work()
         self._end_step()
         self._grant()
-        self._outputs.append(SetTimer(self._next_deadline()))
+        self._outputs.append(SetPipelineTimer(self._next_deadline()))
         return self._outputs
 
     def _apply(self, event: Event) -> None:
@@ -185,9 +185,9 @@ class Pipeline:
                     self._hear(event)
             case Asked(peer, ticket):
                 self._be_asked(peer, ticket)
-            case Told(peer, ticket, is_kept):
+            case OriginAnswered(peer, ticket, is_kept):
                 self._be_told(peer, ticket, is_kept)
-            case Worked(problem):
+            case WorkDone(problem):
                 self._worked(problem)
             case Stepped():
                 if self._schedule.stepped(self._now):
@@ -198,13 +198,13 @@ class Pipeline:
                 self._schedule.end_round(self._now)
             case Measure(num_microbatches):
                 self._held_out.begin(num_microbatches, MAX_ATTEMPTS)
-            case TimerFired():
+            case PipelineTimerFired():
                 pass  # what is due is looked at after every event
 
     # Links
 
     def _open_link(self, event: LinkOpened) -> None:
-        link = Link(event.peer, event.is_upstream, event.is_return, event.credits, heard_at=self._now)
+        link = MicrobatchLink(event.peer, event.is_upstream, event.is_return, event.credits, heard_at=self._now)
         self._links[event.link] = link
         if event.is_upstream:
             self._dialling.note_open(event.peer, event.is_return)
@@ -217,7 +217,7 @@ class Pipeline:
         if not event.is_return:
             return
         for microbatch in list(self._microbatches.values()):
-            if microbatch.step is Step.ROUTING and microbatch.origin == event.peer:
+            if microbatch.step is MicrobatchStep.ROUTING and microbatch.origin == event.peer:
                 self._drop(microbatch, "its origin cannot be reached")
 
     def _close_link(self, number: int) -> None:
@@ -236,7 +236,7 @@ class Pipeline:
                 self._drop(microbatch, "the last stage's node was lost")
             else:
                 microbatch.inward = None
-                if microbatch.step is Step.DONE:  # its origin may have its gradient
+                if microbatch.step is MicrobatchStep.DONE:  # its origin may have its gradient
                     microbatch.ask_at = self._now
                 else:
                     self._drop(microbatch, "an earlier stage's node was lost")
@@ -252,7 +252,11 @@ class Pipeline:
         self._outputs += [SendCredits(number, self._links[number].credits) for number in granted]
 
     def _num_coming(self) -> int:
-        return sum(1 for microbatch in self._microbatches.values() if microbatch.step in (Step.COMING, Step.QUEUED))
+        return sum(
+            1
+            for microbatch in self._microbatches.values()
+            if microbatch.step in (MicrobatchStep.COMING, MicrobatchStep.QUEUED)
+        )
 
     def _leave(self, hop: Hop | None) -> None:
         """A microbatch is no more on this link."""
@@ -269,7 +273,7 @@ class Pipeline:
     def _dial(self) -> None:
         links = self._links.values()
         if self._is_last:
-            origins = {m.origin for m in self._microbatches.values() if m.step is Step.ROUTING}
+            origins = {m.origin for m in self._microbatches.values() if m.step is MicrobatchStep.ROUTING}
             peers = self._dialling.origins(links, origins)
         else:
             peers = self._dialling.next_hops(links, self._nodes.next_hops, self._now)
@@ -301,7 +305,7 @@ class Pipeline:
             case HopSettled(_, _, is_kept):
                 self._hop_settled(microbatch, link, is_kept)
 
-    def _arrive(self, event: Arriving, link: Link) -> None:
+    def _arrive(self, event: Arriving, link: MicrobatchLink) -> None:
         link.num_forwarded = event.index + 1
         problem = self._problem(event, link)
         if problem:
@@ -310,24 +314,24 @@ class Pipeline:
             return
         if link.is_return:
             microbatch = self._microbatches[event.ticket]
-            microbatch.homeward, microbatch.step = (event.link, event.index), Step.HOME_COMING
+            microbatch.homeward, microbatch.step = (event.link, event.index), MicrobatchStep.HOME_COMING
         else:
             seconds = min(event.seconds_left, self._settings.microbatch_seconds)
             self._schedule.note_arrival(self._settings.microbatch_seconds - seconds, self._now)
             deadline = self._now + seconds + GRACE_SECONDS
-            microbatch = self._add(event.ticket, event.origin, deadline, Step.COMING)
+            microbatch = self._add(event.ticket, event.origin, deadline, MicrobatchStep.COMING)
             microbatch.is_held_out = event.is_held_out
             microbatch.inward = (event.link, event.index)
         link.open[event.index] = microbatch
-        self._outputs.append(Place(event.link, event.index, microbatch.slot))
+        self._outputs.append(ReceiveInto(event.link, event.index, microbatch.slot))
 
-    def _problem(self, event: Arriving, link: Link) -> str:
+    def _problem(self, event: Arriving, link: MicrobatchLink) -> str:
         """Why a microbatch cannot be taken; empty if it can."""
         known = self._microbatches.get(event.ticket)
         if link.is_return:
             if known is None or known.origin != self._settings.author:
                 return "it is not mine"
-            return "" if known.step is Step.OUT else "it has come already"
+            return "" if known.step is MicrobatchStep.OUT else "it has come already"
         if abs(event.round - self._schedule.round) > MAX_ROUNDS_APART:
             return f"of round {event.round}, this is round {self._schedule.round}"
         if known is not None:
@@ -335,7 +339,7 @@ class Pipeline:
         return "" if self._free_slots else "no slot is free"
 
     def _gradient_arrives(self, event: GradientArriving, microbatch: Microbatch) -> None:
-        is_due = microbatch.step is (Step.OUT if self._settings.stage else Step.HOME_OUT)
+        is_due = microbatch.step is (MicrobatchStep.OUT if self._settings.stage else MicrobatchStep.HOME_OUT)
         if not is_due:
             self._leave(microbatch.onward)
             microbatch.onward = None
@@ -343,20 +347,20 @@ class Pipeline:
             self._close_link(event.link)
             self._drop(microbatch, "a gradient that cannot be")
             return
-        microbatch.step = Step.RETURNING
-        self._outputs.append(Place(event.link, event.index, microbatch.slot))
+        microbatch.step = MicrobatchStep.RETURNING
+        self._outputs.append(ReceiveInto(event.link, event.index, microbatch.slot))
 
     def _arrived(self, microbatch: Microbatch) -> None:
-        following: dict[Step, tuple[Step, Work]] = {
-            Step.COMING: (Step.QUEUED, "forward"),
-            Step.HOME_COMING: (Step.HOME, "tail"),
-            Step.RETURNING: (Step.RETURNED, "backward"),
+        following: dict[MicrobatchStep, tuple[MicrobatchStep, Work]] = {
+            MicrobatchStep.COMING: (MicrobatchStep.QUEUED, "forward"),
+            MicrobatchStep.HOME_COMING: (MicrobatchStep.HOME, "tail"),
+            MicrobatchStep.RETURNING: (MicrobatchStep.RETURNED, "backward"),
         }
         if microbatch.step in following:
             microbatch.step, work = following[microbatch.step]
             self._waiting[work].append(microbatch)
 
-    def _hop_settled(self, microbatch: Microbatch, link: Link, is_kept: bool) -> None:
+    def _hop_settled(self, microbatch: Microbatch, link: MicrobatchLink, is_kept: bool) -> None:
         if link.is_return:
             self._leave(microbatch.homeward)
             microbatch.homeward = None
@@ -365,7 +369,7 @@ class Pipeline:
             return
         self._leave(microbatch.inward)
         microbatch.inward = None
-        if is_kept and microbatch.step is Step.DONE:
+        if is_kept and microbatch.step is MicrobatchStep.DONE:
             self._end(microbatch, is_kept=True)
         else:
             self._drop(microbatch, "dropped on its way")
@@ -377,7 +381,7 @@ class Pipeline:
         vain, and whole steps wait. So it is dropped.
         """
         microbatch = self._microbatches.get(ticket)
-        if microbatch is not None and microbatch.step is Step.HOME_OUT:
+        if microbatch is not None and microbatch.step is MicrobatchStep.HOME_OUT:
             self._drop(microbatch, "its way back was lost")
         is_undecided = microbatch is not None and microbatch.is_kept is None
         is_kept = None if is_undecided else self._outcomes.get(ticket, False)
@@ -385,7 +389,7 @@ class Pipeline:
 
     def _be_told(self, peer: bytes, ticket: bytes, is_kept: bool | None) -> None:
         microbatch = self._microbatches.get(ticket)
-        if microbatch is None or microbatch.step is not Step.DONE or microbatch.origin != peer:
+        if microbatch is None or microbatch.step is not MicrobatchStep.DONE or microbatch.origin != peer:
             return
         if is_kept is None:
             microbatch.ask_at = self._now + ASK_INTERVAL
@@ -397,7 +401,7 @@ class Pipeline:
     # Routes
 
     def _route(self) -> None:
-        for microbatch in [m for m in self._microbatches.values() if m.step is Step.ROUTING]:
+        for microbatch in [m for m in self._microbatches.values() if m.step is MicrobatchStep.ROUTING]:
             links = self._links
             if self._is_last:
                 links = {number: link for number, link in links.items() if link.peer == microbatch.origin}
@@ -407,7 +411,7 @@ class Pipeline:
 
     def _send_on(self, microbatch: Microbatch, number: int) -> None:
         link = self._links[number]
-        microbatch.onward, microbatch.step = (number, link.num_forwarded), Step.OUT
+        microbatch.onward, microbatch.step = (number, link.num_forwarded), MicrobatchStep.OUT
         microbatch.sent_at = self._now
         link.open[link.num_forwarded] = microbatch
         link.num_forwarded += 1
@@ -427,9 +431,11 @@ class Pipeline:
         """Seek another next hop, if no gradient has come back yet."""
         microbatch.tried.add(peer)
         microbatch.num_lost += 1
-        is_ahead = microbatch.step is Step.OUT or (microbatch.step is Step.RETURNING and self._settings.stage > 0)
+        is_ahead = microbatch.step is MicrobatchStep.OUT or (
+            microbatch.step is MicrobatchStep.RETURNING and self._settings.stage > 0
+        )
         if is_ahead and not self._is_last and microbatch.num_lost < MAX_ATTEMPTS:
-            microbatch.step = Step.ROUTING
+            microbatch.step = MicrobatchStep.ROUTING
             self.counts.rerouted += 1
         else:
             self._drop(microbatch, reason)
@@ -444,7 +450,7 @@ class Pipeline:
             elif self._can_draw() and (self._held_out.is_waiting or self._schedule.may_begin(self._now)):
                 ticket = self._rng.randbytes(TICKET_BYTES)
                 deadline = self._now + self._settings.microbatch_seconds
-                microbatch = self._add(ticket, self._settings.author, deadline, Step.QUEUED)
+                microbatch = self._add(ticket, self._settings.author, deadline, MicrobatchStep.QUEUED)
                 if self._held_out.is_waiting:
                     microbatch.is_held_out, microbatch.number = True, self._held_out.next()
                 self._work("draw", microbatch)
@@ -470,7 +476,9 @@ class Pipeline:
             return False
         links = self._links.values()
         num_credits = sum(link.free for link in links if link.is_upstream and link.wait_until <= self._now)
-        return num_credits > sum(1 for m in self._microbatches.values() if m.step in (Step.STARTING, Step.ROUTING))
+        return num_credits > sum(
+            1 for m in self._microbatches.values() if m.step in (MicrobatchStep.STARTING, MicrobatchStep.ROUTING)
+        )
 
     def _work(self, work: Work, microbatch: Microbatch) -> None:
         microbatch.is_working = True
@@ -478,7 +486,7 @@ class Pipeline:
             if not microbatch.is_held_out:
                 microbatch.inner_step = self._schedule.begin(self._now)
                 self.counts.begun += 1
-            microbatch.step, microbatch.has_begun, microbatch.begun_at = Step.STARTING, True, self._now
+            microbatch.step, microbatch.has_begun, microbatch.begun_at = MicrobatchStep.STARTING, True, self._now
         self._jobs.append((work, microbatch))
         is_following = microbatch.inner_step is self._schedule.following
         self._outputs.append(Compute(work, microbatch.slot, is_following, microbatch.is_held_out, microbatch.number))
@@ -505,17 +513,17 @@ class Pipeline:
 
     def _go_on(self, work: Work, microbatch: Microbatch) -> None:
         if work in ("draw", "forward"):
-            microbatch.step = Step.ROUTING
+            microbatch.step = MicrobatchStep.ROUTING
         elif work == "tail" and microbatch.is_held_out:
             self._held_out.note_measured(microbatch.number)
             self._end(microbatch, is_kept=False)
         elif work == "tail":
-            microbatch.step = Step.HOME_OUT
+            microbatch.step = MicrobatchStep.HOME_OUT
             self._send_back(microbatch.homeward, microbatch)
         elif microbatch.origin == self._settings.author:
             self._end(microbatch, is_kept=True)
         else:
-            microbatch.step = Step.DONE
+            microbatch.step = MicrobatchStep.DONE
             self._send_back(microbatch.inward, microbatch)
 
     def _send_back(self, hop: Hop | None, microbatch: Microbatch) -> None:
@@ -541,7 +549,7 @@ class Pipeline:
         self._end(microbatch, is_kept=False)
 
     def _end(self, microbatch: Microbatch, *, is_kept: bool) -> None:
-        microbatch.is_kept, microbatch.step = is_kept, Step.ENDED
+        microbatch.is_kept, microbatch.step = is_kept, MicrobatchStep.ENDED
         microbatch.deadline = microbatch.ask_at = math.inf
         self.counts.kept += is_kept
         if is_kept:
@@ -569,7 +577,7 @@ class Pipeline:
         else:
             self._release(microbatch)
 
-    def _add(self, ticket: bytes, origin: bytes, deadline: float, step: Step) -> Microbatch:
+    def _add(self, ticket: bytes, origin: bytes, deadline: float, step: MicrobatchStep) -> Microbatch:
         microbatch = Microbatch(ticket, origin, min(self._free_slots), deadline, step)
         self._free_slots.remove(microbatch.slot)
         self._microbatches[ticket] = microbatch
@@ -605,17 +613,17 @@ class Pipeline:
                 self._drop(microbatch, "the round is over")
             elif self._now >= microbatch.ask_at:
                 microbatch.ask_at = self._now + ASK_INTERVAL
-                self._outputs.append(Ask(microbatch.origin, microbatch.ticket))
+                self._outputs.append(AskOrigin(microbatch.origin, microbatch.ticket))
 
     def _must_drain(self, microbatch: Microbatch) -> bool:
         if not microbatch.has_begun or not self._schedule.is_of_round(microbatch.inner_step):
             return False
         # Of what has gone back, the origin decides; its own round ends as well.
-        return microbatch.step is not Step.DONE or self._schedule.is_draining_over(self._now - GRACE_SECONDS)
+        return microbatch.step is not MicrobatchStep.DONE or self._schedule.is_draining_over(self._now - GRACE_SECONDS)
 
     def _leave_if_silent(self, microbatch: Microbatch) -> None:
         """A next hop that has not said anything since it got a microbatch is frozen: its others go elsewhere."""
-        if microbatch.onward is None or microbatch.step is not Step.OUT:
+        if microbatch.onward is None or microbatch.step is not MicrobatchStep.OUT:
             return
         number = microbatch.onward[0]
         if self._links[number].heard_at < microbatch.sent_at:

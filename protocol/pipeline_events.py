@@ -59,7 +59,7 @@ class CreditsGiven:
 
 @dataclass(frozen=True, slots=True)
 class Arriving:
-    """A `Forward`: a microbatch begins to come. Answered at once by `Place` or `SendDropped`."""
+    """A `Forward`: a microbatch begins to come. Answered at once by `ReceiveInto` or `SendDropped`."""
 
     link: int
     index: int
@@ -72,7 +72,7 @@ class Arriving:
 
 @dataclass(frozen=True, slots=True)
 class GradientArriving:
-    """A `Gradient` begins to come. Answered at once by `Place`."""
+    """A `Gradient` begins to come. Answered at once by `ReceiveInto`."""
 
     link: int
     index: int
@@ -114,7 +114,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class OriginAnswered:
     """An origin's answer; ``is_kept`` None: not decided yet."""
 
     peer: bytes
@@ -123,7 +123,7 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Worked:
+class WorkDone:
     """The trainer has done its oldest job."""
 
     problem: str = ""
@@ -158,8 +158,8 @@ class RoundEnds:
 
 
 @dataclass(frozen=True, slots=True)
-class TimerFired:
-    """The time of the last `SetTimer` has come."""
+class PipelineTimerFired:
+    """The time of the last `SetPipelineTimer` has come."""
 
 
 Event = (
@@ -174,13 +174,13 @@ Event = (
     | HopDropped
     | HopSettled
     | Asked
-    | Told
-    | Worked
+    | OriginAnswered
+    | WorkDone
     | Stepped
     | RoundBegan
     | Measure
     | RoundEnds
-    | TimerFired
+    | PipelineTimerFired
 )
 
 
@@ -203,7 +203,7 @@ class CloseLink:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ReceiveInto:
     """The data that begin to come go into this slot."""
 
     link: int
@@ -261,7 +261,7 @@ class SendCredits:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class AskOrigin:
     """The origin, how a microbatch ended."""
 
     origin: bytes
@@ -309,7 +309,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class SetTimer:
+class SetPipelineTimer:
     """Replaces the one before."""
 
     at: float
@@ -318,17 +318,17 @@ class SetTimer:
 Output = (
     OpenLink
     | CloseLink
-    | Place
+    | ReceiveInto
     | SendForward
     | SendGradient
     | SendDropped
     | SendSettled
     | SendCredits
-    | Ask
+    | AskOrigin
     | Tell
     | Compute
     | TakeStep
     | RoundDrained
     | Measured
-    | SetTimer
+    | SetPipelineTimer
 )

@@ -9,7 +9,7 @@ import math
 import random
 from collections.abc import Iterable, Mapping
 
-from .microbatches import Link, Microbatch
+from .microbatches import Microbatch, MicrobatchLink
 from .pipeline_events import NodesChanged
 
 # Links to nodes of the next stage that are kept open: enough choice to be random, few enough that each has credits.
@@ -47,7 +47,7 @@ class Dialling:
         """A link to the next stage is no more."""
         self._not_before[peer] = now + RETRY_INTERVAL
 
-    def next_hops(self, links: Iterable[Link], nodes: frozenset[bytes], now: float) -> list[bytes]:
+    def next_hops(self, links: Iterable[MicrobatchLink], nodes: frozenset[bytes], now: float) -> list[bytes]:
         """The nodes of the next stage to which links are opened now: drawn at random, up to `MAX_NEXT_HOPS` in all."""
         known = self._known(links)
         candidates = sorted(
@@ -56,12 +56,12 @@ class Dialling:
         num_wanted = max(0, min(MAX_NEXT_HOPS - len(known), len(candidates)))
         return self._begin(self._rng.sample(candidates, num_wanted), is_return=False)
 
-    def origins(self, links: Iterable[Link], wanted: set[bytes]) -> list[bytes]:
+    def origins(self, links: Iterable[MicrobatchLink], wanted: set[bytes]) -> list[bytes]:
         """Those of these origins to which links are opened now."""
         known = self._known(links)
         return self._begin([peer for peer in wanted if (peer, True) not in known], is_return=True)
 
-    def _known(self, links: Iterable[Link]) -> set[tuple[bytes, bool]]:
+    def _known(self, links: Iterable[MicrobatchLink]) -> set[tuple[bytes, bool]]:
         return {(link.peer, link.is_return) for link in links if link.is_upstream} | self._under_way
 
     def _begin(self, peers: list[bytes], *, is_return: bool) -> list[bytes]:
@@ -78,7 +78,13 @@ class Promises:
         self._ahead = MIN_AHEAD
 
     def grant(
-        self, links: Mapping[int, Link], nodes: NodesChanged, *, num_free: int, num_waiting: int, is_starving: bool
+        self,
+        links: Mapping[int, MicrobatchLink],
+        nodes: NodesChanged,
+        *,
+        num_free: int,
+        num_waiting: int,
+        is_starving: bool,
     ) -> list[int]:
         """Promise the free slots, each to the link from the stage before that has least; returns the links concerned.
 
@@ -119,7 +125,9 @@ class Promises:
         return max(1, self._in_flight // max(1, num_links, num_expected))
 
 
-def choose_hop(links: Mapping[int, Link], microbatch: Microbatch, now: float, rng: random.Random) -> int | None:
+def choose_hop(
+    links: Mapping[int, MicrobatchLink], microbatch: Microbatch, now: float, rng: random.Random
+) -> int | None:
     """The link over which a microbatch goes on, drawn in proportion to the credits that are left; None: it waits.
 
     ``links``: those that lead to where it goes. A peer that has refused or lost it is the last resort.

@@ -37,7 +37,7 @@ Address = tuple[str, int]
 """An IP address in words, and a TCP port."""
 
 
-class Kind(StrEnum):
+class ReachabilityKind(StrEnum):
     """How others reach a node."""
 
     UNKNOWN = "unknown"
@@ -55,7 +55,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     ports: Annotated[tuple[Port, ...], msgspec.Meta(max_length=MAX_PORTS)]
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class DialBackAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What the witness saw."""
 
     ip: Annotated[str, msgspec.Meta(max_length=MAX_IP_CHARS)]
@@ -69,10 +69,10 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)
-_answers = msgspec.msgpack.Decoder(Answer)
+_answers = msgspec.msgpack.Decoder(DialBackAnswer)
 
 
-def encode(message: Request | Answer) -> bytes:
+def encode(message: Request | DialBackAnswer) -> bytes:
     """At most `MAX_MESSAGE_BYTES`."""
     return _encoder.encode(message)
 
@@ -86,7 +86,7 @@ def decode_request(payload: bytes) -> Request:
     return Request(tuple(dict.fromkeys(port for port in request.ports if port >= MIN_PORT or port == HTTPS_PORT)))
 
 
-def decode_answer(payload: bytes, request: Request) -> Answer:
+def decode_answer(payload: bytes, request: Request) -> DialBackAnswer:
     """An answer to this request; `RemoteProtocolError` if it is none."""
     try:
         answer = _answers.decode(payload)
@@ -105,14 +105,14 @@ class Witness:
 
     ip: str
     """Its own, as we see it."""
-    answer: Answer
+    answer: DialBackAnswer
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What all of them said."""
 
-    kind: Kind
+    kind: ReachabilityKind
     addresses: tuple[Address, ...] = ()
     """Public: where others reach us. Else: what the NAT makes of the port that listens."""
 
@@ -124,14 +124,14 @@ def classify(dialled: Sequence[Witness], observed: Sequence[Witness]) -> Verdict
     reached = [witness.answer for witness in dialled if witness.answer.reached]
     if 2 * len(reached) > len(dialled):
         found = ((answer.ip, port) for answer in reached for port in answer.reached if answer.ip)
-        return Verdict(Kind.PUBLIC, tuple(dict.fromkeys(found)))
+        return Verdict(ReachabilityKind.PUBLIC, tuple(dict.fromkeys(found)))
     seen = tuple(dict.fromkeys((witness.answer.ip, witness.answer.port) for witness in observed if witness.answer.ip))
     if not dialled and not seen:
-        return Verdict(Kind.UNKNOWN)
+        return Verdict(ReachabilityKind.UNKNOWN)
     by_ip = {ip: [port for other, port in seen if other == ip] for ip, _ in seen}
     # One witness alone cannot tell: then the attempts will.
     is_punchable = bool(seen) and all(len(ports) == 1 for ports in by_ip.values())
-    return Verdict(Kind.PUNCHABLE if is_punchable else Kind.RELAY_ONLY, seen)
+    return Verdict(ReachabilityKind.PUNCHABLE if is_punchable else ReachabilityKind.RELAY_ONLY, seen)
 
 
 def _weightiest(witnesses: Sequence[Witness]) -> list[Witness]:

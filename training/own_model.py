@@ -3,7 +3,7 @@
 The function is given a dict, the run's ``config`` with ``context`` and ``vocabulary``, and returns one of two things:
 
 - an `nn.Module` that makes logits (B, T, V) of tokens (B, T). It trains whole.
-- `Sections`, an object that makes the model's parts one by one. It trains whole, and can be cut into stages too.
+- `SectionedModel`, an object that makes the model's parts one by one. It trains whole, and can be cut into stages too.
 
 Each part is made while PyTorch draws from a generator keyed with the run's seed and the part's name, so that every node
 makes the same ones, and a stage the same as the whole. Whoever makes the run has the model tried once beforehand
@@ -40,7 +40,7 @@ class Ends(Protocol):
 
 
 @runtime_checkable
-class Sections(Protocol):
+class SectionedModel(Protocol):
     """How a model is made part by part. All layers are of one kind: their parameters have the same names and shapes."""
 
     width: int
@@ -57,7 +57,7 @@ class Sections(Protocol):
 class OwnStage(nn.Module):
     """A model in sections, or a stage of it: some of its layers, and in the first stage both ends."""
 
-    def __init__(self, sections: Sections, seed: int, layers: range, *, has_ends: bool) -> None:
+    def __init__(self, sections: SectionedModel, seed: int, layers: range, *, has_ends: bool) -> None:
         super().__init__()
         if has_ends:
             self.ends = make_part(sections.ends, seed, "ends")
@@ -104,10 +104,12 @@ def build_own_model(
     return require_fit(stage, is_cut=model.num_stages > 1)
 
 
-def call(maker: Maker, config: Mapping[str, Any], context: int, vocabulary: int, seed: int) -> nn.Module | Sections:
+def call(
+    maker: Maker, config: Mapping[str, Any], context: int, vocabulary: int, seed: int
+) -> nn.Module | SectionedModel:
     """What the function makes of the run's settings; raises `TrainingError` if it is neither of the two."""
     made = make_part(lambda: maker({**config, "context": context, "vocabulary": vocabulary}), seed, "whole")
-    if isinstance(made, nn.Module | Sections):
+    if isinstance(made, nn.Module | SectionedModel):
         return made
     raise TrainingError(
         f"the model's function returned a {type(made).__name__}: it must return an nn.Module, or an object with width, "
@@ -115,7 +117,7 @@ def call(maker: Maker, config: Mapping[str, Any], context: int, vocabulary: int,
     )
 
 
-def make_layer(sections: Sections, index: int, seed: int) -> nn.Module:
+def make_layer(sections: SectionedModel, index: int, seed: int) -> nn.Module:
     """A layer by its number."""
     return make_part(lambda: sections.layer(index), seed, f"layer {index}")
 

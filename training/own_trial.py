@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .errors import TrainingError
 from .own_function import load_function, package_of
-from .own_model import OwnStage, Sections, Shapes, call, make_layer, make_part, require_fit, shapes_in
+from .own_model import OwnStage, SectionedModel, Shapes, call, make_layer, make_part, require_fit, shapes_in
 
 # Of logits, when a token after them changes: what another order of adding may do to them.
 _CAUSAL_TOLERANCE = 1e-3
@@ -60,8 +60,8 @@ def try_own_model(
     return Tried(shapes_in(stage.ends), layer, made.num_layers, made.width, package_of(function))
 
 
-def _require_sections(sections: Sections, stage: OwnStage, length: int) -> None:
-    """What `Sections` promises, of every layer."""
+def _require_sections(sections: SectionedModel, stage: OwnStage, length: int) -> None:
+    """What `SectionedModel` promises, of every layer."""
     if missing := [name for name in ("embed", "logits") if not callable(getattr(stage.ends, name, None))]:
         raise TrainingError(f"what the model's ends() returns has no method {missing[0]}")
     first = shapes_in(stage.layers["0"])

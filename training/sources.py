@@ -60,7 +60,7 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TextSource:
     """A file, or a data set in a folder."""
 
     name: str
@@ -76,7 +76,7 @@ class Source:
 class Reader:
     """The documents of sources, one after the other. ``field``: of a record, what has its text."""
 
-    def __init__(self, sources: Sequence[Source], field: str) -> None:
+    def __init__(self, sources: Sequence[TextSource], field: str) -> None:
         self.size = sum(source.size for source in sources)
         """Bytes of all sources."""
         self.position = 0
@@ -95,13 +95,13 @@ class Reader:
         self.position = self.size
 
 
-def stdlib_sources() -> list[Source]:
+def stdlib_sources() -> list[TextSource]:
     """The sources of this Python's standard library, without its tests; a few hundred files, some 10 MB."""
     root = Path(sysconfig.get_path("stdlib"))
     return _ordered(found for found in _files_in(root, _SKIPPED_FOLDERS) if found.name.endswith(".py"))
 
 
-def sources_of(paths: Iterable[Path]) -> list[Source]:
+def sources_of(paths: Iterable[Path]) -> list[TextSource]:
     """The files and data sets named, and all in the folders named, in the order of their names.
 
     Hidden files are left out, and links to folders not followed. Raises `DataError` if a path is not there.
@@ -109,7 +109,7 @@ def sources_of(paths: Iterable[Path]) -> list[Source]:
     return _ordered(found for path in paths for found in _found(path))
 
 
-def _found(path: Path) -> Iterator[Source]:
+def _found(path: Path) -> Iterator[TextSource]:
     if path.is_dir():
         dataset = _dataset_in(path, path.resolve().name)
         if dataset is None:
@@ -122,7 +122,7 @@ def _found(path: Path) -> Iterator[Source]:
         raise DataError(f"there is no text at {path}")
 
 
-def _files_in(root: Path, skipped: frozenset[str]) -> Iterator[Source]:
+def _files_in(root: Path, skipped: frozenset[str]) -> Iterator[TextSource]:
     for folder, folders, files in os.walk(root):
         relative = Path(folder).relative_to(root)
         folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
@@ -135,12 +135,12 @@ def _files_in(root: Path, skipped: frozenset[str]) -> Iterator[Source]:
                 yield from _file(Path(folder, name), (relative / name).as_posix())
 
 
-def _file(path: Path, name: str) -> Iterator[Source]:
+def _file(path: Path, name: str) -> Iterator[TextSource]:
     """Nothing if it is no regular file (a pipe would hang us), or is gone. `DataError` if it is packed oddly."""
     try:
         if path.is_file():
             about = path.stat()
-            yield Source(name, path, _kind_of(path), about.st_size, about.st_mtime_ns)
+            yield TextSource(name, path, _kind_of(path), about.st_size, about.st_mtime_ns)
     except OSError:
         return
 
@@ -153,14 +153,14 @@ def _kind_of(path: Path) -> Kind:
     return kind
 
 
-def _dataset_in(folder: Path, name: str) -> Source | None:
+def _dataset_in(folder: Path, name: str) -> TextSource | None:
     """A data set that was saved in this folder; of one in several splits, the one to train on."""
     if (folder / _SPLITS_FILE).is_file():
         folder = folder / _split_in(folder)
     if not all((folder / file).is_file() for file in _DATASET_FILES):
         return None
     abouts = [path.stat() for path in folder.iterdir()]
-    return Source(
+    return TextSource(
         name, folder, "dataset", sum(about.st_size for about in abouts), max(about.st_mtime_ns for about in abouts)
     )
 
@@ -175,9 +175,9 @@ def _split_in(folder: Path) -> str:
     return _TRAINING_SPLIT
 
 
-def _ordered(found: Iterable[Source]) -> list[Source]:
+def _ordered(found: Iterable[TextSource]) -> list[TextSource]:
     """By name; where several have one name, by what is in them."""
-    by_name: dict[str, list[Source]] = {}
+    by_name: dict[str, list[TextSource]] = {}
     for number, source in enumerate(found):
         if number == MAX_SOURCES:
             raise DataError(f"more than {MAX_SOURCES:,} files are named as text: put them together, as JSON lines, say")
@@ -189,7 +189,7 @@ def _ordered(found: Iterable[Source]) -> list[Source]:
     ]
 
 
-def _content_hash(source: Source) -> bytes:
+def _content_hash(source: TextSource) -> bytes:
     digest = hashlib.sha256()
     paths = sorted(source.path.iterdir()) if source.kind == "dataset" else [source.path]
     for path in paths:
@@ -202,7 +202,7 @@ def _content_hash(source: Source) -> bytes:
 # Documents, each with the position in its source
 
 
-def _documents(source: Source, field: str) -> Iterator[tuple[Document, int]]:
+def _documents(source: TextSource, field: str) -> Iterator[tuple[Document, int]]:
     if source.kind == "text":
         yield from _text(source)
         return
@@ -212,7 +212,7 @@ def _documents(source: Source, field: str) -> Iterator[tuple[Document, int]]:
             yield Document(hashlib.sha256(text).hexdigest(), text), int(share * source.size)
 
 
-def _text(source: Source) -> Iterator[tuple[Document, int]]:
+def _text(source: TextSource) -> Iterator[tuple[Document, int]]:
     """A file in pieces; nothing if it cannot be read or is binary."""
     try:
         with opened(source.path) as (file, share):

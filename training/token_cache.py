@@ -28,7 +28,7 @@ import numpy as np
 from .batches import Tokens
 from .durable import TEMPORARY_SUFFIX, replacing
 from .errors import DataError
-from .sources import Source
+from .sources import TextSource
 
 FORMAT: Final = "farandole/tokens/1"
 SUFFIX: Final = ".tokens"
@@ -66,7 +66,7 @@ class _About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     found: Found
 
 
-def cache_name(sources: Sequence[Source], *settings: object) -> str:
+def cache_name(sources: Sequence[TextSource], *settings: object) -> str:
     """Of the file for these sources, tokenised with these settings."""
     facts = [[each.name, str(each.path.resolve()), each.kind, each.size, each.changed_at] for each in sources]
     return hashlib.sha256(msgspec.json.encode([FORMAT, settings, facts])).hexdigest()[:32] + SUFFIX

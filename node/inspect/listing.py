@@ -32,7 +32,7 @@ class LocalCheckpoint(msgspec.Struct, frozen=True):
     """Why it cannot be read."""
 
 
-class Offer(msgspec.Struct, frozen=True):
+class CheckpointOffer(msgspec.Struct, frozen=True):
     """A checkpoint that live members of the run hold."""
 
     id: str
@@ -68,7 +68,7 @@ def _look_at(path: Path) -> LocalCheckpoint | None:
         return LocalCheckpoint(path.name, size, problem=str(error))
 
 
-def offers_of(notices: Iterable[tuple[bytes, CheckpointNotice]]) -> list[Offer]:
+def offers_of(notices: Iterable[tuple[bytes, CheckpointNotice]]) -> list[CheckpointOffer]:
     """What members say, by checkpoint; the newest of each stage first."""
     holders: dict[tuple[int, int, bytes], list[str]] = {}
     told: dict[tuple[int, int, bytes], CheckpointNotice] = {}
@@ -77,7 +77,7 @@ def offers_of(notices: Iterable[tuple[bytes, CheckpointNotice]]) -> list[Offer]:
         holders.setdefault(key, []).append(peer_id_of(holder))
         told[key] = notice
     return [
-        Offer(
+        CheckpointOffer(
             notice.id.hex(),
             notice.stage,
             notice.round,
@@ -90,15 +90,15 @@ def offers_of(notices: Iterable[tuple[bytes, CheckpointNotice]]) -> list[Offer]:
     ]
 
 
-def node_offers(home: Path) -> list[Offer] | None:
+def node_offers(home: Path) -> list[CheckpointOffer] | None:
     """What the node that runs here knows; None if none does."""
     try:
-        return msgspec.convert(call(home, "checkpoints"), list[Offer])
+        return msgspec.convert(call(home, "checkpoints"), list[CheckpointOffer])
     except NoNodeError:
         return None
 
 
-async def visit_offers(settings: NodeSettings, say: Callable[[str], None]) -> list[Offer]:
+async def visit_offers(settings: NodeSettings, say: Callable[[str], None]) -> list[CheckpointOffer]:
     """What the members of the invite's run say. Raises `JoinError` if none can be reached."""
     invite = decode_invite(settings.invite or "")
     async with open_visit(invite, settings, Shaping(), say) as visit:

@@ -33,7 +33,7 @@ from ..base.errors import PeerUnreachableError
 from ..base.settings import NodeSettings
 from ..store.consolidated.merge import consolidate
 from ..store.consolidated.tensors import ConsolidatedError, check_is_new
-from ..store.fetch import Progress, ask_for_index, fetch_checkpoint
+from ..store.fetch import FetchProgress, ask_for_index, fetch_checkpoint
 from ..store.partial_file import has_begun
 from ..store.provider import Conditions
 from .peek import Visit, open_visit
@@ -46,7 +46,7 @@ RETRY_SECONDS: Final = 5.0
 # Vectors of a node's own checkpoint, at most: slow and fast weights, momentum, AdamW's two, what the codec feeds back.
 _MAX_VECTORS: Final = 6
 
-Show = Callable[[str, Progress], None]
+Show = Callable[[str, FetchProgress], None]
 
 
 class PullError(FarandoleError):

@@ -9,10 +9,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from ..base.figures import count, size
-from .listing import LocalCheckpoint, Offer
+from .listing import CheckpointOffer, LocalCheckpoint
 
 
-def checkpoints_screen(folder: Path, local: Sequence[LocalCheckpoint], offers: Sequence[Offer] | None) -> Group:
+def checkpoints_screen(
+    folder: Path, local: Sequence[LocalCheckpoint], offers: Sequence[CheckpointOffer] | None
+) -> Group:
     """What is here, and what the run has (None: nobody knows, as no node runs here)."""
     parts: list[RenderableType] = [_local_table(folder, local) if local else f"no checkpoint in {folder}"]
     if offers is None:
@@ -34,7 +36,7 @@ def _local_table(folder: Path, local: Sequence[LocalCheckpoint]) -> Table:
     return table
 
 
-def _offers_table(offers: Sequence[Offer]) -> Table:
+def _offers_table(offers: Sequence[CheckpointOffer]) -> Table:
     table = Table(title="in the run", title_justify="left")
     for name in ("stage", "round", "inner steps", "tokens", "size"):
         table.add_column(name, justify="right")

@@ -34,7 +34,7 @@ from ..status.journal import Journal
 from ..store.consolidated.folder import CHECKPOINT_NAME, INDEX_NAME, read_folder
 from ..store.consolidated.tensors import ConsolidatedError
 from ..store.consolidated.verify import verify_hashes
-from ..store.fetch import Progress, ask_for_index, fetch_checkpoint
+from ..store.fetch import FetchProgress, ask_for_index, fetch_checkpoint
 from ..store.holdings import Holding
 from .bootstrap import reachable_providers
 from .weights import TELL_INTERVAL, Weights
@@ -216,7 +216,7 @@ class Start:
         path = self._whole if is_whole else self._part(stage)
         self._folder.mkdir(parents=True, exist_ok=True)
 
-        def show(progress: Progress) -> None:
+        def show(progress: FetchProgress) -> None:
             self._journal.enter("fetching weights", f"what this run starts from: {progress}", "donors")
 
         if is_whole:

@@ -48,7 +48,7 @@ from ..mesh.host import Host
 from ..state.membership import Membership
 from ..status.journal import Journal
 from ..store.disk_space import DiskPlan, Room, plan_disk, used_bytes
-from ..store.fetch import Fetched, Progress, ask_for_index, fetch_checkpoint
+from ..store.fetch import Fetched, FetchProgress, ask_for_index, fetch_checkpoint
 from ..store.folder import CheckpointFolder, saved_round
 from ..store.holdings import Holding
 from ..store.library import Library
@@ -84,7 +84,7 @@ ENOUGH_DONORS: Final = 2
 # How often a person at the terminal reads of a download's progress, in seconds.
 SAY_INTERVAL: Final = 10.0
 
-_Show = Callable[[Progress], None]
+_Show = Callable[[FetchProgress], None]
 
 
 class Weights:
@@ -512,7 +512,7 @@ class _Teller:
         self._journal = journal
         self._say_at = trio.current_time() + SAY_INTERVAL
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: FetchProgress) -> None:
         self._journal.enter("fetching weights", str(progress), "members' weights")
         if trio.current_time() >= self._say_at:
             self._say_at = trio.current_time() + SAY_INTERVAL

@@ -24,7 +24,7 @@ from farandole.protocol.pairing_events import (
     TimerFired,
     TrafficSaved,
 )
-from farandole.protocol.pipeline_events import Stepped, Worked
+from farandole.protocol.pipeline_events import Stepped, WorkDone
 from farandole.protocol.training_events import (
     DataOver,
     EndTrainer,
@@ -314,7 +314,7 @@ class Training:
                     self._leases.trained(report)
             case messages.Worked(problem):
                 if self._pipeline is not None:
-                    self._pipeline.handle(Worked(problem))
+                    self._pipeline.handle(WorkDone(problem))
             case messages.InnerStepTaken(is_taken):
                 if not is_taken:
                     self._journal.warn("an inner step was left out: its gradients were not finite")

@@ -27,8 +27,8 @@ from farandole.protocol.relay import (
 from ..base.errors import PeerUnreachableError
 from .circuit import Circuit
 from .relay_messages import (
-    Answer,
     ConnectRequest,
+    RelayAnswer,
     ReserveRequest,
     encode_hop,
     encode_stop,
@@ -62,7 +62,7 @@ class Reservation:
     """On trio's clock."""
 
 
-def seconds_left(answer: Answer, unix: float) -> float:
+def seconds_left(answer: RelayAnswer, unix: float) -> float:
     """How long a reservation lasts: the protocol has it in the relay's time of day, which need not be ours."""
     return min(max(answer.expires_at - unix, MIN_RESERVATION_SECONDS), RESERVATION_SECONDS)
 
@@ -109,7 +109,7 @@ class RelayClient:
         """Accept nothing more from a relay, which is not told; its reservation lapses."""
         self._reservations.pop(relay, None)
 
-    async def _ask_for_reservation(self, relay: bytes) -> Answer:
+    async def _ask_for_reservation(self, relay: bytes) -> RelayAnswer:
         await self._host.connect(relay, is_direct=True)
         stream = await self._host.open_stream(relay, HOP_PROTOCOL)
         try:
@@ -117,7 +117,7 @@ class RelayClient:
             answer = await receive_hop(stream)
         finally:
             stream.reset()
-        if not isinstance(answer, Answer):
+        if not isinstance(answer, RelayAnswer):
             raise RemoteProtocolError("a relay asks instead of answering")
         return answer
 
@@ -144,7 +144,7 @@ class RelayClient:
                 try:
                     await stream.send_all(encode_hop(ConnectRequest(peer)))
                     answer = await receive_hop(stream)
-                    if not isinstance(answer, Answer) or answer.status != Status.OK:
+                    if not isinstance(answer, RelayAnswer) or answer.status != Status.OK:
                         raise PeerUnreachableError(f"the relay {short_name(relay)} does not connect us: {answer}")
                 except BaseException:  # cancelled, too: the relay is to know that nobody waits
                     stream.reset()
@@ -166,7 +166,7 @@ class RelayClient:
                 request = await receive_stop(stream)
                 if not isinstance(request, ConnectRequest):
                     raise RemoteProtocolError("a relay answers what nobody asked")
-                await stream.send_all(encode_stop(Answer(Status.OK)))
+                await stream.send_all(encode_stop(RelayAnswer(Status.OK)))
             circuit = Circuit(stream, self._reservations[relay].address)
             try:
                 muxed = await self._host.upgrader.accept(circuit)

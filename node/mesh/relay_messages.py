@@ -46,7 +46,7 @@ class ConnectRequest:
 
 
 @dataclass(frozen=True)
-class Answer:
+class RelayAnswer:
     """Of a relay, or of a peer to a relay."""
 
     status: Status | int
@@ -59,14 +59,14 @@ class Answer:
     max_seconds: int = 0
 
 
-def encode_hop(message: ReserveRequest | ConnectRequest | Answer) -> bytes:
+def encode_hop(message: ReserveRequest | ConnectRequest | RelayAnswer) -> bytes:
     """What goes over a hop stream, with its length."""
     match message:
         case ReserveRequest():
             wire = HopMessage(type=HopMessage.RESERVE)
         case ConnectRequest():
             wire = HopMessage(type=HopMessage.CONNECT, peer=PeerId(id=peer_id_bytes(message.peer)))
-        case Answer():
+        case RelayAnswer():
             wire = HopMessage(
                 type=HopMessage.STATUS,
                 status=WireStatus.ValueType(message.status),
@@ -76,7 +76,7 @@ def encode_hop(message: ReserveRequest | ConnectRequest | Answer) -> bytes:
     return encode_delimited(wire)
 
 
-def encode_stop(message: ConnectRequest | Answer) -> bytes:
+def encode_stop(message: ConnectRequest | RelayAnswer) -> bytes:
     """What goes over a stop stream, with its length."""
     match message:
         case ConnectRequest():
@@ -85,12 +85,12 @@ def encode_stop(message: ConnectRequest | Answer) -> bytes:
                 peer=PeerId(id=peer_id_bytes(message.peer)),
                 limit=_limit(message.max_bytes, message.max_seconds),
             )
-        case Answer():
+        case RelayAnswer():
             wire = StopMessage(type=StopMessage.STATUS, status=WireStatus.ValueType(message.status))
     return encode_delimited(wire)
 
 
-async def receive_hop(stream: Stream) -> ReserveRequest | ConnectRequest | Answer:
+async def receive_hop(stream: Stream) -> ReserveRequest | ConnectRequest | RelayAnswer:
     """The next message of a hop stream."""
     wire = parse(HopMessage, await receive_delimited(stream, MAX_MESSAGE_BYTES))
     match wire.type if wire.HasField("type") else None:
@@ -101,19 +101,19 @@ async def receive_hop(stream: Stream) -> ReserveRequest | ConnectRequest | Answe
         case HopMessage.STATUS:
             held = wire.reservation
             addresses = multiaddr_texts(held.addrs, MAX_TOLD_ADDRESSES, MAX_ADDRESS_BYTES)
-            return Answer(wire.status, held.expire, addresses, held.voucher, wire.limit.data, wire.limit.duration)
+            return RelayAnswer(wire.status, held.expire, addresses, held.voucher, wire.limit.data, wire.limit.duration)
         case _:
             raise RemoteProtocolError("not a hop message")
 
 
-async def receive_stop(stream: Stream) -> ConnectRequest | Answer:
+async def receive_stop(stream: Stream) -> ConnectRequest | RelayAnswer:
     """The next message of a stop stream."""
     wire = parse(StopMessage, await receive_delimited(stream, MAX_MESSAGE_BYTES))
     match wire.type if wire.HasField("type") else None:
         case StopMessage.CONNECT:
             return ConnectRequest(public_key_of_bytes(wire.peer.id), wire.limit.data, wire.limit.duration)
         case StopMessage.STATUS:
-            return Answer(wire.status)
+            return RelayAnswer(wire.status)
         case _:
             raise RemoteProtocolError("not a stop message")
 
@@ -127,7 +127,7 @@ def sign_voucher(key: Ed25519PrivateKey, peer: bytes, expires_at: int) -> bytes:
     return Envelope(pair.public_key, VOUCHER_PAYLOAD_TYPE, raw, signature).marshal_envelope()
 
 
-def _reservation(message: Answer) -> Reservation:
+def _reservation(message: RelayAnswer) -> Reservation:
     return Reservation(expire=message.expires_at, addrs=multiaddr_bytes(message.addresses), voucher=message.voucher)
 
 

@@ -21,12 +21,12 @@ from farandole.protocol.blocks import BLOCK_BYTES, Index, Selection, SignedIndex
 from farandole.protocol.download import (
     BLOCK_TIMEOUT,
     Accuse,
-    Ask,
+    AskBlocks,
     BlockArrived,
     BlockWrong,
     BytesArrived,
     Complete,
-    Dial,
+    DialDonor,
     DonorBusy,
     DonorLost,
     DonorReady,
@@ -75,7 +75,7 @@ class FetchError(PeerUnreachableError):
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class FetchProgress:
     """How far a fetch is."""
 
     num_bytes: int
@@ -148,7 +148,7 @@ async def fetch_checkpoint(
     donors: Callable[[], Collection[bytes]],
     wanted: Callable[[str], bool],
     path: Path,
-    on_progress: Callable[[Progress], None] = lambda progress: None,
+    on_progress: Callable[[FetchProgress], None] = lambda progress: None,
     accuse: Callable[[bytes, str, bytes], None] = lambda donor, reason, evidence: None,
     *,
     is_prefix: bool = False,
@@ -209,7 +209,7 @@ class _Fetch:
         signed: SignedIndex,
         index: Index,
         donors: Callable[[], Collection[bytes]],
-        on_progress: Callable[[Progress], None],
+        on_progress: Callable[[FetchProgress], None],
         accuse: Callable[[bytes, str, bytes], None],
     ) -> None:
         self._conditions = conditions
@@ -292,7 +292,7 @@ class _Fetch:
             num_bytes = self._size_of(self._needed & self._have)
             speedometer.note(num_bytes)
             self._on_progress(
-                Progress(num_bytes, self._size_of(self._needed), speedometer.rate, self._download.num_open)
+                FetchProgress(num_bytes, self._size_of(self._needed), speedometer.rate, self._download.num_open)
             )
             await trio.sleep(TICK_SECONDS)
 
@@ -314,10 +314,10 @@ class _Fetch:
 
     def _carry_out(self, output: Output) -> None:
         match output:
-            case Dial(donor):
+            case DialDonor(donor):
                 contact = self._contacts[donor] = _Contact(donor)
                 self._nursery.start_soon(self._converse, contact)
-            case Ask(donor, first, count):
+            case AskBlocks(donor, first, count):
                 self._say(donor, lambda taking: taking.want(first, count))
             case Forget(donor, block):
                 self._say(donor, lambda taking: taking.forget(block))

@@ -10,7 +10,7 @@ from collections import deque
 from farandole.protocol.trainer_messages import LENGTH, MAX_MESSAGE_BYTES, Command, Report, decode_command, encode
 
 
-class Channel:
+class TrainerSocket:
     """The trainer's end of the socket pair: blocking, with a look ahead between inner steps."""
 
     def __init__(self, connection: socket.socket) -> None:

@@ -11,13 +11,13 @@ from farandole.protocol.trainer_messages import Prepare, Preparing
 from farandole.training.data import Bring
 
 from ..store.disk_space import text_room
-from ..trainer.channel import Channel
+from ..trainer.channel import TrainerSocket
 
 # Between two words: a person sees that something goes on.
 TELL_SECONDS: Final = 2.0
 
 
-def bring_of(prepare: Prepare, channel: Channel) -> Bring:
+def bring_of(prepare: Prepare, channel: TrainerSocket) -> Bring:
     """Tells the mesh process, every now and then, how far the tokenising is."""
     told_at = -math.inf
 

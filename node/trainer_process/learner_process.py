@@ -12,7 +12,7 @@ from farandole.protocol.trainer_messages import Prepare, Train, Validated
 from farandole.training.errors import DataError
 from farandole.training.learner import build_learner
 
-from ..trainer.channel import Channel
+from ..trainer.channel import TrainerSocket
 from .inputs import bring_of
 from .process import TrainerProcess
 
@@ -26,7 +26,7 @@ STEPS_REMEMBERED: Final = 16
 class LearnerProcess(TrainerProcess):
     """Owns a `Learner`."""
 
-    def __init__(self, channel: Channel, prepare: Prepare, manifest: Manifest) -> None:
+    def __init__(self, channel: TrainerSocket, prepare: Prepare, manifest: Manifest) -> None:
         self._learner = build_learner(
             manifest,
             run_id=prepare.run_id,

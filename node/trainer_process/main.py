@@ -12,7 +12,7 @@ from ..base.system.parent import connect_to_parent
 from ..base.system.priority import lower_priority
 from ..base.system.proc import write_proc
 from ..base.system.signals import ignore_stop_signals, tell_where
-from ..trainer.channel import Channel
+from ..trainer.channel import TrainerSocket
 from .process import TrainerProcess, UnfitWeightsError
 
 # Below everybody's interactive programs, and below the mesh process, whose answers others wait for.
@@ -33,14 +33,14 @@ def main() -> None:
         tell_where(open_shared(tracebacks))
         lower_priority(NICENESS)
         write_proc("self/oom_score_adj", str(OOM_SCORE_ADJUSTMENT))
-        channel = Channel(connection)
+        channel = TrainerSocket(connection)
         try:
             _serve(channel)
         except (EOFError, BrokenPipeError, ConnectionResetError):
             return
 
 
-def _make_trainer(channel: Channel, prepare: Prepare) -> TrainerProcess:
+def _make_trainer(channel: TrainerSocket, prepare: Prepare) -> TrainerProcess:
     """Torch is imported here, where Prepare has said with how many threads."""
     import torch
 
@@ -59,7 +59,7 @@ def _make_trainer(channel: Channel, prepare: Prepare) -> TrainerProcess:
     return kind(channel, prepare, manifest)
 
 
-def _serve(channel: Channel) -> None:
+def _serve(channel: TrainerSocket) -> None:
     prepare = channel.receive()
     if not isinstance(prepare, Prepare):
         raise EOFError("the first command must be Prepare")

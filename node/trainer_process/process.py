@@ -68,7 +68,7 @@ from ..base.system.memory import MAX_EPOCHS, Count, SharedCounter, counted_size,
 from ..store.disk_space import plan_disk, used_bytes
 from ..store.folder import CheckpointFolder, known_hashes
 from ..store.save import Saver
-from ..trainer.channel import Channel
+from ..trainer.channel import TrainerSocket
 
 if TYPE_CHECKING:
     from farandole.training.replica import Replica
@@ -85,7 +85,7 @@ class UnfitWeightsError(Exception):
 class TrainerProcess(abc.ABC):
     """Carries out commands on one replica. What inner steps are, its subclasses say."""
 
-    def __init__(self, channel: Channel, prepare: Prepare, replica: Replica, activation_bytes: int = 0) -> None:
+    def __init__(self, channel: TrainerSocket, prepare: Prepare, replica: Replica, activation_bytes: int = 0) -> None:
         self._channel = channel
         self._author = prepare.author
         self._slow = prepare.slow

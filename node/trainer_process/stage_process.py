@@ -23,7 +23,7 @@ from farandole.training.errors import ActivationError, DataError, NoSliceError
 from farandole.training.stage_worker import StageWorker, build_stage_worker
 
 from ..base.system.memory import map_shared_memory
-from ..trainer.channel import Channel
+from ..trainer.channel import TrainerSocket
 from .inputs import bring_of
 from .process import TrainerProcess
 
@@ -31,7 +31,7 @@ from .process import TrainerProcess
 class StageProcess(TrainerProcess):
     """Owns a `StageWorker`."""
 
-    def __init__(self, channel: Channel, prepare: Prepare, manifest: Manifest) -> None:
+    def __init__(self, channel: TrainerSocket, prepare: Prepare, manifest: Manifest) -> None:
         self._worker: StageWorker = build_stage_worker(
             manifest,
             stage=prepare.stage,

@@ -28,7 +28,7 @@ from farandole.node.bulk.contributions import Outgoing
 from farandole.node.bulk.exchange_service import ExchangeService
 from farandole.node.bulk.negotiation import BulkService, open_bulk
 from farandole.node.mesh.host import Host, open_host
-from farandole.node.store.fetch import Progress, fetch_checkpoint
+from farandole.node.store.fetch import FetchProgress, fetch_checkpoint
 from farandole.node.store.folder import index_of
 from farandole.node.store.holdings import Holding
 from farandole.node.store.provider import Conditions
@@ -92,7 +92,7 @@ class JoinNode:
         channels = None if cap_mbit else self._channels
         killed = False
 
-        def show(progress: Progress) -> None:
+        def show(progress: FetchProgress) -> None:
             nonlocal killed
             if kill and not killed and progress.num_bytes > progress.total / 2 > 2**20:
                 killed = True

@@ -43,7 +43,7 @@ from farandole.node.state.store import open_store
 from farandole.node.status.journal import Journal
 from farandole.protocol.exchange_messages import Offer
 from farandole.protocol.pairing_events import StartExchange
-from farandole.protocol.reachability import Kind
+from farandole.protocol.reachability import ReachabilityKind
 from farandole.protocol.records import run_key
 from farandole.protocol.relay import Limits
 from farandole.protocol.state import RunState
@@ -125,9 +125,9 @@ class NatNode:
         """Wait until this node knows that others can dial it, and so relays."""
         reachability = self._member.connectivity.reachability
         with trio.move_on_after(seconds):
-            while reachability.kind is not Kind.PUBLIC:
+            while reachability.kind is not ReachabilityKind.PUBLIC:
                 await reachability.changed()
-        return {"is_public": reachability.kind is Kind.PUBLIC}
+        return {"is_public": reachability.kind is ReachabilityKind.PUBLIC}
 
     async def meet(self, peer: str, connect_seconds: float, direct_seconds: float) -> dict[str, Any]:
         """Wait for a connection with a peer, whoever makes it, and then for a direct one: when there was either."""

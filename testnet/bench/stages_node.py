@@ -126,7 +126,7 @@ class StageNode:
         while True:
             match await self._trainer.receive():
                 case messages.Worked(problem):
-                    self._service.handle(machine.Worked(problem))
+                    self._service.handle(machine.WorkDone(problem))
                 case messages.InnerStepTaken():
                     stepped_at.append(time.monotonic())
                     cpu_seconds.append(time.process_time())

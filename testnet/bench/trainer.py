@@ -17,7 +17,7 @@ from blake3 import blake3
 from torch import Tensor, nn
 
 from farandole.node.base.system.memory import SharedCounter
-from farandole.node.trainer.channel import Channel
+from farandole.node.trainer.channel import TrainerSocket
 from farandole.node.trainer_process.process import LOOK_INTERVAL
 from farandole.protocol import trainer_messages as messages
 from farandole.protocol.manifest import InnerConfig
@@ -32,7 +32,7 @@ class BenchTrainer:
     """Holds the ``index``-th of two vectors."""
 
     def __init__(self, outgoing: memoryview, incoming: memoryview, link: socket.socket) -> None:
-        self._channel = Channel(link)
+        self._channel = TrainerSocket(link)
         self._outgoing = outgoing
         self._incoming = incoming
         self._vector = torch.empty(0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from farandole.node.mesh.relay_client import MIN_RESERVATION_SECONDS, seconds_left
-from farandole.node.mesh.relay_messages import Answer
+from farandole.node.mesh.relay_messages import RelayAnswer
 from farandole.protocol.relay import RESERVATION_SECONDS, Status
 
 NODE = Path(__file__).parents[2] / "node"
@@ -55,4 +55,4 @@ def test_the_time_of_day_is_read_where_it_is_known_to_be() -> None:
 )
 def test_a_wrong_clock_loses_nobody_its_relay(ahead: float, seconds: float) -> None:
     """The relay gives an hour, by its own clock."""
-    assert seconds_left(Answer(Status.OK, expires_at=NOW + 3_600), NOW + ahead) == seconds
+    assert seconds_left(RelayAnswer(Status.OK, expires_at=NOW + 3_600), NOW + ahead) == seconds

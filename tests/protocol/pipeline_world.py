@@ -76,16 +76,16 @@ class Node:
     def carry_out(self, output: machine.Output) -> None:
         world = self.world
         match output:
-            case machine.SetTimer(at):
+            case machine.SetPipelineTimer(at):
                 self.timer += 1
                 number = self.timer
                 if at < float("inf"):
-                    world.at(at, lambda: self.handle(machine.TimerFired()) if number == self.timer else None)
+                    world.at(at, lambda: self.handle(machine.PipelineTimerFired()) if number == self.timer else None)
             case machine.OpenLink(peer, is_return):
                 world.open_link(self, peer, is_return)
             case machine.CloseLink(link):
                 world.close(world.wires[link])
-            case machine.Place(link, index, slot):
+            case machine.ReceiveInto(link, index, slot):
                 self.world.placed = slot
             case machine.SendForward(link, slot, ticket, origin, round_index, seconds_left, is_held_out):
                 self.tickets[slot] = ticket
@@ -102,10 +102,10 @@ class Node:
                     world.send(self, link, wire.Settled(index, is_kept))
             case machine.SendCredits(link, total):
                 world.send(self, link, wire.Credits(total))
-            case machine.Ask(origin, ticket):
+            case machine.AskOrigin(origin, ticket):
                 world.tell(self, origin, machine.Asked(self.author, ticket))
             case machine.Tell(peer, ticket, is_kept):
-                world.tell(self, peer, machine.Told(self.author, ticket, is_kept))
+                world.tell(self, peer, machine.OriginAnswered(self.author, ticket, is_kept))
             case machine.Compute():
                 self.compute(output)
             case machine.Measured():
@@ -147,7 +147,7 @@ class Node:
             if not self.is_alive:
                 return
             if work == "draw" and job.is_held_out and not self.has_held_out:
-                self.handle(machine.Worked("nothing is held out"))
+                self.handle(machine.WorkDone("nothing is held out"))
                 return
             if work in ("draw", "forward"):
                 assert slot not in self.began.keys() | self.held_out
@@ -180,7 +180,7 @@ class Node:
                     assert self.tickets[slot] in sum_
                 else:
                     sum_.discard(self.tickets.get(slot, b""))
-            self.handle(machine.Worked())
+            self.handle(machine.WorkDone())
 
         self.work(0.0 if work in ("keep", "drop") else self.seconds, done)
 

@@ -11,8 +11,8 @@ from farandole.protocol.antientropy import (
     MAX_FRAME_BYTES,
     MAX_SENT_BYTES,
     Done,
-    Hello,
     Session,
+    SyncHello,
     Wants,
     decode_frame,
     encode_frame,
@@ -119,14 +119,14 @@ def test_a_large_difference_takes_several_sessions() -> None:
 
 def test_peers_of_another_run_or_version_are_refused() -> None:
     state = state_of(member(1))
-    for hello in (Hello(2, RUN_ID, 0, bytes(32)), Hello(1, b"o" * 32, 0, bytes(32))):
+    for hello in (SyncHello(2, RUN_ID, 0, bytes(32)), SyncHello(1, b"o" * 32, 0, bytes(32))):
         session = Session(state, random.Random(0), NOW, is_initiator=False)
         with pytest.raises(RemoteProtocolError):
             session.receive_data(encode_frame(hello))
 
 
 def test_frames_out_of_turn_or_too_long_are_refused() -> None:
-    hello = encode_frame(Hello(1, RUN_ID, 0, bytes(32)))
+    hello = encode_frame(SyncHello(1, RUN_ID, 0, bytes(32)))
     for data in (
         encode_frame(Done()),
         encode_frame(Wants((), True)),
@@ -140,7 +140,7 @@ def test_frames_out_of_turn_or_too_long_are_refused() -> None:
             session.receive_data(data)
     session = Session(state_of(), random.Random(0), NOW, is_initiator=False)
     with pytest.raises(RemoteProtocolError):
-        session.receive_data(encode_frame(Hello(1, RUN_ID, 0, state_of().root)) + b"more")
+        session.receive_data(encode_frame(SyncHello(1, RUN_ID, 0, state_of().root)) + b"more")
 
 
 def test_a_stream_that_ends_early_is_the_peers_fault() -> None:
@@ -157,7 +157,7 @@ def test_a_peer_that_never_stops_is_stopped() -> None:
     session = Session(alice, random.Random(0), NOW, is_initiator=True)
     session.start()
     answer = Session(bob, random.Random(0), NOW, is_initiator=False)
-    session.receive_data(answer.receive_data(encode_frame(Hello(1, RUN_ID, 0, alice.root))).to_send)
+    session.receive_data(answer.receive_data(encode_frame(SyncHello(1, RUN_ID, 0, alice.root))).to_send)
     junk = encode_frame(decode_frame(msgspec.msgpack.encode([4, [[member(1)] * 256, []]])))
 
     def flood() -> None:

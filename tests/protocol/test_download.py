@@ -18,12 +18,12 @@ from farandole.protocol.download import (
     MAX_WINDOW,
     SILENCE,
     Accuse,
-    Ask,
+    AskBlocks,
     BlockArrived,
     BlockWrong,
     BytesArrived,
     Complete,
-    Dial,
+    DialDonor,
     DonorBusy,
     DonorLost,
     DonorReady,
@@ -85,9 +85,9 @@ class World:
 
     def carry_out(self, output: Output) -> None:
         match output:
-            case Dial(name):
+            case DialDonor(name):
                 self.donors[name].ready_at = self.now + self.donors[name].delay
-            case Ask(name, first, count):
+            case AskBlocks(name, first, count):
                 assert count > 0
                 self.donors[name].queue += [(self.now, block) for block in range(first, first + count)]
                 assert len(self.donors[name].queue) <= 2 * MAX_WINDOW

@@ -177,10 +177,10 @@ def test_who_has_given_back_a_gradient_does_not_need_the_one_it_came_from() -> N
     pipeline.handle(machine.CreditsGiven(2, 4), 0.0)
     pipeline.handle(arriving(b"a"), 0.0)
     pipeline.handle(machine.Arrived(1, 0), 0.0)
-    pipeline.handle(machine.Worked(), 0.0)
+    pipeline.handle(machine.WorkDone(), 0.0)
     pipeline.handle(machine.GradientArriving(2, 0), 0.0)
     pipeline.handle(machine.Arrived(2, 0), 0.0)
-    assert machine.SendGradient(1, 0, 0) in pipeline.handle(machine.Worked(), 0.0)
+    assert machine.SendGradient(1, 0, 0) in pipeline.handle(machine.WorkDone(), 0.0)
     assert not [o for o in pipeline.handle(machine.LinkClosed(2), 0.1) if isinstance(o, machine.SendDropped)]
     assert machine.Compute("keep", 0) in pipeline.handle(machine.HopSettled(1, 0, True), 0.2)
 
@@ -191,11 +191,11 @@ def test_an_origin_that_is_asked_drops_what_cannot_come_back() -> None:
     pipeline.handle(machine.LinkOpened(2, b"next", is_upstream=True), 0.0)
     pipeline.handle(machine.LinkOpened(3, b"last", is_upstream=False, is_return=True), 0.0)
     pipeline.handle(machine.CreditsGiven(2, 1), 0.0)
-    (sent,) = [o for o in pipeline.handle(machine.Worked(), 0.0) if isinstance(o, machine.SendForward)]
+    (sent,) = [o for o in pipeline.handle(machine.WorkDone(), 0.0) if isinstance(o, machine.SendForward)]
     pipeline.handle(machine.Arriving(3, 0, sent.ticket, b"me" * 16, 20, 5.0), 0.1)
     assert machine.Tell(b"last", sent.ticket, None) in pipeline.handle(machine.Asked(b"last", sent.ticket), 0.1)
     pipeline.handle(machine.Arrived(3, 0), 0.1)
-    pipeline.handle(machine.Worked(), 0.1)
+    pipeline.handle(machine.WorkDone(), 0.1)
     assert machine.Tell(b"last", sent.ticket, False) in pipeline.handle(machine.Asked(b"last", sent.ticket), 0.2)
 
 
@@ -318,12 +318,12 @@ def test_activations_of_another_time_are_refused(round_index: int) -> None:
     outputs = open_pipeline(1).handle(arriving(b"a", round=round_index), 0.0)
     refusals = [output for output in outputs if isinstance(output, machine.SendDropped)]
     assert [(refusal.index, refusal.is_untouched) for refusal in refusals] == [(0, True)]
-    assert not [output for output in outputs if isinstance(output, machine.Place)]
+    assert not [output for output in outputs if isinstance(output, machine.ReceiveInto)]
 
 
 def test_what_is_here_already_is_refused() -> None:
     pipeline = open_pipeline(1)
-    assert machine.Place(1, 0, 0) in pipeline.handle(arriving(b"a"), 0.0)
+    assert machine.ReceiveInto(1, 0, 0) in pipeline.handle(arriving(b"a"), 0.0)
     outputs = pipeline.handle(arriving(b"a", index=1), 0.0)
     assert machine.SendDropped(1, 1, "it is here already", is_untouched=True) in outputs
 
@@ -350,24 +350,26 @@ def test_unfit_activations_are_dropped_and_the_next_are_taken() -> None:
     pipeline.handle(arriving(b"a"), 0.0)
     outputs = pipeline.handle(machine.Arrived(1, 0), 0.0)
     assert machine.Compute("forward", 0) in outputs
-    outputs = pipeline.handle(machine.Worked("not finite"), 0.1)
+    outputs = pipeline.handle(machine.WorkDone("not finite"), 0.1)
     assert machine.SendDropped(1, 0, "not finite", is_untouched=True) in outputs
-    assert machine.Place(1, 1, 0) in pipeline.handle(arriving(b"b", index=1), 0.2)
+    assert machine.ReceiveInto(1, 1, 0) in pipeline.handle(arriving(b"b", index=1), 0.2)
 
 
 def test_only_the_origin_is_believed_about_how_a_microbatch_ended() -> None:
     pipeline = open_pipeline(2)  # the last stage: the next hop is the origin
     pipeline.handle(arriving(b"a"), 0.0)
     pipeline.handle(machine.Arrived(1, 0), 0.0)
-    assert machine.OpenLink(b"origin", is_return=True) in pipeline.handle(machine.Worked(), 0.0)
+    assert machine.OpenLink(b"origin", is_return=True) in pipeline.handle(machine.WorkDone(), 0.0)
     pipeline.handle(machine.LinkOpened(2, b"origin", is_upstream=True, is_return=True), 0.0)
     pipeline.handle(machine.CreditsGiven(2, 4), 0.0)
     pipeline.handle(machine.GradientArriving(2, 0), 0.0)
     assert machine.Compute("backward", 0) in pipeline.handle(machine.Arrived(2, 0), 0.0)
-    assert machine.SendGradient(1, 0, 0) in pipeline.handle(machine.Worked(), 0.0)
-    assert machine.Ask(b"origin", b"a") in pipeline.handle(machine.LinkClosed(1), 0.0)
+    assert machine.SendGradient(1, 0, 0) in pipeline.handle(machine.WorkDone(), 0.0)
+    assert machine.AskOrigin(b"origin", b"a") in pipeline.handle(machine.LinkClosed(1), 0.0)
 
-    assert not [o for o in pipeline.handle(machine.Told(b"liar", b"a", True), 0.1) if isinstance(o, machine.Compute)]
-    pipeline.handle(machine.Told(b"origin", b"a", None), 0.1)
-    assert machine.Ask(b"origin", b"a") in pipeline.handle(machine.TimerFired(), 2.0)
-    assert machine.Compute("keep", 0) in pipeline.handle(machine.Told(b"origin", b"a", True), 2.1)
+    assert not [
+        o for o in pipeline.handle(machine.OriginAnswered(b"liar", b"a", True), 0.1) if isinstance(o, machine.Compute)
+    ]
+    pipeline.handle(machine.OriginAnswered(b"origin", b"a", None), 0.1)
+    assert machine.AskOrigin(b"origin", b"a") in pipeline.handle(machine.PipelineTimerFired(), 2.0)
+    assert machine.Compute("keep", 0) in pipeline.handle(machine.OriginAnswered(b"origin", b"a", True), 2.1)

@@ -6,8 +6,8 @@ from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.reachability import (
     MAX_MESSAGE_BYTES,
     MAX_PORTS,
-    Answer,
-    Kind,
+    DialBackAnswer,
+    ReachabilityKind,
     Request,
     Witness,
     classify,
@@ -22,42 +22,42 @@ HOME = "8.8.8.8"
 
 
 def saw(witness: str, port: int, *reached: int, ip: str = HOME) -> Witness:
-    return Witness(witness, Answer(ip, port, True, reached))
+    return Witness(witness, DialBackAnswer(ip, port, True, reached))
 
 
 def test_public_is_whom_most_can_dial() -> None:
     verdict = classify([saw(FAR[0], 5, 4001), saw(FAR[1], 6, 4001), saw(FAR[2], 7)], [])
-    assert (verdict.kind, verdict.addresses) == (Kind.PUBLIC, ((HOME, 4001),))
-    assert classify([saw(FAR[0], 5, 4001), saw(FAR[1], 6)], []).kind is not Kind.PUBLIC
+    assert (verdict.kind, verdict.addresses) == (ReachabilityKind.PUBLIC, ((HOME, 4001),))
+    assert classify([saw(FAR[0], 5, 4001), saw(FAR[1], 6)], []).kind is not ReachabilityKind.PUBLIC
 
 
 def test_a_witness_next_door_says_nothing_where_there_is_one_on_the_internet() -> None:
-    assert classify([saw(NEAR, 5, 4001, ip="192.168.1.2")], []).kind is Kind.PUBLIC
-    assert classify([saw(NEAR, 5, 4001), saw(NEAR, 6, 4001), saw(FAR[0], 5)], []).kind is not Kind.PUBLIC
+    assert classify([saw(NEAR, 5, 4001, ip="192.168.1.2")], []).kind is ReachabilityKind.PUBLIC
+    assert classify([saw(NEAR, 5, 4001), saw(NEAR, 6, 4001), saw(FAR[0], 5)], []).kind is not ReachabilityKind.PUBLIC
 
 
 def test_punchable_is_whose_port_looks_the_same_from_everywhere() -> None:
     dialled = [saw(FAR[0], 1), saw(FAR[1], 2)]
     same = classify(dialled, [saw(FAR[0], 4001), saw(FAR[1], 4001)])
-    assert (same.kind, same.addresses) == (Kind.PUNCHABLE, ((HOME, 4001),))
-    assert classify(dialled, [saw(FAR[0], 4001), saw(FAR[1], 4002)]).kind is Kind.RELAY_ONLY
-    assert classify(dialled, [saw(FAR[0], 4001)]).kind is Kind.PUNCHABLE
-    assert classify(dialled, []).kind is Kind.RELAY_ONLY
+    assert (same.kind, same.addresses) == (ReachabilityKind.PUNCHABLE, ((HOME, 4001),))
+    assert classify(dialled, [saw(FAR[0], 4001), saw(FAR[1], 4002)]).kind is ReachabilityKind.RELAY_ONLY
+    assert classify(dialled, [saw(FAR[0], 4001)]).kind is ReachabilityKind.PUNCHABLE
+    assert classify(dialled, []).kind is ReachabilityKind.RELAY_ONLY
 
 
 def test_who_has_not_dialled_says_nothing_of_it() -> None:
-    busy = Witness(FAR[0], Answer(HOME, 5, False, ()))
-    assert classify([busy, saw(FAR[1], 6, 4001)], []).kind is Kind.PUBLIC
-    assert classify([busy], []).kind is Kind.UNKNOWN
+    busy = Witness(FAR[0], DialBackAnswer(HOME, 5, False, ()))
+    assert classify([busy, saw(FAR[1], 6, 4001)], []).kind is ReachabilityKind.PUBLIC
+    assert classify([busy], []).kind is ReachabilityKind.UNKNOWN
 
 
 def test_without_an_answer_nothing_is_known() -> None:
-    assert classify([], []).kind is Kind.UNKNOWN
+    assert classify([], []).kind is ReachabilityKind.UNKNOWN
 
 
 def test_messages_survive_the_wire_and_keep_to_their_bound() -> None:
     request = Request((65_535,) * MAX_PORTS)
-    answer = Answer("2001:db8:1111:2222:3333:4444:5555:6666", 65_535, True, (65_535,))
+    answer = DialBackAnswer("2001:db8:1111:2222:3333:4444:5555:6666", 65_535, True, (65_535,))
     assert decode_request(encode(request)) == Request((65_535,))
     assert decode_answer(encode(answer), request) == answer
     assert max(len(encode(request)), len(encode(answer))) <= MAX_MESSAGE_BYTES
@@ -75,7 +75,7 @@ def test_what_is_no_request_is_refused(payload: bytes) -> None:
         decode_request(payload)
 
 
-@pytest.mark.parametrize("answer", [Answer("nowhere", 1, True, ()), Answer(HOME, 1, True, (4002,))])
-def test_answers_must_be_to_the_question(answer: Answer) -> None:
+@pytest.mark.parametrize("answer", [DialBackAnswer("nowhere", 1, True, ()), DialBackAnswer(HOME, 1, True, (4002,))])
+def test_answers_must_be_to_the_question(answer: DialBackAnswer) -> None:
     with pytest.raises(RemoteProtocolError):
         decode_answer(encode(answer), Request((4001,)))

@@ -19,7 +19,7 @@ from .output import print_json
 if TYPE_CHECKING:
     from farandole.protocol.manifest import SignedManifest
 
-    from ...inspect.listing import Offer
+    from ...inspect.listing import CheckpointOffer
 
 # More replicas hardly make the mean better, and each is a download of the whole model.
 MAX_MERGED: Final = 16
@@ -56,7 +56,7 @@ def list_checkpoints(settings: NodeSettings, as_json: AsJson = False) -> None:
     from ...inspect.view import checkpoints_screen
 
     local = local_checkpoints(settings.checkpoints)
-    offers: list[Offer] | None
+    offers: list[CheckpointOffer] | None
     if settings.invite is not None:
         offers = run_to_end(partial(visit_offers, settings, partial(typer.echo, err=True)))
     else:

@@ -13,7 +13,7 @@ from farandole.protocol.checkup import Offset, agreed_offset
 from farandole.protocol.errors import ManifestError, RemoteProtocolError, UnknownManifestError
 from farandole.protocol.identity import short_name
 from farandole.protocol.manifest import Manifest, decode_manifest
-from farandole.protocol.reachability import Kind, Verdict
+from farandole.protocol.reachability import ReachabilityKind, Verdict
 from farandole.protocol.records import run_key
 from farandole.protocol.state import MAX_AHEAD
 
@@ -113,7 +113,7 @@ async def check_udp(host: Host, peers: Sequence[bytes]) -> Finding:
     return found("udp-fine" if any(answers) else "udp-blocked", num=len(answers))
 
 
-async def check_nat(host: Host, peers: Sequence[bytes]) -> tuple[Finding, Kind]:
+async def check_nat(host: Host, peers: Sequence[bytes]) -> tuple[Finding, ReachabilityKind]:
     """How others reach this node."""
     reachability = Reachability()
     await Examiner(host, reachability, random.Random()).examine()
@@ -127,22 +127,22 @@ def judge_nat(verdict: Verdict, own_ips: Sequence[str], num_witnesses: int) -> F
     is_translated = not any(ip in own_ips for ip, _ in verdict.addresses)
     ips = [ip for ip, _ in verdict.addresses]
     match verdict.kind:
-        case Kind.PUBLIC:
+        case ReachabilityKind.PUBLIC:
             return found("nat-port-open" if is_translated else "nat-public", seen=seen)
-        case Kind.PUNCHABLE if not is_translated:
+        case ReachabilityKind.PUNCHABLE if not is_translated:
             return found("nat-firewall", seen=seen)
-        case Kind.PUNCHABLE:
+        case ReachabilityKind.PUNCHABLE:
             return found("nat-punchable" if num_witnesses > 1 else "nat-one-witness", seen=seen)
-        case Kind.RELAY_ONLY if len(set(ips)) < len(ips):
+        case ReachabilityKind.RELAY_ONLY if len(set(ips)) < len(ips):
             return found("nat-symmetric", seen=seen)
-        case Kind.RELAY_ONLY:
+        case ReachabilityKind.RELAY_ONLY:
             return found("nat-relay-only")
     return found("nat-untold")
 
 
-async def check_relay(host: Host, peers: Iterable[bytes], kind: Kind) -> Finding:
+async def check_relay(host: Host, peers: Iterable[bytes], kind: ReachabilityKind) -> Finding:
     """Whether one of them would pass others on to this node, where that is needed."""
-    if kind is Kind.PUBLIC:
+    if kind is ReachabilityKind.PUBLIC:
         return found("relay-needless")
 
     async def ask(peer: bytes) -> str:
@@ -152,7 +152,7 @@ async def check_relay(host: Host, peers: Iterable[bytes], kind: Kind) -> Finding
     names = await _ask_all(ask, [peer for peer in peers if host.is_direct(peer)])
     if names:
         return found("relay-fine", names=", ".join(names))
-    return found("relay-none-needed" if kind is Kind.RELAY_ONLY else "relay-none")
+    return found("relay-none-needed" if kind is ReachabilityKind.RELAY_ONLY else "relay-none")
 
 
 async def check_speed(host: Host, peers: Iterable[bytes]) -> Finding:

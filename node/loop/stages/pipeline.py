@@ -114,7 +114,7 @@ class PipelineService:
         self._links: dict[int, ActivationLink] = {}
         self._numbers = itertools.count()
         self._places: dict[tuple[int, int], memoryview] = {}
-        self._driver = Driver[machine.Event, machine.Output](self._carry_out, machine.TimerFired())
+        self._driver = Driver[machine.Event, machine.Output](self._carry_out, machine.PipelineTimerFired())
         self._nursery: trio.Nursery | None = None
         host.set_handler(ACTIVATIONS_PROTOCOL, self._serve)
         messenger.set_receiver(MICROBATCH_PROTOCOL, MAX_QUESTION_BYTES, self._be_asked, lambda peer, protocol: None)
@@ -196,7 +196,7 @@ class PipelineService:
         worker = self._worker
         assert worker is not None, "outputs are cleared with the machine"
         match output:
-            case machine.SetTimer(at):
+            case machine.SetPipelineTimer(at):
                 self._driver.set_timer(at)
             case machine.Compute(work, slot, is_following, is_held_out, number):
                 worker.send(messages.Work(work, slot, is_following, is_held_out, number))
@@ -209,7 +209,7 @@ class PipelineService:
             case machine.OpenLink(peer, is_return):
                 assert self._nursery is not None, "links are opened while the service runs"
                 self._nursery.start_soon(self._open, peer, is_return)
-            case machine.Ask(origin, ticket):
+            case machine.AskOrigin(origin, ticket):
                 self._messenger.send_nowait(origin, MICROBATCH_PROTOCOL, encode_question(Question(ticket)))
             case machine.Tell(peer, ticket, is_kept):
                 self._messenger.send_nowait(peer, MICROBATCH_PROTOCOL, encode_question(Answer(ticket, is_kept)))
@@ -221,7 +221,7 @@ class PipelineService:
         match output:
             case machine.CloseLink():
                 link.close()
-            case machine.Place(_, index, slot):
+            case machine.ReceiveInto(_, index, slot):
                 self._places[link.number, index] = self._incoming(slot)
             case machine.SendForward(_, slot, ticket, origin, round_index, seconds_left, is_held_out):
                 forward = Forward(ticket, origin, round_index, seconds_left, is_held_out=is_held_out)
@@ -250,7 +250,7 @@ class PipelineService:
             case Question(ticket):
                 self.handle(machine.Asked(peer, ticket))
             case Answer(ticket, is_kept):
-                self.handle(machine.Told(peer, ticket, is_kept))
+                self.handle(machine.OriginAnswered(peer, ticket, is_kept))
 
     # Links
 
@@ -344,7 +344,7 @@ class PipelineService:
 
 _OnLink = (
     machine.CloseLink
-    | machine.Place
+    | machine.ReceiveInto
     | machine.SendForward
     | machine.SendGradient
     | machine.SendDropped

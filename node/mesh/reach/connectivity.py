@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.protocol.reachability import Address, Kind
+from farandole.protocol.reachability import Address, ReachabilityKind
 from farandole.protocol.records import relay_key
 from farandole.protocol.relay import Limits
 
@@ -106,7 +106,7 @@ class Connectivity:
         """Peers are asked only where it is known that they see another port than this machine's."""
         listening = [own for _, own in self._host.listening]
         outer = [seen for _, seen in self.reachability.verdict.addresses]
-        if self.reachability.kind is not Kind.PUNCHABLE or set(outer) <= set(listening):
+        if self.reachability.kind is not ReachabilityKind.PUNCHABLE or set(outer) <= set(listening):
             yield []
             return
         async with self._examiner.dialback.observed_by_any(port) as seen:
@@ -114,12 +114,12 @@ class Connectivity:
 
     async def _relay_while_public(self, server: RelayServer) -> None:
         while True:
-            while self.reachability.kind is not Kind.PUBLIC:
+            while self.reachability.kind is not ReachabilityKind.PUBLIC:
                 await self.reachability.changed()
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(server.run)
                 nursery.start_soon(self._host.provide, self._key)
-                while self.reachability.kind is Kind.PUBLIC:
+                while self.reachability.kind is ReachabilityKind.PUBLIC:
                     await self.reachability.changed()
                 nursery.cancel_scope.cancel()
             self._host.withdraw(self._key)

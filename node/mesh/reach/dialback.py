@@ -22,7 +22,7 @@ from farandole.protocol.reachability import (
     MAX_MESSAGE_BYTES,
     MAX_PORTS,
     Address,
-    Answer,
+    DialBackAnswer,
     Request,
     Witness,
     decode_answer,
@@ -143,7 +143,7 @@ class Dialback:
                 self._dialling[site] -= 1
                 self._dialling += Counter()  # forgets the zeros
         with trio.fail_after(REQUEST_TIMEOUT):
-            answer = Answer(ip.partition("%")[0], port, may_dial, tuple(reached))
+            answer = DialBackAnswer(ip.partition("%")[0], port, may_dial, tuple(reached))
             await stream.send_all(frame(encode(answer), MAX_MESSAGE_BYTES))
 
     def _may_dial(self, peer: bytes, site: str) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from farandole.protocol.reachability import Kind, Verdict, Witness, classify, is_global
+from farandole.protocol.reachability import ReachabilityKind, Verdict, Witness, classify, is_global
 
 from ...base.errors import PeerUnreachableError
 from ..addresses import multiaddr_of
@@ -48,7 +48,7 @@ class Reachability:
     """What is known. ``kind`` and ``addresses`` change while the node runs."""
 
     def __init__(self, verdict: Verdict | None = None) -> None:
-        self.verdict = verdict or Verdict(Kind.UNKNOWN)
+        self.verdict = verdict or Verdict(ReachabilityKind.UNKNOWN)
         self.is_examined = verdict is not None
         """Whether peers have been asked, whatever they said."""
         self.is_doubtful = False
@@ -56,7 +56,7 @@ class Reachability:
         self._changed = trio.Event()
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> ReachabilityKind:
         """How others reach this node."""
         return self.verdict.kind
 
@@ -76,7 +76,7 @@ class Reachability:
     @property
     def needs_relays(self) -> bool:
         """Whether others cannot dial this node, or it looks like that so far."""
-        return self.kind is not Kind.PUBLIC and (self.is_examined or self.is_doubtful)
+        return self.kind is not ReachabilityKind.PUBLIC and (self.is_examined or self.is_doubtful)
 
     def _tell(self) -> None:
         self._changed.set()
@@ -146,7 +146,7 @@ class Examiner:
     async def examine(self) -> bool:
         """Ask a few peers at once; whether that has led to a verdict."""
         if not self._host.listening:
-            self._reachability.set(Verdict(Kind.RELAY_ONLY))
+            self._reachability.set(Verdict(ReachabilityKind.RELAY_ONLY))
             return True
         witnesses = self._choose()
         self._witnesses = frozenset(witnesses)
@@ -154,17 +154,17 @@ class Examiner:
         if self._reachability.is_examined and not any(witness.answer.has_dialled for witness in dialled):
             return False  # nobody who could contradict what is known
         verdict = classify(dialled, ())
-        if verdict.kind is Kind.PUBLIC and self._may_be_through_hole(verdict):
+        if verdict.kind is ReachabilityKind.PUBLIC and self._may_be_through_hole(verdict):
             return True
-        if verdict.kind is not Kind.PUBLIC:
+        if verdict.kind is not ReachabilityKind.PUBLIC:
             verdict = classify(dialled, await self._gather(witnesses, is_aside=True))
         self._reachability.set(verdict)
         self._host.own.observed_ips = list(dict.fromkeys(ip for ip, _ in verdict.addresses))
-        return verdict.kind is not Kind.UNKNOWN
+        return verdict.kind is not ReachabilityKind.UNKNOWN
 
     def _may_be_through_hole(self, verdict: Verdict) -> bool:
         """Whether this node is known to sit behind NAT, and seems public all at once."""
-        is_sudden = self._reachability.is_examined and self._reachability.kind is not Kind.PUBLIC
+        is_sudden = self._reachability.is_examined and self._reachability.kind is not ReachabilityKind.PUBLIC
         is_holed = trio.current_time() < self.dialback.holed_at + HOLE_SECONDS
         own, mapped = self._host.own_ips, [port for _, port in self._host.mapped.values()]
         is_explained = any(ip in own or port in mapped for ip, port in verdict.addresses)
@@ -218,4 +218,4 @@ class Examiner:
 
 def announced(verdict: Verdict) -> list[str]:
     """What others can dial, as multiaddrs without a peer id."""
-    return [multiaddr_of(*address) for address in verdict.addresses] if verdict.kind is Kind.PUBLIC else []
+    return [multiaddr_of(*address) for address in verdict.addresses] if verdict.kind is ReachabilityKind.PUBLIC else []

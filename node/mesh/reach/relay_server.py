@@ -23,8 +23,8 @@ from ...base.bandwidth import Leftover, Shaper, Shaping
 from ...base.errors import PeerUnreachableError
 from ..admission import site_of
 from ..relay_messages import (
-    Answer,
     ConnectRequest,
+    RelayAnswer,
     ReserveRequest,
     encode_hop,
     encode_stop,
@@ -92,32 +92,32 @@ class RelayServer:
             with trio.fail_after(REQUEST_TIMEOUT):
                 request = await receive_hop(stream)
         except RemoteProtocolError:
-            await self._answer(stream, Answer(Status.MALFORMED_MESSAGE))
+            await self._answer(stream, RelayAnswer(Status.MALFORMED_MESSAGE))
             return
         if stream.is_relayed:
-            await self._answer(stream, Answer(Status.PERMISSION_DENIED))
+            await self._answer(stream, RelayAnswer(Status.PERMISSION_DENIED))
         elif isinstance(request, ReserveRequest):
             await self._answer(stream, self._reserve(stream))
         elif isinstance(request, ConnectRequest):
             await self._connect(stream, request.peer)
         else:
-            await self._answer(stream, Answer(Status.UNEXPECTED_MESSAGE))
+            await self._answer(stream, RelayAnswer(Status.UNEXPECTED_MESSAGE))
 
-    async def _answer(self, stream: Stream, answer: Answer) -> None:
+    async def _answer(self, stream: Stream, answer: RelayAnswer) -> None:
         with trio.fail_after(REQUEST_TIMEOUT):
             await stream.send_all(encode_hop(answer))
 
     # Reservations
 
-    def _reserve(self, stream: Stream) -> Answer:
+    def _reserve(self, stream: Stream) -> RelayAnswer:
         ip, _ = stream.remote_address or ("", 0)
         if not self._may_spend(WINDOW_BYTES):
-            return Answer(Status.RESOURCE_LIMIT_EXCEEDED)
+            return RelayAnswer(Status.RESOURCE_LIMIT_EXCEEDED)
         status = self._table.reserve(stream.peer, site_of(ip).address, trio.current_time())
         if status is not Status.OK:
-            return Answer(status)
+            return RelayAnswer(status)
         expires_at = int(time.time()) + self._limits.reservation_seconds
-        return Answer(
+        return RelayAnswer(
             status,
             expires_at,
             tuple(address for address in self._host.addresses if "/p2p-circuit" not in address)[:MAX_TOLD_ADDRESSES],
@@ -130,11 +130,11 @@ class RelayServer:
 
     async def _connect(self, source: Stream, peer: bytes) -> None:
         if not self._may_spend(WINDOW_BYTES):
-            await self._answer(source, Answer(Status.RESOURCE_LIMIT_EXCEEDED))
+            await self._answer(source, RelayAnswer(Status.RESOURCE_LIMIT_EXCEEDED))
             return
         status = self._table.open_circuit(source.peer, peer, trio.current_time())
         if status is not Status.OK:
-            await self._answer(source, Answer(status))
+            await self._answer(source, RelayAnswer(status))
             return
         try:
             await self._relay_to(source, peer)
@@ -146,14 +146,14 @@ class RelayServer:
             target = await self._call(peer, source.peer)
         except (PeerUnreachableError, RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
             logger.debug("cannot pass on to %s: %r", short_name(peer), error)
-            await self._answer(source, Answer(Status.CONNECTION_FAILED))
+            await self._answer(source, RelayAnswer(Status.CONNECTION_FAILED))
             return
         try:
             for stream in (source, target):
                 stream.limit_window(WINDOW_BYTES)
             limits = self._limits
             await self._answer(
-                source, Answer(Status.OK, max_bytes=limits.circuit_bytes, max_seconds=limits.circuit_seconds)
+                source, RelayAnswer(Status.OK, max_bytes=limits.circuit_bytes, max_seconds=limits.circuit_seconds)
             )
             await _Pipe(self._limits, self._shapers, self._leftovers, self._may_spend).run(source, target)
         finally:
@@ -171,7 +171,7 @@ class RelayServer:
                 request = ConnectRequest(source, self._limits.circuit_bytes, self._limits.circuit_seconds)
                 await stream.send_all(encode_stop(request))
                 answer = await receive_stop(stream)
-            if not isinstance(answer, Answer) or answer.status != Status.OK:
+            if not isinstance(answer, RelayAnswer) or answer.status != Status.OK:
                 raise PeerUnreachableError(f"it refuses: {answer}")
         except BaseException:  # cancelled, too: the target is to know that nobody waits
             stream.reset()

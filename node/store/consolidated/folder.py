@@ -51,7 +51,7 @@ NO_RUN: Final = bytes(32)
 
 
 @dataclass(frozen=True, slots=True)
-class Counters:
+class WeightCounters:
     """How far the weights are."""
 
     round: int
@@ -144,7 +144,7 @@ def write_folder(
     run_id: bytes,
     parameters: Mapping[str, Shape],
     vectors: Sequence[str],
-    counters: Counters,
+    counters: WeightCounters,
     tensor_of: Callable[[str], Floats],
     manifest_of: Callable[[bytes], bytes],
     epochs: EpochsConfig | None = None,

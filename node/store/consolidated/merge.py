@@ -23,7 +23,7 @@ from farandole.protocol.manifest import EpochsConfig, Manifest, decode_manifest
 from farandole.protocol.safetensors import Shape
 from farandole.protocol.shapes import shapes_of, stage_of
 
-from .folder import Counters, model_shapes, tensor_shapes, write_folder
+from .folder import WeightCounters, model_shapes, tensor_shapes, write_folder
 from .tensors import ConsolidatedError, Floats, TensorFile, open_tensors
 
 MAX_COUNTER: Final = 2**53  # exact in JSON everywhere
@@ -74,10 +74,10 @@ class Merger:
             total += tensor
         return (total / (1 + len(others))).astype(np.float32)
 
-    def counters(self) -> Counters:
+    def counters(self) -> WeightCounters:
         """Of the mean replica: means, but for the round, which is the newest."""
         counters = [_counters_of(file) for files in self._stages for file in files]
-        return Counters(
+        return WeightCounters(
             max(each.round for each in counters),
             round(sum(each.inner_steps for each in counters) / len(counters)),
             round(sum(each.tokens for each in counters) / len(counters)),
@@ -109,8 +109,8 @@ def _check(file: TensorFile, run_id: bytes, expected: Mapping[str, Shape]) -> No
             raise ConsolidatedError(f"{file.path}: {name} has the shape {file.shapes[name]}, not {shape}")
 
 
-def _counters_of(file: TensorFile) -> Counters:
-    return Counters(*(_counter(file, name) for name in ("round", "steps", "tokens")))
+def _counters_of(file: TensorFile) -> WeightCounters:
+    return WeightCounters(*(_counter(file, name) for name in ("round", "steps", "tokens")))
 
 
 def _counter(file: TensorFile, name: str) -> int:

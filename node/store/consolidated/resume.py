@@ -18,7 +18,7 @@ from farandole.protocol.manifest import Manifest, SignedManifest, StartConfig, d
 from farandole.protocol.vectors import SLOW
 
 from ..run_file import manifest_of
-from .folder import MANIFEST_NAME, NO_RUN, Consolidated, Counters, model_shapes, write_folder
+from .folder import MANIFEST_NAME, NO_RUN, Consolidated, WeightCounters, model_shapes, write_folder
 from .hf_import import open_hf_weights
 
 # A [model] table with one of these says anew which model it is; without, it says what changes: how it is cut, say.
@@ -115,7 +115,7 @@ def import_model(
             NO_RUN,
             model_shapes(manifest),
             (SLOW,),
-            Counters(0, 0, 0),
+            WeightCounters(0, 0, 0),
             lambda tensor: weights.read(tensor.partition("/")[2]),
             sign,
         )

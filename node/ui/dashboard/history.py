@@ -50,7 +50,7 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class NodeMeeting:
     """Two nodes averaged."""
 
     at: float
@@ -78,7 +78,7 @@ class RunHistory:
     """(round, this node's loss on held-out text)."""
     throughput: Curve = field(default_factory=lambda: Curve(MAX_POINTS))
     """(Unix seconds, tokens a second of the whole run)."""
-    meetings: deque[Meeting] = field(default_factory=deque)
+    meetings: deque[NodeMeeting] = field(default_factory=deque)
     """The last `MAX_EXCHANGES`."""
     _known: set[tuple[int, str, str]] = field(default_factory=set)
     """Round and peer ids of these."""
@@ -114,7 +114,7 @@ class RunHistory:
         self._last_rounds[member.peer_id] = member.round
         if before is None or before == member.round or not member.last_partner:
             return
-        meeting = Meeting(now, member.round, member.peer_id, member.last_partner)
+        meeting = NodeMeeting(now, member.round, member.peer_id, member.last_partner)
         if meeting.key in self._known:  # its partner has told of it first
             return
         self._known.add(meeting.key)

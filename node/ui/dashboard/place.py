@@ -12,7 +12,7 @@ import msgspec
 from ...base.system.files import open_binary
 
 
-class Place(msgspec.Struct, frozen=True):
+class PageAddress(msgspec.Struct, frozen=True):
     """Where a node's page is: the file beside its control socket."""
 
     url: str
@@ -24,16 +24,16 @@ class Place(msgspec.Struct, frozen=True):
         return f"{self.url}#{self.token}"
 
 
-def find_place(place_file: Path) -> Place | None:
+def find_place(place_file: Path) -> PageAddress | None:
     """Where the page of the node that runs here is, None if it has none."""
     try:
-        return msgspec.json.decode(place_file.read_bytes(), type=Place)
+        return msgspec.json.decode(place_file.read_bytes(), type=PageAddress)
     except (OSError, msgspec.MsgspecError):
         return None
 
 
 @contextmanager
-def stored_place(place_file: Path, place: Place) -> Iterator[Place]:
+def stored_place(place_file: Path, place: PageAddress) -> Iterator[PageAddress]:
     """Tell where it is, meanwhile; the owner alone, from the first moment."""
     place_file.unlink(missing_ok=True)
     with os.fdopen(open_binary(place_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:

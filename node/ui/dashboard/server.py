@@ -18,7 +18,7 @@ from hypercorn.utils import wrap_app
 from ...base.system.sockets import LOOPBACK, listen_alone
 from ...status.status import NodeStatus
 from .app import Dashboard, Deed
-from .place import Place, stored_place
+from .place import PageAddress, stored_place
 
 # A page that was closed without a word is found out by then; its own stream speaks every second.
 KEEP_ALIVE_SECONDS: Final = 10.0
@@ -35,7 +35,7 @@ async def open_dashboard(
     status: Callable[[], NodeStatus],
     deeds: Mapping[str, Deed],
     clock: Callable[[], float],
-) -> AsyncIterator[Place]:
+) -> AsyncIterator[PageAddress]:
     """Serve meanwhile, at the place that ``place_file`` says; at another port if ``port`` is not free."""
     dashboard = Dashboard(status, deeds, secrets.token_urlsafe(24), clock)
     application: Any = dashboard.application()  # by Starlette's and Hypercorn's types ASGI is two things
@@ -51,8 +51,8 @@ async def open_dashboard(
             nursery.cancel_scope.cancel()
 
 
-def _place(listener: socket.socket, token: str) -> Place:
-    return Place(f"http://{LOOPBACK}:{listener.getsockname()[1]}/", token)
+def _place(listener: socket.socket, token: str) -> PageAddress:
+    return PageAddress(f"http://{LOOPBACK}:{listener.getsockname()[1]}/", token)
 
 
 def _config() -> Config:

@@ -1,7 +1,7 @@
 """The full screen: a Textual application over `farandole.node.ui.watch.feed`.
 
 A thread follows the feed, whose reads block; it hands its news over as messages. All that is drawn follows from the one
-`View`, at once when news come and every second, since what is shown has an age.
+`NodeView`, at once when news come and every second, since what is shown has an age.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from farandole.protocol.errors import FarandoleError
 from ...status.status import NodeStatus
 from .feed import Feed
 from .panels import events_text, first_lines, links_table, node_panel, run_panel
-from .view import News, View
+from .view import News, NodeView
 
 REDRAW_INTERVAL: Final = 1.0
 # Below this many columns the panels lie above each other.
@@ -91,7 +91,7 @@ class WatchApp(App[None]):
         self._links, self._events = Static(), Static()
         self._links_part = VerticalScroll(self._links, id="links")
         self._events_part = VerticalScroll(self._events, id="events")
-        self.view = View(read_at=clock())
+        self.view = NodeView(read_at=clock())
         """What is shown."""
 
     class Told(Message):

@@ -20,7 +20,7 @@ from farandole.protocol.errors import FarandoleError
 
 from ...base.control import MAX_RESPONSE_BYTES, NoNodeError, call
 from ...status.status import NodeStatus
-from .view import Lost, News, Seen
+from .view import Lost, News, NodeSeen
 
 INTERVAL: Final = 1.0
 # A screen has room for no more, and all are in `farandole peers`: a status of a thousand members has a megabyte.
@@ -50,7 +50,7 @@ class HomeFeed(Feed):
         """One a second."""
         while not is_over.is_set():
             try:
-                yield Seen(msgspec.convert(call(self._home, "status", max_members=MAX_MEMBERS), NodeStatus))
+                yield NodeSeen(msgspec.convert(call(self._home, "status", max_members=MAX_MEMBERS), NodeStatus))
             except (FarandoleError, msgspec.MsgspecError) as error:
                 yield Lost(str(error))
             is_over.wait(INTERVAL)
@@ -108,7 +108,7 @@ def read_line(line: bytes) -> News:
     if said.error is not None:
         return Lost(said.error.message)
     try:
-        return Seen(msgspec.json.decode(line, type=NodeStatus))
+        return NodeSeen(msgspec.json.decode(line, type=NodeStatus))
     except msgspec.MsgspecError as error:
         return Lost(f"this is no status of farandole, or one of another version: {error}")
 

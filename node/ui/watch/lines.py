@@ -7,14 +7,14 @@ from collections.abc import Callable
 from threading import Event
 
 from .feed import Feed
-from .view import View
+from .view import NodeView
 
 
 def print_lines(
     feed: Feed, is_over: Event, echo: Callable[[str], None], clock: Callable[[], float] = time.monotonic
 ) -> None:
     """Until ``is_over`` is set, or nothing more can come. ``clock``: seconds, never backwards."""
-    view = View(read_at=clock())
+    view = NodeView(read_at=clock())
     told: tuple[str, str, str] | None = None
     told_until = None
     for news in feed.news(is_over):

@@ -16,7 +16,7 @@ MAX_OWN_EVENTS: Final = 50
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class NodeSeen:
     """The node answered."""
 
     status: NodeStatus
@@ -29,11 +29,11 @@ class Lost:
     why: str
 
 
-News = Seen | Lost
+News = NodeSeen | Lost
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class NodeView:
     """``read_at`` and ``lost_at`` are of the viewer's steady clock, and so is every ``now`` that a method takes."""
 
     status: NodeStatus | None = None
@@ -44,24 +44,24 @@ class View:
     own_events: tuple[Event, ...] = field(default=())
     """What the node cannot know: that it went away, and came back."""
 
-    def told(self, news: News, now: float) -> View:
+    def told(self, news: News, now: float) -> NodeView:
         """The view with these news."""
         match news:
-            case Seen(status):
+            case NodeSeen(status):
                 return self._seen(status, now)
             case Lost(why):
                 if self.lost:
                     return replace(self, lost=why)
                 return replace(self, lost=why, lost_at=now)._noting(f"the node does not answer: {why}", now)
 
-    def _seen(self, status: NodeStatus, now: float) -> View:
+    def _seen(self, status: NodeStatus, now: float) -> NodeView:
         view = replace(self, status=status, read_at=now, lost="")
         before = self.status
         if before is not None and (before.pid, before.started_at) != (status.pid, status.started_at):
             return view._noting("the node was started anew", now, is_warning=False)
         return view._noting("the node answers again", now, is_warning=False) if self.lost else view
 
-    def _noting(self, text: str, now: float, *, is_warning: bool = True) -> View:
+    def _noting(self, text: str, now: float, *, is_warning: bool = True) -> NodeView:
         event = Event(self.node_time(now), text, is_warning)
         return replace(self, own_events=(*self.own_events, event)[-MAX_OWN_EVENTS:])
 

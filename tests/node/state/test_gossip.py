@@ -15,7 +15,7 @@ from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.state.gossip import GossipService, dialable_addresses
 from farandole.node.state.store import StoreError, open_store
 from farandole.protocol.antientropy import PROTOCOL as SYNC_PROTOCOL
-from farandole.protocol.antientropy import Hello, encode_frame
+from farandole.protocol.antientropy import SyncHello, encode_frame
 from farandole.protocol.entries import Beat, Delta, Kind, Member, Metric, Progress
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import peer_id_of, public_bytes
@@ -321,7 +321,7 @@ async def test_garbage_costs_its_sender_and_nobody_else(mock_clock: trio.testing
         for payload in (b"", b"\xff" * 100, bytes(1 << 20)):
             attacker.send_nowait(node.author, PUSH_PROTOCOL, payload)
         assert node.host.faults == [attacker.author] * 3
-        for data in (b"\xff" * 50, encode_frame(Hello(1, b"o" * 32, 0, bytes(32)))):
+        for data in (b"\xff" * 50, encode_frame(SyncHello(1, b"o" * 32, 0, bytes(32)))):
             stream = await attacker.open_stream(node.author, SYNC_PROTOCOL)
             await stream.send_all(data)
             assert await stream.receive_some(1000) == b""
@@ -336,13 +336,13 @@ async def test_sessions_that_peers_begin_are_bounded(mock_clock: trio.testing.Mo
         await trio.sleep(0.1)
         second = await eager.open_stream(node.author, SYNC_PROTOCOL)
         assert await second.receive_some(1) == b"", "one at a time"
-        await first.send_all(encode_frame(Hello(1, RUN_ID, 0, node.state.root)))
+        await first.send_all(encode_frame(SyncHello(1, RUN_ID, 0, node.state.root)))
         assert await first.receive_some(1) != b""
         num_served = 0
         for _ in range(20):
             stream = await eager.open_stream(node.author, SYNC_PROTOCOL)
             try:
-                await stream.send_all(encode_frame(Hello(1, RUN_ID, 0, node.state.root)))
+                await stream.send_all(encode_frame(SyncHello(1, RUN_ID, 0, node.state.root)))
                 num_served += await stream.receive_some(1) != b""
             except trio.BrokenResourceError:
                 continue

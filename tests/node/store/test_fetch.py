@@ -20,7 +20,7 @@ from farandole.node.store import disk_space as room_module
 from farandole.node.store import fetch as fetching
 from farandole.node.store import serve as giving
 from farandole.node.store.disk_space import Room, used_bytes
-from farandole.node.store.fetch import Fetched, FetchError, Progress, ask_for_index, fetch_checkpoint
+from farandole.node.store.fetch import Fetched, FetchError, FetchProgress, ask_for_index, fetch_checkpoint
 from farandole.node.store.holdings import Holding
 from farandole.node.store.partial_file import PartialFile, partial_path
 from farandole.node.store.provider import Conditions, DonorError
@@ -103,7 +103,7 @@ async def test_two_donors_give_different_blocks_of_what_is_wanted(
         for number, donor in enumerate(donors):
             await newcomer.host.connect(donor.host.author)
             donor.holding = hold(tmp_path / f"theirs-{number}", CONTENT)
-        shown: list[Progress] = []
+        shown: list[FetchProgress] = []
         fetched = await fetch(newcomer, donors, tmp_path / "ours", on_progress=shown.append)
         assert is_what_was_wanted(tmp_path / "ours")
         assert set(fetched.num_by_donor) == {donor.host.author for donor in donors}
@@ -155,7 +155,7 @@ async def test_a_donor_that_dies_costs_no_block_that_it_gave(tmp_path: Path) -> 
         newcomer.conditions.channels = None
         async with trio.open_nursery() as nursery:
 
-            def kill_at_half(progress: Progress) -> None:
+            def kill_at_half(progress: FetchProgress) -> None:
                 if progress.num_bytes > CONTENT_WANTED / 2 and first.holding is not None:
                     first.holding = None
                     nursery.start_soon(newcomer.host.disconnect, first.host.author)
@@ -171,7 +171,7 @@ async def test_a_fetch_that_was_cut_off_goes_on_where_it_was(tmp_path: Path) -> 
         donor.holding = hold(tmp_path / "theirs", CONTENT)
         with trio.CancelScope() as life:
 
-            def kill_at_half(progress: Progress) -> None:
+            def kill_at_half(progress: FetchProgress) -> None:
                 if progress.num_bytes > CONTENT_WANTED / 2:
                     life.cancel()
 
@@ -309,7 +309,7 @@ async def test_peers_share_what_the_donor_sends(tmp_path: Path) -> None:
             newcomer.host.add_addresses(donor.host.author, donor.host.addresses)
             newcomer.conditions.channels = None
 
-            def show(progress: Progress) -> None:
+            def show(progress: FetchProgress) -> None:
                 shares[name] = progress.num_bytes
                 if progress.num_bytes > 0.8 * CONTENT_WANTED:
                     scope.cancel()

@@ -20,7 +20,7 @@ from torch import Tensor
 from farandole.node.base.system.memory import map_shared_memory, open_shared_memory
 from farandole.node.store.run_file import manifest_of
 from farandole.node.store.save import NICENESS
-from farandole.node.trainer.channel import Channel
+from farandole.node.trainer.channel import TrainerSocket
 from farandole.node.trainer_process.learner_process import LearnerProcess
 from farandole.protocol.manifest import DataConfig
 from farandole.protocol.screening_rules import ScreeningConfig
@@ -104,7 +104,7 @@ def test_inner_steps_go_on_while_a_contribution_is_encoded(prepare: Prepare, mon
     monkeypatch.setattr(replica, "copier_for", lambda device: LateCopier(may_copy))
     mesh, trainers = socket.socketpair()
     with mesh, trainers:
-        trainer = LearnerProcess(Channel(trainers), prepare, MANIFEST)
+        trainer = LearnerProcess(TrainerSocket(trainers), prepare, MANIFEST)
         trainer.handle(Train(0, 2))
         expected = trainer._replica.fast_weights()
         mesh.sendall(encode(TakeOuterStep(0, b"b" * 32, 0, 0)))
@@ -140,7 +140,7 @@ def test_an_inner_step_takes_as_long_as_its_pace_says(prepare: Prepare, monkeypa
     monkeypatch.setattr(Learner, "learn", noted)
     mesh, trainers = socket.socketpair()
     with mesh, trainers:
-        trainer = LearnerProcess(Channel(trainers), msgspec.structs.replace(prepare, step_seconds=pace), MANIFEST)
+        trainer = LearnerProcess(TrainerSocket(trainers), msgspec.structs.replace(prepare, step_seconds=pace), MANIFEST)
         started_at = time.monotonic()
         trainer.handle(Train(0, 4))
     assert len(begun) == 4
@@ -173,7 +173,7 @@ def test_inner_steps_go_on_while_a_checkpoint_is_written(
     monkeypatch.setattr(replica, "copier_for", lambda device: Late(may_copy))
     mesh, trainers = socket.socketpair()
     with mesh, trainers:
-        trainer = LearnerProcess(Channel(trainers), prepare, MANIFEST)
+        trainer = LearnerProcess(TrainerSocket(trainers), prepare, MANIFEST)
         mesh.sendall(encode(Save()))
         trainer.handle(Train(0, 4))
         saved = next(report for report in reports_of(mesh) if isinstance(report, Saved))
@@ -190,7 +190,7 @@ def test_a_learner_draws_the_slices_that_it_is_told_and_waits_for_more_until_the
     prepare = msgspec.structs.replace(prepare, manifest=msgspec.msgpack.encode(manifest))
     mesh, trainers = socket.socketpair()
     with mesh, trainers:
-        trainer = LearnerProcess(Channel(trainers), prepare, manifest)
+        trainer = LearnerProcess(TrainerSocket(trainers), prepare, manifest)
         mesh.sendall(encode(DrawSlices(1, [(2, 3), (7, 1)])))
         trainer.handle(Train(0, 4))
         mesh.sendall(encode(TakeOuterStep(0)))
@@ -256,7 +256,7 @@ def test_what_a_screening_rule_remembers_of_a_peer_survives_the_trainer(
         """The verdict on Bob, who sends what this node sends, in the life of one trainer."""
         mesh, trainers = socket.socketpair()
         with mesh, trainers:
-            trainer = LearnerProcess(Channel(trainers), prepare, manifest)
+            trainer = LearnerProcess(TrainerSocket(trainers), prepare, manifest)
             trainer.handle(Train(round_index, 1))
             size = trainer._replica.contribution_bytes
             map_shared_memory(prepare.incoming, size)[:size] = map_shared_memory(prepare.outgoing, size)[:size]

@@ -101,7 +101,7 @@ class Node:
                 match report:
                     case messages.Worked(problem):
                         assert problem == ""
-                        self.service.handle(machine.Worked())
+                        self.service.handle(machine.WorkDone())
                     case messages.InnerStepTaken(is_taken):
                         assert is_taken
                         links = self.service._links.values()

@@ -20,7 +20,7 @@ from farandole.node.mesh.reach.dialback import Dialback
 from farandole.node.mesh.reach.reachability import Examiner, Reachability
 from farandole.node.mesh.reach.relays import NUM_RELAYS
 from farandole.protocol.framing import frame
-from farandole.protocol.reachability import DIALBACK_PROTOCOL, Kind, Verdict
+from farandole.protocol.reachability import DIALBACK_PROTOCOL, ReachabilityKind, Verdict
 from farandole.protocol.records import relay_key
 from farandole.protocol.relay import Limits
 
@@ -29,8 +29,8 @@ from ...hosts import LOOPBACK
 from ...relayed import open_home, open_public, until
 
 RUN = bytes(32)
-HIDDEN = Verdict(Kind.RELAY_ONLY)
-PUBLIC = Verdict(Kind.PUBLIC)
+HIDDEN = Verdict(ReachabilityKind.RELAY_ONLY)
+PUBLIC = Verdict(ReachabilityKind.PUBLIC)
 PAUSE = 0.2
 
 
@@ -53,7 +53,9 @@ async def test_who_is_reached_by_peers_is_public_and_relays() -> None:
     with trio.fail_after(PATIENCE):
         async with open_node() as (alice, knows_alice), open_node() as (bob, knows_bob):
             await alice.connect(bob.author, bob.addresses)
-            await until(lambda: {knows_alice.reachability.kind, knows_bob.reachability.kind} == {Kind.PUBLIC})
+            await until(
+                lambda: {knows_alice.reachability.kind, knows_bob.reachability.kind} == {ReachabilityKind.PUBLIC}
+            )
             ((ip, port),) = knows_alice.reachability.verdict.addresses
             assert f"/ip4/{ip}/tcp/{port}" == alice.addresses[0].partition("/p2p/")[0]
             async with open_home() as carol:
@@ -73,7 +75,7 @@ async def test_who_has_no_listener_keeps_two_relays_and_is_reached_through_them(
             for relay in (one, two, three):
                 await home.connect(relay.author, relay.addresses)
             await until(lambda: len(home.addresses) == NUM_RELAYS)
-            assert connectivity.reachability.kind is Kind.RELAY_ONLY
+            assert connectivity.reachability.kind is ReachabilityKind.RELAY_ONLY
             assert len(connectivity.keeper.held) == NUM_RELAYS
             await caller.connect(home.author, home.addresses)
             assert caller.path(home.author) == "relayed"
@@ -138,7 +140,7 @@ async def test_who_seems_public_by_a_hole_alone_keeps_what_is_known(monkeypatch:
             monkeypatch.setattr(reachability_module, "HOLE_SECONDS", 0.0)
             monkeypatch.setattr(dialback_module, "DIAL_INTERVAL", 0.0)
             assert await examiner.examine()
-            assert reachability.kind is Kind.PUBLIC
+            assert reachability.kind is ReachabilityKind.PUBLIC
 
 
 async def test_a_relay_that_dies_is_replaced_at_once_by_another() -> None:

@@ -16,7 +16,7 @@ from farandole.node.mesh.reach.connectivity import Connectivity, open_connectivi
 from farandole.node.mesh.reach.dialback import Dialback
 from farandole.node.mesh.reach.reachability import Reachability
 from farandole.protocol.punching import DCUTR_PROTOCOL
-from farandole.protocol.reachability import Kind, Verdict
+from farandole.protocol.reachability import ReachabilityKind, Verdict
 
 from ....patience import PATIENCE
 from ...hosts import LOOPBACK
@@ -30,7 +30,7 @@ async def open_puncher() -> AsyncIterator[tuple[Host, Connectivity]]:
     """It listens, and tells nobody where."""
     key = Ed25519PrivateKey.generate()
     async with open_host(key, LOOPBACK) as host:
-        reachability = Reachability(Verdict(Kind.PUNCHABLE))
+        reachability = Reachability(Verdict(ReachabilityKind.PUNCHABLE))
         async with open_connectivity(host, key, bytes(32), Shaping(), reachability=reachability) as connectivity:
             yield host, connectivity
 

@@ -14,8 +14,8 @@ from farandole.node.mesh.circuit import Circuit
 from farandole.node.mesh.host import Host
 from farandole.node.mesh.libp2p_stream import Stream
 from farandole.node.mesh.relay_messages import (
-    Answer,
     ConnectRequest,
+    RelayAnswer,
     ReserveRequest,
     encode_hop,
     encode_stop,
@@ -36,12 +36,12 @@ async def echo(stream: Stream) -> None:
         await stream.send_all(data)
 
 
-async def ask(host: Host, relay: Host, raw: bytes) -> Answer:
+async def ask(host: Host, relay: Host, raw: bytes) -> RelayAnswer:
     stream = await host.open_stream(relay.author, HOP_PROTOCOL)
     try:
         await stream.send_all(raw)
         answer = await receive_hop(stream)
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, RelayAnswer)
         return answer
     finally:
         stream.reset()
@@ -286,13 +286,19 @@ async def test_hostile_bytes_to_a_relay_cost_their_stream_alone(raw: bytes) -> N
             await stream.send_all(raw)
             await stream.send_eof()
             answer = await receive_hop(stream)
-            assert isinstance(answer, Answer)
+            assert isinstance(answer, RelayAnswer)
             assert answer.status == Status.MALFORMED_MESSAGE
             await alice.connect(bob.author, [await reserve(bob, relay.host)])
 
 
 async def test_hostile_answers_of_a_relay_are_its_fault() -> None:
-    for raw in (b"\xff\xff\xff\x7f", b"\x05hello", encode_hop(ReserveRequest()), b"", encode_hop(Answer(Status.OK))):
+    for raw in (
+        b"\xff\xff\xff\x7f",
+        b"\x05hello",
+        encode_hop(ReserveRequest()),
+        b"",
+        encode_hop(RelayAnswer(Status.OK)),
+    ):
         with trio.fail_after(PATIENCE):
             async with open_public() as mallory, open_home() as bob:
 
@@ -331,7 +337,7 @@ async def test_a_relay_cannot_pass_itself_off_as_another_peer() -> None:
 
             async def speak_for_bob(stream: Stream) -> None:
                 await receive_hop(stream)
-                await stream.send_all(encode_hop(Answer(Status.OK)))
+                await stream.send_all(encode_hop(RelayAnswer(Status.OK)))
                 await mallory.upgrader.accept(Circuit(stream, f"{mallory.addresses[0]}/p2p-circuit"))
 
             mallory.set_handler(HOP_PROTOCOL, speak_for_bob)
@@ -360,4 +366,4 @@ async def test_a_capped_relay_keeps_to_its_cap_and_still_lets_the_circuit_live()
 
 def test_no_message_is_longer_than_allowed() -> None:
     addresses = tuple(f"/dns4/{'a' * 60}.{'b' * 60}.example/tcp/4001" for _ in range(16))
-    assert len(encode_hop(Answer(Status.OK, 2**31, addresses, bytes(300), 2**40, 2**20))) <= MAX_MESSAGE_BYTES
+    assert len(encode_hop(RelayAnswer(Status.OK, 2**31, addresses, bytes(300), 2**40, 2**20))) <= MAX_MESSAGE_BYTES

@@ -12,7 +12,7 @@ import msgspec
 
 from farandole.node.base.control import ControlError
 from farandole.node.status.status import NodeStatus
-from farandole.node.ui.dashboard.place import Place
+from farandole.node.ui.dashboard.place import PageAddress
 from farandole.node.ui.dashboard.server import open_dashboard
 
 from ...statuses import NOW, STATUS
@@ -22,7 +22,7 @@ from ...statuses import NOW, STATUS
 class Shown:
     """What the page shows, and what was asked for through it."""
 
-    place: Place
+    place: PageAddress
     status: NodeStatus = STATUS
     deeds: list[str] = field(default_factory=list)
 
@@ -33,7 +33,7 @@ class Shown:
 
 @asynccontextmanager
 async def open_page(folder: Path, clock: Callable[[], float] = lambda: NOW) -> AsyncIterator[Shown]:
-    shown = Shown(Place("", ""))
+    shown = Shown(PageAddress("", ""))
 
     async def pause(params: dict[str, Any]) -> object:
         shown.deeds.append("pause")

@@ -11,7 +11,7 @@ from farandole.node.status.status import NodeStatus
 from farandole.node.ui.watch import feed as feeds
 from farandole.node.ui.watch.feed import HomeFeed, LinesFeed, error_line, read_line
 from farandole.node.ui.watch.lines import print_lines
-from farandole.node.ui.watch.view import Lost, News, Seen
+from farandole.node.ui.watch.view import Lost, News, NodeSeen
 from farandole.protocol.errors import FarandoleError
 
 from ...statuses import NOW
@@ -28,7 +28,7 @@ def line(status: NodeStatus) -> bytes:
 
 
 def test_a_line_is_a_status_or_says_why_there_is_none() -> None:
-    assert read_line(line(FULL)) == Seen(FULL)
+    assert read_line(line(FULL)) == NodeSeen(FULL)
     assert read_line(error_line(FarandoleError("it is stopped")).encode()) == Lost("it is stopped")
 
 
@@ -42,7 +42,7 @@ def test_a_file_is_followed_from_its_last_line_on(tmp_path: Path) -> None:
     file.write_bytes(line(FULL) + line(changed(round=8)))
     is_over = threading.Event()
     news = LinesFeed(file).news(is_over)
-    assert next(news) == Seen(changed(round=8))
+    assert next(news) == NodeSeen(changed(round=8))
 
     with file.open("ab") as written:
         half = len(line(FULL)) // 2
@@ -53,7 +53,7 @@ def test_a_file_is_followed_from_its_last_line_on(tmp_path: Path) -> None:
         reader.start()
         written.write(line(changed(round=9))[half:])
     reader.join(20)
-    assert later == [Seen(changed(round=9))]
+    assert later == [NodeSeen(changed(round=9))]
     is_over.set()
     assert next(news, None) is None
 
@@ -76,7 +76,7 @@ def test_a_home_without_a_node_says_so_and_is_asked_again(tmp_path: Path) -> Non
 
 def test_without_a_screen_it_is_told_what_happens_line_by_line() -> None:
     more = [*FULL.events, type(FULL.events[0])(NOW + 1, "the relay a was replaced by b", True)]
-    feed = GivenFeed(Seen(FULL), Seen(changed(at=NOW + 2, events=more, loss=2.4)), Lost("it is gone"))
+    feed = GivenFeed(NodeSeen(FULL), NodeSeen(changed(at=NOW + 2, events=more, loss=2.4)), Lost("it is gone"))
     feed.queue.put(None)
     lines: list[str] = []
     print_lines(feed, threading.Event(), lines.append, clock=lambda: 0.0)
