@@ -37,6 +37,13 @@ class Stream(Protocol):
         """Close both sides; forcefully if cancelled."""
 
 
+class Readable(Protocol):
+    """What is needed of a stream to read from it."""
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
+        """At least a byte, none at the end; or raise `trio.BrokenResourceError`."""
+
+
 class RelayedStream(Stream, Protocol):
     """A stream that can be broken off."""
 
@@ -52,6 +59,17 @@ class StreamHost(Protocol):
 
     async def open_stream(self, peer: bytes, protocol: str, timeout: float = DIAL_TIMEOUT) -> Stream:
         """Open a stream, connecting if need be, or raise `PeerUnreachableError`."""
+
+
+async def receive_exactly(stream: Readable, size: int) -> bytes:
+    """Read ``size`` bytes and no more; `RemoteProtocolError` if the stream ends before."""
+    received = bytearray()
+    while len(received) < size:
+        piece = await stream.receive_some(size - len(received))
+        if not piece:
+            raise RemoteProtocolError(f"the stream ended {size - len(received)} bytes too early")
+        received += piece
+    return bytes(received)
 
 
 async def receive_frame(stream: Stream, parser: FrameParser) -> bytes:

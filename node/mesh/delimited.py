@@ -10,7 +10,7 @@ from multiaddr import Multiaddr
 
 from farandole.protocol.errors import RemoteProtocolError
 
-from ..base.streams import Stream
+from ..base.streams import Stream, receive_exactly
 
 M = TypeVar("M", bound=Message)
 
@@ -41,17 +41,6 @@ async def receive_delimited(stream: Stream, max_bytes: int, begun: bytes = b"") 
             raise RemoteProtocolError(f"a message of more than {max_bytes} bytes")
         if byte < 0x80:
             return await receive_exactly(stream, size)
-
-
-async def receive_exactly(stream: Stream, size: int) -> bytes:
-    """So many bytes; `RemoteProtocolError` if the stream ends before."""
-    received = b""
-    while len(received) < size:
-        piece = await stream.receive_some(size - len(received))
-        if not piece:
-            raise RemoteProtocolError("the stream ended before its message")
-        received += piece
-    return received
 
 
 def parse(kind: type[M], payload: bytes) -> M:

@@ -7,7 +7,12 @@ import socket
 import threading
 from collections import deque
 
-from farandole.protocol.trainer_messages import LENGTH, MAX_MESSAGE_BYTES, Command, Report, decode_command, encode
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.framing import FrameParser
+from farandole.protocol.trainer_messages import MAX_MESSAGE_BYTES, Command, Report, decode_command, encode
+
+# More than any command but one with the hashes of a checkpoint.
+READ_BYTES = 65_536
 
 
 class TrainerSocket:
@@ -15,6 +20,7 @@ class TrainerSocket:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
+        self._parser = FrameParser(MAX_MESSAGE_BYTES)
         self._sending = threading.Lock()  # on a GPU, a thread encodes and tells of it
         self._pending: deque[Command] = deque()
 
@@ -34,6 +40,8 @@ class TrainerSocket:
 
     def poll(self, wait_seconds: float | None) -> Command | None:
         """A command that comes within ``wait_seconds`` (None: whenever it comes), past those that were put off."""
+        if (payload := self._next_frame()) is not None:
+            return decode_command(payload)
         return self._read() if select.select([self._connection], [], [], wait_seconds)[0] else None
 
     def put_off(self, command: Command) -> None:
@@ -41,16 +49,15 @@ class TrainerSocket:
         self._pending.append(command)
 
     def _read(self) -> Command:
-        (length,) = LENGTH.unpack(self._read_exactly(LENGTH.size))
-        if length > MAX_MESSAGE_BYTES:
-            raise EOFError("the mesh process sent a message that is too long")
-        return decode_command(self._read_exactly(length))
-
-    def _read_exactly(self, size: int) -> bytes:
-        parts = bytearray()
-        while len(parts) < size:
-            part = self._connection.recv(size - len(parts))
+        while (payload := self._next_frame()) is None:
+            part = self._connection.recv(READ_BYTES)
             if not part:
                 raise EOFError("the mesh process is gone")
-            parts += part
-        return bytes(parts)
+            self._parser.receive_data(part)
+        return decode_command(payload)
+
+    def _next_frame(self) -> bytes | None:
+        try:
+            return self._parser.next_frame()
+        except RemoteProtocolError as error:
+            raise EOFError("the mesh process sent a message that is too long") from error

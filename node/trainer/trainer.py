@@ -14,9 +14,9 @@ from typing import NamedTuple
 import msgspec
 import trio
 
-from farandole.protocol.errors import FarandoleError
+from farandole.protocol.errors import FarandoleError, RemoteProtocolError
+from farandole.protocol.framing import FrameParser
 from farandole.protocol.trainer_messages import (
-    LENGTH,
     MAX_MESSAGE_BYTES,
     Cause,
     Command,
@@ -71,7 +71,7 @@ class TrainerStream:
     def __init__(self, stream: trio.SocketStream) -> None:
         self._stream = stream
         self._send_lock = trio.Lock()
-        self._buffer = bytearray()
+        self._parser = FrameParser(MAX_MESSAGE_BYTES)
         self.aclose = self._stream.aclose
 
     async def send(self, command: Command) -> None:
@@ -80,21 +80,16 @@ class TrainerStream:
             await self._stream.send_all(encode(command))
 
     async def receive(self) -> Report:
-        """The next report; for one task."""
-        (length,) = LENGTH.unpack(await self._receive_exactly(LENGTH.size))
-        if length > MAX_MESSAGE_BYTES:
-            raise TrainerError("the trainer sent a message that is too long")
-        return decode_report(await self._receive_exactly(length))
-
-    async def _receive_exactly(self, size: int) -> bytes:
-        while len(self._buffer) < size:
-            part = await self._stream.receive_some()
-            if not part:
-                raise trio.BrokenResourceError("the trainer closed its end")
-            self._buffer += part
-        taken = bytes(self._buffer[:size])
-        del self._buffer[:size]
-        return taken
+        """The next report; for one task. Raises `TrainerError` if it is longer than any report."""
+        try:
+            while (payload := self._parser.next_frame()) is None:
+                part = await self._stream.receive_some()
+                if not part:
+                    raise trio.BrokenResourceError("the trainer closed its end")
+                self._parser.receive_data(part)
+        except RemoteProtocolError as error:
+            raise TrainerError("the trainer sent a message that is too long") from error
+        return decode_report(payload)
 
 
 class Memory(NamedTuple):

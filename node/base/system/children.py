@@ -20,6 +20,9 @@ from typing import IO, Any, Final, NamedTuple
 
 import trio
 
+from farandole.protocol.errors import RemoteProtocolError
+
+from ..streams import receive_exactly
 from .features import HAS_TRACEBACK_SIGNAL, INHERITS_DESCRIPTORS
 from .parent import CONNECT_SECONDS, PORT, SECRET_BYTES
 from .signals import ASK
@@ -112,9 +115,12 @@ async def _let_in(listener: trio.socket.SocketType, process: trio.Process) -> tr
         async def greet(connection: trio.socket.SocketType) -> None:
             stream = trio.SocketStream(connection)
             try:
-                with trio.move_on_after(GREETING_SECONDS), contextlib.suppress(trio.BrokenResourceError):
+                with (
+                    trio.move_on_after(GREETING_SECONDS),
+                    contextlib.suppress(trio.BrokenResourceError, RemoteProtocolError),
+                ):
                     async with slots:
-                        shown = await _receive_exactly(stream, SECRET_BYTES)
+                        shown = await receive_exactly(stream, SECRET_BYTES)
                     if hmac.compare_digest(shown, theirs) and not let_in:
                         await stream.send_all(ours)
                         let_in.append(stream)
@@ -130,16 +136,6 @@ async def _let_in(listener: trio.socket.SocketType, process: trio.Process) -> tr
     if not let_in:
         raise OSError(f"it did not connect (exit code {process.returncode})")
     return let_in[0]
-
-
-async def _receive_exactly(stream: trio.SocketStream, size: int) -> bytes:
-    received = b""
-    while len(received) < size:
-        part = await stream.receive_some(size - len(received))
-        if not part:
-            raise trio.BrokenResourceError("the connection ended")
-        received += part
-    return received
 
 
 async def ask_where(process: trio.Process) -> None:
