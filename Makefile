@@ -7,7 +7,7 @@ STAMP := $(VENV)/.set-up
 # Tests at once: on two cores more than these, since most tests wait more than they compute.
 NUM_TESTERS ?= 4
 
-.PHONY: help setup demo test lint types lint-platforms unit soak reference bench bench-exchange bench-join bench-stages bench-save bench-faults bench-nat bench-dashboard wheel clean
+.PHONY: help setup demo test lint types lint-platforms unit soak reference bench bench-exchange bench-join bench-stages bench-save bench-deterministic bench-faults bench-nat bench-dashboard wheel clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +69,9 @@ bench-stages: $(STAMP) ## How fast a model in stages learns, beside torch's pipe
 
 bench-save: $(STAMP) ## What a checkpoint a round costs training, beside torch.save (10 minutes)
 	$(BIN)/farandole testnet bench save --out out/bench --write BENCHMARKS.md
+
+bench-deterministic: $(STAMP) ## What equal bits cost an inner step (5 minutes)
+	$(BIN)/farandole testnet bench deterministic --out out/bench --write BENCHMARKS.md
 
 bench-faults: $(STAMP) ## What kills, freezes, partitions, bad lines cost a run; needs root (3 hours, goes on if stopped)
 	@.ci/packages

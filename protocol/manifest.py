@@ -98,6 +98,9 @@ class InnerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Largest norm of a gradient; 0 clips nothing."""
     batch_size: Annotated[int, msgspec.Meta(ge=1, le=65_536)] = 16
     """Sequences an inner step."""
+    deterministic: bool = False
+    """Whether the same steps give the same bits on all machines of one class: one release of PyTorch, one kind of
+    processor or GPU (`farandole.training.determinism`). Each trainer then computes on one thread."""
 
 
 class RoundConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

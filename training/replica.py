@@ -60,7 +60,8 @@ class Replica:
     """A module, its inner optimizer, its outer state, and the partner that it meets.
 
     Who computes its gradient is another matter: `farandole.training.learner` where the module is the whole model,
-    `farandole.training.stage_worker` where it is a stage. Deterministic on a CPU: the same calls give the same bits.
+    `farandole.training.stage_worker` where it is a stage. The same calls give the same bits in processes that have
+    called `farandole.training.determinism.make_deterministic`, on machines of one class.
     """
 
     def __init__(

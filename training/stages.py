@@ -5,7 +5,7 @@ Stage 0 embeds the tokens, and it is to stage 0 that the last stage's output ret
 head share have one owner, at whom both ends' gradients arrive.
 
 Where the model is cut, `farandole.protocol.cut` says. Initial weights follow from the seed and a parameter's name
-(`model.initialise_`), so all stages together are the whole model, bit for bit.
+(`model.initialise_`), so on one kind of processor all stages together are the whole model, bit for bit.
 """
 
 from __future__ import annotations

@@ -44,6 +44,7 @@ def _make_trainer(channel: TrainerSocket, prepare: Prepare) -> TrainerProcess:
     """Torch is imported here, where Prepare has said with how many threads."""
     import torch
 
+    from farandole.training.determinism import make_deterministic
     from farandole.training.device import choose_device, limit_memory
 
     from .learner_process import LearnerProcess
@@ -52,9 +53,11 @@ def _make_trainer(channel: TrainerSocket, prepare: Prepare) -> TrainerProcess:
     # Inside an operation, and of operations beside each other: one of these has the other's whole share.
     torch.set_num_threads(prepare.threads)
     torch.set_num_interop_threads(1)
+    manifest = decode_body(prepare.manifest)
+    if manifest.inner.deterministic:
+        make_deterministic()
     if prepare.gpu_memory:
         limit_memory(choose_device(prepare.device), prepare.gpu_memory)
-    manifest = decode_body(prepare.manifest)
     kind = LearnerProcess if manifest.model.num_stages == 1 else StageProcess
     return kind(channel, prepare, manifest)
 

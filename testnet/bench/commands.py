@@ -17,6 +17,7 @@ BENCHES: Final = {
     "join": ("join", "How fast a newcomer gets its weights, compared with hivemind, and what it costs the donors."),
     "stages": ("stages", "How fast a model in stages learns, compared with torch's pipelining, and codecs' cost."),
     "save": ("saving", "What a checkpoint a round costs training, compared with a blocking torch.save."),
+    "deterministic": ("deterministic", "What the setting inner.deterministic (equal bits) costs an inner step."),
     "hostile": ("hostile", "What strangers can do to a node on loopback, and how honest newcomers fare meanwhile."),
     "faults": ("faults", "What the faults of scenarios cost a run (3 hours; Linux, root, nftables, libfaketime)."),
     "dashboard": ("dashboard", "What a page about a large run costs its browser and the daemon (Chromium)."),

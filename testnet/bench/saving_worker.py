@@ -19,6 +19,7 @@ from farandole.node.store.save import Saver
 from farandole.node.trainer_process.main import NICENESS
 from farandole.protocol.manifest import manifest_from_dict
 from farandole.protocol.trainer_messages import Saved
+from farandole.training.determinism import make_deterministic
 from farandole.training.durable import sync_folder
 from farandole.training.learner import Learner, build_learner
 
@@ -42,6 +43,8 @@ class SavingTrainer:
         """``way``: none, behind, in place, or torch, which is `torch.save` and fsync."""
         torch.set_num_threads(threads)
         checked = manifest_from_dict(manifest)
+        if checked.inner.deterministic:
+            make_deterministic()
         self._learner = build_learner(checked, run_id=RUN_ID, author=bytes(32), device=device)
         self._folder = CheckpointFolder(Path(folder), 0)
         self._folder.path.mkdir(parents=True)

@@ -155,6 +155,7 @@ def test_a_manifest_from_before_there_were_kinds_is_noloco_and_keeps_its_run_id(
     assert signed.run_id.hex() == "979f4132b936833716a8302660c68edc529c5d64ad95782845de1b7370e035d3"
     assert decoded == manifest(outer={"kind": "noloco", "gamma": 0.5, "codec": "int8"})
     assert decoded.screening == SimilarityConfig()
+    assert not decoded.inner.deterministic
 
 
 def test_rules_are_chosen_by_kind() -> None:

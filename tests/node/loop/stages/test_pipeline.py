@@ -53,7 +53,7 @@ def manifest_of(num_stages: int, context: int = 16, width: int = 16) -> Manifest
                 "vocabulary": 256,
                 "num_stages": num_stages,
             },
-            "inner": {"learning_rate": 3e-3, "warmup_steps": 2, "batch_size": 4, "clip": 0.0},
+            "inner": {"learning_rate": 3e-3, "warmup_steps": 2, "batch_size": 4, "clip": 0.0, "deterministic": True},
             "pipeline": {"codec": "fp32", "microbatch_size": 4, "in_flight": 4},
             "data": {"source": "text", "held_out": 0.2},
         }

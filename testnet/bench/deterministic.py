@@ -1,0 +1,114 @@
+"""What equal bits cost: inner steps with and without the run's setting ``inner.deterministic``.
+
+Trainers, each in a process of its own with the same model and data, take turns; the others wait. A trainer's cost in a
+turn is how much longer its steps take than those of the trainer on one thread without the setting, in the same turn.
+Figures are medians.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+import typer
+
+from farandole.node.store.run_file import manifest_of
+
+from ..grid import Grid
+from .process import open_worker
+from .report import OUT, Bench, BenchReport, Out, Write, open_bench
+from .saving import NONE
+
+PLAIN: Final = "one thread"
+DETERMINISTIC: Final = "one thread, deterministic"
+
+
+@dataclass(slots=True)
+class StepFigures:
+    """What was measured so far."""
+
+    num_parameters: int = 0
+    steps: int = 0
+    seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Trainer -> seconds of an inner step, the mean of each turn."""
+
+    def cost(self, name: str) -> float:
+        """By which share a step takes longer than without the setting; negative if it is shorter."""
+        pairs = zip(self.seconds[name], self.seconds[PLAIN], strict=False)
+        return statistics.median(own / plain - 1 for own, plain in pairs)
+
+    def report(self, setting: dict[str, Any]) -> BenchReport:
+        """The table and data."""
+        rows = [
+            [name, f"{statistics.median(seconds):.3f}", "" if name == PLAIN else f"{self.cost(name):+.1%}"]
+            for name, seconds in self.seconds.items()
+        ]
+        title = f"An inner step of {self.num_parameters / 1e6:.1f} M parameters, {self.steps} steps a turn"
+        data = {
+            "num_parameters": self.num_parameters,
+            "steps": self.steps,
+            "seconds": dict(self.seconds),
+            "costs": {name: self.cost(name) for name in self.seconds},
+        }
+        return BenchReport(setting, [Grid(title, ["trainer", "step, s", "longer"], rows)], data)
+
+
+def run(
+    model: Annotated[str, typer.Option(help="A preset.")] = "3M",
+    turns: Annotated[int, typer.Option(min=1, help="Turns of each trainer; medians count.")] = 15,
+    turn_seconds: Annotated[float, typer.Option(min=0.001, help="Length of a turn, about.")] = 4.0,
+    device: Annotated[str, typer.Option(help="As for farandole join.")] = "cpu",
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences an inner step.")] = 8,
+    out: Out = OUT,
+    write: Write = None,
+) -> None:
+    """Measure what the setting inner.deterministic costs an inner step.
+
+    Examples: [cyan]farandole testnet bench deterministic[/cyan];
+    [cyan]farandole testnet bench deterministic --device cuda --model 125M[/cyan]
+    """
+    with open_bench("deterministic", out, write, model=model, turns=turns, device=device, batch=batch_size) as bench:
+        run_file = {"name": "bench", "model": model, "inner": {"batch_size": batch_size}}
+        bench.publish(measure(bench, run_file, turns, turn_seconds, device).report(bench.setting))
+
+
+def measure(bench: Bench, run_file: Mapping[str, Any], turns: int, turn_seconds: float, device: str) -> StepFigures:
+    """Measure turn by turn. Raises `BenchError`, `ManifestError`."""
+    cores = os.cpu_count() or 1
+    ways = {PLAIN: (1, False), DETERMINISTIC: (1, True)}
+    if device == "cpu" and cores > 1:
+        ways[f"{cores} threads"] = (cores, False)
+    figures, folder = StepFigures(), bench.out / "deterministic"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    command = [sys.executable, "-m", f"{__package__}.saving_worker"]
+    try:
+        with contextlib.ExitStack() as stack:
+            trainers = {name: stack.enter_context(open_worker(name, command, bench.log)) for name in ways}
+            for name, trainer in trainers.items():
+                threads, is_deterministic = ways[name]
+                inner = {**run_file["inner"], "deterministic": is_deterministic}
+                manifest = msgspec.to_builtins(manifest_of({**run_file, "inner": inner}, Path(), 0.0))
+                where = {"device": device, "threads": threads, "folder": str(folder / name)}
+                begun = trainer.ask("begin", manifest=manifest, way=NONE, **where)
+                figures.num_parameters = begun["num_parameters"]
+            seconds = trainers[PLAIN].ask("play", steps=1)["seconds"]
+            figures.steps = max(1, math.ceil(turn_seconds / seconds))
+            for turn in range(turns):
+                for name in list(trainers)[:: 1 if turn % 2 == 0 else -1]:
+                    bench.say(f"turn {turn + 1} of {turns}: {name}")
+                    played = trainers[name].ask("play", steps=figures.steps)
+                    figures.seconds[name].append(played["seconds"] / figures.steps)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return figures
