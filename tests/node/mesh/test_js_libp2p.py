@@ -21,7 +21,7 @@ import pytest
 import trio
 
 from farandole.node.base.errors import PeerUnreachableError
-from farandole.node.mesh.delimited import receive_exactly
+from farandole.node.base.streams import receive_exactly
 from farandole.node.mesh.host import Host
 from farandole.node.mesh.identify import PING_PROTOCOL
 from farandole.node.mesh.libp2p_stream import Stream

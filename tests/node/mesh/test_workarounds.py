@@ -34,10 +34,11 @@ from multiaddr import Multiaddr
 from trio.testing import wait_all_tasks_blocked
 
 from farandole.node.base.errors import PeerUnreachableError
+from farandole.node.base.streams import receive_exactly
 from farandole.node.mesh import upgrading
 from farandole.node.mesh.admission import MAX_HANDSHAKES_PER_ADDRESS
 from farandole.node.mesh.connections import MAX_CONNECTIONS_PER_PEER
-from farandole.node.mesh.delimited import parse, receive_delimited, receive_exactly
+from farandole.node.mesh.delimited import parse, receive_delimited
 from farandole.node.mesh.dht import Dht
 from farandole.node.mesh.host import Host
 from farandole.node.mesh.identify import IDENTIFY_PROTOCOL, MAX_IDENTIFY_BYTES, PING_PROTOCOL
