@@ -155,7 +155,8 @@ def read_held_out(
 class StreamSampler:
     """Batches of consecutive windows of what streams give; `Batches`, but for slices.
 
-    Another step's batch is the next one, whatever its number; the same step's is the same.
+    Another step's batch is the next one, whatever its number; the same step's is the same. ``key`` (run id, author) and
+    the first step decide the order.
     """
 
     def __init__(
@@ -164,8 +165,7 @@ class StreamSampler:
         tokenizer: Tokenizer,
         share: float,
         *,
-        run_id: bytes,
-        author: bytes,
+        key: tuple[bytes, bytes],
         batch_size: int,
         context: int,
         vocabulary: int,
@@ -177,7 +177,7 @@ class StreamSampler:
         self._tokenizer = tokenizer
         self._share = share
         self._vocabulary = vocabulary
-        self._key = (run_id, author)
+        self._key = key
         wanted = HELD_OUT_SEQUENCES * (context + 1)
         self._held_out = read_held_out(streams, tokenizer, share, wanted, progress)
         self._ready: queue.Queue[Batch | DataError] | None = None

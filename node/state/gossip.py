@@ -21,7 +21,7 @@ from farandole.protocol.antientropy import Session
 from farandole.protocol.entries import Delta, Entry, Kind, Payload, decode_delta, fit_member
 from farandole.protocol.entries import Member as MemberPayload
 from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.gossip import SYNC_PERIOD, Gossip, is_worth_forwarding, slices_of, sync_periods
+from farandole.protocol.gossip import Gossip, is_worth_forwarding, slices_of, sync_periods
 from farandole.protocol.identity import peer_id_of, short_name
 from farandole.protocol.liveness import BASE_PERIOD, Liveness
 from farandole.protocol.push import MAX_PUSH_BYTES, TICK_SECONDS
@@ -115,7 +115,6 @@ class GossipService:
         rng: random.Random,
         *,
         base_period: float = BASE_PERIOD,
-        sync_period: float = SYNC_PERIOD,
         unix: Callable[[], float] = time.time,
     ) -> None:
         """``base_period``: seconds between heartbeats in a small run. ``unix``: this machine's idea of the time."""
@@ -125,7 +124,6 @@ class GossipService:
         self._messenger = messenger
         self._store = store
         self._rng = rng
-        self._sync_period = sync_period
         self._unix = unix
         self._gossip = Gossip(state, writer.author, rng, base_period)
         self._postponed: dict[tuple[Kind, int], Payload] = {}
@@ -167,7 +165,7 @@ class GossipService:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._repeat, itertools.repeat(TICK_SECONDS), self._tick)
-                nursery.start_soon(self._repeat, sync_periods(self._sync_period), self._sync)
+                nursery.start_soon(self._repeat, sync_periods(), self._sync)
                 nursery.start_soon(self._repeat, itertools.repeat(FLUSH_PERIOD), self._save)
                 nursery.start_soon(self._repeat, itertools.repeat(RETRY_PERIOD), self._write_postponed)
                 task_status.started()
