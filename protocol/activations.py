@@ -3,14 +3,10 @@
     upstream     Hello           Forward data  Forward data ...                 Settled
     downstream          Welcome                                 Gradient data            Credits
 
-The upstream node opens the stream. It may have as many microbatches under way as the downstream node has given it
-credits, which are slots of memory: so nothing queues that has no place. The n-th `Forward` is microbatch n of the link,
-and its data follow it in `Data` frames, with room for other frames between them; so do a gradient's. All data have one
+The upstream node opens the stream, which is a pipe (`farandole.protocol.pipe`). It may have as many microbatches under
+way as the downstream node has given it credits, which are slots of memory: so nothing queues that has no place. The
+n-th `Forward` is microbatch n of the link, and announces a transfer: its data. So does a `Gradient`. All data have one
 size, which both know from the run's settings: what a peer says is never allocated.
-
-Large data go beside the stream, over a bulk channel (`farandole.protocol.bulk`) that the two have opened and named to
-each other by `Way`: a `Forward` or `Gradient` that says `is_bulk` announces them there, where they follow each other in
-the order of their announcements.
 
 A microbatch ends by the downstream node's `Dropped`, or by the upstream node's `Settled`, which says whether its
 gradient counts at all stages or at none. The two may cross, and so may `Settled` and a gradient: who has ended a
@@ -26,22 +22,20 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
 from .entries import Key
 from .errors import LocalProtocolError, RemoteProtocolError
-from .framing import LENGTH_BYTES, FrameParser
 from .manifest import Manifest
-from .pairing_messages import Session
-from .pipe import CHUNK_FRAME_BYTES
+from .pipe import BULK_FROM, CHUNK_BYTES, Message, Pipe, TransferReceived
 
 ACTIVATIONS_VERSION = 1
 TICKET_BYTES = 16
 # The longest control frame, a Hello, has some 80 bytes; a Dropped's reason at most 128 characters of up to 4.
 MAX_CONTROL_BYTES = 640
-DATA_BYTES = CHUNK_FRAME_BYTES - LENGTH_BYTES - 1
+DATA_BYTES = CHUNK_BYTES
 # A link's credits are a share of its downstream node's slots, of which a run has 256 at most.
 MAX_CREDITS = 256
 # Who forwards has a slot for each microbatch until it has ended it, and may yet have to say so: twice the slots. Who
@@ -94,7 +88,6 @@ class Forward(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     """Of the sender."""
     seconds_left: Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS_LEFT)]
     """Until its origin gives it up."""
-    is_bulk: bool = False
     is_held_out: bool = False
     """It goes forward alone: its origin measures its loss, and drops it."""
 
@@ -103,7 +96,6 @@ class Gradient(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     """Of the activations of this microbatch; it follows."""
 
     index: _Index
-    is_bulk: bool = False
 
 
 class Dropped(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=6):
@@ -123,13 +115,7 @@ class Settled(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     """Whether its gradient counts: it has arrived at all stages."""
 
 
-class Way(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=8):
-    """There is a bulk channel of this name. The upstream node opens it, the downstream one says that it has it too."""
-
-    channel: Session
-
-
-Control = Hello | Welcome | Credits | Forward | Gradient | Dropped | Settled | Way
+Control = Hello | Welcome | Credits | Forward | Gradient | Dropped | Settled
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=1):
@@ -183,26 +169,13 @@ TRANSITIONS: dict[tuple[bool, type[Control]], Mapping[Step, Step | None]] = {
     (UPSTREAM, Settled): dict.fromkeys(Step),
 }
 
-_CONTROL, _DATA = 0, 1
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Control)
 _question_decoder: msgspec.msgpack.Decoder[Question | Answer] = msgspec.msgpack.Decoder(Question | Answer)
 
 
-class _Moving:
-    """The data that move in one direction: of one microbatch at a time."""
-
-    def __init__(self) -> None:
-        self.index: int | None = None
-        self.left = 0
-        self.memory: memoryview | None = None
-        """Where they go; None: nowhere, or not known yet."""
-        self.is_placed = False
-        self.is_bulk = False
-
-
 class Link:
-    """One node's side of one stream. Sans-IO: bytes in by `receive_data`, events out by `next_event`, bytes by `send`.
+    """One node's side of one stream. Sans-IO: it decides about microbatches, and its ``pipe`` knows of the stream.
 
     After a `Forward` or a `Gradient` event, `place` says where its data go. `RemoteProtocolError`: close the stream.
     `LocalProtocolError`: what was to be sent may not be sent now.
@@ -216,134 +189,100 @@ class Link:
         self.num_forwarded = 0
         self.credits = 0
         """Microbatches that may be forwarded in all."""
-        self.open: dict[int, Step] = {}
-        """Microbatches that are under way; at most `MAX_OPEN`, and no more than there were credits."""
-        self._hello = hello
         self.size = size
+        self.pipe = Pipe(is_upstream, max_message_bytes=MAX_CONTROL_BYTES, is_large=size >= BULK_FROM)
+        self._hello = hello
         self._has_hello = False
-        self._named: bytes | None = None
-        self.channel: bytes | None = None
-        """The bulk channel that both have named."""
-        self._parser = FrameParser(1 + DATA_BYTES)
-        self._incoming = _Moving()
-        self._outgoing = _Moving()
+        self._steps: dict[int, Step] = {}
+        self._sending: int | None = None  # whose data are being sent
+        self._landing = bytearray()
+        """Data come here, and go to their place when they are whole: until then that may become another's."""
+        self._unplaced: int | None = None  # announced last, and not placed yet
+        self._places: dict[int, memoryview] = {}  # of those that are wanted; at most `farandole.protocol.pipe.MAX_OPEN`
+
+    @property
+    def open(self) -> dict[int, Step]:
+        """Microbatches that are under way; at most `MAX_OPEN`, and no more than there were credits."""
+        if self._sending is not None and not self.is_sending:
+            sent, self._sending = self._sending, None
+            self._arrive(sent)
+        return self._steps
 
     @property
     def is_sending(self) -> bool:
         """Whether data of this side's last `Forward` or `Gradient` are still to be sent."""
-        return self._outgoing.left > 0
+        return self.pipe.num_sent < self.pipe.outgoing.end
 
     @property
     def awaits_place(self) -> bool:
         """Whether `place` is due."""
-        return self._incoming.left > 0 and not self._incoming.is_placed
+        return self._unplaced is not None
 
     @property
-    def awaits_bulk(self) -> bool:
-        """Whether the last data announced are to be received over the channel, and have their place."""
-        moving = self._incoming
-        return moving.left > 0 and moving.is_placed and moving.is_bulk
-
-    @property
-    def awaited(self) -> tuple[int, int] | None:
-        """The microbatch whose data were announced and are not all here, and how many bytes of them are missing.
-
-        Of data that come over the channel all are missing until `bulk_received`.
-        """
-        moving = self._incoming
-        return (moving.index, moving.left) if moving.index is not None and moving.left else None
-
-    @property
-    def bulk_memory(self) -> memoryview | None:
-        """Where those go; None: nowhere."""
-        return self._incoming.memory
-
-    def bulk_sent(self) -> None:
-        """The data that were announced have gone into the channel."""
-        self._end_bulk(self._outgoing)
-
-    def bulk_received(self) -> DataReceived | None:
-        """The data that were announced have come out of the channel; None if they went nowhere."""
-        is_wanted = self._incoming.memory is not None
-        index = self._end_bulk(self._incoming)
-        return DataReceived(index) if is_wanted else None
-
-    def _end_bulk(self, moving: _Moving) -> int:
-        if not (moving.is_bulk and moving.left):
-            raise LocalProtocolError("no data move over the channel")
-        moving.left = 0
-        return self._end_data(moving)
+    def awaited(self) -> int | None:
+        """The oldest microbatch whose data were announced and are not all here."""
+        return self.pipe.incoming.open[0].name if self.pipe.incoming.is_open else None
 
     def may_drop(self, index: int) -> bool:
-        """Whether the downstream node may send `Dropped`: it has not ended, and its gradient is not all sent."""
-        is_leaving = self._outgoing.is_bulk and self._outgoing.left > 0 and self._outgoing.index == index
+        """Whether the downstream node may send `Dropped`: it has not ended, and its gradient is not all sent.
+
+        A thread that sends over a channel is not called back: its gradient counts as sent.
+        """
+        is_leaving = self.pipe.channel is not None and self.is_sending and self._sending == index
         return self.open.get(index) in TRANSITIONS[DOWNSTREAM, Dropped] and not is_leaving
 
     def send(self, message: Control) -> bytes:
         """The bytes to write to the stream, in the order of the calls."""
         self._apply(message, by_us=True)
-        return _frame(_CONTROL, _encoder.encode(message))
-
-    def send_data(self, data: memoryview) -> bytes:
-        """The next `DATA_BYTES` at most of what was announced; ``data`` are contiguous, of any format."""
-        moving = self._outgoing
-        if moving.is_bulk:
-            raise LocalProtocolError("these data go over the channel")
-        if not 0 < data.nbytes <= min(DATA_BYTES, moving.left):
-            raise LocalProtocolError(f"{data.nbytes} bytes of data, {moving.left} are left to be sent")
-        moving.left -= data.nbytes
-        if not moving.left:
-            self._end_data(moving)
-        return _frame(_DATA, data.cast("B"))
+        return self.pipe.send_message(_encoder.encode(message))
 
     def place(self, memory: memoryview | None) -> None:
         """Where the data of the last `Forward` or `Gradient` received go; None: nowhere.
 
         ``memory``: writable, contiguous, at least ``size`` bytes; kept until the data are there or the microbatch ends.
         """
-        moving = self._incoming
-        if not self.awaits_place:
+        if self._unplaced is None:
             raise LocalProtocolError("no data are awaited")
         if memory is not None and (memory.readonly or memory.nbytes < self.size):
             raise LocalProtocolError(f"{self.size} bytes of data need that much writable memory")
-        moving.memory = None if memory is None else memory.cast("B")[: self.size]
-        moving.is_placed = True
+        if memory is not None:
+            self._places[self._unplaced] = memory.cast("B")[: self.size]
+        self._unplaced = None
 
     def receive_data(self, data: bytes | bytearray) -> None:
         """Add bytes from the stream, and take all events that they complete before adding more."""
-        self._parser.receive_data(data)
+        self.pipe.receive_data(data)
 
     def next_event(self) -> Event | None:
         """The next thing that the peer has sent, or None until more comes."""
         while True:
             if self.awaits_place:
                 raise LocalProtocolError("where the data go must be known before they are read")
-            frame = self._parser.next_frame()
-            if frame is None:
-                return None
-            event = self._take_data(frame) if frame[:1] == bytes((_DATA,)) else self._take_control(frame)
+            match self.pipe.next_event():
+                case None:
+                    return None
+                case Message(payload):
+                    event: Event | None = self.hear(payload)
+                case TransferReceived(index):
+                    event = self.receive(index)
+                case _:
+                    continue
             if event is not None:
                 return event
 
-    def _take_data(self, frame: bytes) -> DataReceived | None:
-        moving, size = self._incoming, len(frame) - 1
-        if moving.is_bulk or not 0 < size <= moving.left:
-            raise RemoteProtocolError(f"{size} bytes of data, {moving.left} are awaited")
-        if moving.memory is not None:
-            done = self.size - moving.left
-            moving.memory[done : done + size] = memoryview(frame)[1:]
-        moving.left -= size
-        if moving.left:
-            return None
-        is_wanted = moving.memory is not None
-        index = self._end_data(moving)
-        return DataReceived(index) if is_wanted else None
-
-    def _take_control(self, frame: bytes) -> Control | None:
-        if frame[:1] != bytes((_CONTROL,)) or not 1 < len(frame) <= MAX_CONTROL_BYTES:
-            raise RemoteProtocolError(f"a frame of kind {frame[:1].hex()} and {len(frame)} bytes")
-        message = _decode(frame[1:])
+    def hear(self, payload: bytes) -> Control | None:
+        """What a message of the pipe says; None if that comes too late to mean anything."""
+        message = _decode(payload)
         return message if self._apply(message, by_us=False) else None
+
+    def receive(self, index: int) -> DataReceived | None:
+        """All data of a microbatch have come, as the pipe says; None if they go nowhere."""
+        place = self._places.pop(index, None)
+        self._arrive(index)
+        if place is None:
+            return None
+        place[:] = self._landing
+        return DataReceived(index)
 
     def _apply(self, message: Control, by_us: bool) -> bool:
         """What a message changes; whether it means anything to its receiver, or came too late."""
@@ -355,10 +294,8 @@ class Link:
                 self._greet(message, by_us)
             case Credits(total) if not from_upstream:
                 self._give_credits(total, by_us)
-            case Forward(is_bulk=is_bulk) if from_upstream:
-                self._forward(is_bulk, by_us)
-            case Way(channel):
-                self._name(channel, by_us)
+            case Forward() if from_upstream:
+                self._forward(by_us)
             case Gradient(index) | Dropped(index) | Settled(index):
                 return self._move(index, message, by_us)
             case _:
@@ -379,30 +316,20 @@ class Link:
         else:
             self._give_credits(message.credits, by_us)
             self.is_open = True
+            self.pipe.begin()
 
     def _give_credits(self, total: int, by_us: bool) -> None:
         if not self.credits <= total <= self.num_forwarded + MAX_CREDITS:
             raise _error(by_us)(f"credits for {total} microbatches after {self.credits}")
         self.credits = total
 
-    def _name(self, channel: bytes, by_us: bool) -> None:
-        """The upstream node names a channel once, and the downstream one the same or none."""
-        if self.is_upstream is by_us:
-            if self._named is not None:
-                raise _error(by_us)("another channel than the one named before")
-            self._named = channel
-        elif channel != self._named or self.channel is not None:
-            raise _error(by_us)("a channel that was not named, or twice")
-        else:
-            self.channel = channel
-
-    def _forward(self, is_bulk: bool, by_us: bool) -> None:
+    def _forward(self, by_us: bool) -> None:
         if self.num_forwarded >= self.credits:
             raise _error(by_us)(f"microbatch {self.num_forwarded}, there are credits for {self.credits}")
         if len(self.open) >= MAX_OPEN:
             raise _error(by_us)(f"microbatch {self.num_forwarded}, {MAX_OPEN} have not ended")
-        self._begin_data(self.num_forwarded, is_bulk, by_us)
-        self.open[self.num_forwarded] = Step.FORWARD
+        self._begin_data(self.num_forwarded, by_us)
+        self._steps[self.num_forwarded] = Step.FORWARD
         self.num_forwarded += 1
 
     def _move(self, index: int, message: Gradient | Dropped | Settled, by_us: bool) -> bool:
@@ -420,41 +347,39 @@ class Link:
         if isinstance(message, Settled) and message.is_kept and step not in (None, Step.RETURNED):
             raise _error(by_us)(f"microbatch {index} is kept, but its gradient has not returned")
         if isinstance(message, Gradient):
-            self._begin_data(index, message.is_bulk, by_us)
+            self._begin_data(index, by_us)
             if step is None:
                 self.place(None)
         if step is None:
             return False
         following = transitions[step]
         if following is None:
-            del self.open[index]
+            del self._steps[index]
             self._forget(index)
         else:
-            self.open[index] = following
+            self._steps[index] = following
         return True
 
     def _forget(self, index: int) -> None:
         """What still comes of an ended microbatch goes nowhere."""
-        if self._incoming.index == index and self._incoming.left:
-            self._incoming.memory, self._incoming.is_placed = None, True
+        self._places.pop(index, None)
+        if self._unplaced == index:
+            self._unplaced = None
 
-    def _begin_data(self, index: int, is_bulk: bool, by_us: bool) -> None:
-        moving = self._outgoing if by_us else self._incoming
-        if moving.left:
-            raise _error(by_us)("data of two microbatches at a time")
-        if is_bulk and self.channel is None:
-            raise _error(by_us)("data over a channel that is not there")
-        moving.is_bulk = is_bulk
-        moving.index, moving.left, moving.memory, moving.is_placed = index, self.size, None, False
+    def _begin_data(self, index: int, by_us: bool) -> None:
+        if by_us:
+            self.pipe.offer(index, self.size)
+            self._sending = index
+        else:
+            self._landing = self._landing or bytearray(self.size)
+            self.pipe.expect(index, memoryview(self._landing))
+            self._unplaced = index
 
-    def _end_data(self, moving: _Moving) -> int:
-        """The microbatch whose data they were goes on."""
-        index, moving.memory = moving.index, None
-        assert index is not None, "data move of one microbatch"
+    def _arrive(self, index: int) -> None:
+        """The microbatch whose data these were goes on."""
         following = {Step.FORWARD: Step.THERE, Step.BACK: Step.RETURNED}
-        if index in self.open:
-            self.open[index] = following[self.open[index]]
-        return index
+        if index in self._steps:
+            self._steps[index] = following[self._steps[index]]
 
 
 def encode_question(message: Question | Answer) -> bytes:
@@ -468,10 +393,6 @@ def decode_question(payload: bytes) -> Question | Answer:
         return _question_decoder.decode(payload)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise RemoteProtocolError(f"not a question about a microbatch: {error}") from error
-
-
-def _frame(kind: int, payload: Any) -> bytes:
-    return b"".join(((1 + len(payload)).to_bytes(LENGTH_BYTES, "big"), bytes((kind,)), payload))
 
 
 def _error(by_us: bool) -> type[LocalProtocolError | RemoteProtocolError]:

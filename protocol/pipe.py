@@ -327,7 +327,7 @@ class Pipe:
         if not self._fill_head(LENGTH_BYTES):
             return None
         length = int.from_bytes(self._head[:LENGTH_BYTES], "big") - KIND_BYTES
-        if length > max(self._max_message_bytes, OFFSET_BYTES + CHUNK_BYTES):
+        if not 0 <= length <= max(self._max_message_bytes, OFFSET_BYTES + CHUNK_BYTES):
             raise RemoteProtocolError(f"a frame of {length} bytes")
         if not self._fill_head(HEADER_BYTES):
             return None

@@ -195,14 +195,16 @@ class BulkPipe:
         self._sources.append((self.pipe.outgoing.end, source))
         self._notify()
 
-    async def send(self, announce: Callable[[], bytes | None], source: Source) -> None:
+    async def send(self, announce: Callable[[], tuple[bytes, Source] | None]) -> None:
         """Send a transfer; returns when all of it is sent, whether it has arrived or not.
 
-        ``announce`` offers it when it is its turn, and returns the frame that says so; None if it is not to be sent.
+        ``announce`` offers it when it is its turn, and returns the frame that says so and its source; None if it is not
+        to be sent.
         """
         await self._until(lambda: self.pipe.can_offer)
-        if (frame := announce()) is None:
+        if (announced := announce()) is None:
             return
+        frame, source = announced
         self.post(frame)
         self.add(source)
         end = self.pipe.outgoing.end

@@ -282,12 +282,12 @@ class _Giver:
         data = memoryview(await trio.to_thread.run_sync(self._holding.read, block))
         pipe = self._bulk.pipe
 
-        def announce() -> bytes:
+        def announce() -> tuple[bytes, Whole]:
             pipe.offer(block, data.nbytes)
-            return pipe.send_message(encode(Give(block)))
+            return pipe.send_message(encode(Give(block))), Whole(data)
 
         with trio.fail_after(BLOCK_TIMEOUT):
-            await self._bulk.send(announce, Whole(data))
+            await self._bulk.send(announce)
 
 
 async def _answer(stream: Stream, message: Here | Busy | Absent, max_bytes: int = MAX_MESSAGE_BYTES) -> None:

@@ -12,6 +12,7 @@ from functools import partial
 
 from farandole.protocol import activations as wire
 from farandole.protocol import pipeline_events as machine
+from farandole.protocol.pipe import Chunk
 from farandole.protocol.pipeline import Pipeline, PipelineSettings
 
 SIZE = 3 * wire.DATA_BYTES // 2  # two frames
@@ -289,7 +290,8 @@ class World:
         frames = [end.send(message)]
         if content:
             data = memoryview(content.ljust(SIZE, b"."))
-            frames += [end.send_data(data[at : at + wire.DATA_BYTES]) for at in range(0, SIZE, wire.DATA_BYTES)]
+            pieces = (data[at : at + wire.DATA_BYTES] for at in range(0, SIZE, wire.DATA_BYTES))
+            frames += [end.pipe.send(Chunk(end.pipe.num_sent, piece)) for piece in pieces]
         other = wire_.downstream if node is wire_.upstream else wire_.upstream
         for frame in frames:
             when = max(self.now + self.delay(), wire_.arrives_at.get(node.author, 0.0))
@@ -307,7 +309,7 @@ class World:
         while (event := end.next_event()) is not None:
             self.placed = None
             match event:
-                case wire.Forward(ticket, origin, round_index, seconds_left, _, is_held_out):
+                case wire.Forward(ticket, origin, round_index, seconds_left, is_held_out):
                     index = end.num_forwarded - 1
                     node.handle(
                         machine.Arriving(wire_.number, index, ticket, origin, round_index, seconds_left, is_held_out)

@@ -29,7 +29,6 @@ from farandole.protocol.activations import (
     Link,
     Question,
     Settled,
-    Way,
     Welcome,
     decode_question,
     encode_question,
@@ -317,7 +316,7 @@ class PipelineService:
     def _hear(self, link: ActivationLink, event: Event) -> None:
         number = link.number
         match event:
-            case Forward(ticket, origin, round_index, seconds_left, _, is_held_out):
+            case Forward(ticket, origin, round_index, seconds_left, is_held_out):
                 index = link.link.num_forwarded - 1
                 self.handle(machine.Arriving(number, index, ticket, origin, round_index, seconds_left, is_held_out))
                 self._place(link, index)
@@ -332,7 +331,7 @@ class PipelineService:
                 self.handle(machine.HopSettled(number, index, is_kept))
             case Credits(total):
                 self.handle(machine.CreditsGiven(number, total))
-            case Hello() | Welcome() | Way():
+            case Hello() | Welcome():
                 raise RemoteProtocolError("greeted twice")
 
     def _place(self, link: ActivationLink, index: int) -> None:

@@ -44,12 +44,12 @@ class End:
 
     async def send(self) -> None:
         for name, data in enumerate(self.sent):
-            await self.bulk.send(partial(self._announce, name, len(data)), Whole(memoryview(data)))
+            await self.bulk.send(partial(self._announce, name, data))
         await self.bulk.wait_delivered()
 
-    def _announce(self, name: int, size: int) -> bytes:
-        self.bulk.pipe.offer(name, size)
-        return self.bulk.pipe.send_message(size.to_bytes(4, "big"))
+    def _announce(self, name: int, data: bytes) -> tuple[bytes, Whole]:
+        self.bulk.pipe.offer(name, len(data))
+        return self.bulk.pipe.send_message(len(data).to_bytes(4, "big")), Whole(memoryview(data))
 
     async def _hear(self, payload: bytes) -> None:
         await trio.lowlevel.checkpoint()

@@ -23,7 +23,7 @@ from farandole.protocol.activations import (
     Welcome,
 )
 from farandole.protocol.framing import frame
-from farandole.protocol.pipe import CHUNK_FRAME_BYTES
+from farandole.protocol.pipe import CHUNK_FRAME_BYTES, Chunk
 
 SIZE = 2 * DATA_BYTES + 100  # three frames
 HELLO = Hello(run_id=b"r" * 32, stage=3, shape=b"s" * 32)
@@ -57,7 +57,7 @@ class Side:
     def next_data(self, size: int = DATA_BYTES) -> bytes:
         data = self.data[self.num_sent : self.num_sent + size]
         self.num_sent += len(data)
-        return self.link.send_data(data)
+        return send_data(self.link, data)
 
     def rest(self) -> bytes:
         """Frames with all data that are still to be sent."""
@@ -93,8 +93,13 @@ def lie(message: Control) -> bytes:
     return frame(b"\0" + msgspec.msgpack.encode(message), MAX_CONTROL_BYTES)
 
 
-def lying_data(size: int) -> bytes:
-    return frame(b"\1" + bytes(size), CHUNK_FRAME_BYTES)
+def lying_data(size: int, offset: int = 0) -> bytes:
+    return frame(b"\1" + offset.to_bytes(8, "big") + bytes(size), CHUNK_FRAME_BYTES)
+
+
+def send_data(link: Link, data: memoryview) -> bytes:
+    """The next data of what was announced, of any format."""
+    return link.pipe.send(Chunk(link.pipe.num_sent, data.cast("B")))
 
 
 def forward(alice: Side, bob: Side) -> None:

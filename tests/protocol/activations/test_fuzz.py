@@ -92,7 +92,7 @@ def expose(side: Side, stream: bytes, piece: int) -> list[Event]:
                 react(side, event)
     assert side.is_guarded
     assert len(side.link.open) <= side.link.num_forwarded <= side.link.credits <= 2 * MAX_CREDITS
-    assert side.link._parser.buffered <= CHUNK_FRAME_BYTES + piece
+    assert side.link.pipe.buffered <= CHUNK_FRAME_BYTES + piece
     ended = [event.index for event in events if isinstance(event, Dropped | Settled)]
     received = [event.index for event in events if isinstance(event, DataReceived)]
     assert len(set(ended)) == len(ended), "a microbatch ends once"
@@ -134,7 +134,8 @@ _MESSAGES: st.SearchStrategy[Control] = st.one_of(
     st.builds(Dropped, _INDICES, st.text(max_size=8), st.booleans()),
     st.builds(Settled, _INDICES, st.booleans()),
 )
-_FRAMES = st.one_of(_MESSAGES.map(lie), st.integers(0, FUZZ_SIZE + 1).map(lying_data))
+_OFFSETS = st.integers(0, 6).map(lambda half: half * FUZZ_SIZE // 2)
+_FRAMES = st.one_of(_MESSAGES.map(lie), st.builds(lying_data, st.integers(0, FUZZ_SIZE + 1), _OFFSETS))
 
 
 @settings(max_examples=300)

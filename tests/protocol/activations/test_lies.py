@@ -27,8 +27,11 @@ from farandole.protocol.activations import (
 )
 from farandole.protocol.errors import LocalProtocolError, RemoteProtocolError
 from farandole.protocol.framing import frame
+from farandole.protocol.pipe import CHUNK_FRAME_BYTES
 
-from .sides import FORWARD, HELLO, SIZE, Side, forward, give_back, lie, lying_data, pair
+from .sides import FORWARD, HELLO, SIZE, Side, forward, give_back, lie, lying_data, pair, send_data
+
+PIECES = [(0, DATA_BYTES), (DATA_BYTES, DATA_BYTES), (2 * DATA_BYTES, 100)]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +91,7 @@ def test_no_more_is_forwarded_than_there_are_credits() -> None:
     bob.say(Credits(2))  # on its way: Alice does not know of it
     with pytest.raises(LocalProtocolError):
         alice.link.send(FORWARD)
-    bob.hear(lie(FORWARD) + lying_data(DATA_BYTES) * 2 + lying_data(100))
+    bob.hear(lie(FORWARD) + b"".join(lying_data(size, SIZE + at) for at, size in PIECES))
     with pytest.raises(RemoteProtocolError):
         bob.hear(lie(FORWARD))
     assert bob.link.num_forwarded == 2
@@ -132,13 +135,13 @@ def test_data_are_as_many_as_the_run_says(size: int) -> None:
     assert bob.hear(alice.say(FORWARD) + alice.next_data() + alice.next_data()) == [FORWARD]
     for wrong in (0, 101):
         with pytest.raises(LocalProtocolError):
-            alice.link.send_data(memoryview(bytes(wrong)))
+            send_data(alice.link, memoryview(bytes(wrong)))
     if size == 1:
-        assert bob.hear(lying_data(1)) == []
-        assert bob.hear(lying_data(99)) == [DataReceived(0)]
+        assert bob.hear(lying_data(1, 2 * DATA_BYTES)) == []
+        assert bob.hear(lying_data(99, 2 * DATA_BYTES + 1)) == [DataReceived(0)]
         size = 1  # more than is left
     with pytest.raises(RemoteProtocolError):
-        bob.hear(lying_data(size))
+        bob.hear(lying_data(size, bob.link.pipe.num_received))
     assert bob.is_guarded
 
 
@@ -156,7 +159,7 @@ def test_data_of_one_microbatch_at_a_time() -> None:
     assert alice.link.open == bob.link.open == {0: Step.BACK, 1: Step.THERE, 2: Step.FORWARD}
 
 
-@pytest.mark.parametrize("header", [b"\xff\xff\xff\xff", (DATA_BYTES + 2).to_bytes(4, "big")])
+@pytest.mark.parametrize("header", [b"\xff\xff\xff\xff", (CHUNK_FRAME_BYTES - 3).to_bytes(4, "big")])
 def test_a_lying_length_is_refused_before_anything_follows_it(header: bytes) -> None:
     for side in pair():
         with pytest.raises(RemoteProtocolError):

@@ -23,7 +23,7 @@ from farandole.protocol.framing import frame
 from farandole.protocol.manifest import Manifest, manifest_from_dict
 from farandole.protocol.pipe import CHUNK_FRAME_BYTES
 
-from .sides import FORWARD, HELLO, SIZE, bring_to, forward, give_back, lie, pair
+from .sides import FORWARD, HELLO, SIZE, bring_to, forward, give_back, lie, pair, send_data
 
 
 @pytest.mark.parametrize("piece", [1, 7, CHUNK_FRAME_BYTES, 2**20])
@@ -95,7 +95,7 @@ def test_data_and_memory_of_any_format(code: Literal["b", "h", "i"]) -> None:
     bob.link.next_event()
     bob.link.place(memory)
     for part in (data[: count // 2], data[count // 2 :]):
-        bob.link.receive_data(alice.link.send_data(part))
+        bob.link.receive_data(send_data(alice.link, part))
         event = bob.link.next_event()
     assert event == DataReceived(0)
     assert memory.tobytes() == data.tobytes()
@@ -110,7 +110,7 @@ def test_the_longest_messages_fit() -> None:
 def test_a_control_frame_that_is_too_long_is_not_read() -> None:
     for side in pair():
         with pytest.raises(RemoteProtocolError, match=f"{MAX_CONTROL_BYTES + 1} bytes"):
-            side.hear(frame(b"\0" + b"\x91" * MAX_CONTROL_BYTES, CHUNK_FRAME_BYTES))
+            side.hear(frame(b"\0" + b"\x91" * (MAX_CONTROL_BYTES + 1), CHUNK_FRAME_BYTES))
 
 
 def test_what_is_told_of_a_microbatchs_shape() -> None:

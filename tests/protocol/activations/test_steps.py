@@ -19,7 +19,7 @@ from farandole.protocol.activations import (
 )
 from farandole.protocol.errors import LocalProtocolError, RemoteProtocolError
 
-from .sides import FORWARD, HELLO, Side, bring_to, lie, lying_data, pair
+from .sides import FORWARD, HELLO, Side, bring_to, lie, lying_data, pair, send_data
 
 
 @pytest.mark.parametrize("step", Step)
@@ -163,6 +163,6 @@ def test_nothing_is_said_before_the_greetings(message: Control) -> None:
 def test_no_data_before_they_are_announced() -> None:
     for side in (Side(UPSTREAM), Side(DOWNSTREAM), *pair()):
         with pytest.raises(LocalProtocolError):
-            side.link.send_data(memoryview(b"data"))
+            send_data(side.link, memoryview(b"data"))
         with pytest.raises(RemoteProtocolError):
             side.hear(lying_data(4))

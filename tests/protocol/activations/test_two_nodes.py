@@ -23,7 +23,7 @@ from farandole.protocol.activations import (
     Welcome,
 )
 
-from .sides import FORWARD, HELLO
+from .sides import FORWARD, HELLO, send_data
 
 LINK_SIZE = 12
 NUM_SLOTS = 3
@@ -59,7 +59,7 @@ class End:
 
     def send_data(self, size: int) -> None:
         size = min(size, len(self.outgoing))
-        self.wire += self.link.send_data(memoryview(self.outgoing)[:size])
+        self.wire += send_data(self.link, memoryview(self.outgoing)[:size])
         self.outgoing = self.outgoing[size:]
 
     def end(self, index: int, is_kept: bool) -> None:

@@ -24,11 +24,10 @@ from farandole.protocol.activations import (
     Gradient,
     Hello,
     Link,
-    Way,
     Welcome,
 )
 from farandole.protocol.bulk import Secrets
-from farandole.protocol.pipe import BULK_FROM
+from farandole.protocol.pipe import BULK_FROM, Chunk, Route
 from farandole.protocol.record_layer import Sealer
 
 from ...sockets import tcp_pair
@@ -36,6 +35,10 @@ from ...sockets import tcp_pair
 PATIENCE = 10.0
 HELLO = Hello(run_id=b"r" * 32, stage=1, shape=b"s" * 32)
 FORWARD = Forward(ticket=b"t" * 16, origin=b"o" * 32, round=0, seconds_left=30.0)
+
+
+def send_data(link: Link, data: memoryview) -> bytes:
+    return link.pipe.send(Chunk(link.pipe.num_sent, data))
 
 
 class Line:
@@ -72,7 +75,7 @@ class Alice:
     async def say(self, message: Control, data: bytes = b"") -> None:
         frames = self.link.send(message)
         for offset in range(0, len(data), DATA_BYTES):
-            frames += self.link.send_data(memoryview(data)[offset : offset + DATA_BYTES])
+            frames += send_data(self.link, memoryview(data)[offset : offset + DATA_BYTES])
         await self._stream.send_all(frames)
 
     async def hear(self) -> Event:
@@ -82,7 +85,10 @@ class Alice:
             event = self.link.next_event()
             if event is not None:
                 return event
-            self.link.receive_data(await self._stream.receive_some())
+            await self.read()
+
+    async def read(self) -> None:
+        self.link.receive_data(await self._stream.receive_some())
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 3])
@@ -224,12 +230,12 @@ async def fall_silent(alice: Alice) -> None:
 
 async def trickle_frames(alice: Alice) -> None:
     while True:
-        await alice.write(alice.link.send_data(CHUNK[:1]))
+        await alice.write(send_data(alice.link, CHUNK[:1]))
         await trio.sleep(1.0)
 
 
 async def trickle_within_a_frame(alice: Alice) -> None:
-    for byte in alice.link.send_data(CHUNK):
+    for byte in send_data(alice.link, CHUNK):
         await alice.write(bytes((byte,)))
         await trio.sleep(1.0)
 
@@ -270,7 +276,7 @@ async def test_a_gradient_must_come_too(autojump_clock: trio.testing.MockClock) 
                 heard_by_bob.append(event)
                 if isinstance(event, Forward):
                     bob.place(memoryview(bytearray(SIZE)))
-        await near.send_all(bob.send(Gradient(0)) + bob.send_data(CHUNK))
+        await near.send_all(bob.send(Gradient(0)) + send_data(bob, CHUNK))
 
     heard_by_bob: list[Event] = []
     async with trio.open_nursery() as nursery:
@@ -291,7 +297,7 @@ async def test_who_is_slow_but_steady_keeps_the_link(autojump_clock: trio.testin
         await alice.say(FORWARD)
         for _ in range(5):
             await trio.sleep(0.9 * PROGRESS_TIMEOUT)
-            await alice.write(alice.link.send_data(CHUNK))
+            await alice.write(send_data(alice.link, CHUNK))
         await trio.testing.wait_all_tasks_blocked()
         assert bob.heard == [FORWARD, DataReceived(0)]
 
@@ -325,9 +331,11 @@ async def test_who_stops_in_the_middle_of_a_channel_s_data_loses_the_link(
     channels = Channels()
     with channels.alice, trio.fail_after(PATIENCE):
         async with linked(BULK_FROM, channels=channels) as (alice, bob):
-            await alice.say(Way(b"c" * 16))
-            assert await alice.hear() == Way(b"c" * 16)
-            await alice.say(Forward(FORWARD.ticket, FORWARD.origin, 0, 30.0, is_bulk=True))
+            await alice.write(alice.link.pipe.send(Route(b"c" * 16, 0)))
+            while alice.link.pipe.channel is None:
+                await alice.read()
+                assert alice.link.next_event() is None
+            await alice.say(FORWARD)
             record = bytes(Sealer(OPENING).seal(memoryview(bytes(100_000))))
             channels.alice.sendall(record[:50_000])
             for byte in record[50_000:]:

@@ -28,6 +28,7 @@ from farandole.protocol import trainer_messages as messages
 from farandole.protocol.activations import DATA_BYTES, Forward, Hello, Link
 from farandole.protocol.identity import public_bytes
 from farandole.protocol.manifest import Manifest, PipelineConfig, manifest_from_dict
+from farandole.protocol.pipe import Chunk
 from farandole.training.data import Bring
 from farandole.training.learner import build_learner
 
@@ -105,7 +106,7 @@ class Node:
                     case messages.InnerStepTaken(is_taken):
                         assert is_taken
                         links = self.service._links.values()
-                        self.has_used_channels |= any(link.link.channel is not None for link in links)
+                        self.has_used_channels |= any(link.link.pipe.channel is not None for link in links)
                         self.service.handle(machine.Stepped())
                     case messages.Encoded():
                         sender.send_nowait(messages.TakeOuterStep(0))
@@ -241,7 +242,7 @@ async def test_who_falls_silent_in_the_middle_of_activations_gives_the_slot_back
                 while link.next_event() is not None:
                     pass
             forward = link.send(Forward(b"t" * 16, neighbour, 0, 3_600.0))
-            await stream.send_all(forward + link.send_data(memoryview(bytes(DATA_BYTES))))
+            await stream.send_all(forward + link.pipe.send(Chunk(0, memoryview(bytes(DATA_BYTES)))))
             while await stream.receive_some():
                 pass
             assert service.counts.reasons == {"an earlier stage's node was lost": 1}
