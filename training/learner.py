@@ -8,16 +8,14 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from farandole.protocol.manifest import InnerConfig, Manifest
-from farandole.protocol.outer_rules import OuterConfig
-from farandole.protocol.screening_rules import DEFAULT_SCREENING, ScreeningConfig
+from farandole.protocol.manifest import Manifest
 
 from .batches import Batches, Tokens
 from .data import NOTHING, Bring, build_sampler
 from .device import Device, choose_device
 from .errors import DataError
 from .model import language_loss
-from .replica import Replica
+from .replica import Recipe, Replica
 from .stages import build_module
 
 
@@ -32,17 +30,15 @@ class Learner(Replica):
     def __init__(
         self,
         module: nn.Module,
-        inner: InnerConfig,
-        outer: OuterConfig,
+        recipe: Recipe,
         sampler: Batches,
         *,
         run_id: bytes,
         device: Device,
         microbatch_size: int = 0,
         is_compiled: bool = False,
-        screening: ScreeningConfig = DEFAULT_SCREENING,
     ) -> None:
-        super().__init__(module, inner, outer, run_id=run_id, device=device, screening=screening)
+        super().__init__(module, recipe, run_id=run_id, device=device)
         self._sampler = sampler
         self._microbatch_size = microbatch_size or sampler.batch_size
         self._forward = cast("nn.Module", torch.compile(self._module)) if is_compiled else self._module
@@ -130,14 +126,12 @@ def build_learner(
     module = build_module(manifest.model, manifest.seed, allowed_models=allowed_models)
     learner = Learner(
         module,
-        manifest.inner,
-        manifest.outer,
+        Recipe.of(manifest),
         sampler,
         run_id=run_id,
         device=chosen,
         microbatch_size=microbatch_size,
         is_compiled=is_compiled,
-        screening=manifest.screening,
     )
     if manifest.data.epochs:
         learner.slices = sampler.slices()

@@ -15,7 +15,7 @@ from .codec import Buffer, Form, bytes_of, bytes_to_read, check_length, slices
 from .copying import Copier
 from .errors import CodecError
 from .screening.history import Histories
-from .screening.rule import Meeting, Partner, Refuse, ScreeningRule, Verdict
+from .screening.rule import Encounter, Partner, Refuse, ScreeningRule, Verdict
 from .topk import TopK
 
 _NO_OWN = Refuse("no contribution of this replica's own awaits one")
@@ -86,7 +86,7 @@ class PartnerContribution:
             return
         self._rule.feed(own, values)
 
-    def judge(self, data: Buffer, meeting: Meeting) -> Verdict:
+    def judge(self, data: Buffer, encounter: Encounter) -> Verdict:
         """Take in the rest, and judge the whole. A refusal is remembered at once."""
         if self._own is None:
             return _NO_OWN
@@ -99,25 +99,25 @@ class PartnerContribution:
         except CodecError as error:
             self._begin()
             return Refuse(f"the contribution cannot be used: {error}")
-        return self._ask(self._own, meeting)
+        return self._ask(self._own, encounter)
 
-    def verdict(self, data: Buffer, meeting: Meeting) -> Verdict:
+    def verdict(self, data: Buffer, encounter: Encounter) -> Verdict:
         """The verdict on what was judged just before, which is not read again; else `judge`."""
         source = np.frombuffer(data, dtype=np.uint8)
         is_same = (self._address, self._available) == (source.ctypes.data, source.size)
         if self._own is None or self._judged is None or not is_same:
-            return self.judge(data, meeting)
+            return self.judge(data, encounter)
         partner, verdict = self._judged
-        return verdict if partner.meeting == meeting else self._ask(self._own, meeting)
+        return verdict if partner.encounter == encounter else self._ask(self._own, encounter)
 
-    def _ask(self, own: Tensor, meeting: Meeting) -> Verdict:
+    def _ask(self, own: Tensor, encounter: Encounter) -> Verdict:
         self._copier.join()
         values = self._memory[: len(own)]
         partner = Partner(
-            meeting,
+            encounter,
             own,
             values,
-            self.histories.of(meeting.peer),
+            self.histories.of(encounter.peer),
             self.histories.of(b""),
             lambda share: self._evaluate(share, own, values),
         )

@@ -16,14 +16,14 @@ what `farandole.training.contribution` remembers of what was sent.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from farandole.protocol.manifest import InnerConfig
-from farandole.protocol.outer_rules import OuterConfig
+from farandole.protocol.manifest import InnerConfig, Manifest
+from farandole.protocol.outer_rules import NoLoCoConfig, OuterConfig
 from farandole.protocol.screening_rules import DEFAULT_SCREENING, ScreeningConfig
 from farandole.protocol.vectors import FAST, SLOW, required_vectors
 
@@ -39,7 +39,7 @@ from .outer_state import OuterState
 from .parameters import flatten_, layout_of
 from .partner import PartnerContribution
 from .screening.history import Histories
-from .screening.rule import EVALUATION_BATCHES, UNKNOWN, Meeting, Refuse, Verdict, rule_of
+from .screening.rule import EVALUATION_BATCHES, UNKNOWN, Encounter, Refuse, Verdict, rule_of
 from .slices import SliceQueue
 from .snapshot import Snapshot, SnapshotMemory
 from .start import load_start
@@ -56,6 +56,20 @@ class _RoundEnd:
     """Tokens of the round."""
 
 
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a replica learns: sections of the run's manifest."""
+
+    inner: InnerConfig = field(default_factory=InnerConfig)
+    outer: OuterConfig = field(default_factory=NoLoCoConfig)
+    screening: ScreeningConfig = DEFAULT_SCREENING
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Recipe:
+        """The sections of a manifest."""
+        return cls(manifest.inner, manifest.outer, manifest.screening)
+
+
 class Replica:
     """A module, its inner optimizer, its outer state, and the partner that it meets.
 
@@ -67,12 +81,10 @@ class Replica:
     def __init__(
         self,
         module: nn.Module,
-        inner: InnerConfig,
-        outer: OuterConfig,
+        recipe: Recipe,
         *,
         run_id: bytes,
         device: Device,
-        screening: ScreeningConfig = DEFAULT_SCREENING,
     ) -> None:
         self.device = device
         self.round = 0
@@ -83,14 +95,14 @@ class Replica:
         """What it learns from, where the run counts epochs and this replica draws data."""
         self._run_id = run_id
         self._module = module.to(device.torch_device)
-        self.layout = layout_of(self._module, outer.codec)
+        self.layout = layout_of(self._module, recipe.outer.codec)
         self._theta, self._gradient = flatten_(self._module, self.layout)
-        self._optimizer = FlatAdamW(inner, self._theta, self._gradient, list(self._module.parameters()))
+        self._optimizer = FlatAdamW(recipe.inner, self._theta, self._gradient, list(self._module.parameters()))
         self._copier = copier_for(device.torch_device)
-        self._outer = OuterState(outer, self._theta, self._copier)
-        received = self._theta.new_empty(self.layout.largest_fragment(outer.fragments))
+        self._outer = OuterState(recipe.outer, self._theta, self._copier)
+        received = self._theta.new_empty(self.layout.largest_fragment(recipe.outer.fragments))
         self._partner = PartnerContribution(
-            self._outer.form, received, self._copier, rule_of(screening), self._loss_towards
+            self._outer.form, received, self._copier, rule_of(recipe.screening), self._loss_towards
         )
         self._round_end: _RoundEnd | None = None
         self._snapshots: SnapshotMemory | None = None
@@ -202,9 +214,9 @@ class Replica:
         self._partner.take_in(data, available)
 
     @torch.no_grad()
-    def screen(self, partner: Buffer, meeting: Meeting = UNKNOWN) -> Verdict:
+    def screen(self, partner: Buffer, encounter: Encounter = UNKNOWN) -> Verdict:
         """The verdict on a partner's contribution, before an outer step is due with it."""
-        return self._partner.judge(partner, meeting)
+        return self._partner.judge(partner, encounter)
 
     @property
     def histories(self) -> Histories:
@@ -232,7 +244,7 @@ class Replica:
         return None
 
     @torch.no_grad()
-    def outer_step(self, partner: Buffer | None, meeting: Meeting = UNKNOWN, *, own_first: bool = True) -> int:
+    def outer_step(self, partner: Buffer | None, encounter: Encounter = UNKNOWN, *, own_first: bool = True) -> int:
         """End the round: outer step with the partner's contribution (None: alone), next round.
 
         ``own_first`` is True for one of the partners and False for the other (whose key is less, say), so that both
@@ -248,7 +260,7 @@ class Replica:
         if partner is None:
             self._outer.step(made, (), (), is_late=late > 0)
         else:
-            verdict = self._partner.verdict(partner, meeting)
+            verdict = self._partner.verdict(partner, encounter)
             if isinstance(verdict, Refuse):
                 raise ScreeningError(verdict.reason)
             pair, shares = (made.sent, self._partner.values()), verdict.shares

@@ -30,9 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.linalg import vector_norm
 
-from farandole.protocol.manifest import InnerConfig, Manifest, ModelConfig, PipelineConfig
-from farandole.protocol.outer_rules import OuterConfig
-from farandole.protocol.screening_rules import DEFAULT_SCREENING, ScreeningConfig
+from farandole.protocol.manifest import Manifest, ModelConfig, PipelineConfig
 
 from .batches import Batches
 from .codec import Buffer, decode, encode, encoded_size
@@ -41,7 +39,7 @@ from .device import Device, choose_device
 from .errors import ActivationError, CodecError, DataError, TrainingError
 from .model import cross_entropy
 from .parameters import bind_
-from .replica import Replica
+from .replica import Recipe, Replica
 from .stages import as_stage, build_stage
 
 # The inner step of microbatches that are of none: their loss is measured, and nothing is learned of them.
@@ -96,16 +94,14 @@ class StageWorker(Replica):
         self,
         module: nn.Module,
         model: ModelConfig,
-        inner: InnerConfig,
-        outer: OuterConfig,
+        recipe: Recipe,
         pipeline: PipelineConfig,
         sampler: Batches | None,
         *,
         run_id: bytes,
         device: Device,
-        screening: ScreeningConfig = DEFAULT_SCREENING,
     ) -> None:
-        super().__init__(module, inner, outer, run_id=run_id, device=device, screening=screening)
+        super().__init__(module, recipe, run_id=run_id, device=device)
         self._pipeline = pipeline
         self._sampler = sampler
         self._shape = (pipeline.microbatch_size, model.context, model.width)
@@ -390,13 +386,11 @@ def build_stage_worker(
     worker = StageWorker(
         build_stage(manifest.model, manifest.seed, stage, allowed_models),
         manifest.model,
-        manifest.inner,
-        manifest.outer,
+        Recipe.of(manifest),
         manifest.pipeline,
         sampler,
         run_id=run_id,
         device=choose_device(device),
-        screening=manifest.screening,
     )
     if sampler is not None and manifest.data.epochs:
         worker.slices = sampler.slices(manifest.inner.batch_size // manifest.pipeline.microbatch_size)

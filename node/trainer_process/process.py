@@ -62,7 +62,7 @@ from farandole.protocol.trainer_messages import (
 from farandole.training.durable import replacing
 from farandole.training.errors import CheckpointError
 from farandole.training.screening.history import MAX_BYTES, Histories
-from farandole.training.screening.rule import Meeting, Refuse
+from farandole.training.screening.rule import Encounter, Refuse
 
 from ..base.system.memory import MAX_EPOCHS, Count, SharedCounter, counted_size, map_shared_memory
 from ..store.disk_space import plan_disk, used_bytes
@@ -199,8 +199,8 @@ class TrainerProcess(abc.ABC):
             case Screen():
                 self._finish_encoding()
                 self._look_at(Count(command.number % MAX_EPOCHS, command.size))
-                meeting = self._meeting(command.partner, command.partner_tokens)
-                verdict = self._replica.screen(memoryview(self._incoming)[: command.size], meeting)
+                encounter = self._encounter(command.partner, command.partner_tokens)
+                verdict = self._replica.screen(memoryview(self._incoming)[: command.size], encounter)
                 self._channel.send(Screened(verdict.reason if isinstance(verdict, Refuse) else "", command.number))
             case TakeOuterStep():
                 self._take_outer_step(command)
@@ -360,12 +360,12 @@ class TrainerProcess(abc.ABC):
         partner = memoryview(self._incoming)[: command.partner_size] if command.partner_size else None
         # Both partners must add in one order, so that they round alike: the lesser key comes first.
         replica, is_first = self._replica, self._author < command.partner
-        meeting = self._meeting(command.partner, command.partner_tokens)
-        late = replica.outer_step(partner, meeting, own_first=is_first)
+        encounter = self._encounter(command.partner, command.partner_tokens)
+        late = replica.outer_step(partner, encounter, own_first=is_first)
         self._channel.send(OuterStepTaken(command.round, late))
 
-    def _meeting(self, partner: bytes, partner_tokens: int) -> Meeting:
-        return Meeting(partner, self._replica.tokens_contributed, partner_tokens)
+    def _encounter(self, partner: bytes, partner_tokens: int) -> Encounter:
+        return Encounter(partner, self._replica.tokens_contributed, partner_tokens)
 
     @abc.abstractmethod
     def _validate(self, num_batches: int) -> Validated:

@@ -17,7 +17,7 @@ from farandole.protocol.manifest import manifest_from_dict
 from farandole.training.data import build_sampler
 from farandole.training.device import choose_device
 from farandole.training.model import build_model, language_loss
-from farandole.training.replica import Replica
+from farandole.training.replica import Recipe, Replica
 
 from .peer import serve
 from .stages_task import RUN_ID, author
@@ -33,7 +33,7 @@ class Alone:
         model, inner = checked.model, checked.inner
         sampler = build_sampler(checked, RUN_ID, author())
         module = build_model(model, checked.seed)
-        replica = Replica(module, inner, checked.outer, run_id=RUN_ID, device=choose_device("cpu"))
+        replica = Replica(module, Recipe.of(checked), run_id=RUN_ID, device=choose_device("cpu"))
         stepped_at, losses = [], []
         for step in range(steps):
             microbatches = torch.split(torch.as_tensor(sampler.batch(step)), checked.pipeline.microbatch_size)

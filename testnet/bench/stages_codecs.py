@@ -16,11 +16,11 @@ import msgspec
 import torch
 
 from farandole.protocol.manifest import DataConfig, InnerConfig, ModelConfig, PipelineConfig, TokenizerConfig
-from farandole.protocol.outer_rules import NoLoCoConfig
 from farandole.training.codec import encoded_size
 from farandole.training.data import Sampler, Text, load_text
 from farandole.training.device import choose_device
 from farandole.training.model import build_model, language_loss
+from farandole.training.replica import Recipe
 from farandole.training.stage_worker import StageWorker
 from farandole.training.stages import build_stage
 from farandole.training.tokenizer import load_tokenizer
@@ -94,8 +94,7 @@ class Stages:
             StageWorker(
                 build_stage(model, seed, stage),
                 model,
-                inner,
-                NoLoCoConfig(),
+                Recipe(inner),
                 pipeline,
                 self._sampler if stage == 0 else None,
                 run_id=run_id,

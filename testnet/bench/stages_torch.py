@@ -25,7 +25,7 @@ from farandole.protocol.manifest import ModelConfig, manifest_from_dict
 from farandole.training.data import build_sampler
 from farandole.training.device import choose_device
 from farandole.training.model import Transformer, build_model, cross_entropy
-from farandole.training.replica import Replica
+from farandole.training.replica import Recipe, Replica
 
 from .peer import serve
 from .stages_task import RUN_ID, author
@@ -75,7 +75,7 @@ class Rank:
             is_first=is_first,
             is_last=is_last,
         )
-        replica = Replica(module, inner, checked.outer, run_id=RUN_ID, device=choose_device("cpu"))
+        replica = Replica(module, Recipe.of(checked), run_id=RUN_ID, device=choose_device("cpu"))
         num_microbatches = inner.batch_size // checked.pipeline.microbatch_size
         line = PipelineStage(module, stage, model.num_stages, torch.device("cpu"))
         pipeline = SCHEDULES[schedule](line, num_microbatches, loss_fn=cross_entropy, scale_grads=False)

@@ -20,11 +20,10 @@ from farandole.node.base.system.memory import SharedCounter
 from farandole.node.trainer.channel import TrainerSocket
 from farandole.node.trainer_process.process import LOOK_INTERVAL
 from farandole.protocol import trainer_messages as messages
-from farandole.protocol.manifest import InnerConfig
 from farandole.protocol.outer_rules import Codec, NoLoCoConfig
 from farandole.training.codec import decode, encode, encoded_size
 from farandole.training.device import choose_device
-from farandole.training.replica import Replica
+from farandole.training.replica import Recipe, Replica
 from farandole.training.screening.rule import Refuse
 
 
@@ -71,7 +70,7 @@ class BenchTrainer:
         module.register_parameter("vector", nn.Parameter(self._vector + self._common))
         outer = NoLoCoConfig(alpha=0.0, beta=1.0, gamma=1.0, codec=codec)
         device = choose_device("cpu")
-        self._replica = Replica(module, InnerConfig(), outer, run_id=bytes(32), device=device)
+        self._replica = Replica(module, Recipe(outer=outer), run_id=bytes(32), device=device)
         return {}
 
     async def take_round(self, is_first: bool) -> dict[str, Any]:

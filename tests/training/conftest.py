@@ -13,6 +13,7 @@ from farandole.training.data import Sampler, Text
 from farandole.training.device import choose_device
 from farandole.training.learner import Learner
 from farandole.training.model import build_model
+from farandole.training.replica import Recipe
 from farandole.training.screening.rule import Refuse
 
 RUN_ID = hashlib.sha256(b"a run").digest()
@@ -60,12 +61,10 @@ def make_replica(model: ModelConfig, inner: InnerConfig, text: Text) -> MakeRepl
         sampler = Sampler(text, run_id=run_id, author=author, batch_size=inner.batch_size, context=model.context)
         return Learner(
             build_model(model, seed),
-            inner_settings,
-            NoLoCoConfig(**outer) if rule is None else rule,
+            Recipe(inner_settings, NoLoCoConfig(**outer) if rule is None else rule, screening),
             sampler,
             run_id=run_id,
             device=choose_device("cpu"),
-            screening=screening,
         )
 
     return make

@@ -9,7 +9,7 @@ from farandole.training.baselines import Ensemble, Method, methods, train
 from farandole.training.data import Sampler, Text
 from farandole.training.learner import Learner
 from farandole.training.outer.rule import OwnVectors, rule_of
-from farandole.training.screening.rule import Meeting
+from farandole.training.screening.rule import Encounter
 
 from .conftest import RUN_ID, MakeReplica
 
@@ -51,8 +51,8 @@ def test_an_ensemble_does_what_replicas_do(
             for row, buffer in zip((first, second), buffers, strict=True):
                 size, _ = replicas[row].contribution(buffer, round_number % fragments)
                 del buffer[size:]
-            replicas[first].outer_step(buffers[1], Meeting(b"", 1, 1), own_first=True)
-            replicas[second].outer_step(buffers[0], Meeting(b"", 1, 1), own_first=False)
+            replicas[first].outer_step(buffers[1], Encounter(b"", 1, 1), own_first=True)
+            replicas[second].outer_step(buffers[0], Encounter(b"", 1, 1), own_first=False)
 
         torch.testing.assert_close(ensemble.theta, rows(replicas), rtol=1e-5, atol=1e-6)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from farandole.training import codec, replica
 from farandole.training.copying import Copier, DeviceCopier, Wait, copier_for
 from farandole.training.learner import Learner
-from farandole.training.screening.rule import Meeting
+from farandole.training.screening.rule import Encounter
 
 from .conftest import ALICE, BOB, MakeReplica, refusal
 
@@ -78,8 +78,8 @@ def test_what_is_copied_is_what_a_cpu_makes(
             alice.take_in(sent[bob], 1_000)
             alice.take_in(sent[bob], 3_000)
             assert refusal(alice, sent[bob]) == ""
-            alice.outer_step(sent[bob], Meeting(b"", 3, 1), own_first=True)
-            bob.outer_step(sent[alice], Meeting(b"", 1, 3), own_first=False)
+            alice.outer_step(sent[bob], Encounter(b"", 3, 1), own_first=True)
+            bob.outer_step(sent[alice], Encounter(b"", 1, 3), own_first=False)
         assert [*map(sent.get, plain)] == [*map(sent.get, copied)]
         for one, other in zip(plain, copied, strict=True):
             assert torch.equal(one.slow_weights(), other.slow_weights())

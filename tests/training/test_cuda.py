@@ -16,7 +16,8 @@ from farandole.training.device import CONTEXT_BYTES, choose_device, limit_memory
 from farandole.training.learner import Learner
 from farandole.training.memory import is_out_of_memory
 from farandole.training.model import build_model
-from farandole.training.screening.rule import Meeting
+from farandole.training.replica import Recipe
+from farandole.training.screening.rule import Encounter
 
 from .conftest import ALICE, BOB, RUN_ID, refusal
 
@@ -47,8 +48,7 @@ def make(
     sampler = Sampler(text, run_id=RUN_ID, author=author, batch_size=inner.batch_size, context=model.context)
     return Learner(
         build_model(model, 7),
-        inner,
-        NoLoCoConfig(codec=name, alpha=0.0, beta=1.0, gamma=1.0),
+        Recipe(inner, NoLoCoConfig(codec=name, alpha=0.0, beta=1.0, gamma=1.0)),
         sampler,
         run_id=RUN_ID,
         device=choose_device(device),
@@ -70,8 +70,8 @@ def test_a_gpu_and_a_cpu_come_to_the_same_mean(
     gpu.learn()  # queued behind the exchange, or beside it
     gpu.take_in(memoryview(memory[cpu])[: sizes[1]], 1_000)
     assert refusal(gpu, memoryview(memory[cpu])[: sizes[1]]) == ""
-    assert gpu.outer_step(memoryview(memory[cpu])[: sizes[1]], Meeting(b"", 1, 1), own_first=True) == 1
-    cpu.outer_step(memoryview(memory[gpu])[: sizes[0]], Meeting(b"", 1, 1), own_first=False)
+    assert gpu.outer_step(memoryview(memory[cpu])[: sizes[1]], Encounter(b"", 1, 1), own_first=True) == 1
+    cpu.outer_step(memoryview(memory[gpu])[: sizes[0]], Encounter(b"", 1, 1), own_first=False)
 
     both = gpu.slow_weights().cpu() == cpu.slow_weights()
     assert bool(both.all()) or name == "topk"

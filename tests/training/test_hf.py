@@ -12,7 +12,6 @@ from msgspec.structs import replace
 from farandole.protocol.cut import layers_of, stage_parameters, transformer_costs
 from farandole.protocol.families import hf_config_from_dict
 from farandole.protocol.manifest import InnerConfig, Manifest, ModelConfig, PipelineConfig
-from farandole.protocol.outer_rules import NoLoCoConfig
 from farandole.protocol.parts import parts_of
 from farandole.protocol.presets import num_parameters
 from farandole.training.data import Text
@@ -21,6 +20,7 @@ from farandole.training.errors import TrainingError
 from farandole.training.learner import Learner, build_learner
 from farandole.training.measure import measure
 from farandole.training.model import cross_entropy
+from farandole.training.replica import Recipe
 from farandole.training.stage_worker import StageWorker
 from farandole.training.stages import as_stage, build_module, build_stage
 
@@ -220,8 +220,7 @@ def test_three_stages_learn_what_the_whole_learns_bit_for_bit(
     workers = workers_of(model, no_clip, text, 3, recompute=recompute)
     learner = Learner(
         build_module(model, 7),
-        no_clip,
-        NoLoCoConfig(),
+        Recipe(no_clip),
         sampler_of(text, no_clip, model),
         run_id=RUN_ID,
         device=choose_device("cpu"),

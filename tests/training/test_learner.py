@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from farandole.protocol.manifest import InnerConfig, ModelConfig
-from farandole.protocol.outer_rules import NoLoCoConfig
 from farandole.training.data import Sampler, Text
 from farandole.training.device import choose_device
 from farandole.training.errors import DataError
 from farandole.training.learner import Learner
 from farandole.training.memory import is_out_of_memory
 from farandole.training.model import build_model
+from farandole.training.replica import Recipe
 
 from .conftest import ALICE, RUN_ID
 
@@ -25,8 +25,7 @@ def learner(model: ModelConfig, text: Text, microbatch_size: int) -> Learner:
     sampler = Sampler(text, run_id=RUN_ID, author=ALICE, batch_size=BATCH, context=model.context)
     return Learner(
         build_model(model, 7),
-        InnerConfig(learning_rate=3e-3, warmup_steps=3, total_steps=30, batch_size=BATCH),
-        NoLoCoConfig(),
+        Recipe(InnerConfig(learning_rate=3e-3, warmup_steps=3, total_steps=30, batch_size=BATCH)),
         sampler,
         run_id=RUN_ID,
         device=choose_device("cpu"),

@@ -12,7 +12,6 @@ from msgspec.structs import replace
 
 from farandole.protocol.cut import stage_parameters
 from farandole.protocol.manifest import InnerConfig, ModelConfig
-from farandole.protocol.outer_rules import NoLoCoConfig
 from farandole.protocol.own_model import OwnModel, Settings
 from farandole.protocol.presets import num_parameters
 from farandole.protocol.shapes import names_of_stage, shapes_of
@@ -22,6 +21,7 @@ from farandole.training.errors import TrainingError
 from farandole.training.learner import Learner
 from farandole.training.model import language_loss
 from farandole.training.own_trial import Tried, try_own_model
+from farandole.training.replica import Recipe
 from farandole.training.stages import as_stage, build_module, build_stage
 
 from .conftest import ALICE, RUN_ID
@@ -261,7 +261,7 @@ def test_another_version_of_the_code_is_found_out() -> None:
 def test_validation_is_without_dropout(inner: InnerConfig, text: Text) -> None:
     module = build_module(model_of("faulty_models:dropping", 64), 0, allowed_models=["faulty_models:dropping"])
     sampler = Sampler(text, run_id=RUN_ID, author=ALICE, batch_size=4, context=12, vocabulary=64)
-    learner = Learner(module, inner, NoLoCoConfig(), sampler, run_id=RUN_ID, device=choose_device("cpu"))
+    learner = Learner(module, Recipe(inner), sampler, run_id=RUN_ID, device=choose_device("cpu"))
 
     assert learner.validation_loss(2) == learner.validation_loss(2)
     assert module.training

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from farandole.training import codec
 from farandole.training.errors import DivergedError, ScreeningError
 from farandole.training.learner import Learner
-from farandole.training.screening.rule import Meeting
+from farandole.training.screening.rule import Encounter
 
 from .conftest import ALICE, BOB, MakeReplica, refusal
 
@@ -59,13 +59,13 @@ def test_what_is_taken_in_as_it_arrives_gives_the_same_outer_step(make_replica: 
     sent(parts)
     incoming = bytearray(len(of_bob))
 
-    whole.outer_step(of_bob, Meeting(b"", 2, 1))
+    whole.outer_step(of_bob, Encounter(b"", 2, 1))
     for available in (0, 1, 100, 100, 3_000, 3_001, len(of_bob)):
         incoming[:available] = of_bob[:available]
         parts.take_in(incoming, available)
     assert refusal(parts, incoming) == ""
     incoming[:] = bytes(len(incoming))  # it is not read again
-    parts.outer_step(incoming, Meeting(b"", 2, 1))
+    parts.outer_step(incoming, Encounter(b"", 2, 1))
 
     assert torch.equal(whole.slow_weights(), parts.slow_weights())
 
@@ -87,8 +87,8 @@ def test_another_contribution_in_the_same_place_is_taken_in_anew(
         node.take_in(incoming, min(available, len(incoming)))
     node.take_in(incoming, 0)
     incoming[:] = of[True]
-    node.outer_step(incoming, Meeting(b"", 1, 1))
-    twin.outer_step(of[True], Meeting(b"", 1, 1))
+    node.outer_step(incoming, Encounter(b"", 1, 1))
+    twin.outer_step(of[True], Encounter(b"", 1, 1))
 
     assert torch.equal(node.slow_weights(), twin.slow_weights())
 
@@ -116,7 +116,7 @@ def test_who_is_asked_again_looks_again(make_replica: MakeReplica) -> None:
     incoming[:] = bytes(len(incoming))
     assert "norm" in refusal(alice, incoming)
     with pytest.raises(ScreeningError, match="norm"):
-        alice.outer_step(incoming, Meeting(b"", 1, 1))
+        alice.outer_step(incoming, Encounter(b"", 1, 1))
 
 
 @EVERY_CODEC

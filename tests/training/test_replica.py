@@ -16,7 +16,7 @@ from farandole.training.inner import learning_rate
 from farandole.training.learner import Learner, build_learner
 from farandole.training.model import build_model, language_loss
 from farandole.training.outer.rule import rule_of
-from farandole.training.screening.rule import Meeting
+from farandole.training.screening.rule import Encounter
 
 from .conftest import ALICE, BOB, RUN_ID, MakeReplica, refusal
 
@@ -42,8 +42,8 @@ def same(first: list[Tensor], second: list[Tensor]) -> bool:
 
 def exchange(alice: Learner, bob: Learner, alice_tokens: int = 300, bob_tokens: int = 100) -> None:
     of_alice, of_bob = sent(alice), sent(bob)
-    alice.outer_step(of_bob, Meeting(b"", alice_tokens, bob_tokens), own_first=True)
-    bob.outer_step(of_alice, Meeting(b"", bob_tokens, alice_tokens), own_first=False)
+    alice.outer_step(of_bob, Encounter(b"", alice_tokens, bob_tokens), own_first=True)
+    bob.outer_step(of_alice, Encounter(b"", bob_tokens, alice_tokens), own_first=False)
 
 
 @pytest.mark.parametrize("momentum", ["heavy_ball", "nesterov"])
@@ -216,8 +216,8 @@ def test_progress_made_during_an_exchange_is_kept(make_replica: MakeReplica) -> 
 
     assert (alice.awaits_outer_step, alice.tokens_contributed) == (True, 5 * 4 * 16)
 
-    assert alice.outer_step(of_bob, Meeting(b"", 1, 1), own_first=True) == 2
-    assert bob.outer_step(of_alice, Meeting(b"", 1, 1), own_first=False) == 0
+    assert alice.outer_step(of_bob, Encounter(b"", 1, 1), own_first=True) == 2
+    assert bob.outer_step(of_alice, Encounter(b"", 1, 1), own_first=False) == 0
 
     torch.testing.assert_close(alice.fast_weights(), late + (alice.slow_weights() - snapshot))
     assert torch.equal(alice.slow_weights(), bob.slow_weights())
@@ -254,8 +254,8 @@ def test_a_fragments_outer_step_moves_that_fragment_alone(make_replica: MakeRepl
             assert size == 4 * (part.stop - part.start)
             del buffer[size:]
 
-        alice.outer_step(buffers[bob], Meeting(b"", 1, 1), own_first=True)
-        bob.outer_step(buffers[alice], Meeting(b"", 1, 1), own_first=False)
+        alice.outer_step(buffers[bob], Encounter(b"", 1, 1), own_first=True)
+        bob.outer_step(buffers[alice], Encounter(b"", 1, 1), own_first=False)
 
         fast[part] = slow[part] = fast[part] * 0.5 + other[part] * 0.5
         assert torch.equal(alice.fast_weights(), fast)
@@ -283,8 +283,8 @@ def test_late_corrections_add_up(make_replica: MakeReplica) -> None:
         train(bob, 1)
         progress = {node: node.fast_weights() - snapshots[node] for node in (alice, bob)}
 
-        alice.outer_step(contributions[bob], Meeting(b"", 1, 1), own_first=True)
-        bob.outer_step(contributions[alice], Meeting(b"", 1, 1), own_first=False)
+        alice.outer_step(contributions[bob], Encounter(b"", 1, 1), own_first=True)
+        bob.outer_step(contributions[alice], Encounter(b"", 1, 1), own_first=False)
 
         for node in (alice, bob):
             torch.testing.assert_close(node.fast_weights(), node.slow_weights() + progress[node])
@@ -333,7 +333,7 @@ def test_an_unfit_contribution_changes_nothing(make_replica: MakeReplica, harm: 
     assert refusal(alice, of_bob) == ""
     assert reason in refusal(alice, harm(of_bob))  # type: ignore[operator]
     with pytest.raises(ScreeningError, match=reason):
-        alice.outer_step(harm(of_bob), Meeting(b"", 1, 1), own_first=True)  # type: ignore[operator]
+        alice.outer_step(harm(of_bob), Encounter(b"", 1, 1), own_first=True)  # type: ignore[operator]
 
     assert same(before, state(alice))
     assert alice.round == 0

@@ -7,12 +7,12 @@ import torch
 from msgspec.structs import replace
 
 from farandole.protocol.manifest import InnerConfig, ModelConfig, PipelineConfig
-from farandole.protocol.outer_rules import NoLoCoConfig
 from farandole.training.data import Sampler, Text
 from farandole.training.device import choose_device
 from farandole.training.errors import ActivationError, DataError, NoSliceError, TrainingError
 from farandole.training.learner import Learner
 from farandole.training.model import build_model, cross_entropy
+from farandole.training.replica import Recipe
 from farandole.training.stage_worker import StageWorker
 from farandole.training.stages import build_stage
 
@@ -43,8 +43,7 @@ def workers_of(
         StageWorker(
             build_stage(staged, 7, stage),
             staged,
-            inner,
-            NoLoCoConfig(),
+            Recipe(inner),
             PipelineConfig(**{"codec": "fp32", "microbatch_size": inner.batch_size, **pipeline}),
             sampler_of(text, inner, model) if stage == 0 else None,
             run_id=RUN_ID,
@@ -86,7 +85,7 @@ def by_name(workers: list[StageWorker]) -> dict[str, torch.Tensor]:
 
 def whole(model: ModelConfig, inner: InnerConfig, text: Text) -> Learner:
     sampler = sampler_of(text, inner, model)
-    return Learner(build_model(model, 7), inner, NoLoCoConfig(), sampler, run_id=RUN_ID, device=choose_device("cpu"))
+    return Learner(build_model(model, 7), Recipe(inner), sampler, run_id=RUN_ID, device=choose_device("cpu"))
 
 
 @pytest.mark.parametrize("overlap", [False, True])

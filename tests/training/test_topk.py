@@ -12,7 +12,7 @@ from farandole.training import codec
 from farandole.training.errors import CodecError, DivergedError
 from farandole.training.learner import Learner
 from farandole.training.magnitudes import MIN_SCALE
-from farandole.training.screening.rule import Meeting
+from farandole.training.screening.rule import Encounter
 from farandole.training.topk import TopK
 
 from .conftest import ALICE, BOB, MakeReplica
@@ -137,8 +137,8 @@ def test_partners_agree_where_both_have_sent_and_move_where_the_other_has(make_r
     assert both.any()
     assert neither.any()
 
-    alice.outer_step(data[bob].numpy(), Meeting(b"", 3, 1), own_first=True)
-    bob.outer_step(data[alice].numpy(), Meeting(b"", 1, 3), own_first=False)
+    alice.outer_step(data[bob].numpy(), Encounter(b"", 3, 1), own_first=True)
+    bob.outer_step(data[alice].numpy(), Encounter(b"", 1, 3), own_first=False)
 
     assert torch.equal(alice.slow_weights()[both], bob.slow_weights()[both]), "bit for bit"
     for node, other, mine, theirs, share in (
@@ -168,7 +168,7 @@ def test_what_was_left_out_is_sent_some_rounds_later(make_replica: MakeReplica) 
             alice.outer_step(None)
             continue
         of_bob = sent(bob)
-        alice.outer_step(of_bob, Meeting(b"", 1, 0))
+        alice.outer_step(of_bob, Encounter(b"", 1, 0))
         alice._theta.copy_(meant)  # Bob's pull aside
         TopK(40).decode(data, told)
         bob.outer_step(None)
@@ -186,7 +186,7 @@ def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_been(make_replica:
         node.learn()
         of_node = sent(node)
         bob.learn()
-        node.outer_step(sent(bob), Meeting(b"", 1, 1))
+        node.outer_step(sent(bob), Encounter(b"", 1, 1))
         bob.outer_step(None)
         return bytes(of_node)
 
@@ -218,7 +218,7 @@ def test_fragments_and_their_memory_stay_apart(make_replica: MakeReplica) -> Non
     for node, buffer in buffers.items():
         node.contribution(buffer, 1)
 
-    alice.outer_step(buffers[bob], Meeting(b"", 1, 1))
+    alice.outer_step(buffers[bob], Encounter(b"", 1, 1))
 
     after = alice.state()["sent"]
     assert torch.equal(after[: part.start], before[: part.start])

@@ -59,7 +59,7 @@ Verdict = Accept | Refuse
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Encounter:
     """Who the partner of a round is, and what both say of themselves."""
 
     peer: bytes = b""
@@ -70,7 +70,7 @@ class Meeting:
     """Tokens that the partner claims for its contribution."""
 
 
-UNKNOWN = Meeting()
+UNKNOWN = Encounter()
 """A partner of whom nothing is known."""
 
 
@@ -78,7 +78,7 @@ UNKNOWN = Meeting()
 class Partner:
     """What a rule may know of a partner when it judges."""
 
-    meeting: Meeting
+    encounter: Encounter
     own: Tensor
     """One's own contribution, (n,) fp32, as the partner decodes it."""
     contribution: Tensor

@@ -49,7 +49,7 @@ class Similarity(ScreeningRule):
         if not product >= least * own_norm * partner_norm:
             cosine = product / (own_norm * partner_norm)
             return Refuse(f"the contribution's cosine with mine is {cosine:.3f}, below {least:g}")
-        return Accept(share_by_tokens(partner.meeting.own_tokens, partner.meeting.partner_tokens))
+        return Accept(share_by_tokens(partner.encounter.own_tokens, partner.encounter.partner_tokens))
 
 
 RULE = Similarity

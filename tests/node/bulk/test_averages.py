@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from farandole.protocol.exchange_messages import Offer
-from farandole.protocol.manifest import InnerConfig, ModelConfig
+from farandole.protocol.manifest import ModelConfig
 from farandole.protocol.outer_rules import Codec, NoLoCoConfig
 from farandole.protocol.pipe import BULK_FROM
 from farandole.training.codec import CODECS, decode, encode, encoded_size
@@ -22,7 +22,8 @@ from farandole.training.learner import Learner
 from farandole.training.model import build_model
 from farandole.training.outer.rule import weighted_mean
 from farandole.training.parameters import flatten_, layout_of
-from farandole.training.screening.rule import Accept, Meeting, share_by_tokens
+from farandole.training.replica import Recipe
+from farandole.training.screening.rule import Accept, Encounter, share_by_tokens
 
 from ..real_nodes import TOKENS, open_nodes, swap
 
@@ -100,9 +101,7 @@ async def test_replicas_come_to_the_same_mean_over_every_path(codec: Codec, path
         for index, node in enumerate(nodes):
             sampler = Sampler(text, run_id=bytes(32), author=node.host.author, batch_size=1, context=16)
             device = choose_device("cpu")
-            replica = Learner(
-                build_model(model, seed=7), InnerConfig(), outer, sampler, run_id=bytes(32), device=device
-            )
+            replica = Learner(build_model(model, seed=7), Recipe(outer=outer), sampler, run_id=bytes(32), device=device)
             generator = torch.Generator().manual_seed(index)
             replica._theta.add_(torch.randn(len(replica._theta), generator=generator) * 1e-2)
             weights.append(replica.fast_weights())
@@ -112,7 +111,7 @@ async def test_replicas_come_to_the_same_mean_over_every_path(codec: Codec, path
         await swap(nodes, codec, path, replicas[0].layout.hash)
         for index, (node, replica) in enumerate(zip(nodes, replicas, strict=True)):
             assert isinstance(replica.screen(node.incoming), Accept)
-            replica.outer_step(node.incoming, Meeting(b"", TOKENS[index], TOKENS[1 - index]), own_first=index == 0)
+            replica.outer_step(node.incoming, Encounter(b"", TOKENS[index], TOKENS[1 - index]), own_first=index == 0)
     mean = replicas[0].slow_weights()
     assert torch.equal(mean, replicas[1].slow_weights()), "bit for bit"
     exact, allowed = exact_mean(codec, weights)

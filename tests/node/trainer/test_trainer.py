@@ -29,7 +29,7 @@ from farandole.protocol.manifest import Manifest, ModelConfig, StartConfig
 from farandole.training.blocks import Content, content_of
 from farandole.training.data import Bring
 from farandole.training.learner import Learner, build_learner
-from farandole.training.screening.rule import Meeting
+from farandole.training.screening.rule import Encounter
 
 from ...patience import PATIENCE
 from ..small_runs import small_manifest
@@ -257,8 +257,8 @@ async def test_an_outer_step_may_come_during_the_next_round(
 
         for step in range(5):
             if step == taken.late_steps:
-                meeting = Meeting(b"", first.tokens_this_round, 70)
-                assert twins["a"].outer_step(sent["b"], meeting, own_first=True) == step
+                encounter = Encounter(b"", first.tokens_this_round, 70)
+                assert twins["a"].outer_step(sent["b"], encounter, own_first=True) == step
             if step < 4:
                 twins["a"].learn()
         twins["a"].contribution(sent["a"])
@@ -318,7 +318,7 @@ async def test_a_contribution_is_sent_while_it_is_encoded_and_taken_in_while_it_
         await report_of(alice, messages.Contributed)
         digest = await digest_of(alice)
 
-    twins[0].outer_step(sent[1], Meeting(b"", first.tokens_this_round, 70), own_first=True)
+    twins[0].outer_step(sent[1], Encounter(b"", first.tokens_this_round, 70), own_first=True)
     twins[0].learn()
     assert twins[0].contribution(sent[0]) == (first.size, digest), "bit for bit"
 

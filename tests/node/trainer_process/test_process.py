@@ -233,13 +233,13 @@ class Remembering(ScreeningRule):
     def feed(self, own: Tensor, contribution: Tensor) -> None: ...
 
     def judge(self, partner: Partner) -> Verdict:
-        tokens = (partner.meeting.own_tokens, partner.meeting.partner_tokens)
+        tokens = (partner.encounter.own_tokens, partner.encounter.partner_tokens)
         met = partner.history["tokens"]
         return Refuse(f"met with {met[0]:g} and {met[1]:g} tokens, now {tokens}") if met else Accept()
 
     def remember(self, partner: Partner, verdict: Verdict) -> None:
-        partner.history.append("tokens", partner.meeting.own_tokens)
-        partner.history.append("tokens", partner.meeting.partner_tokens)
+        partner.history.append("tokens", partner.encounter.own_tokens)
+        partner.history.append("tokens", partner.encounter.partner_tokens)
 
 
 @pytest.mark.parametrize("harm", [None, b"rubbish"])

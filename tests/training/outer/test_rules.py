@@ -12,7 +12,7 @@ from farandole.protocol.outer_rules import OuterConfig, OuterRules
 from farandole.protocol.vectors import required_vectors
 from farandole.training.learner import Learner
 from farandole.training.outer.rule import OwnVectors, rule_of
-from farandole.training.screening.rule import Meeting
+from farandole.training.screening.rule import Encounter
 
 from ..conftest import ALICE, BOB, MakeReplica
 
@@ -39,8 +39,8 @@ def sent(replica: Learner, fragment: int = 0) -> bytearray:
 
 def meet(alice: Learner, bob: Learner, fragment: int = 0) -> None:
     of_alice, of_bob = sent(alice, fragment), sent(bob, fragment)
-    alice.outer_step(of_bob, Meeting(BOB, 300, 100), own_first=True)
-    bob.outer_step(of_alice, Meeting(ALICE, 100, 300), own_first=False)
+    alice.outer_step(of_bob, Encounter(BOB, 300, 100), own_first=True)
+    bob.outer_step(of_alice, Encounter(ALICE, 100, 300), own_first=False)
 
 
 def copies(vectors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -109,7 +109,7 @@ def test_progress_made_during_an_exchange_is_kept(make_replica: MakeReplica, set
     alice.learn()
     progress = alice.fast_weights() - before
 
-    assert alice.outer_step(of_bob, Meeting(BOB, 1, 1)) == 1
+    assert alice.outer_step(of_bob, Encounter(BOB, 1, 1)) == 1
 
     torch.testing.assert_close(alice.fast_weights(), alice.slow_weights() + progress, rtol=1e-5, atol=1e-6)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from farandole.protocol.screening_rules import ScreeningConfig, ScreeningRules
 from farandole.training.learner import Learner
 from farandole.training.screening.history import MAX_NUMBERS, MAX_PEERS, MAX_SERIES, Histories, History
-from farandole.training.screening.rule import Accept, Meeting, Partner, Refuse
+from farandole.training.screening.rule import Accept, Encounter, Partner, Refuse
 
 from ..conftest import ALICE, BOB, MakeReplica, refusal
 
@@ -43,10 +43,10 @@ def test_an_honest_partner_is_accepted_and_what_cannot_be_averaged_is_not(
     of_bob = sent(bob)
     values = np.frombuffer(of_bob, np.float32)
 
-    assert isinstance(alice.screen(of_bob, Meeting(BOB, 1, 1)), Accept)
+    assert isinstance(alice.screen(of_bob, Encounter(BOB, 1, 1)), Accept)
     assert refusal(alice, (1e6 * values).tobytes())
     assert refusal(alice, np.full_like(values, math.nan).tobytes())
-    assert alice.screen(of_bob, Meeting(BOB, 1, 1)) == Accept(), "refusals leave nothing behind"
+    assert alice.screen(of_bob, Encounter(BOB, 1, 1)) == Accept(), "refusals leave nothing behind"
 
 
 @every_rule
@@ -57,8 +57,8 @@ def test_honest_partners_get_the_same_mean_to_the_bit(make_replica: MakeReplica,
     bob.learn()
     of_alice, of_bob = sent(alice), sent(bob)
 
-    alice.outer_step(of_bob, Meeting(BOB, 100, 300), own_first=True)
-    bob.outer_step(of_alice, Meeting(ALICE, 300, 100), own_first=False)
+    alice.outer_step(of_bob, Encounter(BOB, 100, 300), own_first=True)
+    bob.outer_step(of_alice, Encounter(ALICE, 300, 100), own_first=False)
 
     assert torch.equal(alice.slow_weights(), bob.slow_weights())
 
