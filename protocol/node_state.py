@@ -42,10 +42,6 @@ class TrainingState(msgspec.Struct, frozen=True, kw_only=True):
 
     round: int = 0
     """Round whose inner steps run, or ran last."""
-    round_steps: int = 0
-    """Inner steps of a round; 0: as many as its time allows."""
-    round_seconds: float = 0.0
-    """Of a round that is boxed in time; 0: it is not."""
     inner_steps: int = 0
     inner_steps_this_round: int = 0
     tokens: int = 0
@@ -73,6 +69,10 @@ class TrainingState(msgspec.Struct, frozen=True, kw_only=True):
     trainer_restarts: int = 0
     is_trainer_dead: bool = False
     """The trainer died, and the next one is not ready yet."""
+    round_steps: int = 0
+    """Inner steps of a round; 0: as many as its time allows."""
+    round_seconds: float = 0.0
+    """Of a round that is boxed in time; 0: it is not."""
 
 
 class NodeState(TrainingState, frozen=True, kw_only=True):
