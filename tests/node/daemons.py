@@ -21,7 +21,7 @@ from farandole.protocol.invite import Invite, encode_invite
 from ..patience import PATIENCE
 
 # An inner step takes at least so long: nodes of a test leave the processors to each other, as machines of their own do.
-PACE = ("--step-seconds", "0.02")
+PACE = ("--step-seconds", "0.05")
 POLL_INTERVAL = 0.05
 
 

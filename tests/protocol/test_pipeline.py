@@ -25,7 +25,7 @@ def settled_alike(world: World, num_stages: int) -> bool:
 @pytest.mark.parametrize("seed", range(2))
 def test_every_microbatch_counts_once_at_every_stage(stages: list[int], overlap: bool, seed: int) -> None:
     world = World(stages, seed=seed, overlap=overlap)
-    world.run(10)
+    world.run(4)
     world.end()
 
     kept = world.kept()
@@ -38,7 +38,7 @@ def test_every_microbatch_counts_once_at_every_stage(stages: list[int], overlap:
 
 def test_stages_take_as_many_steps_whatever_their_size() -> None:
     world = World([2, 4, 1], in_flight=12)
-    world.run(30)
+    world.run(15)
     steps = [[len(node.steps) for node in world.of_stage(stage)] for stage in range(3)]
     means = [sum(counts) / len(counts) for counts in steps]
     assert max(means) <= 1.3 * min(means), steps
@@ -60,7 +60,7 @@ def test_a_slow_node_is_given_less() -> None:
     world.announce()
     for node in world.of_stage(1):
         node.handle(machine.RoundBegan(0))
-    world.run(30)
+    world.run(15)
     fast = world.of_stage(1)[0]
     assert fast is not slow
     assert len(fast.kept) > 2 * len(slow.kept) > 0

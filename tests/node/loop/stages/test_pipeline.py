@@ -36,7 +36,7 @@ from ....patience import PATIENCE
 from ...hosts import LOOPBACK
 from ...trainer_commands import prepare_for
 
-STEPS = 20
+STEPS = 8
 NUM_HELD_OUT = 2  # batches, which are microbatches here
 RUN_ID = b"r" * 32
 
