@@ -45,7 +45,7 @@ from .loop.pause.idle_service import IdleKeeper
 from .loop.pause.pause import Rest
 from .loop.pause.pause_service import RestKeeper
 from .loop.traffic.traffic_service import TrafficKeeper
-from .member import RunMember
+from .member import NodeParts, RunMember
 from .mesh.host import Host, open_host
 from .mesh.mdns import open_mdns
 from .mesh.reach.connectivity import open_connectivity
@@ -256,19 +256,8 @@ class Node(Daemon):
                         manifest, raw = joined
                         if raw != stored:
                             await store.put_fact(MANIFEST_FACT, raw)
-                        member = self._member = RunMember(
-                            settings,
-                            self._key,
-                            store,
-                            book,
-                            journal,
-                            host,
-                            messenger,
-                            manifest,
-                            raw,
-                            shaping,
-                            self._rest,
-                        )
+                        parts = NodeParts(self._key, store, book, journal, host, messenger, shaping, self._rest)
+                        member = self._member = RunMember(settings, parts, raw)
                         traffic.needs_traffic = manifest.model.num_stages > 1
                         connectivity.members = member.peers
                         self._reporter = member.reporter(self._started_at, connectivity, traffic)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -15,7 +16,7 @@ from farandole.protocol import trainer_messages as messages
 from farandole.protocol.block_transfer import Question
 from farandole.protocol.entries import CheckpointNotice, Kind, Progress
 from farandole.protocol.identity import public_bytes
-from farandole.protocol.manifest import Manifest, decode_manifest
+from farandole.protocol.manifest import decode_manifest
 from farandole.protocol.pairing import Pairing
 from farandole.protocol.records import run_key, shard_key
 from farandole.protocol.state import RunState
@@ -76,34 +77,34 @@ def leave_timeout(saved_bytes: int) -> float:
     return min(MAX_LEAVE_TIMEOUT, LEAVE_TIMEOUT + saved_bytes / SLOW_DISK)
 
 
+@dataclass(frozen=True, slots=True)
+class NodeParts:
+    """What a node has before it knows its run."""
+
+    key: Ed25519PrivateKey
+    store: Store
+    book: AddressBook
+    journal: Journal
+    host: Host
+    messenger: Messenger
+    shaping: Shaping
+    rest: Rest
+
+
 class RunMember:
     """This node in its run. Made once the manifest is known; raises `JoinError` unless its owner allows the model."""
 
-    def __init__(
-        self,
-        settings: NodeSettings,
-        key: Ed25519PrivateKey,
-        store: Store,
-        book: AddressBook,
-        journal: Journal,
-        host: Host,
-        messenger: Messenger,
-        manifest: Manifest,
-        raw_manifest: bytes,
-        shaping: Shaping,
-        rest: Rest,
-    ) -> None:
+    def __init__(self, settings: NodeSettings, parts: NodeParts, raw_manifest: bytes) -> None:
+        manifest, signed = decode_manifest(raw_manifest)
         require_allowed_model(manifest, settings.allow_model)
-        signed = decode_manifest(raw_manifest)[1]
         rng = random.Random()
+        key, store, journal, host = parts.key, parts.store, parts.journal, parts.host
+        messenger, shaping, rest = parts.messenger, parts.shaping, parts.rest
         author = public_bytes(key)
         self.run_id = signed.run_id
         self._settings = settings
-        self._store = store
-        self._book = book
+        self._parts = parts
         self._journal = journal
-        self._host = host
-        self._shaping = shaping
         self._manifest = manifest
         self._state = RunState(self.run_id, signed.creator)
         self._moved = trio.Event()
@@ -130,7 +131,7 @@ class RunMember:
             is_bound=settings.stage is not None,
             is_paused=is_paused,
         )
-        self._membership = membership = Membership(
+        self.membership = membership = Membership(
             host,
             self._state,
             self._gossip,
@@ -140,7 +141,7 @@ class RunMember:
             is_paused=is_paused,
             first_step=0 if manifest.start is None else manifest.start.inner_steps,
         )
-        self._weights = Weights(settings, key, journal, host, membership, manifest, self.run_id, shaping)
+        self.weights = Weights(settings, key, journal, host, membership, manifest, self.run_id, shaping)
         self._exchanges = ExchangeService(host, shaping=shaping)
         self._pipeline: PipelineService | None = None
         if is_cut:
@@ -169,7 +170,7 @@ class RunMember:
             hung_seconds=settings.hung_seconds,
         )
         pairing = Pairing(author, manifest.rounds, rng, manifest.outer.fragments)
-        self._training = Training(
+        self.training = Training(
             TrainingLoop(loop_config, pairing, self._supervisor),
             messenger,
             self._exchanges,
@@ -177,7 +178,7 @@ class RunMember:
             rest,
             Surroundings(
                 prepare=self._prepare,
-                on_saved=self._weights.note_saved,
+                on_saved=self.weights.note_saved,
                 on_refused=announcer.accuse,
                 current_round=membership.current_round,
                 may_spend=shaping.may_spend,
@@ -185,21 +186,21 @@ class RunMember:
             self._pipeline,
             self._leases,
         )
-        self._connections = Connections(host, membership, self._gossip.liveness, self._training.lose_peer)
+        self._connections = Connections(host, membership, self._gossip.liveness, self.training.lose_peer)
         self._keeper = StageKeeper(
             membership,
-            self._weights,
+            self.weights,
             journal,
             author,
             wanted=settings.stage,
             heartbeat_seconds=settings.heartbeat_seconds,
-            restart_trainer=self._training.restart_trainer,
+            restart_trainer=self.training.restart_trainer,
             on_moved=self._note_stage,
         )
         ManifestService(self.run_id, raw_manifest).register(host)
         self._start: Start | None = None
         if manifest.start is not None:
-            self._start = Start(settings, manifest, manifest.start, journal, host, self._weights, self._membership)
+            self._start = Start(settings, manifest, manifest.start, journal, host, self.weights, self.membership)
         elif settings.start is not None:
             raise JoinError(f"--start {settings.start}: this run starts from its seed, not from a checkpoint")
         self._blocks = BlockService(self.run_id, self._find, shaping, self._exchanges)
@@ -208,15 +209,15 @@ class RunMember:
     async def _find(self, question: Question) -> Holding | None:
         """A checkpoint that is asked for."""
         found = None if self._start is None else self._start.find(question)
-        return found or await self._weights.find(question)
+        return found or await self.weights.find(question)
 
     def peers(self) -> frozenset[bytes]:
         """The live members."""
-        return self._membership.everyone
+        return self.membership.everyone
 
     def checkpoint_notices(self) -> list[tuple[bytes, CheckpointNotice]]:
         """What this node and the live members say that they hold."""
-        there = {*self.peers(), self._host.author}
+        there = {*self.peers(), self._parts.host.author}
         return [
             (entry.author, entry.payload) for entry in self._state.entries(Kind.CHECKPOINT) if entry.author in there
         ]
@@ -224,25 +225,25 @@ class RunMember:
     def reporter(self, started_at: float, connectivity: Connectivity, traffic: TrafficKeeper) -> Reporter:
         """What makes this node's status from now on."""
         return Reporter(
-            self._host,
+            self._parts.host,
             self._journal,
             self.run_id,
             self._manifest.name,
             started_at,
-            self._shaping,
+            self._parts.shaping,
             connectivity,
             self._state,
             self._gossip.liveness,
             self._pipeline,
             self._leases,
-            self._membership.nodes_of_stages,
+            self.membership.nodes_of_stages,
             traffic,
         )
 
     async def run(self, target: Target, is_leaving: trio.Event) -> None:
         """Take part until told to leave. Raises `JoinError` or `TrainerError`."""
-        async with open_bulk(self._host, self._shaping) as channels, trio.open_nursery() as nursery:
-            self._exchanges.channels = self._weights.channels = self._blocks.channels = channels
+        async with open_bulk(self._parts.host, self._parts.shaping) as channels, trio.open_nursery() as nursery:
+            self._exchanges.channels = self.weights.channels = self._blocks.channels = channels
             if self._pipeline is not None:
                 self._pipeline.channels = channels
                 await nursery.start(self._pipeline.run)
@@ -250,16 +251,16 @@ class RunMember:
             if self._start is not None:
                 await self._start.open()
                 nursery.start_soon(self._start.run)
-            await self._restore_counters()
+            await self.restore_counters()
             await self._sync_state(may_begin=target.manifest is not None)
-            self._membership.refresh()
+            self.membership.refresh()
             if self._is_cut:
                 await self._keeper.begin(await self._stage_before())
             else:
-                await self._membership.announcer.announce()
-            await self._membership.announcer.beat()
-            nursery.start_soon(self._membership.run)
-            nursery.start_soon(self._membership.announcer.run)
+                await self.membership.announcer.announce()
+            await self.membership.announcer.beat()
+            nursery.start_soon(self.membership.run)
+            nursery.start_soon(self.membership.announcer.run)
             nursery.start_soon(self._connections.run)
             nursery.start_soon(self._follow_members)
             nursery.start_soon(self._follow_wishes)
@@ -269,25 +270,27 @@ class RunMember:
                 nursery.start_soon(self._leases.run)
             if self._is_cut:
                 nursery.start_soon(self._keeper.run)
-            nursery.start_soon(self._weights.run)
-            reconnector = Reconnector(self._host, self.run_id, self._book, target, self.peers, self._journal)
+            nursery.start_soon(self.weights.run)
+            reconnector = Reconnector(
+                self._parts.host, self.run_id, self._parts.book, target, self.peers, self._journal
+            )
             nursery.start_soon(reconnector.run)
-            nursery.start_soon(self._remember)
+            nursery.start_soon(self.remember)
             failure = await self._train(is_leaving)
             await self._say_farewell()
             with contextlib.suppress(StoreError):
-                await self._book.save(is_last=True)
+                await self._parts.book.save(is_last=True)
             if failure is not None:
                 raise failure
             nursery.cancel_scope.cancel()
 
     async def _follow_members(self) -> None:
         """Tell the training and the pipeline who is live, whenever that changes."""
-        membership, told = self._membership, None
+        membership, told = self.membership, None
         while True:
             if membership.live != told:
                 told = membership.live
-                self._training.set_peers(told)
+                self.training.set_peers(told)
             if self._pipeline is not None:
                 self._pipeline.set_nodes(membership.nodes_of_stages())
             await membership.changed()
@@ -295,8 +298,8 @@ class RunMember:
     async def _follow_wishes(self) -> None:
         """Have the trainer save whenever a peer wants newer weights than there are."""
         while True:
-            await self._weights.save_wanted()
-            self._training.save_soon()
+            await self.weights.save_wanted()
+            self.training.save_soon()
 
     async def _train(self, is_leaving: trio.Event) -> TrainerError | None:
         """Until told to leave, or until no trainer can be had: then why."""
@@ -305,7 +308,7 @@ class RunMember:
         async def run_training() -> None:
             nonlocal failure
             try:
-                await self._training.run()
+                await self.training.run()
             except TrainerError as error:
                 failure = error
                 is_leaving.set()
@@ -313,7 +316,7 @@ class RunMember:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(run_training)
             await is_leaving.wait()
-            await self._end_training()
+            await self.end_training()
             nursery.cancel_scope.cancel()
         return failure
 
@@ -333,11 +336,12 @@ class RunMember:
             "Try again later, or with a newer invite."
         )
 
-    async def _end_training(self) -> None:
+    async def end_training(self) -> None:
+        """Have the trainer save and end, in the time that its checkpoint takes."""
         self._journal.announce("leaving", "leaving: the trainer saves", "the trainer")
-        seconds = leave_timeout(self._weights.max_bytes(self._membership.stage))
+        seconds = leave_timeout(self.weights.max_bytes(self.membership.stage))
         with trio.move_on_after(seconds) as patience:
-            await self._training.leave()
+            await self.training.leave()
         if patience.cancelled_caught:
             self._journal.warn(
                 f"the trainer did not save within {seconds:.0f} s: what it has learnt since its last checkpoint is "
@@ -348,8 +352,8 @@ class RunMember:
         with trio.move_on_after(FAREWELL_TIMEOUT):
             if self._leases is not None:
                 await self._leases.leave()
-            await self._membership.announcer.report_progress()
-            await self._membership.announcer.announce(left=True)
+            await self.membership.announcer.report_progress()
+            await self.membership.announcer.announce(left=True)
             await self._gossip.flush()
         self._journal.say("left the run")
 
@@ -358,19 +362,19 @@ class RunMember:
     async def _prepare(self) -> messages.Prepare:
         """Put weights in place; returns what the next trainer is told first."""
         await self._before_trainer()
-        settings, stage = self._settings, self._membership.stage
-        files = self._weights.file_stage(stage)
-        self._weights.trainer_stage = stage
+        settings, stage = self._settings, self.membership.stage
+        files = self.weights.file_stage(stage)
+        self.weights.trainer_stage = stage
         return messages.Prepare(
             run_id=self.run_id,
-            author=self._host.author,
+            author=self._parts.host.author,
             manifest=msgspec.msgpack.encode(self._manifest),
             data=[str(path) for path in settings.data],
             tokenizer=str(settings.tokenizer) if settings.tokenizer else None,
             device=settings.device,
             threads=settings.threads,
             disk=round(settings.disk * 1e9),
-            checkpoint_bytes=self._weights.max_bytes(stage),
+            checkpoint_bytes=self.weights.max_bytes(stage),
             gpu_memory=round(settings.gpu_memory * 1e9),
             slow=settings.slow,
             step_seconds=settings.step_seconds,
@@ -387,26 +391,26 @@ class RunMember:
             incoming=0,
         )
 
-    async def _restore_counters(self) -> None:
-        """From earlier lives: this node's own tokens, as stored or as it last told the run, and its round.
+    async def restore_counters(self) -> None:
+        """Take up the counts of earlier lives: own tokens, as stored or as last told the run, and the round.
 
         The round goes into the first heartbeat: who hears it must not take the run for one that begins.
         """
-        stored = await self._store.get_fact(TOKENS_FACT)
-        told = self._state.payload(self._host.author, Progress)
+        stored = await self._parts.store.get_fact(TOKENS_FACT)
+        told = self._state.payload(self._parts.host.author, Progress)
         self._journal.update(tokens=max(int(stored or 0), told.tokens if told else 0))
         self._supervisor.microbatch = self._supervisor.microbatch or await self._microbatch_before()
-        self._journal.update(round=max(0, await self._weights.own_round() or 0))
+        self._journal.update(round=max(0, await self.weights.own_round() or 0))
 
     async def _microbatch_before(self) -> int:
         """What fitted into memory in earlier lives, on the same device; 0 if all did."""
-        device, _, size = ((await self._store.get_fact(MICROBATCH_FACT)) or b"").rpartition(b" ")
+        device, _, size = ((await self._parts.store.get_fact(MICROBATCH_FACT)) or b"").rpartition(b" ")
         return int(size) if device == self._settings.device.encode() else 0
 
     async def _remember_microbatch(self) -> None:
         try:
             fact = f"{self._settings.device} {self._supervisor.microbatch}"
-            await self._store.put_fact(MICROBATCH_FACT, fact.encode())
+            await self._parts.store.put_fact(MICROBATCH_FACT, fact.encode())
         except StoreError as error:
             self._journal.warn(f"{error}; a next life may run out of memory again")
 
@@ -414,22 +418,22 @@ class RunMember:
 
     @property
     def _is_cut(self) -> bool:
-        return self._membership.num_stages > 1
+        return self.membership.num_stages > 1
 
     async def _stage_before(self) -> int | None:
         """The stage of an earlier life."""
-        stored = await self._store.get_fact(STAGE_FACT)
+        stored = await self._parts.store.get_fact(STAGE_FACT)
         return None if stored is None else int(stored)
 
     async def _note_stage(self, stage: int) -> None:
         """This node has that stage now: its files and its DHT record follow."""
         try:
-            await self._store.put_fact(STAGE_FACT, b"%d" % stage)
+            await self._parts.store.put_fact(STAGE_FACT, b"%d" % stage)
         except StoreError as error:
             self._journal.warn(f"{error}; a next life may begin with another stage")
-        for other in range(self._membership.num_stages):
+        for other in range(self.membership.num_stages):
             if other != stage:
-                self._host.withdraw(shard_key(self.run_id, other))
+                self._parts.host.withdraw(shard_key(self.run_id, other))
         self._moved.set()
 
     async def _before_trainer(self) -> None:
@@ -437,30 +441,30 @@ class RunMember:
             await self._keeper.wait_quiet()
         elif self._supervisor.microbatch:
             await self._remember_microbatch()
-        await self._weights.obtain()
-        while self._start is not None and not await self._weights.is_at_hand():
-            if await self._start.obtain(self._membership.stage):
+        await self.weights.obtain()
+        while self._start is not None and not await self.weights.is_at_hand():
+            if await self._start.obtain(self.membership.stage):
                 return
-            await self._weights.obtain()  # it may have begun meanwhile, at nodes that have found what it starts from
+            await self.weights.obtain()  # it may have begun meanwhile, at nodes that have found what it starts from
 
     # Being found, and finding back
 
     async def _provide(self) -> None:
         """Announce the run and this node's shard in the DHT, until cancelled; the host announces them again."""
-        await self._host.provide(run_key(self.run_id))
+        await self._parts.host.provide(run_key(self.run_id))
         while True:
             self._moved = trio.Event()
-            await self._host.provide(shard_key(self.run_id, self._membership.stage))
+            await self._parts.host.provide(shard_key(self.run_id, self.membership.stage))
             await self._moved.wait()
 
-    async def _remember(self) -> None:
+    async def remember(self) -> None:
         """Keep on disk what a next life needs: this node's count, and addresses for when no bootstrap peer answers."""
         while True:
-            for peer in self._host.connected & self._membership.everyone:
-                self._book.note_reached(peer, self._host.addresses_of(peer))
+            for peer in self._parts.host.connected & self.membership.everyone:
+                self._parts.book.note_reached(peer, self._parts.host.addresses_of(peer))
             try:
-                await self._store.put_fact(TOKENS_FACT, b"%d" % self._journal.state.tokens)
-                await self._book.save()
+                await self._parts.store.put_fact(TOKENS_FACT, b"%d" % self._journal.state.tokens)
+                await self._parts.book.save()
             except StoreError as error:
                 self._journal.warn(f"{error}; trying again")
             await trio.sleep(REMEMBER_INTERVAL)

@@ -41,7 +41,7 @@ class Learner(Replica):
         super().__init__(module, recipe, run_id=run_id, device=device)
         self._sampler = sampler
         self._microbatch_size = microbatch_size or sampler.batch_size
-        self._forward = cast("nn.Module", torch.compile(self._module)) if is_compiled else self._module
+        self._forward = cast("nn.Module", torch.compile(self.module)) if is_compiled else self.module
 
     def learn(self) -> Tensor:
         """One inner step on the next batch; returns the loss before it, a scalar left on the device (no waiting).
@@ -81,14 +81,14 @@ class Learner(Replica):
         Raises `DataError` if too little text is held out.
         """
         losses = []
-        self._module.eval()  # one's own may have dropout
+        self.module.eval()  # one's own may have dropout
         try:
             for index in range(num_batches):
                 for part, share in self._microbatches(self._sampler.held_out_batch(index)):
                     with self.device.autocast():
-                        losses.append(share * language_loss(self._module, self._to_device(part)))
+                        losses.append(share * language_loss(self.module, self._to_device(part)))
         finally:
-            self._module.train()
+            self.module.train()
         return float(torch.stack(losses).sum()) / num_batches
 
     def held_out_loss(self, num_batches: int) -> float | None:

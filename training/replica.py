@@ -94,13 +94,15 @@ class Replica:
         self.slices: SliceQueue | None = None
         """What it learns from, where the run counts epochs and this replica draws data."""
         self._run_id = run_id
-        self._module = module.to(device.torch_device)
-        self.layout = layout_of(self._module, recipe.outer.codec)
-        self._theta, self._gradient = flatten_(self._module, self.layout)
-        self._optimizer = FlatAdamW(recipe.inner, self._theta, self._gradient, list(self._module.parameters()))
+        self.module = module.to(device.torch_device)
+        """The model, or a stage of it; its parameters are views of `theta`."""
+        self.layout = layout_of(self.module, recipe.outer.codec)
+        self.theta, self.gradient = flatten_(self.module, self.layout)
+        """Fast weights, and the sum of gradients of the inner step that is under way: (n,) fp32 each."""
+        self._optimizer = FlatAdamW(recipe.inner, self.theta, self.gradient, list(self.module.parameters()))
         self._copier = copier_for(device.torch_device)
-        self._outer = OuterState(recipe.outer, self._theta, self._copier)
-        received = self._theta.new_empty(self.layout.largest_fragment(recipe.outer.fragments))
+        self._outer = OuterState(recipe.outer, self.theta, self._copier)
+        received = self.theta.new_empty(self.layout.largest_fragment(recipe.outer.fragments))
         self._partner = PartnerContribution(
             self._outer.form, received, self._copier, rule_of(recipe.screening), self._loss_towards
         )
@@ -142,7 +144,7 @@ class Replica:
 
     def fast_weights(self) -> Tensor:
         """A copy of theta, (n,) fp32."""
-        return self._theta.clone()
+        return self.theta.clone()
 
     def slow_weights(self) -> Tensor:
         """A copy of phi, (n,) fp32."""
@@ -150,7 +152,7 @@ class Replica:
 
     def clear_gradient(self) -> None:
         """Before the backward passes of an inner step, which add to the parameters' gradients."""
-        self._gradient.zero_()
+        self.gradient.zero_()
 
     @torch.no_grad()
     def inner_step(self, num_tokens: int, divisor: int = 1) -> None:
@@ -231,7 +233,7 @@ class Replica:
         """As `Partner.evaluate`: of the fast weights as they were contributed, moved towards the partner's."""
         assert self._round_end is not None
         made = self._round_end.contribution
-        theta = self._theta[made.part]
+        theta = self.theta[made.part]
         before = theta.clone()
         torch.add(made.theta, partner - own, alpha=share, out=theta)
         try:
@@ -319,8 +321,8 @@ class Replica:
         saved = self.state()
         optional = saved.keys() - set(required_vectors(self._outer.settings))
         counters, content = load_checkpoint(path, saved, self.layout, self._run_id, optional, hashes)
-        if self._outer.settings.fragments == 1 or not bool(self._theta.any()):  # what is not in the file is zeros
-            self._theta.copy_(self._outer.slow)
+        if self._outer.settings.fragments == 1 or not bool(self.theta.any()):  # what is not in the file is zeros
+            self.theta.copy_(self._outer.slow)
         self.round, self.steps, self.tokens = counters.round, counters.steps, counters.tokens
         self._optimizer.restart(self.steps)
         self.tokens_this_round = 0
@@ -337,7 +339,7 @@ class Replica:
         """
         state = self._outer.state() | self._optimizer.state()
         load_start(path, state, self.layout, optional=state.keys() - {SLOW})
-        self._theta.copy_(self._outer.slow)
+        self.theta.copy_(self._outer.slow)
         self.round, self.steps, self.tokens, self.tokens_this_round = 0, steps, tokens, 0
         self._optimizer.restart(steps)
 
@@ -345,5 +347,5 @@ class Replica:
         """What a checkpoint has beside counters: flat vectors (n,), by name."""
         vectors = self._outer.state() | self._optimizer.state()
         if self._outer.settings.fragments > 1:
-            vectors[FAST] = self._theta
+            vectors[FAST] = self.theta
         return vectors | self._outer.codec_state()

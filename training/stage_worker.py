@@ -110,8 +110,8 @@ class StageWorker(Replica):
         self._held_out_losses: dict[int, float] = {}
         self._number = 0  # of the inner step that is taken next
         self._num_summed = [0, 0]  # microbatches in the sum for it, and in that for the following one
-        self._versions = [] if pipeline.overlap else [_Version(self._module, self._theta)]
-        sums = [self._gradient, torch.zeros_like(self._gradient)] if pipeline.overlap else [self._gradient]
+        self.versions = [] if pipeline.overlap else [_Version(self.module, self.theta)]
+        sums = [self.gradient, torch.zeros_like(self.gradient)] if pipeline.overlap else [self.gradient]
         self._sums = [list(self.layout.views(flat).values()) for flat in sums]
         self._following = sums[-1]
         self.clear_gradient()
@@ -264,14 +264,14 @@ class StageWorker(Replica):
         if num_open := sum(microbatch.number == self._number for microbatch in self._microbatches.values()):
             raise TrainingError(f"{num_open} microbatches are in flight: no step can be taken")
         num_summed = self._num_summed[0]
-        is_fit = num_summed > 0 and bool(torch.isfinite(vector_norm(self._gradient)))
+        is_fit = num_summed > 0 and bool(torch.isfinite(vector_norm(self.gradient)))
         if is_fit:
             size, context, _ = self._shape
             self.inner_step(num_summed * size * context, num_summed)
         self._number += 1
         self._num_summed = [self._num_summed[1], 0]
         if self._pipeline.overlap:
-            self._gradient.copy_(self._following)
+            self.gradient.copy_(self._following)
         self._following.zero_()
         return is_fit
 
@@ -287,18 +287,18 @@ class StageWorker(Replica):
     def _newest_version(self) -> _Version:
         """The stage with the fast weights of now."""
         if not self._pipeline.overlap:
-            return self._versions[0]
-        mark = self._theta._version  # counts writes to the vector, whoever makes them
+            return self.versions[0]
+        mark = self.theta._version  # counts writes to the vector, whoever makes them
         free = None
-        for version in self._versions:
+        for version in self.versions:
             if version.mark == mark:
                 return version
             free = version if version.num_users == 0 else free
         if free is None:
-            free = _Version(copy.deepcopy(self._module), torch.empty_like(self._theta))
+            free = _Version(copy.deepcopy(self.module), torch.empty_like(self.theta))
             bind_(free.module, self.layout, free.weights, self._following)
-            self._versions.append(free)
-        free.weights.copy_(self._theta)
+            self.versions.append(free)
+        free.weights.copy_(self.theta)
         free.mark = mark
         return free
 

@@ -200,6 +200,31 @@ class _Speedometer:
             self._count, self._at = count, trio.current_time()
 
 
+class _Tally:
+    """What the donors of a fetch have given so far, and for how long it is worth waiting for more."""
+
+    def __init__(self) -> None:
+        self.num_by_donor: dict[bytes, int] = {}
+        self.num_bytes = 0
+        self.problem = "nobody is known who has it"
+        self._heard_at = self._given_at = trio.current_time()
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether nothing has come for too long."""
+        return trio.current_time() > min(self._heard_at + PATIENCE, self._given_at + BLOCK_PATIENCE)
+
+    def hear(self, retry_after: float = 0.0) -> None:
+        """A donor shows life; one that is busy says after how many seconds to try again."""
+        self._heard_at = max(self._heard_at, trio.current_time() + retry_after)
+
+    def add(self, donor: bytes, num_bytes: int) -> None:
+        """A donor gave a block."""
+        self.num_by_donor[donor] = self.num_by_donor.get(donor, 0) + 1
+        self.num_bytes += num_bytes
+        self._given_at = trio.current_time()
+
+
 class _Fetch:
     """One fetch, from the donors' first words to the file."""
 
@@ -220,14 +245,11 @@ class _Fetch:
         self._on_progress = on_progress
         self._accuse = accuse
         self._contacts: dict[bytes, _Contact] = {}
-        self._num_by_donor: dict[bytes, int] = {}
         self._absent: set[bytes] = set()  # donors that do not have it
-        self._num_bytes = 0
         self._needed: frozenset[int] = frozenset()
         self._driver = Driver[Event, Output](self._carry_out)
         self._is_complete = trio.Event()
         self._failure: FetchError | None = None
-        self._last_problem = "nobody is known who has it"
 
     async def run(self, wanted: Callable[[str], bool], path: Path, is_prefix: bool) -> Fetched:
         """See `fetch_checkpoint`."""
@@ -240,7 +262,7 @@ class _Fetch:
             self._download = Download(self._have)
             self._driver.begin(self._download)
             # Patience begins with the donors: to hash what an earlier attempt left may take minutes.
-            self._heard_at = self._given_at = trio.current_time()
+            self._tally = _Tally()
             async with open_service_nursery() as self._nursery:
                 self._nursery.start_soon(self._watch)
                 selection = await self._fetch_wanted(wanted, is_prefix)
@@ -251,7 +273,7 @@ class _Fetch:
         finally:
             self._file.close()
         total = self._size_of(self._needed)
-        return Fetched(self._signed, self._index, self._num_by_donor, self._num_bytes, total, num_kept)
+        return Fetched(self._signed, self._index, self._tally.num_by_donor, self._tally.num_bytes, total, num_kept)
 
     async def _fetch_wanted(self, wanted: Callable[[str], bool], is_prefix: bool) -> Selection:
         size = self._index.size
@@ -302,13 +324,12 @@ class _Fetch:
         return len(blocks) * BLOCK_BYTES - (is_last_among and -self._index.size % BLOCK_BYTES)
 
     def _listen(self) -> None:
-        now = trio.current_time()
         for contact in list(self._contacts.values()):
             if contact.has_advanced():
-                self._heard_at = now
+                self._tally.hear()
                 self._driver.handle(BytesArrived(contact.donor))
-        if now > min(self._heard_at + PATIENCE, self._given_at + BLOCK_PATIENCE):
-            self._fail(FetchError(f"the download does not get on: {self._last_problem}"))
+        if self._tally.is_hopeless:
+            self._fail(FetchError(f"the download does not get on: {self._tally.problem}"))
 
     # Donors
 
@@ -338,8 +359,8 @@ class _Fetch:
             contact.scope.cancel()  # it does not listen
 
     def _note_problem(self, donor: bytes, problem: object) -> None:
-        self._last_problem = f"{short_name(donor)}: {problem or 'too slow'}"
-        logger.info("checkpoint %s: %s", self._signed.id.hex()[:8], self._last_problem)
+        self._tally.problem = f"{short_name(donor)}: {problem or 'too slow'}"
+        logger.info("checkpoint %s: %s", self._signed.id.hex()[:8], self._tally.problem)
 
     async def _converse(self, contact: _Contact) -> None:
         """With a donor, until nothing more is to be had."""
@@ -356,7 +377,7 @@ class _Fetch:
                         partial(self._take, contact),
                     )
         except DonorBusyError as error:
-            self._heard_at = max(self._heard_at, trio.current_time() + error.seconds)
+            self._tally.hear(error.seconds)
             ended = DonorBusy(donor, error.seconds)
             self._note_problem(donor, error)
         except LOST as error:
@@ -372,7 +393,7 @@ class _Fetch:
         """A checkpoint that nobody has any more is not waited for: there are newer ones."""
         donors = set(self._donors())
         if donors and donors <= self._absent and not self._contacts:
-            self._fail(FetchError(f"nobody has it any more: {self._last_problem}"))
+            self._fail(FetchError(f"nobody has it any more: {self._tally.problem}"))
 
     async def _take(self, contact: _Contact, block: int, data: memoryview) -> None:
         """Something has come that is said to be this block."""
@@ -386,7 +407,5 @@ class _Fetch:
             return
         if is_right:
             self._have.add(block)
-            self._num_by_donor[donor] = self._num_by_donor.get(donor, 0) + 1
-            self._num_bytes += len(data)
-            self._given_at = trio.current_time()
+            self._tally.add(donor, len(data))
         self._driver.handle(BlockArrived(donor, block) if is_right else BlockWrong(donor, block))

@@ -18,7 +18,7 @@ from farandole.node.join import weights as weights_module
 from farandole.node.join.address_book import AddressBook
 from farandole.node.join.weights import WEIGHTS_TIMEOUT
 from farandole.node.loop.pause.pause import Rest
-from farandole.node.member import FAREWELL_TIMEOUT, RunMember, leave_timeout
+from farandole.node.member import FAREWELL_TIMEOUT, NodeParts, RunMember, leave_timeout
 from farandole.node.state.store import StoreError
 from farandole.node.status.journal import Journal
 from farandole.node.store.fetch import Fetched, FetchError
@@ -46,7 +46,11 @@ class FullDisk:
         return refuse
 
 
-def make_member(home: Path) -> RunMember:
+def quiet_journal() -> Journal:
+    return Journal(say=lambda text: None)
+
+
+def make_member(home: Path, journal: Journal | None = None, store: Any = None) -> RunMember:
     async def nobody(key: bytes, timeout: float) -> list[tuple[bytes, list[str]]]:
         await trio.lowlevel.checkpoint()
         return []
@@ -59,30 +63,18 @@ def make_member(home: Path) -> RunMember:
         find_providers=nobody,
     )
     messenger: Any = SimpleNamespace(set_receiver=lambda *args: None)
-    store: Any = FullDisk()
-    journal = Journal(say=lambda text: None)
-    return RunMember(
-        NodeSettings(home=home),
-        KEY,
-        store,
-        AddressBook(store),
-        journal,
-        host,
-        messenger,
-        Manifest("tiny", MODEL),
-        SIGNED.encode(),
-        Shaping(),
-        Rest(),
-    )
+    store = store or FullDisk()
+    parts = NodeParts(KEY, store, AddressBook(store), journal or quiet_journal(), host, messenger, Shaping(), Rest())
+    return RunMember(NodeSettings(home=home), parts, SIGNED.encode())
 
 
 async def test_a_full_disk_does_not_end_the_node(
     nursery: trio.Nursery, tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
-    member = make_member(tmp_path)
-    nursery.start_soon(member._remember)
+    journal = quiet_journal()
+    nursery.start_soon(make_member(tmp_path, journal).remember)
     await trio.sleep(600)
-    assert any("the disk is full" in warning for warning in member._journal.warnings)
+    assert any("the disk is full" in warning for warning in journal.warnings)
     nursery.cancel_scope.cancel()
 
 
@@ -108,12 +100,12 @@ async def test_a_donor_of_unfit_weights_is_asked_last_and_a_long_download_is_not
 
     monkeypatch.setattr(weights_module, "ask_for_index", ask)
     monkeypatch.setattr(weights_module, "fetch_checkpoint", fetch)
-    monkeypatch.setattr(member._membership, "current_round", lambda: 50)
-    monkeypatch.setattr(member._membership, "donors", lambda after_round, stage: [FROZEN, MALLORY, ALICE])
-    await member._weights.obtain()
+    monkeypatch.setattr(member.membership, "current_round", lambda: 50)
+    monkeypatch.setattr(member.membership, "donors", lambda after_round, stage: [FROZEN, MALLORY, ALICE])
+    await member.weights.obtain()
     assert asked == [FROZEN, MALLORY]
     asked.clear()
-    await member._weights.obtain()  # the trainer could not use them
+    await member.weights.obtain()  # the trainer could not use them
     assert asked == [FROZEN, ALICE]
 
 
@@ -121,26 +113,25 @@ async def test_what_a_killed_trainer_left_half_saved_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
 ) -> None:
     member = make_member(tmp_path)
-    leftover = member._settings.checkpoints / ".stage-0-round-7.safetensors.1234.tmp"
+    leftover = NodeSettings(home=tmp_path).checkpoints / ".stage-0-round-7.safetensors.1234.tmp"
     leftover.parent.mkdir()
     leftover.write_bytes(b"half")
-    monkeypatch.setattr(member._membership, "current_round", lambda: 0)
-    await member._weights.obtain()
+    monkeypatch.setattr(member.membership, "current_round", lambda: 0)
+    await member.weights.obtain()
     assert not leftover.exists()
 
 
 async def test_a_member_that_comes_back_says_its_round_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
 ) -> None:
-    member = make_member(tmp_path)
-    store: Any = SimpleNamespace(get_fact=nothing)
-    member._store = store
-    newest = CheckpointFolder(member._settings.checkpoints, 0).file(30)
+    journal = quiet_journal()
+    member = make_member(tmp_path, journal, SimpleNamespace(get_fact=nothing))
+    newest = CheckpointFolder(NodeSettings(home=tmp_path).checkpoints, 0).file(30)
     newest.parent.mkdir()
     newest.touch()
     monkeypatch.setattr(weights_module, "saved_round", {newest: 30}.__getitem__)
-    await member._restore_counters()
-    assert member._journal.state.round == 30
+    await member.restore_counters()
+    assert journal.state.round == 30
 
 
 async def nothing(name: str) -> None:
@@ -150,10 +141,11 @@ async def nothing(name: str) -> None:
 async def test_who_leaves_is_told_that_its_trainer_was_too_slow_to_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
 ) -> None:
-    member = make_member(tmp_path)
-    monkeypatch.setattr(member._training, "leave", trio.sleep_forever)
-    await member._end_training()
-    assert "did not save within 15 s" in member._journal.warnings[-1]
+    journal = quiet_journal()
+    member = make_member(tmp_path, journal)
+    monkeypatch.setattr(member.training, "leave", trio.sleep_forever)
+    await member.end_training()
+    assert "did not save within 15 s" in journal.warnings[-1]
 
 
 def test_a_large_model_has_time_to_be_saved_and_who_waits_for_it_has_more() -> None:

@@ -94,7 +94,7 @@ def test_inner_steps_may_change_the_weights_while_they_are_sent(
     moving, _ = pair(make_replica, "int8")
 
     def step(num_ready: int) -> None:
-        moving._theta.add_(1.0)
+        moving.theta.add_(1.0)
 
     moving.contribution(out := bytearray(len(expected)), progress=step)
 

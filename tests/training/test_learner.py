@@ -39,8 +39,8 @@ def test_microbatches_sum_to_the_batchs_gradient_and_loss(model: ModelConfig, te
     for _ in range(3):
         loss = whole.learn()
         torch.testing.assert_close(parts.learn(), loss, rtol=1e-6, atol=0)
-        torch.testing.assert_close(parts._gradient, whole._gradient, rtol=1e-4, atol=1e-7)
-        parts._theta.copy_(whole._theta)  # AdamW makes more of a rounding where a gradient is nearly 0
+        torch.testing.assert_close(parts.gradient, whole.gradient, rtol=1e-4, atol=1e-7)
+        parts.theta.copy_(whole.theta)  # AdamW makes more of a rounding where a gradient is nearly 0
     assert (parts.steps, parts.tokens) == (whole.steps, whole.tokens)
     assert parts.validation_loss(2) == pytest.approx(whole.validation_loss(2), rel=1e-6)
 
@@ -50,7 +50,7 @@ def test_a_batch_that_fits_is_not_touched(model: ModelConfig, text: Text, microb
     whole, same = learner(model, text, BATCH), learner(model, text, microbatch_size)
     for _ in range(3):
         assert torch.equal(same.learn(), whole.learn())
-    assert torch.equal(same._theta, whole._theta)
+    assert torch.equal(same.theta, whole.theta)
 
 
 def test_a_loss_that_cannot_be_measured_changes_nothing_of_the_training(model: ModelConfig, text: Text) -> None:
@@ -60,7 +60,7 @@ def test_a_loss_that_cannot_be_measured_changes_nothing_of_the_training(model: M
         without.learn()
         with pytest.raises(DataError, match="too little text is held out"):
             without.validation_loss()
-        assert without._module.training
+        assert without.module.training
 
 
 def test_a_tensor_for_which_there_is_no_memory_is_told_from_other_errors() -> None:

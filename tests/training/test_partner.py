@@ -146,7 +146,7 @@ def test_nothing_is_taken_in_before_there_is_an_own_contribution(make_replica: M
 
 def test_a_replica_that_diverges_on_the_way_has_sent_nothing(make_replica: MakeReplica) -> None:
     alice = trained(make_replica, ALICE)
-    alice._theta[-1] = math.inf
+    alice.theta[-1] = math.inf
     progress: list[int] = []
 
     with pytest.raises(DivergedError):

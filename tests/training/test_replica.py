@@ -33,7 +33,7 @@ def sent(replica: Learner) -> bytes:
 
 
 def state(replica: Learner) -> list[Tensor]:
-    return [vector.clone() for vector in (replica._theta, *replica.state().values())]
+    return [vector.clone() for vector in (replica.theta, *replica.state().values())]
 
 
 def same(first: list[Tensor], second: list[Tensor]) -> bool:
@@ -164,8 +164,8 @@ def test_with_feedback_rounding_moves_no_mean(make_replica: MakeReplica, feedbac
     def after(num_rounds: int, **outer: object) -> tuple[Tensor, Tensor]:
         alice, bob = make_replica(ALICE, **outer), make_replica(BOB, **outer)
         for _ in range(num_rounds):
-            alice._theta.add_(0.002)
-            bob._theta.add_(0.006)
+            alice.theta.add_(0.002)
+            bob.theta.add_(0.006)
             exchange(alice, bob, 1, 1)
         return alice.slow_weights(), bob.slow_weights()
 
@@ -346,7 +346,7 @@ def test_a_diverged_replica_sends_nothing(make_replica: MakeReplica) -> None:
     alice = make_replica(ALICE)
     train(alice)
     slow = alice.slow_weights()
-    alice._theta[3] = math.nan
+    alice.theta[3] = math.nan
 
     with pytest.raises(DivergedError, match="diverged in round 0"):
         alice.outer_step(None)

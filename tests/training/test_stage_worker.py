@@ -174,7 +174,7 @@ def test_a_lost_microbatch_leaves_nothing_but_a_rounding(deep: ModelConfig, no_c
             for worker in workers:
                 worker.settle(1, is_kept=False)
         assert [worker.num_summed for worker in workers] == [1] * 4
-        return [worker._gradient.clone() for worker in workers]
+        return [worker.gradient.clone() for worker in workers]
 
     expected = gradients(None)
     for lost_at in range(4):
@@ -228,21 +228,21 @@ def test_a_microbatch_meets_the_same_weights_there_and_back(
         for slot in (1, 2):
             worker.settle(slot, is_kept=True)
 
-    summed = {name: g for worker in workers for name, g in worker.layout.views(worker._gradient).items()}
+    summed = {name: g for worker in workers for name, g in worker.layout.views(worker.gradient).items()}
     learner = whole(deep, replace(no_clip, batch_size=1), text)
     sampler = sampler_of(text, no_clip, deep)
     rows = [torch.as_tensor(sampler.batch(step)[part : part + 1]) for step, part in ((0, 1), (1, 0))]
     expected = dict.fromkeys(summed, torch.zeros(()))
     for weights, row in zip((before, after), rows, strict=True):
-        module = learner._module
+        module = learner.module
         module.load_state_dict(weights, strict=False)
         learner.clear_gradient()
         cross_entropy(module(row[:, :-1]), row[:, 1:]).backward()
-        for name, gradient in learner.layout.views(learner._gradient).items():
+        for name, gradient in learner.layout.views(learner.gradient).items():
             expected[name] = expected[name] + gradient
     for name, gradient in summed.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
-    assert len(first._versions) == 2, "as many copies as are in use"
+    assert len(first.versions) == 2, "as many copies as are in use"
 
 
 def test_what_was_begun_early_is_taken_out_of_its_own_sum(deep: ModelConfig, no_clip: InnerConfig, text: Text) -> None:
@@ -257,11 +257,11 @@ def test_what_was_begun_early_is_taken_out_of_its_own_sum(deep: ModelConfig, no_
         worker.settle(0, is_kept=True)
         assert worker.step()
     for worker in workers:
-        scale = float(worker._gradient.abs().max())
+        scale = float(worker.gradient.abs().max())
         assert scale > 0
         worker.settle(1, is_kept=False)
         assert worker.num_summed == 0
-        assert float(worker._gradient.abs().max()) < 1e-6 * scale
+        assert float(worker.gradient.abs().max()) < 1e-6 * scale
         assert not worker.step()
 
 
@@ -284,7 +284,7 @@ def test_unfit_activations_are_refused_and_add_nothing(deep: ModelConfig, no_cli
         with pytest.raises(ActivationError):
             first.backward(0, unfit, None)
     assert last.num_in_flight == 0
-    assert not first._gradient.any()
+    assert not first.gradient.any()
 
 
 def test_gradients_that_are_not_finite_are_no_step(deep: ModelConfig, no_clip: InnerConfig, text: Text) -> None:
@@ -292,7 +292,7 @@ def test_gradients_that_are_not_finite_are_no_step(deep: ModelConfig, no_clip: I
     send_through(workers)
     for worker in workers:
         worker.settle(0, is_kept=True)
-        worker._gradient[0] = torch.inf
+        worker.gradient[0] = torch.inf
         before = worker.fast_weights()
         assert not worker.step()
         assert torch.equal(worker.fast_weights(), before)

@@ -159,7 +159,7 @@ def test_what_was_left_out_is_sent_some_rounds_later(make_replica: MakeReplica) 
     """40 of 256 elements a round: after 7 rounds of nothing new all have had their turn, to half a scale."""
     alice, bob = make_replica(ALICE, **SETTINGS), make_replica(BOB, **SETTINGS)
     moved = torch.linspace(0.01, 0.02, alice.layout.num_elements)
-    alice._theta.add_(moved)
+    alice.theta.add_(moved)
     meant = alice.fast_weights()
     told = bob.fast_weights()
     for number in range(9):
@@ -169,7 +169,7 @@ def test_what_was_left_out_is_sent_some_rounds_later(make_replica: MakeReplica) 
             continue
         of_bob = sent(bob)
         alice.outer_step(of_bob, Encounter(b"", 1, 0))
-        alice._theta.copy_(meant)  # Bob's pull aside
+        alice.theta.copy_(meant)  # Bob's pull aside
         TopK(40).decode(data, told)
         bob.outer_step(None)
 
@@ -202,7 +202,7 @@ def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_been(make_replica:
 
 def test_a_diverged_replica_sends_nothing(make_replica: MakeReplica) -> None:
     alice = make_replica(ALICE, **SETTINGS)
-    alice._theta[3] = math.nan
+    alice.theta[3] = math.nan
 
     with pytest.raises(DivergedError):
         sent(alice)

@@ -103,7 +103,7 @@ async def test_replicas_come_to_the_same_mean_over_every_path(codec: Codec, path
             device = choose_device("cpu")
             replica = Learner(build_model(model, seed=7), Recipe(outer=outer), sampler, run_id=bytes(32), device=device)
             generator = torch.Generator().manual_seed(index)
-            replica._theta.add_(torch.randn(len(replica._theta), generator=generator) * 1e-2)
+            replica.theta.add_(torch.randn(len(replica.theta), generator=generator) * 1e-2)
             weights.append(replica.fast_weights())
             node.outgoing = bytearray(replica.contribution_bytes)
             replica.contribution(node.outgoing)

@@ -91,7 +91,7 @@ def test_the_mean_is_better_than_every_replica(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "merged" / CHECKPOINT_NAME)
     mean = learner_of(run)
     with torch.no_grad():
-        for name, weights in mean._module.named_parameters():
+        for name, weights in mean.module.named_parameters():
             weights.copy_(tensors[f"slow/{name}"])
     losses = [replica.validation_loss(64) for replica in replicas]
     merged = mean.validation_loss(64)

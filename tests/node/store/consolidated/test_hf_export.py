@@ -42,7 +42,7 @@ def exported(signed: SignedManifest, learner: Learner, folder: Path, **options: 
 
 def logits_of(learner: Learner) -> torch.Tensor:
     with torch.no_grad():
-        logits: torch.Tensor = learner._module(TOKENS)
+        logits: torch.Tensor = learner.module(TOKENS)
     return logits
 
 
@@ -60,7 +60,7 @@ def test_transformers_computes_the_same_logits(name: str, max_shard_bytes: int, 
         logits = model(TOKENS).logits
     torch.testing.assert_close(logits, logits_of(learner), rtol=0, atol=1e-5)
     assert logits.std() > 0.01
-    assert_same_logits(model, learner._module, TOKENS)
+    assert_same_logits(model, learner.module, TOKENS)
     generated = model.generate(TOKENS[:1, :4], max_new_tokens=4, do_sample=False)
     assert generated.shape[1] > 4
 
