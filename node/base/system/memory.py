@@ -13,6 +13,7 @@ import os
 import secrets
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,22 +93,31 @@ class SharedCounter:
 
     Aligned, and stored in one piece: who reads it sees the number before or the number after, not a mixture. An *epoch*
     (of 16 bits) is stored with it: what it counts, so that a number which was left there is not taken for a new one.
-    The bytes that it counts were written before it. Processors other than x86 keep to that order for each other only
-    because both ends do much between the two; the bytes are proved by a hash where that matters.
+    The bytes that it counts are written before it, and read after it, on every processor: ARM may reorder the two
+    accesses, so both ends pass a barrier between them.
     """
 
     def __init__(self, memory: mmap.mmap | bytearray | memoryview) -> None:
         """``memory``: writable, of `counted_size` bytes."""
         self._word = memoryview(memory)[-COUNTER_BYTES:].cast("Q")
+        self._lock = threading.Lock()
 
     def store(self, epoch: int, count: int) -> None:
-        """From now on this holds."""
+        """Publish a count of an epoch."""
+        self._pass_barrier()
         self._word[0] = (epoch % MAX_EPOCHS) << _COUNT_BITS | count
 
     def read(self) -> Count:
-        """What holds now."""
+        """The count that was published last, and its epoch."""
         word = self._word[0]
+        self._pass_barrier()
         return Count(word >> _COUNT_BITS, word & ((1 << _COUNT_BITS) - 1))
+
+    def _pass_barrier(self) -> None:
+        """Order what is accessed before and after: a lock is released (C11 release), then taken (C11 acquire)."""
+        for _ in range(2):
+            with self._lock:
+                pass
 
     def count_of(self, epoch: int) -> int:
         """The count of this epoch; 0 where that of another one is stored."""
