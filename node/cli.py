@@ -102,7 +102,7 @@ def add_extensions(application: typer.Typer, extensions: Iterable[EntryPoint]) -
         try:
             group = extension.load()
             typer.main.get_group(group)  # raises what the whole application would raise later
-        except Exception as error:
+        except Exception as error:  # whatever another package raises must not cost the node's own commands
             typer.secho(f"warning: the commands of {extension.name!r} cannot be loaded: {error}", err=True)
         else:
             application.add_typer(group, name=extension.name)

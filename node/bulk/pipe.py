@@ -19,7 +19,7 @@ from typing import Protocol
 
 import trio
 
-from farandole.protocol.errors import FarandoleError
+from farandole.protocol.errors import FarandoleError, LocalProtocolError
 from farandole.protocol.incoming import Incoming
 from farandole.protocol.pipe import (
     CHUNK_BYTES,
@@ -85,8 +85,8 @@ class Whole:
         return self.memory.nbytes
 
     async def wait_whole(self) -> bytes:
-        """A pipe without hashes asks for none."""
-        raise NotImplementedError
+        """Raise `LocalProtocolError`: a pipe without hashes never asks for one."""
+        raise LocalProtocolError("a pipe without hashes asks for no hash")
 
 
 class Pacing(Protocol):
