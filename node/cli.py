@@ -112,10 +112,6 @@ def exit_code_of(error: FarandoleError) -> Exit:
     """The code that stands for an error which ended a command."""
     from .base.control import ControlError, NoNodeError
 
-    match error:
-        case NoNodeError():
-            return Exit.NO_NODE
-        case ControlError():
-            return Exit.NO_NODE if error.code in ("timeout", "internal") else Exit.BAD_INPUT
-        case _:
-            return Exit.BAD_INPUT
+    if isinstance(error, ControlError) and error.code in ("timeout", "internal"):
+        return Exit.NO_NODE
+    return Exit.NO_NODE if isinstance(error, NoNodeError) else Exit.BAD_INPUT

@@ -30,6 +30,7 @@ from .entries import Key
 from .errors import LocalProtocolError, RemoteProtocolError
 from .manifest import Manifest
 from .pipe import BULK_FROM, CHUNK_BYTES, Message, Pipe, TransferReceived
+from .wire import MessageDecoder, encode
 
 ACTIVATIONS_VERSION = 1
 TICKET_BYTES = 16
@@ -169,9 +170,10 @@ TRANSITIONS: dict[tuple[bool, type[Control]], Mapping[Step, Step | None]] = {
     (UPSTREAM, Settled): dict.fromkeys(Step),
 }
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Control)
-_question_decoder: msgspec.msgpack.Decoder[Question | Answer] = msgspec.msgpack.Decoder(Question | Answer)
+_decode_control = MessageDecoder[Control](Control, "a message of a link")
+encode_question = encode
+"""The bytes of a question or an answer; at most `MAX_QUESTION_BYTES`."""
+decode_question = MessageDecoder[Question | Answer](Question | Answer, "a question about a microbatch")
 
 
 class Link:
@@ -234,7 +236,7 @@ class Link:
     def send(self, message: Control) -> bytes:
         """The bytes to write to the stream, in the order of the calls."""
         self._apply(message, by_us=True)
-        return self.pipe.send_message(_encoder.encode(message))
+        return self.pipe.send_message(encode(message))
 
     def place(self, memory: memoryview | None) -> None:
         """Where the data of the last `Forward` or `Gradient` received go; None: nowhere.
@@ -382,28 +384,12 @@ class Link:
             self._steps[index] = following[self._steps[index]]
 
 
-def encode_question(message: Question | Answer) -> bytes:
-    """The bytes of a message; at most `MAX_QUESTION_BYTES`."""
-    return _encoder.encode(message)
-
-
-def decode_question(payload: bytes) -> Question | Answer:
-    """The message in these bytes; `RemoteProtocolError` if they hold none."""
-    try:
-        return _question_decoder.decode(payload)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a question about a microbatch: {error}") from error
-
-
 def _error(by_us: bool) -> type[LocalProtocolError | RemoteProtocolError]:
     return LocalProtocolError if by_us else RemoteProtocolError
 
 
 def _decode(payload: bytes) -> Control:
-    try:
-        message: Control = _decoder.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a message of a link: {error}") from error
+    message = _decode_control(payload)
     if isinstance(message, Forward) and not math.isfinite(message.seconds_left):  # NaN passes every bound
         raise RemoteProtocolError(f"not a duration: {message.seconds_left}")
     return message

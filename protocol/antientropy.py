@@ -15,21 +15,24 @@ side must defer, and up to the session's bound; the next sessions go on). Heartb
 that joins, or hears from a peer after a silence, asks for them too (`SyncHello.with_beats`).
 
 The session is a value without I/O: `receive_data` takes bytes of the stream in any pieces and says what was received
-and what to send. Frames are msgpack behind a length of four bytes, which is checked before anything is kept.
+and what to send. Messages are msgpack, in the frames of `farandole.protocol.framing`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
 
-from .entries import ID_BYTES, MAX_DELTA_BYTES, MAX_SLOTS, MAX_TICK, Delta, Entry, Key, Kind, Proof, Signed, deltas_of
+from .entries import ID_BYTES, MAX_DELTA_BYTES, MAX_SLOTS, MAX_TICK, Delta, Key, Kind, Proof, Signed, deltas_of, packed
 from .errors import LocalProtocolError, RemoteProtocolError
+from .framing import FrameParser
+from .framing import frame as in_frame
 from .state import DIGEST_BYTES, NUM_BUCKETS, AuthorRefs, RunState
+from .wire import MessageDecoder, encode
 
 VERSION = 1
 PROTOCOL = "/farandole/state/1"
@@ -117,23 +120,13 @@ class Done(_Frame, frozen=True, tag=6):
 
 
 Frame = SyncHello | Buckets | Refs | DeltaFrame | Wants | Done
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Frame).decode
-
-
-def decode_frame(raw: bytes | bytearray) -> Frame:
-    """Parse one frame without its length; `RemoteProtocolError` if it is none."""
-    try:
-        frame: Frame = _decode(raw)
-        return frame
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a frame of anti-entropy: {error}") from error
+decode_frame = MessageDecoder[Frame](Frame, "a frame of anti-entropy")
+"""Of a frame without its length."""
 
 
 def encode_frame(frame: Frame) -> bytes:
     """The frame behind its length."""
-    raw = _encode(frame)
-    return len(raw).to_bytes(4, "big") + raw
+    return in_frame(encode(frame), MAX_FRAME_BYTES)
 
 
 @dataclass(slots=True)
@@ -163,22 +156,20 @@ class Session:
         self._rng = rng
         self._with_beats = with_beats
         self._expected: tuple[type[Frame], ...] = (SyncHello,)
-        self._buffer = bytearray()
+        self._parser = FrameParser(MAX_FRAME_BYTES)
         self._out = bytearray()
         self._num_sent = self._num_received = 0
         self._root = state.root
         self._hello = SyncHello(VERSION, state.run_id, max(0, int(now)), self._root, with_beats)
-        self._started = False
-        self._refs: dict[bytes, WireRefs] = {}
+        self._refs: dict[bytes, AuthorRefs] = {}  # the initiator's
         self._covered: set[int] = set()
         self._lacking: dict[bytes, frozenset[int]] = {}
         self._beats_seen: dict[bytes, int] = {}
 
     def start(self) -> bytes:
         """The initiator's first bytes."""
-        if not self.is_initiator or self._started:
+        if not self.is_initiator or self._num_sent:
             raise LocalProtocolError("only the initiator starts, and once")
-        self._started = True
         self._send(self._hello)
         return self._take_output()
 
@@ -188,9 +179,11 @@ class Session:
         self._num_received += len(data)
         if self._num_received > MAX_SENT_BYTES + MAX_FRAME_BYTES:
             raise RemoteProtocolError("more bytes than a session of anti-entropy has")
-        self._buffer += data
-        for frame in self._frames():
-            self._handle(frame, received)
+        self._parser.receive_data(data)
+        while (raw := self._parser.next_frame()) is not None:
+            self._handle(decode_frame(raw), received)
+        if self.is_done and self._parser.buffered:
+            raise RemoteProtocolError("bytes after the end of the session")
         received.to_send = self._take_output()
         return received
 
@@ -201,25 +194,13 @@ class Session:
 
     # frames in and out
 
-    def _frames(self) -> Iterator[Frame]:
-        while len(self._buffer) >= 4:
-            length = int.from_bytes(self._buffer[:4], "big")
-            if length > MAX_FRAME_BYTES:
-                raise RemoteProtocolError(f"a frame of {length} bytes")
-            if len(self._buffer) < 4 + length:
-                return
-            raw = self._buffer[4 : 4 + length]
-            del self._buffer[: 4 + length]
-            yield decode_frame(raw)
-        if self.is_done and self._buffer:
-            raise RemoteProtocolError("bytes after the end of the session")
-
     def _send(self, frame: Frame) -> None:
-        self._out += encode_frame(frame)
+        raw = encode_frame(frame)
+        self._num_sent += len(raw)
+        self._out += raw
 
     def _take_output(self) -> bytes:
         out = bytes(self._out)
-        self._num_sent += len(out)
         self._out.clear()
         return out
 
@@ -284,7 +265,8 @@ class Session:
                 if size + cost > MAX_DELTA_BYTES - NUM_BUCKETS:
                     self._send(Refs(bytes(ended), tuple(authors), False))
                     ended, authors, size = bytearray(), [], 0
-                authors.append(_to_wire(ref))
+                slots = tuple((slot, tick, entry_id) for slot, (tick, entry_id) in ref.slots.items())
+                authors.append(WireRefs(ref.author, ref.is_forked, slots))
                 size += cost
                 total += cost
             ended.append(bucket)
@@ -292,7 +274,9 @@ class Session:
 
     def _on_refs(self, refs: Refs) -> None:
         self._covered.update(refs.buckets)
-        self._refs.update((author.author, author) for author in refs.authors)
+        for wire in refs.authors:
+            slots = {slot: (tick, entry_id) for slot, tick, entry_id in wire.slots}
+            self._refs[wire.author] = AuthorRefs(wire.author, wire.is_forked, slots)
         if refs.is_last:
             self._answer()
 
@@ -302,60 +286,48 @@ class Session:
         proofs: list[Proof] = []
         wanted: list[WantedSlots] = []
         mine = {ref.author: ref for ref in self._state.refs(sorted(self._covered))}
-        for author, ref in mine.items():
-            theirs = self._refs.get(author, WireRefs(author, False, ()))
-            if ref.is_forked:
-                proof = self._state.proof_of(author)
-                proofs += [proof] if proof and not theirs.is_forked else []
-            elif not theirs.is_forked:
-                known = {slot: (tick, entry_id) for slot, tick, entry_id in theirs.slots}
+        for author in {**mine, **self._refs}:
+            nothing = AuthorRefs(author, False, {})
+            own, theirs = mine.get(author, nothing), self._refs.get(author, nothing)
+            proof = self._state.proof_of(author)
+            if proof is not None:
+                proofs += [] if theirs.is_forked else [proof]
+            elif theirs.is_forked:
+                wanted.append(WantedSlots(author, ()))
+            else:
                 entries += [
                     entry.signed
                     for entry in self._state.entries_of(author)
-                    if entry.kind is not Kind.BEAT and _is_news((entry.tick, entry.id), known.get(entry.slot))
+                    if entry.kind is not Kind.BEAT and _is_news((entry.tick, entry.id), theirs.slots.get(entry.slot))
                 ]
-        for author, theirs in self._refs.items():
-            has = mine.get(author, AuthorRefs(author, False, {}))
-            if has.is_forked:
-                continue
-            if theirs.is_forked:
-                wanted.append(WantedSlots(author, ()))
-            elif slots := tuple(s for s, tick, eid in theirs.slots if _is_news((tick, eid), has.slots.get(s))):
-                wanted.append(WantedSlots(author, slots))
+                if slots := tuple(slot for slot, ref in theirs.slots.items() if _is_news(ref, own.slots.get(slot))):
+                    wanted.append(WantedSlots(author, slots))
         if self._with_beats:
             entries += [entry.signed for entry in self._state.entries(Kind.BEAT)]
-        self._send_wants_after(deltas_of(entries, proofs), wanted)
+        wants = _wants(wanted)
+        self._send_deltas(deltas_of(entries, proofs), reserve=sum(len(encode_frame(part)) for part in wants))
+        for part in wants:
+            self._send(part)
         self._refs.clear()
         self._expected = (DeltaFrame, Done)
-
-    def _send_wants_after(self, deltas: list[Delta], wanted: list[WantedSlots]) -> None:
-        frames = list(_wants_frames(wanted))
-        self._send_deltas(deltas, reserve=sum(map(len, frames)))
-        for frame in frames:
-            self._out += frame
 
     def _send_deltas(self, deltas: list[Delta], reserve: int) -> None:
         """As many as the session's bound allows; later sessions bring the rest."""
         for delta in deltas:
-            frame = encode_frame(DeltaFrame(delta))
-            if self._num_sent + len(self._out) + len(frame) + reserve > MAX_SENT_BYTES:
+            frame = DeltaFrame(delta)
+            if self._num_sent + len(encode_frame(frame)) + reserve > MAX_SENT_BYTES:
                 return
-            self._out += frame
+            self._send(frame)
 
     def _on_delta(self, frame: DeltaFrame, received: SyncReceived) -> None:
         received.deltas.append(frame.delta)
         if self.is_initiator and self._with_beats:
             # they may have been merged, or not yet: what came from the peer is not sent back to it
             for signed in frame.delta.entries:
-                self._note_beat(signed)
-
-    def _note_beat(self, signed: Signed) -> None:
-        try:
-            entry = self._state.checker.parse(signed)
-        except RemoteProtocolError:
-            return  # merging it says so too
-        if entry.kind is Kind.BEAT:
-            self._beats_seen[entry.author] = entry.tick
+                with contextlib.suppress(RemoteProtocolError):  # merging it says so too
+                    entry = self._state.checker.parse(signed)
+                    if entry.kind is Kind.BEAT:
+                        self._beats_seen[entry.author] = entry.tick
 
     def _on_wants(self, wants: Wants) -> None:
         self._lacking.update((wanted.author, frozenset(wanted.slots)) for wanted in wants.authors)
@@ -368,15 +340,11 @@ class Session:
             proofs += [proof] if proof else []
             entries += [entry.signed for entry in self._state.entries_of(author) if entry.slot in wanted]
         if self._with_beats:
-            entries += [entry.signed for entry in self._unseen_beats()]
+            beats = self._state.entries(Kind.BEAT)
+            entries += [beat.signed for beat in beats if beat.tick > self._beats_seen.get(beat.author, -1)]
         self._send_deltas(deltas_of(entries, proofs), reserve=64)
         self._send(Done())
         self.is_done = True
-
-    def _unseen_beats(self) -> Iterable[Entry]:
-        return (
-            entry for entry in self._state.entries(Kind.BEAT) if entry.tick > self._beats_seen.get(entry.author, -1)
-        )
 
 
 def _is_news(ref: tuple[int, bytes], known: tuple[int, bytes] | None) -> bool:
@@ -384,19 +352,7 @@ def _is_news(ref: tuple[int, bytes], known: tuple[int, bytes] | None) -> bool:
     return known is None or ref[0] > known[0] or (ref[0] == known[0] and ref[1] != known[1])
 
 
-def _to_wire(ref: AuthorRefs) -> WireRefs:
-    return WireRefs(ref.author, ref.is_forked, tuple((slot, tick, eid) for slot, (tick, eid) in ref.slots.items()))
-
-
-def _wants_frames(wanted: list[WantedSlots]) -> Iterator[bytes]:
-    """At least one, the last one marked."""
-    batch: list[WantedSlots] = []
-    size = 0
-    for item in wanted:
-        cost = _AUTHOR_BYTES + 3 * len(item.slots)
-        if size + cost > MAX_DELTA_BYTES - NUM_BUCKETS:
-            yield encode_frame(Wants(tuple(batch), False))
-            batch, size = [], 0
-        batch.append(item)
-        size += cost
-    yield encode_frame(Wants(tuple(batch), True))
+def _wants(wanted: list[WantedSlots]) -> list[Wants]:
+    """At least one message, the last one marked."""
+    packs = [*packed(wanted, lambda item: _AUTHOR_BYTES + 3 * len(item.slots), MAX_DELTA_BYTES - NUM_BUCKETS)] or [()]
+    return [Wants(pack, pack is packs[-1]) for pack in packs]

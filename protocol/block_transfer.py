@@ -12,10 +12,11 @@ session ends. Nothing of what comes is believed: a block is right if its hash is
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 
+from . import wire
 from .blocks import MAX_BLOCKS, max_index_bytes
 from .download import MAX_BUSY, MAX_WINDOW
 from .entries import Sha256
@@ -88,49 +89,19 @@ Answered = Here | Busy | Absent
 Given = Give | Busy
 """What the one that has blocks says after `Here`."""
 
-_encoder = msgspec.msgpack.Encoder()
-_question = msgspec.msgpack.Decoder(Question)
-_asked: msgspec.msgpack.Decoder[Asked] = msgspec.msgpack.Decoder(Asked)
-_answered: msgspec.msgpack.Decoder[Answered] = msgspec.msgpack.Decoder(Answered)
-_given: msgspec.msgpack.Decoder[Given] = msgspec.msgpack.Decoder(Given)
-_T = TypeVar("_T")
-
-
-def encode(message: _Message) -> bytes:
-    """At most `MAX_MESSAGE_BYTES`, and of `Here` at most `max_answer_bytes`."""
-    return _encoder.encode(message)
-
 
 def max_answer_bytes(max_size: int) -> int:
     """The most that the answer to a question takes, where a checkpoint has at most ``max_size`` bytes."""
     return max_index_bytes(max_size) + MAX_MESSAGE_BYTES
 
 
-def decode_question(raw: bytes) -> Question:
-    """Raises `RemoteProtocolError` if it is none, as do the others."""
-    return _decode(_question, raw)
-
-
-def decode_answered(raw: bytes) -> Answered:
-    """What was said to a question."""
-    return _decode(_answered, raw)
-
-
-def decode_asked(raw: bytes) -> Asked:
-    """What was said after a question."""
-    return _decode(_asked, raw)
-
-
-def decode_given(raw: bytes) -> Given:
-    """What was said after `Here`."""
-    return _decode(_given, raw)
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[_T], raw: bytes) -> _T:
-    try:
-        return decoder.decode(raw)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a message about blocks: {error}") from error
+encode = wire.encode
+"""The bytes of a message: at most `MAX_MESSAGE_BYTES`, and of `Here` at most `max_answer_bytes`."""
+_NAME = "a message about blocks"
+decode_question = wire.MessageDecoder[Question](Question, _NAME)
+decode_answered = wire.MessageDecoder[Answered](Answered, _NAME)
+decode_asked = wire.MessageDecoder[Asked](Asked, _NAME)
+decode_given = wire.MessageDecoder[Given](Given, _NAME)
 
 
 class Wanted:

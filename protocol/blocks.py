@@ -64,13 +64,9 @@ class Index(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         """Of the file."""
         return len(self.hashes) // HASH_BYTES
 
-    def hash_of(self, block: int) -> bytes:
-        """SHA-256 of a block."""
-        return self.hashes[block * HASH_BYTES : (block + 1) * HASH_BYTES]
-
     def is_block(self, block: int, data: bytes | bytearray | memoryview) -> bool:
         """Whether these are the bytes of a block."""
-        return hash_block(data) == self.hash_of(block)
+        return hash_block(data) == self.hashes[block * HASH_BYTES : (block + 1) * HASH_BYTES]
 
 
 class SignedIndex(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

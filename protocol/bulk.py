@@ -37,6 +37,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from .errors import RemoteProtocolError
 from .identity import framed
 from .record_layer import SECRET_BYTES
+from .wire import MessageDecoder
 
 BULK_VERSION = 2
 SESSION_BYTES = 16
@@ -75,21 +76,7 @@ class Proposal(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     addresses: Annotated[list[Address], msgspec.Meta(max_length=MAX_OFFERED)]
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Proposal)
-
-
-def encode_proposal(proposal: Proposal) -> bytes:
-    """The proposal's bytes, at most `MAX_PROPOSAL_BYTES`."""
-    return _encoder.encode(proposal)
-
-
-def decode_proposal(payload: bytes) -> Proposal:
-    """The proposal in a frame; `RemoteProtocolError` if there is none."""
-    try:
-        return _decoder.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a proposal: {error}") from error
+decode_proposal = MessageDecoder[Proposal](Proposal, "a proposal")
 
 
 class Side(NamedTuple):
@@ -140,14 +127,14 @@ def dialable(offered: Iterable[Address], in_use: Iterable[str]) -> list[Address]
     offered (a NAT that keeps ports has mapped it there); addresses on the internet; and any other only next to one in
     use, in the same /24 or /64: then the peer sits in that network as we do, or on this machine.
     """
-    used = [ip for ip in map(_parse, in_use) if ip is not None]
-    parsed = [(ip, port) for text, port in offered if (ip := _parse(text)) is not None and port >= MIN_PORT]
+    used = [ip for ip in map(unicast_ip, in_use) if ip is not None]
+    parsed = [(ip, port) for text, port in offered if (ip := unicast_ip(text)) is not None and port >= MIN_PORT]
     chosen = [(ip, port) for ip in used for _, port in parsed]
-    chosen += [(ip, port) for ip, port in parsed if ip.is_global or any(_are_neighbours(ip, other) for other in used)]
+    chosen += [(ip, port) for ip, port in parsed if ip.is_global or any(are_neighbours(ip, other) for other in used)]
     return [(str(ip), port) for ip, port in dict.fromkeys(chosen)][:MAX_OFFERED]
 
 
-def _parse(text: str) -> IpAddress | None:
+def unicast_ip(text: str) -> IpAddress | None:
     """A unicast address; one of IPv4 in IPv6's clothes is taken out of them, a zone is no part of it."""
     try:
         ip = ipaddress.ip_address(text)
@@ -160,7 +147,8 @@ def _parse(text: str) -> IpAddress | None:
     return None if ip.is_unspecified or ip.is_multicast else ip
 
 
-def _are_neighbours(ip: IpAddress, other: IpAddress) -> bool:
+def are_neighbours(ip: IpAddress, other: IpAddress) -> bool:
+    """Whether two addresses lie in the same /24 or /64."""
     if ip.version != other.version:
         return False
     shift = ip.max_prefixlen - _NEIGHBOURHOOD[ip.version]

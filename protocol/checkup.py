@@ -18,7 +18,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from .errors import RemoteProtocolError
+from .wire import MessageDecoder
 
 CLOCK_PROTOCOL: Final = "/farandole/clock/1"
 ECHO_PROTOCOL: Final = "/farandole/udp-echo/1"
@@ -62,49 +62,10 @@ class SpeedAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     """From the first of those that came to the last."""
 
 
-Message = ClockAnswer | EchoAnswer | SpeedRequest | SpeedAnswer
-_encoder = msgspec.msgpack.Encoder()
-_clock_answers = msgspec.msgpack.Decoder(ClockAnswer)
-_echo_answers = msgspec.msgpack.Decoder(EchoAnswer)
-_speed_requests = msgspec.msgpack.Decoder(SpeedRequest)
-_speed_answers = msgspec.msgpack.Decoder(SpeedAnswer)
-
-
-def encode(answer: Message) -> bytes:
-    """At most `MAX_MESSAGE_BYTES`."""
-    return _encoder.encode(answer)
-
-
-def decode_clock(payload: bytes) -> ClockAnswer:
-    """`RemoteProtocolError` if it is none."""
-    try:
-        return _clock_answers.decode(payload)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a time: {error}") from error
-
-
-def decode_echo(payload: bytes) -> EchoAnswer:
-    """`RemoteProtocolError` if it is none."""
-    try:
-        return _echo_answers.decode(payload)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise RemoteProtocolError(f"not an offer to echo: {error}") from error
-
-
-def decode_speed_request(payload: bytes) -> SpeedRequest:
-    """`RemoteProtocolError` if it is none."""
-    try:
-        return _speed_requests.decode(payload)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a request for speed: {error}") from error
-
-
-def decode_speed(payload: bytes) -> SpeedAnswer:
-    """`RemoteProtocolError` if it is none."""
-    try:
-        return _speed_answers.decode(payload)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise RemoteProtocolError(f"not an answer about speed: {error}") from error
+decode_clock = MessageDecoder[ClockAnswer](ClockAnswer, "a clock's answer")
+decode_echo = MessageDecoder[EchoAnswer](EchoAnswer, "an echo's answer")
+decode_speed_request = MessageDecoder[SpeedRequest](SpeedRequest, "a request to measure the speed")
+decode_speed = MessageDecoder[SpeedAnswer](SpeedAnswer, "an answer about the speed")
 
 
 @dataclass(frozen=True, slots=True)

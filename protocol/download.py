@@ -69,18 +69,12 @@ class DonorReady:
 
 
 @dataclass(frozen=True, slots=True)
-class DonorBusy:
-    """A donor serves others first, for ``seconds`` or so."""
-
-    donor: bytes
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class DonorLost:
-    """A donor cannot be reached, does not have the checkpoint, or has gone."""
+    """A donor cannot be reached, does not have the checkpoint, has gone, or serves others first."""
 
     donor: bytes
+    busy_seconds: float | None = None
+    """For about how long it serves others; None: something else is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +102,15 @@ class BlockWrong:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed: `Download.next_at` has come."""
+    """Time has passed."""
 
 
-Event = Needed | DonorsKnown | DonorReady | DonorBusy | DonorLost | BytesArrived | BlockArrived | BlockWrong | Tick
+Event = Needed | DonorsKnown | DonorReady | DonorLost | BytesArrived | BlockArrived | BlockWrong | Tick
 
 
 @dataclass(frozen=True, slots=True)
 class DialDonor:
-    """Ask a donor whether it gives; `DonorReady`, `DonorBusy` or `DonorLost` says."""
+    """Ask a donor whether it gives; `DonorReady` or `DonorLost` says."""
 
     donor: bytes
 
@@ -267,10 +261,10 @@ class Download:
             case DonorReady(name, num_held):
                 donor = self._donors[name]
                 donor.standing, donor.num_held = _Standing.OPEN, num_held
-            case DonorBusy(name, seconds):
-                self._lose(self._donors[name], now + min(max(seconds, 0.0), MAX_BUSY))
-            case DonorLost(name):
+            case DonorLost(name, None):
                 self._fail(self._donors[name], now)
+            case DonorLost(name, float(seconds)):
+                self._lose(self._donors[name], now + min(max(seconds, 0.0), MAX_BUSY))
             case BytesArrived(name):
                 self._donors[name].heard_at = now
             case BlockArrived(name, block):

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import msgspec
 
@@ -49,8 +49,7 @@ class Kind(enum.IntEnum):
     CHECKPOINT = 5
     REPORT = 6
     AUDIT = 7
-    METRIC = 8
-    NOTICE = 9
+    NOTICE = 9  # 8 was a kind that no node wrote
     STAGE_LEASE = 10
 
 
@@ -156,14 +155,6 @@ class Audit(Payload, frozen=True):
     countersignature: SignatureField
 
 
-class Metric(Payload, frozen=True):
-    """Training losses of consecutive rounds (``first``, ``first + stride``, ...)."""
-
-    first: Small
-    stride: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
-    losses: Annotated[tuple[LossMicros, ...], msgspec.Meta(max_length=32)]
-
-
 class Notice(Payload, frozen=True):
     """The creator's word to everybody."""
 
@@ -209,7 +200,6 @@ RULES: dict[Kind, Rule] = {
     Kind.CHECKPOINT: Rule(CheckpointNotice, slots=4, quantum=10, ttl=_DAY, max_bytes=256, is_metered=True),
     Kind.REPORT: Rule(Report, slots=32, quantum=60, ttl=_DAY, max_bytes=256, is_metered=True),
     Kind.AUDIT: Rule(Audit, slots=32, quantum=5, ttl=_HOUR, max_bytes=512, is_metered=False),
-    Kind.METRIC: Rule(Metric, slots=8, quantum=60, ttl=6 * _HOUR, max_bytes=256, is_metered=True),
     Kind.NOTICE: Rule(Notice, slots=4, quantum=60, ttl=7 * _DAY, max_bytes=512, is_metered=True),
     # Renewed while a move goes on; who dies on the way is in nobody's way for long.
     Kind.STAGE_LEASE: Rule(StageLease, slots=1, quantum=1, ttl=3 * _MINUTE, max_bytes=16, is_metered=False),
@@ -260,11 +250,6 @@ class Entry(msgspec.Struct, frozen=True, eq=False):
     expires_at: int
     """Unix seconds; a newer entry of a slot never expires before an older one."""
     is_metered: bool
-
-    @property
-    def num_bytes(self) -> int:
-        """Size on the wire, to within a few bytes."""
-        return len(self.signed.body) + PUBLIC_KEY_BYTES + SIGNATURE_BYTES + 7
 
 
 def make_entry(kind: Kind, index: int, tick: int, payload: Payload, signed: Signed) -> Entry:
@@ -402,29 +387,35 @@ def decode_delta(raw: bytes) -> Delta:
         raise RemoteProtocolError(f"not a delta: {error}") from error
 
 
-def _wire_bytes(signed: Signed) -> int:
-    """An upper bound of its encoded size: the three lengths and the array take at most 8 bytes."""
-    return len(signed.body) + PUBLIC_KEY_BYTES + SIGNATURE_BYTES + 8
+def _wire_bytes(item: Signed | Proof) -> int:
+    """An upper bound of its encoded size: the three lengths of an entry and its array take at most 8 bytes."""
+    if isinstance(item, Proof):
+        return _wire_bytes(item.a) + _wire_bytes(item.b) + 1
+    return len(item.body) + PUBLIC_KEY_BYTES + SIGNATURE_BYTES + 8
+
+
+_Item = TypeVar("_Item")
+
+
+def packed(items: Iterable[_Item], cost_of: Callable[[_Item], int], max_bytes: int) -> Iterator[tuple[_Item, ...]]:
+    """The items in their order, as many together as their costs in bytes allow."""
+    pack: list[_Item] = []
+    size = 0
+    for item in items:
+        cost = cost_of(item)
+        if pack and size + cost > max_bytes:
+            yield tuple(pack)
+            pack, size = [], 0
+        pack.append(item)
+        size += cost
+    if pack:
+        yield tuple(pack)
 
 
 def deltas_of(entries: Iterable[Signed], proofs: Iterable[Proof] = (), max_bytes: int = MAX_DELTA_BYTES) -> list[Delta]:
     """Pack into as few deltas as hold them, each of at most ``max_bytes``; proofs come first."""
-    deltas: list[Delta] = []
-    packed: list[Signed | Proof] = []
-    size = _DELTA_OVERHEAD
-
-    def close() -> None:
-        signed = tuple(item for item in packed if isinstance(item, Signed))
-        deltas.append(Delta(signed, tuple(item for item in packed if isinstance(item, Proof))))
-
     items: list[Signed | Proof] = [*proofs, *entries]
-    for item in items:
-        cost = _wire_bytes(item) if isinstance(item, Signed) else _wire_bytes(item.a) + _wire_bytes(item.b) + 1
-        if packed and size + cost > max_bytes:
-            close()
-            packed, size = [], _DELTA_OVERHEAD
-        packed.append(item)
-        size += cost
-    if packed:
-        close()
-    return deltas
+    return [
+        Delta(tuple(i for i in pack if isinstance(i, Signed)), tuple(i for i in pack if isinstance(i, Proof)))
+        for pack in packed(items, _wire_bytes, max_bytes - _DELTA_OVERHEAD)
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .entries import Entry, Kind, Lease
@@ -50,14 +50,13 @@ def epoch_progress(state: RunState, live: Iterable[bytes]) -> EpochProgress | No
     said = {author: lease for author in live if (lease := state.payload(author, Lease)) is not None}
     if not said:
         return None
-    [(corpus, _)] = Counter(lease.corpus for lease in said.values()).most_common(1)
-    heard = {author: {0: lease} for author, lease in said.items() if lease.corpus == corpus}
-    epoch = median_epoch(heard, heard)
+    [(corpus, num_authors)] = Counter(lease.corpus for lease in said.values()).most_common(1)
+    epoch = median_epoch(lease for lease in said.values() if lease.corpus == corpus)
     assert epoch is not None, "somebody has this text"
     witnesses = Witnesses()
-    for author in heard:
+    for author in said:
         witnesses.add(_told(state.entries_of(author), corpus, epoch))
-    return EpochProgress(corpus, epoch, witnesses.believed(len(heard)))
+    return EpochProgress(corpus, epoch, witnesses.believed(num_authors))
 
 
 def _told(entries: Iterable[Entry], corpus: bytes, epoch: int) -> int:
@@ -71,7 +70,7 @@ def _told(entries: Iterable[Entry], corpus: bytes, epoch: int) -> int:
     return told
 
 
-def median_epoch(heard: Mapping[bytes, Mapping[int, Lease]], live: Iterable[bytes]) -> int | None:
-    """Where the run is, by what its live members say, the lower one of two; None if nobody says anything."""
-    epochs = [heard[author][0].epoch for author in live if author in heard and 0 in heard[author]]
+def median_epoch(said: Iterable[Lease]) -> int | None:
+    """Returns where the run is, by what its live members say, the lower one of two; None if nobody says anything."""
+    epochs = [lease.epoch for lease in said]
     return int(statistics.median_low(epochs)) if epochs else None

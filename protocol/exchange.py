@@ -37,9 +37,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .errors import LocalProtocolError, RemoteProtocolError
-from .exchange_messages import MAX_CONTROL_BYTES, Accepted, Commit, Control, Offer, decode_control, encode_control
+from .exchange_messages import MAX_CONTROL_BYTES, Accepted, Commit, Control, Offer, decode_control
 from .exchange_steps import AGREED_FIELDS, REQUIRES, SENT_OF, TRANSITIONS, Role, Sent, Step
 from .pipe import BULK_FROM, Pipe
+from .wire import encode
 
 # Shares of the time from the start of a session to its deadline. Contributions are in and screened until the first,
 # the initiator decides until the second, a responder without news asks from the third, everybody goes on at 1.
@@ -109,7 +110,7 @@ class Exchange:
         if isinstance(message, Accepted | Commit) and not self.is_whole:
             raise LocalProtocolError("a verdict before the contribution is here")
         self._ours = self._moved(message, by_us=True)
-        data = self.pipe.send_message(encode_control(message))
+        data = self.pipe.send_message(encode(message))
         if isinstance(message, Offer):
             self._begin()
         return data

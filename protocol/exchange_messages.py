@@ -13,6 +13,7 @@ from .framing import LENGTH_BYTES
 from .outer_rules import Codec
 from .pairing_messages import Session
 from .pipe import HEADER_BYTES, KIND_BYTES, MESSAGE_KIND
+from .wire import MessageDecoder
 
 EXCHANGE_VERSION = 5
 # An offer has about 160 bytes; an abort's reason at most 256 characters.
@@ -74,21 +75,12 @@ class Aborted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 Control = Offer | Accepted | Commit | Committed | Aborted
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Control)
-
-
-def encode_control(message: Control) -> bytes:
-    """The bytes of a message, at most `MAX_CONTROL_BYTES`."""
-    return _encoder.encode(message)
+_decode = MessageDecoder[Control](Control, "a message of an exchange")
 
 
 def decode_control(payload: bytes) -> Control:
     """The message in these bytes; `RemoteProtocolError` if there is none."""
-    try:
-        message: Control = _decoder.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a message of an exchange: {error}") from error
+    message = _decode(payload)
     if isinstance(message, Offer) and not math.isfinite(message.seconds_left):  # NaN passes every bound
         raise RemoteProtocolError(f"not a duration: {message.seconds_left}")
     return message

@@ -144,12 +144,12 @@ class Gossip:
         self.push.drop(peer)
 
 
-def sync_periods(longest: float = SYNC_PERIOD) -> Iterator[float]:
+def sync_periods() -> Iterator[float]:
     """Seconds from each sync of a node's life to the next, before jitter."""
     period = FIRST_SYNC_PERIOD
     while True:
-        yield min(period, longest)
-        period = min(2.0 * period, longest)
+        yield period
+        period = min(2.0 * period, SYNC_PERIOD)
 
 
 def slices_of(delta: Delta) -> Iterator[Delta]:

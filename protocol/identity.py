@@ -61,9 +61,7 @@ def public_key_of(peer_id: str) -> bytes:
         raw = base58.b58decode(peer_id)
     except ValueError as error:
         raise RemoteProtocolError(f"not a peer id: {peer_id!r}") from error
-    if len(raw) != len(_PEER_ID_PREFIX) + PUBLIC_KEY_BYTES or not raw.startswith(_PEER_ID_PREFIX):
-        raise RemoteProtocolError(f"not the peer id of an Ed25519 key: {peer_id!r}")
-    return raw[len(_PEER_ID_PREFIX) :]
+    return public_key_of_bytes(raw)
 
 
 def peer_id_bytes(public_key: bytes) -> bytes:
@@ -74,7 +72,7 @@ def peer_id_bytes(public_key: bytes) -> bytes:
 def public_key_of_bytes(peer_id: bytes) -> bytes:
     """The public key inside a peer id's bytes; `RemoteProtocolError` if it is not the id of an Ed25519 key."""
     if len(peer_id) != len(_PEER_ID_PREFIX) + PUBLIC_KEY_BYTES or not peer_id.startswith(_PEER_ID_PREFIX):
-        raise RemoteProtocolError("not the peer id of an Ed25519 key")
+        raise RemoteProtocolError(f"not the peer id of an Ed25519 key: {base58.b58encode(peer_id[:64]).decode()!r}")
     return peer_id[len(_PEER_ID_PREFIX) :]
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from .pipeline_events import RoundBegan
+from .pipeline_events import PipelineSettings, RoundBegan
 
 # A round's last microbatches have this long to come to their end; half of it, to come here. Where the next round's are
 # begun meanwhile, they have twice as long as any of late has taken, if that is more.
@@ -45,24 +45,14 @@ class InnerStep:
 class Schedule:
     """See above. ``quota``: of microbatches in an inner step now; ``num_coming``: that have not begun here yet."""
 
-    def __init__(
-        self,
-        *,
-        is_origin: bool,
-        overlap: bool,
-        microbatch_seconds: float,
-        quota: Callable[[], int],
-        num_coming: Callable[[], int],
-    ) -> None:
+    def __init__(self, settings: PipelineSettings, *, quota: Callable[[], int], num_coming: Callable[[], int]) -> None:
         self.round = 0
         self.is_open = False
         """Between the beginning of a round and the word that it is drained."""
         self.current, self.following = InnerStep(), InnerStep()
         self.drain_until = math.inf
         """When those that are under way are dropped, at the end of a round."""
-        self._is_origin = is_origin
-        self._overlap = overlap
-        self._microbatch_seconds = microbatch_seconds
+        self._settings = settings
         self._quota = quota
         self._num_coming = num_coming
         self._is_ending = False
@@ -79,7 +69,7 @@ class Schedule:
     def begin_round(self, event: RoundBegan) -> None:
         """Microbatches may be begun."""
         self.round, self.is_open, self._is_ending = event.round, True, False
-        self._steps_left, self._is_followed = event.max_steps or math.inf, event.is_followed and self._overlap
+        self._steps_left, self._is_followed = event.max_steps or math.inf, event.is_followed and self._settings.overlap
         self._begin_until = math.inf
 
     def end_round(self, now: float) -> None:
@@ -89,8 +79,8 @@ class Schedule:
             drain = DRAIN_SECONDS
             if self._is_followed:
                 drain = max(drain, 2 * max(self._durations, default=0.0))
-            drain = min(drain, self._microbatch_seconds)
-            self._begin_until = now if self._is_origin else now + drain / 2
+            drain = min(drain, self._settings.microbatch_seconds)
+            self._begin_until = now if self._settings.stage == 0 else now + drain / 2
             self.drain_until = now + drain
 
     def is_draining_over(self, now: float) -> bool:
@@ -127,7 +117,7 @@ class Schedule:
         assert inner_step is not None, "it was asked before"
         inner_step.num_begun += 1
         inner_step.num_open += 1
-        inner_step.until = min(inner_step.until, now + self._microbatch_seconds)
+        inner_step.until = min(inner_step.until, now + self._settings.microbatch_seconds)
         return inner_step
 
     def note_arrival(self, age: float, now: float) -> None:
@@ -145,7 +135,7 @@ class Schedule:
         is_over = self._is_over(now)
         if not is_over and not self.following.num_begun and self._is_wanting(self.current, now):
             return self.current
-        has_following = self._overlap and (self._is_followed or (not is_over and self._steps_left > 1))
+        has_following = self._settings.overlap and (self._is_followed or (not is_over and self._steps_left > 1))
         return self.following if has_following and self._is_wanting(self.following, now) else None
 
     def _is_wanting(self, inner_step: InnerStep, now: float) -> bool:

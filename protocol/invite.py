@@ -14,7 +14,7 @@ import base64
 import itertools
 import string
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Final
 
 import msgspec
@@ -92,6 +92,14 @@ def split_address(address: str) -> tuple[str, bytes]:
         return transport, public_key_of(peer_id)
     except RemoteProtocolError as error:
         raise InviteError(f"the address {address[:80]!r} does not end in a peer id: {error}") from error
+
+
+def peers_at(addresses: Iterable[str]) -> dict[bytes, list[str]]:
+    """Public key -> that peer's addresses among these, in their order. Raises `InviteError` as `split_address` does."""
+    peers: dict[bytes, list[str]] = {}
+    for address in addresses:
+        peers.setdefault(split_address(address)[1], []).append(address)
+    return peers
 
 
 def is_invite(text: str) -> bool:

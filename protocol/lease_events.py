@@ -1,4 +1,7 @@
-"""What `farandole.protocol.leases` is told and what it says: events and outputs."""
+"""Events and outputs of the leases: what `farandole.protocol.leases` takes and gives.
+
+What the trainer reports, and what it is told to draw, are the messages of `farandole.protocol.trainer_messages`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from dataclasses import dataclass
 
 from .entries import Kind, Lease
 from .state import RunState
+from .trainer_messages import DrawSlices, SlicesTrained
 
 # Events
 
@@ -28,14 +32,6 @@ class Forgotten:
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
-    """The trainer has trained on these slices: (first, count) each."""
-
-    epoch: int
-    ranges: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Ticked:
     """A second or so has passed."""
 
@@ -50,7 +46,7 @@ class Left:
     """This node trains no more."""
 
 
-Event = Heard | Forgotten | Trained | Ticked | Left
+Event = Heard | Forgotten | SlicesTrained | Ticked | Left
 
 
 # Outputs
@@ -65,21 +61,13 @@ class Announce:
 
 
 @dataclass(frozen=True, slots=True)
-class Assign:
-    """These are the slices to train on now: (first, count) each. None: wait."""
-
-    epoch: int
-    ranges: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class EpochBegan:
     """Of the next epoch; or the last one is over, if it is the run's number of epochs."""
 
     epoch: int
 
 
-Output = Announce | Assign | EpochBegan
+Output = Announce | DrawSlices | EpochBegan
 
 
 def news(state: RunState, seen: dict[tuple[bytes, int], int]) -> Iterator[Heard | Forgotten]:

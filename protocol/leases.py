@@ -32,9 +32,10 @@ from dataclasses import dataclass, field
 from .entries import Lease, LeasedSlices
 from .epoch_progress import Witnesses, median_epoch
 from .identity import framed
-from .lease_events import Announce, Assign, EpochBegan, Event, Forgotten, Heard, Left, Output, Ticked, Trained
+from .lease_events import Announce, EpochBegan, Event, Forgotten, Heard, Left, Output, Ticked
 from .pace import Pace
 from .slices import DoneSlices, Sections, next_bit, part_mask, parts, run_length
+from .trainer_messages import DrawSlices, SlicesTrained
 
 # Until a lease has come to everybody: some pushes of the run state, a second apart at most.
 SETTLE_SECONDS = 5.0
@@ -137,20 +138,18 @@ class Leases:
         match event:
             case Heard(author, index, lease):
                 self._hear(author, index, lease)
-                return []
             case Forgotten(author):
                 self._heard.pop(author, None)
                 self._corpora.pop(author, None)
                 self._current.peers.pop(author, None)
-                return []
-            case Trained(epoch, ranges):
+            case SlicesTrained(epoch, ranges):
                 self._note_trained(epoch, ranges, now)
-                return []
             case Ticked(live, period):
                 self._live, self._period = live, period
                 return [] if self._has_left else list(self._tick(now))
             case Left():
-                return list(self._leave(now))
+                return list(self._leave())
+        return []
 
     # For people
 
@@ -266,7 +265,9 @@ class Leases:
 
     def _follow_epoch(self, now: float) -> Iterator[Output]:
         """To the next one when all is done, and the others have heard it of our leases; or to where the others are."""
-        others = median_epoch(self._heard, self._live)
+        others = median_epoch(
+            entries[0] for author, entries in self._heard.items() if author in self._live and 0 in entries
+        )
         epoch = self.epoch
         if others is not None and others > epoch:
             epoch = min(others, self.num_epochs)
@@ -313,15 +314,21 @@ class Leases:
 
     def _give_way(self, now: float) -> None:
         """Where another one's lease is on the same sections, and its hash is less."""
-        own_mask = 0
-        for lease in self._current.own:
-            own_mask |= self.sections.mask(self.done.next(lease.first), lease.end)
+        own_mask = self._own_mask
         for author, peer in self._respected():
             if not peer.mask & own_mask:
                 continue
             for slices in peer.claims:
                 for lease in list(self._current.own):
                     self._give_way_to(author, slices, lease, now)
+
+    @property
+    def _own_mask(self) -> int:
+        """The sections of which this node has leased something that is not done."""
+        mask = 0
+        for lease in self._current.own:
+            mask |= self.sections.mask(self.done.next(lease.first), lease.end)
+        return mask
 
     def _give_way_to(self, author: bytes, slices: LeasedSlices, lease: _OwnLease, now: float) -> None:
         sections, position = self.sections, self.done.next(lease.first)
@@ -376,21 +383,16 @@ class Leases:
         self._current.idle_since = None
         first = self._place(free)
         last = first + min(run_length(free, first), self._wanted(free)) - 1
-        for section in range(first + 1, last + 1):
-            if section in self.done.fronts:
-                last = section - 1
-                break
+        last = next((section - 1 for section in range(first + 1, last + 1) if section in self.done.fronts), last)
         self._current.cursor = last + 1
         begin = self.done.next(self.sections.begin(first))
         self._current.own.append(_OwnLease(begin, self.sections.end(last), now + SETTLE_SECONDS))
         self._is_urgent = True
 
     def _free(self) -> int:
-        taken = self.done.whole
+        taken = self.done.whole | self._own_mask
         for _, peer in self._respected():
             taken |= peer.mask
-        for lease in self._current.own:
-            taken |= self.sections.mask(self.done.next(lease.first), lease.end)
         return self.sections.all & ~taken
 
     def _place(self, free: int) -> int:
@@ -441,11 +443,11 @@ class Leases:
                 self._pace.pause()
             yield self.assignment()
 
-    def assignment(self) -> Assign:
+    def assignment(self) -> DrawSlices:
         """What is left of that which was last assigned: a new trainer begins with it."""
         epoch, bounds = self._assigned
         left = [(self.done.next(first), end) for first, end in bounds] if epoch == self.epoch else []
-        return Assign(epoch, tuple((first, end - first) for first, end in left if first < end))
+        return DrawSlices(epoch, [(first, end - first) for first, end in left if first < end])
 
     # What this node says
 
@@ -477,7 +479,7 @@ class Leases:
         )
         return Lease(self.epoch, self.corpus, (*self._current.finished, *unfinished))
 
-    def _leave(self, now: float) -> Iterator[Output]:
+    def _leave(self) -> Iterator[Output]:
         """Release what is not done."""
         self._has_left = True
         for lease in self._current.own:

@@ -9,7 +9,6 @@ node's share of all heartbeats below 33 a second, 4 kB/s; by push each comes 2.3
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass
 
 BASE_PERIOD = 10.0
 PEERS_A_SECOND = 33.0
@@ -18,22 +17,14 @@ SUSPICION_SECONDS = 5.0
 """A heartbeat that comes this soon after a suspicion may have been on its way since before."""
 
 
-@dataclass(slots=True)
-class _Pulse:
-    """The newest heartbeat of one peer, and when it came."""
-
-    tick: int
-    advanced_at: float
-    suspected_at: float | None = None
-
-
 class Liveness:
     """Judges the peers by their heartbeats. ``now`` is this node's monotonic clock, seconds."""
 
     def __init__(self, base_period: float = BASE_PERIOD) -> None:
         """``base_period``: T of a small run, seconds; the same for all nodes of a run."""
         self.base_period = base_period
-        self._pulses: dict[bytes, _Pulse] = {}
+        self._pulses: dict[bytes, tuple[int, float]] = {}  # peer -> its newest heartbeat, and when that came
+        self._suspected: dict[bytes, float] = {}  # peer -> since when
 
     @property
     def period(self) -> float:
@@ -47,45 +38,36 @@ class Liveness:
 
     def beat(self, peer: bytes, tick: int, now: float) -> None:
         """A heartbeat has come, first-hand or not; one that is not newer says nothing."""
-        pulse = self._pulses.get(peer)
-        if pulse is None:
-            self._pulses[peer] = _Pulse(tick, now)
-        elif tick > pulse.tick:
-            pulse.tick, pulse.advanced_at = tick, now
-            if pulse.suspected_at is not None and now - pulse.suspected_at >= SUSPICION_SECONDS:
-                pulse.suspected_at = None
+        if peer not in self._pulses or tick > self._pulses[peer][0]:
+            self._pulses[peer] = tick, now
+            if now - self._suspected.get(peer, now) >= SUSPICION_SECONDS:
+                self.trust(peer)
 
     def suspect(self, peer: bytes, now: float) -> None:
         """It could not be reached: taken for dead until it beats again, or is reached (`trust`)."""
-        pulse = self._pulses.get(peer)
-        if pulse is not None:
-            pulse.suspected_at = now
+        if peer in self._pulses:
+            self._suspected[peer] = now
 
     def trust(self, peer: bytes) -> None:
         """It was reached."""
-        pulse = self._pulses.get(peer)
-        if pulse is not None:
-            pulse.suspected_at = None
+        self._suspected.pop(peer, None)
 
     def is_live(self, peer: bytes, now: float) -> bool:
         """Whether its heartbeat has advanced lately."""
-        pulse = self._pulses.get(peer)
-        return pulse is not None and now - pulse.advanced_at <= self.silence
+        return peer in self._pulses and now - self._pulses[peer][1] <= self.silence
 
     def seconds_since(self, peer: bytes, now: float) -> float | None:
         """Since its heartbeat last advanced; None if none ever came."""
-        pulse = self._pulses.get(peer)
-        return None if pulse is None else now - pulse.advanced_at
+        return now - self._pulses[peer][1] if peer in self._pulses else None
 
     def is_suspect(self, peer: bytes) -> bool:
         """Whether it was found unreachable, and has not been heard of since."""
-        pulse = self._pulses.get(peer)
-        return pulse is not None and pulse.suspected_at is not None
+        return peer in self._suspected
 
     def live(self, now: float) -> list[bytes]:
         """Everybody who lives, this node left out."""
         limit = self.silence
-        return [peer for peer, pulse in self._pulses.items() if now - pulse.advanced_at <= limit]
+        return [peer for peer, (_, advanced_at) in self._pulses.items() if now - advanced_at <= limit]
 
     def forget_all_but(self, peers: Container[bytes]) -> None:
         """Forget the others. A peer may be forgotten once its last heartbeat has expired, not before.
@@ -93,3 +75,4 @@ class Liveness:
         (A heartbeat that is heard again after that would else make it look alive.)
         """
         self._pulses = {peer: pulse for peer, pulse in self._pulses.items() if peer in peers}
+        self._suspected = {peer: since for peer, since in self._suspected.items() if peer in peers}

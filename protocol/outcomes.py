@@ -10,6 +10,7 @@ import msgspec
 from .errors import RemoteProtocolError
 from .framing import FrameParser, frame
 from .pairing_messages import Session
+from .wire import MessageDecoder, encode
 
 # Sessions whose outcome an initiator remembers. It has one a round, and is asked about it for exchange_seconds.
 MAX_OUTCOMES = 1_024
@@ -59,14 +60,11 @@ class Resolution(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 MAX_RESOLVE_BYTES = 64
-_encoder = msgspec.msgpack.Encoder()
-_resolve_decoder = msgspec.msgpack.Decoder(Resolve)
-_resolution_decoder = msgspec.msgpack.Decoder(Resolution)
 
 
 def encode_resolve(message: Resolve | Resolution) -> bytes:
     """The frame of a question or its answer."""
-    return frame(_encoder.encode(message), MAX_RESOLVE_BYTES)
+    return frame(encode(message), MAX_RESOLVE_BYTES)
 
 
 def resolve_parser() -> FrameParser:
@@ -74,17 +72,5 @@ def resolve_parser() -> FrameParser:
     return FrameParser(MAX_RESOLVE_BYTES)
 
 
-def decode_resolve(payload: bytes) -> Resolve:
-    """The question in a frame; `RemoteProtocolError` if there is none."""
-    try:
-        return _resolve_decoder.decode(payload)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a question about a session: {error}") from error
-
-
-def decode_resolution(payload: bytes) -> Resolution:
-    """The answer in a frame; `RemoteProtocolError` if there is none."""
-    try:
-        return _resolution_decoder.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not an answer about a session: {error}") from error
+decode_resolve = MessageDecoder[Resolve](Resolve, "a question about a session")
+decode_resolution = MessageDecoder[Resolution](Resolution, "an answer about a session")

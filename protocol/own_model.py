@@ -29,7 +29,7 @@ MAX_PARAMETERS = 2**41
 
 
 class OwnModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A module that a function makes: whole, or of sections (`farandole.training.own_model.Sections`)."""
+    """A module that a function makes: whole, or of sections (`farandole.training.own_model.SectionedModel`)."""
 
     function: FunctionName
     """``package.module:function``, as its owner allows it."""

@@ -33,14 +33,14 @@ import math
 import random
 from dataclasses import dataclass, field
 
+from . import pairing_messages as messages
 from .errors import LocalProtocolError, RemoteProtocolError
 from .manifest import RoundConfig
 from .pairing_events import (
-    TRANSITIONS,
+    FOLLOWING,
     ContributionReady,
     Event,
     ExchangeEnded,
-    FinishRound,
     GoAlone,
     MessageReceived,
     Output,
@@ -54,22 +54,8 @@ from .pairing_events import (
     Stopped,
     TimerFired,
     TrafficSaved,
-    Trigger,
-    UseFragment,
 )
-from .pairing_messages import (
-    SESSION_BYTES,
-    Accept,
-    Begin,
-    Busy,
-    Message,
-    Propose,
-    Ready,
-    Refuse,
-    Withdraw,
-    decode_message,
-    encode_message,
-)
+from .trainer_messages import FinishRound, UseFragment
 
 # A replica that is more rounds behind the others takes a peer's weights instead of its own, which would pull its
 # partners back; and a newcomer gets weights that are at most this old.
@@ -126,7 +112,7 @@ class _Round:
     started_at: float = 0.0
     ends_at: float | None = None
     """End of the box; without boxes as it is expected, if it is known."""
-    ready_at: float | None = None
+    ready_at: float = math.inf
     propose_at: float = 0.0
     num_proposals: int = 0
     has_broken: bool = False
@@ -135,6 +121,11 @@ class _Round:
     """Live peer -> not before; infinity: not in this round."""
     lost: set[bytes] = field(default_factory=set)
     """Peers whose connection broke: it may be made again once."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the contribution is made."""
+        return self.ready_at < math.inf
 
 
 class _Meter:
@@ -172,7 +163,6 @@ class Pairing:
         self._config = config
         self._rng = rng
         self._peers: frozenset[bytes] = frozenset()
-        self._sorted_peers: tuple[bytes, ...] = ()  # so that one seed makes the same choices in every process
         self._meter = _Meter()
         self._bond: _Bond | None = None
         self._timers: dict[_Timer, float] = {}
@@ -192,15 +182,9 @@ class Pairing:
         return self._bond.peer if self._bond and self.state in (State.MATCHED, State.EXCHANGING) else None
 
     @property
-    def is_ready(self) -> bool:
-        """Whether this round's contribution is ready."""
-        return self._current.ready_at is not None
-
-    @property
     def wait_ends_at(self) -> float:
         """When a ready node stops waiting for a partner; infinity while it is not ready."""
-        ready_at = self._current.ready_at
-        return math.inf if ready_at is None else ready_at + WAIT_SHARE * self._config.exchange_seconds
+        return self._current.ready_at + WAIT_SHARE * self._config.exchange_seconds
 
     @property
     def box_ends_at(self) -> float | None:
@@ -241,7 +225,7 @@ class Pairing:
         self._withdraw()
         self._timers.clear()
         self._bond = None
-        self._move(Trigger.ROUND_STARTED)
+        self._move(State.SEEKING)
         self.round = round_
         self._current = current = _Round(started_at=at)
         current.ends_at = None if self._inner_seconds is None else at + self._inner_seconds
@@ -253,7 +237,7 @@ class Pairing:
         self._seek(now)
 
     def _become_ready(self, round_: int, fragment: int, now: float) -> None:
-        if round_ != self.round or self._current.ready_at is not None or self.state in (State.IDLE, State.AWAY):
+        if round_ != self.round or self._current.is_ready or self.state in (State.IDLE, State.AWAY):
             return  # of a round that has been given up
         if self._bond is not None and self._fragment_of(self._bond.session) != fragment:  # agreed on too late
             self._withdraw()
@@ -264,7 +248,7 @@ class Pairing:
         self._timers.pop(_Timer.BOX, None)
         self._timers[_Timer.PATIENCE] = self.wait_ends_at
         if self.state is State.MATCHED and self._bond:
-            self._send(self._bond.peer, Ready(self._bond.session))
+            self._send(self._bond.peer, messages.Ready(self._bond.session))
             self._begin_if_both_ready(now)
         elif self.state is State.SEEKING:
             self._seek(now)
@@ -272,16 +256,16 @@ class Pairing:
     def _begin_if_both_ready(self, now: float) -> None:
         """The proposer begins, and the partner follows: so neither awaits one that has just given up."""
         bond = self._bond
-        if bond is not None and bond.is_proposer and bond.is_partner_ready and self._current.ready_at is not None:
-            self._send(bond.peer, Begin(bond.session))
-            self._exchange(bond, self._current.ready_at, now)
+        if bond is not None and bond.is_proposer and bond.is_partner_ready and self._current.is_ready:
+            self._send(bond.peer, messages.Begin(bond.session))
+            self._exchange(bond, now)
 
-    def _exchange(self, bond: _Bond, ready_at: float, now: float) -> None:
+    def _exchange(self, bond: _Bond, now: float) -> None:
         self._timers.clear()
-        self._move(Trigger.BOTH_READY)
+        self._move(State.EXCHANGING)
         self._num_exchanged[self._current.fragment] += 1
         self._exchange_started_at = now
-        deadline = ready_at + self._config.exchange_seconds
+        deadline = self._current.ready_at + self._config.exchange_seconds
         self._outputs.append(StartExchange(bond.session, bond.peer, self.round, bond.is_proposer, deadline))
 
     def _end_exchange(self, end: ExchangeEnded, now: float) -> None:
@@ -289,23 +273,20 @@ class Pairing:
             return  # the round has been given up meanwhile
         self._last_exchange_seconds = now - self._exchange_started_at
         if end.is_broken and not self._current.has_broken and now < self.wait_ends_at:
-            self._try_again(self._bond.peer, now)
+            # with another partner, or with this one if it is still there and nobody else is
+            self._current.has_broken = True
+            self._num_exchanged[self._current.fragment] -= 1
+            self._timers[_Timer.PATIENCE] = self.wait_ends_at
+            self._seek_another(now, ask_again_at=self._ask_lost_at(self._bond.peer, now))
             return
         self._bond = None
-        self._move(Trigger.EXCHANGE_ENDED)
+        self._move(State.IDLE)
         if not end.committed:
             self._outputs.append(GoAlone(self.round, "the exchange failed"))
 
-    def _try_again(self, peer: bytes, now: float) -> None:
-        """With another partner, or with this one if it is still there and nobody else is."""
-        self._current.has_broken = True
-        self._num_exchanged[self._current.fragment] -= 1
-        self._timers[_Timer.PATIENCE] = self.wait_ends_at
-        self._seek_another(now, ask_again_at=self._ask_lost_at(peer, now))
-
     def _go_alone(self, reason: str) -> None:
         self._timers.clear()
-        self._move(Trigger.WENT_ALONE)
+        self._move(State.IDLE)
         self._num_exchanged[self._current.fragment] += 1
         if self._current.has_broken:
             reason = f"the exchange failed, and {reason}"
@@ -315,7 +296,7 @@ class Pairing:
         self._withdraw()
         self._timers.clear()
         self._bond = None
-        self._move(Trigger.STOPPED)
+        self._move(State.AWAY)
 
     # Looking for a partner
 
@@ -326,7 +307,7 @@ class Pairing:
             self._timers[_Timer.PROPOSE] = max(ask_at, now)
             return
         self._timers.pop(_Timer.PROPOSE, None)
-        if self._current.ready_at is not None:
+        if self._current.is_ready:
             self._go_alone(self._why_alone())
 
     def _why_alone(self) -> str:
@@ -343,13 +324,13 @@ class Pairing:
 
     def _propose(self, now: float) -> None:
         not_yet = {peer for peer, at in self._current.ask_at.items() if at > now}
-        peer = self._rng.choice([peer for peer in self._sorted_peers if peer not in not_yet])
+        peer = self._rng.choice(sorted(self._peers - not_yet))  # so that one seed chooses the same in every process
         self._bond = _Bond(peer, self._draw_session(), is_proposer=True)
         self._current.num_proposals += 1
         patience = ANSWER_SHARE * (self._inner_seconds or 0.0)
         self._timers[_Timer.ANSWER] = now + min(max(patience, MIN_ANSWER), MAX_ANSWER)
-        self._move(Trigger.PROPOSAL_SENT)
-        self._send(peer, Propose(self._bond.session, self._seconds_left(now)))
+        self._move(State.PROPOSED)
+        self._send(peer, messages.Propose(self._bond.session, self._seconds_left(now)))
 
     def _agree(self, bond: _Bond, seconds_left: float | None, now: float) -> None:
         self._bond = bond
@@ -357,9 +338,9 @@ class Pairing:
             self._use_fragment(fragment)
         self._timers.pop(_Timer.PROPOSE, None)
         self._timers.pop(_Timer.ANSWER, None)
-        self._move(Trigger.AGREED)
-        if self._current.ready_at is not None:
-            self._send(bond.peer, Ready(bond.session))
+        self._move(State.MATCHED)
+        if self._current.is_ready:
+            self._send(bond.peer, messages.Ready(bond.session))
         elif self._config.round_seconds and self._current.ends_at is not None and seconds_left is not None:
             self._end_box_at((self._current.ends_at + now + seconds_left) / 2)
 
@@ -371,7 +352,7 @@ class Pairing:
             self._current.ask_at[self._bond.peer] = ask_again_at
         self._bond = None
         self._timers.pop(_Timer.ANSWER, None)
-        self._move(Trigger.PROPOSAL_FAILED if self.state is State.PROPOSED else Trigger.PARTNER_LOST)
+        self._move(State.SEEKING)
 
     def _seek_another(self, now: float, ask_again_at: float = math.inf) -> None:
         self._part(ask_again_at)
@@ -380,10 +361,10 @@ class Pairing:
     def _withdraw(self) -> None:
         """Tell the peer that we proposed to, or agreed with, that this holds no longer."""
         if self._bond and self.state in (State.PROPOSED, State.MATCHED):
-            self._send(self._bond.peer, Withdraw(self._bond.session))
+            self._send(self._bond.peer, messages.Withdraw(self._bond.session))
 
     def _seconds_left(self, now: float) -> float | None:
-        if self._current.ready_at is not None:
+        if self._current.is_ready:
             return 0.0
         return None if self._current.ends_at is None else max(0.0, self._current.ends_at - now)
 
@@ -415,12 +396,12 @@ class Pairing:
 
     def _draw_session(self) -> bytes:
         """At random; where there are fragments the last byte says which one the proposal is for."""
-        session = self._rng.randbytes(SESSION_BYTES)
+        session = self._rng.randbytes(messages.SESSION_BYTES)
         return session[:-1] + bytes((self._current.fragment,)) if len(self._num_exchanged) > 1 else session
 
-    def _is_of_fragment(self, session: bytes) -> bool:
-        """Whether a session is for the fragment of this round's contribution."""
-        return self._fragment_of(session) == self._current.fragment
+    def _is_of_another_fragment(self, session: bytes) -> bool:
+        """Whether the contribution that is ready is not of the fragment that a session is for."""
+        return self._current.is_ready and self._fragment_of(session) != self._current.fragment
 
     def _fragment_of(self, session: bytes) -> int:
         """Raises `RemoteProtocolError` if there is no such fragment."""
@@ -434,7 +415,6 @@ class Pairing:
 
     def _set_peers(self, peers: frozenset[bytes], now: float) -> None:
         self._peers = peers - {self._own}
-        self._sorted_peers = tuple(sorted(self._peers))
         self._current.ask_at = {peer: at for peer, at in self._current.ask_at.items() if peer in self._peers}
         if self.state in (State.PROPOSED, State.MATCHED) and self._bond and self._bond.peer not in peers:
             self._withdraw()
@@ -460,36 +440,37 @@ class Pairing:
     def _receive(self, peer: bytes, payload: bytes, now: float) -> None:
         if not self._meter.has_room(peer, now):
             return
-        message = decode_message(payload)
-        bond = self._bond
-        is_ours = bond is not None and bond.session == message.session
-        if is_ours and bond is not None and bond.peer != peer:
+        message = messages.decode_message(payload)
+        bond = self._bond if self._bond is not None and self._bond.session == message.session else None
+        if bond is not None and bond.peer != peer:
             raise RemoteProtocolError("a message about a session of two others")
+        is_answer = bond is not None and self.state is State.PROPOSED
         match message:
-            case Propose():
-                if is_ours and self.state is State.PROPOSED:
-                    raise RemoteProtocolError("a proposal with the session of our own")
+            case messages.Propose() if is_answer:
+                raise RemoteProtocolError("a proposal with the session of our own")
+            case messages.Propose():
                 self._receive_proposal(peer, message, now)
-            case Accept(session=session, seconds_left=seconds_left):
-                if is_ours and bond is not None and self.state is State.PROPOSED:
-                    self._agree(bond, seconds_left, now)
-                elif not is_ours:
-                    self._send(peer, Withdraw(session))
-            case Ready():
-                self._receive_ready(peer, message, now)
-            case Begin():
-                self._receive_begin(peer, message, now)
-            case Refuse():
-                if is_ours and self.state is State.PROPOSED:
-                    self._seek_another(now)
-            case Busy(retry_after=retry_after):
-                if is_ours and self.state is State.PROPOSED:
-                    self._seek_another(now, ask_again_at=now + max(retry_after, MIN_RETRY))
-            case Withdraw():
-                if is_ours and self.state in (State.PROPOSED, State.MATCHED):
-                    self._seek_another(now)
+            case messages.Agree(seconds_left=seconds_left) if is_answer and bond is not None:
+                self._agree(bond, seconds_left, now)
+            case messages.Agree(session=session) if bond is None:
+                self._send(peer, messages.Withdraw(session))
+            case messages.Decline() if is_answer:
+                self._seek_another(now)
+            case messages.Busy(retry_after=retry_after) if is_answer:
+                self._seek_another(now, ask_again_at=now + max(retry_after, MIN_RETRY))
+            case messages.Withdraw() if is_answer or (bond is not None and self.state is State.MATCHED):
+                self._seek_another(now)
+            case messages.Ready(session=session) if bond is None or is_answer:
+                self._send(peer, messages.Withdraw(session))
+            case messages.Ready() if bond is not None and self.state is State.MATCHED:
+                self._note_readiness(bond, now)
+            case messages.Begin() if bond is not None:  # else we gave up, and the stream that comes will find nobody
+                if bond.is_proposer or not self._current.is_ready:
+                    raise RemoteProtocolError("an exchange begun by the wrong side, or before we are ready")
+                if self.state is State.MATCHED:
+                    self._exchange(bond, now)
 
-    def _receive_proposal(self, peer: bytes, proposal: Propose, now: float) -> None:
+    def _receive_proposal(self, peer: bytes, proposal: messages.Propose, now: float) -> None:
         self._fragment_of(proposal.session)
         is_of_ours = self._bond is not None and self._bond.peer == peer
         if is_of_ours and self.state is State.MATCHED:
@@ -497,61 +478,47 @@ class Pairing:
         if is_of_ours and self.state is State.PROPOSED and self._bond and self._bond.session < proposal.session:
             return  # they cross, and ours holds: the peer accepts it
         answer = self._answer_to(peer, proposal, now)
-        if isinstance(answer, Accept):
-            if not is_of_ours:
-                self._withdraw()
-            self._send(peer, answer)
+        if isinstance(answer, messages.Agree) and not is_of_ours:
+            self._withdraw()
+        self._send(peer, answer)
+        if isinstance(answer, messages.Agree):
             self._agree(_Bond(peer, proposal.session, is_proposer=False), proposal.seconds_left, now)
-        else:
-            self._send(peer, answer)
 
-    def _answer_to(self, peer: bytes, proposal: Propose, now: float) -> Message:
+    def _answer_to(self, peer: bytes, proposal: messages.Propose, now: float) -> messages.Message:
         session = proposal.session
         match self.state:
             case State.AWAY:
-                return Refuse(session, "away")
+                return messages.Decline(session, "away")
             case State.MATCHED:
-                return Refuse(session, "matched")
+                return messages.Decline(session, "matched")
             case State.EXCHANGING:
                 left = self._exchange_started_at + self._last_exchange_seconds - now
-                return Busy(session, max(left, self._retry_after()))
+                return messages.Busy(session, max(left, self._retry_after()))
             case State.PROPOSED if self._bond is not None and self._bond.session < session:
-                return Busy(session, self._retry_after())
-            case State.SEEKING | State.PROPOSED if self.is_ready and not self._is_of_fragment(session):
-                return Refuse(session, "fragment")
+                return messages.Busy(session, self._retry_after())
+            case State.SEEKING | State.PROPOSED if self._is_of_another_fragment(session):
+                return messages.Decline(session, "fragment")
             case State.SEEKING | State.PROPOSED if self._is_saving:
-                return Refuse(session, "away")
+                return messages.Decline(session, "away")
             case State.SEEKING | State.PROPOSED if peer in self._peers:
                 wait = self._wait_between(proposal.seconds_left, now)
                 share = MEETING_SHARE if self._config.round_seconds else WAIT_SHARE
                 patience = min(self.wait_ends_at - now, share * self._config.exchange_seconds)
                 if wait > patience:
-                    return Busy(session, max(wait - patience, self._retry_after()))
-                return Accept(session, self._seconds_left(now))
+                    return messages.Busy(session, max(wait - patience, self._retry_after()))
+                return messages.Agree(session, self._seconds_left(now))
             case _:  # between two rounds; or we have not heard of this peer yet, and cannot tell its stage
-                return Busy(session, self._retry_after())
+                return messages.Busy(session, self._retry_after())
 
-    def _receive_ready(self, peer: bytes, message: Ready, now: float) -> None:
-        bond = self._bond
-        if bond is None or bond.session != message.session or self.state is State.PROPOSED:
-            self._send(peer, Withdraw(message.session))
-        elif self.state is State.MATCHED:
-            bond.is_partner_ready = True
-            if self._config.round_seconds and self._current.ends_at is not None:
-                self._end_box_at(min(self._current.ends_at, now + MEETING_SHARE * self._config.exchange_seconds))
-            self._begin_if_both_ready(now)
+    def _note_readiness(self, bond: _Bond, now: float) -> None:
+        """The partner is ready, and is met soon."""
+        bond.is_partner_ready = True
+        if self._config.round_seconds and self._current.ends_at is not None:
+            self._end_box_at(min(self._current.ends_at, now + MEETING_SHARE * self._config.exchange_seconds))
+        self._begin_if_both_ready(now)
 
-    def _receive_begin(self, peer: bytes, message: Begin, now: float) -> None:
-        bond = self._bond
-        if bond is None or bond.session != message.session:
-            return  # we gave up; the stream that comes will find nobody
-        if bond.is_proposer or self._current.ready_at is None:
-            raise RemoteProtocolError("an exchange begun by the wrong side, or before we are ready")
-        if self.state is State.MATCHED:
-            self._exchange(bond, self._current.ready_at, now)
-
-    def _send(self, peer: bytes, message: Message) -> None:
-        self._outputs.append(SendMessage(peer, encode_message(message)))
+    def _send(self, peer: bytes, message: messages.Message) -> None:
+        self._outputs.append(SendMessage(peer, messages.encode_message(message)))
 
     # Time
 
@@ -586,8 +553,7 @@ class Pairing:
             self._outputs.append(SetTimer(at))
             self._timer_set_at = at
 
-    def _move(self, trigger: Trigger) -> None:
-        try:
-            self.state = TRANSITIONS[self.state][trigger]
-        except KeyError:
-            raise LocalProtocolError(f"pairing cannot take {trigger.value!r} while {self.state.value}") from None
+    def _move(self, state: State) -> None:
+        if state not in FOLLOWING[self.state]:
+            raise LocalProtocolError(f"pairing cannot be {state.value} after {self.state.value}")
+        self.state = state

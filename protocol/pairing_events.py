@@ -1,4 +1,4 @@
-"""Pairing as data: what happens to a node, what it asks for in return, and which state leads to which by what.
+"""Pairing as data: what happens to a node, what it asks for in return, and which state leads to which.
 
 `farandole.protocol.pairing` decides; a driver brings it the events and carries the outputs out.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+
+from .trainer_messages import FinishRound, UseFragment
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,21 +112,6 @@ class SetTimer:
 
 
 @dataclass(frozen=True, slots=True)
-class UseFragment:
-    """This round's contribution shall be of this fragment, unless it is made already. Replaces the last word on it."""
-
-    round: int
-    fragment: int
-
-
-@dataclass(frozen=True, slots=True)
-class FinishRound:
-    """The round's box in time is over: the trainer ends its inner steps after the one that runs."""
-
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
 class StartExchange:
     """Both contributions are ready: exchange them, and come back with `ExchangeEnded` by the deadline."""
 
@@ -146,6 +133,7 @@ class GoAlone:
 
 
 Output = SendMessage | SetTimer | UseFragment | FinishRound | StartExchange | GoAlone
+"""Two are commands for the trainer: each `UseFragment` replaces the last word on the round's fragment."""
 
 
 class State(enum.Enum):
@@ -159,42 +147,13 @@ class State(enum.Enum):
     AWAY = "away"  # paused or leaving
 
 
-class Trigger(enum.Enum):
-    """What moves a node from one state to another."""
-
-    ROUND_STARTED = "round started"
-    PROPOSAL_SENT = "proposal sent"
-    PROPOSAL_FAILED = "proposal failed"
-    AGREED = "agreed"
-    PARTNER_LOST = "partner lost"
-    BOTH_READY = "both ready"
-    EXCHANGE_ENDED = "exchange ended"
-    WENT_ALONE = "went alone"
-    STOPPED = "stopped"
-
-
-# The whole life of a round. A pair of state and trigger that is missing cannot happen; if it does, it is our defect.
-TRANSITIONS: dict[State, dict[Trigger, State]] = {
-    State.IDLE: {},
-    State.SEEKING: {
-        Trigger.PROPOSAL_SENT: State.PROPOSED,
-        Trigger.AGREED: State.MATCHED,
-        Trigger.WENT_ALONE: State.IDLE,
-    },
-    State.PROPOSED: {
-        Trigger.PROPOSAL_FAILED: State.SEEKING,
-        Trigger.AGREED: State.MATCHED,
-    },
-    State.MATCHED: {
-        Trigger.PARTNER_LOST: State.SEEKING,
-        Trigger.BOTH_READY: State.EXCHANGING,
-    },
-    State.EXCHANGING: {
-        Trigger.EXCHANGE_ENDED: State.IDLE,
-        Trigger.PARTNER_LOST: State.SEEKING,
-    },
-    State.AWAY: {},
+_AT_ANY_TIME = frozenset({State.SEEKING, State.AWAY})  # a round starts, or the node stops
+# The life of a round: state -> the states that may follow. Any other step is our defect.
+FOLLOWING: dict[State, frozenset[State]] = {
+    State.IDLE: _AT_ANY_TIME,
+    State.SEEKING: _AT_ANY_TIME | {State.PROPOSED, State.MATCHED, State.IDLE},  # idle: it goes on alone
+    State.PROPOSED: _AT_ANY_TIME | {State.MATCHED},
+    State.MATCHED: _AT_ANY_TIME | {State.EXCHANGING},
+    State.EXCHANGING: _AT_ANY_TIME | {State.IDLE},  # seeking again: it broke, and there is time for another partner
+    State.AWAY: _AT_ANY_TIME,
 }
-for _row in TRANSITIONS.values():
-    _row[Trigger.ROUND_STARTED] = State.SEEKING
-    _row[Trigger.STOPPED] = State.AWAY

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from .errors import RemoteProtocolError
+from .wire import MessageDecoder, encode
 
 SESSION_BYTES = 16
 # The longest message, a proposal, has 29 bytes; the rest is room for one more field.
@@ -27,7 +28,7 @@ class Propose(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     """Until the sender's inner steps end: 0 once they have, None while it cannot tell."""
 
 
-class Accept(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=2):
+class Agree(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=2):
     """Yes: we are partners now."""
 
     session: Session
@@ -35,7 +36,7 @@ class Accept(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """Until the sender's inner steps would have ended without this agreement; else as in `Propose`."""
 
 
-class Refuse(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=3):
+class Decline(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=3):
     """No, not in this round."""
 
     session: Session
@@ -69,34 +70,19 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     session: Session
 
 
-Message = Propose | Accept | Refuse | Busy | Withdraw | Ready | Begin
+Message = Propose | Agree | Decline | Busy | Withdraw | Ready | Begin
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Message)
-
-
-def encode_message(message: Message) -> bytes:
-    """The bytes of a message; at most `MAX_MESSAGE_BYTES`."""
-    return _encoder.encode(message)
+encode_message = encode
+"""The bytes of a message; at most `MAX_MESSAGE_BYTES`."""
+_decode = MessageDecoder[Message](Message, "a pairing message")
 
 
 def decode_message(payload: bytes) -> Message:
     """The message in these bytes; `RemoteProtocolError` if they hold none."""
     if len(payload) > MAX_MESSAGE_BYTES:
         raise RemoteProtocolError(f"a pairing message has at most {MAX_MESSAGE_BYTES} bytes, this has {len(payload)}")
-    try:
-        message: Message = _decoder.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a pairing message: {error}") from error
-    seconds = _seconds_of(message)
-    if seconds is not None and not math.isfinite(seconds):  # NaN passes every bound
-        raise RemoteProtocolError(f"not a duration: {seconds}")
+    message = _decode(payload)
+    values = msgspec.structs.astuple(message)
+    if any(isinstance(value, float) and math.isnan(value) for value in values):  # which passes every bound
+        raise RemoteProtocolError("not a duration: NaN")
     return message
-
-
-def _seconds_of(message: Message) -> float | None:
-    match message:
-        case Propose(seconds_left=seconds) | Accept(seconds_left=seconds) | Busy(retry_after=seconds):
-            return seconds
-        case _:
-            return None

@@ -39,6 +39,7 @@ from .framing import LENGTH_BYTES
 from .incoming import Incoming
 from .pairing_messages import Session
 from .pipe_steps import TRANSITIONS, Facts, Sent, Step, problem_of
+from .wire import MessageDecoder, encode
 
 # Smaller transfers have moved over the stream before a channel is open (milliseconds here, round trips elsewhere).
 BULK_FROM: Final = 1_000_000
@@ -278,7 +279,7 @@ class Pipe:
         if isinstance(message, Route) and message.received != self.num_received:
             raise LocalProtocolError("a Route from elsewhere than where we are")
         self._apply(message, by_us=True)
-        return _frame(CONTROL_KIND, _encoder.encode(message))
+        return _frame(CONTROL_KIND, encode(message))
 
     def _send_chunk(self, chunk: Chunk) -> bytes:
         size, flow = chunk.data.nbytes, self.outgoing
@@ -422,16 +423,7 @@ class Pipe:
         return piece
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Control] = msgspec.msgpack.Decoder(Control)
-
-
-def decode_control(payload: bytes) -> Control:
-    """The pipe's own message in a frame; `RemoteProtocolError` if there is none."""
-    try:
-        return _decoder.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a message of a pipe: {error}") from error
+decode_control = MessageDecoder[Control](Control, "a message of a pipe")
 
 
 def _frame(kind: int, payload: bytes) -> bytes:

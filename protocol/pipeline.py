@@ -22,24 +22,15 @@ from __future__ import annotations
 import math
 import random
 from collections import OrderedDict, deque
-from dataclasses import dataclass
 
-from .activations import MAX_REASON_CHARS, TICKET_BYTES
+from . import activations as wire
 from .held_out import HeldOut
 from .inner_steps import Schedule
 from .microbatches import GIVEN_BACK, SUMMED, UNTOUCHED, Counts, Hop, Microbatch, MicrobatchLink, MicrobatchStep
+from .pairing_events import SetTimer, TimerFired
 from .pipeline_events import (
-    Arrived,
-    Arriving,
-    Asked,
-    AskOrigin,
     CloseLink,
-    Compute,
-    CreditsGiven,
     Event,
-    GradientArriving,
-    HopDropped,
-    HopSettled,
     LinkClosed,
     LinkFailed,
     LinkOpened,
@@ -47,26 +38,19 @@ from .pipeline_events import (
     Measured,
     NodesChanged,
     OpenLink,
-    OriginAnswered,
     Output,
-    PipelineTimerFired,
+    PipelineSettings,
+    Received,
     ReceiveInto,
     RoundBegan,
     RoundDrained,
     RoundEnds,
-    SendCredits,
-    SendDropped,
-    SendForward,
-    SendGradient,
-    SendSettled,
-    SetPipelineTimer,
-    Stepped,
-    TakeStep,
+    Send,
     Tell,
-    Work,
-    WorkDone,
+    Told,
 )
 from .pipeline_links import RETRY_INTERVAL, Dialling, Promises, choose_hop
+from .trainer_messages import InnerStepTaken, Job, TakeInnerStep, Work, Worked
 
 # A microbatch that three hops have refused or lost is dropped: the fault may be its own.
 MAX_ATTEMPTS = 3
@@ -88,22 +72,7 @@ GRACE_SECONDS = 3.0
 MAX_LINKS = 1_024
 
 # What frees memory comes first. Forward passes, and draws after them, as the inner step allows.
-_PRIORITIES: tuple[Work, ...] = ("backward", "tail", "keep", "drop", "forward")
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineSettings:
-    """What the machine needs to know of the run and of its node."""
-
-    author: bytes
-    stage: int
-    num_stages: int
-    quota: int
-    """Microbatches that a node of stage 0 draws for an inner step."""
-    in_flight: int
-    """Slots: microbatches begun and not ended."""
-    microbatch_seconds: float
-    overlap: bool = False
+_PRIORITIES: tuple[Job, ...] = ("backward", "tail", "keep", "drop", "forward")
 
 
 class Pipeline:
@@ -121,15 +90,9 @@ class Pipeline:
         self._free_slots = set(range(settings.in_flight))
         self._microbatches: dict[bytes, Microbatch] = {}
         self._outcomes: OrderedDict[bytes, bool] = OrderedDict()
-        self._jobs: deque[tuple[Work, Microbatch]] = deque()
-        self._waiting: dict[Work, deque[Microbatch]] = {work: deque() for work in _PRIORITIES}
-        self._schedule = Schedule(
-            is_origin=settings.stage == 0,
-            overlap=settings.overlap,
-            microbatch_seconds=settings.microbatch_seconds,
-            quota=lambda: self.quota,
-            num_coming=self._num_coming,
-        )
+        self._jobs: deque[tuple[Job, Microbatch]] = deque()
+        self._waiting: dict[Job, deque[Microbatch]] = {job: deque() for job in _PRIORITIES}
+        self._schedule = Schedule(settings, quota=lambda: self.quota, num_coming=self._num_coming)
         self._held_out = HeldOut()
         self._draw_after = -math.inf
         self._outputs: list[Output] = []
@@ -138,7 +101,7 @@ class Pipeline:
     @property
     def num_in_flight(self) -> int:
         """Microbatches that the trainer holds something of."""
-        return sum(1 for microbatch in self._microbatches.values() if microbatch.has_begun)
+        return sum(microbatch.has_begun for microbatch in self._microbatches.values())
 
     @property
     def quota(self) -> int:
@@ -163,7 +126,7 @@ class Pipeline:
         self._give_work()
         self._end_step()
         self._grant()
-        self._outputs.append(SetPipelineTimer(self._next_deadline()))
+        self._outputs.append(SetTimer(self._next_deadline()))
         return self._outputs
 
     def _apply(self, event: Event) -> None:
@@ -176,20 +139,16 @@ class Pipeline:
                 self._fail_link(event)
             case LinkClosed(link):
                 self._close_link(link)
-            case CreditsGiven(link, total):
-                if link in self._links:
-                    self._links[link].credits = total
-            case Arriving() | GradientArriving() | Arrived() | HopDropped() | HopSettled():
-                if event.link in self._links:
-                    self._links[event.link].heard_at = self._now
-                    self._hear(event)
-            case Asked(peer, ticket):
+            case Received(number, message):
+                if number in self._links:
+                    self._hear(number, self._links[number], message)
+            case Told(peer, wire.Question(ticket)):
                 self._be_asked(peer, ticket)
-            case OriginAnswered(peer, ticket, is_kept):
+            case Told(peer, wire.Answer(ticket, is_kept)):
                 self._be_told(peer, ticket, is_kept)
-            case WorkDone(problem):
+            case Worked(problem):
                 self._worked(problem)
-            case Stepped():
+            case InnerStepTaken():
                 if self._schedule.stepped(self._now):
                     self._drained()
             case RoundBegan():
@@ -198,19 +157,18 @@ class Pipeline:
                 self._schedule.end_round(self._now)
             case Measure(num_microbatches):
                 self._held_out.begin(num_microbatches, MAX_ATTEMPTS)
-            case PipelineTimerFired():
+            case TimerFired():
                 pass  # what is due is looked at after every event
 
     # Links
 
     def _open_link(self, event: LinkOpened) -> None:
-        link = MicrobatchLink(event.peer, event.is_upstream, event.is_return, event.credits, heard_at=self._now)
+        link = MicrobatchLink(event.peer, event.is_upstream, event.is_return, heard_at=self._now)
         self._links[event.link] = link
         if event.is_upstream:
             self._dialling.note_open(event.peer, event.is_return)
         elif len(self._links) > MAX_LINKS:
-            self._outputs.append(CloseLink(event.link))
-            self._close_link(event.link)
+            self._hang_up(event.link)
 
     def _fail_link(self, event: LinkFailed) -> None:
         self._dialling.note_failed(event.peer, event.is_return, self._now)
@@ -219,6 +177,10 @@ class Pipeline:
         for microbatch in list(self._microbatches.values()):
             if microbatch.step is MicrobatchStep.ROUTING and microbatch.origin == event.peer:
                 self._drop(microbatch, "its origin cannot be reached")
+
+    def _hang_up(self, number: int) -> None:
+        self._outputs.append(CloseLink(number))
+        self._close_link(number)
 
     def _close_link(self, number: int) -> None:
         link = self._links.pop(number, None)
@@ -249,14 +211,13 @@ class Pipeline:
             num_waiting=self._num_coming(),
             is_starving=not self._jobs and self._schedule.may_begin(self._now),
         )
-        self._outputs += [SendCredits(number, self._links[number].credits) for number in granted]
+        self._outputs += [Send(number, wire.Credits(self._links[number].credits)) for number in granted]
 
     def _num_coming(self) -> int:
-        return sum(
-            1
-            for microbatch in self._microbatches.values()
-            if microbatch.step in (MicrobatchStep.COMING, MicrobatchStep.QUEUED)
-        )
+        return self._num_at(MicrobatchStep.COMING, MicrobatchStep.QUEUED)
+
+    def _num_at(self, *steps: MicrobatchStep) -> int:
+        return sum(microbatch.step in steps for microbatch in self._microbatches.values())
 
     def _leave(self, hop: Hop | None) -> None:
         """A microbatch is no more on this link."""
@@ -267,8 +228,7 @@ class Pipeline:
         """Close links to nodes that are no more of the next stage, or no more alive."""
         for number, link in list(self._links.items()):
             if link.is_upstream and not link.is_return and link.peer not in self._nodes.next_hops:
-                self._outputs.append(CloseLink(number))
-                self._close_link(number)
+                self._hang_up(number)
 
     def _dial(self) -> None:
         links = self._links.values()
@@ -281,84 +241,86 @@ class Pipeline:
 
     # What links say
 
-    def _hear(self, event: Arriving | GradientArriving | Arrived | HopDropped | HopSettled) -> None:
-        link = self._links[event.link]
-        if isinstance(event, Arriving):
-            self._arrive(event, link)
+    def _hear(self, number: int, link: MicrobatchLink, message: wire.Event) -> None:
+        if isinstance(message, wire.Credits):
+            link.credits = message.total
             return
-        microbatch = link.open.get(event.index)
-        if microbatch is None:
-            return
-        match event:
-            case GradientArriving():
-                self._gradient_arrives(event, microbatch)
-            case Arrived():
-                self._arrived(microbatch)
-            case HopDropped(_, _, reason, is_untouched):
-                self._leave(microbatch.onward)
-                microbatch.onward = None
-                link.wait_until = self._now + RETRY_INTERVAL
-                if is_untouched and not link.is_return:
-                    self._lose_hop(microbatch, link.peer, reason)
-                else:
-                    self._drop(microbatch, reason)
-            case HopSettled(_, _, is_kept):
-                self._hop_settled(microbatch, link, is_kept)
+        link.heard_at = self._now
+        match message:
+            case wire.Forward():
+                self._arrive(number, link, message)
+            case wire.Gradient(index) if index in link.open:
+                self._gradient_arrives(link.open[index], number, index)
+            case wire.DataReceived(index) if index in link.open:
+                self._arrived(link.open[index])
+            case wire.Dropped(index, reason, is_untouched) if index in link.open:
+                self._hop_dropped(link.open[index], link, reason, is_untouched)
+            case wire.Settled(index, is_kept) if index in link.open:
+                self._hop_settled(link.open[index], link, is_kept)
 
-    def _arrive(self, event: Arriving, link: MicrobatchLink) -> None:
-        link.num_forwarded = event.index + 1
-        problem = self._problem(event, link)
+    def _arrive(self, number: int, link: MicrobatchLink, forward: wire.Forward) -> None:
+        index = link.num_forwarded
+        link.num_forwarded += 1
+        problem = self._problem(forward, link)
         if problem:
             self.counts.refused += 1
-            self._outputs.append(SendDropped(event.link, event.index, problem, is_untouched=True))
+            self._outputs.append(Send(number, wire.Dropped(index, problem, is_untouched=True)))
             return
         if link.is_return:
-            microbatch = self._microbatches[event.ticket]
-            microbatch.homeward, microbatch.step = (event.link, event.index), MicrobatchStep.HOME_COMING
+            microbatch = self._microbatches[forward.ticket]
+            microbatch.homeward, microbatch.step = (number, index), MicrobatchStep.HOME_COMING
         else:
-            seconds = min(event.seconds_left, self._settings.microbatch_seconds)
+            seconds = min(forward.seconds_left, self._settings.microbatch_seconds)
             self._schedule.note_arrival(self._settings.microbatch_seconds - seconds, self._now)
             deadline = self._now + seconds + GRACE_SECONDS
-            microbatch = self._add(event.ticket, event.origin, deadline, MicrobatchStep.COMING)
-            microbatch.is_held_out = event.is_held_out
-            microbatch.inward = (event.link, event.index)
-        link.open[event.index] = microbatch
-        self._outputs.append(ReceiveInto(event.link, event.index, microbatch.slot))
+            microbatch = self._add(forward.ticket, forward.origin, deadline, MicrobatchStep.COMING)
+            microbatch.is_held_out = forward.is_held_out
+            microbatch.inward = (number, index)
+        link.open[index] = microbatch
+        self._outputs.append(ReceiveInto(number, index, microbatch.slot))
 
-    def _problem(self, event: Arriving, link: MicrobatchLink) -> str:
+    def _problem(self, forward: wire.Forward, link: MicrobatchLink) -> str:
         """Why a microbatch cannot be taken; empty if it can."""
-        known = self._microbatches.get(event.ticket)
+        known = self._microbatches.get(forward.ticket)
         if link.is_return:
             if known is None or known.origin != self._settings.author:
                 return "it is not mine"
             return "" if known.step is MicrobatchStep.OUT else "it has come already"
-        if abs(event.round - self._schedule.round) > MAX_ROUNDS_APART:
-            return f"of round {event.round}, this is round {self._schedule.round}"
+        if abs(forward.round - self._schedule.round) > MAX_ROUNDS_APART:
+            return f"of round {forward.round}, this is round {self._schedule.round}"
         if known is not None:
             return "it is here already"
         return "" if self._free_slots else "no slot is free"
 
-    def _gradient_arrives(self, event: GradientArriving, microbatch: Microbatch) -> None:
+    def _gradient_arrives(self, microbatch: Microbatch, number: int, index: int) -> None:
         is_due = microbatch.step is (MicrobatchStep.OUT if self._settings.stage else MicrobatchStep.HOME_OUT)
         if not is_due:
             self._leave(microbatch.onward)
             microbatch.onward = None
-            self._outputs.append(CloseLink(event.link))  # a gradient of nothing
-            self._close_link(event.link)
+            self._hang_up(number)  # a gradient of nothing
             self._drop(microbatch, "a gradient that cannot be")
             return
         microbatch.step = MicrobatchStep.RETURNING
-        self._outputs.append(ReceiveInto(event.link, event.index, microbatch.slot))
+        self._outputs.append(ReceiveInto(number, index, microbatch.slot))
 
     def _arrived(self, microbatch: Microbatch) -> None:
-        following: dict[MicrobatchStep, tuple[MicrobatchStep, Work]] = {
+        following: dict[MicrobatchStep, tuple[MicrobatchStep, Job]] = {
             MicrobatchStep.COMING: (MicrobatchStep.QUEUED, "forward"),
             MicrobatchStep.HOME_COMING: (MicrobatchStep.HOME, "tail"),
             MicrobatchStep.RETURNING: (MicrobatchStep.RETURNED, "backward"),
         }
         if microbatch.step in following:
-            microbatch.step, work = following[microbatch.step]
-            self._waiting[work].append(microbatch)
+            microbatch.step, job = following[microbatch.step]
+            self._waiting[job].append(microbatch)
+
+    def _hop_dropped(self, microbatch: Microbatch, link: MicrobatchLink, reason: str, is_untouched: bool) -> None:
+        self._leave(microbatch.onward)
+        microbatch.onward = None
+        link.wait_until = self._now + RETRY_INTERVAL
+        if is_untouched and not link.is_return:
+            self._lose_hop(microbatch, link.peer, reason)
+        else:
+            self._drop(microbatch, reason)
 
     def _hop_settled(self, microbatch: Microbatch, link: MicrobatchLink, is_kept: bool) -> None:
         if link.is_return:
@@ -385,7 +347,7 @@ class Pipeline:
             self._drop(microbatch, "its way back was lost")
         is_undecided = microbatch is not None and microbatch.is_kept is None
         is_kept = None if is_undecided else self._outcomes.get(ticket, False)
-        self._outputs.append(Tell(peer, ticket, is_kept))
+        self._outputs.append(Tell(peer, wire.Answer(ticket, is_kept)))
 
     def _be_told(self, peer: bytes, ticket: bytes, is_kept: bool | None) -> None:
         microbatch = self._microbatches.get(ticket)
@@ -415,17 +377,11 @@ class Pipeline:
         microbatch.sent_at = self._now
         link.open[link.num_forwarded] = microbatch
         link.num_forwarded += 1
-        self._outputs.append(
-            SendForward(
-                number,
-                microbatch.slot,
-                microbatch.ticket,
-                microbatch.origin,
-                self._schedule.round,
-                max(0.0, microbatch.deadline - self._now),
-                microbatch.is_held_out,
-            )
+        seconds_left = max(0.0, microbatch.deadline - self._now)
+        forward = wire.Forward(
+            microbatch.ticket, microbatch.origin, self._schedule.round, seconds_left, microbatch.is_held_out
         )
+        self._outputs.append(Send(number, forward, microbatch.slot))
 
     def _lose_hop(self, microbatch: Microbatch, peer: bytes, reason: str) -> None:
         """Seek another next hop, if no gradient has come back yet."""
@@ -444,11 +400,11 @@ class Pipeline:
 
     def _give_work(self) -> None:
         while self._schedule.is_open and len(self._jobs) < MAX_JOBS:
-            job = self._next_job()
-            if job is not None:
-                self._work(*job)
+            following = self._next_job()
+            if following is not None:
+                self._work(*following)
             elif self._can_draw() and (self._held_out.is_waiting or self._schedule.may_begin(self._now)):
-                ticket = self._rng.randbytes(TICKET_BYTES)
+                ticket = self._rng.randbytes(wire.TICKET_BYTES)
                 deadline = self._now + self._settings.microbatch_seconds
                 microbatch = self._add(ticket, self._settings.author, deadline, MicrobatchStep.QUEUED)
                 if self._held_out.is_waiting:
@@ -457,67 +413,63 @@ class Pipeline:
             else:
                 return
 
-    def _next_job(self) -> tuple[Work, Microbatch] | None:
+    def _next_job(self) -> tuple[Job, Microbatch] | None:
         """What waits, the most urgent first; forward passes as the inner step allows, but for what is held out."""
-        for work in _PRIORITIES:
-            waiting = self._waiting[work]
-            may_do = work != "forward" or self._schedule.may_begin(self._now)
+        for job in _PRIORITIES:
+            waiting = self._waiting[job]
+            may_do = job != "forward" or self._schedule.may_begin(self._now)
             microbatch = next((each for each in waiting if may_do or each.is_held_out), None)
             if microbatch is not None:
                 waiting.remove(microbatch)
-                return work, microbatch
+                return job, microbatch
         return None
 
     def _can_draw(self) -> bool:
         """Whether what is drawn has a slot, and somewhere to go."""
-        if self._settings.stage or not self._free_slots:
-            return False
-        if self._now < self._draw_after:
+        if self._settings.stage or not self._free_slots or self._now < self._draw_after:
             return False
         links = self._links.values()
         num_credits = sum(link.free for link in links if link.is_upstream and link.wait_until <= self._now)
-        return num_credits > sum(
-            1 for m in self._microbatches.values() if m.step in (MicrobatchStep.STARTING, MicrobatchStep.ROUTING)
-        )
+        return num_credits > self._num_at(MicrobatchStep.STARTING, MicrobatchStep.ROUTING)
 
-    def _work(self, work: Work, microbatch: Microbatch) -> None:
+    def _work(self, job: Job, microbatch: Microbatch) -> None:
         microbatch.is_working = True
-        if work in ("draw", "forward"):
+        if job in ("draw", "forward"):
             if not microbatch.is_held_out:
                 microbatch.inner_step = self._schedule.begin(self._now)
                 self.counts.begun += 1
             microbatch.step, microbatch.has_begun, microbatch.begun_at = MicrobatchStep.STARTING, True, self._now
-        self._jobs.append((work, microbatch))
+        self._jobs.append((job, microbatch))
         is_following = microbatch.inner_step is self._schedule.following
-        self._outputs.append(Compute(work, microbatch.slot, is_following, microbatch.is_held_out, microbatch.number))
+        self._outputs.append(Work(job, microbatch.slot, is_following, microbatch.is_held_out, microbatch.number))
 
     def _worked(self, problem: str) -> None:
-        work, microbatch = self._jobs.popleft()
+        job, microbatch = self._jobs.popleft()
         microbatch.is_working = False
-        if work in ("keep", "drop"):
+        if job in ("keep", "drop"):
             if microbatch.inner_step is not None:
-                microbatch.inner_step.num_kept += work == "keep"
+                microbatch.inner_step.num_kept += job == "keep"
             self._release(microbatch)
             return
-        if problem and work in ("draw", "forward"):
+        if problem and job in ("draw", "forward"):
             microbatch.has_begun = False  # the trainer has kept nothing
             self._draw_after = self._now + DRAW_INTERVAL
-            if work == "draw" and microbatch.is_held_out:  # there is no such text: the trainer says so, in the end
+            if job == "draw" and microbatch.is_held_out:  # there is no such text: the trainer says so, in the end
                 self._held_out.note_missing(microbatch.number)
         if microbatch.is_kept is not None:  # dropped meanwhile
             self._tell_trainer(microbatch)
         elif problem:
             self._drop(microbatch, problem)
         else:
-            self._go_on(work, microbatch)
+            self._go_on(job, microbatch)
 
-    def _go_on(self, work: Work, microbatch: Microbatch) -> None:
-        if work in ("draw", "forward"):
+    def _go_on(self, job: Job, microbatch: Microbatch) -> None:
+        if job in ("draw", "forward"):
             microbatch.step = MicrobatchStep.ROUTING
-        elif work == "tail" and microbatch.is_held_out:
+        elif job == "tail" and microbatch.is_held_out:
             self._held_out.note_measured(microbatch.number)
             self._end(microbatch, is_kept=False)
-        elif work == "tail":
+        elif job == "tail":
             microbatch.step = MicrobatchStep.HOME_OUT
             self._send_back(microbatch.homeward, microbatch)
         elif microbatch.origin == self._settings.author:
@@ -528,7 +480,8 @@ class Pipeline:
 
     def _send_back(self, hop: Hop | None, microbatch: Microbatch) -> None:
         assert hop is not None, "who has lost the way back is dropped"
-        self._outputs.append(SendGradient(*hop, microbatch.slot))
+        link, index = hop
+        self._outputs.append(Send(link, wire.Gradient(index), microbatch.slot))
 
     # The end of a microbatch
 
@@ -536,16 +489,15 @@ class Pipeline:
         """It counts nowhere: tell those who do not know it, and take out what is in the sum."""
         if microbatch.is_kept is not None:
             return
-        reason = reason.encode("ascii", "replace").decode()[:MAX_REASON_CHARS]
+        reason = reason.encode("ascii", "replace").decode()[: wire.MAX_REASON_CHARS]
         if not microbatch.is_held_out:
             self.counts.dropped += 1
             self.counts.note(reason)
             self.counts.taken_out += microbatch.step in SUMMED
         is_untouched = microbatch.step in UNTOUCHED
-        if microbatch.inward is not None:
-            self._outputs.append(SendDropped(*microbatch.inward, reason, is_untouched))
-        if microbatch.homeward is not None:
-            self._outputs.append(SendDropped(*microbatch.homeward, reason, is_untouched=False))
+        for hop, untouched in ((microbatch.inward, is_untouched), (microbatch.homeward, False)):
+            if hop is not None:
+                self._outputs.append(Send(hop[0], wire.Dropped(hop[1], reason, untouched)))
         self._end(microbatch, is_kept=False)
 
     def _end(self, microbatch: Microbatch, *, is_kept: bool) -> None:
@@ -555,7 +507,8 @@ class Pipeline:
         if is_kept:
             self._schedule.note_end(self._now - microbatch.begun_at)
         if microbatch.onward is not None and microbatch.onward[0] in self._links:
-            self._outputs.append(SendSettled(*microbatch.onward, is_kept))
+            number, index = microbatch.onward
+            self._outputs.append(Send(number, wire.Settled(index, is_kept)))
         for hop in (microbatch.onward, microbatch.inward, microbatch.homeward):
             self._leave(hop)
         microbatch.onward = microbatch.inward = microbatch.homeward = None
@@ -595,7 +548,7 @@ class Pipeline:
         """Step, or end the round, when nothing for this step is under way any more."""
         while (move := self._schedule.move_on(self._now)) is not None:
             if move == "step":
-                self._outputs.append(TakeStep())
+                self._outputs.append(TakeInnerStep())
             elif move == "drained":
                 self._drained()
             self._give_work()
@@ -613,7 +566,7 @@ class Pipeline:
                 self._drop(microbatch, "the round is over")
             elif self._now >= microbatch.ask_at:
                 microbatch.ask_at = self._now + ASK_INTERVAL
-                self._outputs.append(AskOrigin(microbatch.origin, microbatch.ticket))
+                self._outputs.append(Tell(microbatch.origin, wire.Question(microbatch.ticket)))
 
     def _must_drain(self, microbatch: Microbatch) -> bool:
         if not microbatch.has_begun or not self._schedule.is_of_round(microbatch.inner_step):
@@ -629,8 +582,7 @@ class Pipeline:
         if self._links[number].heard_at < microbatch.sent_at:
             self._leave(microbatch.onward)
             microbatch.onward = None
-            self._outputs.append(CloseLink(number))
-            self._close_link(number)
+            self._hang_up(number)
 
     def _next_deadline(self) -> float:
         """When something is due, or can be tried again; what was due by now has been done."""

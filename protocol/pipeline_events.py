@@ -1,11 +1,31 @@
-"""What happens to a node's part in the pipeline, and what it asks for: what `protocol.pipeline` takes and gives."""
+"""Settings, events and outputs of the pipeline: what `farandole.protocol.pipeline` takes and gives.
+
+What goes over links are the messages of `farandole.protocol.activations`, and what the trainer computes and reports
+those of `farandole.protocol.trainer_messages`, as they are on the wire.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-Work = Literal["draw", "forward", "tail", "backward", "keep", "drop"]
+from . import activations as wire
+from .pairing_events import SetTimer, TimerFired
+from .trainer_messages import InnerStepTaken, TakeInnerStep, Work, Worked
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineSettings:
+    """What the machine needs to know of the run and of its node."""
+
+    author: bytes
+    stage: int
+    num_stages: int
+    quota: int
+    """Microbatches that a node of stage 0 draws for an inner step."""
+    in_flight: int
+    """Slots: microbatches begun and not ended."""
+    microbatch_seconds: float
+    overlap: bool = False
 
 
 # Events
@@ -31,7 +51,6 @@ class LinkOpened:
     """Whether we are the upstream node."""
     is_return: bool = False
     """Whether microbatches return to their origin over it."""
-    credits: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,88 +69,19 @@ class LinkClosed:
 
 
 @dataclass(frozen=True, slots=True)
-class CreditsGiven:
-    """By the downstream node of a link."""
+class Received:
+    """The peer of a link has sent this. `ReceiveInto` answers a `Forward` or a `Gradient` whose data are wanted."""
 
     link: int
-    total: int
+    message: wire.Event
 
 
 @dataclass(frozen=True, slots=True)
-class Arriving:
-    """A `Forward`: a microbatch begins to come. Answered at once by `ReceiveInto` or `SendDropped`."""
-
-    link: int
-    index: int
-    ticket: bytes
-    origin: bytes
-    round: int
-    seconds_left: float
-    is_held_out: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class GradientArriving:
-    """A `Gradient` begins to come. Answered at once by `ReceiveInto`."""
-
-    link: int
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """All data of one of the two have come."""
-
-    link: int
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class HopDropped:
-    """The downstream node has dropped a microbatch."""
-
-    link: int
-    index: int
-    reason: str
-    is_untouched: bool
-
-
-@dataclass(frozen=True, slots=True)
-class HopSettled:
-    """The upstream node says how a microbatch ended."""
-
-    link: int
-    index: int
-    is_kept: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A node on its route asks how a microbatch of ours ended."""
+class Told:
+    """A node on its route asks how a microbatch of ours ended; or an origin answers."""
 
     peer: bytes
-    ticket: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class OriginAnswered:
-    """An origin's answer; ``is_kept`` None: not decided yet."""
-
-    peer: bytes
-    ticket: bytes
-    is_kept: bool | None
-
-
-@dataclass(frozen=True, slots=True)
-class WorkDone:
-    """The trainer has done its oldest job."""
-
-    problem: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Stepped:
-    """The trainer has taken the inner step."""
+    message: wire.Question | wire.Answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +97,7 @@ class RoundBegan:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """The loss of so many microbatches of held-out text, before others are drawn; `Measured` follows. At stage 0."""
+    """Measure the loss of N microbatches of held-out text, before others are drawn; `Measured` follows. At stage 0."""
 
     num_microbatches: int
 
@@ -157,30 +107,19 @@ class RoundEnds:
     """What is under way for the round comes to its end, then `RoundDrained`."""
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineTimerFired:
-    """The time of the last `SetPipelineTimer` has come."""
-
-
 Event = (
     NodesChanged
     | LinkOpened
     | LinkFailed
     | LinkClosed
-    | CreditsGiven
-    | Arriving
-    | GradientArriving
-    | Arrived
-    | HopDropped
-    | HopSettled
-    | Asked
-    | OriginAnswered
-    | WorkDone
-    | Stepped
+    | Received
+    | Told
+    | Worked
+    | InnerStepTaken
     | RoundBegan
     | Measure
     | RoundEnds
-    | PipelineTimerFired
+    | TimerFired
 )
 
 
@@ -189,7 +128,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class OpenLink:
-    """To a node of the next stage, or to the origin of a microbatch (``is_return``)."""
+    """Open a link to a node of the next stage, or to the origin of a microbatch (``is_return``)."""
 
     peer: bytes
     is_return: bool
@@ -197,14 +136,14 @@ class OpenLink:
 
 @dataclass(frozen=True, slots=True)
 class CloseLink:
-    """Its peer is gone from the run, or does not answer."""
+    """Close a link: its peer is gone from the run, or does not answer."""
 
     link: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiveInto:
-    """The data that begin to come go into this slot."""
+    """Put the data of the microbatch that a link has just announced into this slot."""
 
     link: int
     index: int
@@ -212,88 +151,21 @@ class ReceiveInto:
 
 
 @dataclass(frozen=True, slots=True)
-class SendForward:
-    """The slot's outgoing data go over the link, as its next microbatch."""
+class Send:
+    """Send a message over a link. A `Dropped` is not sent once the gradient has been, to the last byte."""
 
     link: int
-    slot: int
-    ticket: bytes
-    origin: bytes
-    round: int
-    seconds_left: float
-    is_held_out: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class SendGradient:
-    """The slot's outgoing data go back."""
-
-    link: int
-    index: int
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class SendDropped:
-    """To the upstream node, unless its gradient has been sent to the last byte."""
-
-    link: int
-    index: int
-    reason: str
-    is_untouched: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SendSettled:
-    """To the downstream node."""
-
-    link: int
-    index: int
-    is_kept: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SendCredits:
-    """To the upstream node."""
-
-    link: int
-    total: int
-
-
-@dataclass(frozen=True, slots=True)
-class AskOrigin:
-    """The origin, how a microbatch ended."""
-
-    origin: bytes
-    ticket: bytes
+    message: wire.Credits | wire.Forward | wire.Gradient | wire.Dropped | wire.Settled
+    slot: int | None = None
+    """Whose outgoing data follow, after a `Forward` or a `Gradient`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Who asked."""
+    """Ask an origin how a microbatch ended, or answer that question."""
 
     peer: bytes
-    ticket: bytes
-    is_kept: bool | None
-
-
-@dataclass(frozen=True, slots=True)
-class Compute:
-    """A job for the trainer, which does them in order."""
-
-    work: Work
-    slot: int
-    is_following: bool = False
-    """Whether what is begun is for the inner step after the next one that is taken."""
-    is_held_out: bool = False
-    """Whether what is begun is for its loss alone."""
-    number: int = 0
-    """Which microbatch of the held-out text is drawn, if one is."""
-
-
-@dataclass(frozen=True, slots=True)
-class TakeStep:
-    """The inner step, with what the trainer has summed for it."""
+    message: wire.Question | wire.Answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,27 +180,4 @@ class Measured:
     """The trainer has the losses of what was to be measured; not all, if some were lost again and again."""
 
 
-@dataclass(frozen=True, slots=True)
-class SetPipelineTimer:
-    """Replaces the one before."""
-
-    at: float
-
-
-Output = (
-    OpenLink
-    | CloseLink
-    | ReceiveInto
-    | SendForward
-    | SendGradient
-    | SendDropped
-    | SendSettled
-    | SendCredits
-    | AskOrigin
-    | Tell
-    | Compute
-    | TakeStep
-    | RoundDrained
-    | Measured
-    | SetPipelineTimer
-)
+Output = OpenLink | CloseLink | ReceiveInto | Send | Tell | Work | TakeInnerStep | RoundDrained | Measured | SetTimer

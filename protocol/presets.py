@@ -9,36 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TypedDict
 
 from .errors import ManifestError
 from .manifest import ModelConfig
 from .parts import parts_of
 
 
-class Preset(TypedDict):
-    """Fields of a `ModelConfig`."""
-
-    num_layers: int
-    width: int
-    num_heads: int
-    hidden: int
-    context: int
-    vocabulary: int
+def _preset(num_layers: int, width: int, num_heads: int, hidden: int, context: int) -> ModelConfig:
+    return ModelConfig(num_layers, width, num_heads, hidden, context, vocabulary=256)
 
 
-def _preset(num_layers: int, width: int, num_heads: int, hidden: int, context: int) -> Preset:
-    return {
-        "num_layers": num_layers,
-        "width": width,
-        "num_heads": num_heads,
-        "hidden": hidden,
-        "context": context,
-        "vocabulary": 256,
-    }
-
-
-PRESETS: Mapping[str, Preset] = MappingProxyType(
+PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
     {
         "tiny": _preset(2, 32, 2, 128, 64),  # 41 k: tests and testnets
         "0.5M": _preset(4, 96, 4, 288, 128),
@@ -55,8 +36,8 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 def preset(name: str) -> ModelConfig:
     """The model of that name; `ManifestError` names those there are."""
     if name not in PRESETS:
-        raise ManifestError(f"no preset is called {name!r}; there are {', '.join(PRESETS)}")
-    return ModelConfig(**PRESETS[name])
+        raise ManifestError(f"model: no preset is called {name!r}; there are {', '.join(PRESETS)}")
+    return PRESETS[name]
 
 
 def num_parameters(model: ModelConfig) -> int:

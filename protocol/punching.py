@@ -8,10 +8,10 @@ router.
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from .bulk import are_neighbours, unicast_ip
 from .reachability import HTTPS_PORT, MIN_PORT, Address
 
 DCUTR_PROTOCOL: Final = "/libp2p/dcutr"
@@ -20,8 +20,6 @@ MAX_MESSAGE_BYTES: Final = 4_096
 NUM_ATTEMPTS: Final = 3
 # What others see, in two families, and a few interfaces for a peer next door.
 MAX_OFFERED: Final = 8
-# Addresses that lie in one network of this size are each other's neighbours.
-_NEIGHBOURHOOD: Final = {4: 24, 6: 64}
 
 
 def offer(observed: Iterable[Address], listening: Iterable[Address]) -> list[Address]:
@@ -31,35 +29,13 @@ def offer(observed: Iterable[Address], listening: Iterable[Address]) -> list[Add
 
 def targets(offered: Sequence[Address], observed: Iterable[Address], own: Iterable[str]) -> list[Address]:
     """Which of the addresses that a peer offers to dial; ``observed`` is what others see of us, ``own`` our own IPs."""
-    ours, here = {ip for ip, _ in observed}, [ip for text in own if (ip := _parse(text)) is not None]
+    ours, here = {ip for ip, _ in observed}, [ip for text in own if (ip := unicast_ip(text)) is not None]
     is_next_door = any(ip in ours for ip, _ in offered)
     chosen = []
     for text, port in offered[:MAX_OFFERED]:
-        ip = _parse(text)
+        ip = unicast_ip(text)
         if ip is None or not (port >= MIN_PORT or port == HTTPS_PORT):
             continue
-        if ip.is_global or (is_next_door and any(_are_neighbours(ip, other) for other in here)):
+        if ip.is_global or (is_next_door and any(are_neighbours(ip, other) for other in here)):
             chosen.append((str(ip), port))
     return list(dict.fromkeys(chosen))
-
-
-def _parse(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """A unicast address without a zone."""
-    try:
-        ip = ipaddress.ip_address(text)
-    except ValueError:
-        return None
-    if ip.version == 6:
-        if ip.scope_id is not None:
-            return None
-        ip = ip.ipv4_mapped or ip
-    return None if ip.is_unspecified or ip.is_multicast else ip
-
-
-def _are_neighbours(
-    ip: ipaddress.IPv4Address | ipaddress.IPv6Address, other: ipaddress.IPv4Address | ipaddress.IPv6Address
-) -> bool:
-    if ip.version != other.version:
-        return False
-    shift = ip.max_prefixlen - _NEIGHBOURHOOD[ip.version]
-    return int(ip) >> shift == int(other) >> shift

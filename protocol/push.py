@@ -18,6 +18,7 @@ import msgspec
 
 from .entries import MAX_BODY_BYTES, Delta, Proof, Signed, deltas_of
 from .errors import RemoteProtocolError
+from .wire import MessageDecoder, encode
 
 PROTOCOL = "/farandole/push/1"
 TICK_SECONDS = 0.5
@@ -48,19 +49,14 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     delta: Delta
 
 
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Batch).decode
+_decode = MessageDecoder[Batch](Batch, "a push")
 
 
 def decode_batch(raw: bytes) -> Batch:
     """Parse a message; `RemoteProtocolError` if it is too long or malformed."""
     if len(raw) > MAX_PUSH_BYTES:
         raise RemoteProtocolError(f"a push of {len(raw)} bytes")
-    try:
-        batch: Batch = _decode(raw)
-        return batch
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a push: {error}") from error
+    return _decode(raw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +86,8 @@ class _Pending:
 class Push:
     """Queues what is new, and says at each tick what to send to whom. ``now``: monotonic seconds."""
 
-    def __init__(self, rng: random.Random, num_chosen: int = NUM_CHOSEN) -> None:
+    def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self._num_chosen = num_chosen
         self._pending: dict[bytes, _Pending] = {}
         self._chosen: dict[bytes, _Choice] = {}
         self._choosers: dict[bytes, float] = {}  # peer -> until when, if it says nothing more
@@ -118,8 +113,7 @@ class Push:
             self._chosen[peer].heard_at = now
         if self._pending:
             for signed in batch.delta.entries:
-                pending = self._pending.get(_key(signed))
-                if pending is not None:
+                if (pending := self._pending.get(_key(signed))) is not None:
                     pending.known_to.add(peer)
 
     def welcome(self, peer: bytes, num_live: int, now: float) -> None:
@@ -128,9 +122,9 @@ class Push:
         All who see it do so with a chance that gives it as many new neighbours as a node chooses. Without that, halves
         of a network that find together would each keep to its own neighbours, until those have had their time.
         """
-        if peer in self._chosen or self._rng.random() * max(1, num_live) >= self._num_chosen:
+        if peer in self._chosen or self._rng.random() * max(1, num_live) >= NUM_CHOSEN:
             return
-        if len(self._chosen) >= self._num_chosen:
+        if len(self._chosen) >= NUM_CHOSEN:
             del self._chosen[self._rng.choice([*self._chosen])]
         self._chosen[peer] = _Choice(now + CHOICE_SECONDS * self._rng.uniform(0.5, 1.5), now)
 
@@ -157,7 +151,7 @@ class Push:
         proofs = [item for item in items if isinstance(item, Proof)]
         is_choice = peer in self._chosen
         return [
-            SendBatch(peer, _encode(Batch(is_choice, delta))) for delta in deltas_of(entries, proofs, MAX_BATCH_BYTES)
+            SendBatch(peer, encode(Batch(is_choice, delta))) for delta in deltas_of(entries, proofs, MAX_BATCH_BYTES)
         ]
 
     def _choose(
@@ -170,7 +164,7 @@ class Push:
             if choice.until > now and now - choice.heard_at <= QUIET_SECONDS and is_candidate(peer)
         }
         self._choosers = {peer: until for peer, until in self._choosers.items() if until > now}
-        missing = self._num_chosen - len(self._chosen)
+        missing = NUM_CHOSEN - len(self._chosen)
         if missing <= 0:
             return
         free = [peer for peer in candidates() if peer not in self._chosen]

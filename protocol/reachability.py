@@ -24,6 +24,7 @@ import msgspec
 
 from .bulk import MAX_IP_CHARS
 from .errors import RemoteProtocolError
+from .wire import MessageDecoder
 
 DIALBACK_PROTOCOL: Final = "/farandole/dialback/1"
 # A node listens in two families, at most on a port of its own and on one that its router has opened for it.
@@ -67,32 +68,23 @@ class DialBackAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     """Of the ports asked for."""
 
 
-_encoder = msgspec.msgpack.Encoder()
-_requests = msgspec.msgpack.Decoder(Request)
-_answers = msgspec.msgpack.Decoder(DialBackAnswer)
-
-
-def encode(message: Request | DialBackAnswer) -> bytes:
-    """At most `MAX_MESSAGE_BYTES`."""
-    return _encoder.encode(message)
+_decode_request = MessageDecoder[Request](Request, "a request to be dialled")
+_decode_answer = MessageDecoder[DialBackAnswer](DialBackAnswer, "an answer")
 
 
 def decode_request(payload: bytes) -> Request:
     """A request without ports where nobody is to knock; `RemoteProtocolError` if it is none."""
-    try:
-        request = _requests.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"not a request: {error}") from error
+    request = _decode_request(payload)
     return Request(tuple(dict.fromkeys(port for port in request.ports if port >= MIN_PORT or port == HTTPS_PORT)))
 
 
 def decode_answer(payload: bytes, request: Request) -> DialBackAnswer:
     """An answer to this request; `RemoteProtocolError` if it is none."""
+    answer = _decode_answer(payload)
     try:
-        answer = _answers.decode(payload)
         if answer.ip:
             ipaddress.ip_address(answer.ip)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
+    except ValueError as error:
         raise RemoteProtocolError(f"not an answer: {error}") from error
     if not set(answer.reached) <= set(request.ports):
         raise RemoteProtocolError("it reached what it was not asked for")

@@ -25,24 +25,6 @@ STOP_PROTOCOL: Final = "/libp2p/circuit/relay/0.2.0/stop"
 MAX_MESSAGE_BYTES: Final = 4_096
 # go-libp2p's too. A reservation ends with its connection anyway; its renewal costs one round trip.
 RESERVATION_SECONDS: Final = 3_600
-# Each is a connection of the 512 that a node has.
-MAX_RESERVATIONS: Final = 64
-# Several homes may sit behind one carrier's NAT; who has more addresses than this many times fills the table alone.
-MAX_RESERVATIONS_PER_ADDRESS: Final = 8
-# Each may hold a window of half a mebibyte in either direction: 64 MiB when all stall.
-MAX_CIRCUITS: Final = 64
-# A node keeps connections with twelve members, and exchanges with others beside these; it has two relays.
-MAX_CIRCUITS_PER_PEER: Final = 16
-# In both directions together. A checkpoint of a billion parameters with its optimizer's state has 12 GB, and exchanges
-# of some gigabytes should not meet the end of their circuit often: who has more to move dials again.
-CIRCUIT_BYTES: Final = 16 * 2**30
-# A link that is lost four times a day, and made again in a second, costs a run nothing; a forgotten one ends.
-CIRCUIT_SECONDS: Final = 6 * 3_600
-# What both ends leave unused for so long is over: over one that they use, they ping every ten seconds.
-IDLE_SECONDS: Final = 60
-# Addresses of itself that a relay may tell, and one of them; `farandole.node.mesh.host` keeps no more of a peer either.
-MAX_TOLD_ADDRESSES: Final = 16
-MAX_ADDRESS_BYTES: Final = 512
 
 _CIRCUIT = re.compile(
     r"(/(?:ip4|ip6|dns|dns4|dns6)/[^/]+/tcp/\d{1,5})/p2p/([^/]+)/p2p-circuit(?:/p2p/([^/]+))?", re.ASCII
@@ -66,14 +48,22 @@ class Status(IntEnum):
 class Limits:
     """What one relay gives."""
 
-    max_reservations: int = MAX_RESERVATIONS
-    max_reservations_per_address: int = MAX_RESERVATIONS_PER_ADDRESS
-    max_circuits: int = MAX_CIRCUITS
-    max_circuits_per_peer: int = MAX_CIRCUITS_PER_PEER
+    # Each is a connection of the 512 that a node has.
+    max_reservations: int = 64
+    # Several homes may sit behind one carrier's NAT; who has more addresses than this many times fills the table alone.
+    max_reservations_per_address: int = 8
+    # Each may hold a window of half a mebibyte in either direction: 64 MiB when all stall.
+    max_circuits: int = 64
+    # A node keeps connections with twelve members, and exchanges with others beside these; it has two relays.
+    max_circuits_per_peer: int = 16
     reservation_seconds: int = RESERVATION_SECONDS
-    circuit_bytes: int = CIRCUIT_BYTES
-    circuit_seconds: int = CIRCUIT_SECONDS
-    idle_seconds: float = IDLE_SECONDS
+    # In both directions together. A checkpoint of a billion parameters with its optimizer's state has 12 GB, and
+    # exchanges of some gigabytes should not meet the end of their circuit often: who has more to move dials again.
+    circuit_bytes: int = 16 * 2**30
+    # A link that is lost four times a day, and made again in a second, costs a run nothing; a forgotten one ends.
+    circuit_seconds: int = 6 * 3_600
+    # What both ends leave unused for so long is over: over one that they use, they ping every ten seconds.
+    idle_seconds: float = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +116,13 @@ class RelayTable:
         if self.num_circuits >= self._limits.max_circuits or busiest >= self._limits.max_circuits_per_peer:
             return Status.RESOURCE_LIMIT_EXCEEDED
         self.num_circuits += 1
-        self._circuits[source] += 1
-        self._circuits[target] += 1
+        self._circuits.update((source, target))
         return Status.OK
 
     def close_circuit(self, source: bytes, target: bytes) -> None:
         """One that was opened is over."""
         self.num_circuits -= 1
-        for end in (source, target):
-            self._circuits[end] -= 1
-            if not self._circuits[end]:
-                del self._circuits[end]
+        self._circuits -= Counter((source, target))
 
     def _expire(self, now: float) -> None:
         for peer in [peer for peer, held in self._reservations.items() if held.expires_at <= now]:

@@ -85,15 +85,11 @@ def header_size(first: bytes | bytearray | memoryview, size: int) -> int:
     return LENGTH_BYTES + length
 
 
-def _skip_nothing(name: str) -> bool:
-    return False
-
-
 def parse_tensors(
     raw: bytes | bytearray | memoryview,
     size: int,
     dtypes: Collection[str] = tuple(WIDTHS),
-    is_skipped: Callable[[str], bool] = _skip_nothing,
+    is_skipped: Callable[[str], bool] = lambda name: False,
 ) -> Header:
     """The header of a file of ``size`` bytes, of which ``raw`` are the first; at least its `header_size`.
 

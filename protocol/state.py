@@ -17,7 +17,7 @@ from __future__ import annotations
 import bisect
 import enum
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -32,9 +32,9 @@ DIGEST_BYTES = 16
 MAX_AHEAD = 60.0
 """Seconds: an entry further in the future is deferred (not stored, offered again by a later sync). Not a verdict."""
 METERED_BURST = 64
-"""Long-lived entries of one author at once: more than it has slots for (49)."""
+"""Long-lived entries of one author at once: more than it has slots for (41)."""
 METERED_RATE = 1.0
-"""A second and author; an honest author rewrites each of 49 slots once a minute at most."""
+"""A second and author; an honest author rewrites each of 41 slots once a minute at most."""
 _LEAST_BEAT_TTL = float(RULES[Kind.BEAT].ttl)
 
 PayloadType = TypeVar("PayloadType", bound=Payload)
@@ -82,7 +82,7 @@ class _Author:
 
     __slots__ = ("bucket", "digest", "expires_at", "fork", "fork_expires_at", "key", "meter", "rank", "slots")
 
-    def __init__(self, key: bytes, bucket: int, rank: tuple[int, int, bytes]) -> None:
+    def __init__(self, key: bytes, bucket: int, rank: tuple[bool, bytes], now: float) -> None:
         self.key = key
         self.bucket = bucket
         self.rank = rank
@@ -91,7 +91,7 @@ class _Author:
         self.fork_expires_at = 0.0
         self.expires_at = float("inf")  # not later than the first of its entries
         self.digest: bytes | None = None
-        self.meter: TokenBucket | None = None
+        self.meter = TokenBucket(METERED_BURST, METERED_RATE, now)
 
     def refs(self) -> AuthorRefs:
         slots = {slot: (entry.tick, entry.id) for slot, entry in self.slots.items() if entry.kind is not _BEAT}
@@ -101,11 +101,8 @@ class _Author:
         """Over everything but heartbeats; empty if there is nothing else."""
         if self.fork is not None:
             return hashlib.sha256(self.key + b"forked").digest()
-        refs = sorted(
-            entry.slot.to_bytes(2, "big") + entry.tick.to_bytes(5, "big") + entry.id
-            for entry in self.slots.values()
-            if entry.kind is not _BEAT
-        )
+        slots = self.refs().slots.items()
+        refs = sorted(slot.to_bytes(2, "big") + tick.to_bytes(5, "big") + entry_id for slot, (tick, entry_id) in slots)
         return hashlib.sha256(self.key + b"".join(refs)).digest() if refs else b""
 
 
@@ -117,30 +114,17 @@ def bucket_of(author: bytes) -> int:
 class RunState:
     """See the head of the file. ``now`` is Unix seconds by this node's clock, in every method."""
 
-    def __init__(
-        self,
-        run_id: bytes,
-        creator: bytes,
-        *,
-        priority: Callable[[bytes], int] = lambda author: 0,
-        checker: Checker | None = None,
-        max_authors: int = MAX_AUTHORS,
-    ) -> None:
-        """``priority`` says who goes first where authors are too many (more is better; invited peers, say).
-
-        It must be the same function of the key on every node. ``checker`` is for simulations, which share its work.
-        """
+    def __init__(self, run_id: bytes, creator: bytes, *, checker: Checker | None = None) -> None:
+        """``checker`` is for simulations, which share its work."""
         self.run_id = run_id
         self.creator = creator
         self.checker = checker or Checker(run_id, creator)
-        self.max_authors = max_authors
         self.beat_ttl = _LEAST_BEAT_TTL
         """Seconds; raised by `fit_beat_ttl` in large runs, where heartbeats are far apart."""
         self.dirty: set[bytes] = set()
         """Authors whose stored form (`export`) has changed since `take_dirty`."""
-        self._priority = priority
         self._authors: dict[bytes, _Author] = {}
-        self._ranks: list[tuple[tuple[int, int, bytes], bytes]] = []  # best first
+        self._ranks: list[tuple[tuple[bool, bytes], bytes]] = []  # best first
         self._buckets: list[dict[bytes, _Author]] = [{} for _ in range(NUM_BUCKETS)]
         self._bucket_digests: list[bytes | None] = [None] * NUM_BUCKETS
         self._root: bytes | None = None
@@ -169,16 +153,13 @@ class RunState:
         """Parse, look whether it matters, verify, meter, apply: in the order of what that costs."""
         entry = self.checker.parse(signed)
         record = self._authors.get(entry.author)
-        present = None
-        if record is not None:
-            if record.fork is not None:
-                return Outcome.MASKED
-            present = record.slots.get(entry.slot)
-            if present is not None:
-                if entry.id == present.id:
-                    return Outcome.KNOWN
-                if entry.tick < present.tick:
-                    return Outcome.OLD
+        if record is not None and record.fork is not None:
+            return Outcome.MASKED
+        present = None if record is None else record.slots.get(entry.slot)
+        if present is not None and entry.id == present.id:
+            return Outcome.KNOWN
+        if present is not None and entry.tick < present.tick:
+            return Outcome.OLD
         if entry.written_at > now + MAX_AHEAD:
             return Outcome.DEFERRED
         if self._expiry(entry) <= now:
@@ -187,12 +168,12 @@ class RunState:
             return Outcome.CROWDED
         if not self.checker.is_genuine(entry):
             raise RemoteProtocolError("not a valid entry: its signature")
+        record = self._admit(entry.author, now)
         if present is not None and entry.tick == present.tick:
             a, b = sorted((present, entry), key=lambda side: side.id)
-            self._mask(self._admit(entry.author), Proof(a.signed, b.signed), entry.written_at, report)
+            self._mask(record, Proof(a.signed, b.signed), entry.written_at, report)
             return Outcome.MASKED
-        record = record or self._admit(entry.author)
-        if not self._is_within_meter(record, entry, now):
+        if entry.is_metered and not record.meter.take(now):
             return Outcome.DEFERRED
         self._apply(record, entry)
         report.new.append(entry)
@@ -208,7 +189,7 @@ class RunState:
             return Outcome.EXPIRED
         if record is None and not self._has_room(author):
             return Outcome.CROWDED
-        self._mask(self._admit(author), proof, a.written_at, report)
+        self._mask(self._admit(author, now), proof, a.written_at, report)
         return Outcome.NEW
 
     def _apply(self, record: _Author, entry: Entry) -> None:
@@ -231,29 +212,22 @@ class RunState:
         report.proofs.append(proof)
         report.new[:] = [entry for entry in report.new if entry.author != record.key]
 
-    def _is_within_meter(self, record: _Author, entry: Entry, now: float) -> bool:
-        if not entry.is_metered:
-            return True
-        if record.meter is None:
-            record.meter = TokenBucket(METERED_BURST, METERED_RATE, now)
-        return record.meter.take(now)
-
     # who is in
 
-    def _rank(self, author: bytes) -> tuple[int, int, bytes]:
-        """A static total order: the creator, then by priority, then by a hash. Its best K are a join themselves."""
-        return (author != self.creator, -self._priority(author), hashlib.sha256(self.run_id + author).digest())
+    def _rank(self, author: bytes) -> tuple[bool, bytes]:
+        """A static total order: the creator, then by a hash. Its best K are a join themselves."""
+        return author != self.creator, hashlib.sha256(self.run_id + author).digest()
 
     def _has_room(self, author: bytes) -> bool:
-        return len(self._ranks) < self.max_authors or (self._rank(author), author) < self._ranks[-1]
+        return len(self._ranks) < MAX_AUTHORS or (self._rank(author), author) < self._ranks[-1]
 
-    def _admit(self, author: bytes) -> _Author:
+    def _admit(self, author: bytes, now: float) -> _Author:
         """The author's record; a new one may cost the last of the order its place."""
         record = self._authors.get(author)
         if record is None:
-            if len(self._ranks) >= self.max_authors:
+            if len(self._ranks) >= MAX_AUTHORS:
                 self._drop(self._authors[self._ranks[-1][1]])
-            record = _Author(author, bucket_of(author), self._rank(author))
+            record = _Author(author, bucket_of(author), self._rank(author), now)
             bisect.insort(self._ranks, (record.rank, author))
             self._authors[author] = self._buckets[record.bucket][author] = record
         return record

@@ -8,6 +8,7 @@ is stands in a counter at its end, which whoever fills it stores and the other r
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -48,6 +49,8 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     """Which stage of the model this is, where it is cut into several."""
     microbatch: int = 0
     """Sequences of a batch that are taken at a time, 0: all; of a model that is not cut."""
+    compile: bool = False
+    """Whether inner steps are compiled; of a model that is not cut."""
     data_field: str = "text"
     """Of records, what has their text."""
     streams: list[str] = []
@@ -90,11 +93,17 @@ class DrawSlices(msgspec.Struct, frozen=True, tag=True):
     ranges: list[tuple[int, int]]
 
 
-class Work(msgspec.Struct, frozen=True, tag=True):
-    """Compute something for the microbatch in a slot; of a stage, between `Train` and `FinishRound`."""
+Job = Literal["draw", "forward", "tail", "backward", "keep", "drop"]
+"""As `farandole.protocol.pipeline` says."""
 
-    work: Literal["draw", "forward", "tail", "backward", "keep", "drop"]
-    """As `farandole.protocol.pipeline` says."""
+
+class Work(msgspec.Struct, frozen=True, tag=True):
+    """Compute something for the microbatch in a slot; of a stage, between `Train` and `FinishRound`.
+
+    The trainer does these in order.
+    """
+
+    work: Job
     slot: int
     is_following: bool = False
     """Whether what begins is for the inner step after the next `TakeInnerStep`."""
@@ -341,21 +350,13 @@ Report = (
 )
 
 _encoder = msgspec.msgpack.Encoder()
-_commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
-_reports: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
+decode_command: Final[Callable[[bytes], Command]] = msgspec.msgpack.Decoder(Command).decode
+"""What the mesh process said."""
+decode_report: Final[Callable[[bytes], Report]] = msgspec.msgpack.Decoder(Report).decode
+"""What the trainer said."""
 
 
 def encode(message: Command | Report) -> bytes:
     """A message with its length in front."""
     body = _encoder.encode(message)
     return LENGTH.pack(len(body)) + body
-
-
-def decode_command(raw: bytes) -> Command:
-    """What the mesh process said."""
-    return _commands.decode(raw)
-
-
-def decode_report(raw: bytes) -> Report:
-    """What the trainer said."""
-    return _reports.decode(raw)

@@ -1,18 +1,22 @@
 """Events, outputs and states of the training loop.
 
 `farandole.protocol.training_loop` decides; a driver brings it the events and carries the outputs out. What the trainer
-reports and what it is told are the messages of `farandole.protocol.trainer_messages`, as they are on the wire.
+reports and what it is told are the messages of `farandole.protocol.trainer_messages`, as they are on the wire; what
+pairing and the pipeline of a model that is cut are told and ask for are their own events and outputs.
 """
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Literal
 
-from . import pairing_events, pipeline_events
+from . import pairing_events as pairing
+from . import trainer_messages as messages
 from .node_state import Phase, TrainingState
-from .pairing_events import MessageReceived, PeerLost, PeersChanged, SendMessage, SetTimer, TimerFired, TrafficSaved
-from .trainer_messages import Cause, Command, Contributed, OuterStepTaken, Pong, Prepared, Progress, Saved, Validated
+from .pipeline_events import Measure, Measured, RoundBegan, RoundDrained, RoundEnds
+
+# Events
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +33,9 @@ class LoopBegan:
 class TrainerReady:
     """The trainer that `StartTrainer` asked for has loaded weights, text and model."""
 
-    prepared: Prepared
+    prepared: messages.Prepared
     stage: int = 0
     microbatch: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Reported:
-    """The trainer has sent a report."""
-
-    report: Progress | Contributed | OuterStepTaken | Validated | Saved | Pong
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,34 +44,20 @@ class TrainerEnded:
 
     error: str = ""
     """Why it died; empty if it ended as `EndTrainer` asked."""
-    cause: Cause = "fault"
+    cause: messages.Cause = "fault"
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeOver:
-    """The exchange that `RunExchange` asked for has ended."""
+    """An exchange has ended."""
 
-    start: pairing_events.StartExchange
+    start: pairing.StartExchange
     is_committed: bool
-    reason: str = ""
-    """Why it was not committed, for people."""
     is_broken: bool = False
     """It was not committed, and no contribution was refused: another partner may do."""
     partner_size: int = 0
     """Bytes of the partner's contribution."""
     partner_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineDrained:
-    """No microbatch of the round is under way in the pipeline any more: its contribution can be made."""
-
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineMeasured:
-    """The trainer has the losses of the validation text that went through the pipeline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,26 +95,39 @@ class DataOver:
     """All epochs are done: exchange what this round has, and end."""
 
 
+TrainerReport = (
+    messages.Progress
+    | messages.Contributed
+    | messages.OuterStepTaken
+    | messages.Validated
+    | messages.Saved
+    | messages.Pong
+)
+"""What the loop hears of the trainer, of all that it reports."""
+
 Event = (
     LoopBegan
     | TrainerReady
-    | Reported
+    | TrainerReport
     | TrainerEnded
     | ExchangeOver
-    | PipelineDrained
-    | PipelineMeasured
     | OthersMoved
     | RestChanged
     | LeaveAsked
     | SaveAsked
     | RestartAsked
     | DataOver
-    | MessageReceived
-    | PeerLost
-    | PeersChanged
-    | TrafficSaved
-    | TimerFired
+    | RoundDrained
+    | Measured
+    | pairing.MessageReceived
+    | pairing.PeerLost
+    | pairing.PeersChanged
+    | pairing.TrafficSaved
+    | pairing.TimerFired
 )
+
+
+# Outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,21 +154,7 @@ class KillTrainer:
 class TellTrainer:
     """Send the trainer a command."""
 
-    command: Command
-
-
-@dataclass(frozen=True, slots=True)
-class TellPipeline:
-    """Pass an event to the pipeline of a model that is cut into stages."""
-
-    event: pipeline_events.RoundBegan | pipeline_events.RoundEnds | pipeline_events.Measure
-
-
-@dataclass(frozen=True, slots=True)
-class RunExchange:
-    """Exchange contributions; come back with `ExchangeOver` by the deadline."""
-
-    start: pairing_events.StartExchange
+    command: messages.Command
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,53 +178,22 @@ class Enter:
     phase: Phase
     detail: str
     waits_for: str = ""
-    is_said: bool = False
-    """Print the detail at the terminal, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Say:
-    """Print a line at the terminal."""
+    """Print a line at the terminal; print and keep a warning (``warn``); or keep it for people who look (``note``)."""
 
     text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Warn:
-    """Print and keep a warning."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """Keep an event for people who look."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class WentAlone:
-    """Record that a round has no partner."""
-
-    round: int
-    reason: str
+    how: Literal["say", "warn", "note"] = "say"
 
 
 @dataclass(frozen=True, slots=True)
 class RoundOver:
     """Record a round whose outer step is taken."""
 
-    contributed: Contributed
+    contributed: messages.Contributed
     late_steps: int
-
-
-@dataclass(frozen=True, slots=True)
-class ValidationMeasured:
-    """Record the validation loss after a round."""
-
-    round: int
-    loss: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,21 +209,22 @@ Output = (
     | EndTrainer
     | KillTrainer
     | TellTrainer
-    | TellPipeline
-    | RunExchange
+    | RoundBegan
+    | RoundEnds
+    | Measure
+    | pairing.StartExchange
     | GiveUpExchange
-    | SendMessage
-    | SetTimer
+    | pairing.SendMessage
+    | pairing.SetTimer
     | Publish
     | Enter
     | Say
-    | Warn
-    | Note
-    | WentAlone
+    | pairing.GoAlone
     | RoundOver
-    | ValidationMeasured
+    | messages.Validated
     | LoopOver
 )
+"""The driver records `GoAlone` and `Validated`."""
 
 
 class LoopState(enum.Enum):

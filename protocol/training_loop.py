@@ -28,49 +28,15 @@ from typing import Final
 
 import msgspec
 
+from . import pairing_events as pairing
+from . import trainer_messages as messages
 from .errors import LocalProtocolError
 from .identity import peer_id_of
 from .manifest import Manifest
 from .node_state import Phase, TrainingState
 from .pairing import MAX_ROUNDS_BEHIND, Pairing
-from .pairing_events import (
-    ContributionReady,
-    ExchangeEnded,
-    FinishRound,
-    GoAlone,
-    MessageReceived,
-    PeerLost,
-    PeersChanged,
-    RoundStarted,
-    SendMessage,
-    SetTimer,
-    StartExchange,
-    Stopped,
-    TimerFired,
-    TrafficSaved,
-    UseFragment,
-)
-from .pairing_events import Event as PairingEvent
-from .pairing_events import Output as PairingOutput
-from .pipeline_events import Measure, RoundBegan, RoundEnds
+from .pipeline_events import Measure, Measured, RoundBegan, RoundDrained, RoundEnds
 from .supervisor import End, Supervisor
-from .trainer_messages import (
-    Command,
-    Contributed,
-    OuterStepTaken,
-    Ping,
-    Pong,
-    Prepared,
-    Progress,
-    Save,
-    Saved,
-    TakeOuterStep,
-    Train,
-    Validate,
-    Validated,
-)
-from .trainer_messages import FinishRound as FinishInnerSteps
-from .trainer_messages import UseFragment as ContributeFragment
 from .training_events import (
     FOLLOWING,
     HAS_TRAINER,
@@ -85,27 +51,19 @@ from .training_events import (
     LoopBegan,
     LoopOver,
     LoopState,
-    Note,
     OthersMoved,
     Output,
-    PipelineDrained,
-    PipelineMeasured,
     Publish,
-    Reported,
     RestartAsked,
     RestChanged,
     RoundOver,
-    RunExchange,
     SaveAsked,
     Say,
     StartTrainer,
-    TellPipeline,
     TellTrainer,
     TrainerEnded,
     TrainerReady,
-    ValidationMeasured,
-    Warn,
-    WentAlone,
+    TrainerReport,
 )
 from .watchdog import WATCH_INTERVAL, Watchdog
 
@@ -152,17 +110,17 @@ class TrainingLoop:
     `RemoteProtocolError` only for `MessageReceived`, and is then unchanged.
     """
 
-    def __init__(self, config: LoopConfig, pairing: Pairing, supervisor: Supervisor) -> None:
+    def __init__(self, config: LoopConfig, partners: Pairing, supervisor: Supervisor) -> None:
         self.state = LoopState.IDLE
         self.training = TrainingState()
         """As last published, but for what `handle` has just changed."""
         self.config = config
-        self._pairing = pairing
+        self._pairing = partners
         self._supervisor = supervisor
         self._watchdog = Watchdog(config.hung_seconds)
         self._life: _Life | None = None
         self._outputs: list[Output] = []
-        self._asked: deque[PairingOutput] = deque()  # by pairing, and not carried out yet
+        self._asked: deque[pairing.Output] = deque()  # by pairing, and not carried out yet
         self._timers: dict[_Timer, float] = {}
         self._pairing_at = math.inf
         self._timer_set_at = math.inf
@@ -176,10 +134,7 @@ class TrainingLoop:
     def handle(self, event: Event, now: float) -> list[Output]:
         """Take an event in; returns what to do about it."""
         self._outputs = []
-        if isinstance(event, MessageReceived | PeerLost | PeersChanged | TrafficSaved):
-            self._tell_pairing(event, now)
-        else:
-            self._apply(event, now)
+        self._apply(event, now)
         while self._asked:
             self._carry_out(self._asked.popleft(), now)
         if self.training != self._published:
@@ -189,24 +144,24 @@ class TrainingLoop:
         return self._outputs
 
     def _apply(self, event: Event, now: float) -> None:
+        life = self._life
         match event:
+            case pairing.MessageReceived() | pairing.PeerLost() | pairing.PeersChanged() | pairing.TrafficSaved():
+                self._tell_pairing(event, now)
+            case pairing.TimerFired():
+                self._timer_set_at = math.inf
+                self._fire_due_timers(now)
             case LoopBegan(state, rest) if self.state is LoopState.IDLE:
                 self.training, self._rest = state, rest
                 self._seek_trainer()
-            case TrainerReady():
+            case TrainerReady() if self.state is LoopState.PREPARING:  # otherwise it is being ended
                 self._begin_life(event, now)
-            case Reported(report):
-                if self._life is not None:
-                    self._hear(self._life, report, now)
             case TrainerEnded():
                 self._end_life(event, now)
-            case ExchangeOver():
-                if self._life is not None:
-                    self._end_exchange(self._life, event, now)
-            case PipelineDrained(round_index):
-                self._tell(FinishInnerSteps(round_index))
-            case PipelineMeasured():
-                self._tell(Validate(VALIDATION_BATCHES))
+            case RoundDrained(round_index):
+                self._tell(messages.FinishRound(round_index))
+            case Measured():
+                self._tell(messages.Validate(VALIDATION_BATCHES))
             case OthersMoved(round_index):
                 self._others_round = round_index
             case RestChanged(words):
@@ -214,19 +169,18 @@ class TrainingLoop:
                 self._change_rest(now)
             case LeaveAsked():
                 self._leave(now)
-            case SaveAsked():
-                if self._life is not None:
-                    self._save_if_none_is_written(self._life, now)
-            case RestartAsked():
-                if self._life is not None:
-                    self._stop_trainer()
-                    self._tell_pairing(Stopped(), now)
             case DataOver():
                 self._is_data_over = True
                 self._finish_inner_steps(self.training.round)
-            case TimerFired():
-                self._timer_set_at = math.inf
-                self._fire_due_timers(now)
+            case SaveAsked() if life is not None:
+                self._save_if_none_is_written(life, now)
+            case RestartAsked() if life is not None:
+                self._stop_trainer()
+                self._tell_pairing(pairing.Stopped(), now)
+            case ExchangeOver() if life is not None:
+                self._end_exchange(life, event, now)
+            case _ if life is not None and isinstance(event, TrainerReport):
+                self._hear(life, event, now)
 
     # Trainers: one after another
 
@@ -245,8 +199,6 @@ class TrainingLoop:
 
     def _begin_life(self, ready: TrainerReady, now: float) -> None:
         """Train with the trainer that is ready."""
-        if self.state is not LoopState.PREPARING:
-            return  # it is being ended
         prepared = ready.prepared
         self._move(LoopState.TRAINING)
         self._life = life = _Life(ready, self.training.tokens, now)
@@ -261,7 +213,7 @@ class TrainingLoop:
         how = f"resumed at round {prepared.round}" if prepared.resumed else f"from the run's {origin}"
         self._say(f"trainer ready on {prepared.device}: {prepared.num_parameters:,} parameters, {how}")
         if prepared.problem:
-            self._warn(f"going on with an older checkpoint: {prepared.problem}")
+            self._outputs.append(Say(f"going on with an older checkpoint: {prepared.problem}", "warn"))
         self._watchdog.begin()
         if self.config.hung_seconds < math.inf:
             self._watch(now)
@@ -275,7 +227,7 @@ class TrainingLoop:
         self._life = None
         self._timers.clear()
         self._change(device_memory=None)
-        self._tell_pairing(Stopped(), now)
+        self._tell_pairing(pairing.Stopped(), now)
         if state is LoopState.OVER:
             return
         if not ended.error or state is LoopState.STOPPING:
@@ -292,7 +244,7 @@ class TrainingLoop:
             self._end(verdict.words)
             return
         self._change(trainer_restarts=self.training.trainer_restarts + 1, is_trainer_dead=True, tokens_per_second=0.0)
-        self._warn(verdict.words)
+        self._outputs.append(Say(verdict.words, "warn"))
         if verdict.is_rest:
             self._enter("failed", verdict.words)
         else:
@@ -326,7 +278,7 @@ class TrainingLoop:
                 self._say("training again")
                 self._seek_trainer()
             return
-        self._tell_pairing(Stopped(), now)
+        self._tell_pairing(pairing.Stopped(), now)
         match self.state:
             case LoopState.PREPARING | LoopState.STOPPING:
                 self._stop_trainer(at_once=True)
@@ -349,7 +301,7 @@ class TrainingLoop:
     def _leave(self, now: float) -> None:
         """Meet no partner any more, let the exchange end, save, and end."""
         self._is_last_life = True
-        self._tell_pairing(Stopped(), now)
+        self._tell_pairing(pairing.Stopped(), now)
         match self.state:
             case LoopState.TRAINING:
                 assert self._life is not None, "there is a trainer in this state"
@@ -373,7 +325,7 @@ class TrainingLoop:
                 self._fire(timer, now)
         if self._pairing_at <= now:
             self._pairing_at = math.inf
-            self._tell_pairing(TimerFired(), now)
+            self._tell_pairing(pairing.TimerFired(), now)
 
     def _fire(self, timer: _Timer, now: float) -> None:
         match timer:
@@ -409,7 +361,7 @@ class TrainingLoop:
             return
         if not self._watchdog.is_asked:
             self._watchdog.ask()
-            self._outputs.append(TellTrainer(Ping()))
+            self._outputs.append(TellTrainer(messages.Ping()))
         self._timers[_Timer.WATCH] = now + WATCH_INTERVAL
 
     # Rounds
@@ -419,11 +371,12 @@ class TrainingLoop:
             return
         if (words := self._why_finished(round_index)) is not None:
             self._change(round=round_index)
-            self._enter("finished", f"{words}; staying for the others", is_said=True)
+            self._enter("finished", f"{words}; staying for the others")
+            self._say(f"{words}; staying for the others")
             self._save_and_end(life, now)
             return
         self._train(round_index)
-        self._tell_pairing(RoundStarted(round_index), now)
+        self._tell_pairing(pairing.RoundStarted(round_index), now)
 
     def _why_finished(self, round_index: int) -> str | None:
         maximum = self.config.max_rounds
@@ -441,7 +394,7 @@ class TrainingLoop:
             inner_steps_this_round=0,
         )
         self._enter("training", f"inner steps of round {round_index}")
-        self._tell(Train(round_index, rounds.inner_steps))
+        self._tell(messages.Train(round_index, rounds.inner_steps))
         self._tell_pipeline(RoundBegan(round_index, rounds.inner_steps, self._is_followed(round_index)))
 
     def _is_followed(self, round_index: int) -> bool:
@@ -450,12 +403,10 @@ class TrainingLoop:
             self.config.manifest.rounds.overlap and round_index + 1 != self.config.max_rounds and not self._is_data_over
         )
 
-    def _hear(
-        self, life: _Life, report: Progress | Contributed | OuterStepTaken | Validated | Saved | Pong, now: float
-    ) -> None:
+    def _hear(self, life: _Life, report: TrainerReport, now: float) -> None:
         """Take a report of the trainer in."""
         match report:
-            case Progress():
+            case messages.Progress():
                 self._change(
                     inner_steps=report.inner_steps,
                     inner_steps_this_round=report.inner_steps_this_round,
@@ -464,20 +415,20 @@ class TrainingLoop:
                     device_memory=report.device_memory,
                 )
                 self._count_tokens(life, report.tokens)
-            case Contributed():
+            case messages.Contributed():
                 self._contribute(life, report, now)
-            case OuterStepTaken():
+            case messages.OuterStepTaken():
                 self._finish_round(life, report, now)
-            case Validated():
+            case messages.Validated():
                 self._record_validation(life, report)
-            case Saved():
+            case messages.Saved():
                 self._note_saved(life, report, now)
-            case Pong():
+            case messages.Pong():
                 self._watchdog.hear()
         if self._life is life:
             self._end_if_behind(life, now)
 
-    def _contribute(self, life: _Life, report: Contributed, now: float) -> None:
+    def _contribute(self, life: _Life, report: messages.Contributed, now: float) -> None:
         """The inner steps of a round are done: its exchange follows, and where rounds overlap the next inner steps."""
         life.contributed = report
         self._change(
@@ -496,9 +447,9 @@ class TrainingLoop:
             self._train(report.round + 1)
             life.ahead_since = now
         self._show(life, "pairing", f"contribution of round {report.round} is ready", "the partner")
-        self._tell_pairing(ContributionReady(report.round, report.fragment), now)
+        self._tell_pairing(pairing.ContributionReady(report.round, report.fragment), now)
 
-    def _finish_round(self, life: _Life, report: OuterStepTaken, now: float) -> None:
+    def _finish_round(self, life: _Life, report: messages.OuterStepTaken, now: float) -> None:
         """The outer step is taken: validate and save if it is time, and go on to the next round."""
         assert life.contributed is not None, "an outer step follows a contribution"
         self._change(late_steps=report.late_steps)
@@ -524,54 +475,54 @@ class TrainingLoop:
         if life.lag.has_slept(behind, now):
             self._say(f"{behind} rounds behind the others: taking newer weights")
             self._stop_trainer()
-            self._tell_pairing(Stopped(), now)
+            self._tell_pairing(pairing.Stopped(), now)
 
     def _finish_inner_steps(self, round_index: int) -> None:
         """End the inner steps of a round after the one that runs; where the model is cut, once all is drained."""
         if not self._is_cut:
-            self._tell(FinishInnerSteps(round_index))
+            self._tell(messages.FinishRound(round_index))
         elif round_index == self.training.round:
             self._tell_pipeline(RoundEnds())
 
     # Exchanges
 
-    def _tell_pairing(self, event: PairingEvent, now: float) -> None:
+    def _tell_pairing(self, event: pairing.Event, now: float) -> None:
         self._asked.extend(self._pairing.handle(event, now))
 
-    def _carry_out(self, output: PairingOutput, now: float) -> None:
+    def _carry_out(self, output: pairing.Output, now: float) -> None:
         """Do what pairing asks for."""
         life = self._life
         match output:
-            case SendMessage():
+            case pairing.SendMessage():
                 self._outputs.append(output)
-            case SetTimer(at):
+            case pairing.SetTimer(at):
                 self._pairing_at = at
             case _ if life is None:
                 pass
-            case UseFragment(round_index, fragment):
-                self._tell(ContributeFragment(round_index, fragment))
-            case FinishRound(round_index):
+            case messages.UseFragment():
+                self._tell(output)
+            case messages.FinishRound(round_index):
                 self._finish_inner_steps(round_index)
-            case GoAlone(round_index, reason):
-                self._go_alone(life, round_index, reason)
+            case pairing.GoAlone():
+                self._go_alone(life, output)
                 self._seek_next_partner(life, now)
-            case StartExchange():
+            case pairing.StartExchange():
                 life.exchange = output
                 self._show(life, "exchanging", f"exchange of round {output.round}", "the partner's contribution")
-                self._outputs.append(RunExchange(output))
+                self._outputs.append(output)
                 self._seek_next_partner(life, now)
 
     def _seek_next_partner(self, life: _Life, now: float) -> None:
         """The outcome of a round is on its way: where rounds overlap, pairing takes up the one that runs already."""
         if life.ahead_since is not None:
             began_at, life.ahead_since = life.ahead_since, None
-            self._tell_pairing(RoundStarted(self.training.round, began_at), now)
+            self._tell_pairing(pairing.RoundStarted(self.training.round, began_at), now)
 
-    def _go_alone(self, life: _Life, round_index: int, reason: str) -> None:
+    def _go_alone(self, life: _Life, alone: pairing.GoAlone) -> None:
         self._change(partner="")
-        self._outputs.append(WentAlone(round_index, reason))
-        self._show(life, "outer step", f"outer step of round {round_index} alone: {reason}")
-        self._tell(TakeOuterStep(round_index))
+        self._outputs.append(alone)
+        self._show(life, "outer step", f"outer step of round {alone.round} alone: {alone.reason}")
+        self._tell(messages.TakeOuterStep(alone.round))
 
     def _end_exchange(self, life: _Life, over: ExchangeOver, now: float) -> None:
         """Take the outer step with the partner's contribution; otherwise seek another partner, or take it alone."""
@@ -580,14 +531,14 @@ class TrainingLoop:
         self._change(partner=peer_id_of(start.peer) if over.is_committed else "")
         if over.is_committed:
             self._show(life, "outer step", f"outer step of round {start.round}")
-            self._tell(TakeOuterStep(start.round, start.peer, over.partner_size, over.partner_tokens))
+            self._tell(messages.TakeOuterStep(start.round, start.peer, over.partner_size, over.partner_tokens))
         elif is_overlapped:  # pairing is in the next round, and cannot say it
-            self._go_alone(life, start.round, "the exchange failed")
+            self._go_alone(life, pairing.GoAlone(start.round, "the exchange failed"))
         if not is_overlapped:
             if over.is_broken:
                 self._show(life, "pairing", f"the exchange of round {start.round} broke", "another partner")
-                self._outputs.append(Note(f"another partner is sought for round {start.round}"))
-            self._tell_pairing(ExchangeEnded(start.session, over.is_committed, over.is_broken), now)
+                self._outputs.append(Say(f"another partner is sought for round {start.round}", "note"))
+            self._tell_pairing(pairing.ExchangeEnded(start.session, over.is_committed, over.is_broken), now)
         if self.state is LoopState.LEAVING:
             self._save_and_end(life, now)
 
@@ -601,7 +552,7 @@ class TrainingLoop:
     def _save(self, life: _Life, now: float, *, is_last: bool = False) -> None:
         life.saved_at, life.is_save_due = now, False
         life.num_saving += 1
-        self._tell(Save(is_last))
+        self._tell(messages.Save(is_last))
 
     def _save_and_end(self, life: _Life, now: float) -> None:
         """Save for the last time: the report of this checkpoint ends the trainer, so nothing is trained after it."""
@@ -609,10 +560,10 @@ class TrainingLoop:
         self._save(life, now, is_last=True)
         self._move(LoopState.ENDING)
 
-    def _note_saved(self, life: _Life, report: Saved, now: float) -> None:
+    def _note_saved(self, life: _Life, report: messages.Saved, now: float) -> None:
         life.num_saving -= 1
         if report.problem or report.note:
-            self._warn(report.problem or report.note)
+            self._outputs.append(Say(report.problem or report.note, "warn"))
         if self.state is not LoopState.ENDING:
             if life.is_save_due:
                 self._save(life, now)
@@ -627,19 +578,19 @@ class TrainingLoop:
     def _validate(self, life: _Life) -> None:
         """Measure the validation loss; where the model is cut, the nodes that draw data do, through all stages."""
         if not self._is_cut:
-            self._tell(Validate(VALIDATION_BATCHES))
+            self._tell(messages.Validate(VALIDATION_BATCHES))
         elif life.ready.stage == 0:
             num_parts = self.config.manifest.inner.batch_size // self.config.manifest.pipeline.microbatch_size
             self._tell_pipeline(Measure(VALIDATION_BATCHES * num_parts))
 
-    def _record_validation(self, life: _Life, report: Validated) -> None:
+    def _record_validation(self, life: _Life, report: messages.Validated) -> None:
         if report.problem:
-            self._warn(report.problem)
+            self._outputs.append(Say(report.problem, "warn"))
             return
         if self._is_from_start(life) and not self._has_validated:
             self._say(f"the weights that this run starts from have a held-out loss of {report.loss:.4f}")
         self._has_validated = self._has_validated or math.isfinite(report.loss)
-        self._outputs.append(ValidationMeasured(report.round, report.loss))
+        self._outputs.append(report)
 
     # Outputs
 
@@ -652,14 +603,14 @@ class TrainingLoop:
             raise LocalProtocolError(f"the training loop cannot be {state.value} after {self.state.value}")
         self.state = state
 
-    def _tell(self, command: Command) -> None:
+    def _tell(self, command: messages.Command) -> None:
         """Send the trainer a command, unless it has been told to save for the last time, or there is none."""
         if self.state in (LoopState.TRAINING, LoopState.LEAVING):
             self._outputs.append(TellTrainer(command))
 
     def _tell_pipeline(self, event: RoundBegan | RoundEnds | Measure) -> None:
         if self._is_cut and self.state in HAS_TRAINER:
-            self._outputs.append(TellPipeline(event))
+            self._outputs.append(event)
 
     def _change(self, **changes: object) -> None:
         self.training = msgspec.structs.replace(self.training, **changes)
@@ -676,35 +627,32 @@ class TrainingLoop:
         else:
             self._enter("training", f"inner steps of round {self.training.round}; {detail}")
 
-    def _enter(self, phase: Phase, detail: str, waits_for: str = "", *, is_said: bool = False) -> None:
-        self._outputs.append(Enter(phase, detail, waits_for, is_said))
+    def _enter(self, phase: Phase, detail: str, waits_for: str = "") -> None:
+        self._outputs.append(Enter(phase, detail, waits_for))
 
     def _say(self, text: str) -> None:
         self._outputs.append(Say(text))
-
-    def _warn(self, text: str) -> None:
-        self._outputs.append(Warn(text))
 
     def _set_timer(self) -> None:
         at = min(*self._timers.values(), self._pairing_at, math.inf)
         if at != self._timer_set_at:
             self._timer_set_at = at
-            self._outputs.append(SetTimer(at))
+            self._outputs.append(pairing.SetTimer(at))
 
 
 class _Life:
     """What the loop knows of one trainer."""
 
     def __init__(self, ready: TrainerReady, tokens: int, now: float) -> None:
-        prepared: Prepared = ready.prepared
+        prepared = ready.prepared
         self.ready = ready
         self.ready_at = now
         # The replica's count begins with its weights, which may be a peer's; this node's own tokens are counted here.
         self.tokens_before = tokens - prepared.tokens
-        self.contributed: Contributed | None = None
+        self.contributed: messages.Contributed | None = None
         self.ahead_since: float | None = None
         """When the round began that overlaps with the one whose partner is sought."""
-        self.exchange: StartExchange | None = None
+        self.exchange: pairing.StartExchange | None = None
         self.has_given_up = False
         """The exchange, since the node leaves."""
         self.ends_to_rest = False

@@ -150,7 +150,9 @@ class YamuxStream:
             return 0
         piece = data[: min(PIECE_BYTES, self._send_window)]
         self._send_window -= len(piece)
-        self._conn.queue(DATA, 0, self.stream_id, len(piece), piece, is_bulk=self.is_bulk)
+        self._conn.queue(DATA, 0, self.stream_id, len(piece), piece)
+        if self.is_bulk:
+            self._conn.num_counted_out -= len(piece)
         return len(piece)
 
     def finish(self) -> None:
@@ -309,22 +311,13 @@ class Yamux:
 
     # Sending
 
-    def queue(
-        self,
-        kind: int,
-        flags: int,
-        stream_id: int,
-        length: int,
-        data: bytes | memoryview = b"",
-        *,
-        is_bulk: bool = False,
-    ) -> None:
+    def queue(self, kind: int, flags: int, stream_id: int, length: int, data: bytes | memoryview = b"") -> None:
         """Queue a frame. For streams; nothing is queued once the connection is over."""
         if self.has_ended:
             return
         self._outgoing.append(b"".join((HEADER.pack(0, kind, flags, stream_id, length), data)))
         self._num_queued += len(self._outgoing[-1])
-        self.num_counted_out += HEADER.size if is_bulk else len(self._outgoing[-1])
+        self.num_counted_out += len(self._outgoing[-1])
 
     def has_room(self, *, is_bulk: bool = False) -> bool:
         """Whether a data frame may be queued; one of bulk only when nothing else is on its way."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections import Counter
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,14 +14,12 @@ import typer
 from farandole.node.app.commands.output import print_json
 from farandole.node.base.exits import Exit
 
+from .section import Write
+
 if TYPE_CHECKING:
     from rich.console import Console
 
     from .report import PlayReport
-
-Write = Annotated[
-    Path | None, typer.Option("--write", metavar="DOCUMENT", help="Markdown file whose section gets the figures.")
-]
 
 testnet_app = typer.Typer(no_args_is_help=True)
 if find_spec(f"{__package__}.bench") is not None:  # it is left out of the wheel
@@ -128,51 +125,23 @@ def _draw(report: PlayReport, folder: Path, console: Console) -> None:
 
 
 def _print_verdict(report: PlayReport, folder: Path, console: Console) -> None:
-    from farandole.node.base.figures import count, duration, loss
-
-    from .link_table import link_table
-
-    say = partial(console.print, highlight=False, soft_wrap=True)
-    exchanges = sum(node.exchanges_ok for node in report.nodes) // 2
-    say(
-        f"{len(report.nodes)} nodes, {count(report.tokens)} tokens in {duration(report.seconds)} "
-        f"({count(report.tokens_per_second)}/s), {exchanges} exchanges"
-    )
-    say(
-        f"training loss {loss(report.loss_first)} -> {loss(report.loss_last)}; "
-        f"held-out loss {loss(report.loss_start)} -> {loss(report.loss_merged)} (mean of all replicas)"
-    )
-    if report.spread is not None:
-        say(f"spread of the weights {report.spread:.2%}; run state {'equal' if report.state_equal else 'not equal'}")
-    if shares := [node.utilisation for node in report.nodes if node.utilisation is not None]:
-        moved = sum((Counter(node.paths) for node in report.nodes), Counter[str]())
-        paths = ", ".join(f"{number // 2} by {path}" for path, number in sorted(moved.items()))
-        say(f"trainers in inner steps {min(shares):.1%} to {max(shares):.1%} of the time; exchanges: {paths or 'none'}")
-    if any(node.home for node in report.nodes):
-        links = Counter(path for node in report.nodes for path in node.links.values())
-        # Each has two ends, which at that moment may not have said the same of it.
-        ways = ", ".join(f"{(number + 1) // 2} {path}" for path, number in sorted(links.items()))
-        say(f"links between homes: {ways or 'none'}")
-        console.print(link_table(report.nodes).rich())
-    if report.faults:
-        _print_faults(report, console)
-    for stage in report.stages:
-        busy = "not known" if stage.utilisation is None else f"{stage.utilisation:.1%}"
-        say(
-            f"stage {stage.stage}: {stage.providers} nodes, {busy} busy of late; microbatches: {stage.kept} kept, "
-            f"{stage.dropped} dropped, {stage.rerouted} sent another way, {stage.taken_out} taken out again"
-        )
-    for reason in report.reasons:
-        say(f"  - {reason}", style="red", markup=False)
-    say("PASS" if report.verdict == "pass" else "FAIL", style="bold green" if report.verdict == "pass" else "bold red")
-    say(f"{folder / 'report.json'}, {folder / 'loss.png'}", markup=False)
-
-
-def _print_faults(report: PlayReport, console: Console) -> None:
     from .fault_table import fault_lines, throughput_lines
+    from .link_table import link_table
+    from .verdict import course_lines, stage_lines
 
-    for line in (*fault_lines(report), *throughput_lines(report)):
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
+    for line in course_lines(report):
+        say(line)
+    if any(node.home for node in report.nodes):
+        console.print(link_table(report.nodes).rich())
+    faults = [*fault_lines(report), *throughput_lines(report)] if report.faults else []
+    for line in (*faults, *stage_lines(report)):
+        say(line)
+    for reason in report.reasons:
+        say(f"  - {reason}", style="red")
+    is_pass = report.verdict == "pass"
+    say("PASS" if is_pass else "FAIL", style="bold green" if is_pass else "bold red")
+    say(f"{folder / 'report.json'}, {folder / 'loss.png'}")
 
 
 @testnet_app.command("compare")

@@ -8,12 +8,13 @@ and the comparison shows what averaging is worth.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from farandole.training.baselines import Ensemble, Method, methods, train
 from farandole.training.data import Sampler, Text
 from farandole.training.errors import DataError
 from farandole.training.sources import Reader, stdlib_sources
+from farandole.training.token_cache import Found
 
 from .grid import Grid
 from .section import Section, compose
@@ -58,20 +60,6 @@ class Result:
     seconds: float
 
 
-def compare(
-    nodes: int = 8,
-    steps: int = 2_000,
-    seeds: int = 3,
-    chosen: Sequence[Method] = methods(),
-    progress: Progress = lambda *_: None,
-) -> Iterator[Result]:
-    """Train with every method and seed, one after the other; takes about 20 minutes a seed with the defaults."""
-    texts = texts_by_kind(nodes)
-    for seed in range(seeds):
-        for method in chosen:
-            yield _measure(method, texts, steps, seed, progress)
-
-
 def choose_methods(words: Sequence[str], interval: int = 10) -> list[Method]:
     """The methods whose names have one of the words in them; all of them without words.
 
@@ -93,39 +81,35 @@ def run_compare(
     words: Sequence[str] = (),
     section: Section | None = None,
 ) -> list[Result]:
-    """`compare` on one thread, with progress and a table on the terminal; ``out`` is a JSON file, written as it goes.
+    """Train with every method and seed, on one thread, with progress and a table on the terminal.
 
-    At the end the ``section`` is written. Raises `DataError` if the standard library has fewer packages than there are
-    nodes, or as `choose_methods` does; `SectionError`.
+    It takes about 20 minutes a seed with the defaults. ``out`` is a JSON file, written as it goes; at the end the
+    ``section`` is written. Raises `DataError` if the standard library has fewer packages than there are nodes, or as
+    `choose_methods` does; `SectionError`.
     """
     if section is not None:
         section.check()
-    chosen = choose_methods(words, interval)
+    chosen, texts = choose_methods(words, interval), texts_by_kind(nodes)
     torch.set_num_threads(1)
     console = Console()
-    choices = {"nodes": nodes, "steps": steps, "seeds": seeds, "interval": interval}
-    measured = {**setting(), **choices}
-    settings = {**measured, "kinds": [*texts_by_kind(nodes)]}
+    measured = {**setting(), "nodes": nodes, "steps": steps, "seeds": seeds, "interval": interval}
     results = []
     with console.status("starting") as status:
 
         def show(method: str, seed: int, step: int) -> None:
             status.update(f"seed {seed + 1} of {seeds}: {method}, step {step} of {steps}")
 
-        for result in compare(nodes, steps, seeds, chosen, show):
-            results.append(result)
+        for seed, method in itertools.product(range(seeds), chosen):
+            results.append(_measure(method, texts, steps, seed, show))
             if out is not None:
-                _write(out, {"settings": settings, "results": [asdict(each) for each in results]})
+                document = {"settings": {**measured, "kinds": [*texts]}, "results": [asdict(each) for each in results]}
+                out.parent.mkdir(parents=True, exist_ok=True)
+                out.write_text(json.dumps(document, indent=2) + "\n")
     grid = result_grid(results)
     console.print(grid.rich())
     if section is not None:
         section.write(compose(measured, grid.markdown()))
     return results
-
-
-def _write(out: Path, document: object) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(document, indent=2) + "\n")
 
 
 def texts_by_kind(num_kinds: int) -> dict[str, Text]:
@@ -144,7 +128,7 @@ def texts_by_kind(num_kinds: int) -> dict[str, Text]:
 def _split(documents: Sequence[bytes]) -> Text:
     tokens = np.frombuffer(b"\0".join(documents), dtype=np.uint8)
     cut = int(len(tokens) * (1 - HELD_OUT_SHARE))
-    return Text(tokens[:cut], tokens[cut:], len(documents))
+    return Text(tokens[:cut], tokens[cut:], Found(len(documents), int(tokens.max()), b""))
 
 
 def _measure(method: Method, texts: dict[str, Text], steps: int, seed: int, progress: Progress) -> Result:

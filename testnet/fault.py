@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, get_args
 
 import msgspec
 
@@ -27,19 +27,9 @@ FaultKind = Literal[
     "partition",
 ]
 HOME_FAULTS: Final = ("cut", "unplug", "reboot_router", "change_address", "partition")
-_LASTING: Final = (
-    "freeze",
-    "restart",
-    "flap",
-    "starve",
-    "fill_disk",
-    "set_clock",
-    "cut",
-    "unplug",
-    "reboot_router",
-    "partition",
-)
 _SUDDEN: Final = ("kill", "join", "leave", "change_address")
+# Slowness may last until the end.
+_LASTING: Final = {*get_args(FaultKind)} - {*_SUDDEN, "slow"}
 NodeIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NODES)]
 _Positive = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 
@@ -91,3 +81,25 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"fault {self.kind!r}: say its duration in seconds")
         if self.kind in _SUDDEN and self.duration is not None:
             raise ValueError(f"fault {self.kind!r} has no duration")
+
+    @property
+    def seconds(self) -> float:
+        """The duration of one that lasts."""
+        assert self.duration is not None, "checked when it was made"
+        return self.duration
+
+
+class FaultReport(msgspec.Struct, frozen=True):
+    """A fault that happened."""
+
+    kind: str
+    nodes: list[int]
+    at: float
+    """Seconds after the launch of the first node."""
+    duration: float | None
+    standstill: dict[int, float | None]
+    """Node -> the longest time without an inner step, from the fault's beginning until the first step after its end;
+    None: it took none any more. Seen once a second."""
+    healed_in: float | None = None
+    """Seconds from the end of a partition until all nodes had one run state; None: not within
+    `farandole.testnet.faults.HEAL_TIMEOUT`."""

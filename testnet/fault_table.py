@@ -6,7 +6,8 @@ from collections import defaultdict
 
 from farandole.node.base.figures import count, duration
 
-from .report import FaultReport, PlayReport
+from .fault import FaultReport
+from .report import PlayReport
 
 
 def fault_lines(report: PlayReport) -> list[str]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import trio
 
 from . import wrong_clock
-from .fault import Fault
+from .fault import Fault, FaultReport
 from .groups import freeze, thaw
 from .natlab.home import Home
 from .partition import heal, part
@@ -46,22 +47,7 @@ class FaultContext:
     say: Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Outage:
-    """What a fault was to its nodes."""
-
-    fault: Fault
-    nodes: tuple[int, ...]
-    at: float
-    """Seconds after the launch of the first node."""
-    standstill: dict[int, float | None]
-    """Node -> the longest time without an inner step, from the fault's beginning until the first step after its end;
-    None: it took none any more."""
-    healed_in: float | None = None
-    """Seconds from the end of a partition until all nodes had one run state; None: not within `HEAL_TIMEOUT`."""
-
-
-async def run_fault(fault: Fault, context: FaultContext) -> Outage:
+async def run_fault(fault: Fault, context: FaultContext) -> FaultReport:
     """Wait for the fault's moment, do it to all its nodes at once, undo what ends, and see them train again."""
     await _moment(fault, context)
     nodes = _targets(fault, context)
@@ -83,8 +69,8 @@ async def run_fault(fault: Fault, context: FaultContext) -> Outage:
                 for node in nodes:
                     doing.start_soon(_DEEDS[fault.kind], fault, node, context)
         is_over.set()
-    indices = tuple(node.record.index for node in nodes)
-    return Outage(fault, indices, began_at - context.started_at, standstill, healed_in)
+    indices, at = [node.record.index for node in nodes], began_at - context.started_at
+    return FaultReport(fault.kind, indices, at, fault.duration, standstill, healed_in)
 
 
 async def _watch_standstill(node: NodeProcess, is_over: trio.Event, standstill: dict[int, float | None]) -> None:
@@ -132,18 +118,16 @@ async def _kill(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
 
 
 async def _restart(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
-    assert fault.duration is not None
     await _kill(fault, node, context)
-    await trio.sleep(fault.duration)
-    context.say(f"starting {node.name} again in the same folder, {fault.duration:g} s later")
+    await trio.sleep(fault.seconds)
+    context.say(f"starting {node.name} again in the same folder, {fault.seconds:g} s later")
     await context.start(node)
 
 
 async def _flap(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
     """Kill it, and start it again, until the time is over; then it is left alone."""
-    assert fault.duration is not None
-    context.say(f"kill -9 {node.name} every {2 * fault.interval:g} s for {fault.duration:g} s{_where(node)}")
-    number, ends_at = 0, trio.current_time() + fault.duration
+    context.say(f"kill -9 {node.name} every {2 * fault.interval:g} s for {fault.seconds:g} s{_where(node)}")
+    number, ends_at = 0, trio.current_time() + fault.seconds
     while trio.current_time() < ends_at:
         node.kill()
         await node.wait_ended()
@@ -155,14 +139,17 @@ async def _flap(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
 
 
 async def _freeze(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
-    assert fault.duration is not None
-    context.say(f"freezing {node.name} in round {node.record.round}{_stage(node)} for {fault.duration:g} s")
-    node.freeze()
-    try:
-        await trio.sleep(fault.duration)
-    finally:
-        node.thaw()
+    context.say(f"freezing {node.name} in round {node.record.round}{_stage(node)} for {fault.seconds:g} s")
+    await _hold(fault, node.freeze, node.thaw)
     context.say(f"{node.name} goes on")
+
+
+async def _hold(fault: Fault, do: Callable[[], None], undo: Callable[[], None]) -> None:
+    do()
+    try:
+        await trio.sleep(fault.seconds)
+    finally:
+        undo()
 
 
 async def _slow(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
@@ -182,46 +169,34 @@ async def _slow(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
 
 
 async def _starve(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
-    assert fault.duration is not None
-    context.say(f"leaving {node.name} {1 / fault.factor:.0%} of a processor for {fault.duration:g} s{_where(node)}")
-    await node.starve(1 / fault.factor, fault.duration)
+    context.say(f"leaving {node.name} {1 / fault.factor:.0%} of a processor for {fault.seconds:g} s{_where(node)}")
+    await node.starve(1 / fault.factor, fault.seconds)
     context.say(f"{node.name} has a processor again")
 
 
 async def _fill_disk(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
-    assert fault.duration is not None
-    context.say(f"the disk of {node.name} is full for {fault.duration:g} s{_where(node)}")
-    node.limit_files(FULL_DISK_BYTES)
-    try:
-        await trio.sleep(fault.duration)
-    finally:
-        node.limit_files(None)
+    context.say(f"the disk of {node.name} is full for {fault.seconds:g} s{_where(node)}")
+    await _hold(fault, partial(node.limit_files, FULL_DISK_BYTES), partial(node.limit_files, None))
     context.say(f"the disk of {node.name} has room again")
 
 
 async def _set_clock(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
-    assert fault.duration is not None
     drift = f", {fault.drift:+.0%} fast" if fault.drift else ""
-    context.say(
-        f"the clock of {node.name} is wrong by {fault.offset:+g} s{drift} for {fault.duration:g} s{_where(node)}"
-    )
-    wrong_clock.set_clock(node.home, fault.offset, fault.drift)
-    try:
-        await trio.sleep(fault.duration)
-    finally:
-        wrong_clock.set_clock(node.home)
+    wrong = f"is wrong by {fault.offset:+g} s{drift} for {fault.seconds:g} s"
+    context.say(f"the clock of {node.name} {wrong}{_where(node)}")
+    set_clock = partial(wrong_clock.set_clock, node.home)
+    await _hold(fault, partial(set_clock, fault.offset, fault.drift), set_clock)
     context.say(f"the clock of {node.name} is right again")
 
 
 async def _partition(fault: Fault, nodes: Sequence[NodeProcess], context: FaultContext) -> float | None:
     """Cut them off, and heal; returns how long it took then until all had one run state."""
-    assert fault.duration is not None
     names = ", ".join(str(node.record.index) for node in nodes)
-    context.say(f"nodes {names} are cut off from the others for {fault.duration:g} s")
+    context.say(f"nodes {names} are cut off from the others for {fault.seconds:g} s")
     homes = [context.homes[node.record.index] for node in nodes]
     await trio.to_thread.run_sync(part, homes)
     try:
-        await trio.sleep(fault.duration)
+        await trio.sleep(fault.seconds)
     finally:
         with trio.CancelScope(shield=True):
             await trio.to_thread.run_sync(heal, homes)
@@ -246,34 +221,21 @@ async def _leave(fault: Fault, node: NodeProcess, context: FaultContext) -> None
     await node.leave()
 
 
-async def _cut(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
+_INTERRUPTIONS: Final = {
+    "cut": ("the line", Home.cut, Home.heal),
+    "unplug": ("the cable", Home.unplug, Home.plug),
+    "reboot_router": ("the router", Home.switch_off, Home.switch_on),
+}
+"""Kind of fault -> what is gone, and how that is done and undone."""
+
+
+async def _interrupt(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
     home = context.homes[node.record.index]
-    await _interrupt("the line", home.cut, home.heal, fault, node, context)
-
-
-async def _unplug(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
-    home = context.homes[node.record.index]
-    await _interrupt("the cable", home.unplug, home.plug, fault, node, context)
-
-
-async def _reboot_router(fault: Fault, node: NodeProcess, context: FaultContext) -> None:
-    home = context.homes[node.record.index]
-    await _interrupt("the router", home.switch_off, home.switch_on, fault, node, context)
-
-
-async def _interrupt(
-    what: str,
-    stop: Callable[[], None],
-    go: Callable[[], None],
-    fault: Fault,
-    node: NodeProcess,
-    context: FaultContext,
-) -> None:
-    assert fault.duration is not None
-    context.say(f"{what} of {node.name} is gone for {fault.duration:g} s in round {node.record.round}")
-    await trio.to_thread.run_sync(stop)
-    await trio.sleep(fault.duration)
-    await trio.to_thread.run_sync(go)
+    what, stop, go = _INTERRUPTIONS[fault.kind]
+    context.say(f"{what} of {node.name} is gone for {fault.seconds:g} s in round {node.record.round}")
+    await trio.to_thread.run_sync(stop, home)
+    await trio.sleep(fault.seconds)
+    await trio.to_thread.run_sync(go, home)
     context.say(f"{what} of {node.name} is back")
 
 
@@ -302,8 +264,6 @@ _DEEDS: Final = {
     "set_clock": _set_clock,
     "join": _join,
     "leave": _leave,
-    "cut": _cut,
-    "unplug": _unplug,
-    "reboot_router": _reboot_router,
     "change_address": _change_address,
+    **dict.fromkeys(_INTERRUPTIONS, _interrupt),
 }

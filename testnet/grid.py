@@ -35,3 +35,8 @@ class Grid:
         rule = ["---" if index < self.num_left else "---:" for index in range(len(self.header))]
         lines = [f"| {' | '.join(row)} |" for row in (self.header, *self.rows)]
         return "\n".join([f"{self.title}:", "", lines[0], f"|{'|'.join(rule)}|", *lines[1:]])
+
+
+def cell(value: float | None, form: str, missing: str = "") -> str:
+    """A number by a form such as ``{:.1f} s``, or ``missing`` for None."""
+    return missing if value is None else form.format(value)

@@ -32,10 +32,9 @@ from farandole.protocol.manifest import Manifest, SignedManifest, sign_manifest
 
 from . import wrong_clock
 from .false_deaths import false_deaths
-from .fault import Fault
-from .faults import FaultContext, Outage, run_fault
+from .fault import Fault, FaultReport
+from .faults import FaultContext, run_fault
 from .leash import Leash, open_leash
-from .natlab.home import Home
 from .places import Lodging, open_lodgings
 from .process import NODE_COMMAND, NodeProcess
 from .record import NodeRecord
@@ -98,10 +97,9 @@ class Testnet:
     _lodgings: list[Lodging] = field(default_factory=list)
     _nodes: list[NodeProcess] = field(default_factory=list)
     _started_at: float = 0.0
-    _pending_faults: int = 0
     _exchanges_before: dict[int, int] = field(default_factory=dict)
     """Node -> its exchanges until the last fault was over."""
-    _outages: list[Outage] = field(default_factory=list)
+    _fault_reports: list[FaultReport] = field(default_factory=list)
     _vacancies: Vacancies = field(default_factory=Vacancies)
     _false_deaths: set[tuple[int, int]] = field(default_factory=set)
     _all_train: trio.Event = field(default_factory=trio.Event)
@@ -140,7 +138,7 @@ class Testnet:
             seconds=seconds,
             events=self._events,
             problems=self._problems,
-            outages=self._outages,
+            faults=self._fault_reports,
         )
 
     def _say(self, text: str) -> None:
@@ -225,7 +223,7 @@ class Testnet:
 
         context = FaultContext(
             nodes=self._nodes,
-            homes=self._homes(),
+            homes={index: lodging.home for index, lodging in enumerate(self._lodgings) if lodging.home is not None},
             started_at=self._started_at,
             start=start,
             all_train=self._all_train,
@@ -234,7 +232,6 @@ class Testnet:
             say=self._say,
         )
         async with trio.open_nursery() as nursery:
-            self._pending_faults = len(self.scenario.fault)
             for fault in self.scenario.fault:
                 nursery.start_soon(self._run_fault, fault, context)
             nursery.start_soon(self._start_nodes, start)
@@ -252,16 +249,13 @@ class Testnet:
                 for there, observer in sorted(self._false_deaths)
             ]
 
-    def _homes(self) -> dict[int, Home]:
-        return {index: lodging.home for index, lodging in enumerate(self._lodgings) if lodging.home is not None}
-
     @property
     def _early_nodes(self) -> list[NodeProcess]:
         return [node for node in self._nodes if node.record.index not in self.scenario.late_joiners]
 
     def _is_training(self) -> bool:
         return (
-            self._pending_faults > 0
+            len(self._fault_reports) < len(self.scenario.fault)
             or not all(node.joined.is_set() for node in self._early_nodes)
             or any(node.is_running and not self._is_done(node.record) for node in self._nodes)
         )
@@ -296,8 +290,7 @@ class Testnet:
         await self._rounds_waited_for.setdefault(round_index, trio.Event()).wait()
 
     async def _run_fault(self, fault: Fault, context: FaultContext) -> None:
-        self._outages.append(await run_fault(fault, context))
-        self._pending_faults -= 1
+        self._fault_reports.append(await run_fault(fault, context))
         self._exchanges_before = {node.record.index: node.record.total("exchanges_ok") for node in self._nodes}
 
     async def _start_nodes(self, start: Callable[[NodeProcess], Awaitable[None]]) -> None:
@@ -352,7 +345,7 @@ class Testnet:
                     signed.run_id,
                     checkpoints,
                     self.out / MERGED_NAME,
-                    abandon_on_cancel=True,  # type: ignore[call-arg]
+                    abandon_on_cancel=True,  # type: ignore[call-arg]  # newer than the stubs that libp2p brings
                 )
             except (OSError, ValueError, RuntimeError) as error:
                 self._problems.append(f"the replicas could not be merged: {error}")

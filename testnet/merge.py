@@ -33,9 +33,9 @@ def measure_merged(manifest: Manifest, run_id: bytes, checkpoints: Sequence[Path
     torch.set_num_threads(1)
     replica = build_learner(manifest, run_id=run_id, author=bytes(32), device="cpu")
     spread = merge_checkpoints(checkpoints, replica.layout, run_id, out)
-    loss_start = replica.validation_loss(VALIDATION_BATCHES)
+    loss_start = replica.evaluate(VALIDATION_BATCHES)
     replica.load(out)
-    return Merged(loss_start, replica.validation_loss(VALIDATION_BATCHES), spread)
+    return Merged(loss_start, replica.evaluate(VALIDATION_BATCHES), spread)
 
 
 def merge_checkpoints(checkpoints: Sequence[Path], layout: Layout, run_id: bytes, out: Path) -> float:
@@ -67,7 +67,7 @@ def merge_checkpoints(checkpoints: Sequence[Path], layout: Layout, run_id: bytes
     with safe_open(checkpoints[0], framework="pt") as file:
         metadata = file.metadata()
     counters = Counters(*(int(metadata[name]) for name in ("round", "steps", "tokens")))
-    save_checkpoint(out, vectors, layout, run_id, counters)
+    save_checkpoint(out, layout.tensors(vectors), layout, run_id, counters)
     return deviation / layout.num_elements / math.sqrt(squares / layout.num_elements)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import trio
@@ -36,6 +36,17 @@ STOP_TIMEOUT: Final = 20.0
 TURN: Final = 0.1
 
 
+async def ask_daemon(home: Path, method: str) -> Any | None:
+    """A daemon's answer; None if it gives none: it is not up yet, frozen, or ending."""
+    try:
+        return await trio.to_thread.run_sync(
+            partial(call, home, method, timeout=STATUS_TIMEOUT),
+            abandon_on_cancel=True,  # type: ignore[call-arg]  # newer than the stubs that libp2p brings
+        )
+    except (NoNodeError, ControlError):
+        return None
+
+
 @dataclass
 class NodeProcess:
     """``options`` are those of ``farandole join``, without the invite; ``say`` is told of what befalls the node."""
@@ -56,7 +67,8 @@ class NodeProcess:
     joined: trio.Event = field(default_factory=trio.Event)
     """Started at least once."""
     _process: trio.Process | None = None
-    _ended: trio.Event | None = None
+    _ended: trio.Event = field(default_factory=trio.Event)
+    """Set when that process has ended."""
 
     @property
     def name(self) -> str:
@@ -112,8 +124,7 @@ class NodeProcess:
             self.record.died = True
             self.say(f"{self.name} died (exit code {process.returncode}): see {self.home / 'output'}")
         self.is_up.set()
-        if self._ended is not None:
-            self._ended.set()
+        self._ended.set()
 
     async def _poll(self) -> None:
         while True:
@@ -122,33 +133,33 @@ class NodeProcess:
             await trio.sleep(POLL_INTERVAL)
 
     async def _ask(self) -> None:
-        try:
-            raw = await trio.to_thread.run_sync(
-                partial(call, self.home, "status", timeout=STATUS_TIMEOUT),
-                abandon_on_cancel=True,  # type: ignore[call-arg]
-            )
-        except (NoNodeError, ControlError):
-            return  # not up yet, frozen, or ending
-        self.is_up.set()
-        self.record.observe(msgspec.convert(raw, NodeStatus), trio.current_time())
+        told = await ask_daemon(self.home, "status")
+        if told is not None:
+            self.is_up.set()
+            self.record.observe(msgspec.convert(told, NodeStatus), trio.current_time())
+
+    @property
+    def _live(self) -> trio.Process | None:
+        """The daemon, if it runs."""
+        return self._process if self.is_running else None
 
     def kill(self) -> None:
         """SIGKILL to daemon and trainer: the machine is gone."""
-        if self._process is not None and self.is_running:
+        if process := self._live:
             self.is_expected_to_end = True
-            kill_group(self._process.pid)
+            kill_group(process.pid)
 
     def freeze(self) -> None:
         """Stop the daemon and its trainer: the node keeps its connections and answers nothing."""
-        if self._process is not None and self.is_running:
+        if process := self._live:
             self.is_frozen = True
             self.record.ledger.enter("frozen", trio.current_time())
-            freeze(self._process.pid)
+            freeze(process.pid)
 
     def thaw(self) -> None:
         """Let a frozen node go on."""
-        if self._process is not None and self.is_running:
-            thaw(self._process.pid)
+        if process := self._live:
+            thaw(process.pid)
             if self.is_frozen:
                 self.record.ledger.enter("returning", trio.current_time())
             self.is_frozen = False
@@ -156,19 +167,19 @@ class NodeProcess:
 
     async def starve(self, share: float, seconds: float) -> None:
         """Give daemon and trainer together ``share`` of one processor's time, in turns, for so many seconds."""
-        if self._process is None or not self.is_running:
+        process = self._live
+        if process is None:
             return
-        process = self._process
         self.record.ledger.enter("starved", trio.current_time())
         try:
             with trio.move_on_after(seconds):
-                while self.is_running and self._process is process:
+                while self._live is process:
                     freeze(process.pid)
                     await trio.sleep(TURN * (1 - share))
                     thaw(process.pid)
                     await trio.sleep(TURN * share)
         finally:
-            if self.is_running and self._process is process:
+            if self._live is process:
                 thaw(process.pid)
                 self.record.ledger.enter("working", trio.current_time())
 
@@ -178,38 +189,33 @@ class NodeProcess:
         What a full disk does, without root and without a disk: what is overwritten in place still succeeds, all else
         fails. The error is EFBIG and not ENOSPC; both are an `OSError` like any other.
         """
-        if self._process is not None and self.is_running:
-            limit_files(self._process.pid, most)
+        if process := self._live:
+            limit_files(process.pid, most)
 
     async def pause(self) -> None:
         """Have it stop training and stay in the mesh; a node that does not answer is asked again."""
         while self.is_running:
-            try:
-                await trio.to_thread.run_sync(
-                    partial(call, self.home, "pause", timeout=STATUS_TIMEOUT),
-                    abandon_on_cancel=True,  # type: ignore[call-arg]
-                )
-            except (NoNodeError, ControlError):
-                await trio.sleep(POLL_INTERVAL)
-            else:
+            if await ask_daemon(self.home, "pause") is not None:
                 return
+            await trio.sleep(POLL_INTERVAL)
 
     async def leave(self) -> None:
         """Tell it to leave in good order, and wait until it has; after `STOP_TIMEOUT` it is killed."""
-        if self._process is None or self._ended is None or not self.is_running:
+        process = self._live
+        if process is None:
             return
         self.is_expected_to_end = True
         self.thaw()
-        ask_to_end(self._process)
+        ask_to_end(process)
         with trio.move_on_after(STOP_TIMEOUT):
-            await self._ended.wait()
+            await self.wait_ended()
             return
         self.say(f"{self.name} did not leave within {STOP_TIMEOUT:g} s and was killed")
-        kill_group(self._process.pid)
+        kill_group(process.pid)
 
     async def wait_ended(self) -> None:
         """Returns once the daemon is gone."""
-        if self._ended is not None:
+        if self._process is not None:
             await self._ended.wait()
 
 

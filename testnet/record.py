@@ -11,6 +11,8 @@ from farandole.node.status.status import ExchangeStatus, NodeStatus, PipelineSta
 from .growth import Growth, Samples
 from .ledger import Ledger
 
+COUNTERS: Final = ("exchanges_ok", "exchanges_alone", "exchanges_failed", "bytes_sent", "bytes_received")
+"""Of a `NodeStatus`, which begin from nought in each life."""
 # As many as a scenario has rounds.
 MAX_EXCHANGES: Final = 256
 
@@ -38,6 +40,8 @@ class NodeRecord:
     """Of past lives; `all_paths` has the present one too."""
     pipeline: PipelineStatus | None = None
     """The newest that it told: none while its trainer is not there."""
+    loss_first: float | None = None
+    """Training loss of its first round."""
     num_parameters: int = 0
     """Most that its trainer held."""
     ledger: Ledger = field(default_factory=Ledger)
@@ -50,7 +54,6 @@ class NodeRecord:
     growths: list[Growth] = field(default_factory=list)
     """Of past lives that were long enough."""
     _past: Counter[str] = field(default_factory=Counter)
-    _loss_first: float | None = None
     _advanced_at: float | None = None
     _position: tuple[int, int] = (0, 0)
 
@@ -64,7 +67,9 @@ class NodeRecord:
             self.growths = self.all_growths
             self.samples = Samples()
         elif self.status is not None and status.inner_steps > self.status.inner_steps:
-            self._note_training(now)
+            self.trained_at = now
+            if self.ledger.condition in ("starting", "returning"):
+                self.ledger.enter("working", now)
         self.status, self.seen_at = status, now
         if self.is_finished and self.ledger.condition != "finished":
             self.ledger.enter("finished", now)
@@ -73,8 +78,8 @@ class NodeRecord:
         self.losses.update(status.losses)
         self.pipeline = status.pipeline or self.pipeline
         self.num_parameters = max(self.num_parameters, status.num_parameters)
-        if self._loss_first is None:
-            self._loss_first = status.loss_first
+        if self.loss_first is None:
+            self.loss_first = status.loss_first
         position = (status.round, status.inner_steps)
         if position != self._position:
             self._position, self._advanced_at = position, now
@@ -85,11 +90,6 @@ class NodeRecord:
                 self.exchanges[exchange.ended_at] = exchange
         while len(self.exchanges) > MAX_EXCHANGES:
             del self.exchanges[min(self.exchanges)]
-
-    def _note_training(self, now: float) -> None:
-        self.trained_at = now
-        if self.ledger.condition in ("starting", "returning"):
-            self.ledger.enter("working", now)
 
     def excuse(self, now: float) -> None:
         """Standing still up to now was not the node's doing: it was just started, or thawed."""
@@ -128,11 +128,6 @@ class NodeRecord:
         return self.status.tokens if self.status else 0
 
     @property
-    def loss_first(self) -> float | None:
-        """Training loss of its first round."""
-        return self._loss_first
-
-    @property
     def loss_last(self) -> float | None:
         """Training loss of its newest round."""
         return self.losses[max(self.losses)] if self.losses else None
@@ -154,15 +149,9 @@ class NodeRecord:
         return self.paths + Counter(self.status.paths if self.status else {})
 
     def total(self, counter: str) -> int:
-        """Over all lives: exchanges_ok, exchanges_alone, exchanges_failed, bytes_sent or bytes_received."""
+        """One of `COUNTERS` over all lives."""
         return self._past[counter] + (_counters(self.status)[counter] if self.status else 0)
 
 
 def _counters(status: NodeStatus) -> dict[str, int]:
-    return {
-        "exchanges_ok": status.exchanges_ok,
-        "exchanges_alone": status.exchanges_alone,
-        "exchanges_failed": status.exchanges_failed,
-        "bytes_sent": status.bytes_sent,
-        "bytes_received": status.bytes_received,
-    }
+    return {name: getattr(status, name) for name in COUNTERS}

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
-from typing import Final, Literal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -16,9 +16,9 @@ from farandole.node.base.figures import BYTES_PER_MBIT
 from farandole.node.status.status import PipelineStatus, Resources
 from farandole.protocol.presets import num_parameters
 
-from .faults import Outage
+from .fault import FaultReport
 from .growth import Growth
-from .record import NodeRecord
+from .record import COUNTERS, NodeRecord
 from .scenario import Scenario
 
 # Descriptors or tasks: two connections, with what serves them, that one median has and the other has not.
@@ -81,21 +81,6 @@ class NodeReport(msgspec.Struct, frozen=True):
     """Of each life that was long enough to say."""
     links: dict[str, str] = {}
     """Peer id -> ``direct``, ``punched`` or ``relayed``: those that it was connected to at the end of the training."""
-
-
-class FaultReport(msgspec.Struct, frozen=True):
-    """A fault that happened."""
-
-    kind: str
-    nodes: list[int]
-    at: float
-    """Seconds after the launch of the first node."""
-    duration: float | None
-    standstill: dict[int, float | None]
-    """Node -> the longest time without an inner step, from the fault's beginning until the first step after its end;
-    None: it took none any more. Seen once a second."""
-    healed_in: float | None = None
-    """Seconds from the end of a partition until all nodes had one run state."""
 
 
 class StageReport(msgspec.Struct, frozen=True):
@@ -174,36 +159,30 @@ class Merged(msgspec.Struct, frozen=True):
     spread: float
 
 
+_AS_RECORDED: Final = (
+    *("index", "peer_id", "tokens", "loss_first", "loss_last", "died", "wedged", "restarts", "is_doomed"),
+    *("num_parameters", "pipeline"),
+)
+"""Fields of `NodeReport` that a `NodeRecord` has, too."""
+
+
 def node_report(record: NodeRecord, *, is_alive: bool, home: str = "") -> NodeReport:
     """One node's part."""
     status = record.status
+    recorded: dict[str, Any] = {name: getattr(record, name) for name in _AS_RECORDED}
+    recorded |= {name: record.total(name) for name in COUNTERS}
     return NodeReport(
-        index=record.index,
-        peer_id=record.peer_id,
+        **recorded,
         rounds=record.round,
-        exchanges_ok=record.total("exchanges_ok"),
-        exchanges_alone=record.total("exchanges_alone"),
-        exchanges_failed=record.total("exchanges_failed"),
         partners=dict(record.all_partners),
-        bytes_sent=record.total("bytes_sent"),
-        bytes_received=record.total("bytes_received"),
         inner_steps=status.inner_steps if status else 0,
-        tokens=record.tokens,
-        loss_first=record.loss_first,
-        loss_last=record.loss_last,
         losses=sorted(record.losses.items()),
-        died=record.died,
-        wedged=record.wedged,
-        restarts=record.restarts,
         exchanges_since_restart=status.exchanges_ok if status else 0,
         is_alive=is_alive,
-        is_doomed=record.is_doomed,
         state_root=status.run.state_root if status and is_alive else "",
         utilisation=status.utilisation if status else None,
         recent_utilisation=status.recent_utilisation if status else None,
         paths=dict(record.all_paths),
-        num_parameters=record.num_parameters,
-        pipeline=record.pipeline,
         home=home,
         condition_seconds=dict(record.ledger.seconds),
         given_seconds=record.ledger.given,
@@ -221,6 +200,9 @@ def stage_reports(scenario: Scenario, nodes: Sequence[NodeReport]) -> list[Stage
     return [_stage_report(stage, nodes) for stage in range(num_stages)] if num_stages > 1 else []
 
 
+_MICROBATCHES: Final = ("kept", "dropped", "rerouted", "taken_out", "refused")
+
+
 def _stage_report(stage: int, nodes: Sequence[NodeReport]) -> StageReport:
     parts = [(node, node.pipeline) for node in nodes if node.pipeline is not None and node.pipeline.stage == stage]
     live = [node for node, _ in parts if node.is_alive]
@@ -228,11 +210,7 @@ def _stage_report(stage: int, nodes: Sequence[NodeReport]) -> StageReport:
         stage=stage,
         providers=len(live),
         inner_steps=round(_mean(float(node.inner_steps) for node in live) or 0),
-        kept=sum(pipeline.kept for _, pipeline in parts),
-        dropped=sum(pipeline.dropped for _, pipeline in parts),
-        rerouted=sum(pipeline.rerouted for _, pipeline in parts),
-        taken_out=sum(pipeline.taken_out for _, pipeline in parts),
-        refused=sum(pipeline.refused for _, pipeline in parts),
+        **{name: sum(getattr(pipeline, name) for _, pipeline in parts) for name in _MICROBATCHES},
         utilisation=_mean(node.recent_utilisation for node in live),
     )
 
@@ -246,10 +224,10 @@ def make_report(
     seconds: float,
     events: Sequence[str],
     problems: Sequence[str] = (),
-    outages: Sequence[Outage] = (),
+    faults: Sequence[FaultReport] = (),
 ) -> PlayReport:
     """Sum up and judge; ``problems`` are reasons against a pass that the nodes' figures do not show."""
-    reasons = [*problems, *_reasons(scenario, nodes, merged), *_heal_problems(scenario, outages)]
+    reasons = [*problems, *_reasons(scenario, nodes, merged), *_heal_problems(scenario, faults)]
     tokens = sum(node.tokens for node in nodes)
     return PlayReport(
         name=str(scenario.run.get("name", "")),
@@ -268,25 +246,18 @@ def make_report(
         state_equal=is_state_equal(nodes),
         events=list(events),
         stages=stage_reports(scenario, nodes),
-        faults=[_fault_report(outage) for outage in sorted(outages, key=lambda outage: outage.at)],
+        faults=sorted(faults, key=lambda fault: fault.at),
         tokens_per_given_second=tokens / given if (given := sum(node.given_seconds for node in nodes)) else None,
     )
 
 
-def _heal_problems(scenario: Scenario, outages: Sequence[Outage]) -> list[str]:
+def _heal_problems(scenario: Scenario, faults: Sequence[FaultReport]) -> list[str]:
     most = scenario.max_heal_seconds
-    healing = [outage.healed_in for outage in outages if outage.fault.kind == "partition"]
+    healing = [fault.healed_in for fault in faults if fault.kind == "partition"]
     if most is None or all(seconds is not None and seconds <= most for seconds in healing):
         return []
     words = ", ".join("not at all" if seconds is None else f"{seconds:.1f} s" for seconds in healing)
     return [f"after partitions all nodes had one run state in: {words}; not within {most:g} s"]
-
-
-def _fault_report(outage: Outage) -> FaultReport:
-    fault = outage.fault
-    return FaultReport(
-        fault.kind, list(outage.nodes), outage.at, fault.duration, dict(outage.standstill), outage.healed_in
-    )
 
 
 def is_state_equal(nodes: Iterable[NodeReport]) -> bool:
@@ -295,53 +266,50 @@ def is_state_equal(nodes: Iterable[NodeReport]) -> bool:
     return len(roots) == 1 and "" not in roots
 
 
-def _reasons(scenario: Scenario, nodes: Sequence[NodeReport], merged: Merged | None) -> list[str]:
-    reasons = []
+def _reasons(scenario: Scenario, nodes: Sequence[NodeReport], merged: Merged | None) -> Iterator[str]:
     for node in nodes:
-        reasons += [f"node {node.index} {problem}" for problem in _node_problems(scenario, node)]
+        yield from (f"node {node.index} {problem}" for problem in _node_problems(scenario, node))
     if not is_state_equal(nodes):
-        reasons.append("the run state is not equal on all live nodes")
+        yield "the run state is not equal on all live nodes"
     if merged is None:
-        reasons.append("there is no merged model: no replica left a checkpoint")
+        yield "there is no merged model: no replica left a checkpoint"
     elif scenario.max_loss_merged is not None and not merged.loss < scenario.max_loss_merged:
-        reasons.append(f"the merged model's loss is {merged.loss:.3f}, not below {scenario.max_loss_merged:g}")
+        yield f"the merged model's loss is {merged.loss:.3f}, not below {scenario.max_loss_merged:g}"
     if scenario.max_growth is not None and not any(node.growths for node in nodes):
-        reasons.append("no node lived long enough to see whether it grows")
+        yield "no node lived long enough to see whether it grows"
     if scenario.every_round:
-        reasons += _speed_problems(scenario, nodes)
-    reasons += _stage_problems(scenario, nodes)
-    return reasons
+        yield from _speed_problems(scenario, nodes)
+    yield from _stage_problems(scenario, nodes)
 
 
-def _node_problems(scenario: Scenario, node: NodeReport) -> list[str]:
-    problems = []
+def _node_problems(scenario: Scenario, node: NodeReport) -> Iterator[str]:
     if node.died:
-        problems.append("died")
+        yield "died"
     if node.wedged:
-        problems.append(f"was wedged: its training stood still for {scenario.wedged_after:g} s")
+        yield f"was wedged: its training stood still for {scenario.wedged_after:g} s"
     if not node.is_alive:
         if not node.died and not node.is_doomed:
-            problems.append("was not there at the end")
-        return problems
+            yield "was not there at the end"
+        return
     if not (node.losses or (node.pipeline and node.inner_steps)):
-        problems.append("never trained")
+        yield "never trained"
     if node.rounds < scenario.rounds and not scenario.exchanges_after_faults:
-        problems.append(f"reached round {node.rounds} of {scenario.rounds}")
+        yield f"reached round {node.rounds} of {scenario.rounds}"
     if len(node.partners) < scenario.min_partners:
-        problems.append(f"exchanged with {len(node.partners)} partners, fewer than {scenario.min_partners}")
+        yield f"exchanged with {len(node.partners)} partners, fewer than {scenario.min_partners}"
     if node.utilisation is not None and node.utilisation < scenario.min_utilisation:
-        problems.append(f"spent {node.utilisation:.1%} of its time in inner steps, not {scenario.min_utilisation:.0%}")
+        yield f"spent {node.utilisation:.1%} of its time in inner steps, not {scenario.min_utilisation:.0%}"
     if node.restarts and not node.exchanges_since_restart:
-        problems.append("exchanged with nobody after it was started again")
+        yield "exchanged with nobody after it was started again"
     if node.index in scenario.late_joiners and node.losses and node.losses[0][0] == 0:
-        problems.append("joined late and began in round 0: it got no weights from a peer")
+        yield "joined late and began in round 0: it got no weights from a peer"
     if scenario.max_exchange_over_ideal is not None:
-        problems += _exchange_problems(scenario, scenario.max_exchange_over_ideal, node)
+        yield from _exchange_problems(scenario, scenario.max_exchange_over_ideal, node)
     if scenario.max_growth is not None:
-        problems += [problem for growth in node.growths for problem in _growth_problems(scenario.max_growth, growth)]
+        for growth in node.growths:
+            yield from _growth_problems(scenario.max_growth, growth)
     if scenario.every_round and (missed := _rounds_missed(node, scenario.rounds)):
-        problems.append(f"took no part in rounds {missed}")
-    return problems
+        yield f"took no part in rounds {missed}"
 
 
 def ideal_exchange_seconds(scenario: Scenario, node: NodeReport) -> float:
@@ -351,30 +319,24 @@ def ideal_exchange_seconds(scenario: Scenario, node: NodeReport) -> float:
     return node.exchange_bytes / rate + 4 * home.delay_ms / 1e3
 
 
-def _exchange_problems(scenario: Scenario, most: float, node: NodeReport) -> list[str]:
+def _exchange_problems(scenario: Scenario, most: float, node: NodeReport) -> Iterator[str]:
     if not node.exchange_seconds:
-        return ["completed no exchange"]
-    ideal = ideal_exchange_seconds(scenario, node)
-    median = statistics.median(node.exchange_seconds)
-    problems = []
+        yield "completed no exchange"
+        return
+    ideal, median = ideal_exchange_seconds(scenario, node), statistics.median(node.exchange_seconds)
     if median > most * ideal:
-        problems.append(
-            f"took {median:.1f} s for an exchange (median), more than {most:g} times the ideal {ideal:.1f} s"
-        )
+        yield f"took {median:.1f} s for an exchange (median), more than {most:g} times the ideal {ideal:.1f} s"
     if node.exchanges_failed:
-        problems.append(f"had {node.exchanges_failed} exchanges that failed")
-    return problems
+        yield f"had {node.exchanges_failed} exchanges that failed"
 
 
-def _growth_problems(most: float, growth: Growth) -> list[str]:
-    problems = []
+def _growth_problems(most: float, growth: Growth) -> Iterator[str]:
     for name, share in (("memory", growth.memory), ("trainer's memory", growth.trainer_memory)):
         if share is not None and share > most:
-            problems.append(f"grew: its {name} by {share:.1%} an hour, over {growth.hours:.1f} h")
+            yield f"grew: its {name} by {share:.1%} an hour, over {growth.hours:.1f} h"
     for name, more in (("descriptors", growth.descriptors), ("tasks", growth.tasks)):
         if more > MAX_MORE:
-            problems.append(f"grew: {more:g} more {name} after {growth.hours:.1f} h")
-    return problems
+            yield f"grew: {more:g} more {name} after {growth.hours:.1f} h"
 
 
 def _stage_problems(scenario: Scenario, nodes: Sequence[NodeReport]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -175,17 +175,15 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def late_joiners(self) -> frozenset[int]:
         """Nodes that a ``join`` fault starts."""
-        return frozenset(self._named_by("join"))
+        return self._named_by("join")
 
     @property
     def clocked(self) -> frozenset[int]:
         """Nodes whose clock a fault sets."""
-        return frozenset(self._named_by("set_clock"))
+        return self._named_by("set_clock")
 
-    def _named_by(self, kind: FaultKind) -> Iterator[int]:
-        for fault in self.fault:
-            if fault.kind == kind:
-                yield from fault.nodes
+    def _named_by(self, kind: FaultKind) -> frozenset[int]:
+        return frozenset(index for fault in self.fault if fault.kind == kind for index in fault.nodes)
 
     def slowness(self, index: int) -> float:
         """How many times slower node ``index`` computes."""
@@ -214,9 +212,6 @@ def scenario_names() -> list[str]:
     return sorted(entry.name.removesuffix(".toml") for entry in _folder().iterdir() if entry.name.endswith(".toml"))
 
 
-def _nobody_listens(text: str) -> None: ...
-
-
 def load_scenario(
     name_or_path: str,
     *,
@@ -226,7 +221,7 @@ def load_scenario(
     stages: int | None = None,
     nat: bool = False,
     clean: bool = False,
-    say: Callable[[str], None] = _nobody_listens,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Scenario:
     """A delivered scenario by its name, or a file; the other arguments replace what it says.
 

@@ -17,9 +17,15 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from farandole.protocol.errors import FarandoleError
 
+Write = Annotated[
+    Path | None, typer.Option("--write", metavar="DOCUMENT", help="Markdown file whose section gets the figures.")
+]
 LINE_WIDTH = 120
 _MARKER = re.compile(r"^<!-- (begin|end) (\S+) -->(?=\r?$)", re.MULTILINE)
 

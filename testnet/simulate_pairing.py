@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 
+from farandole.protocol import pairing_events, training_events
 from farandole.protocol import trainer_messages as messages
 from farandole.protocol.exchange import ASK_FROM, DATA_UNTIL, DECIDE_UNTIL
 from farandole.protocol.manifest import Manifest, ModelConfig, RoundConfig
@@ -27,28 +28,7 @@ from farandole.protocol.node_state import TrainingState
 from farandole.protocol.outcomes import Outcomes
 from farandole.protocol.outer_rules import NoLoCoConfig
 from farandole.protocol.pairing import Pairing
-from farandole.protocol.pairing_events import (
-    MessageReceived,
-    PeerLost,
-    PeersChanged,
-    SendMessage,
-    SetTimer,
-    StartExchange,
-    TimerFired,
-)
 from farandole.protocol.supervisor import Supervisor
-from farandole.protocol.training_events import (
-    Event,
-    ExchangeOver,
-    LoopBegan,
-    Output,
-    Reported,
-    RunExchange,
-    StartTrainer,
-    TellTrainer,
-    TrainerReady,
-    WentAlone,
-)
 from farandole.protocol.training_loop import LoopConfig, TrainingLoop
 
 from .simulation import Network, SimulatedTimer, Simulation
@@ -75,7 +55,6 @@ class PairingScenario:
     start_spread: float = 0.0
     """Nodes start their first round within so many seconds."""
     transfer_seconds: tuple[float, float] = (0.2, 1.0)
-    latency: tuple[float, float] = (0.02, 0.2)
     loss: float = 0.0
     """Share of messages that break their connection instead of arriving."""
     num_deaths: int = 0
@@ -91,8 +70,6 @@ class PairingReport:
     rounds: int = 0
     """Finished, of all nodes together."""
     alone: int = 0
-    reasons: Counter[str] = field(default_factory=Counter)
-    """Why rounds were alone."""
     longest_wait: float = 0.0
     """Seconds from a contribution's readiness to the outcome of its round."""
     mean_wait: float = 0.0
@@ -102,10 +79,6 @@ class PairingReport:
     """Of the phases at the end: 1 when all nodes start their rounds together, about N^-0.5 when they do not at all."""
     disagreements: int = 0
     """Sessions that one living node believes committed and the other not, or that were of two fragments."""
-    second_tries: int = 0
-    """Exchanges of nodes whose first one in the round broke."""
-    rescued: int = 0
-    """Those that were committed."""
     steps_too_many: int = 0
     """Outer steps that a node took beside the one that each of its rounds has."""
     fragments: Counter[int] = field(default_factory=Counter)
@@ -115,16 +88,6 @@ class PairingReport:
     """Share of exchanges with the same partner as in the exchange before."""
     messages_per_round: float = 0.0
     trace: str = ""
-
-
-def chi_square(pairs: Counter[frozenset[bytes]], num_nodes: int) -> float:
-    """How far the counts of the pairs are from uniform, in standard deviations of a chi-square variable."""
-    num_pairs = num_nodes * (num_nodes - 1) // 2
-    expected = pairs.total() / num_pairs
-    met = sum((count - expected) ** 2 / expected for count in pairs.values())
-    statistic = met + (num_pairs - len(pairs)) * expected
-    freedom = num_pairs - 1
-    return (statistic - freedom) / math.sqrt(2 * freedom)
 
 
 def simulate(scenario: PairingScenario, seed: int) -> PairingReport:
@@ -137,7 +100,7 @@ class _World:
         self.scenario = scenario
         self.simulation = Simulation(seed)
         self.rng = random.Random(f"pairing {seed}")
-        self.network = Network(self.simulation, latency=scenario.latency, ordered=True)
+        self.network = Network(self.simulation, ordered=True)
         self.report = PairingReport()
         self.nodes: dict[bytes, _Node] = {}
         self.beliefs: dict[bytes, dict[bytes, bool]] = {}
@@ -176,7 +139,7 @@ class _World:
         alive = sorted(name for name, node in self.nodes.items() if node.is_alive)
         if len(alive) > 2:
             victim = self.rng.choice(alive)
-            self.nodes[victim].die()
+            self.nodes[victim].is_alive = False
             self.network.kill(victim)
             for node in self.nodes.values():
                 self.simulation.call_after(BREAK_SECONDS, partial(node.lose, victim))
@@ -185,7 +148,7 @@ class _World:
     def tell_peers(self) -> None:
         alive = frozenset(name for name, node in self.nodes.items() if node.is_alive)
         for name, node in self.nodes.items():
-            node.handle(PeersChanged(alive - {name}))
+            node.handle(pairing_events.PeersChanged(alive - {name}))
 
     def send(self, source: bytes, destination: bytes, payload: bytes) -> None:
         """Send, or break the connection: then both are told."""
@@ -261,8 +224,6 @@ class _Trainer:
             case messages.TakeOuterStep(round_index):
                 delay = 0.0 if self._rounds.overlap else OUTER_STEP_SECONDS
                 self._simulation.call_after(delay, partial(self._take_outer_step, round_index))
-            case _:
-                pass
 
     def _start_steps(self, round_index: int) -> None:
         now = self._simulation.now
@@ -297,7 +258,7 @@ class _Trainer:
 
     def _take_outer_step(self, round_index: int) -> None:
         self._awaits_outcome = False
-        self._node.handle(Reported(messages.OuterStepTaken(round_index)))
+        self._node.handle(messages.OuterStepTaken(round_index))
         if self._steps_ended_at is not None:
             self._contribute()
 
@@ -332,8 +293,6 @@ class _Node:
         self.meetings = self.repeats = 0
         self._last_partner = b""
         self._ready_at = 0.0
-        self._exchanged = -1
-        """The round of the newest exchange."""
         self._finished = -1
         """The newest round whose outcome is known."""
         self._timer: SimulatedTimer | None = None
@@ -342,59 +301,47 @@ class _Node:
     def now(self) -> float:
         return self.world.simulation.now
 
-    def die(self) -> None:
-        self.is_alive = False
-
     def start(self) -> None:
         """Begin to train, if it lives."""
         if self.is_alive:
             self.born_at = self.now
-            self.handle(LoopBegan(TrainingState()))
+            self.handle(training_events.LoopBegan(TrainingState()))
 
     def contribute(self, report: messages.Contributed) -> None:
         self._ready_at = self.now
-        self.handle(Reported(report))
+        self.handle(report)
 
-    def end_exchange(self, start: StartExchange, is_committed: bool, is_second_try: bool) -> None:
-        self.world.report.rescued += is_second_try and is_committed
-        self.handle(ExchangeOver(start, is_committed, is_broken=not is_committed))
-
-    def handle(self, event: Event) -> None:
+    def handle(self, event: training_events.Event) -> None:
         if self.is_alive:
             for output in self.loop.handle(event, self.now):
                 self.carry_out(output)
 
-    def carry_out(self, output: Output) -> None:
-        simulation, report = self.world.simulation, self.world.report
+    def carry_out(self, output: training_events.Output) -> None:
+        simulation = self.world.simulation
         match output:
-            case StartTrainer():
-                simulation.call_after(0.0, partial(self.handle, TrainerReady(PREPARED)))
-            case TellTrainer(command):
+            case training_events.StartTrainer():
+                simulation.call_after(0.0, partial(self.handle, training_events.TrainerReady(PREPARED)))
+            case training_events.TellTrainer(command):
                 if isinstance(command, messages.TakeOuterStep):
                     self._note_outcome(command)
                 self.trainer.obey(command)
-            case RunExchange(start):
-                self._start_exchange(start)
-            case SendMessage(peer, payload):
+            case pairing_events.StartExchange():
+                self._start_exchange(output)
+            case pairing_events.SendMessage(peer, payload):
                 self.world.send(self.name, peer, _PAIRING + payload)
-            case SetTimer(at):
+            case pairing_events.SetTimer(at):
                 if self._timer is not None:
                     self._timer.cancel()
-                self._timer = simulation.call_at(at, partial(self.handle, TimerFired())) if at < math.inf else None
-            case WentAlone(_, reason):
-                report.alone += 1
-                report.reasons[reason] += 1
-            case _:
-                pass
+                fire = partial(self.handle, pairing_events.TimerFired())
+                self._timer = simulation.call_at(at, fire) if at < math.inf else None
+            case pairing_events.GoAlone():
+                self.world.report.alone += 1
 
-    def _start_exchange(self, start: StartExchange) -> None:
-        report, fragment = self.world.report, self.trainer.fragment
+    def _start_exchange(self, start: pairing_events.StartExchange) -> None:
+        fragment = self.trainer.fragment
         self.world.fragments.setdefault(start.session, set()).add(fragment)
-        report.fragments[fragment] += 1
-        is_second_try = start.round == self._exchanged
-        report.second_tries += is_second_try
-        self._exchanged = start.round
-        self.exchanges[start.session] = _Exchange(self, start, is_second_try)
+        self.world.report.fragments[fragment] += 1
+        self.exchanges[start.session] = _Exchange(self, start)
         self.exchanges[start.session].begin()
 
     def _note_outcome(self, step: messages.TakeOuterStep) -> None:
@@ -413,12 +360,11 @@ class _Node:
 
     def receive(self, sender: bytes, payload: bytes) -> None:
         if payload[:1] == _PAIRING:
-            self.handle(MessageReceived(sender, payload[1:]))
+            self.handle(pairing_events.MessageReceived(sender, payload[1:]))
             return
         verb, session = _Verb(payload[1]), payload[2:]
         if verb is _Verb.RESOLVE:
-            verb = _ANSWERS[self.outcomes.answer(session, sender)]
-            self.say(sender, verb, session)
+            self.say(sender, _Verb[self.outcomes.answer(session, sender).upper()], session)
         elif session in self.exchanges:
             self.exchanges[session].receive(verb)
         elif verb is _Verb.HELLO:
@@ -428,7 +374,7 @@ class _Node:
         self.world.send(self.name, peer, _EXCHANGE + bytes((verb,)) + session)
 
     def lose(self, peer: bytes) -> None:
-        self.handle(PeerLost(peer))
+        self.handle(pairing_events.PeerLost(peer))
         for exchange in list(self.exchanges.values()):
             if exchange.start.peer == peer and self.is_alive:
                 exchange.break_off()
@@ -443,16 +389,12 @@ class _Verb(IntEnum):
     RESOLVE = 5
 
 
-_ANSWERS = {"committed": _Verb.COMMITTED, "aborted": _Verb.ABORTED, "undecided": _Verb.UNDECIDED}
-
-
 class _Exchange:
     """One side of a session: the transfer is a delay, the commit is played in full."""
 
-    def __init__(self, node: _Node, start: StartExchange, is_second_try: bool) -> None:
+    def __init__(self, node: _Node, start: pairing_events.StartExchange) -> None:
         self.node = node
         self.start = start
-        self.is_second_try = is_second_try
         self.is_over = False
         self.has_accepted = False
 
@@ -485,8 +427,6 @@ class _Exchange:
                     self.end(True)
             case _Verb.COMMITTED | _Verb.ABORTED if self.has_accepted:
                 self.end(verb is _Verb.COMMITTED)
-            case _:
-                pass
 
     def accept(self) -> None:
         if not self.is_over and self.node.is_alive:
@@ -518,55 +458,4 @@ class _Exchange:
         if self.start.is_initiator:
             node.outcomes.decide(session, committed=False)  # unless it is decided already
         node.world.beliefs.setdefault(session, {})[node.name] = is_committed
-        node.end_exchange(self.start, is_committed, self.is_second_try)
-
-
-def main() -> None:
-    """Print what a few scenarios come to."""
-    boxed, steps = RoundConfig(round_seconds=30.0), RoundConfig(inner_steps=50, round_seconds=0.0)
-    even, uneven = (0.5, 0.5), (0.25, 2.0)
-    columns = "{:>5} {:>6} {:>10} {:>5} {:>6} {:>7} {:>7} {:>9} {:>9} {:>8} {:>7} {:>5}"
-    print(
-        columns.format(
-            "nodes",
-            "boxed",
-            "step/s",
-            "loss",
-            "alone",
-            "rescued",
-            "in step",
-            "mean wait",
-            "max wait",
-            "in phase",
-            "repeats",
-            "msgs",
-        )
-    )
-    for num_nodes in (2, 8, 9, 64):
-        for rounds in (boxed, steps):
-            for step_seconds in (even, uneven):
-                for loss in (0.0, 0.05):
-                    scenario = PairingScenario(
-                        num_nodes, rounds, 1_500.0, step_seconds=step_seconds, start_spread=30.0, loss=loss
-                    )
-                    report = simulate(scenario, seed=1)
-                    print(
-                        columns.format(
-                            num_nodes,
-                            "yes" if rounds.round_seconds else "no",
-                            f"{step_seconds[0]}-{step_seconds[1]}",
-                            loss,
-                            f"{report.alone / report.rounds:.1%}",
-                            f"{report.rescued / report.rounds:.1%}",
-                            f"{report.utilisation:.1%}",
-                            f"{report.mean_wait:.2f}",
-                            f"{report.longest_wait:.2f}",
-                            f"{report.coherence:.2f}",
-                            f"{report.repeats:.1%}",
-                            f"{report.messages_per_round:.1f}",
-                        )
-                    )
-
-
-if __name__ == "__main__":
-    main()
+        node.handle(training_events.ExchangeOver(self.start, is_committed, is_broken=not is_committed))

@@ -12,12 +12,12 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.protocol.antientropy import Session
-from farandole.protocol.entries import Beat, Checker, Delta, Entry, Kind, Member, Metric, Payload, Signed
+from farandole.protocol.entries import Beat, Checker, Delta, Entry, Kind, Member, Payload, Progress, Signed
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.gossip import SYNC_PERIOD, Gossip, is_worth_forwarding, sync_periods
 from farandole.protocol.liveness import BASE_PERIOD
@@ -41,37 +41,22 @@ class SharedChecker(Checker):
 
     def __init__(self, run_id: bytes, creator: bytes) -> None:
         super().__init__(run_id, creator)
-        self._parsed: dict[Signed, Entry] = {}
-        self._genuine: dict[int, bool] = {}
+        self._parse = cache(super().parse)
+        self._is_genuine = cache(super().is_genuine)
 
     def parse(self, signed: Signed) -> Entry:
         """As `Checker.parse`."""
-        entry = self._parsed.get(signed)
-        if entry is None:
-            entry = self._parsed[signed] = super().parse(signed)
-        return entry
+        return self._parse(signed)
 
     def is_genuine(self, entry: Entry) -> bool:
         """As `Checker.is_genuine`; entries are shared, so one is known by its identity."""
-        verdict = self._genuine.get(id(entry))
-        if verdict is None:
-            verdict = self._genuine[id(entry)] = super().is_genuine(entry)
-        return verdict
+        return self._is_genuine(entry)
 
 
 @lru_cache(maxsize=4_096)
 def key_of(number: int) -> Ed25519PrivateKey:
     """The private key of the node with this number."""
     return Ed25519PrivateKey.from_private_bytes(number.to_bytes(32, "big"))
-
-
-@dataclass(slots=True)
-class _OpenSession:
-    """One side of a session in progress."""
-
-    session: Session
-    peer: bytes
-    deadline: float
 
 
 class SimulatedNode:
@@ -88,7 +73,7 @@ class SimulatedNode:
         self.seen_at: dict[bytes, float] = {}
         """Entry id -> virtual second at which it first came in; only while `World.watched` asks for it."""
         self._rng = random.Random(f"{world.simulation.seed} node {number}")
-        self._sessions: dict[tuple[int, bytes, int], _OpenSession] = {}
+        self._sessions: dict[tuple[int, bytes, int], Session] = {}  # by direction, peer and number
         self._session_number = 0
         self._contacts: list[bytes] = []
         self._new_life()
@@ -108,27 +93,24 @@ class SimulatedNode:
         """Join by way of these peers: sync with each, and say that one is there."""
         self._contacts = contacts
         self._run()
-        self._sync_later(self.incarnation, sync_periods())
+        self._sync_later(sync_periods())
         for contact in contacts[:NUM_JOIN_SESSIONS]:
             self._open_session(contact, with_beats=True)
-        life = self.incarnation
-        self.world.simulation.call_after(1.0, lambda: self._announce(life))
+        self._later(1.0, self._announce)
 
     def start_settled(self, contacts: list[bytes]) -> None:
         """Live on, as a node that has long been a member and is connected to these peers."""
         self._contacts = contacts
         self._run()
-        life = self.incarnation
         first = SYNC_PERIOD * self._rng.random()
-        self._sync_later(life, itertools.chain([first], itertools.repeat(SYNC_PERIOD)))
-        delay = self.gossip.liveness.period * self._rng.random()
-        self.world.simulation.call_after(delay, lambda: self._beat(life))
+        self._sync_later(itertools.chain([first], itertools.repeat(SYNC_PERIOD)))
+        self._later(self.gossip.liveness.period * self._rng.random(), self._beat)
 
     def _run(self) -> None:
         life = self.incarnation
         self.is_running = True
         self.world.network.attach(self.author, self._receive)
-        self.world.simulation.call_every(TICK_SECONDS, lambda: self._on_tick(life), jitter=0.2)
+        self.world.simulation.call_every(TICK_SECONDS, lambda: self._lives(life) and self._tick(), jitter=0.2)
 
     def stop(self) -> None:
         """Die at once."""
@@ -142,6 +124,11 @@ class SimulatedNode:
 
     def _lives(self, life: int) -> bool:
         return self.is_running and self.incarnation == life
+
+    def _later(self, delay: float, call: Callable[[], object]) -> None:
+        """Call after so many virtual seconds, if this life lasts that long."""
+        life = self.incarnation
+        self.world.simulation.call_after(delay, lambda: self._lives(life) and call())
 
     # writing
 
@@ -157,22 +144,17 @@ class SimulatedNode:
         self._note([entry])
         return entry
 
-    def _announce(self, life: int) -> None:
-        if not self._lives(life):
-            return
+    def _announce(self) -> None:
         if self.writer.delay(Kind.MEMBER, 0, self.clock.unix()) > 0:
-            self.world.simulation.call_after(5.0, lambda: self._announce(life))
+            self._later(5.0, self._announce)
             return
         self.publish(Kind.MEMBER, 0, Member(device="simulated", addresses=("/ip4/127.0.0.1/tcp/4001",)))
-        self._beat(life)
+        self._beat()
 
-    def _beat(self, life: int) -> None:
-        if not self._lives(life):
-            return
+    def _beat(self) -> None:
         if self.writer.delay(Kind.BEAT, 0, self.clock.unix()) <= 0:
             self.publish(Kind.BEAT, 0, Beat(0, 0, None, 0))
-        period = self.gossip.liveness.period * self._rng.uniform(0.9, 1.0)
-        self.world.simulation.call_after(period, lambda: self._beat(life))
+        self._later(self.gossip.liveness.period * self._rng.uniform(0.9, 1.0), self._beat)
 
     def _note(self, entries: list[Entry]) -> None:
         for entry in entries:
@@ -181,25 +163,21 @@ class SimulatedNode:
 
     # timers
 
-    def _on_tick(self, life: int) -> bool:
-        if self._lives(life):
-            for batch in self.gossip.tick(self.clock.unix(), self.clock.monotonic()):
-                self._send(batch.peer, bytes((_PUSH,)) + batch.payload)
-        return self._lives(life)
+    def _tick(self) -> bool:
+        for batch in self.gossip.tick(self.clock.unix(), self.clock.monotonic()):
+            self._send(batch.peer, bytes((_PUSH,)) + batch.payload)
+        return True
 
-    def _sync_later(self, life: int, periods: Iterator[float]) -> None:
-        delay = next(periods) * self._rng.uniform(0.75, 1.25)
-        self.world.simulation.call_after(delay, lambda: self._on_sync_timer(life, periods))
+    def _sync_later(self, periods: Iterator[float]) -> None:
+        self._later(next(periods) * self._rng.uniform(0.75, 1.25), lambda: self._on_sync_timer(periods))
 
-    def _on_sync_timer(self, life: int, periods: Iterator[float]) -> None:
-        if not self._lives(life):
-            return
+    def _on_sync_timer(self, periods: Iterator[float]) -> None:
         now = self.clock.monotonic()
         self._sync(now)
         silent = self.gossip.choose_silent(now)
         if silent is not None:
             self._open_session(silent, with_beats=True)
-        self._sync_later(life, periods)
+        self._sync_later(periods)
 
     def _sync(self, now: float) -> None:
         """With a live member, or where none is known with one of those whom this node was told of."""
@@ -212,16 +190,13 @@ class SimulatedNode:
     # sending and receiving
 
     def _send(self, peer: bytes, message: bytes) -> None:
-        network, simulation = self.world.network, self.world.simulation
+        network = self.world.network
         network.send(self.author, peer, message, is_stream=message[0] != _PUSH)
         if not network.can_hear(self.author, peer):
-            life = self.incarnation
-            simulation.call_after(REFUSAL_SECONDS, lambda: self._on_refusal(peer, life))
+            self._later(REFUSAL_SECONDS, lambda: self._on_refusal(peer))
 
-    def _on_refusal(self, peer: bytes, life: int) -> None:
+    def _on_refusal(self, peer: bytes) -> None:
         """Nobody is there: sessions with it have failed, and another peer is asked at once."""
-        if not self._lives(life):
-            return
         self.gossip.unreachable(peer, self.clock.monotonic())
         failed = [key for key in self._sessions if key[:2] == (_TO_INITIATOR, peer)]
         for key in failed:
@@ -233,16 +208,14 @@ class SimulatedNode:
         session = self.gossip.open_session(self.clock.unix(), is_initiator=True, with_beats=with_beats)
         self._session_number += 1
         number = self._session_number
-        deadline = self.world.simulation.now + SESSION_TIMEOUT
-        self._sessions[_TO_INITIATOR, peer, number] = _OpenSession(session, peer, deadline)
+        self._sessions[_TO_INITIATOR, peer, number] = session
         self._send(peer, bytes((_TO_RESPONDER,)) + number.to_bytes(4, "big") + session.start())
-        life = self.incarnation
-        self.world.simulation.call_at(deadline, lambda: self._on_deadline(peer, number, life))
+        self._later(SESSION_TIMEOUT, lambda: self._on_deadline(peer, number))
 
-    def _on_deadline(self, peer: bytes, number: int, life: int) -> None:
+    def _on_deadline(self, peer: bytes, number: int) -> None:
         """A session that is not over by now has failed: another peer is asked at once."""
-        opened = self._sessions.pop((_TO_INITIATOR, peer, number), None) if self._lives(life) else None
-        if opened is not None and not opened.session.is_done:
+        session = self._sessions.pop((_TO_INITIATOR, peer, number), None)
+        if session is not None and not session.is_done:
             self.gossip.unreachable(peer, self.clock.monotonic())
             self._sync(self.clock.monotonic())
 
@@ -259,17 +232,16 @@ class SimulatedNode:
         number = int.from_bytes(message[1:5], "big")
         key = (message[0], peer, number)
         if message[0] == _TO_RESPONDER and key not in self._sessions:
-            session = self.gossip.open_session(unix, is_initiator=False)
-            self._sessions[key] = _OpenSession(session, peer, self.world.simulation.now + SESSION_TIMEOUT)
+            self._sessions[key] = self.gossip.open_session(unix, is_initiator=False)
             self.world.simulation.call_after(SESSION_TIMEOUT, lambda: self._sessions.pop(key, None))
         if key in self._sessions:
             self._continue(key, self._sessions[key], message[5:])
 
-    def _continue(self, key: tuple[int, bytes, int], opened: _OpenSession, data: bytes) -> None:
+    def _continue(self, key: tuple[int, bytes, int], session: Session, data: bytes) -> None:
         direction, peer, number = key
         unix, now = self.clock.unix(), self.clock.monotonic()
         try:
-            received = opened.session.receive_data(data)
+            received = session.receive_data(data)
             for delta in received.deltas:
                 report = self.gossip.merge(delta, peer, unix, now, forward=is_worth_forwarding(delta))
                 self._note(report.new)
@@ -279,7 +251,7 @@ class SimulatedNode:
         if received.to_send:
             back = _TO_INITIATOR if direction == _TO_RESPONDER else _TO_RESPONDER
             self._send(peer, bytes((back,)) + number.to_bytes(4, "big") + received.to_send)
-        if opened.session.is_done:
+        if session.is_done:
             self.gossip.reached(peer)
             self._sessions.pop(key, None)
 
@@ -291,14 +263,13 @@ class World:
     seed: int
     num_nodes: int
     loss: float = 0.0
-    latency: tuple[float, float] = (0.02, 0.2)
     base_period: float = BASE_PERIOD
     clocks: dict[int, tuple[float, float]] = field(default_factory=dict)
     """Node number -> (offset in seconds, drift) of its clock, where it is wrong."""
 
     def __post_init__(self) -> None:
         self.simulation = Simulation(self.seed)
-        self.network = Network(self.simulation, self.latency, self.loss)
+        self.network = Network(self.simulation, loss=self.loss)
         self.creator = b"\x01" * 32
         self.checker = SharedChecker(RUN_ID, self.creator)
         self.watched: set[bytes] = set()
@@ -314,7 +285,7 @@ class World:
 
     def contacts(self) -> list[bytes]:
         """Three living nodes, at random: what an invite gives."""
-        living = [node.author for node in self.nodes if node.is_running]
+        living = [node.author for node in self.living]
         return self.simulation.rng.sample(living, min(NUM_JOIN_SESSIONS, len(living)))
 
     def add_node(self) -> SimulatedNode:
@@ -341,14 +312,10 @@ class World:
             node.gossip.merge(everything, node.author, now, node.clock.monotonic(), forward=False)
             node.start_settled([other.author for other in self.nodes if other is not node][:NUM_JOIN_SESSIONS])
 
-    def watch(self, entry: Entry) -> None:
-        """Note when this entry comes to each node."""
+    def publish_progress(self, node: SimulatedNode) -> Entry:
+        """Have a node write something, and note when it comes to each node."""
+        entry = node.publish(Kind.PROGRESS, 0, Progress(0, 0, node.number, 0, 0))
         self.watched.add(entry.id)
-
-    def publish_metric(self, node: SimulatedNode, index: int = 0) -> Entry:
-        """Have a node write something that is watched."""
-        entry = node.publish(Kind.METRIC, index, Metric(0, 1, (node.number,)))
-        self.watch(entry)
         node.seen_at[entry.id] = self.simulation.now
         return entry
 
@@ -360,16 +327,3 @@ class World:
     def are_equal(self) -> bool:
         """Whether all living nodes have one root."""
         return len({node.state.root for node in self.living}) == 1
-
-    def check_equality_every(self, seconds: float) -> Callable[[], bool]:
-        """`are_equal`, asked no more often than that: it is slow for many nodes."""
-        next_at = self.simulation.now
-
-        def check() -> bool:
-            nonlocal next_at
-            if self.simulation.now < next_at:
-                return False
-            next_at = self.simulation.now + seconds
-            return self.are_equal()
-
-        return check

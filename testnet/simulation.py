@@ -25,8 +25,6 @@ from dataclasses import dataclass, field
 
 Receive = Callable[[bytes, bytes], None]
 """Called with (sender, payload)."""
-Latency = tuple[float, float] | Callable[[bytes, bytes], float]
-"""Seconds from a sender to a receiver: a range to draw from, or a function of the two."""
 
 RETRANSMISSION_SECONDS = 0.3
 """Until a stream sends again what was lost, the first time."""
@@ -80,6 +78,19 @@ class Simulation:
 
         self.call_after(period * self.rng.random(), repeat)
 
+    def at_most_every(self, seconds: float, ask: Callable[[], bool]) -> Callable[[], bool]:
+        """Returns a question for `run_until` that passes on to ``ask``, a slow one, no more often than that."""
+        next_at = self.now
+
+        def question() -> bool:
+            nonlocal next_at
+            if self.now < next_at:
+                return False
+            next_at = self.now + seconds
+            return ask()
+
+        return question
+
     def record(self, *parts: bytes) -> None:
         """Take something that happened into the trace, with its time."""
         self._trace.update(repr(self.now).encode())
@@ -122,12 +133,12 @@ class Network:
     def __init__(
         self,
         simulation: Simulation,
-        latency: Latency = (0.02, 0.2),
+        latency: tuple[float, float] = (0.02, 0.2),
         loss: float = 0.0,
         duplicates: float = 0.0,
         ordered: bool = False,
     ) -> None:
-        """``loss`` and ``duplicates`` are shares of the messages.
+        """``latency``: seconds, drawn for each message. ``loss`` and ``duplicates`` are shares of the messages.
 
         ``ordered``: what one node sends another arrives in order, as over one stream; else each takes its own time.
         """
@@ -193,16 +204,11 @@ class Network:
         copies = 2 if not is_stream and self._rng.random() < self.duplicates else 1
         lives = (self._lives[source], self._lives[destination])
         for _ in range(copies):
-            at = self.simulation.now + delay + self._latency(source, destination)
+            at = self.simulation.now + delay + self._rng.uniform(*self.latency)
             if self.ordered:
                 at = max(at, self._arrives_at.get((source, destination), 0.0))
                 self._arrives_at[source, destination] = at
             self.simulation.call_at(at, lambda: self._deliver(source, destination, payload, lives))
-
-    def _latency(self, source: bytes, destination: bytes) -> float:
-        if callable(self.latency):
-            return self.latency(source, destination)
-        return self._rng.uniform(*self.latency)
 
     def _deliver(self, source: bytes, destination: bytes, payload: bytes, lives: tuple[int, int]) -> None:
         """Hand over what arrives, if both are still in the life in which it was sent."""

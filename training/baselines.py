@@ -1,8 +1,8 @@
 """NoLoCo beside what it is measured against: many replicas in one process, on the same tokens, in lock-step.
 
-All replicas live in the rows of (N, P) tensors, and AdamW is elementwise, so one call steps them all. Forward and
-backward passes go replica by replica: `torch.func.vmap` over the replicas took as long on a CPU. Contributions and
-outer steps are a node's own (`farandole.training.outer_state`), so any outer rule can be compared.
+All replicas live in the rows of (N, P) tensors. They are computed one by one: `torch.func.vmap` over them took as long
+on a CPU. Inner steps, contributions and outer steps are a node's own (`farandole.training.inner`,
+`farandole.training.outer_state`), so any outer rule can be compared.
 
 Synchronous data parallel training is one replica with everybody's batches at once: the mean of the gradients of equal
 batches is the gradient of their union. DiLoCo takes the mean over all replicas.
@@ -27,7 +27,7 @@ from .codec import bytes_to_read
 from .contribution import Contribution
 from .copying import Copier
 from .data import Sampler
-from .inner import adamw_, learning_rate
+from .inner import FlatAdamW
 from .model import build_model, language_loss
 from .outer_state import OuterState
 from .parameters import bind_, layout_of
@@ -87,17 +87,18 @@ class Ensemble:
     def __init__(
         self, model: ModelConfig, inner: InnerConfig, num_replicas: int, seed: int, outer: OuterConfig = _NOLOCO
     ) -> None:
-        self.inner = inner
         self.steps = 0
         self.modules = [build_model(model, seed) for _ in range(num_replicas)]
         start = torch.cat([parameter.detach().flatten() for parameter in self.modules[0].parameters()])
         self.theta = start.repeat(num_replicas, 1)
         self.gradient = torch.zeros_like(self.theta)
-        self.mean = torch.zeros_like(self.theta)
-        self.square = torch.zeros_like(self.theta)
         self.layout = layout_of(self.modules[0], outer.codec)
         for row, module in enumerate(self.modules):
             bind_(module, self.layout, self.theta[row], self.gradient[row])
+        self._optimizers = [
+            FlatAdamW(inner, row, gradient, list(module.parameters()))
+            for row, gradient, module in zip(self.theta, self.gradient, self.modules, strict=True)
+        ]
         self._outer = [OuterState(outer, row, Copier()) for row in self.theta]
         self._sent: list[tuple[Contribution, bytearray]] = []
 
@@ -107,14 +108,12 @@ class Ensemble:
         return torch.stack([state.slow for state in self._outer])
 
     def inner_step(self, tokens: npt.NDArray[np.int64]) -> None:
-        """One AdamW step of every replica on its batch; ``tokens`` (N, B, T + 1). Without weight decay."""
+        """One inner step of every replica on its batch; ``tokens`` (N, B, T + 1)."""
         self.gradient.zero_()
-        for module, batch in zip(self.modules, torch.from_numpy(tokens), strict=True):
+        for module, batch, optimizer in zip(self.modules, torch.from_numpy(tokens), self._optimizers, strict=True):
             language_loss(module, batch).backward()
-            if self.inner.clip:
-                torch.nn.utils.clip_grad_norm_(module.parameters(), self.inner.clip)
-        rate = learning_rate(self.steps, self.inner)
-        adamw_(self.theta, self.gradient, self.mean, self.square, self.steps, rate, self.inner)
+            with torch.no_grad():
+                optimizer.step(self.steps, 1)
         self.steps += 1
 
     @torch.no_grad()
@@ -122,9 +121,9 @@ class Ensemble:
         """Make every replica's contribution of a fragment, for the next `outer_step`."""
         self._sent = []
         for state in self._outer:
-            made = state.freeze(self.layout.fragment(fragment, state.settings.fragments))
-            encoded = bytearray(state.form.size(len(made.theta)))
-            state.encode(made, encoded, lambda bytes_ready: None)
+            made = state.contributor.freeze(self.layout.fragment(fragment, state.settings.fragments))
+            encoded = bytearray(state.contributor.form.size(len(made.theta)))
+            state.contributor.encode(made, encoded, lambda bytes_ready: None)
             self._sent.append((made, encoded))
 
     @torch.no_grad()
@@ -141,7 +140,7 @@ class Ensemble:
 
     def _received(self, row: int, sender: int) -> Tensor:
         """A sender's contribution as a replica decodes it."""
-        form, (made, encoded) = self._outer[row].form, self._sent[sender]
+        form, (made, encoded) = self._outer[row].contributor.form, self._sent[sender]
         if row == sender or not isinstance(form, TopK):
             return made.sent
         values = self._sent[row][0].sent.clone()  # what topk leaves out is one's own

@@ -27,19 +27,16 @@ class BlockHasher:
         self._hashes = bytearray()
         self._block = hashlib.sha256()
 
-    @property
-    def room(self) -> int:
-        """Bytes until the present block is full; more than 0."""
-        return BLOCK_BYTES - self._size % BLOCK_BYTES
-
     def update(self, data: memoryview) -> None:
-        """The next bytes, no more than there is `room`."""
-        is_full = len(data) == self.room
-        self._block.update(data)
-        self._size += len(data)
-        if is_full:
-            self._hashes += self._block.digest()
-            self._block = hashlib.sha256()
+        """The next bytes, (n,) of one byte each."""
+        while data:
+            room = BLOCK_BYTES - self._size % BLOCK_BYTES
+            piece, data = data[:room], data[room:]
+            self._block.update(piece)
+            self._size += len(piece)
+            if len(piece) == room:
+                self._hashes += self._block.digest()
+                self._block = hashlib.sha256()
 
     def content(self) -> Content:
         """Of all bytes so far."""
@@ -51,7 +48,7 @@ def content_of(path: Path) -> Content:
     """Of a file, which is read once; raises `OSError`."""
     hasher, buffer = BlockHasher(), memoryview(bytearray(BLOCK_BYTES))
     with path.open("rb", buffering=0) as file:
-        while num_read := file.readinto(buffer[: hasher.room]):
+        while num_read := file.readinto(buffer):
             hasher.update(buffer[:num_read])
     return hasher.content()
 

@@ -1,7 +1,7 @@
-"""A replica's state as a safetensors file: flat vectors by parameter's name, and counters in the metadata.
+"""An engine's state as a safetensors file: tensors by ``VECTOR/PARAMETER``, and counters in the metadata.
 
 Files come from peers as well, so loading trusts nothing: sizes first, then hashes where they are known, then names,
-types and shapes, then every value; only then is anything copied. There is no pickle. Writing streams the vectors
+types and shapes, then every value; only then is anything copied. There is no pickle. Writing streams the tensors
 through SHA-256, block by block, into a file that replaces the old one in one step, when it is durable.
 
 The format is written by hand, because the library's writer needs a second copy of everything in memory; reading is
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -37,7 +37,7 @@ _SLICE = 1 << 22  # elements that are fetched from a device at a time, 16 MiB
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """How far a replica is."""
+    """How far an engine is."""
 
     round: int
     """Outer steps taken."""
@@ -48,27 +48,31 @@ class Counters:
 
 
 def save_checkpoint(
-    path: Path, vectors: Mapping[str, Tensor], layout: Layout, run_id: bytes, counters: Counters
+    path: Path, state: Mapping[str, Tensor], layout: Layout, run_id: bytes, counters: Counters
 ) -> Content:
-    """Write flat vectors (n,) to ``path``, atomically and durably; raises `OSError`, as `replacing` does."""
+    """Write fp32 tensors to ``path``, atomically and durably; raises `OSError`, as `replacing` does."""
+    metadata = {"format": FORMAT, "run_id": run_id.hex(), "layout": layout.hash.hex()}
+    metadata |= {name: str(value) for name, value in asdict(counters).items()}
+    header = encode_header(metadata, ((name, tuple(tensor.shape)) for name, tensor in state.items()))
     with replacing(path) as file:
-        return _write(file, itertools.chain([_header(tuple(vectors), layout, run_id, counters)], _data(vectors)))
+        return _write(file, itertools.chain([memoryview(header)], _data(state.values())))
 
 
 def load_checkpoint(
     path: Path,
-    vectors: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
     layout: Layout,
     run_id: bytes,
     optional: Collection[str] = (),
     hashes: bytes = b"",
 ) -> tuple[Counters, Content]:
-    """Validate the file at ``path`` and copy it into the flat vectors (n,).
+    """Validate the file at ``path`` and copy it into the tensors of ``state``, by ``VECTOR/PARAMETER``.
 
     ``hashes`` are those of its blocks, if they are known. Vectors named in ``optional`` may be missing, which become
     zeros then. Raises `CheckpointError`, before anything is changed, if it is not wholly a checkpoint of this run and
     layout.
     """
+    vectors = {_vector_of(name) for name in state}
     _check_size(path, layout, len(vectors) - len(optional), len(vectors))
     try:
         content = content_of(path)
@@ -76,34 +80,57 @@ def load_checkpoint(
             raise CheckpointError(f"{path.name} is damaged: its block {damaged} is not what was written")
         with safe_open(path, framework="pt") as file:
             counters = _counters_of(file.metadata() or {}, layout, run_id)
-            tensors = set(file.keys())
-            held = {name.partition("/")[0] for name in tensors}
-            present = {name: flat for name, flat in vectors.items() if name in held or name not in optional}
-            if tensors != {f"{vector}/{name}" for vector in present for name in layout.names}:
+            names = set(file.keys())
+            present = _present(state, names, optional)
+            if names != present.keys():
                 raise CheckpointError("the checkpoint's tensors are not those of this run's model")
-            for vector in present:
-                for name, shape in zip(layout.names, layout.shapes, strict=True):
-                    check_tensor(f"{vector}/{name}", file.get_tensor(f"{vector}/{name}"), shape)
-            for vector, flat in present.items():
-                for name, view in layout.views(flat).items():
-                    view.copy_(file.get_tensor(f"{vector}/{name}"))
-            for vector in vectors.keys() - present.keys():
-                vectors[vector].zero_()
+            _copy(file.get_tensor, state, present)
     except (SafetensorError, OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path.name} is no safetensors file: {error}") from error
     return counters, content
 
 
-def _header(vectors: tuple[str, ...], layout: Layout, run_id: bytes, counters: Counters) -> memoryview:
-    metadata = {"format": FORMAT, "run_id": run_id.hex(), "layout": layout.hash.hex()}
-    metadata |= {name: str(value) for name, value in asdict(counters).items()}
-    parameters = list(zip(layout.names, layout.shapes, strict=True))
-    shapes = ((f"{vector}/{name}", tuple(shape)) for vector in vectors for name, shape in parameters)
-    return memoryview(encode_header(metadata, shapes))
+def load_start(path: Path, state: Mapping[str, Tensor], optional: Collection[str]) -> None:
+    """Copy from another run's file, which this run starts from, what it has of ``state``; the rest is passed over.
+
+    The run's manifest names the file by its content, and its bytes were proved before they came here: whether they fit
+    is checked. A stage takes its own part. Vectors named in ``optional`` may be missing, wholly, and become zeros then.
+    Raises `CheckpointError`, before anything is changed, if anything is missing or unfit.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = set(file.keys())
+            present = _present(state, names, optional)
+            if missing := next((name for name in present if name not in names), ""):
+                raise CheckpointError(f"{path.name} has no {missing}: it is of another model")
+            _copy(file.get_tensor, state, present)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path.name} is no safetensors file: {error}") from error
 
 
-def _data(vectors: Mapping[str, Tensor]) -> Iterator[memoryview]:
-    for flat in vectors.values():
+def _vector_of(name: str) -> str:
+    return name.partition("/")[0]
+
+
+def _present(state: Mapping[str, Tensor], names: Collection[str], optional: Collection[str]) -> dict[str, Tensor]:
+    """What a file with these names must have: all of every vector that it has any of, or that is not optional."""
+    wanted = {_vector_of(name) for name in state if name in names or _vector_of(name) not in optional}
+    return {name: tensor for name, tensor in state.items() if _vector_of(name) in wanted}
+
+
+def _copy(read: Callable[[str], Tensor], state: Mapping[str, Tensor], present: Mapping[str, Tensor]) -> None:
+    """Check what is ``present`` in a file, then copy it all; the others become zeros."""
+    for name, tensor in present.items():
+        _check_tensor(name, read(name), tuple(tensor.shape))
+    for name, tensor in state.items():
+        if name in present:
+            tensor.copy_(read(name))
+        else:
+            tensor.zero_()
+
+
+def _data(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
+    for flat in (tensor.flatten() for tensor in tensors):
         for start in range(0, len(flat), _SLICE):
             yield flat[start : start + _SLICE].cpu().numpy().view(np.uint8).data
 
@@ -111,12 +138,8 @@ def _data(vectors: Mapping[str, Tensor]) -> Iterator[memoryview]:
 def _write(file: WholeFile, parts: Iterable[memoryview]) -> Content:
     hasher = BlockHasher()
     for part in parts:
-        position = 0
-        while position < len(part):
-            block = part[position : position + hasher.room]
-            file.write(block)
-            hasher.update(block)
-            position += len(block)
+        file.write(part)
+        hasher.update(part)
     return hasher.content()
 
 
@@ -156,7 +179,7 @@ def _counter(metadata: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     """Raise `CheckpointError` if a tensor of a checkpoint is not fp32 of this shape, or not finite."""
     if tensor.dtype != torch.float32 or tuple(tensor.shape) != shape:
         raise CheckpointError(f"the checkpoint's {name} is {tensor.dtype} {tuple(tensor.shape)}, not fp32 {shape}")

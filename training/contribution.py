@@ -39,44 +39,43 @@ class Contribution:
 
 
 class Contributor:
-    """Makes contributions of flat vectors like ``weights`` (n,) fp32, those of the first round.
+    """Makes contributions of the fast and slow weights, (n,) fp32 each, as they are then.
 
     Each is good until the next one is made: the memory for it is kept, as getting it from the system every time takes
     longer than filling it.
     """
 
-    def __init__(self, outer: OuterConfig, rule: OuterRule, weights: Tensor, copier: Copier) -> None:
+    def __init__(self, outer: OuterConfig, rule: OuterRule, fast: Tensor, slow: Tensor, copier: Copier) -> None:
+        self._fast, self._slow = fast, slow
         self._copier = copier
         self.form = form_of(outer.codec, outer.topk)
         self._rule = rule
-        largest = -(-len(weights) // outer.fragments)
+        largest = -(-len(fast) // outer.fragments)
         self.largest_bytes = self.form.size(largest)
         """Of the largest fragment's contribution."""
-        self._frozen = weights.new_empty(largest)
+        self._frozen = fast.new_empty(largest)
         is_exact = outer.codec == "fp32" and rule.sends_fast_weights
-        self._sent = self._frozen if is_exact else weights.new_empty(largest)
-        self._last = rule.contribution(weights, weights).clone() if isinstance(self.form, TopK) else None
-        self._error = weights.new_zeros(len(weights)) if outer.feeds_errors_back else None
+        self._sent = self._frozen if is_exact else fast.new_empty(largest)
+        self._last = rule.contribution(fast, slow).clone() if isinstance(self.form, TopK) else None
+        self._error = fast.new_zeros(len(fast)) if outer.feeds_errors_back else None
         self._memory = self._error if self._last is None else self._last
-        self._next_memory = None if self._memory is None else weights.new_empty(largest)
+        self._next_memory = None if self._memory is None else fast.new_empty(largest)
 
-    def freeze(self, theta: Tensor, part: slice) -> Contribution:
-        """A contribution of one fragment of the fast weights ``theta`` (n,), as they are now, to be encoded.
+    def freeze(self, part: slice) -> Contribution:
+        """A contribution of one fragment of the weights, as they are now, to be encoded.
 
         Where nothing goes on aside, they are copied while they are encoded, and must stay as they are until then.
         """
         num_elements = part.stop - part.start
         frozen, sent = self._frozen[:num_elements], self._sent[:num_elements]
         if self._copier.is_aside:
-            frozen.copy_(theta[part])
+            frozen.copy_(self._fast[part])
         self._copier.fork()
         memory = None if self._next_memory is None else self._next_memory[:num_elements]
         return Contribution(part, frozen, sent, memory)
 
-    def encode(
-        self, frozen: Contribution, theta: Tensor, phi: Tensor, out: Buffer, progress: Callable[[int], None]
-    ) -> tuple[int, bytes]:
-        """Encode what `freeze` gave, with the slow weights ``phi`` (n,), into ``out``; (bytes, their BLAKE3).
+    def encode(self, frozen: Contribution, out: Buffer, progress: Callable[[int], None]) -> bytes:
+        """Encode what `freeze` gave into ``out``; returns the BLAKE3 of that.
 
         ``progress`` is called with how many of the first bytes of ``out`` are final, every slice. Raises `CodecError`
         if ``out`` is too small or a weight is not finite.
@@ -95,23 +94,23 @@ class Contributor:
             for piece in slices(num_elements):
                 place = bytes_of(self.form, piece)
                 filled = self._copier.to_fill(target[place])
-                self._encode(piece, slice(part.start + piece.start, part.start + piece.stop), theta, phi, filled)
+                self._encode(piece, slice(part.start + piece.start, part.start + piece.stop), filled)
                 on_their_way.append((self._copier.send(filled, target[place]), place))
                 while len(on_their_way) > self._copier.depth:
                     finish()
             while on_their_way:
                 finish()
-        return len(target), digest.digest()
+        return digest.digest()
 
-    def _encode(self, piece: slice, place: slice, theta: Tensor, phi: Tensor, encoded: Tensor) -> None:
+    def _encode(self, piece: slice, place: slice, encoded: Tensor) -> None:
         """A slice of the fragment, at ``place`` in the flat vectors: freeze, mean, encode, decode, remember."""
         frozen, sent = self._frozen[piece], self._sent[piece]
         if not self._copier.is_aside:  # now that it is in the processor's cache
-            frozen.copy_(theta[place])
+            frozen.copy_(self._fast[place])
         if self._sent is self._frozen:
             self.form.encode(sent, encoded)
             return
-        sent.copy_(self._rule.contribution(frozen, phi[place]))
+        sent.copy_(self._rule.contribution(frozen, self._slow[place]))
         if self._last is not None and self._next_memory is not None:
             self.form.encode(sent, encoded, self._last[place])
             self.form.decode(encoded, self._next_memory[piece].copy_(self._last[place]))

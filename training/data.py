@@ -27,7 +27,7 @@ import numpy as np
 
 from farandole.protocol.manifest import DataConfig, Manifest
 
-from .batches import Batch, Batches, Tokens, cut_out, drawn_windows, held_out_windows, is_held_out
+from .batches import Batch, Batches, Tokens, cut_out, is_held_out
 from .errors import DataError
 from .permutation import permute
 from .slices import SliceQueue
@@ -70,18 +70,7 @@ class Text:
 
     training: Tokens
     held_out: Tokens
-    num_documents: int
-    corpus: bytes = b""
-    """Hash of all documents with their names, 8 bytes."""
-    largest: int | None = None
-    """Of all tokens, where it is known."""
-
-    @property
-    def largest_token(self) -> int:
-        """Of all."""
-        if self.largest is not None:
-            return self.largest
-        return max(int(tokens.max(initial=0)) for tokens in (self.training, self.held_out))
+    found: Found
 
 
 def load_text(config: DataConfig, tokenizer: Tokenizer, bring: Bring = NOTHING) -> Text:
@@ -118,10 +107,8 @@ def load_text(config: DataConfig, tokenizer: Tokenizer, bring: Bring = NOTHING) 
 
 
 def _cached(path: Path) -> Text | None:
-    if (opened := open_cache(path)) is None:
-        return None
-    training, held_out, found = opened
-    return Text(training, held_out, found.num_documents, found.corpus, found.largest)
+    opened = open_cache(path)
+    return None if opened is None else Text(*opened)
 
 
 def text_of(documents: Iterable[Document], tokenizer: Tokenizer, held_out: float) -> Text:
@@ -129,7 +116,7 @@ def text_of(documents: Iterable[Document], tokenizer: Tokenizer, held_out: float
     sinks = io.BytesIO(), io.BytesIO()
     found = tokenise(_first(documents, MAX_TEXT_BYTES), tokenizer, held_out, *sinks)
     training, holding_out = (np.frombuffer(sink.getbuffer(), _dtype_of(tokenizer)) for sink in sinks)
-    return Text(training, holding_out, found.num_documents, found.corpus, found.largest)
+    return Text(training, holding_out, found)
 
 
 def _first(documents: Iterable[Document], num_bytes: int) -> Iterator[Document]:
@@ -176,7 +163,7 @@ def tokenise(
     return Found(num_documents, largest, corpus.digest()[:CORPUS_BYTES])
 
 
-class Sampler:
+class Sampler(Batches):
     """Batches of one author in one run. Holds no state but its settings.
 
     Raises `DataError` if the text is shorter than one window, or its tokens do not fit the model.
@@ -194,28 +181,26 @@ class Sampler:
         order: bytes = b"",
     ) -> None:
         """``order``: the run in whose order slices are; this one, if it is empty."""
-        self.batch_size = batch_size
-        self.context = context
+        super().__init__(text.held_out, batch_size, context)
         self._text = text
         self._key = (run_id, author)
         self._order = order or run_id
         if len(text.training) < context + 1:
             raise DataError(
-                f"too little text to train on: {len(text.training)} tokens in {text.num_documents} documents, and a "
-                f"sequence takes {context + 1}; name more text with --data, or hold out less in the run file"
+                f"too little text to train on: {len(text.training)} tokens in {text.found.num_documents} documents, "
+                f"and a sequence takes {context + 1}; name more text with --data, or hold out less in the run file"
             )
-        largest = text.largest_token
-        if largest >= vocabulary:
-            raise DataError(f"the tokenizer yields token {largest}, but the model has only {vocabulary}")
+        if text.found.largest >= vocabulary:
+            raise DataError(f"the tokenizer yields token {text.found.largest}, but the model has only {vocabulary}")
 
     def batch(self, step: int) -> Batch:
         """Tokens (B, T + 1) of inner step ``step``."""
         key = (*self._key, step.to_bytes(8, "little"))
-        return drawn_windows(self._text.training, self.batch_size, self.context, *key)
+        return self._drawn(self._text.training, *key)
 
     def slices(self, num_parts: int = 1) -> SliceQueue:
         """Those of this text, none of them to be drawn yet: batches of windows that cover it."""
-        return SliceQueue(-(-self._num_windows // self.batch_size), self._text.corpus, num_parts)
+        return SliceQueue(-(-self._num_windows // self.batch_size), self._text.found.corpus, num_parts)
 
     @property
     def _num_windows(self) -> int:
@@ -226,13 +211,6 @@ class Sampler:
         places = (index * self.batch_size + np.arange(self.batch_size)) % self._num_windows
         order = permute(places, self._num_windows, self._order, epoch.to_bytes(8, "little"))
         return cut_out(self._text.training, order * self.context, self.context)
-
-    def held_out_batch(self, index: int) -> Batch:
-        """Held-out batch number ``index``, (B, T + 1): the same for every author, run and step.
-
-        Raises `DataError` if too little is held out.
-        """
-        return held_out_windows(self._text.held_out, self.batch_size, self.context, index)
 
 
 def build_sampler(manifest: Manifest, run_id: bytes, author: bytes, bring: Bring = NOTHING) -> Batches:

@@ -31,5 +31,9 @@ class CheckpointError(TrainingError):
     """A checkpoint is not one of this run, is damaged, or is hostile; nothing of it was used."""
 
 
+class UnfitWeightsError(CheckpointError):
+    """A peer gave a checkpoint that cannot be used; another's may do."""
+
+
 class ActivationError(TrainingError):
     """Activations or their gradient are not finite, or not of the size that they must have."""

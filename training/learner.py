@@ -1,10 +1,11 @@
-"""Who learns the whole model alone, on its own batches: the replica of a run without stages."""
+"""The local engine: the whole model on one device, which learns from batches of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import cast
+from typing import ClassVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +14,9 @@ from farandole.protocol.manifest import Manifest
 from .batches import Batches, Tokens
 from .data import NOTHING, Bring, build_sampler
 from .device import Device, choose_device
-from .errors import DataError
+from .engine import Until
+from .errors import TrainingError
+from .memory import is_out_of_memory
 from .model import language_loss
 from .replica import Recipe, Replica
 from .stages import build_module
@@ -24,8 +27,10 @@ class Learner(Replica):
 
     ``microbatch_size``: sequences that go through the model at once, 0: the whole batch. Smaller ones need less memory,
     and their gradients are summed to the batch's own, within rounding. ``is_compiled``: whether inner steps run through
-    `torch.compile`, which pays on a GPU after a minute's work.
+    `torch.compile`, which takes a minute here and pays on a GPU; raises `TrainingError` where it fails.
     """
+
+    is_driven: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -40,8 +45,39 @@ class Learner(Replica):
     ) -> None:
         super().__init__(module, recipe, run_id=run_id, device=device)
         self._sampler = sampler
-        self._microbatch_size = microbatch_size or sampler.batch_size
-        self._forward = cast("nn.Module", torch.compile(self.module)) if is_compiled else self.module
+        self._microbatch_size = min(microbatch_size or sampler.batch_size, sampler.batch_size)
+        self._losses: Tensor | float = 0.0  # their sum stays on the device: reading it would wait for the steps
+        self._num_losses = 0
+        self._forward = self.module
+        if is_compiled:
+            self._compile()
+
+    def _compile(self) -> None:
+        """Compilers run when a module is first called, which is done here: a round must not wait for them, or fail."""
+        if torch.are_deterministic_algorithms_enabled():
+            raise TrainingError("this run is deterministic (inner.deterministic): leave out --compile")
+        self._forward = cast("nn.Module", torch.compile(self.module))
+        try:
+            self._add_gradient(np.zeros((self._microbatch_size, self._sampler.context + 1), np.int64), 1.0)
+        except Exception as error:  # compilers are other packages, and raise errors of their own
+            if not is_out_of_memory(error):  # the first inner step is, too, and is tried again with less
+                why = " ".join(str(error).splitlines()[:2])
+                raise TrainingError(
+                    f"inner steps cannot be compiled here ({type(error).__name__}: {why}). PyTorch needs a C++ "
+                    "compiler (on Debian or Ubuntu: apt install g++ python3-dev), and on a GPU the package triton: "
+                    "install them, or leave out --compile"
+                ) from error
+
+    def inner_steps(self, until: Until) -> None:
+        """As `Engine.inner_steps`; an inner step is `learn`."""
+        self._losses, self._num_losses = 0.0, 0
+        while not until():
+            self._losses = self.learn() + self._losses
+            self._num_losses += 1
+
+    def mean_loss(self) -> float | None:
+        """As `Engine.mean_loss`."""
+        return float(self._losses) / self._num_losses if self._num_losses else None
 
     def learn(self) -> Tensor:
         """One inner step on the next batch; returns the loss before it, a scalar left on the device (no waiting).
@@ -75,11 +111,8 @@ class Learner(Replica):
             yield part, len(part) / len(batch)
 
     @torch.no_grad()
-    def validation_loss(self, num_batches: int = 8) -> float:
-        """Mean loss of the fast weights on held-out batches, in nats a token; the batches are always the same.
-
-        Raises `DataError` if too little text is held out.
-        """
+    def evaluate(self, num_batches: int = 8) -> float:
+        """As `Engine.evaluate`, of the fast weights; the batches are always the same."""
         losses = []
         self.module.eval()  # one's own may have dropout
         try:
@@ -90,13 +123,6 @@ class Learner(Replica):
         finally:
             self.module.train()
         return float(torch.stack(losses).sum()) / num_batches
-
-    def held_out_loss(self, num_batches: int) -> float | None:
-        """`validation_loss`, or None if too little text is held out."""
-        try:
-            return self.validation_loss(num_batches)
-        except DataError:
-            return None
 
     def _to_device(self, tokens: Tokens) -> Tensor:
         batch = torch.as_tensor(tokens)

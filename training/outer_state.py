@@ -1,19 +1,19 @@
 """What the outer step works on: a replica's slow weights, its outer rule's vectors, and its contributions.
 
-All are flat fp32 vectors beside the fast weights. A round is `freeze`, `encode` and `step`; the steps of replicas in a
-simulation (`farandole.training.baselines`) and of those in a node are these.
+All are flat fp32 vectors beside the fast weights. A round is `Contributor.freeze`, `Contributor.encode` and `step`;
+the steps of replicas in a simulation (`farandole.training.baselines`) and of those in a node are these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from farandole.protocol.outer_rules import OuterConfig
 from farandole.protocol.vectors import SLOW
 
-from .codec import Buffer, slices
+from .codec import slices
 from .contribution import Contribution, Contributor
 from .copying import Copier
 from .outer.rule import OwnVectors, rule_of
@@ -28,17 +28,8 @@ class OuterState:
         self.vectors = {name: fast.new_zeros(len(fast)) for name in settings.vectors}
         self._fast = fast
         self._rule = rule_of(settings)
-        self._contributor = Contributor(settings, self._rule, fast, copier)
-        self.form = self._contributor.form
-        self.largest_bytes = self._contributor.largest_bytes
-
-    def freeze(self, part: slice) -> Contribution:
-        """A contribution of the fast weights in ``part``, as they are now, to be encoded."""
-        return self._contributor.freeze(self._fast, part)
-
-    def encode(self, frozen: Contribution, out: Buffer, progress: Callable[[int], None]) -> tuple[int, bytes]:
-        """Encode what `freeze` gave into ``out``, as `Contributor.encode` does."""
-        return self._contributor.encode(frozen, self._fast, self.slow, out, progress)
+        self.contributor = Contributor(settings, self._rule, fast, self.slow, copier)
+        """Makes the contributions, of both weights as they are then."""
 
     def step(
         self, made: Contribution, contributions: Sequence[Tensor], weights: Sequence[float], *, is_late: bool
@@ -46,7 +37,7 @@ class OuterState:
         """The outer step of one fragment, whose own contribution is ``made``; slice by slice, in place.
 
         ``contributions``, (n,) each, and ``weights`` are those of `OuterRule.step`; without any, the replica is alone.
-        ``is_late``: inner steps were taken since `freeze`, and their progress is kept.
+        ``is_late``: inner steps were taken since the contribution, and their progress is kept.
         """
         whole = OwnVectors(self.slow, self.vectors).piece(made.part)
         fast = self._fast[made.part]
@@ -61,7 +52,7 @@ class OuterState:
             else:
                 fast[piece] = own.slow
         if not is_alone:
-            self._contributor.passed_on(made)
+            self.contributor.passed_on(made)
 
     def _undistorted(self, made: Contribution, slow: Tensor) -> Tensor:
         """One's own contribution without its codec's errors (n,), in the memory of what was sent."""
@@ -74,7 +65,3 @@ class OuterState:
     def state(self) -> dict[str, Tensor]:
         """What every checkpoint of the run has: flat vectors (n,), by name."""
         return {SLOW: self.slow, **self.vectors}
-
-    def codec_state(self) -> dict[str, Tensor]:
-        """What the codec remembers of earlier contributions: flat vectors (n,), by name."""
-        return self._contributor.saved()

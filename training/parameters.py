@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +53,10 @@ class Layout:
             name: flat[end - size : end].view(shape)
             for name, shape, size, end in zip(self.names, self.shapes, sizes, ends, strict=True)
         }
+
+    def tensors(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The parameters of several flat vectors (n,), as views into these, by ``VECTOR/PARAMETER``."""
+        return {f"{vector}/{name}": view for vector, flat in vectors.items() for name, view in self.views(flat).items()}
 
 
 def layout_of(module: nn.Module, codec: str) -> Layout:

@@ -18,30 +18,25 @@ from .screening.history import Histories
 from .screening.rule import Encounter, Partner, Refuse, ScreeningRule, Verdict
 from .topk import TopK
 
+# From (share of the difference, own, partner's) to a loss, as `Partner.evaluate`. It is an argument of each judgement,
+# because a replica that is part of a reference cycle would keep its memory until the garbage collector runs.
+Evaluate = Callable[[float, Tensor, Tensor], float | None]
+
 _NO_OWN = Refuse("no contribution of this replica's own awaits one")
 
 
 class PartnerContribution:
     """The contributions of one partner after another, each beside one's own of the round.
 
-    ``memory`` (n,) is where they are decoded; ``evaluate`` gets (share of the difference, own, partner's), as
-    `Partner.evaluate`. ``histories`` is what ``rule`` remembers.
+    ``memory`` (n,) is where they are decoded. ``histories`` is what ``rule`` remembers.
     """
 
-    def __init__(
-        self,
-        form: Form,
-        memory: Tensor,
-        copier: Copier,
-        rule: ScreeningRule,
-        evaluate: Callable[[float, Tensor, Tensor], float | None],
-    ) -> None:
+    def __init__(self, form: Form, memory: Tensor, copier: Copier, rule: ScreeningRule) -> None:
         self.histories = Histories()
         self._form = form
         self._memory = memory
         self._copier = copier
         self._rule = rule
-        self._evaluate = evaluate
         self._own: Tensor | None = None
         self._begin()
 
@@ -86,7 +81,7 @@ class PartnerContribution:
             return
         self._rule.feed(own, values)
 
-    def judge(self, data: Buffer, encounter: Encounter) -> Verdict:
+    def judge(self, data: Buffer, encounter: Encounter, evaluate: Evaluate) -> Verdict:
         """Take in the rest, and judge the whole. A refusal is remembered at once."""
         if self._own is None:
             return _NO_OWN
@@ -99,18 +94,18 @@ class PartnerContribution:
         except CodecError as error:
             self._begin()
             return Refuse(f"the contribution cannot be used: {error}")
-        return self._ask(self._own, encounter)
+        return self._ask(self._own, encounter, evaluate)
 
-    def verdict(self, data: Buffer, encounter: Encounter) -> Verdict:
+    def verdict(self, data: Buffer, encounter: Encounter, evaluate: Evaluate) -> Verdict:
         """The verdict on what was judged just before, which is not read again; else `judge`."""
         source = np.frombuffer(data, dtype=np.uint8)
         is_same = (self._address, self._available) == (source.ctypes.data, source.size)
         if self._own is None or self._judged is None or not is_same:
-            return self.judge(data, encounter)
+            return self.judge(data, encounter, evaluate)
         partner, verdict = self._judged
-        return verdict if partner.encounter == encounter else self._ask(self._own, encounter)
+        return verdict if partner.encounter == encounter else self._ask(self._own, encounter, evaluate)
 
-    def _ask(self, own: Tensor, encounter: Encounter) -> Verdict:
+    def _ask(self, own: Tensor, encounter: Encounter, evaluate: Evaluate) -> Verdict:
         self._copier.join()
         values = self._memory[: len(own)]
         partner = Partner(
@@ -119,7 +114,7 @@ class PartnerContribution:
             values,
             self.histories.of(encounter.peer),
             self.histories.of(b""),
-            lambda share: self._evaluate(share, own, values),
+            lambda share: evaluate(share, own, values),
         )
         verdict = self._rule.judge(partner)
         self._judged = partner, verdict

@@ -9,6 +9,7 @@ to hide.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,18 +21,19 @@ _Words = npt.NDArray[np.uint64]
 def permute(places: npt.NDArray[np.int64], length: int, *key: bytes) -> npt.NDArray[np.int64]:
     """What stands at ``places`` (each below ``length``, at most 2^62) in the order of the numbers below ``length``."""
     half = np.uint64(max(1, (length - 1).bit_length() + 1 >> 1))
-    keys = _round_keys(key)
+    keys = np.frombuffer(keyed_digest(b"farandole/permutation/1", key), dtype="<u8").astype(np.uint64)[:_NUM_ROUNDS]
     values = _feistel(places.astype(np.uint64), half, keys)
     while (beyond := values >= length).any():  # each time for three in four at most
         values[beyond] = _feistel(values[beyond], half, keys)
     return values.astype(np.int64)
 
 
-def _round_keys(key: tuple[bytes, ...]) -> _Words:
-    digest = hashlib.sha256(b"farandole/permutation/1")
+def keyed_digest(use: bytes, key: Sequence[bytes]) -> bytes:
+    """SHA-256 of a key of several parts, for one use of it."""
+    digest = hashlib.sha256(use)
     for part in key:
         digest.update(len(part).to_bytes(8, "little") + part)
-    return np.frombuffer(digest.digest(), dtype="<u8").astype(np.uint64)[:_NUM_ROUNDS]
+    return digest.digest()
 
 
 def _feistel(values: _Words, half: np.uint64, keys: _Words) -> _Words:

@@ -1,6 +1,6 @@
 """One replica: a module in training, the whole model or a stage of it, and what belongs to it but for its batches.
 
-A round is `inner_step` as often as the round allows, `contribution` for the partner, and `outer_step` with the
+A round is `inner_step` as often as the round allows, `contribution` for the partner, and `apply` with the
 partner's contribution, or with None to take it alone. If inner steps are taken between the last two, while the
 exchange goes on, their progress is kept: the fast weights get the outer step's correction as a difference
 (Streaming DiLoCo, arXiv 2501.18512); without such steps the fast weights become the slow weights exactly.
@@ -28,21 +28,20 @@ from farandole.protocol.screening_rules import DEFAULT_SCREENING, ScreeningConfi
 from farandole.protocol.vectors import FAST, SLOW, required_vectors
 
 from .blocks import Content
-from .checkpoint import Counters, load_checkpoint, save_checkpoint
+from .checkpoint import load_checkpoint, load_start
 from .codec import Buffer
 from .contribution import Contribution
 from .copying import copier_for
 from .device import Device
-from .errors import CodecError, DivergedError, ScreeningError
+from .engine import Engine, no_progress
+from .errors import CodecError, DataError, DivergedError, ScreeningError
 from .inner import FlatAdamW
 from .outer_state import OuterState
 from .parameters import flatten_, layout_of
 from .partner import PartnerContribution
 from .screening.history import Histories
 from .screening.rule import EVALUATION_BATCHES, UNKNOWN, Encounter, Refuse, Verdict, rule_of
-from .slices import SliceQueue
 from .snapshot import Snapshot, SnapshotMemory
-from .start import load_start
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,30 +69,22 @@ class Recipe:
         return cls(manifest.inner, manifest.outer, manifest.screening)
 
 
-class Replica:
-    """A module, its inner optimizer, its outer state, and the partner that it meets.
+class Replica(Engine):
+    """A module, its inner optimizer, its outer state, and the partner that it meets: an engine over flat vectors.
 
     Who computes its gradient is another matter: `farandole.training.learner` where the module is the whole model,
     `farandole.training.stage_worker` where it is a stage. The same calls give the same bits in processes that have
     called `farandole.training.determinism.make_deterministic`, on machines of one class.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        recipe: Recipe,
-        *,
-        run_id: bytes,
-        device: Device,
-    ) -> None:
+    def __init__(self, module: nn.Module, recipe: Recipe, *, run_id: bytes, device: Device) -> None:
         self.device = device
         self.round = 0
         self.steps = 0
         self.tokens = 0
         self.tokens_this_round = 0
-        self.slices: SliceQueue | None = None
-        """What it learns from, where the run counts epochs and this replica draws data."""
-        self._run_id = run_id
+        self.slices = None
+        self.run_id = run_id
         self.module = module.to(device.torch_device)
         """The model, or a stage of it; its parameters are views of `theta`."""
         self.layout = layout_of(self.module, recipe.outer.codec)
@@ -101,40 +92,24 @@ class Replica:
         """Fast weights, and the sum of gradients of the inner step that is under way: (n,) fp32 each."""
         self._optimizer = FlatAdamW(recipe.inner, self.theta, self.gradient, list(self.module.parameters()))
         self._copier = copier_for(device.torch_device)
+        self.encodes_aside = self._copier.is_aside  # on CUDA
         self._outer = OuterState(recipe.outer, self.theta, self._copier)
+        self.contribution_bytes = self._outer.contributor.largest_bytes
         received = self.theta.new_empty(self.layout.largest_fragment(recipe.outer.fragments))
         self._partner = PartnerContribution(
-            self._outer.form, received, self._copier, rule_of(recipe.screening), self._loss_towards
+            self._outer.contributor.form, received, self._copier, rule_of(recipe.screening)
         )
         self._round_end: _RoundEnd | None = None
         self._snapshots: SnapshotMemory | None = None
 
     @property
-    def counters(self) -> Counters:
-        """How far this replica is."""
-        return Counters(self.round, self.steps, self.tokens)
-
-    @property
-    def contribution_bytes(self) -> int:
-        """Size of the largest contribution in this run, and of every one if there are no fragments."""
-        return self._outer.largest_bytes
-
-    def contribution_size(self, fragment: int = 0) -> int:
-        """Bytes of a contribution of this fragment."""
-        part = self._part(fragment)
-        return self._outer.form.size(part.stop - part.start)
-
-    def _part(self, fragment: int) -> slice:
-        return self.layout.fragment(fragment, self._outer.settings.fragments)
-
-    @property
     def awaits_outer_step(self) -> bool:
-        """Whether a contribution was made whose outer step is due: inner steps belong to the next round meanwhile."""
+        """As `Engine.awaits_outer_step`."""
         return self._round_end is not None
 
     @property
     def tokens_contributed(self) -> int:
-        """Tokens behind the contribution that awaits its outer step, or behind the next one."""
+        """As `Engine.tokens_contributed`."""
         return self.tokens_this_round if self._round_end is None else self._round_end.tokens
 
     @property
@@ -162,67 +137,49 @@ class Replica:
         self.tokens += num_tokens
         self.tokens_this_round += num_tokens
 
-    @torch.no_grad()
-    def contribution(
-        self, out: Buffer, fragment: int = 0, progress: Callable[[int], None] = lambda bytes_ready: None
+    def contribute(
+        self, out: Buffer, fragment: int = 0, progress: Callable[[int], None] = no_progress
     ) -> tuple[int, bytes]:
-        """Freeze this round's fast weights, those of one fragment, and encode them for the partner into ``out``.
-
-        Returns (bytes written, their BLAKE3). ``progress`` is called with how many of the first bytes of ``out`` are
-        final, every few megabytes. Raises `DivergedError` if the weights are no longer finite.
-        """
-        self.freeze(fragment)
-        return self.encode(out, progress)
-
-    @property
-    def encodes_aside(self) -> bool:
-        """Whether `encode` may run in a thread of its own while this one takes inner steps: on CUDA."""
-        return self._copier.is_aside
+        """Both `contribution` and `encode`: (bytes written, their BLAKE3)."""
+        return self.contribution(fragment), self.encode(out, progress)
 
     @torch.no_grad()
-    def freeze(self, fragment: int = 0) -> None:
-        """The first half of `contribution`: the second, `encode`, comes before the next inner step, or aside."""
-        frozen = self._outer.freeze(self._part(fragment))
+    def contribution(self, fragment: int = 0) -> int:
+        """As `Engine.contribution`."""
+        frozen = self._outer.contributor.freeze(self.layout.fragment(fragment, self._outer.settings.fragments))
         self._round_end = _RoundEnd(frozen, self.steps, self.tokens_this_round)
         self._partner.expect(None)
+        return self._outer.contributor.form.size(len(frozen.theta))
 
     @torch.no_grad()
-    def encode(self, out: Buffer, progress: Callable[[int], None] = lambda bytes_ready: None) -> tuple[int, bytes]:
-        """The second half of `contribution`, which may be called where `encodes_aside` says.
-
-        Of the other methods only those of inner steps may be called before it returns, and `save`.
-        """
+    def encode(self, out: Buffer, progress: Callable[[int], None] = no_progress) -> bytes:
+        """As `Engine.encode`."""
         assert self._round_end is not None
         frozen = self._round_end.contribution
         try:
-            size, digest = self._outer.encode(frozen, out, progress)
+            digest = self._outer.contributor.encode(frozen, out, progress)
         except CodecError as error:
             self._forget_round_end()
             raise DivergedError(f"this replica's weights diverged in round {self.round}: {error}") from error
         self._partner.expect(frozen.sent)
-        return size, digest
+        return digest
 
     def pin(self, memory: Buffer) -> None:
-        """Make ready for copies the memory in which contributions will be made, or will arrive; it must stay mapped."""
+        """As `Engine.pin`."""
         self._copier.pin(memory)
 
     def take_in(self, data: Buffer, available: int) -> None:
-        """Decode what is whole of the first ``available`` bytes of a partner's contribution, while the rest arrives.
-
-        ``data`` is where it arrives. May be called ever again with more; with less, or for another place, it begins
-        anew. Does nothing while no contribution of this replica's own awaits one. What is wrong with the partner's,
-        `screen` and `outer_step` tell; they take in the rest themselves.
-        """
+        """As `Engine.take_in`."""
         self._partner.take_in(data, available)
 
     @torch.no_grad()
     def screen(self, partner: Buffer, encounter: Encounter = UNKNOWN) -> Verdict:
-        """The verdict on a partner's contribution, before an outer step is due with it."""
-        return self._partner.judge(partner, encounter)
+        """As `Engine.screen`."""
+        return self._partner.judge(partner, encounter, self._loss_towards)
 
     @property
     def histories(self) -> Histories:
-        """What the screening rule remembers of peers. It is this node's own, so it is not in checkpoints."""
+        """As `Engine.histories`."""
         return self._partner.histories
 
     @histories.setter
@@ -231,38 +188,32 @@ class Replica:
 
     def _loss_towards(self, share: float, own: Tensor, partner: Tensor) -> float | None:
         """As `Partner.evaluate`: of the fast weights as they were contributed, moved towards the partner's."""
+        if self.is_driven:  # it computes no loss by itself
+            return None
         assert self._round_end is not None
         made = self._round_end.contribution
         theta = self.theta[made.part]
         before = theta.clone()
         torch.add(made.theta, partner - own, alpha=share, out=theta)
         try:
-            return self.held_out_loss(EVALUATION_BATCHES)
+            return self.evaluate(EVALUATION_BATCHES)
+        except DataError:
+            return None
         finally:
             theta.copy_(before)
 
-    def held_out_loss(self, num_batches: int) -> float | None:
-        """Mean loss of the fast weights on held-out batches, in nats a token; None where this replica knows none."""
-        return None
-
     @torch.no_grad()
-    def outer_step(self, partner: Buffer | None, encounter: Encounter = UNKNOWN, *, own_first: bool = True) -> int:
-        """End the round: outer step with the partner's contribution (None: alone), next round.
-
-        ``own_first`` is True for one of the partners and False for the other (whose key is less, say), so that both
-        add in one order. Returns how late the step is: the inner steps taken since `contribution`. Raises
-        `ScreeningError` if the contribution is refused, or `DivergedError` if the own weights are unfit, and leaves
-        everything as it was. What `screen` has just accepted is not looked at again.
-        """
+    def apply(self, partner: Buffer | None, encounter: Encounter = UNKNOWN, *, own_first: bool = True) -> int:
+        """As `Engine.apply`; makes the contribution where there is none."""
         if self._round_end is None:
-            self.contribution(bytearray(self.contribution_bytes))
+            self.contribute(bytearray(self.contribution_bytes))
         ended = self._round_end
         assert ended is not None
         made, late = ended.contribution, self.steps - ended.steps
         if partner is None:
             self._outer.step(made, (), (), is_late=late > 0)
         else:
-            verdict = self._partner.verdict(partner, encounter)
+            verdict = self._partner.verdict(partner, encounter, self._loss_towards)
             if isinstance(verdict, Refuse):
                 raise ScreeningError(verdict.reason)
             pair, shares = (made.sent, self._partner.values()), verdict.shares
@@ -278,11 +229,6 @@ class Replica:
         self._round_end = None
         self._partner.expect(None)
 
-    @property
-    def num_bytes(self) -> int:
-        """What a checkpoint takes, but for its header."""
-        return sum(flat.nbytes for flat in self.state().values())
-
     def is_in(self, saved_round: int, saved_steps: int) -> bool:
         """Whether a checkpoint of then gives all that one of now would.
 
@@ -290,37 +236,24 @@ class Replica:
         """
         return saved_round == self.round and (self._outer.settings.fragments == 1 or saved_steps == self.steps)
 
-    def save(self, path: Path) -> Content:
-        """Write a checkpoint of the last outer step's weights; raises `OSError`, as `farandole.training.durable` does.
-
-        A round's unfinished inner steps are not in it: take it right after an outer step to lose none. With fragments
-        the fast weights are in it, since most of them await their fragment's turn.
-        """
-        return save_checkpoint(path, self.state(), self.layout, self._run_id, self.counters)
-
     @torch.no_grad()
     def snapshot(self) -> Snapshot:
-        """What `save` would write now, to be written while this replica goes on; good until the next snapshot.
-
-        Raises `MemoryError` if there is no memory for one more copy.
-        """
-        vectors = self.state()
+        """As `Engine.snapshot`."""
+        vectors = self.vectors()
         if self._snapshots is None:
             self._snapshots = SnapshotMemory(vectors, self._copier)
         copies, copied = self._snapshots.fill(vectors)
-        return Snapshot(self.counters, copies, self.layout, self._run_id, copied)
+        return Snapshot(self.counters, self.layout.tensors(copies), self.layout, self.run_id, copied)
 
     @torch.no_grad()
     def load(self, path: Path, hashes: bytes = b"") -> Content:
         """Continue from a checkpoint, this node's or a peer's: weights, the outer rule's vectors, AdamW, counters.
 
         A peer's may have the slow weights and the outer rule's vectors alone: then AdamW's means begin at zero, with a
-        ramp. ``hashes`` are those of its blocks, if they are known. Raises `CheckpointError`, with nothing changed, if
-        any of it is not as it must be.
+        ramp. Otherwise as `Engine.load`.
         """
-        saved = self.state()
-        optional = saved.keys() - set(required_vectors(self._outer.settings))
-        counters, content = load_checkpoint(path, saved, self.layout, self._run_id, optional, hashes)
+        optional = self.vectors().keys() - set(required_vectors(self._outer.settings))
+        counters, content = load_checkpoint(path, self.state(), self.layout, self.run_id, optional, hashes)
         if self._outer.settings.fragments == 1 or not bool(self.theta.any()):  # what is not in the file is zeros
             self.theta.copy_(self._outer.slow)
         self.round, self.steps, self.tokens = counters.round, counters.steps, counters.tokens
@@ -331,21 +264,24 @@ class Replica:
 
     @torch.no_grad()
     def start_from(self, path: Path, steps: int, tokens: int) -> None:
-        """Begin with another run's weights and momentum instead of the seed's (`farandole.training.start`).
+        """Begin with another run's weights and momentum instead of the seed's.
 
-        Of a replica that has taken no step yet. The learning rate's schedule goes on at inner step ``steps``; without
-        the state of AdamW it is ramped up, as in `load`. Raises `CheckpointError`, with nothing changed, if the file
-        does not fit.
+        The learning rate's schedule goes on at inner step ``steps``; without the state of AdamW it is ramped up, as in
+        `load`. Otherwise as `Engine.start_from`.
         """
-        state = self._outer.state() | self._optimizer.state()
-        load_start(path, state, self.layout, optional=state.keys() - {SLOW})
+        vectors = self._outer.state() | self._optimizer.state()
+        load_start(path, self.layout.tensors(vectors), optional=vectors.keys() - {SLOW})
         self.theta.copy_(self._outer.slow)
         self.round, self.steps, self.tokens, self.tokens_this_round = 0, steps, tokens, 0
         self._optimizer.restart(steps)
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint has beside counters: flat vectors (n,), by name."""
+        """As `Engine.state`: views of `vectors`."""
+        return self.layout.tensors(self.vectors())
+
+    def vectors(self) -> dict[str, Tensor]:
+        """What a checkpoint has besides counters: flat vectors (n,), by name."""
         vectors = self._outer.state() | self._optimizer.state()
         if self._outer.settings.fragments > 1:
             vectors[FAST] = self.theta
-        return vectors | self._outer.codec_state()
+        return vectors | self._outer.contributor.saved()

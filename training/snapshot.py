@@ -24,25 +24,25 @@ from .parameters import Layout
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A replica as it was."""
+    """An engine as it was."""
 
     counters: Counters
-    vectors: Mapping[str, Tensor]
-    """Flat (n,), in memory of the host, once ``copied`` says so."""
+    state: Mapping[str, Tensor]
+    """As `Engine.state`, in memory of the host, once ``copied`` says so."""
     layout: Layout
     run_id: bytes
     copied: Sequence[Wait]
 
     @property
     def num_bytes(self) -> int:
-        """Of the vectors: but for its header, what a checkpoint takes."""
-        return sum(flat.nbytes for flat in self.vectors.values())
+        """What a checkpoint takes, but for its header."""
+        return sum(tensor.nbytes for tensor in self.state.values())
 
     def save(self, path: Path) -> Content:
         """Write it as a checkpoint; raises `OSError`, as `farandole.training.durable` does. Any thread may."""
         for wait in self.copied:
             wait()
-        return save_checkpoint(path, self.vectors, self.layout, self.run_id, self.counters)
+        return save_checkpoint(path, self.state, self.layout, self.run_id, self.counters)
 
 
 class SnapshotMemory:

@@ -31,7 +31,6 @@ DOCUMENT_BYTES: Final = 64 * 1024
 MAX_SOURCES: Final = 1_000_000
 # Folders without text worth learning: other people's packages, tests (half the library, much of it data), build files.
 _SKIPPED_FOLDERS: Final = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
-_HASHED_BYTES: Final = 1 << 20
 
 Progress = Callable[[int, int], None]
 """Told how much of what is to be read is read, and how much that is."""
@@ -194,8 +193,7 @@ def _content_hash(source: TextSource) -> bytes:
     paths = sorted(source.path.iterdir()) if source.kind == "dataset" else [source.path]
     for path in paths:
         with path.open("rb") as file:
-            while part := file.read(_HASHED_BYTES):
-                digest.update(part)
+            hashlib.file_digest(file, lambda: digest)
     return digest.digest()
 
 

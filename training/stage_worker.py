@@ -1,4 +1,4 @@
-"""One stage's part in the inner steps: what it computes for microbatches that travel through all stages and back.
+"""The stage engine: what one stage computes for microbatches that travel through all stages and back.
 
 A microbatch of B sequences of T tokens goes its way as activations (B, T, C): `draw` at the stage 0 that has its
 tokens, `forward` at one replica of each other stage, and back at the first, `tail`: logits, loss, and the gradient of
@@ -14,6 +14,9 @@ With ``overlap`` microbatches of the *following* inner step are begun while some
 are when it is taken. A microbatch meets the same weights there and back: a *version*, a copy of the fast weights, which
 stays until its last microbatch is settled. The following step has a sum of its own.
 
+The mesh process decides what is computed when (`farandole.protocol.pipeline`), by commands (`StageWorker.obey`).
+Activations lie in memory that it shares, in two places for each slot: what came in, and what goes out.
+
 Memory: what is kept of each microbatch from its first call to `settle`, besides its tokens, is the graph of its forward
 pass (with ``recompute`` only its input), and from `backward` on its input and the gradient of its output. Callers bound
 the number of microbatches, which are known by slots 0, 1, ... With ``overlap`` also a second sum, and two versions of
@@ -23,6 +26,7 @@ the weights, one more for as long as an outer step falls between: 4 bytes a para
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -31,12 +35,14 @@ from torch import Tensor, nn
 from torch.linalg import vector_norm
 
 from farandole.protocol.manifest import Manifest, ModelConfig, PipelineConfig
+from farandole.protocol.trainer_messages import InnerStepTaken, TakeInnerStep, Work, Worked
 
 from .batches import Batches
 from .codec import Buffer, decode, encode, encoded_size
 from .data import NOTHING, Bring, build_sampler
 from .device import Device, choose_device
-from .errors import ActivationError, CodecError, DataError, TrainingError
+from .engine import Until
+from .errors import ActivationError, CodecError, DataError, NoSliceError, TrainingError
 from .model import cross_entropy
 from .parameters import bind_
 from .replica import Recipe, Replica
@@ -107,6 +113,7 @@ class StageWorker(Replica):
         self._shape = (pipeline.microbatch_size, model.context, model.width)
         self._microbatches: dict[int, _Microbatch] = {}
         self._num_drawn = 0
+        self._losses: list[float] = []
         self._held_out_losses: dict[int, float] = {}
         self._number = 0  # of the inner step that is taken next
         self._num_summed = [0, 0]  # microbatches in the sum for it, and in that for the following one
@@ -114,12 +121,10 @@ class StageWorker(Replica):
         sums = [self.gradient, torch.zeros_like(self.gradient)] if pipeline.overlap else [self.gradient]
         self._sums = [list(self.layout.views(flat).values()) for flat in sums]
         self._following = sums[-1]
+        self.activation_bytes = encoded_size(pipeline.codec, math.prod(self._shape))
+        self.memory = memoryview(b"")
+        """Shared: slot i has its incoming activations at 2 i times `activation_bytes`, its outgoing ones after them."""
         self.clear_gradient()
-
-    @property
-    def activation_bytes(self) -> int:
-        """Of one microbatch's activations, or their gradient, as they travel."""
-        return encoded_size(self._pipeline.codec, self._num_activations)
 
     @property
     def num_summed(self) -> int:
@@ -131,10 +136,45 @@ class StageWorker(Replica):
         """Microbatches that are not settled."""
         return len(self._microbatches)
 
-    @property
-    def _num_activations(self) -> int:
-        size, context, width = self._shape
-        return size * context * width
+    def inner_steps(self, until: Until) -> None:
+        """As `Engine.inner_steps`."""
+        self._losses.clear()
+        super().inner_steps(until)
+
+    def mean_loss(self) -> float | None:
+        """As `Engine.mean_loss`; stage 0 alone knows losses."""
+        return sum(self._losses) / len(self._losses) if self._losses else None
+
+    def obey(self, command: Work | TakeInnerStep) -> Worked | InnerStepTaken:
+        """As `Engine.obey`, on the slot's places in `memory`."""
+        if isinstance(command, TakeInnerStep):
+            return InnerStepTaken(self.step())
+        try:
+            self._work(command)
+        except (ActivationError, NoSliceError, DataError) as error:
+            return Worked(str(error))
+        return Worked()
+
+    def _work(self, told: Work) -> None:
+        size = self.activation_bytes
+        first = 2 * told.slot * size
+        incoming, outgoing = self.memory[first : first + size], self.memory[first + size : first + 2 * size]
+        match told.work:
+            case "draw" if told.is_held_out:
+                self.draw_held_out(told.slot, outgoing, told.number)
+            case "draw":
+                self.draw(told.slot, outgoing, is_following=told.is_following)
+            case "forward":
+                is_following, is_held_out = told.is_following, told.is_held_out
+                self.forward(told.slot, incoming, outgoing, is_following=is_following, is_held_out=is_held_out)
+            case "tail":
+                loss = float(self.tail(told.slot, incoming, outgoing))
+                if not told.is_held_out:
+                    self._losses.append(loss)
+            case "backward":
+                self.backward(told.slot, incoming, outgoing)
+            case "keep" | "drop":
+                self.settle(told.slot, told.work == "keep")
 
     def draw(self, slot: int, out: Buffer, *, is_following: bool = False) -> None:
         """Begin the next microbatch of this replica's data, and write its activations to ``out``.
@@ -164,7 +204,7 @@ class StageWorker(Replica):
             raise
 
     def draw_held_out(self, slot: int, out: Buffer, number: int) -> None:
-        """Begin microbatch ``number`` of the held-out text as `draw` does, for its loss alone (`validation_loss`).
+        """Begin microbatch ``number`` of the held-out text as `draw` does, for its loss alone (`evaluate`).
 
         Raises `DataError` if too little is held out.
         """
@@ -177,8 +217,8 @@ class StageWorker(Replica):
         microbatch.tokens = torch.as_tensor(batch[part * size : (part + 1) * size]).to(self.device.torch_device)
         self._start(slot, microbatch, out)
 
-    def validation_loss(self, num_batches: int) -> float:
-        """Mean loss of so many held-out batches, in nats a token, which have gone through all stages since last asked.
+    def evaluate(self, num_batches: int) -> float:
+        """As `Engine.evaluate`, of held-out batches that have gone through all stages since last asked.
 
         Raises `DataError` if some of them have not.
         """
@@ -210,7 +250,7 @@ class StageWorker(Replica):
     def tail(self, slot: int, data: Buffer, out: Buffer) -> Tensor:
         """The loss of a drawn microbatch whose last activations are ``data``; writes their gradient to ``out``.
 
-        Of held-out text there is no gradient, and the loss is kept for `validation_loss`. A scalar left on the device,
+        Of held-out text there is no gradient, and the loss is kept for `evaluate`. A scalar left on the device,
         in nats a token. Raises `ActivationError` if they are unfit, with nothing added.
         """
         microbatch = self._microbatches[slot]
@@ -354,7 +394,7 @@ class StageWorker(Replica):
 
     def _decode_activations(self, data: Buffer, *, is_input: bool = True) -> Tensor:
         try:
-            values = decode(self._pipeline.codec, data, self._num_activations, self.device.torch_device)
+            values = decode(self._pipeline.codec, data, math.prod(self._shape), self.device.torch_device)
         except CodecError as error:
             raise ActivationError(f"activations that cannot be used: {error}") from error
         return values.view(self._shape).requires_grad_(is_input)

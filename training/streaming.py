@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from .batches import Batch, held_out_windows, is_held_out
+from .batches import Batch, Batches, is_held_out
 from .errors import DataError
-from .slices import SliceQueue
+from .permutation import keyed_digest
 from .sources import Progress
 from .tokenizer import Tokenizer
 
@@ -44,10 +44,6 @@ HELD_OUT_SEQUENCES: Final = 256
 MAX_LOOKED_THROUGH: Final = 50_000
 _NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]+)?", re.ASCII)
 _SPLIT: Final = "train"
-_NO_EPOCHS: Final = (
-    "this run counts epochs of the data (data.epochs), and a stream has none: what is in it is not known beforehand. "
-    "Save the data set and name its folder with --data, or join a run without epochs"
-)
 _INSTALL: Final = "pip install 'farandole[data]'"
 
 
@@ -71,10 +67,8 @@ class Stream:
 
     def shuffled(self, *key: bytes) -> Iterator[bytes]:
         """Texts in an order that follows from the key."""
-        digest = hashlib.sha256(b"farandole/stream/1")
-        for part in key:
-            digest.update(len(part).to_bytes(8, "little") + part)
-        seed, skipped = (int.from_bytes(digest.digest()[at : at + 4], "little") for at in (0, 4))
+        digest = keyed_digest(b"farandole/stream/1", key)
+        seed, skipped = (int.from_bytes(digest[at : at + 4], "little") for at in (0, 4))
         shuffled = self._dataset.shuffle(seed=seed, buffer_size=SHUFFLED_DOCUMENTS)
         if self._dataset.num_shards >= FEW_SHARDS:
             return self._texts(shuffled)
@@ -127,10 +121,9 @@ def _open(name: str) -> IterableDataset:
 def _from(read: Callable[[], Iterator[bytes]], skipped: int) -> Iterator[bytes]:
     """Without the first so many; of fewer, without that number modulo theirs."""
     num_texts = 0
-    for text in read():
-        if num_texts >= skipped:
+    for num_texts, text in enumerate(read(), 1):
+        if num_texts > skipped:
             yield text
-        num_texts += 1
     if 0 < num_texts <= skipped:
         yield from itertools.islice(read(), skipped % num_texts, None)
 
@@ -152,8 +145,8 @@ def read_held_out(
     return np.concatenate(parts)
 
 
-class StreamSampler:
-    """Batches of consecutive windows of what streams give; `Batches`, but for slices.
+class StreamSampler(Batches):
+    """Batches of consecutive windows of what streams give, without slices.
 
     Another step's batch is the next one, whatever its number; the same step's is the same. ``key`` (run id, author) and
     the first step decide the order.
@@ -171,15 +164,13 @@ class StreamSampler:
         vocabulary: int,
         progress: Progress,
     ) -> None:
-        self.batch_size = batch_size
-        self.context = context
+        wanted = HELD_OUT_SEQUENCES * (context + 1)
+        super().__init__(read_held_out(streams, tokenizer, share, wanted, progress), batch_size, context)
         self._streams = streams
         self._tokenizer = tokenizer
         self._share = share
         self._vocabulary = vocabulary
         self._key = key
-        wanted = HELD_OUT_SEQUENCES * (context + 1)
-        self._held_out = read_held_out(streams, tokenizer, share, wanted, progress)
         self._ready: queue.Queue[Batch | DataError] | None = None
         self._step = -1
         self._batch: Batch
@@ -201,21 +192,6 @@ class StreamSampler:
             self._ready = None
             raise batch
         return batch
-
-    def slice_batch(self, epoch: int, index: int) -> Batch:
-        """There is none."""
-        raise DataError(_NO_EPOCHS)
-
-    def slices(self, num_parts: int = 1) -> SliceQueue:
-        """There are none."""
-        raise DataError(_NO_EPOCHS)
-
-    def held_out_batch(self, index: int) -> Batch:
-        """Held-out batch number ``index``, (B, T + 1): the same for every author, run and step.
-
-        Raises `DataError` if too little is held out.
-        """
-        return held_out_windows(self._held_out, self.batch_size, self.context, index)
 
     def _read(self, ready: queue.Queue[Batch | DataError], key: tuple[bytes, ...]) -> None:
         """In a thread of its own, until the process ends."""

@@ -8,9 +8,8 @@ A socket for its owner alone (`farandole.node.base.system.endpoint`); one JSON o
 from __future__ import annotations
 
 import contextlib
+import hmac
 import logging
-import socket
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -119,7 +118,7 @@ async def _is_owner(stream: trio.SocketStream, buffer: bytearray, endpoint: Endp
     """Whether the first line is the token; if not, nothing that follows is read."""
     with trio.fail_after(TOKEN_TIMEOUT):
         line = await _receive_line(stream, buffer)
-        if line is not None and endpoint.is_token(line):
+        if line is not None and hmac.compare_digest(line, endpoint.token):
             return True
         await stream.send_all(_refusal(ControlError("unauthorized", "say the token of this node's folder first")))
     return False
@@ -179,11 +178,11 @@ async def _handle(line: bytes, handlers: Mapping[str, Handler]) -> object:
 def call(home: Path, method: str, *, timeout: float = 10.0, **params: object) -> Any:
     """Ask the daemon that runs in ``home``; the decoded JSON of its answer.
 
-    Raises `NoNodeError` if there is none (or it does not answer within ``timeout`` seconds), `ControlError` if it
+    Raises `NoNodeError` if there is none (or it is silent for ``timeout`` seconds), `ControlError` if it
     refuses.
     """
     request = msgspec.json.encode(_Request(method, params)) + b"\n"
-    raw = _exchange(home, request, time.monotonic() + timeout)
+    raw = _exchange(home, request, timeout)
     try:
         response = msgspec.json.decode(raw, type=_Response)
     except msgspec.MsgspecError as error:  # a port that was a node's may be another program's now
@@ -193,13 +192,19 @@ def call(home: Path, method: str, *, timeout: float = 10.0, **params: object) ->
     return None if response.ok is msgspec.UNSET else msgspec.json.decode(response.ok)
 
 
-def _exchange(home: Path, request: bytes, deadline: float) -> bytes:
+def _exchange(home: Path, request: bytes, timeout: float) -> bytes:
     """Send one line, receive one line."""
     advice = "start one with `farandole join INVITE`, or name another folder with --home"
     try:
-        with contextlib.closing(connect(home / "control.sock", _remaining(deadline))) as connection:
+        with contextlib.closing(connect(home / "control.sock", timeout)) as connection:
             connection.sendall(request)
-            return _receive_response(connection, deadline)
+            with connection.makefile("rb") as lines:
+                response = lines.readline(MAX_RESPONSE_BYTES + 1)
+        if len(response) > MAX_RESPONSE_BYTES:
+            raise ControlError("too_long", f"the answer has more than {MAX_RESPONSE_BYTES} bytes")
+        if not response.endswith(b"\n"):
+            raise ConnectionResetError("the node closed the connection")
+        return response
     except (FileNotFoundError, ConnectionError) as error:
         raise NoNodeError(f"no node runs in {home}: {advice}") from error
     except TimeoutError as error:
@@ -208,23 +213,3 @@ def _exchange(home: Path, request: bytes, deadline: float) -> bytes:
         ) from error
     except PermissionError as error:
         raise NoNodeError(f"the node in {home} belongs to another user ({error})") from error
-
-
-def _receive_response(connection: socket.socket, deadline: float) -> bytes:
-    received = bytearray()
-    while not received.endswith(b"\n"):
-        connection.settimeout(_remaining(deadline))
-        data = connection.recv(256 * 1024)
-        if not data:
-            raise ConnectionResetError("the node closed the connection")
-        received += data
-        if len(received) > MAX_RESPONSE_BYTES:
-            raise ControlError("too_long", f"the answer has more than {MAX_RESPONSE_BYTES} bytes")
-    return bytes(received)
-
-
-def _remaining(deadline: float) -> float:
-    remaining = deadline - time.monotonic()
-    if remaining <= 0:
-        raise TimeoutError
-    return remaining

@@ -33,6 +33,16 @@ def default_home() -> Path:
     return Path(os.environ.get(HOME_VARIABLE) or Path.home() / ".farandole")
 
 
+class InHome:
+    """A path in the folder of the settings that it belongs to."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, settings: NodeSettings, owner: type[NodeSettings]) -> Path:
+        return settings.home / self._name
+
+
 @dataclass(frozen=True)
 class NodeSettings:
     """One daemon's settings (`farandole.node.base.config.setting`)."""
@@ -142,6 +152,11 @@ class NodeSettings:
         unit="sequences",
         least=0,
     )
+    compile: bool = setting(
+        False,
+        "Compile inner steps with torch.compile before the first, which takes a minute and pays on a GPU. It needs a "
+        "C++ compiler. Of models that are not cut.",
+    )
     stage: int | None = setting(
         None,
         "Hold this stage of a model that is cut into several, for good: stage 0 draws the data.",
@@ -236,54 +251,17 @@ class NodeSettings:
         """For how many seconds at a time the router is asked; None: it is not."""
         return PORT_LEASE_SECONDS if self.upnp else None
 
-    @property
-    def key(self) -> Path:
-        """The Ed25519 key, mode 0600."""
-        return self.home / "key"
-
-    @property
-    def lock(self) -> Path:
-        """Held while a daemon uses the key."""
-        return self.home / "lock"
-
-    @property
-    def store(self) -> Path:
-        """SQLite: run state, manifest, known peers."""
-        return self.home / "store.sqlite"
-
-    @property
-    def control(self) -> Path:
-        """The control API's socket."""
-        return self.home / "control.sock"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Replicas: slow weights, momentum, optimizer, position in the data (`farandole.node.store.folder`)."""
-        return self.home / "checkpoints"
-
-    @property
-    def tokens(self) -> Path:
-        """The text that this node brings, tokenised (`farandole.training.token_cache`)."""
-        return self.home / "tokens"
-
-    @property
-    def dashboard_place(self) -> Path:
-        """Where the page is, while the daemon runs."""
-        return self.home / "dashboard.json"
+    key = InHome("key")  # Ed25519, mode 0600
+    lock = InHome("lock")  # held while a daemon uses the key
+    store = InHome("store.sqlite")  # run state, manifest, known peers
+    control = InHome("control.sock")  # the control API's socket
+    # Replicas: slow weights, momentum, optimizer, position in the data (`farandole.node.store.folder`).
+    checkpoints = InHome("checkpoints")
+    tokens = InHome("tokens")  # the text that this node brings, tokenised (`farandole.training.token_cache`)
+    dashboard_place = InHome("dashboard.json")  # where the page is, while the daemon runs
+    rounds = InHome("rounds.jsonl")  # the rounds that are over (`farandole.node.status.round_log`)
+    log = InHome("log")  # the daemon's
 
     def fetched(self, stage: int | None) -> Path:
         """A peer's checkpoint, until the trainer has judged it: then it is the node's own newest, or goes."""
-        return self._weights("fetched", stage)
-
-    def _weights(self, name: str, stage: int | None) -> Path:
-        return self.home / (f"{name}.safetensors" if stage is None else f"{name}-{stage}.safetensors")
-
-    @property
-    def rounds(self) -> Path:
-        """The rounds that are over (`farandole.node.status.round_log`)."""
-        return self.home / "rounds.jsonl"
-
-    @property
-    def log(self) -> Path:
-        """The daemon's log."""
-        return self.home / "log"
+        return self.home / ("fetched.safetensors" if stage is None else f"fetched-{stage}.safetensors")

@@ -37,20 +37,6 @@ class Stream(Protocol):
         """Close both sides; forcefully if cancelled."""
 
 
-class Readable(Protocol):
-    """What is needed of a stream to read from it."""
-
-    async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
-        """At least a byte, none at the end; or raise `trio.BrokenResourceError`."""
-
-
-class RelayedStream(Stream, Protocol):
-    """A stream that can be broken off."""
-
-    def reset(self) -> None:
-        """Without waiting: the peer gets an error, not an end."""
-
-
 class StreamHost(Protocol):
     """Opens and serves streams."""
 
@@ -61,11 +47,14 @@ class StreamHost(Protocol):
         """Open a stream, connecting if need be, or raise `PeerUnreachableError`."""
 
 
-async def receive_exactly(stream: Readable, size: int) -> bytes:
-    """Read ``size`` bytes and no more; `RemoteProtocolError` if the stream ends before."""
+async def read_exactly(read: Callable[[int], Awaitable[bytes | bytearray]], size: int) -> bytes:
+    """Read ``size`` bytes and no more; `RemoteProtocolError` if the stream ends before.
+
+    ``read``: gives that many bytes or fewer, none at the end.
+    """
     received = bytearray()
     while len(received) < size:
-        piece = await stream.receive_some(size - len(received))
+        piece = await read(size - len(received))
         if not piece:
             raise RemoteProtocolError(f"the stream ended {size - len(received)} bytes too early")
         received += piece

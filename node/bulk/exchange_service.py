@@ -34,8 +34,7 @@ from farandole.protocol.pipe import Pipe
 from ..base.bandwidth import Shaping
 from ..base.errors import PeerUnreachableError
 from ..base.streams import DIAL_TIMEOUT, READ_BYTES, Stream, StreamHost, close_stream, receive_frame
-from .contributions import Judge, Outgoing
-from .exchange_session import ExchangeSession
+from .exchange_session import ExchangeSession, Judge, Outgoing
 from .pipe import BulkPipe
 from .transport import Channels, Transport
 

@@ -16,7 +16,7 @@ import logging
 import secrets
 import socket
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from typing import Protocol
 
 import trio
@@ -35,13 +35,13 @@ from farandole.protocol.bulk import (
     agree,
     decode_proposal,
     dialable,
-    encode_proposal,
     greeting,
     is_greeting,
 )
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.framing import FrameParser, frame
 from farandole.protocol.identity import short_name
+from farandole.protocol.wire import encode
 
 from ..base.backoff import Backoff
 from ..base.bandwidth import Shaping
@@ -103,27 +103,34 @@ class BulkHost(StreamHost, Protocol):
     def mapped(self) -> Mapping[int, tuple[str, int]]:
         """Ports of this machine -> where its router sends on to them."""
 
-    @property
-    def is_out_of_reach(self) -> Callable[[bytes], bool]:
-        """Whether attempts have shown that nothing but relays leads to a peer."""
-
-    @property
-    def observe_port(self) -> Callable[[int], contextlib.AbstractAsyncContextManager[list[Address]]]:
-        """As whom others see a port of this machine, where its router changes ports, for as long as a block runs."""
-
     def remote_addresses(self, peer: bytes) -> list[str]:
         """The other ends of the connections to a peer, as multiaddrs."""
+
+
+class PeerReach(Protocol):
+    """What is used of a `farandole.node.mesh.reach.connectivity.Connectivity`."""
+
+    def is_out_of_reach(self, peer: bytes) -> bool:
+        """Whether attempts have shown that nothing but relays leads to a peer."""
+
+    def observe_port(self, port: int) -> contextlib.AbstractAsyncContextManager[list[Address]]:
+        """As whom others see a port of this machine, where its router changes ports, for as long as a block runs."""
 
 
 class BulkService:
     """All bulk channels of one node; made by `open_bulk`."""
 
     def __init__(
-        self, host: BulkHost, listeners: dict[socket.AddressFamily, trio.socket.SocketType], shaping: Shaping
+        self,
+        host: BulkHost,
+        listeners: dict[socket.AddressFamily, trio.socket.SocketType],
+        shaping: Shaping,
+        reach: PeerReach | None,
     ) -> None:
         self._host = host
         self._listeners = listeners
         self._shaping = shaping
+        self._reach = reach
         self._idle: OrderedDict[bytes, BulkChannel] = OrderedDict()
         self._backoff = Backoff(FIRST_RETRY_AFTER, MAX_RETRY_AFTER)
         self._expected: Counter[bytes] = Counter()
@@ -153,7 +160,9 @@ class BulkService:
         for kept in [channel for channel in self._idle.values() if channel.peer == peer]:
             if (fit := self.take(peer, kept.session)) is not None:
                 return fit
-        if self._host.is_out_of_reach(peer) or not self._backoff.is_due(peer, self._path(peer), trio.current_time()):
+        if self._reach is not None and self._reach.is_out_of_reach(peer):
+            return None
+        if not self._backoff.is_due(peer, self._path(peer), trio.current_time()):
             return None
         channel: BulkChannel | None = None
         reason = "no answer, or no way, in time"
@@ -217,7 +226,7 @@ class BulkService:
                 stream = await self._host.open_stream(peer, BULK_PROTOCOL, OPEN_TIMEOUT)
                 try:
                     with self._race(proposal, peer) as race:
-                        await stream.send_all(frame(encode_proposal(proposal), MAX_PROPOSAL_BYTES))
+                        await stream.send_all(frame(encode(proposal), MAX_PROPOSAL_BYTES))
                         theirs = await _receive_proposal(stream)
                         if theirs.session != proposal.session:
                             raise RemoteProtocolError("an answer to another proposal")
@@ -249,7 +258,7 @@ class BulkService:
         key = X25519PrivateKey.generate()
         proposal = self._propose(theirs.session, key, observed)
         with self._race(proposal, stream.peer) as race:
-            await stream.send_all(frame(encode_proposal(proposal), MAX_PROPOSAL_BYTES))
+            await stream.send_all(frame(encode(proposal), MAX_PROPOSAL_BYTES))
             channel = await self._run_race(race, stream, theirs, key, is_asker=False)
             self.release(channel)
             channel.announce()
@@ -258,10 +267,10 @@ class BulkService:
     async def _observed(self) -> AsyncIterator[list[Address]]:
         """As whom others see the listener, as far as that has to be asked."""
         listener = self._listeners.get(socket.AF_INET)
-        if listener is None:
+        if listener is None or self._reach is None:
             yield []
             return
-        async with self._host.observe_port(listener.getsockname()[1]) as observed:
+        async with self._reach.observe_port(listener.getsockname()[1]) as observed:
             yield observed
 
     def _is_busy(self, peer: bytes, session: bytes) -> bool:
@@ -471,10 +480,12 @@ class _Race:
 
 
 @contextlib.asynccontextmanager
-async def open_bulk(host: BulkHost, shaping: Shaping | None = None) -> AsyncIterator[BulkService]:
+async def open_bulk(
+    host: BulkHost, shaping: Shaping | None = None, reach: PeerReach | None = None
+) -> AsyncIterator[BulkService]:
     """Bulk channels for as long as the block runs; listens where the host does, on any ports."""
     listeners = _open_listeners(interfaces(host))
-    service = BulkService(host, listeners, shaping or Shaping())
+    service = BulkService(host, listeners, shaping or Shaping(), reach)
     ports = {listener.getsockname()[1] for listener in listeners.values()}
     host.bulk_ports.update(ports)
     try:

@@ -9,6 +9,7 @@ Messages go out in the order in which they were posted. Nothing cancels one in t
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections import deque
@@ -127,7 +128,9 @@ class BulkPipe:
         self._patience: Patience | None = None  # once transfers may move
         self._posted: deque[bytes] = deque()
         self._sources: deque[tuple[int, Source]] = deque()  # (end, source) of what may have to be sent again
-        self._is_sending = False  # over a channel, by a thread
+        self._writing = trio.Lock()  # the stream, whole frames
+        self._is_broken = False  # it takes nothing any more
+        self._is_sending = False  # a piece of a transfer
         self._is_stuck = False
         self.is_over = False
         """Whether `run` has ended."""
@@ -271,20 +274,27 @@ class BulkPipe:
                 return
 
     async def _write(self) -> None:
-        """What the stream takes no more is dropped: what the other end said before is still to be read."""
-        is_broken = False
         while True:
             await self._until(lambda: bool(self._posted))
-            try:
-                if not is_broken:
-                    with trio.fail_after(math.inf if self._patience is None else self._patience.write):
-                        await self._stream.send_all(self._posted[0])
-                    self.bytes_sent += len(self._posted[0])
-            except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
-                logger.debug("writing to the stream broke off: %s", error)
-                is_broken = True
+            async with self._writing:
+                await self._put(self._posted[0])
             self._posted.popleft()
             self._notify()
+
+    async def _put(self, data: bytes) -> None:
+        """Write to the stream. What it takes no more is dropped: what the other end said before is still to be read."""
+        if self._is_broken:
+            await trio.lowlevel.checkpoint()
+            return
+        try:
+            # A scope around each chunk would take a twelfth of the time that sending it takes.
+            timeout = math.inf if self._patience is None else self._patience.write
+            with contextlib.nullcontext() if timeout == math.inf else trio.fail_after(timeout):
+                await self._stream.send_all(data)
+            self.bytes_sent += len(data)
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            logger.debug("writing to the stream broke off: %s", error)
+            self._is_broken = True
 
     # The routes
 
@@ -456,9 +466,15 @@ class BulkPipe:
             began_at = trio.current_time()
             await self._shaping.up.wait(piece.nbytes)
             await self.drain()
-            self._posted.append(self.pipe.send(Chunk(self.pipe.num_sent, piece)))
-            self._notify()
-            await self.drain()
+            self._writing.acquire_nowait()  # nothing is posted, so the writer does not have it
+            self._is_sending = True
+            try:
+                await self._put(self.pipe.send(Chunk(self.pipe.num_sent, piece)))
+            finally:
+                self._is_sending = False
+                self._writing.release()
+            if self.pipe.num_sent >= self.pipe.outgoing.head_end:  # in between, nobody waits for a chunk
+                self._notify()
             await self._rest(piece.nbytes, began_at)
 
     # Waiting

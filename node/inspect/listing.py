@@ -9,7 +9,6 @@ import msgspec
 
 from farandole.protocol.entries import CheckpointNotice
 from farandole.protocol.identity import peer_id_of
-from farandole.protocol.invite import decode_invite
 
 from ..base.bandwidth import Shaping
 from ..base.control import NoNodeError, call
@@ -70,12 +69,10 @@ def _look_at(path: Path) -> LocalCheckpoint | None:
 
 def offers_of(notices: Iterable[tuple[bytes, CheckpointNotice]]) -> list[CheckpointOffer]:
     """What members say, by checkpoint; the newest of each stage first."""
-    holders: dict[tuple[int, int, bytes], list[str]] = {}
-    told: dict[tuple[int, int, bytes], CheckpointNotice] = {}
+    told: dict[tuple[int, int, bytes], tuple[CheckpointNotice, list[str]]] = {}
     for holder, notice in notices:
-        key = notice.stage, -notice.round, notice.id
-        holders.setdefault(key, []).append(peer_id_of(holder))
-        told[key] = notice
+        _, holders = told.setdefault((notice.stage, -notice.round, notice.id), (notice, []))
+        holders.append(peer_id_of(holder))
     return [
         CheckpointOffer(
             notice.id.hex(),
@@ -84,9 +81,9 @@ def offers_of(notices: Iterable[tuple[bytes, CheckpointNotice]]) -> list[Checkpo
             notice.inner_steps,
             notice.total_tokens,
             notice.size,
-            tuple(sorted(holders[key])),
+            tuple(sorted(holders)),
         )
-        for key, notice in sorted(told.items(), key=lambda item: item[0])
+        for _, (notice, holders) in sorted(told.items(), key=lambda item: item[0])
     ]
 
 
@@ -100,6 +97,5 @@ def node_offers(home: Path) -> list[CheckpointOffer] | None:
 
 async def visit_offers(settings: NodeSettings, say: Callable[[str], None]) -> list[CheckpointOffer]:
     """What the members of the invite's run say. Raises `JoinError` if none can be reached."""
-    invite = decode_invite(settings.invite or "")
-    async with open_visit(invite, settings, Shaping(), say) as visit:
+    async with open_visit(settings, Shaping(), say) as visit:
         return offers_of(visit.notices())

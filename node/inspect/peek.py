@@ -20,7 +20,7 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.protocol.entries import Beat, CheckpointNotice, Kind
-from farandole.protocol.invite import Invite, split_address
+from farandole.protocol.invite import decode_invite, peers_at
 from farandole.protocol.manifest import Manifest, decode_manifest
 from farandole.protocol.state import RunState
 from farandole.protocol.writer import Writer
@@ -29,8 +29,8 @@ from ..base.bandwidth import Shaping
 from ..base.errors import JoinError
 from ..base.nurseries import open_service_nursery
 from ..base.settings import NodeSettings
-from ..bulk.negotiation import BulkService, open_bulk
-from ..join.bootstrap import Target, dial, obtain_manifest, wait_for_anyone
+from ..bulk.negotiation import open_bulk
+from ..join.bootstrap import Target, dial, obtain_manifest, sync_state, wait_for_anyone
 from ..mesh.host import Host, open_host
 from ..mesh.mdns import open_mdns
 from ..mesh.reach.connectivity import open_connectivity
@@ -38,6 +38,7 @@ from ..state.gossip import GossipService
 from ..state.messenger import open_messenger
 from ..state.store import open_store
 from ..status.journal import Journal
+from ..store.provider import Conditions
 
 # A person waits: whoever restarts, or has a line that loses packets, is dialled again soon, and that is all.
 DIAL_ATTEMPTS: Final = 3
@@ -46,75 +47,71 @@ DIAL_PAUSE: Final = 2.0
 MANIFEST_TIMEOUT: Final = 40.0
 # For a member to give its run state: two that are slow (`farandole.node.state.gossip.JOIN_TIMEOUT`).
 SYNC_TIMEOUT: Final = 40.0
-# A member that has just begun serves its run state within a second.
-SYNC_RETRY: Final = 1.0
 
 
 @dataclass(frozen=True)
 class Visit:
     """What a visitor has, while the visit lasts."""
 
-    host: Host
-    shaping: Shaping
-    channels: BulkService
+    conditions: Conditions
     manifest: Manifest
     raw_manifest: bytes
-    run_id: bytes
-    state: RunState
     gossip: GossipService
 
     def live(self) -> frozenset[bytes]:
         """The live members."""
-        members = self.state.members()
+        members = self.gossip.state.members()
         return frozenset(peer for peer in self.gossip.liveness.live(trio.current_time()) if peer in members)
 
     def members_of(self, stage: int) -> frozenset[bytes]:
         """The live members that hold a stage."""
-        members = self.state.members()
+        members = self.gossip.state.members()
         return frozenset(peer for peer in self.live() if members[peer].stage == stage)
 
     def rounds_of(self, stage: int) -> list[int]:
         """In which the live members of a stage say that they train; the paused are in none."""
-        members = self.state.members()
-        beats = (self.state.payload(peer, Beat) for peer in self.members_of(stage) if not members[peer].is_paused)
+        members = self.gossip.state.members()
+        training = (peer for peer in self.members_of(stage) if not members[peer].is_paused)
+        beats = (self.gossip.state.payload(peer, Beat) for peer in training)
         return [beat.round for beat in beats if beat is not None]
 
     def notices(self) -> list[tuple[bytes, CheckpointNotice]]:
         """What live members say that they hold."""
-        live = self.live()
-        return [(entry.author, entry.payload) for entry in self.state.entries(Kind.CHECKPOINT) if entry.author in live]
+        live, notices = self.live(), self.gossip.state.entries(Kind.CHECKPOINT)
+        return [(entry.author, entry.payload) for entry in notices if entry.author in live]
 
 
 @asynccontextmanager
-async def open_visit(
-    invite: Invite, settings: NodeSettings, shaping: Shaping, say: Callable[[str], None]
-) -> AsyncIterator[Visit]:
-    """As long as the block runs; of the settings those count that say how to connect.
+async def open_visit(settings: NodeSettings, shaping: Shaping, say: Callable[[str], None]) -> AsyncIterator[Visit]:
+    """As long as the block runs; of the settings those count that say which run it is, and how to connect.
 
     ``say`` tells a person whom it tries. Raises `JoinError` once all have refused, or have not answered in time.
     """
-    key, journal = Ed25519PrivateKey.generate(), Journal(say)
-    peers: dict[bytes, list[str]] = {}
-    for address in (*invite.addresses, *settings.bootstrap):
-        peers.setdefault(split_address(address)[1], []).append(address)
+    key, journal, invite = Ed25519PrivateKey.generate(), Journal(say), decode_invite(settings.invite or "")
+    peers = peers_at((*invite.addresses, *settings.bootstrap))
     target = Target(invite.run_id, None, peers)
     with tempfile.TemporaryDirectory(prefix="farandole-visit-") as folder:
         async with (
             open_store(Path(folder) / "store.sqlite") as store,
             open_host(key, settings.listen, shaping=shaping) as host,
             open_messenger(host) as messenger,
-            open_connectivity(host, key, target.run_id, shaping, peers),
+            open_connectivity(host, key, target.run_id, shaping, peers) as connectivity,
             open_mdns(host, [target.run_id], is_on=settings.mdns),
-            open_bulk(host, shaping) as channels,
+            open_bulk(host, shaping, connectivity) as channels,
         ):
             await _reach(host, target, journal)
-            manifest, raw = await _find_run(host, target, journal)
-            state = RunState(target.run_id, decode_manifest(raw)[1].creator)
+            raw = await _find_run(host, target, journal)
+            manifest, signed = decode_manifest(raw)
+            state = RunState(target.run_id, signed.creator)
             gossip = GossipService(state, Writer(key, target.run_id), host, messenger, store, random.Random())
             async with open_service_nursery() as nursery:
                 await nursery.start(gossip.run)
-                await _sync(gossip, journal)
-                yield Visit(host, shaping, channels, manifest, raw, target.run_id, state, gossip)
+                journal.say("asking members for the run state")
+                if not await sync_state(gossip, journal, SYNC_TIMEOUT):
+                    raise JoinError(
+                        f"members were found, but none gave its run state within {SYNC_TIMEOUT:g} s. Try again later"
+                    )
+                yield Visit(Conditions(host, target.run_id, shaping, channels), manifest, raw, gossip)
 
 
 async def _reach(host: Host, target: Target, journal: Journal) -> None:
@@ -135,20 +132,10 @@ async def _reach(host: Host, target: Target, journal: Journal) -> None:
     )
 
 
-async def _find_run(host: Host, target: Target, journal: Journal) -> tuple[Manifest, bytes]:
+async def _find_run(host: Host, target: Target, journal: Journal) -> bytes:
     with trio.move_on_after(MANIFEST_TIMEOUT):
         return await obtain_manifest(host, target, journal)
     raise JoinError(
         f"peers answer, but none is in run {target.run_id.hex()[:16]}, and the DHT knew of no member within "
         f"{MANIFEST_TIMEOUT:g} s. The run may have ended; ask for a newer invite, and let `farandole doctor` look at it"
     )
-
-
-async def _sync(gossip: GossipService, journal: Journal) -> None:
-    journal.say("asking members for the run state")
-    with trio.move_on_after(SYNC_TIMEOUT):
-        while True:
-            if await gossip.join():
-                return
-            await trio.sleep(SYNC_RETRY)
-    raise JoinError(f"members were found, but none gave its run state within {SYNC_TIMEOUT:g} s. Try again later")

@@ -23,7 +23,6 @@ from farandole.protocol.cut import stage_parameters
 from farandole.protocol.epoch_progress import epoch_progress
 from farandole.protocol.errors import FarandoleError
 from farandole.protocol.identity import short_name
-from farandole.protocol.invite import decode_invite
 from farandole.protocol.manifest import EpochsConfig
 from farandole.protocol.pairing import MAX_ROUNDS_BEHIND
 from farandole.protocol.vectors import OPTIMIZER_VECTORS, max_checkpoint_bytes, required_vectors
@@ -35,7 +34,6 @@ from ..store.consolidated.merge import consolidate
 from ..store.consolidated.tensors import ConsolidatedError, check_is_new
 from ..store.fetch import FetchProgress, ask_for_index, fetch_checkpoint
 from ..store.partial_file import has_begun
-from ..store.provider import Conditions
 from .peek import Visit, open_visit
 
 # Members of a stage that are asked at once for their newest checkpoint: each may have to save one.
@@ -43,8 +41,6 @@ MAX_ASKED: Final = 8
 # How often a stage that nobody gives is tried, and how long one waits between.
 ATTEMPTS: Final = 5
 RETRY_SECONDS: Final = 5.0
-# Vectors of a node's own checkpoint, at most: slow and fast weights, momentum, AdamW's two, what the codec feeds back.
-_MAX_VECTORS: Final = 6
 
 Show = Callable[[str, FetchProgress], None]
 
@@ -74,38 +70,32 @@ async def pull(
 ) -> bytes:
     """Visit the run of the settings' invite, and pull its model; see `Pull`. Raises `JoinError` as well."""
     check_is_new(to)
-    invite = decode_invite(settings.invite or "")
     shaping = Shaping.of_mbit(settings.upload_mbit, settings.download_mbit)
-    async with open_visit(invite, settings, shaping, say) as visit:
-        return await Pull(visit, to, key, merge=merge, with_optimizer=with_optimizer, say=say, show=show).run()
+    async with open_visit(settings, shaping, say) as visit:
+        return await Pull(visit, to, key, say, show, merge, with_optimizer).run()
 
 
+@dataclass(frozen=True)
 class Pull:
     """One pull of a run's model to a folder. ``say`` tells a person what happens, ``show`` how far a download is."""
 
-    def __init__(
-        self,
-        visit: Visit,
-        to: Path,
-        key: Ed25519PrivateKey,
-        *,
-        merge: int = 1,
-        with_optimizer: bool = False,
-        say: Callable[[str], None],
-        show: Show,
-    ) -> None:
-        self._visit = visit
-        self._model = visit.manifest.model
-        self._to = to
-        self._key = key
-        self._merge = merge
-        self._outer = visit.manifest.outer
-        self._vectors = (*required_vectors(self._outer), *(OPTIMIZER_VECTORS if with_optimizer else ()))
-        self._say = say
-        self._show = show
-        self._conditions = Conditions(visit.host, visit.run_id, visit.shaping, visit.channels)
-        self.parts = to.with_name(f".{to.name}.parts")
+    visit: Visit
+    to: Path
+    key: Ed25519PrivateKey
+    say: Callable[[str], None]
+    show: Show
+    merge: int = 1
+    with_optimizer: bool = False
+
+    @property
+    def parts(self) -> Path:
         """Folder of the downloads; removed when the model is complete."""
+        return self.to.with_name(f".{self.to.name}.parts")
+
+    @property
+    def _vectors(self) -> tuple[str, ...]:
+        required = required_vectors(self.visit.manifest.outer)
+        return (*required, *OPTIMIZER_VECTORS) if self.with_optimizer else required
 
     async def run(self) -> bytes:
         """Fetch and write everything; the checkpoint's id. What was fetched before an interruption is not again.
@@ -117,24 +107,24 @@ class Pull:
         except OSError as error:
             raise ConsolidatedError(f"cannot write {self.parts}: {error.strerror}") from error
         epochs = self._epochs()  # before the weights, which then have all of what it says
-        stages = [await self.fetch_stage(stage) for stage in range(self._model.num_stages)]
-        self._say("putting the stages together" if len(stages) > 1 or self._merge > 1 else "writing the model")
+        stages = [await self.fetch_stage(stage) for stage in range(self.visit.manifest.model.num_stages)]
+        self.say("putting the stages together" if len(stages) > 1 or self.merge > 1 else "writing the model")
         checkpoint_id = await trio.to_thread.run_sync(
-            consolidate, self._to, self._key, self._visit.raw_manifest, stages, self._vectors, epochs
+            consolidate, self.to, self.key, self.visit.raw_manifest, stages, self._vectors, epochs
         )
         shutil.rmtree(self.parts, ignore_errors=True)
         return checkpoint_id
 
     def _epochs(self) -> EpochsConfig | None:
         """How far the run is in its data, by what its members say."""
-        visit = self._visit
+        visit = self.visit
         if not visit.manifest.data.epochs:
             return None
-        progress = epoch_progress(visit.state, visit.live())
+        progress = epoch_progress(visit.gossip.state, visit.live())
         if progress is None:
             return None
         return EpochsConfig(
-            run_id=visit.manifest.slice_order(visit.run_id).hex(),
+            run_id=visit.manifest.slice_order(visit.conditions.run_id).hex(),
             corpus=progress.corpus.hex(),
             epoch=min(progress.epoch, visit.manifest.data.epochs),  # whatever they say, all are over then
             done=progress.done.to_bytes(-(-progress.done.bit_length() // 8), "little").hex(),
@@ -149,8 +139,8 @@ class Pull:
             found, problem = await self.find(stage)
             if not found:
                 continue
-            if len(found) < self._merge:
-                self._say(f"{self._name(stage)}: {len(found)} of {self._merge} replicas are to be had")
+            if len(found) < self.merge:
+                self.say(f"{self._name(stage)}: {len(found)} of {self.merge} replicas are to be had")
             try:
                 return [await self._fetch(each) for each in found]
             except PeerUnreachableError as error:
@@ -161,33 +151,30 @@ class Pull:
         )
 
     def _name(self, stage: int) -> str:
-        return "the model" if self._model.num_stages == 1 else f"stage {stage}"
-
-    def _max_bytes(self, stage: int) -> int:
-        return max_checkpoint_bytes(self._outer, stage_parameters(self._model, stage))
+        return "the model" if self.visit.manifest.model.num_stages == 1 else f"stage {stage}"
 
     async def find(self, stage: int) -> tuple[list[_Found], str]:
         """As many checkpoints as are wanted, of different replicas; and what was wrong with others.
 
         The newest, but for those of which an earlier attempt has some blocks, as long as somebody has them.
         """
+        manifest = self.visit.manifest
+        max_bytes = max_checkpoint_bytes(manifest.outer, stage_parameters(manifest.model, stage))
         found: list[_Found] = []
         problems: list[str] = []
 
         async def ask(donor: bytes, wanted: Sequence[bytes | None]) -> None:
             for checkpoint_id in wanted:
                 try:
-                    signed, index = await ask_for_index(
-                        self._conditions, donor, stage, self._max_bytes(stage), checkpoint_id
-                    )
+                    signed, index = await ask_for_index(self.visit.conditions, donor, stage, max_bytes, checkpoint_id)
                 except PeerUnreachableError as error:
                     problems.append(f"{short_name(donor)}: {error}")
                 else:
                     found.append(_Found(signed, index, donor))
                     return
 
-        members = list(self._visit.members_of(stage))
-        held = [(holder, notice.id) for holder, notice in self._visit.notices() if notice.stage == stage]
+        members = list(self.visit.members_of(stage))
+        held = [(holder, notice.id) for holder, notice in self.visit.notices() if notice.stage == stage]
         copies = [(holder, checkpoint_id) for holder, checkpoint_id in held if holder not in members]
         begun = [(holder, checkpoint_id) for holder, checkpoint_id in held if has_begun(self.parts, checkpoint_id)]
         asked = [(member, None) for member in random.sample(members, min(MAX_ASKED, len(members)))]
@@ -207,17 +194,17 @@ class Pull:
         for each in sorted(sound, key=lambda each: (each.signed.id not in begun, -each.index.round)):
             if each.signed.id in begun or each.index.round >= newest - MAX_ROUNDS_BEHIND:
                 chosen.setdefault(each.index.author, each)
-        return list(chosen.values())[: self._merge]
+        return list(chosen.values())[: self.merge]
 
     def _is_likely(self, one: _Found) -> bool:
         """Whether its round is not far beyond those in which most members say that they train.
 
         Or whoever says the highest number would be taken for the whole run.
         """
-        rounds = self._visit.rounds_of(one.index.stage)
+        rounds = self.visit.rounds_of(one.index.stage)
         if not rounds or one.index.round <= (usual := statistics.median_low(rounds)) + MAX_ROUNDS_BEHIND:
             return True
-        self._say(
+        self.say(
             f"{self._name(one.index.stage)}: not the checkpoint of {short_name(one.index.author)}, which would be of "
             f"round {one.index.round}: the run is in round {usual}, say most"
         )
@@ -230,18 +217,18 @@ class Pull:
         name = f"{self._name(index.stage)}, round {index.round} of {short_name(index.author)}"
 
         def donors() -> list[bytes]:
-            holders = [holder for holder, notice in self._visit.notices() if notice.id == found.signed.id]
+            holders = [holder for holder, notice in self.visit.notices() if notice.id == found.signed.id]
             return [found.donor, *(holder for holder in holders if holder != found.donor)]
 
         fetched = await fetch_checkpoint(
-            self._conditions,
+            self.visit.conditions,
             found.signed,
             index,
             donors,
             lambda tensor: tensor.startswith(prefixes),
             path,
-            lambda progress: self._show(name, progress),
+            lambda progress: self.show(name, progress),
         )
         given = len(fetched.num_by_donor)
-        self._say(f"{name}: from {given} {'member' if given == 1 else 'members'}, hashes right")
+        self.say(f"{name}: from {given} {'member' if given == 1 else 'members'}, hashes right")
         return path

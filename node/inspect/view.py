@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 
 from ..base.figures import count, size
 from .listing import CheckpointOffer, LocalCheckpoint
@@ -25,9 +25,9 @@ def checkpoints_screen(
 
 
 def _local_table(folder: Path, local: Sequence[LocalCheckpoint]) -> Table:
-    table = Table(title=f"in {folder}", title_justify="left")
-    for name in ("file", "stage", "round", "inner steps", "tokens", "size"):
-        table.add_column(name, justify="left" if name == "file" else "right", overflow="fold")
+    names = ("stage", "round", "inner steps", "tokens", "size")
+    numbers = [Column(name, justify="right", overflow="fold") for name in names]
+    table = Table(Column("file", overflow="fold"), *numbers, title=f"in {folder}", title_justify="left")
     for each in local:
         if each.problem:
             table.add_row(each.path, "damaged", "", "", "", size(each.size))
@@ -37,15 +37,12 @@ def _local_table(folder: Path, local: Sequence[LocalCheckpoint]) -> Table:
 
 
 def _offers_table(offers: Sequence[CheckpointOffer]) -> Table:
-    table = Table(title="in the run", title_justify="left")
-    for name in ("stage", "round", "inner steps", "tokens", "size"):
-        table.add_column(name, justify="right")
-    table.add_column("id")
-    table.add_column("held by", overflow="fold")
+    numbers = [Column(name, justify="right") for name in ("stage", "round", "inner steps", "tokens", "size")]
+    table = Table(*numbers, "id", Column("held by", overflow="fold"), title="in the run", title_justify="left")
     for offer in offers:
         holders = ", ".join(holder[-8:] for holder in offer.holders)
-        numbers = _numbers(offer.stage, offer.round, offer.inner_steps, offer.tokens)
-        table.add_row(*numbers, size(offer.size), offer.id[:16], holders)
+        row = _numbers(offer.stage, offer.round, offer.inner_steps, offer.tokens)
+        table.add_row(*row, size(offer.size), offer.id[:16], holders)
     return table
 
 

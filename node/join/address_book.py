@@ -11,13 +11,13 @@ import random
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Annotated, Final, Protocol
+from typing import Annotated, Final
 
 import msgspec
 
 from farandole.protocol.identity import PUBLIC_KEY_BYTES
 
-from ..state.store import PeerRow, StoreError
+from ..state.store import Store, StoreError
 
 logger = logging.getLogger(__name__)
 
@@ -36,17 +36,10 @@ MAX_AGE: Final = 60 * 86_400.0
 SAVE_INTERVAL: Final = 600.0
 
 _Address = Annotated[str, msgspec.Meta(max_length=MAX_ADDRESS_CHARS, pattern=r"^/[!-~]*$")]
-_Addresses = Annotated[list[_Address], msgspec.Meta(min_length=1, max_length=MAX_ADDRESSES)]
+_Addresses = Annotated[tuple[_Address, ...], msgspec.Meta(min_length=1, max_length=MAX_ADDRESSES)]
 
-
-class PeerStore(Protocol):
-    """Keeps the rows: what `store.Store` is, as far as it is used here."""
-
-    async def load_peers(self) -> list[PeerRow]:
-        """All of them."""
-
-    async def save_peers(self, rows: Iterable[PeerRow], gone: Iterable[bytes]) -> None:
-        """All of it or nothing."""
+_Peer = Annotated[bytes, msgspec.Meta(min_length=PUBLIC_KEY_BYTES, max_length=PUBLIC_KEY_BYTES)]
+_Row = tuple[_Peer, bytes, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +52,7 @@ class AddressBook:
     """See the head of the file. `load` it first; `save` it now and then, which writes no more than it must."""
 
     def __init__(
-        self, store: PeerStore, *, clock: Callable[[], float] = time.time, rng: random.Random | None = None
+        self, store: Store, *, clock: Callable[[], float] = time.time, rng: random.Random | None = None
     ) -> None:
         """``clock`` gives Unix time."""
         self._store = store
@@ -78,28 +71,19 @@ class AddressBook:
             logger.warning("starting without the address book: %s", error)
             return
         num_damaged = 0
-        for peer, addresses, reached_at in rows:
-            entry = self._parse(peer, addresses, reached_at)
-            if entry is None:
+        for row in rows:
+            try:
+                peer, raw, reached_at = msgspec.convert(row, _Row)
+                addresses = msgspec.json.decode(raw, type=_Addresses)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 num_damaged += 1
-                self._unsaved.add(peer)
+                self._unsaved.add(row[0])
             else:
-                self._entries[peer] = entry
+                # A clock that was ahead once must not keep a peer in front for ever.
+                self._entries[peer] = _Entry(addresses, min(reached_at, self._clock()))
         if num_damaged:
             logger.warning("%d entries of the address book are damaged, and left out", num_damaged)
         self._forget()
-
-    def _parse(self, peer: object, addresses: object, reached_at: object) -> _Entry | None:
-        if not isinstance(peer, bytes) or len(peer) != PUBLIC_KEY_BYTES:
-            return None
-        if not isinstance(addresses, bytes) or not isinstance(reached_at, float):
-            return None
-        try:
-            checked = msgspec.json.decode(addresses, type=_Addresses)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return None
-        # A clock that was ahead once must not keep a peer in front for ever.
-        return _Entry(tuple(checked), min(reached_at, self._clock()))
 
     def note_reached(self, peer: bytes, addresses: Iterable[str]) -> None:
         """That there is a connection to a peer (its public key) now, and where it can be dialled, the best first.

@@ -1,4 +1,6 @@
-"""From an invite to a member: which run, whom to dial, where its manifest is. Each step says what it waits for.
+"""From an invite to a member, and back to one: which run, whom to dial, where its manifest is.
+
+Each step says what it waits for.
 
 "The node never joins" is what users of every system in this field complain of most, so there are many ways in (the
 invite's addresses, ``--bootstrap``, the address book, the DHT, whoever dials this node), each is tried again and again,
@@ -7,23 +9,26 @@ and what stands against them is said. Nobody has to start a node again because t
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import trio
 
 from farandole.protocol.errors import ManifestError, UnknownManifestError
 from farandole.protocol.identity import peer_id_of, short_name
-from farandole.protocol.invite import decode_invite, split_address
-from farandole.protocol.manifest import Manifest, decode_manifest
+from farandole.protocol.invite import decode_invite, peers_at
+from farandole.protocol.manifest import decode_manifest
 from farandole.protocol.records import run_key
 
 from ..base.backoff import pauses
 from ..base.errors import JoinError, PeerUnreachableError
 from ..base.settings import NodeSettings
 from ..mesh.host import Host
+from ..state.gossip import GossipService
 from ..status.journal import Journal
+from .address_book import AddressBook
 from .manifests import fetch_manifest
 
 # How long something that others should give at once is tried before the node gives up, or a person is advised.
@@ -35,8 +40,12 @@ DIAL_TIMEOUT = 8.0
 # Peers dialled at once; an address book holds hundreds.
 MAX_PARALLEL_DIALS = 16
 DHT_TIMEOUT = 15.0
+# A member that has just begun serves its run state within a second.
+SYNC_RETRY = 1.0
 # Once one has answered, the others get this much longer: several connections are better than one.
 LAGGARDS_TIMEOUT = 1.0
+# Of a member that is cut off: seconds between two looks, and between two rounds of dialling, which become rarer.
+ISOLATION_INTERVAL, MAX_ISOLATION_INTERVAL = 5.0, 60.0
 
 
 @dataclass(frozen=True)
@@ -70,10 +79,7 @@ def find_target(settings: NodeSettings, own: bytes, stored: bytes | None, rememb
             f"{settings.home} belongs to another run ({decode_manifest(stored)[1].run_id.hex()[:16]}): "
             "use a folder of its own for this one, with --home"
         )
-    named = [*(invite.addresses if invite else ()), *settings.bootstrap]
-    peers: dict[bytes, list[str]] = {}
-    for address in named:
-        peers.setdefault(split_address(address)[1], []).append(address)
+    peers = peers_at([*(invite.addresses if invite else ()), *settings.bootstrap])
     for peer, addresses in remembered.items():
         known = peers.setdefault(peer, [])
         known += [address for address in addresses if address not in known]
@@ -115,7 +121,7 @@ async def connect_to_run(host: Host, target: Target, journal: Journal) -> None:
     if not target.peers:
         journal.say("nobody to dial: waiting for others to join")
         return
-    began_at, is_advised = trio.current_time(), False
+    advised_at = trio.current_time() + JOIN_TIMEOUT
     names = ", ".join(short_name(peer) for peer in list(target.peers)[:4])
     peers = "1 known peer" if len(target.peers) == 1 else f"{len(target.peers)} known peers"
     for attempt, pause in enumerate(pauses(FIRST_REDIAL_PAUSE, MAX_REDIAL_PAUSE, random.Random()), 1):
@@ -127,8 +133,8 @@ async def connect_to_run(host: Host, target: Target, journal: Journal) -> None:
         if target.manifest is not None:
             journal.warn("none of the peers known from before answers; going on alone until one does")
             return
-        if not is_advised and trio.current_time() - began_at >= JOIN_TIMEOUT:
-            is_advised = True
+        if trio.current_time() >= advised_at:
+            advised_at = math.inf
             journal.warn(_why_nobody_answers(failures))
         times = "once" if attempt == 1 else f"{attempt} times"
         journal.announce(
@@ -154,26 +160,27 @@ async def wait_for_anyone(host: Host, timeout: float) -> None:
                 return
 
 
-async def obtain_manifest(host: Host, target: Target, journal: Journal) -> tuple[Manifest, bytes]:
-    """The manifest and its signed bytes: from the target, from a connected peer, or from members found in the DHT.
+async def obtain_manifest(host: Host, target: Target, journal: Journal) -> bytes:
+    """The manifest's signed bytes, verified: from the target, from a connected peer, or from members found in the DHT.
 
     Tries without end, and goes on dialling the target's peers meanwhile. Raises `UnknownManifestError` if the run
     needs a newer version of this program.
     """
     if target.manifest is not None:
-        return decode_manifest(target.manifest, target.run_id)[0], target.manifest
+        return target.manifest
     journal.announce("joining", "fetching the run's manifest", "a member of the run")
-    began_at, is_advised = trio.current_time(), False
+    advised_at = trio.current_time() + JOIN_TIMEOUT
     for pause in pauses(FIRST_REDIAL_PAUSE, MAX_REDIAL_PAUSE, random.Random()):
         found = await _ask_all(host, host.connected, target.run_id)
         if found is None:
             journal.enter("joining", "looking for members in the DHT", "the DHT")
             found = await _ask_all(host, await find_members(host, target.run_id), target.run_id)
         if found is not None:
-            journal.say(f"manifest of run {target.run_id.hex()[:16]} verified: {found[0].name!r}")
+            name = decode_manifest(found)[0].name
+            journal.say(f"manifest of run {target.run_id.hex()[:16]} verified: {name!r}")
             return found
-        if not is_advised and trio.current_time() - began_at >= JOIN_TIMEOUT:
-            is_advised = True
+        if trio.current_time() >= advised_at:
+            advised_at = math.inf
             journal.warn(
                 "step 2, the manifest: bootstrap peers answer, but no member of run "
                 f"{target.run_id.hex()[:16]} was found through them or the DHT. Has the run ended? Ask for a newer "
@@ -199,9 +206,21 @@ async def reachable_providers(host: Host, key: bytes) -> list[bytes]:
     return [peer for peer in providers if peer not in failures]
 
 
-async def _ask_all(host: Host, peers: Iterable[bytes], run_id: bytes) -> tuple[Manifest, bytes] | None:
+async def sync_state(gossip: GossipService, journal: Journal, timeout: float, *, may_begin: bool = False) -> bool:
+    """Learn from members what the run is doing; False if none gave its run state in time, unless this node may begin
+    the run.
+    """
+    with trio.move_on_after(timeout):
+        while await gossip.join() == 0 and not may_begin:
+            journal.say("no member gave its run state; trying again")
+            await trio.sleep(SYNC_RETRY)
+        return True
+    return False
+
+
+async def _ask_all(host: Host, peers: Iterable[bytes], run_id: bytes) -> bytes | None:
     """Ask all at once; the first good answer ends the others. Raises `UnknownManifestError`, as all would give it."""
-    answer: tuple[Manifest, bytes] | None = None
+    answer: bytes | None = None
     unknown: UnknownManifestError | None = None
 
     async with trio.open_nursery() as nursery:
@@ -210,11 +229,13 @@ async def _ask_all(host: Host, peers: Iterable[bytes], run_id: bytes) -> tuple[M
             nonlocal answer, unknown
             try:
                 raw = await fetch_manifest(host, peer, run_id)
-                answer = decode_manifest(raw, run_id)[0], raw
+                decode_manifest(raw, run_id)
             except UnknownManifestError as error:
                 unknown = error  # raised below, out of the nursery, which would wrap it in a group
             except (PeerUnreachableError, ManifestError):
                 return
+            else:
+                answer = raw
             nursery.cancel_scope.cancel()
 
         for peer in peers:
@@ -222,3 +243,55 @@ async def _ask_all(host: Host, peers: Iterable[bytes], run_id: bytes) -> tuple[M
     if unknown is not None:
         raise unknown
     return answer
+
+
+class Reconnector:
+    """Redials the peers of the invite, of the address book and of the DHT. ``members`` returns the live members."""
+
+    def __init__(
+        self, host: Host, book: AddressBook, target: Target, members: Callable[[], frozenset[bytes]], journal: Journal
+    ) -> None:
+        self._host = host
+        self._book = book
+        self._target = target
+        self._members = members
+        self._journal = journal
+        self._rng = random.Random()
+
+    async def run(self) -> None:
+        """Reconnect whenever there is no connection to any member, until cancelled."""
+        while True:
+            await trio.sleep(ISOLATION_INTERVAL * self._rng.uniform(0.5, 1.5))
+            if self._is_isolated:
+                await self._reconnect()
+            self._journal.update(isolation="")
+
+    async def _reconnect(self) -> None:
+        for attempt, pause in enumerate(pauses(ISOLATION_INTERVAL, MAX_ISOLATION_INTERVAL, self._rng), 1):
+            is_any_known = await self._seek_members()
+            if not self._is_isolated:
+                return
+            if is_any_known:
+                times = "once" if attempt == 1 else f"{attempt} times"
+                words = f"dialled all known peers {times}, no member answered; next in {pause:.0f} s"
+                self._journal.update(isolation=words)
+            next_at = trio.current_time() + pause
+            while trio.current_time() < next_at:
+                await trio.sleep(min(ISOLATION_INTERVAL, pause))
+                if not self._is_isolated:  # others have dialled us
+                    return
+
+    @property
+    def _is_isolated(self) -> bool:
+        return not self._host.connected & self._members()
+
+    async def _seek_members(self) -> bool:
+        """Dial every known peer; returns whether there was any."""
+        known = {**self._book.peers(), **self._target.peers}
+        there = {self._host.author, *self._host.connected}
+        missing = {peer: addresses for peer, addresses in known.items() if peer not in there}
+        await dial(self._host, missing, is_one_enough=True)
+        found: list[bytes] = []
+        if self._is_isolated and self._host.connected:
+            found = await find_members(self._host, self._target.run_id)
+        return bool(missing or found)

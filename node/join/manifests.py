@@ -20,32 +20,21 @@ MANIFEST_PROTOCOL = "/farandole/manifest/1"
 ANSWER_TIMEOUT = 10.0
 
 
-class TransferError(PeerUnreachableError):
-    """A peer did not give what it was asked for; another may."""
+def serve_manifest(host: StreamHost, run_id: bytes, manifest: bytes) -> None:
+    """Answer newcomers from now on."""
 
-
-class ManifestService:
-    """Answers newcomers."""
-
-    def __init__(self, run_id: bytes, manifest: bytes) -> None:
-        self._run_id = run_id
-        self._manifest = manifest
-
-    def register(self, host: StreamHost) -> None:
-        """Serve on the host."""
-        host.set_handler(MANIFEST_PROTOCOL, self.serve)
-
-    async def serve(self, stream: Stream) -> None:
-        """Answer one question."""
+    async def answer(stream: Stream) -> None:
         with trio.fail_after(ANSWER_TIMEOUT):
             question = await receive_frame(stream, FrameParser(RUN_ID_BYTES))
-            await stream.send_all(frame(self._manifest if question == self._run_id else b"", 2 * MAX_MANIFEST_BYTES))
+            await stream.send_all(frame(manifest if question == run_id else b"", 2 * MAX_MANIFEST_BYTES))
+
+    host.set_handler(MANIFEST_PROTOCOL, answer)
 
 
 async def fetch_manifest(host: StreamHost, peer: bytes, run_id: bytes) -> bytes:
     """The manifest's bytes as a peer gives them; the caller verifies them against the run id.
 
-    Raises `TransferError` or `PeerUnreachableError`.
+    Raises `PeerUnreachableError` if this peer does not give it; another may.
     """
     try:
         with trio.fail_after(ANSWER_TIMEOUT):
@@ -56,7 +45,7 @@ async def fetch_manifest(host: StreamHost, peer: bytes, run_id: bytes) -> bytes:
             finally:
                 await close_stream(stream)
     except (trio.TooSlowError, trio.BrokenResourceError, trio.ClosedResourceError, RemoteProtocolError) as error:
-        raise TransferError(f"no manifest from this peer: {str(error) or 'too slow'}") from error
+        raise PeerUnreachableError(f"no manifest from this peer: {str(error) or 'too slow'}") from error
     if not raw:
-        raise TransferError("this peer is not in the run")
+        raise PeerUnreachableError("this peer is not in the run")
     return raw

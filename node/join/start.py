@@ -21,23 +21,19 @@ from farandole.protocol.blocks import Index, SignedIndex, decode_signed_index, e
 from farandole.protocol.entries import CheckpointNotice
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import short_name
-from farandole.protocol.manifest import Manifest, StartConfig
-from farandole.protocol.shapes import names_of_stage, shapes_of
-from farandole.protocol.vectors import max_whole_bytes
+from farandole.protocol.manifest import StartConfig
+from farandole.protocol.shapes import names_of_stage
 from farandole.training.durable import replacing
 
 from ..base.errors import JoinError, PeerUnreachableError
-from ..base.settings import NodeSettings
-from ..mesh.host import Host
-from ..state.membership import Membership
-from ..status.journal import Journal
-from ..store.consolidated.folder import CHECKPOINT_NAME, INDEX_NAME, read_folder
+from ..store.consolidated.folder import CHECKPOINT_NAME, INDEX_NAME, max_file_bytes, read_folder
 from ..store.consolidated.tensors import ConsolidatedError
 from ..store.consolidated.verify import verify_hashes
 from ..store.fetch import FetchProgress, ask_for_index, fetch_checkpoint
 from ..store.holdings import Holding
 from .bootstrap import reachable_providers
-from .weights import TELL_INTERVAL, Weights
+from .downloads import Downloads
+from .giving import TELL_INTERVAL
 
 # Between two looks at who has it, while nobody has.
 RETRY_SECONDS: Final = 1.0
@@ -53,24 +49,14 @@ _WHO: Final = "a node that has them: farandole join MANIFEST --start FOLDER"
 class Start:
     """The starting checkpoint at one node. `open` it before training, and `run` it meanwhile."""
 
-    def __init__(
-        self,
-        settings: NodeSettings,
-        manifest: Manifest,
-        start: StartConfig,
-        journal: Journal,
-        host: Host,
-        weights: Weights,
-        membership: Membership,
-    ) -> None:
-        self._settings = settings
-        self._model = manifest.model
+    def __init__(self, start: StartConfig, downloads: Downloads) -> None:
         self._start = start
-        self._journal = journal
-        self._host = host
-        self._weights = weights
-        self._membership = membership
-        self._folder = settings.home / "start"
+        self._files = downloads.files
+        self._host = downloads.host
+        self._conditions = downloads.conditions
+        self._membership = downloads.membership
+        self._journal = downloads.journal
+        self._folder = self._files.settings.home / "start"
         self._held: Holding | None = None
         self._is_held = trio.Event()
         self._asked_dht_at = self._reminded_at = -math.inf
@@ -95,16 +81,11 @@ class Start:
 
     def find(self, question: Question) -> Holding | None:
         """All of it, held for whoever asks for it by its id; None if another is asked for, or it is not here."""
-        if self._held is None or question.id != self._start.checkpoint:
-            return None
-        return self._held.hold()
+        return self._held.hold() if self._held is not None and question.id == self._start.checkpoint else None
 
     def path_of(self, stage: int) -> Path | None:
         """The file with a stage's weights, if it is here."""
-        for path in (self._whole, self._part(stage)):
-            if path.exists():
-                return path
-        return None
+        return next((path for path in (self._whole, self._part(stage)) if path.exists()), None)
 
     @property
     def _whole(self) -> Path:
@@ -120,9 +101,10 @@ class Start:
         """
         if self._whole.exists():
             await self._open_whole()
-        if self._held is None and self._settings.start is not None:
-            self._journal.say(f"checking {self._settings.start}, from which this run starts")
-            await trio.to_thread.run_sync(self._take_in, self._settings.start)
+        named = self._files.settings.start
+        if self._held is None and named is not None:
+            self._journal.say(f"checking {named}, from which this run starts")
+            await trio.to_thread.run_sync(self._take_in, named)
             await self._open_whole()
 
     async def _open_whole(self) -> None:
@@ -160,17 +142,13 @@ class Start:
         """Open it for others; what is damaged goes."""
         try:
             raw = (self._folder / INDEX_NAME).read_bytes()
-            signed, index = decode_signed_index(raw, self._start.run, self._max_bytes)
+            signed, index = decode_signed_index(raw, self._start.run, max_file_bytes(self._files.manifest))
             if signed.id != self._start.checkpoint:
                 raise RemoteProtocolError("it is another checkpoint's")
             self._held = Holding.open(self._whole, signed, index)
         except (OSError, RemoteProtocolError) as error:
             self._journal.warn(f"the starting checkpoint in {self._folder} cannot be used ({error}): it is taken anew")
             self._whole.unlink(missing_ok=True)
-
-    @property
-    def _max_bytes(self) -> int:
-        return max_whole_bytes(sum(math.prod(shape) for shape in shapes_of(self._model).values()))
 
     async def obtain(self, stage: int) -> bool:
         """Whether a stage's weights are here now. If not, a person was told, and some time has passed."""
@@ -195,10 +173,11 @@ class Start:
         return [*holders, *random.sample(others, len(others))][:MAX_ASKED]
 
     async def _try(self, stage: int, donors: list[bytes]) -> bool:
+        max_bytes = max_file_bytes(self._files.manifest)
         for donor in donors:
             try:
                 signed, index = await ask_for_index(
-                    self._weights.conditions, donor, 0, self._max_bytes, self._start.checkpoint, self._start.run
+                    self._conditions, donor, 0, max_bytes, self._start.checkpoint, self._start.run
                 )
                 await self._fetch(stage, donor, signed, index)
             except PeerUnreachableError as error:
@@ -211,8 +190,8 @@ class Start:
         return False
 
     async def _fetch(self, stage: int, donor: bytes, signed: SignedIndex, index: Index) -> None:
-        names = names_of_stage(self._model, stage)
-        is_whole = self._model.num_stages == 1
+        names = names_of_stage(self._files.manifest.model, stage)
+        is_whole = self._files.num_stages == 1
         path = self._whole if is_whole else self._part(stage)
         self._folder.mkdir(parents=True, exist_ok=True)
 
@@ -222,7 +201,7 @@ class Start:
         if is_whole:
             await trio.to_thread.run_sync(self._write_index, encode_signed_index(signed))
         await fetch_checkpoint(
-            self._weights.conditions,
+            self._conditions,
             signed,
             index,
             lambda: dict.fromkeys((donor, *self._membership.start_holders(self._start.checkpoint))),

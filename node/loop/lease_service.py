@@ -17,30 +17,20 @@ from typing import Final, Protocol
 import msgspec
 import trio
 
-from farandole.node.base.driver import Driver
-from farandole.node.state.store import StoreError
-from farandole.node.status.journal import Journal
-from farandole.node.status.status import DataStatus
 from farandole.protocol import trainer_messages as messages
 from farandole.protocol.entries import Kind, Lease, Payload
 from farandole.protocol.epoch_progress import median_epoch
-from farandole.protocol.lease_events import (
-    Announce,
-    Assign,
-    EpochBegan,
-    Event,
-    Heard,
-    Left,
-    Output,
-    Ticked,
-    Trained,
-    news,
-)
+from farandole.protocol.lease_events import Announce, EpochBegan, Event, Heard, Left, Output, Ticked, news
 from farandole.protocol.leases import Leases
 from farandole.protocol.liveness import Liveness
 from farandole.protocol.manifest import Manifest
 from farandole.protocol.slices import parts
 from farandole.protocol.state import RunState
+
+from ..base.driver import Driver
+from ..state.store import StoreError
+from ..status.journal import Journal
+from ..status.status import DataStatus
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +188,7 @@ class LeaseKeeper:
     def trained(self, report: messages.SlicesTrained) -> None:
         """The trainer has trained on slices."""
         logger.debug("trained on slices of epoch %d: %s", report.epoch, report.ranges)
-        self._driver.handle(Trained(report.epoch, tuple(report.ranges)))
+        self._driver.handle(report)
 
     def end(self) -> None:
         """The trainer is gone."""
@@ -225,12 +215,8 @@ class LeaseKeeper:
 
     def _note_others(self) -> None:
         """Whether those who draw data have come to the end of it."""
-        heard = {
-            author: {0: lease}
-            for author in self._origins()
-            if (lease := self._state.payload(author, Lease)) is not None
-        }
-        epoch = median_epoch(heard, heard)
+        said = (self._state.payload(author, Lease) for author in self._origins())
+        epoch = median_epoch(lease for lease in said if lease is not None)
         if epoch is not None and epoch >= self._manifest.data.epochs:
             self.over.set()
 
@@ -238,9 +224,9 @@ class LeaseKeeper:
         match output:
             case Announce():
                 self._unsaid.append(output)
-            case Assign(epoch, ranges):
+            case messages.DrawSlices():
                 if self._send is not None:
-                    self._send(messages.DrawSlices(epoch, list(ranges)))
+                    self._send(output)
             case EpochBegan(epoch):
                 if epoch < self._manifest.data.epochs:
                     self._journal.say(f"epoch {epoch + 1} of {self._manifest.data.epochs} begins")

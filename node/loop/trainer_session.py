@@ -20,8 +20,8 @@ from farandole.protocol.pairing_events import StartExchange
 from farandole.protocol.training_loop import LoopConfig
 
 from ..base.system.memory import SharedCounter
-from ..bulk.contributions import Outgoing
 from ..bulk.exchange_service import ExchangeResult, ExchangeService
+from ..bulk.exchange_session import Outgoing
 from ..trainer.trainer import Trainer, TrainerError
 
 # Commands queued for a busy trainer: Train, FinishRound, the outer step, Save, Validate. More means a defect.
@@ -51,8 +51,7 @@ class TrainerSession:
         self._exchanges = exchanges
         self._on_refused = on_refused
         self._commands, self._queued = trio.open_memory_channel[messages.Command](MAX_QUEUED_COMMANDS)
-        self._contributed: messages.Contributed | None = None
-        self._outgoing: Outgoing | None = None
+        self._contribution: tuple[messages.Contributed, Outgoing] | None = None
         self._verdict: trio.MemorySendChannel[str] | None = None
         self._encoded = SharedCounter(trainer.outgoing)
         self._arrived = SharedCounter(trainer.incoming)
@@ -70,20 +69,18 @@ class TrainerSession:
 
     def contribute(self, report: messages.Contributed) -> None:
         """Take in that a contribution is being encoded."""
-        self._contributed = report
         memory = memoryview(self.trainer.outgoing)[: report.size]
-        self._outgoing = Outgoing(memory, lambda: self._encoded.count_of(report.round))
+        self._contribution = report, Outgoing(memory, lambda: self._encoded.count_of(report.round))
 
     def seal(self, report: messages.Encoded) -> None:
         """Take in that the contribution is encoded."""
-        assert self._outgoing is not None, "what is encoded was contributed"
-        self._outgoing.seal(report.digest)
+        assert self._contribution is not None, "what is encoded was contributed"
+        self._contribution[1].seal(report.digest)
 
     async def exchange(self, start: StartExchange) -> ExchangeResult:
         """Move both contributions, and have the partner's judged."""
-        contributed, outgoing = self._contributed, self._outgoing
-        assert contributed is not None, "an exchange follows a contribution"
-        assert outgoing is not None, "which is being encoded"
+        assert self._contribution is not None, "an exchange follows a contribution"
+        contributed, outgoing = self._contribution
         offer = Offer(
             run_id=self._config.run_id,
             session=start.session,
@@ -122,7 +119,7 @@ class TrainerSession:
 
 
 class _Judge:
-    """The trainer's judgement on a partner's contribution, as `farandole.node.bulk.contributions.Judge`."""
+    """The trainer's judgement on a partner's contribution, as `farandole.node.bulk.exchange_session.Judge`."""
 
     def __init__(self, session: TrainerSession, peer: bytes) -> None:
         self._session = session

@@ -11,53 +11,12 @@ from typing import Final
 
 import trio
 
+from farandole.protocol import pairing_events as pairing
 from farandole.protocol import trainer_messages as messages
+from farandole.protocol import training_events as machine
 from farandole.protocol.identity import short_name
 from farandole.protocol.node_state import training_of
-from farandole.protocol.pairing_events import (
-    MessageReceived,
-    PeerLost,
-    PeersChanged,
-    SendMessage,
-    SetTimer,
-    StartExchange,
-    TimerFired,
-    TrafficSaved,
-)
-from farandole.protocol.pipeline_events import Stepped, WorkDone
-from farandole.protocol.training_events import (
-    DataOver,
-    EndTrainer,
-    Enter,
-    Event,
-    ExchangeOver,
-    GiveUpExchange,
-    KillTrainer,
-    LeaveAsked,
-    LoopBegan,
-    LoopOver,
-    Note,
-    OthersMoved,
-    Output,
-    PipelineDrained,
-    PipelineMeasured,
-    Publish,
-    Reported,
-    RestartAsked,
-    RestChanged,
-    RoundOver,
-    RunExchange,
-    SaveAsked,
-    Say,
-    StartTrainer,
-    TellPipeline,
-    TellTrainer,
-    TrainerEnded,
-    TrainerReady,
-    ValidationMeasured,
-    Warn,
-    WentAlone,
-)
+from farandole.protocol.pipeline_events import Measure, RoundBegan, RoundEnds
 from farandole.protocol.training_loop import TrainingLoop
 
 from ..base.driver import Driver
@@ -67,7 +26,8 @@ from ..status.journal import Journal
 from ..trainer.trainer import Trainer, TrainerError, open_trainer
 from .lease_service import LeaseKeeper
 from .pause.pause import Rest
-from .stages.pipeline import PipelineService, Worker
+from .stages.pipeline import PipelineService
+from .stages.worker import Worker
 from .trainer_session import TrainerSession
 
 PAIRING_PROTOCOL: Final = "/farandole/pairing/1"
@@ -118,7 +78,7 @@ class Training:
         self._surroundings = surroundings
         self._pipeline = pipeline
         self._leases = leases
-        self._driver = Driver[Event, Output](self._carry_out, TimerFired())
+        self._driver = Driver[machine.Event, machine.Output](self._carry_out, pairing.TimerFired())
         self._driver.begin(loop)
         self._nursery: trio.Nursery | None = None
         self._life = trio.CancelScope()  # of the present trainer process
@@ -135,7 +95,7 @@ class Training:
         try:
             async with trio.open_nursery() as self._nursery:
                 self._nursery.start_soon(self._driver.run)
-                self.handle(LoopBegan(training_of(self._journal.state), self._rest.words))
+                self.handle(machine.LoopBegan(training_of(self._journal.state), self._rest.words))
                 self._nursery.start_soon(self._watch_rest)
                 self._nursery.start_soon(self._watch_traffic)
                 if self._leases is not None:
@@ -149,84 +109,84 @@ class Training:
 
     async def leave(self) -> None:
         """Meet no partner any more, end the exchange that runs, save what the last outer step gave, and end."""
-        self.handle(LeaveAsked())
+        self.handle(machine.LeaveAsked())
         await self._over.wait()
 
     def save_soon(self) -> None:
         """Write a checkpoint now, for a peer that asks for weights."""
-        self.handle(SaveAsked())
+        self.handle(machine.SaveAsked())
 
     def restart_trainer(self) -> None:
         """Start another trainer with what is prepared then; what was not saved is lost."""
-        self.handle(RestartAsked())
+        self.handle(machine.RestartAsked())
 
     def set_peers(self, peers: frozenset[bytes]) -> None:
         """Set the live peers of this node's stage."""
-        self.handle(PeersChanged(peers))
+        self.handle(pairing.PeersChanged(peers))
 
     def lose_peer(self, peer: bytes) -> None:
         """Take in that a connection broke, or a message was not delivered."""
-        self.handle(PeerLost(peer))
+        self.handle(pairing.PeerLost(peer))
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: machine.Event) -> None:
         """Pass an event to the loop and carry out its outputs."""
         self._driver.handle(event)
 
     def _receive(self, peer: bytes, payload: bytes) -> None:
-        self.handle(MessageReceived(peer, payload))
+        self.handle(pairing.MessageReceived(peer, payload))
 
     def _on_undelivered(self, peer: bytes, protocol: str) -> None:
-        self.handle(PeerLost(peer))
+        self.handle(pairing.PeerLost(peer))
 
     async def _watch_rest(self) -> None:
         while True:
             await self._rest.changed()
-            self.handle(RestChanged(self._rest.words))
+            self.handle(machine.RestChanged(self._rest.words))
 
     async def _watch_traffic(self) -> None:
         is_saving = False
         while True:
             if is_saving == self._surroundings.may_spend(self._exchange_bytes):
                 is_saving = not is_saving
-                self.handle(TrafficSaved(is_saving))
+                self.handle(pairing.TrafficSaved(is_saving))
             await trio.sleep(TRAFFIC_INTERVAL)
 
     async def _watch_data(self, leases: LeaseKeeper) -> None:
         await leases.over.wait()
-        self.handle(DataOver())
+        self.handle(machine.DataOver())
 
     # Outputs
 
-    def _carry_out(self, output: Output) -> None:
+    def _carry_out(self, output: machine.Output) -> None:
         journal, nursery = self._journal, self._nursery
         match output:
-            case SetTimer(at):
+            case pairing.SetTimer(at):
                 self._driver.set_timer(at)
-            case SendMessage(peer, payload):
+            case pairing.SendMessage(peer, payload):
                 self._messenger.send_nowait(peer, PAIRING_PROTOCOL, payload)
-            case TellTrainer(command):
+            case machine.TellTrainer(command):
                 if isinstance(command, messages.Train):
                     journal.update(round_since=journal.clock())
                 if self._session is not None:
                     self._session.send(command)
-            case TellPipeline(event):
+            case RoundBegan() | RoundEnds() | Measure():
                 assert self._pipeline is not None, "the model is cut"
-                self._pipeline.handle(event)
-            case RunExchange(start):
+                self._pipeline.handle(output)
+            case pairing.StartExchange():
                 if self._session is not None:
-                    self._session.nursery.start_soon(self._exchange, self._session, start)
-            case GiveUpExchange(reason):
+                    self._session.nursery.start_soon(self._exchange, self._session, output)
+            case machine.GiveUpExchange(reason):
                 self._exchanges.give_up(reason)
-            case StartTrainer():
+            case machine.StartTrainer():
                 assert nursery is not None, "trainers are started while the loop runs"
                 self._life = trio.CancelScope()
                 nursery.start_soon(self._live, self._life)
-            case EndTrainer(at_once):
+            case machine.EndTrainer(at_once):
                 (self._life if at_once else self._receiving).cancel()
-            case KillTrainer(error):
+            case machine.KillTrainer(error):
                 if self._session is not None:
                     self._session.nursery.start_soon(self._session.trainer.condemn, error)
-            case LoopOver(error):
+            case machine.LoopOver(error):
                 self._error = error
                 self._over.set()
             case _:
@@ -236,7 +196,7 @@ class Training:
 
     async def _live(self, life: trio.CancelScope) -> None:
         """One trainer process, from its weights to its end."""
-        ended = TrainerEnded()
+        ended = machine.TrainerEnded()
         with life:
             try:
                 prepare = await self._surroundings.prepare()
@@ -245,7 +205,7 @@ class Training:
                 async with open_trainer(prepare, None, self._show_preparing, self._note_pid) as trainer:
                     await self._use(trainer, prepare)
             except TrainerError as error:
-                ended = TrainerEnded(str(error), error.cause)
+                ended = machine.TrainerEnded(str(error), error.cause)
             finally:
                 self._journal.update(trainer_pid=None)
         self.handle(ended)
@@ -295,12 +255,11 @@ class Training:
             self._surroundings.on_saved(prepared.resumed)
         if self._pipeline is not None:
             memory = session.trainer.map_activations(self._loop.config.manifest.pipeline.in_flight)
-            worker = Worker(prepare.stage, memory, session.send, self._on_drained, self._on_measured)
-            self._pipeline.begin(worker)
+            self._pipeline.begin(Worker(prepare.stage, prepared.activation_bytes, memory, session.send, self.handle))
         if self._leases is not None:
             self._leases.begin(prepared, session.send)
-        self.handle(OthersMoved(self._surroundings.current_round()))
-        self.handle(TrainerReady(prepared, prepare.stage, prepare.microbatch))
+        self.handle(machine.OthersMoved(self._surroundings.current_round()))
+        self.handle(machine.TrainerReady(prepared, prepare.stage, prepare.microbatch))
 
     def _hear(self, session: TrainerSession, report: messages.Report) -> None:
         """Pass a report to the part that it is for; most are for the loop."""
@@ -312,14 +271,11 @@ class Training:
             case messages.SlicesTrained():
                 if self._leases is not None:
                     self._leases.trained(report)
-            case messages.Worked(problem):
-                if self._pipeline is not None:
-                    self._pipeline.handle(WorkDone(problem))
-            case messages.InnerStepTaken(is_taken):
-                if not is_taken:
+            case messages.Worked() | messages.InnerStepTaken():
+                if report == messages.InnerStepTaken(is_taken=False):
                     self._journal.warn("an inner step was left out: its gradients were not finite")
                 if self._pipeline is not None:
-                    self._pipeline.handle(Stepped())
+                    self._pipeline.handle(report)
             case messages.Prepared() | messages.Preparing() | messages.Failed():
                 raise TrainerError(f"the trainer said {type(report).__name__} out of turn")
             case _:
@@ -328,20 +284,14 @@ class Training:
                     self._journal.losses.add_training(report.round, report.loss)
                 elif isinstance(report, messages.Saved) and not report.problem:
                     self._surroundings.on_saved(report)
-                self.handle(OthersMoved(self._surroundings.current_round()))
-                self.handle(Reported(report))
-
-    def _on_drained(self, round_index: int) -> None:
-        self.handle(PipelineDrained(round_index))
-
-    def _on_measured(self) -> None:
-        self.handle(PipelineMeasured())
+                self.handle(machine.OthersMoved(self._surroundings.current_round()))
+                self.handle(report)
 
     def _refuse(self, peer: bytes, reason: str, evidence: bytes) -> None:
         self._journal.warn(f"refused a contribution of {short_name(peer)}: {reason}")
         self._surroundings.on_refused(peer, reason, evidence)
 
-    async def _exchange(self, session: TrainerSession, start: StartExchange) -> None:
+    async def _exchange(self, session: TrainerSession, start: pairing.StartExchange) -> None:
         result = await session.exchange(start)
         self._journal.record_exchange(
             start.round,
@@ -352,39 +302,23 @@ class Training:
             seconds=result.seconds,
             path=result.path,
         )
-        over = ExchangeOver(
-            start, result.committed, result.reason, result.is_broken, result.partner_size, result.partner_tokens
+        self.handle(
+            machine.ExchangeOver(start, result.committed, result.is_broken, result.partner_size, result.partner_tokens)
         )
-        self.handle(over)
 
 
-def show(
-    journal: Journal, output: Publish | Enter | Say | Warn | Note | WentAlone | RoundOver | ValidationMeasured
-) -> None:
+def show(journal: Journal, output: machine.Output) -> None:
     """Write an output that is for people, or for heartbeats, into the journal."""
     match output:
-        case Publish(training):
+        case machine.Publish(training):
             journal.publish(training)
-        case Enter(phase, detail, waits_for, is_said):
+        case machine.Enter(phase, detail, waits_for):
             journal.enter(phase, detail, waits_for)
-            if is_said:
-                journal.say(detail)
-        case Say(text):
-            journal.say(text)
-        case Warn(text):
-            journal.warn(text)
-        case Note(text):
-            journal.note(text)
-        case WentAlone(round_index, reason):
+        case machine.Say(text, how):
+            {"say": journal.say, "warn": journal.warn, "note": journal.note}[how](text)
+        case pairing.GoAlone(round_index, reason):
             journal.record_exchange(round_index, None, f"alone: {reason}")
-        case RoundOver(contributed, late_steps):
-            journal.finish_round(
-                contributed.round,
-                inner_steps=contributed.inner_steps_this_round,
-                tokens=contributed.tokens_this_round,
-                seconds=contributed.seconds,
-                loss=contributed.loss,
-                late_steps=late_steps,
-            )
-        case ValidationMeasured(round_index, loss):
+        case machine.RoundOver(contributed, late_steps):
+            journal.finish_round(contributed, late_steps)
+        case messages.Validated(round_index, loss):
             journal.record_validation(round_index, loss)

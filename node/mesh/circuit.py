@@ -6,7 +6,7 @@ from typing import Final
 
 import trio
 
-from ..base.streams import RelayedStream
+from .libp2p_stream import Stream
 from .raw_link import RawLink
 
 # Of a relay's limits: what is left then, three of 16 GiB and an hour of six, is for what is under way.
@@ -22,12 +22,12 @@ class Circuit(RawLink):
 
     is_relayed = True
 
-    def __init__(self, stream: RelayedStream, address: str, max_bytes: int = 0, max_seconds: int = 0) -> None:
+    def __init__(self, stream: Stream, address: str, max_bytes: int = 0, max_seconds: int = 0) -> None:
         """``address``: the other end, a multiaddr with ``/p2p-circuit`` at its end; the limits, 0 for none.
 
         The limits are the relay's word, at which it breaks the circuit off.
         """
-        super().__init__(address, None)
+        super().__init__(stream, address, None)
         self._max_bytes = max_bytes
         self._max_seconds = max_seconds
         self._opened_at = trio.current_time()
@@ -43,24 +43,14 @@ class Circuit(RawLink):
         return has_moved or (bool(self._max_seconds) and age >= WORN_AT * self._max_seconds)
 
     async def _receive_some(self, max_bytes: int) -> bytes:
-        try:
-            data = bytes(await self._stream.receive_some(max_bytes))
-            self._num_moved += len(data)
-            return data
-        except trio.ClosedResourceError:
-            return b""
+        data = await super()._receive_some(max_bytes)
+        self._num_moved += len(data)
+        return data
 
     async def write(self, data: bytes) -> None:
         """See `RawLink`."""
-        try:
-            self._num_moved += len(data)
-            await self._stream.send_all(data)
-        except trio.ClosedResourceError as error:
-            raise trio.BrokenResourceError("circuit closed here") from error
-
-    async def close(self) -> None:
-        """Close; what was written still goes out."""
-        await self._stream.aclose()
+        self._num_moved += len(data)
+        await super().write(data)
 
     def abort(self) -> None:
         """See `RawLink`."""

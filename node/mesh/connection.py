@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from farandole.protocol.identity import short_name
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.identity import peer_id_of, short_name
 from farandole.protocol.token_bucket import TokenBucket
 
+from ..base.errors import PeerUnreachableError
 from .libp2p_stream import Stream
+from .protocol_handlers import propose
 from .yamux import MuxedConn
 
 if TYPE_CHECKING:
@@ -32,7 +35,7 @@ MAX_HANDLERS_PER_CONNECTION = 256
 HANDLER_GRACE = 5.0
 
 ServeStream = Callable[[Stream, Callable[[], None]], Awaitable[None]]
-"""Serves a stream that the peer has opened, and calls back once its protocol is agreed or is not."""
+"""Serves a stream that the peer has opened, and calls back when its protocol is agreed or is not: once, always."""
 
 
 class Connection:
@@ -85,6 +88,13 @@ class Connection:
         self._pool.remove(self)
         await self.link.close()
 
+    async def open_stream(self, protocol: str) -> Stream:
+        """A new stream; `PeerUnreachableError` if there is none of this protocol."""
+        try:
+            return await propose(await self.muxed.open_stream(), protocol)
+        except (RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
+            raise PeerUnreachableError(f"{peer_id_of(self.peer)} gives no stream of {protocol}: {error!r}") from error
+
     def end(self) -> None:
         """Ask the connection to end."""
         self._is_asked_to_end.set()
@@ -122,22 +132,11 @@ class Connection:
                         self._negotiations.release()
                     else:
                         self.num_negotiating += 1
-                        nursery.start_soon(self._serve, stream)
+                        nursery.start_soon(self._pool.serve, stream, self._note_negotiated)
 
-    async def _serve(self, stream: Stream) -> None:
-        is_negotiating = True
-
-        def note_negotiated() -> None:
-            nonlocal is_negotiating
-            if is_negotiating:
-                is_negotiating = False
-                self.num_negotiating -= 1
-                self._negotiations.release()
-
-        try:
-            await self._pool.serve(stream, note_negotiated)
-        finally:
-            note_negotiated()
+    def _note_negotiated(self) -> None:
+        self.num_negotiating -= 1
+        self._negotiations.release()
 
     async def _watch(self) -> None:
         """Give up a peer that answers nothing: frozen, unplugged, or gone without a word.

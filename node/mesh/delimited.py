@@ -2,49 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
+from libp2p.utils.varint import encode_varint_prefixed
 from multiaddr import Multiaddr
 
 from farandole.protocol.errors import RemoteProtocolError
 
-from ..base.streams import Stream, receive_exactly
+from ..base.streams import Stream, read_exactly
+from .known_addresses import MAX_ADDRESS_BYTES, MAX_ADDRESSES, is_multiaddr
 
 M = TypeVar("M", bound=Message)
 
 
 def encode_delimited(message: Message) -> bytes:
     """A message behind its length."""
-    payload = message.SerializeToString()
-    length = bytearray()
-    rest = len(payload)
-    while rest >= 0x80:
-        length.append(rest & 0x7F | 0x80)
-        rest >>= 7
-    return bytes((*length, rest)) + payload
+    return encode_varint_prefixed(message.SerializeToString())
 
 
-async def receive_delimited(stream: Stream, max_bytes: int, begun: bytes = b"") -> bytes:
-    """A message behind its length; `RemoteProtocolError` if it is longer, or the stream ends before.
+async def read_delimited(read: Callable[[int], Awaitable[bytes | bytearray]], max_bytes: int) -> bytes | None:
+    """What follows its length, or None if the peer says no more; `RemoteProtocolError` if it is longer, or cut short.
 
-    ``begun``: its first byte, where that has been read already. Nothing behind the message is read.
+    Nothing behind it is read. (The library's functions for that either allocate whatever length they read, or treat
+    the end of the stream and half a message alike.) ``read`` gives that many bytes or fewer, none at the end.
     """
     size = shift = 0
     while True:
-        (byte,) = begun or await receive_exactly(stream, 1)
-        begun = b""
-        size |= (byte & 0x7F) << shift
+        if not (byte := await read(1)):
+            if shift:
+                raise RemoteProtocolError("the stream ended inside a length")
+            return None
+        size |= (byte[0] & 0x7F) << shift
         shift += 7
         if size > max_bytes or shift > 21:
             raise RemoteProtocolError(f"a message of more than {max_bytes} bytes")
-        if byte < 0x80:
-            return await receive_exactly(stream, size)
+        if byte[0] < 0x80:
+            return await read_exactly(read, size)
 
 
-def parse(kind: type[M], payload: bytes) -> M:
-    """A protobuf message; `RemoteProtocolError` if these bytes are none."""
+async def next_message(stream: Stream, kind: type[M], max_bytes: int) -> M | None:
+    """The next message, or None if the peer says no more; `RemoteProtocolError` for anything else."""
+    payload = await read_delimited(stream.receive_some, max_bytes)
+    if payload is None:
+        return None
     message = kind()
     try:
         message.ParseFromString(payload)
@@ -53,22 +56,27 @@ def parse(kind: type[M], payload: bytes) -> M:
     return message
 
 
+async def receive_message(stream: Stream, kind: type[M], max_bytes: int) -> M:
+    """The next message, as `next_message` where one must come."""
+    message = await next_message(stream, kind, max_bytes)
+    if message is None:
+        raise RemoteProtocolError("the stream ended before its message")
+    return message
+
+
 def multiaddr_bytes(addresses: Iterable[str]) -> list[bytes]:
     """Multiaddrs as messages carry them."""
     return [Multiaddr(address).to_bytes() for address in addresses]
 
 
-def multiaddr_texts(addresses: Iterable[bytes], max_addresses: int, max_bytes: int) -> tuple[str, ...]:
-    """The first multiaddrs of a message as text, without those that are none or longer than ``max_bytes``."""
-    texts: list[str] = []
-    for address in addresses:
-        if len(texts) == max_addresses:
-            break
-        if len(address) <= max_bytes:
-            try:
-                text = str(Multiaddr(address))
-                Multiaddr(text)
-            except Exception:  # the library parses hostile bytes with whatever exception comes
-                continue
-            texts.append(text)
-    return tuple(texts)
+def multiaddr_texts(addresses: Iterable[bytes]) -> list[str]:
+    """The first `MAX_ADDRESSES` multiaddrs of a message as text, without those that are none or too long."""
+    texts = (_text_of(address) for address in addresses if len(address) <= MAX_ADDRESS_BYTES)
+    return list(itertools.islice(filter(is_multiaddr, texts), MAX_ADDRESSES))
+
+
+def _text_of(address: bytes) -> str:
+    try:
+        return str(Multiaddr(address))
+    except Exception:  # the library raises many kinds of errors for bytes that are no address
+        return ""

@@ -11,12 +11,14 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Protocol
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
 
 import trio
+from libp2p.kad_dht.pb.kademlia_pb2 import Message
 
 from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.identity import peer_id_bytes
+from farandole.protocol.identity import peer_id_bytes, public_key_of_bytes
 from farandole.protocol.kademlia import (
     BUCKET_SIZE,
     KAD_PROTOCOL,
@@ -31,13 +33,23 @@ from farandole.protocol.kademlia import (
 from farandole.protocol.token_bucket import PeerMeters
 
 from ..base.errors import PeerUnreachableError
-from ..base.streams import Stream, StreamHost
-from .dht_messages import MAX_ANSWER_BYTES, MAX_QUESTION_BYTES, DhtKind, DhtMessage, encode_dht, receive_dht
+from .delimited import encode_delimited, multiaddr_bytes, multiaddr_texts, next_message, receive_message
 from .known_addresses import MAX_ADDRESSES
+
+if TYPE_CHECKING:
+    from .host import Host
+    from .libp2p_stream import Stream
 
 logger = logging.getLogger(__name__)
 
 KEY_BYTES: Final = 32
+# A question is a key, with a provider's addresses at most: a few kilobytes.
+MAX_QUESTION_BYTES: Final = 32 * 1024
+# An answer has twenty peers and twenty providers, with as many addresses as anybody dials.
+MAX_ANSWER_BYTES: Final = 512 * 1024
+MAX_KEY_BYTES: Final = 128
+# What is answered here: nobody keeps values.
+KINDS: Final = (Message.ADD_PROVIDER, Message.GET_PROVIDERS, Message.FIND_NODE, Message.PING)
 # A key's multihash says that it is a SHA-256: function 0x12, 32 bytes.
 _MULTIHASH_PREFIX: Final = b"\x12\x20"
 # One inbound stream, and how many of them a peer may have; it asks one question on each.
@@ -58,28 +70,6 @@ LAGGARDS_TIMEOUT = 1.0
 MAX_PROVIDERS: Final = 20
 
 
-class DhtHost(StreamHost, Protocol):
-    """A host that knows who is connected, and where peers may be reached."""
-
-    @property
-    def author(self) -> bytes:
-        """This node's public key."""
-
-    @property
-    def addresses(self) -> list[str]:
-        """Where this node can be dialled, as multiaddrs."""
-
-    @property
-    def connected(self) -> frozenset[bytes]:
-        """The peers with a live connection."""
-
-    def addresses_of(self, peer: bytes) -> list[str]:
-        """The addresses known for a peer, the best first."""
-
-    def add_hearsay(self, peer: bytes, addresses: Iterable[str]) -> None:
-        """Remember where a peer may be reached, as others say."""
-
-
 def multihash_of(key: bytes) -> bytes:
     """The key as the DHT wants it."""
     if len(key) != KEY_BYTES:
@@ -90,7 +80,7 @@ def multihash_of(key: bytes) -> bytes:
 class Dht:
     """This node's part in the DHT, as a server; `run` keeps it going."""
 
-    def __init__(self, host: DhtHost) -> None:
+    def __init__(self, host: Host) -> None:
         self._host = host
         self._table = RoutingTable(host.author)
         self._records = ProviderRecords()
@@ -113,8 +103,11 @@ class Dht:
             self._news = trio.Event()
             await self._refresh_if_due()
             self._records.forget_expired(trio.current_time())
-            await self._announce_due()
-            with trio.move_on_after(self._pause()):
+            for key, at in list(self._announced_at.items()):
+                if at < 0 or trio.current_time() - at >= REANNOUNCE_INTERVAL:
+                    await self._announce(key)
+            is_unheard = any(at < 0 for at in self._announced_at.values())
+            with trio.move_on_after(RETRY_INTERVAL if is_unheard else REFRESH_INTERVAL):
                 await self._news.wait()
             # Several peers often come together.
             await trio.sleep(1.0)
@@ -126,18 +119,9 @@ class Dht:
             self._refreshed_at = trio.current_time()
             with trio.move_on_after(REFRESH_INTERVAL / 2):
                 own = self._host.author
-                await self._look_up(position_of_peer(own), DhtMessage(DhtKind.FIND_NODE, peer_id_bytes(own)))
-
-    def _pause(self) -> float:
-        is_unheard = any(at < 0 for at in self._announced_at.values())
-        return RETRY_INTERVAL if is_unheard else REFRESH_INTERVAL
+                await self._look_up(position_of_peer(own), Message(type=Message.FIND_NODE, key=peer_id_bytes(own)))
 
     # Announcing
-
-    async def _announce_due(self) -> None:
-        for key, at in list(self._announced_at.items()):
-            if at < 0 or trio.current_time() - at >= REANNOUNCE_INTERVAL:
-                await self._announce(key)
 
     async def provide(self, key: bytes) -> None:
         """Announce that this node provides a key, and keep it announced.
@@ -165,12 +149,12 @@ class Dht:
 
     async def _tell_closest(self, key: bytes) -> None:
         multihash = multihash_of(key)
-        closest = await self._look_up(position_of(multihash), DhtMessage(DhtKind.FIND_NODE, multihash))
-        me = PeerAddresses(self._host.author, tuple(self._host.addresses[:MAX_ADDRESSES]))
+        closest = await self._look_up(position_of(multihash), Message(type=Message.FIND_NODE, key=multihash))
+        me = _named(self._host.author, self._host.addresses)
+        announcement = Message(type=Message.ADD_PROVIDER, key=multihash, providerPeers=[me])
 
         async def tell(peer: bytes) -> None:
-            answer = await self._query(peer, DhtMessage(DhtKind.ADD_PROVIDER, multihash, providers=(me,)))
-            if answer is not None and key in self._announced_at:
+            if await self._query(peer, announcement) is not None and key in self._announced_at:
                 self._announced_at[key] = trio.current_time()
 
         async with trio.open_nursery() as nursery:
@@ -192,12 +176,12 @@ class Dht:
 
         with scope:
             add(self._records.of(multihash, trio.current_time()))
-            question = DhtMessage(DhtKind.GET_PROVIDERS, multihash)
-            await self._look_up(position_of(multihash), question, lambda answer: add(answer.providers))
+            question = Message(type=Message.GET_PROVIDERS, key=multihash)
+            await self._look_up(position_of(multihash), question, lambda answer: add(_peers(answer.providerPeers)))
         return by_turns(answers)
 
     async def _look_up(
-        self, target: int, question: DhtMessage, note: Callable[[DhtMessage], None] = lambda answer: None
+        self, target: int, question: Message, note: Callable[[Message], None] = lambda answer: None
     ) -> list[bytes]:
         """Ask the question of ever closer peers; returns the closest that have answered."""
         known = (*self._table.closest(target), *self._host.connected)
@@ -209,9 +193,10 @@ class Dht:
             if answer is None:
                 lookup.note_failure(peer)
             else:
-                for each in answer.closer:
+                closer = _peers(answer.closerPeers)
+                for each in closer:
                     self._host.add_hearsay(each.peer, each.addresses)
-                lookup.note_answer(peer, [each.peer for each in answer.closer])
+                lookup.note_answer(peer, [each.peer for each in closer])
                 note(answer)
             news.set()
 
@@ -223,20 +208,20 @@ class Dht:
                 await news.wait()
         return lookup.closest
 
-    async def _query(self, peer: bytes, question: DhtMessage) -> DhtMessage | None:
+    async def _query(self, peer: bytes, question: Message) -> Message | None:
         """A peer's answer; None if it gives none."""
         try:
             with trio.fail_after(QUERY_TIMEOUT):
                 stream = await self._host.open_stream(peer, KAD_PROTOCOL, QUERY_TIMEOUT)
                 try:
-                    await stream.send_all(encode_dht(question))
-                    answer = await receive_dht(stream, MAX_ANSWER_BYTES)
+                    await stream.send_all(encode_delimited(question))
+                    answer = await receive_message(stream, Message, MAX_ANSWER_BYTES)
                 finally:
                     await stream.aclose()
+            if answer.type != question.type:
+                raise RemoteProtocolError("an answer to another question")
         except (PeerUnreachableError, RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
             logger.debug("no answer in the DHT: %r", error)
-            answer = None
-        if answer is None or answer.kind != question.kind:
             self._table.remove(peer)
             return None
         self._table.add(peer)
@@ -251,37 +236,48 @@ class Dht:
         self._num_served[peer] += 1
         try:
             with trio.fail_after(STREAM_TIMEOUT):
-                while (question := await receive_dht(stream, MAX_QUESTION_BYTES)) is not None:
+                while (question := await next_message(stream, Message, MAX_QUESTION_BYTES)) is not None:
+                    if question.type not in KINDS or len(question.key) > MAX_KEY_BYTES:
+                        raise RemoteProtocolError("not a question that this DHT answers")
                     self._table.add(peer)
-                    await stream.send_all(encode_dht(self._answer(peer, question)))
+                    await stream.send_all(encode_delimited(self._answer(peer, question)))
         finally:
-            self._num_served[peer] -= 1
-            if not self._num_served[peer]:
-                del self._num_served[peer]
+            self._num_served -= Counter((peer,))
 
-    def _answer(self, peer: bytes, question: DhtMessage) -> DhtMessage:
+    def _answer(self, peer: bytes, question: Message) -> Message:
         now = trio.current_time()
-        if question.kind is DhtKind.ADD_PROVIDER:
+        answer = Message(type=question.type, key=question.key)
+        if question.type == Message.ADD_PROVIDER:
             if not self._announcements.of(peer, now).take(now):
                 raise RemoteProtocolError("too many announcements")
-            for provider in question.providers:
+            for provider in _peers(question.providerPeers):
                 if provider.peer == peer:  # nobody speaks for another
                     self._records.add(question.key, provider, now)
-            return DhtMessage(question.kind, question.key)
-        providers: tuple[PeerAddresses, ...] = ()
-        closer: tuple[PeerAddresses, ...] = ()
-        if question.kind is DhtKind.GET_PROVIDERS:
+            return answer
+        if question.type == Message.GET_PROVIDERS:
             own = question.key.removeprefix(_MULTIHASH_PREFIX) in self._announced_at
-            providers = tuple(self._records.of(question.key, now)[: BUCKET_SIZE - own])
-            providers += (self._named(self._host.author, self._host.addresses),) * own
-        if question.kind is not DhtKind.PING:
+            kept = self._records.of(question.key, now)[: BUCKET_SIZE - own]
+            answer.providerPeers.extend(_named(each.peer, each.addresses) for each in kept)
+            if own:
+                answer.providerPeers.append(_named(self._host.author, self._host.addresses))
+        if question.type != Message.PING:
             closest = self._table.closest(position_of(question.key), BUCKET_SIZE + 1)
-            named = (self._named(each, self._host.addresses_of(each)) for each in closest if each != peer)
-            closer = tuple(each for each in named if each.addresses)[:BUCKET_SIZE]
-        return DhtMessage(question.kind, question.key, closer, providers)
+            named = (_named(each, self._host.addresses_of(each)) for each in closest if each != peer)
+            answer.closerPeers.extend([each for each in named if each.addrs][:BUCKET_SIZE])
+        return answer
 
-    def _named(self, peer: bytes, addresses: Sequence[str]) -> PeerAddresses:
-        return PeerAddresses(peer, tuple(addresses[:MAX_ADDRESSES]))
+
+def _named(peer: bytes, addresses: Sequence[str]) -> Message.Peer:
+    return Message.Peer(id=peer_id_bytes(peer), addrs=multiaddr_bytes(addresses[:MAX_ADDRESSES]))
+
+
+def _peers(peers: Iterable[Message.Peer]) -> list[PeerAddresses]:
+    """Those of a message that farandole can name: peers with Ed25519 keys. More than an honest one has are dropped."""
+    known: list[PeerAddresses] = []
+    for peer in itertools.islice(peers, BUCKET_SIZE):
+        with suppress(RemoteProtocolError):
+            known.append(PeerAddresses(public_key_of_bytes(peer.id), tuple(multiaddr_texts(peer.addrs))))
+    return known
 
 
 def by_turns(answers: Sequence[Sequence[PeerAddresses]]) -> list[tuple[bytes, list[str]]]:

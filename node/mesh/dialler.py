@@ -45,7 +45,7 @@ class Dialler:
         """Dial a peer together with all who want that at this moment; returns what stood against it."""
         dial = self._dials.get((peer, is_direct))
         if dial is None:
-            dial = self._dials[peer, is_direct] = Dial(is_direct, self._own_targets())
+            dial = self._dials[peer, is_direct] = Dial(is_direct, self._host.own.interfaces)
             self._nursery.start_soon(self._run, peer, dial)
         dial.offer(addresses)
         await dial.done.wait()
@@ -57,16 +57,12 @@ class Dialler:
             if dialled == peer:
                 dial.offer(addresses)
 
-    def _own_targets(self) -> list[tuple[str, int]]:
-        ports = {":" in ip: port for ip, port in self._host.listening}
-        return [(ip, ports[":" in ip]) for ip in self._host.own_ips if (":" in ip) in ports]
-
     async def _run(self, peer: bytes, dial: Dial) -> None:
         is_adopted = False
         try:
             if peer == self._host.author:
                 raise PeerUnreachableError("this is myself")
-            if self._host.is_offline:
+            if self._host.connections.is_offline:
                 raise PeerUnreachableError("this node is offline for now")
             dial.offer(self._host.addresses_of(peer))
             with trio.move_on_after(DIAL_TIMEOUT):

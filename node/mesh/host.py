@@ -10,26 +10,18 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import (
-    AbstractAsyncContextManager,
-    AbstractContextManager,
-    asynccontextmanager,
-    contextmanager,
-    nullcontext,
-    suppress,
-)
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import peer_id_of, public_bytes
 
 from ..base.bandwidth import Shaping
 from ..base.errors import ListenError, PeerUnreachableError, StrangerError
 from ..base.nurseries import open_service_nursery
-from .connection import CLOSE_TIMEOUT, Connection
+from .connection import CLOSE_TIMEOUT
 from .connection_events import ConnectionEvents
 from .connections import Acceptor, ConnectionPool
 from .dht import Dht
@@ -39,7 +31,7 @@ from .identify import IdentifyService
 from .known_addresses import KnownAddresses
 from .libp2p_stream import Stream
 from .own_addresses import OwnAddresses
-from .protocol_handlers import Handler, ProtocolHandlers, propose
+from .protocol_handlers import Handler, ProtocolHandlers
 from .reach.probe_connections import ProbeConnections
 from .relay_client import RelayClient
 from .rendezvous import Rendezvous
@@ -74,17 +66,11 @@ class Host:
         self.rendezvous = Rendezvous()
         self.acceptor = Acceptor(nursery, self.connections, self.upgrader, self.rendezvous)
         self.own = OwnAddresses(self.peer_id, lambda: self.acceptor.bound)
-        self.observe_port: Callable[[int], AbstractAsyncContextManager[list[tuple[str, int]]]] = lambda port: (
-            nullcontext([])
-        )
-        """As whom others see a port of this machine that is in use, where its router changes ports; else nothing."""
-        self.is_out_of_reach: Callable[[bytes], bool] = lambda peer: False
-        """Whether `farandole.node.mesh.reach.punching` has shown that no direct connection to a peer comes about."""
         self._known = KnownAddresses()
         self._hearsay = KnownAddresses()
         self._dialler = Dialler(self, nursery)
-        self._probes = ProbeConnections(self._dial_probe, nursery)
-        self._identify = IdentifyService(self, self.handlers)
+        self.probes = ProbeConnections(self, nursery)
+        self._identify = IdentifyService(self)
         self._dht = Dht(self)
         self.relays = RelayClient(self)
         nursery.start_soon(self._dht.run)
@@ -98,14 +84,9 @@ class Host:
         return self.own.all
 
     @property
-    def listening(self) -> list[tuple[str, int]]:
-        """The IP addresses and ports that this node listens on, as they were bound."""
-        return self.own.listening
-
-    @property
     def own_ips(self) -> list[str]:
         """The IP addresses of this machine that this node listens at."""
-        return list(dict.fromkeys(ip for ip, _ in self.own.own))
+        return list(dict.fromkeys(ip for ip, _ in self.own.interfaces))
 
     @property
     def observed_ips(self) -> list[str]:
@@ -118,28 +99,15 @@ class Host:
         return self.own.mapped
 
     @property
-    def mapped_addresses(self) -> list[str]:
-        """Where its router says that this node can be dialled, which no peer outside may have tried yet."""
-        return self.own.all_mapped
-
-    @property
     def bulk_ports(self) -> set[int]:
         """Other ports of this machine that peers dial."""
         return self.own.bulk_ports
-
-    def set_external_addresses(self, addresses: Sequence[str]) -> None:
-        """Advertise these too: where others reach this node, without its peer id at the end."""
-        self.own.external = addresses
 
     # Streams
 
     def set_handler(self, protocol: str, handler: Handler) -> None:
         """Serve a protocol, as `ProtocolHandlers.serve` does."""
         self.handlers.set(protocol, handler)
-
-    def remove_handler(self, protocol: str) -> None:
-        """Serve a protocol no more."""
-        self.handlers.remove(protocol)
 
     async def open_stream(
         self, peer: bytes, protocol: str, timeout: float = DIAL_TIMEOUT, *, may_dial: bool = True
@@ -150,12 +118,12 @@ class Host:
                 await self.connect(peer)
             conn = self.connections.best(peer)
             try:
-                return await _open_stream_on(conn, protocol)
+                return await conn.open_stream(protocol)
             except PeerUnreachableError:
                 if not may_dial or not conn.muxed.event_closed.is_set():
                     raise
             await self.connect(peer)  # the connection has just ended: another may last
-            return await _open_stream_on(self.connections.best(peer), protocol)
+            return await self.connections.best(peer).open_stream(protocol)
 
     # Connections
 
@@ -172,10 +140,6 @@ class Host:
         """How a peer's streams travel: "direct", "punched" (directly, through a hole), "relayed"; or "": not at all."""
         return self.connections.path(peer)
 
-    def round_trip(self, peer: bytes) -> float | None:
-        """Seconds to a peer and back, as last measured on the way that its streams take; None if not yet."""
-        return self.connections.round_trip(peer)
-
     def is_direct(self, peer: bytes) -> bool:
         """Whether a connection to a peer goes through no relay."""
         return self.path(peer) not in ("", "relayed")
@@ -183,11 +147,6 @@ class Host:
     def remote_addresses(self, peer: bytes) -> list[str]:
         """The multiaddrs at the other end of the connections to a peer; a relayed one's has /p2p-circuit in it."""
         return list(dict.fromkeys(conn.link.address for conn in self.connections.of(peer)))
-
-    @property
-    def is_offline(self) -> bool:
-        """Whether `go_offline` was the last word."""
-        return self.connections.is_offline
 
     async def go_offline(self) -> None:
         """End all connections, and begin and accept none, until `go_online`."""
@@ -314,7 +273,7 @@ class Host:
 
         ``port``: from that one instead, over IPv4.
         """
-        for local in self.listening if port is None else [("0.0.0.0", port)]:
+        for local in self.own.listening if port is None else [("0.0.0.0", port)]:
             if (":" in local[0]) == (":" in target[0]):
                 return Socket(await connect_from(local, target))
         raise OSError(f"nothing listens here that could dial {target[0]}")
@@ -336,49 +295,15 @@ class Host:
         while not self.is_direct(peer):
             await self.connections.wait_for_change()
 
-    @asynccontextmanager
-    async def open_probe(
-        self, peer: bytes, timeout: float = DIAL_TIMEOUT, port: int | None = None
-    ) -> AsyncIterator[Callable[[str], Awaitable[Stream]]]:
-        """One more connection to a peer that was dialled, from the port that listens; gives what opens streams on it.
-
-        ``port``: from that one instead, over IPv4. Nothing but other blocks like this uses it. Raises
-        `PeerUnreachableError`.
-        """
-        async with self._probes.open((peer, port), timeout) as conn:
-            yield lambda protocol: _open_stream_on(conn, protocol)
-
-    async def _dial_probe(self, key: tuple[bytes, int | None]) -> Connection:
-        peer, port = key
-        with trio.fail_after(DIAL_TIMEOUT):
-            socket = await self.dial_from_listener(self._dialled_target(peer), port)
-            socket.leave_nothing()
-            return Connection(await self.upgrader.dial(socket, peer), self.connections, is_outbound=True)
-
-    def is_dialled(self, peer: bytes) -> bool:
-        """Whether it was we who made a direct connection to a peer."""
-        with suppress(PeerUnreachableError):
-            return bool(self._dialled_target(peer))
-        return False
-
-    def _dialled_target(self, peer: bytes) -> tuple[str, int]:
-        """Where a connection that we dialled leads to."""
-        for conn in self.connections.of(peer):
-            if conn.is_outbound and (target := dial_target(conn.link.address, peer)) is not None:
-                return target
-        raise PeerUnreachableError("we have no connection with it that we dialled directly")
+    def dialled_target(self, peer: bytes) -> tuple[str, int] | None:
+        """Where a direct connection that we dialled leads to; None if there is none."""
+        targets = (dial_target(conn.link.address, peer) for conn in self.connections.of(peer) if conn.is_outbound)
+        return next((target for target in targets if target is not None), None)
 
     async def close(self) -> None:
         """Stop listening and end every connection."""
         self.acceptor.close()
         await self.connections.close()
-
-
-async def _open_stream_on(conn: Connection, protocol: str) -> Stream:
-    try:
-        return await propose(await conn.muxed.open_stream(), protocol)
-    except (RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
-        raise PeerUnreachableError(f"{peer_id_of(conn.peer)} gives no stream of {protocol}: {error!r}") from error
 
 
 @contextmanager

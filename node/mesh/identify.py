@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-from collections.abc import Iterable
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import trio
 from libp2p.identity.identify.pb.identify_pb2 import Identify
@@ -15,10 +14,11 @@ from farandole.protocol.identity import peer_id_bytes
 
 from ..base.errors import PeerUnreachableError
 from .addresses import multiaddr_of
-from .delimited import encode_delimited, multiaddr_bytes, multiaddr_texts, parse, receive_delimited
-from .known_addresses import MAX_ADDRESS_BYTES, MAX_ADDRESSES
+from .delimited import encode_delimited, multiaddr_bytes, multiaddr_texts, receive_message
 from .libp2p_stream import Stream
-from .protocol_handlers import ProtocolHandlers
+
+if TYPE_CHECKING:
+    from .host import Host
 
 logger = logging.getLogger(__name__)
 
@@ -36,33 +36,14 @@ IDENTIFY_TIMEOUT: Final = 10.0
 PING_PAUSE: Final = 60.0
 
 
-class IdentifyHost(Protocol):
-    """A host that has addresses, and remembers those of others."""
-
-    @property
-    def author(self) -> bytes:
-        """This node's public key."""
-
-    @property
-    def addresses(self) -> list[str]:
-        """Where this node can be dialled, as multiaddrs."""
-
-    async def open_stream(self, peer: bytes, protocol: str, timeout: float, *, may_dial: bool) -> Stream:
-        """A new stream; `PeerUnreachableError` if there is none."""
-
-    def add_hearsay(self, peer: bytes, addresses: Iterable[str]) -> None:
-        """Remember where a peer may be reached."""
-
-
 class IdentifyService:
     """Says who this node is, asks peers where they can be dialled, answers pings."""
 
-    def __init__(self, host: IdentifyHost, handlers: ProtocolHandlers) -> None:
+    def __init__(self, host: Host) -> None:
         self._host = host
-        self._handlers = handlers
-        handlers.set(IDENTIFY_PROTOCOL, self._serve, MAX_IDENTIFY_BYTES)
-        handlers.set(PUSH_PROTOCOL, self._take, MAX_IDENTIFY_BYTES)
-        handlers.set(PING_PROTOCOL, _answer_pings, MAX_PING_BYTES)
+        host.handlers.set(IDENTIFY_PROTOCOL, self._serve, MAX_IDENTIFY_BYTES)
+        host.handlers.set(PUSH_PROTOCOL, self._take, MAX_IDENTIFY_BYTES)
+        host.handlers.set(PING_PROTOCOL, _answer_pings, MAX_PING_BYTES)
 
     async def ask(self, peer: bytes) -> None:
         """Ask a connected peer where it can be dialled, and remember that. Raises nothing."""
@@ -82,7 +63,7 @@ class IdentifyService:
             public_key=peer_id_bytes(self._host.author)[2:],  # the id has the key in it, behind the multihash's header
             listen_addrs=multiaddr_bytes(own),
             observed_addr=multiaddr_bytes([multiaddr_of(remote[0].partition("%")[0], remote[1])])[0] if remote else b"",
-            protocols=self._handlers.protocols,
+            protocols=self._host.handlers.protocols,
         )
         with trio.fail_after(IDENTIFY_TIMEOUT):
             await stream.send_all(encode_delimited(message))
@@ -90,10 +71,10 @@ class IdentifyService:
     async def _take(self, stream: Stream) -> None:
         try:
             with trio.fail_after(IDENTIFY_TIMEOUT):
-                message = parse(Identify, await receive_delimited(stream, MAX_IDENTIFY_BYTES))
+                message = await receive_message(stream, Identify, MAX_IDENTIFY_BYTES)
         finally:
             await stream.aclose()
-        self._host.add_hearsay(stream.peer, multiaddr_texts(message.listen_addrs, MAX_ADDRESSES, MAX_ADDRESS_BYTES))
+        self._host.add_hearsay(stream.peer, multiaddr_texts(message.listen_addrs))
 
 
 async def _answer_pings(stream: Stream) -> None:

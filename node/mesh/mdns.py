@@ -21,6 +21,7 @@ import trio
 from zeroconf import Error as ZeroconfError
 from zeroconf import IPVersion, ServiceBrowser, ServiceInfo, ServiceStateChange, Zeroconf
 
+from farandole.protocol.bulk import unicast_ip
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import public_key_of
 from farandole.protocol.records import local_name
@@ -86,16 +87,10 @@ def neighbour_of(
         author = public_key_of(peer.decode("ascii"))
     except (RemoteProtocolError, UnicodeDecodeError):
         return None
-    near = [multiaddr_of(ip, port) for ip in dict.fromkeys(ips) if _is_in(ip, networks)][:MAX_ADDRESSES]
+    parsed = {ip: unicast_ip(ip) for ip in ips}
+    inside = (ip for ip, parsed_ip in parsed.items() if parsed_ip and any(parsed_ip in each for each in networks))
+    near = [multiaddr_of(ip, port) for ip in inside][:MAX_ADDRESSES]
     return Neighbour(author, near) if near and author != own else None
-
-
-def _is_in(ip: str, networks: Sequence[Network]) -> bool:
-    try:
-        address = ipaddress.ip_address(ip)
-    except ValueError:
-        return False
-    return any(address in network for network in networks)
 
 
 class Mdns:
@@ -163,7 +158,7 @@ class Mdns:
                 await trio.to_thread.run_sync(end)
 
     def _announcements(self, ips: Sequence[str]) -> list[ServiceInfo]:
-        ports = {port for ip, port in self._host.listening if ipaddress.ip_address(ip).is_unspecified or ip in ips}
+        ports = {port for ip, port in self._host.own.listening if ipaddress.ip_address(ip).is_unspecified or ip in ips}
         if not ports:
             return []
         return [

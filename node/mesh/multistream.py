@@ -10,8 +10,11 @@ from collections.abc import Awaitable, Callable, Container
 from typing import Final
 
 import trio
+from libp2p.utils.varint import encode_delim
 
 from farandole.protocol.errors import RemoteProtocolError
+
+from .delimited import read_delimited
 
 MULTISTREAM: Final = "/multistream/1.0.0"
 # A message is a protocol id; go-libp2p allows 1,024 bytes too.
@@ -28,13 +31,6 @@ class ProtocolRefusedError(RemoteProtocolError):
     """The peer does not speak the protocol that was proposed to it, or says why it does not."""
 
 
-def encode_line(text: str) -> bytes:
-    """One message: its length as a varint, the text, a newline."""
-    length = len(text) + 1
-    prefix = bytes((length,)) if length < 0x80 else bytes((length & 0x7F | 0x80, length >> 7))
-    return prefix + text.encode() + b"\n"
-
-
 class Negotiation:
     """One negotiation on a connection or a stream."""
 
@@ -46,25 +42,25 @@ class Negotiation:
 
     async def propose(self, protocol: str) -> None:
         """Agree on this protocol; raises `ProtocolRefusedError` if the peer does not."""
-        await self._send(encode_line(MULTISTREAM) + encode_line(protocol))
+        await self._say(MULTISTREAM, protocol)
         await self._expect_greeting()
         await self._expect(protocol)
 
     async def answer(self, protocols: Container[str]) -> str:
         """Take the first protocol that the peer proposes of these; `RemoteProtocolError` if there is none."""
-        await self._send(encode_line(MULTISTREAM))
+        await self._say(MULTISTREAM)
         await self._expect_greeting()
         while (proposal := await self._next()) not in protocols:
-            await self._send(encode_line(NOT_AVAILABLE))
-        await self._send(encode_line(proposal))
+            await self._say(NOT_AVAILABLE)
+        await self._say(proposal)
         return proposal
 
     async def refuse(self, reason: str) -> None:
         """Answer the peer's first proposal by a reason, which implementations show as an unexpected answer."""
-        await self._send(encode_line(MULTISTREAM))
+        await self._say(MULTISTREAM)
         await self._expect_greeting()
         await self._next()
-        await self._send(encode_line(reason))
+        await self._say(reason)
 
     async def find_role(self, protocol: str) -> bool:
         """Negotiate on an accepted connection, of which a peer that waits for us may be the other end.
@@ -72,14 +68,14 @@ class Negotiation:
         Whether that is so: it proposes nothing, and we are the initiator. A peer that dials as others do proposes at
         once.
         """
-        await self._send(encode_line(MULTISTREAM))
+        await self._say(MULTISTREAM)
         await self._expect_greeting()
         proposal = None
         with trio.move_on_after(ROLE_PAUSE):
             proposal = await self._next()
         if proposal not in (None, protocol):
             raise RemoteProtocolError("the peer proposes something else")
-        await self._send(encode_line(protocol))
+        await self._say(protocol)
         if proposal is None:
             await self._expect(protocol)
         return proposal is None
@@ -99,25 +95,12 @@ class Negotiation:
         self._num_received += 1
         if self._num_received > MAX_NEGOTIATION_MESSAGES:
             raise RemoteProtocolError("too many negotiation messages")
-        length = shift = 0
-        while True:
-            (byte,) = await self._exactly(1)
-            length |= (byte & 0x7F) << shift
-            shift += 7
-            if length > MAX_NEGOTIATION_BYTES or shift > 14:
-                raise RemoteProtocolError("a negotiation message that is too long")
-            if byte < 0x80:
-                break
-        message = await self._exactly(length)
+        message = await read_delimited(self._receive, MAX_NEGOTIATION_BYTES)
+        if message is None:
+            raise RemoteProtocolError("the peer ended the negotiation")
         if not message.endswith(b"\n"):
             raise RemoteProtocolError("a negotiation message without its newline")
         return message[:-1].decode(errors="replace")
 
-    async def _exactly(self, size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            piece = await self._receive(size - len(data))
-            if not piece:
-                raise RemoteProtocolError("the peer ended the negotiation")
-            data += piece
-        return data
+    async def _say(self, *texts: str) -> None:
+        await self._send(b"".join(encode_delim(text.encode()) for text in texts))

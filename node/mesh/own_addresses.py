@@ -38,7 +38,7 @@ class OwnAddresses:
         return list(self._bound())
 
     @property
-    def own(self) -> list[tuple[str, int]]:
+    def interfaces(self) -> list[tuple[str, int]]:
         """The same where 0.0.0.0 stands for every interface."""
         found = [(ip, port) for host, port in self._bound() for ip in self._interfaces_of(host)]
         return list(dict.fromkeys(found))
@@ -46,7 +46,7 @@ class OwnAddresses:
     @property
     def all(self) -> list[str]:
         """Where this node can be dialled: multiaddrs, each ending in /p2p/<peer id>."""
-        addresses = (*(multiaddr_of(*each) for each in self.own), *self.external)
+        addresses = (*(multiaddr_of(*each) for each in self.interfaces), *self.external)
         return [f"{address}/p2p/{self._peer_id}" for address in dict.fromkeys(addresses)]
 
     @property

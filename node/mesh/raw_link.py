@@ -21,8 +21,9 @@ class RawLink(ABC):
 
     is_relayed = False
 
-    def __init__(self, address: str, remote: tuple[str, int] | None) -> None:
+    def __init__(self, carrier: trio.abc.Stream, address: str, remote: tuple[str, int] | None) -> None:
         """``address``: the other end as a multiaddr without a peer id; ``remote``: as host and port, if it has them."""
+        self._carrier = carrier
         self.address = address
         self.remote = remote
         self.site: Site = site_of(remote[0] if remote else "")
@@ -68,17 +69,23 @@ class RawLink(ABC):
             self._handshake_bytes_left = left - len(data)
         return data
 
-    @abstractmethod
     async def _receive_some(self, max_bytes: int) -> bytes:
-        """What comes next, b"" at the end; `trio.BrokenResourceError` where it breaks."""
+        """What comes next, b"" at the end; `trio.BrokenResourceError` when the connection is gone, at whichever end."""
+        try:
+            return bytes(await self._carrier.receive_some(max_bytes))
+        except trio.ClosedResourceError as error:
+            raise trio.BrokenResourceError("connection closed here") from error
 
-    @abstractmethod
     async def write(self, data: bytes) -> None:
-        """All of it; `trio.BrokenResourceError` when the connection is gone, at whichever end."""
+        """Send all of it; raises as `_receive_some`."""
+        try:
+            await self._carrier.send_all(data)
+        except trio.ClosedResourceError as error:
+            raise trio.BrokenResourceError("connection closed here") from error
 
-    @abstractmethod
     async def close(self) -> None:
-        """Close; whoever waits on it is woken."""
+        """Close; what was written still goes out, and whoever waits on it is woken."""
+        await self._carrier.aclose()
 
     @abstractmethod
     def abort(self) -> None:

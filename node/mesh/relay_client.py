@@ -8,33 +8,28 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import trio
+from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage, PeerId, Status, StopMessage
 
 from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.identity import peer_id_of, short_name
+from farandole.protocol.identity import peer_id_bytes, peer_id_of, public_key_of_bytes, short_name
 from farandole.protocol.relay import (
     HOP_PROTOCOL,
+    MAX_MESSAGE_BYTES,
     RESERVATION_SECONDS,
     STOP_PROTOCOL,
-    Status,
     circuit_address,
     parse_circuit,
 )
 
 from ..base.errors import PeerUnreachableError
 from .circuit import Circuit
-from .relay_messages import (
-    ConnectRequest,
-    RelayAnswer,
-    ReserveRequest,
-    encode_hop,
-    encode_stop,
-    receive_hop,
-    receive_stop,
-)
+from .delimited import encode_delimited, multiaddr_texts, receive_message
 
 if TYPE_CHECKING:
     from .host import Host
@@ -62,9 +57,9 @@ class Reservation:
     """On trio's clock."""
 
 
-def seconds_left(answer: RelayAnswer, unix: float) -> float:
+def seconds_left(expires_at: int, unix: float) -> float:
     """How long a reservation lasts: the protocol has it in the relay's time of day, which need not be ours."""
-    return min(max(answer.expires_at - unix, MIN_RESERVATION_SECONDS), RESERVATION_SECONDS)
+    return min(max(expires_at - unix, MIN_RESERVATION_SECONDS), RESERVATION_SECONDS)
 
 
 class RelayClient:
@@ -73,7 +68,7 @@ class RelayClient:
     def __init__(self, host: Host) -> None:
         self._host = host
         self._reservations: dict[bytes, Reservation] = {}
-        self._num_shaking_hands: dict[bytes, int] = {}
+        self._shaking_hands: Counter[bytes] = Counter()  # by relay
         host.set_handler(STOP_PROTOCOL, self._accept)
 
     @property
@@ -91,37 +86,36 @@ class RelayClient:
         """
         try:
             with trio.fail_after(RESERVE_TIMEOUT):
-                answer = await self._ask_for_reservation(relay)
+                await self._host.connect(relay, is_direct=True)
+                stream, answer = await self._ask(relay, HopMessage(type=HopMessage.RESERVE))
         except (trio.TooSlowError, trio.BrokenResourceError) as error:
             raise PeerUnreachableError(f"{short_name(relay)} gives no answer to a reservation") from error
-        if answer.status != Status.OK:
-            raise PeerUnreachableError(f"{short_name(relay)} gives no reservation ({answer.status})")
-        address = self._address_of(relay, answer.addresses)
+        stream.reset()
+        address = self._address_of(relay, multiaddr_texts(answer.reservation.addrs))
         if address is None:
             raise PeerUnreachableError(f"{short_name(relay)} has no address that others could dial")
-        held = Reservation(
-            relay, circuit_address(address, relay), trio.current_time() + seconds_left(answer, time.time())
-        )
-        self._reservations[relay] = held
+        expires_at = trio.current_time() + seconds_left(answer.reservation.expire, time.time())
+        held = self._reservations[relay] = Reservation(relay, circuit_address(address, relay), expires_at)
         return held
 
     def forget(self, relay: bytes) -> None:
         """Accept nothing more from a relay, which is not told; its reservation lapses."""
         self._reservations.pop(relay, None)
 
-    async def _ask_for_reservation(self, relay: bytes) -> RelayAnswer:
-        await self._host.connect(relay, is_direct=True)
+    async def _ask(self, relay: bytes, question: HopMessage) -> tuple[Stream, HopMessage]:
+        """The stream on which a relay has agreed, and its answer; `PeerUnreachableError` if it refuses."""
         stream = await self._host.open_stream(relay, HOP_PROTOCOL)
         try:
-            await stream.send_all(encode_hop(ReserveRequest()))
-            answer = await receive_hop(stream)
-        finally:
+            await stream.send_all(encode_delimited(question))
+            answer = await receive_message(stream, HopMessage, MAX_MESSAGE_BYTES)
+            if answer.type != HopMessage.STATUS or answer.status != Status.OK:
+                raise PeerUnreachableError(f"the relay {short_name(relay)} refuses (status {answer.status})")
+        except BaseException:  # also when cancelled: the relay must not keep a circuit that no task uses
             stream.reset()
-        if not isinstance(answer, RelayAnswer):
-            raise RemoteProtocolError("a relay asks instead of answering")
-        return answer
+            raise
+        return stream, answer
 
-    def _address_of(self, relay: bytes, told: tuple[str, ...]) -> str | None:
+    def _address_of(self, relay: bytes, told: Iterable[str]) -> str | None:
         """Where others shall dial the relay: as we did if we did, else as it says itself."""
         known = [address.partition("/p2p/")[0] for address in told]
         dialled = [address for address in self._host.remote_addresses(relay) if address in known]
@@ -140,41 +134,33 @@ class RelayClient:
             with trio.fail_after(CIRCUIT_TIMEOUT):
                 relay_address = f"{target.relay_address}/p2p/{peer_id_of(relay)}"
                 await self._host.connect(relay, [relay_address], CIRCUIT_TIMEOUT, is_direct=True)
-                stream = await self._host.open_stream(relay, HOP_PROTOCOL, CIRCUIT_TIMEOUT)
-                try:
-                    await stream.send_all(encode_hop(ConnectRequest(peer)))
-                    answer = await receive_hop(stream)
-                    if not isinstance(answer, RelayAnswer) or answer.status != Status.OK:
-                        raise PeerUnreachableError(f"the relay {short_name(relay)} does not connect us: {answer}")
-                except BaseException:  # cancelled, too: the relay is to know that nobody waits
-                    stream.reset()
-                    raise
+                peer_id = PeerId(id=peer_id_bytes(peer))
+                stream, answer = await self._ask(relay, HopMessage(type=HopMessage.CONNECT, peer=peer_id))
         except (RemoteProtocolError, trio.TooSlowError, trio.BrokenResourceError) as error:
             raise PeerUnreachableError(f"the relay {short_name(relay)} does not connect us: {error!r}") from error
         where = address.partition("/p2p-circuit")[0] + "/p2p-circuit"
-        return Circuit(stream, where, answer.max_bytes, answer.max_seconds)
+        return Circuit(stream, where, answer.limit.data, answer.limit.duration)
 
     async def _accept(self, stream: Stream) -> None:
         """A relay passes somebody on to us: shake hands, and keep the circuit for as long as the connection."""
         relay = stream.peer
-        num_under_way = self._num_shaking_hands.get(relay, 0)
-        if relay not in self._reservations or stream.is_relayed or num_under_way >= MAX_HANDSHAKES_PER_RELAY:
+        is_busy = self._shaking_hands[relay] >= MAX_HANDSHAKES_PER_RELAY
+        if relay not in self._reservations or stream.is_relayed or is_busy:
             raise RemoteProtocolError("no reservation leads here")
-        self._num_shaking_hands[relay] = num_under_way + 1
+        self._shaking_hands[relay] += 1
         try:
             with trio.fail_after(CIRCUIT_TIMEOUT):
-                request = await receive_stop(stream)
-                if not isinstance(request, ConnectRequest):
+                request = await receive_message(stream, StopMessage, MAX_MESSAGE_BYTES)
+                if not request.HasField("type") or request.type != StopMessage.CONNECT:
                     raise RemoteProtocolError("a relay answers what nobody asked")
-                await stream.send_all(encode_stop(RelayAnswer(Status.OK)))
+                public_key_of_bytes(request.peer.id)  # refuses whom farandole cannot name
+                await stream.send_all(encode_delimited(StopMessage(type=StopMessage.STATUS, status=Status.OK)))
             circuit = Circuit(stream, self._reservations[relay].address)
             try:
                 muxed = await self._host.upgrader.accept(circuit)
             except Exception as error:  # whatever the handshakes raise
                 raise RemoteProtocolError(f"no handshake through a relay: {error!r}") from error
         finally:
-            self._num_shaking_hands[relay] -= 1
-            if not self._num_shaking_hands[relay]:
-                del self._num_shaking_hands[relay]
+            self._shaking_hands -= Counter((relay,))
         conn = await self._host.connections.add(muxed, is_outbound=False)
         await conn.finished.wait()

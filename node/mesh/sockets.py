@@ -31,9 +31,9 @@ class Socket(RawLink):
         try:
             host, port = stream.socket.getpeername()[:2]
         except OSError:  # it is gone already
-            super().__init__("", None)
+            super().__init__(stream, "", None)
         else:
-            super().__init__(multiaddr_of(str(host).partition("%")[0], int(port)), (str(host), int(port)))
+            super().__init__(stream, multiaddr_of(str(host).partition("%")[0], int(port)), (str(host), int(port)))
         self._stream = stream
         self._turns = turns
         self.waiting_since = math.inf
@@ -48,22 +48,9 @@ class Socket(RawLink):
     async def _receive_some(self, max_bytes: int) -> bytes:
         self.waiting_since = trio.current_time()
         try:
-            return bytes(await self._stream.receive_some(max_bytes))
-        except trio.ClosedResourceError as error:
-            raise trio.BrokenResourceError("connection closed here") from error
+            return await super()._receive_some(max_bytes)
         finally:
             self.waiting_since = math.inf
-
-    async def write(self, data: bytes) -> None:
-        """See `RawLink`."""
-        try:
-            await self._stream.send_all(data)
-        except trio.ClosedResourceError as error:
-            raise trio.BrokenResourceError("connection closed here") from error
-
-    async def close(self) -> None:
-        """See `RawLink`."""
-        await self._stream.aclose()
 
     def leave_nothing(self) -> None:
         """As `farandole.node.base.system.sockets.leave_nothing`."""

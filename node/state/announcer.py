@@ -8,7 +8,7 @@ from collections.abc import Callable
 import trio
 
 from farandole.protocol.blocks import Index
-from farandole.protocol.entries import RULES, CheckpointNotice, Kind, Member, Report
+from farandole.protocol.entries import RULES, CheckpointNotice, Kind, Member, Report, fit_member
 from farandole.protocol.node_state import MAX_SMALL, beat_of, progress_of, speed_of
 
 from ..mesh.addresses import rank
@@ -58,9 +58,7 @@ class Announcer:
         self._num_stages = num_stages
         self._is_bound = is_bound
         self._is_paused = is_paused
-        self._announced: tuple[list[str], str] = ([], "")
-        self._announced_speed = 0.0
-        self._told_paused = False
+        self._told = Member()
         self._unannounced: dict[int, CheckpointNotice] = {}
         self._accusations: deque[Report] = deque(maxlen=MAX_ACCUSATIONS)
         self._next_report = 0
@@ -74,21 +72,23 @@ class Announcer:
 
     async def announce(self, *, left: bool = False) -> None:
         """Tell the run that this node belongs to it, or has left."""
-        addresses, device = self._announced = (self._host.addresses, self._journal.state.device)
-        addresses = rank(addresses)
-        self._announced_speed = self._speed
-        self._told_paused = self._is_paused()
+        self._told = self._member(left=left)
+        await self._gossip.publish(Kind.MEMBER, 0, self._told)
+
+    def _member(self, *, left: bool = False) -> Member:
+        """What there is to say of this node now."""
+        state = self._journal.state
         member = Member(
-            stage=self._journal.state.stage,
-            device=device[:48],
-            speed=int(self._announced_speed),
-            addresses=tuple(address.rpartition("/p2p/")[0] for address in addresses[:8]),
+            stage=state.stage,
+            device=state.device[:48],
+            speed=int(speed_of(state, self._num_stages)),
+            addresses=tuple(address.rpartition("/p2p/")[0] for address in rank(self._host.addresses)[:8]),
             left=left,
             incarnation=self._incarnation,
             is_bound=self._is_bound,
-            is_paused=self._told_paused,
+            is_paused=self._is_paused(),
         )
-        await self._gossip.publish(Kind.MEMBER, 0, member)
+        return fit_member(member)
 
     async def beat(self) -> None:
         """One heartbeat."""
@@ -120,10 +120,6 @@ class Announcer:
         """That a peer's contribution was refused; told to the run with the next progress, a few at a time."""
         self._accusations.append(Report(peer, reason.encode("ascii", "replace").decode()[:MAX_REASON_CHARS], evidence))
 
-    @property
-    def _speed(self) -> float:
-        return speed_of(self._journal.state, self._num_stages)
-
     async def _beat(self) -> None:
         while True:
             await self.beat()
@@ -141,11 +137,13 @@ class Announcer:
     async def _announce_addresses(self) -> None:
         while True:
             await trio.sleep(ADDRESSES_INTERVAL)
-            if self._told_paused != self._is_paused() or self._announced[0] != self._host.addresses:
+            member, told = self._member(), self._told
+            if (member.is_paused, member.addresses) != (told.is_paused, told.addresses):
                 await self.announce()
 
     def has_changed(self) -> bool:
         """Whether others know another address or device of this node than it has, or where it matters another speed."""
-        if self._announced != (self._host.addresses, self._journal.state.device):
+        member, told = self._member(), self._told
+        if (member.addresses, member.device) != (told.addresses, told.device):
             return True
-        return self._num_stages > 1 and abs(self._speed - self._announced_speed) > SPEED_CHANGE * self._announced_speed
+        return self._num_stages > 1 and abs(member.speed - told.speed) > SPEED_CHANGE * told.speed

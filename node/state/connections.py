@@ -27,7 +27,7 @@ SUSPICION_DIAL_TIMEOUT = 3.0
 PROBES_PER_SECOND = 100.0
 
 
-class Connections:
+class ConnectionKeeper:
     """Keeps connections with live members. ``on_lost`` is called with each peer that could not be reached again."""
 
     def __init__(
@@ -43,7 +43,12 @@ class Connections:
         """Keep them until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._keep_connected)
-            nursery.start_soon(self._watch_connections)
+            with self._host.connection_events() as events:
+                async for peer, is_connected in events:
+                    if is_connected:
+                        self._liveness.trust(peer)
+                    elif peer in self._membership.everyone:
+                        nursery.start_soon(self._probe, peer)
 
     async def _keep_connected(self) -> None:
         while True:
@@ -63,15 +68,6 @@ class Connections:
         except PeerUnreachableError:
             return False
         return True
-
-    async def _watch_connections(self) -> None:
-        async with trio.open_nursery() as nursery:
-            with self._host.connection_events() as events:
-                async for peer, is_connected in events:
-                    if is_connected:
-                        self._liveness.trust(peer)
-                    elif peer in self._membership.everyone:
-                        nursery.start_soon(self._probe, peer)
 
     async def _probe(self, peer: bytes) -> None:
         """The connection to a live peer broke: find out whether it is the line, or the peer."""

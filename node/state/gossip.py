@@ -11,14 +11,14 @@ import logging
 import random
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import trio
 
 from farandole.protocol.antientropy import PROTOCOL as SYNC_PROTOCOL
 from farandole.protocol.antientropy import Session
-from farandole.protocol.entries import Delta, Entry, Kind, Payload, decode_delta, fit_member
+from farandole.protocol.entries import Delta, Entry, Kind, Payload, decode_delta
 from farandole.protocol.entries import Member as MemberPayload
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.gossip import Gossip, is_worth_forwarding, slices_of, sync_periods
@@ -32,6 +32,7 @@ from farandole.protocol.writer import Mark, Writer
 
 from ..base.errors import PeerUnreachableError
 from ..base.streams import READ_BYTES, Stream, StreamHost
+from .messenger import OnFailed, Receive
 from .store import StoreError
 
 if TYPE_CHECKING:
@@ -76,13 +77,7 @@ class FrameSender(Protocol):
     def send_nowait(self, peer: bytes, protocol: str, payload: bytes) -> None:
         """Best effort."""
 
-    def set_receiver(
-        self,
-        protocol: str,
-        max_bytes: int,
-        receive: Callable[[bytes, bytes], None],
-        on_failed: Callable[[bytes, str], None] | None = None,
-    ) -> None:
+    def set_receiver(self, protocol: str, max_bytes: int, receive: Receive, on_failed: OnFailed | None = None) -> None:
         """Who gets a protocol's frames, and who is told of peers that did not get them."""
 
 
@@ -128,7 +123,7 @@ class GossipService:
         self._gossip = Gossip(state, writer.author, rng, base_period)
         self._postponed: dict[tuple[Kind, int], Payload] = {}
         self._write_lock = trio.Lock()
-        self._has_changed = trio.Event()
+        self._waiting = trio.lowlevel.ParkingLot()  # for new entries
         self._served: set[bytes] = set()
         self._serving_meters = PeerMeters(SERVED_BURST, SERVED_RATE)
         self._clock_offsets: dict[bytes, float] = {}
@@ -155,7 +150,7 @@ class GossipService:
 
     async def changed(self) -> None:
         """Wait until entries have come in that were not there when this was called."""
-        await self._has_changed.wait()
+        await self._waiting.park()
 
     async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Load what is stored, then gossip until cancelled."""
@@ -186,8 +181,6 @@ class GossipService:
         If the slot was written so lately that its tick has not passed (or the disk refuses the mark), it is kept and
         written when that is possible, unless a newer payload takes its place before.
         """
-        if isinstance(payload, MemberPayload):
-            payload = fit_member(payload)
         self._postponed[kind, index] = payload
         await self._write_postponed()
 
@@ -213,7 +206,7 @@ class GossipService:
         if self._writer.delay(kind, index, now) > 0:
             return False  # meanwhile an entry of a past life has come in
         self._gossip.publish(self._writer.write(kind, index, payload, now), now)
-        self._wake()
+        self._waiting.unpark_all()
         return True
 
     async def flush(self) -> None:
@@ -239,21 +232,15 @@ class GossipService:
     def _note_failure(self, peer: bytes, protocol: str) -> None:
         self._gossip.unreachable(peer, trio.current_time())
 
-    def _take_note(self, entries: Iterable[Entry]) -> None:
+    def _take_note(self, entries: Sequence[Entry]) -> None:
         """React to what is new, whichever way it came."""
-        is_any = False
+        if entries:
+            self._waiting.unpark_all()
         for entry in entries:
-            is_any = True
             if entry.author == self._writer.author:
                 self._writer.observe(entry)
             elif entry.kind is Kind.MEMBER:
                 self._host.add_addresses(entry.author, dialable_addresses(entry.author, entry.payload))
-        if is_any:
-            self._wake()
-
-    def _wake(self) -> None:
-        self._has_changed.set()
-        self._has_changed = trio.Event()
 
     # anti-entropy
 

@@ -9,21 +9,16 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import trio
 
-from farandole.protocol.entries import (
-    Beat,
-    CheckpointNotice,
-    Kind,
-    StageLease,
-)
+from farandole.protocol.entries import Beat, CheckpointNotice, Kind, StageLease
 from farandole.protocol.errors import FarandoleError
 from farandole.protocol.identity import short_name
-from farandole.protocol.node_state import speed_of
+from farandole.protocol.node_state import NodeState, speed_of
 from farandole.protocol.stage_choice import Provider
-from farandole.protocol.state import RunState
+from farandole.protocol.state import PayloadType, RunState
 
 from ..mesh.host import Host
 from ..status.journal import Journal
@@ -73,7 +68,7 @@ class Membership:
         self._others: Nodes = (frozenset(),) * num_stages
         self._paused: frozenset[bytes] = frozenset()  # of the others
         self._told: tuple[frozenset[bytes], Nodes] | None = None
-        self._changed = trio.Event()
+        self._waiting = trio.lowlevel.ParkingLot()  # for a change
         self._has_warned_of_clock = False
 
     @property
@@ -114,15 +109,14 @@ class Membership:
 
     def leases(self) -> dict[bytes, StageLease]:
         """Of live members, and of this node, who are moving between stages or about to."""
-        found = ((peer, self._state.payload(peer, StageLease)) for peer in (*self.everyone, self._host.author))
-        return {peer: lease for peer, lease in found if lease is not None and lease.source != lease.target}
+        leases = self._payloads((*self.everyone, self._host.author), StageLease)
+        return {peer: lease for peer, lease in leases.items() if lease.source != lease.target}
 
     @property
     def is_young(self) -> bool:
         """Whether no live member has trained yet, as far as this node has heard; nor has it."""
-        beats = (self._state.payload(peer, Beat) for peer in self.everyone)
-        has_begun = any(beat is not None and (beat.round or beat.inner_steps > self._first_step) for beat in beats)
-        return not has_begun and not self._journal.state.round and self._journal.state.inner_steps <= self._first_step
+        beats = self._payloads(self.everyone, Beat).values()
+        return not (self._has_trained(self._journal.state) or any(map(self._has_trained, beats)))
 
     def current_round(self) -> int:
         """The round that the others are in: the median of the live members' heartbeats, 0 if there are none.
@@ -132,36 +126,37 @@ class Membership:
         have left it.
         """
         for peers in (self.everyone - self._paused, self._paused):
-            beats = [beat for peer in peers if (beat := self._state.payload(peer, Beat)) is not None]
-            rounds = [beat.round for beat in beats if beat.round or beat.inner_steps > self._first_step]
+            rounds = [beat.round for beat in self._payloads(peers, Beat).values() if self._has_trained(beat)]
             if rounds:
                 return int(statistics.median_low(rounds))
         return 0
 
-    def donors(self, after_round: int, stage: int | None = None) -> list[bytes]:
-        """Live members of a stage (None: this node's) further than ``after_round``.
+    def _has_trained(self, node: Beat | NodeState) -> bool:
+        return bool(node.round) or node.inner_steps > self._first_step
+
+    def _payloads(self, peers: Iterable[bytes], kind: type[PayloadType]) -> dict[bytes, PayloadType]:
+        """What these peers have said, as far as they have."""
+        found = ((peer, self._state.payload(peer, kind)) for peer in peers)
+        return {peer: payload for peer, payload in found if payload is not None}
+
+    def donors(self, after_round: int, stage: int) -> list[bytes]:
+        """Live members of a stage further than ``after_round``.
 
         Those who have announced a checkpoint of it come first, else the order is random.
         """
-        stage = self.stage if stage is None else stage
-        ahead = [
-            peer
-            for peer in self._others[stage]
-            if (beat := self._state.payload(peer, Beat)) is not None and beat.round > after_round
-        ]
+        ahead = [peer for peer, beat in self._payloads(self._others[stage], Beat).items() if beat.round > after_round]
         self._rng.shuffle(ahead)
-        ahead.sort(key=lambda peer: self._notice(peer, OWN_SLOT, stage) is None)
-        return ahead
+        return sorted(ahead, key=lambda peer: all(notice.stage != stage for notice in self._notices(peer, OWN_SLOT)))
 
     def announced(self, stage: int) -> dict[bytes, CheckpointNotice]:
         """What live members of a stage, this node included, say of their own newest checkpoints."""
         members = self.nodes_of_stages()[stage]
-        return {peer: notice for peer in members if (notice := self._notice(peer, OWN_SLOT, stage)) is not None}
+        return {peer: notice for peer in members for notice in self._notices(peer, OWN_SLOT) if notice.stage == stage}
 
     def notices(self, stage: int) -> dict[bytes, list[CheckpointNotice]]:
         """What checkpoints of a stage the other live members say that they hold, their own or copies."""
         held = {
-            peer: [notice for slot in (OWN_SLOT, COPY_SLOT) if (notice := self._notice(peer, slot, stage)) is not None]
+            peer: [notice for notice in self._notices(peer, OWN_SLOT, COPY_SLOT) if notice.stage == stage]
             for peer in self.everyone
         }
         return {peer: notices for peer, notices in held.items() if notices}
@@ -178,18 +173,24 @@ class Membership:
 
     def told_checkpoints(self) -> frozenset[bytes]:
         """The checkpoints that the run knows this node to hold."""
-        notices = (self._state.payload(self._host.author, CheckpointNotice, slot) for slot in (OWN_SLOT, COPY_SLOT))
-        return frozenset(notice.id for notice in notices if notice is not None)
+        return frozenset(notice.id for notice in self._notices(self._host.author, OWN_SLOT, COPY_SLOT))
 
-    def _notice(self, peer: bytes, slot: int, stage: int) -> CheckpointNotice | None:
-        """What a peer says of its checkpoint of a stage."""
-        notice = self._state.payload(peer, CheckpointNotice, slot)
-        return notice if notice is not None and notice.stage == stage else None
+    def _notices(self, peer: bytes, *slots: int) -> list[CheckpointNotice]:
+        """What a peer says of its checkpoints."""
+        found = (self._state.payload(peer, CheckpointNotice, slot) for slot in slots)
+        return [notice for notice in found if notice is not None]
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Keep it up to date until cancelled: liveness changes with entries, and with time alone.
+
+        Raises `KeyMisusedError` when this node is barred.
+        """
         self._host.protect(lambda peer: any(peer in peers for peers in self._others))
-        await self._watch_state()
+        while True:
+            self.refresh()
+            self._check_standing()
+            with trio.move_on_after(1.0):
+                await self._gossip.changed()
 
     async def hold(self, stage: int) -> None:
         """This node has that stage from now on; told to the run."""
@@ -208,32 +209,29 @@ class Membership:
 
     def start_holders(self, checkpoint_id: bytes) -> list[bytes]:
         """Live members that say so of this one."""
-        told = {peer: self._state.payload(peer, CheckpointNotice, START_SLOT) for peer in self.everyone}
-        return [peer for peer, notice in told.items() if notice is not None and notice.id == checkpoint_id]
+        return [
+            peer for peer in self.everyone for notice in self._notices(peer, START_SLOT) if notice.id == checkpoint_id
+        ]
 
     def refresh(self) -> None:
         """Work out anew who is live, and tell if that changed."""
-        members = self._state.members()
-        others: list[set[bytes]] = [set() for _ in range(self.num_stages)]
-        paused: set[bytes] = set()
-        for peer in self._liveness.live(trio.current_time()):
-            member = members.get(peer)
-            if member is not None and member.stage < self.num_stages and not self._liveness.is_suspect(peer):
-                others[member.stage].add(peer)
-                if member.is_paused:
-                    paused.add(peer)
-        before, self._others = self.everyone, tuple(frozenset(peers) for peers in others)
-        self._paused = frozenset(paused)
+        reached = {peer for peer in self._liveness.live(trio.current_time()) if not self._liveness.is_suspect(peer)}
+        live = {peer: member for peer, member in self._state.members().items() if peer in reached}
+        before = self.everyone
+        self._others = tuple(
+            frozenset(peer for peer, member in live.items() if member.stage == stage)
+            for stage in range(self.num_stages)
+        )
+        self._paused = frozenset(peer for peer, member in live.items() if member.is_paused) & self.everyone
         self._say_who_came(before, self.everyone)
         told = self.live, self.nodes_of_stages()
         if told != self._told:
             self._told = told
-            self._changed.set()
-            self._changed = trio.Event()
+            self._waiting.unpark_all()
 
     async def changed(self) -> None:
         """Wait until `live` or `nodes_of_stages` change."""
-        await self._changed.wait()
+        await self._waiting.park()
 
     def is_in_stage(self, peer: bytes, stage: int) -> bool:
         """Whether a peer is a live member of a stage, and trains."""
@@ -264,11 +262,3 @@ class Membership:
                 f"this machine's clock is {abs(skew):.0f} s {direction} the others': set it (NTP), or what this node "
                 "says will be put off by them"
             )
-
-    async def _watch_state(self) -> None:
-        """Liveness changes with entries, and with time alone. Raises `KeyMisusedError` when this node is barred."""
-        while True:
-            self.refresh()
-            self._check_standing()
-            with trio.move_on_after(1.0):
-                await self._gossip.changed()

@@ -45,8 +45,6 @@ SEND_TIMEOUT = 10.0
 IDLE_TIMEOUT = 120.0
 # From the first byte of a frame to its last.
 FRAME_TIMEOUT = 30.0
-# Peers whose faults are counted; beyond, the count starts anew.
-MAX_FAULTY_PEERS = 4096
 
 Receive = Callable[[bytes, bytes], None]
 OnFailed = Callable[[bytes, str], None]
@@ -76,11 +74,7 @@ class _Outgoing:
 
 
 class Messenger:
-    """Sends and receives frames; made by `open_messenger`.
-
-    `num_dropped` counts frames given up before they were sent; `faults` the streams that each peer lost by breaking a
-    protocol.
-    """
+    """Sends and receives frames; made by `open_messenger`."""
 
     def __init__(self, host: Host, nursery: trio.Nursery) -> None:
         self._host = host
@@ -89,8 +83,6 @@ class Messenger:
         self._incoming: Counter[tuple[bytes, str]] = Counter()
         self._max_bytes: dict[str, int] = {}
         self._on_failed: dict[str, OnFailed] = {}
-        self.num_dropped = 0
-        self.faults: Counter[bytes] = Counter()
 
     @property
     def queued_bytes(self) -> dict[tuple[bytes, str], int]:
@@ -118,7 +110,7 @@ class Messenger:
         outgoing = self._outgoing.get((peer, protocol))
         if outgoing is None:
             if len(self._outgoing) >= MAX_OUTGOING:
-                self._fail(peer, protocol, 1)
+                self._fail(peer, protocol)
                 return
             outgoing = self._outgoing[peer, protocol] = _Outgoing()
             self._nursery.start_soon(self._run_outgoing, peer, protocol, outgoing)
@@ -126,7 +118,6 @@ class Messenger:
         outgoing.num_bytes += len(framed)
         while len(outgoing.frames) > MAX_QUEUED_FRAMES or outgoing.num_bytes > max(MAX_QUEUED_BYTES, len(framed)):
             outgoing.pop()
-            self.num_dropped += 1
         outgoing.wakeup.set()
 
     async def _run_outgoing(self, peer: bytes, protocol: str, outgoing: _Outgoing) -> None:
@@ -143,13 +134,13 @@ class Messenger:
                     await stream.aclose()
                 except (trio.BrokenResourceError, trio.TooSlowError) as error:
                     logger.debug("a stream of %s to %s failed: %r", protocol, short_name(peer), error)
-                    self._fail(peer, protocol, 0)
+                    self._fail(peer, protocol)
                 finally:
                     stream.reset()
         finally:
             del self._outgoing[peer, protocol]
         if outgoing.frames:
-            self._fail(peer, protocol, len(outgoing.frames))
+            self._fail(peer, protocol)
 
     async def _send_queued(self, stream: Stream, outgoing: _Outgoing) -> None:
         """Until the queue is empty for long, or the peer has closed its side."""
@@ -182,11 +173,9 @@ class Messenger:
         except* (trio.BrokenResourceError, trio.TooSlowError) as group:
             raise group.exceptions[0] from None
 
-    def _fail(self, peer: bytes, protocol: str, num_lost: int) -> None:
-        self.num_dropped += num_lost
-        on_failed = self._on_failed.get(protocol)
-        if on_failed is not None:
-            on_failed(peer, protocol)
+    def _fail(self, peer: bytes, protocol: str) -> None:
+        if protocol in self._on_failed:
+            self._on_failed[protocol](peer, protocol)
 
     async def _receive_stream(self, stream: Stream, max_bytes: int, receive: Receive) -> None:
         key = (stream.peer, stream.protocol)
@@ -198,7 +187,6 @@ class Messenger:
             await self._receive_frames(stream, max_bytes, receive)
         except RemoteProtocolError as error:
             logger.info("%s broke %s: %s", short_name(stream.peer), stream.protocol, error)
-            self._count_fault(stream.peer)
             stream.reset()
         except (trio.BrokenResourceError, trio.TooSlowError):
             stream.reset()
@@ -226,11 +214,6 @@ class Messenger:
                 num_received += 1
             if was_between_frames or num_received:
                 frame_ends_by = trio.current_time() + FRAME_TIMEOUT
-
-    def _count_fault(self, peer: bytes) -> None:
-        if len(self.faults) >= MAX_FAULTY_PEERS:
-            self.faults.clear()
-        self.faults[peer] += 1
 
 
 @asynccontextmanager

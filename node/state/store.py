@@ -14,10 +14,10 @@ import errno
 import logging
 import os
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import trio
 
@@ -72,34 +72,34 @@ class Store:
             except (sqlite3.Error, OSError) as error:
                 raise StoreError(f"{self._mark_path.parent} did not take what this node keeps: {error}") from error
 
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        self._connection.execute("BEGIN IMMEDIATE")
-        try:
-            yield self._connection
-        except BaseException:  # whatever it is: all of it or nothing
-            if self._connection.in_transaction:  # some errors end it by themselves (sqlite.org/lang_transaction.html)
-                self._connection.execute("ROLLBACK")
-            raise
-        self._connection.execute("COMMIT")
+    async def _read(self, sql: str, *values: str) -> list[Any]:
+        """The rows that a question has for an answer."""
+        return await self._in_thread(lambda: self._connection.execute(sql, values).fetchall())
+
+    async def _write(self, *statements: tuple[str, Iterable[tuple[object, ...]]]) -> None:
+        """Carry out each statement for each of its rows, in one transaction."""
+
+        def work() -> None:
+            with self._connection:  # commits, or rolls back
+                self._connection.execute("BEGIN IMMEDIATE")
+                for sql, rows in statements:
+                    self._connection.executemany(sql, rows)
+
+        await self._in_thread(work)
 
     # run state
 
     async def load_authors(self) -> dict[bytes, bytes]:
         """Author -> what `RunState.export` gave. To be verified."""
-        return await self._in_thread(lambda: dict(self._connection.execute("SELECT author, entries FROM authors")))
+        return dict(await self._read("SELECT author, entries FROM authors"))
 
     async def save_authors(self, rows: Mapping[bytes, bytes | None]) -> None:
         """Replace these authors' rows, all or none; None deletes one."""
         gone = [(author,) for author, entries in rows.items() if entries is None]
         kept = [(author, entries) for author, entries in rows.items() if entries is not None]
-
-        def work() -> None:
-            with self._transaction() as connection:
-                connection.executemany("DELETE FROM authors WHERE author = ?", gone)
-                connection.executemany("INSERT OR REPLACE INTO authors VALUES (?, ?)", kept)
-
-        await self._in_thread(work)
+        await self._write(
+            ("DELETE FROM authors WHERE author = ?", gone), ("INSERT OR REPLACE INTO authors VALUES (?, ?)", kept)
+        )
 
     # the writer's mark
 
@@ -137,41 +137,27 @@ class Store:
 
     async def get_fact(self, name: str) -> bytes | None:
         """A value that was put under this name."""
-
-        def work() -> bytes | None:
-            row = self._connection.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
-            return row[0] if row else None
-
-        return await self._in_thread(work)
+        rows = await self._read("SELECT value FROM facts WHERE name = ?", name)
+        return rows[0][0] if rows else None
 
     async def put_fact(self, name: str, value: bytes) -> None:
         """Keep a value of at most 1 MB: the manifest's bytes, say."""
         if len(value) > MAX_FACT_BYTES:
             raise ValueError(f"a fact has at most {MAX_FACT_BYTES} bytes, not {len(value)}")
-
-        def work() -> None:
-            with self._transaction() as connection:
-                connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
-
-        await self._in_thread(work)
+        await self._write(("INSERT OR REPLACE INTO facts VALUES (?, ?)", [(name, value)]))
 
     # the address book
 
     async def load_peers(self) -> list[PeerRow]:
         """Every peer that was saved. To be verified."""
-        return await self._in_thread(
-            lambda: list(self._connection.execute("SELECT peer, addresses, seen_at FROM peers"))
-        )
+        return await self._read("SELECT peer, addresses, seen_at FROM peers")
 
     async def save_peers(self, rows: Iterable[PeerRow], gone: Iterable[bytes]) -> None:
         """Replace the rows of these peers and delete the others', all or none."""
-
-        def work() -> None:
-            with self._transaction() as connection:
-                connection.executemany("DELETE FROM peers WHERE peer = ?", [(peer,) for peer in gone])
-                connection.executemany("INSERT OR REPLACE INTO peers VALUES (?, ?, ?)", rows)
-
-        await self._in_thread(work)
+        await self._write(
+            ("DELETE FROM peers WHERE peer = ?", [(peer,) for peer in gone]),
+            ("INSERT OR REPLACE INTO peers VALUES (?, ?, ?)", rows),
+        )
 
 
 def _connect(path: Path) -> sqlite3.Connection:

@@ -56,13 +56,10 @@ class ExchangeHistory:
         self.bytes_sent += exchange.bytes_sent
         self.bytes_received += exchange.bytes_received
         self.recent.append(exchange)
-        if name:
-            self._remember_partner(exchange)
-
-    def _remember_partner(self, exchange: ExchangeStatus) -> None:
-        name = exchange.partner
-        self.last_by_peer.pop(name, None)
+        if not name:
+            return
         self.last_by_peer[name] = exchange
+        self.last_by_peer.move_to_end(name)
         if exchange.verdict == "committed" and exchange.seconds > 0:
             self.bandwidths[name] = (exchange.bytes_sent + exchange.bytes_received) / exchange.seconds
         if len(self.last_by_peer) > MAX_PARTNERS_REMEMBERED:

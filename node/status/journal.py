@@ -16,6 +16,7 @@ import msgspec
 
 from farandole.protocol.identity import peer_id_of
 from farandole.protocol.node_state import NodeState, Phase, TrainingState
+from farandole.protocol.trainer_messages import Contributed
 
 from .exchange_history import ExchangeHistory
 from .loss_history import LossHistory
@@ -124,21 +125,22 @@ class Journal:
             text = f"the exchange of round {round_index} with {name[-8:]} failed: {reason}"
         self.note(text)
 
-    def finish_round(
-        self, round_index: int, *, inner_steps: int, tokens: int, seconds: float, loss: float | None, late_steps: int
-    ) -> None:
-        """Print and keep the record of a round; its exchange, if there was one, is recorded already."""
+    def finish_round(self, done: Contributed, late_steps: int) -> None:
+        """Print and keep the record of a round; its exchange, if there was one, is recorded already.
+
+        ``late_steps``: inner steps between its contribution and its outer step.
+        """
         last = self.exchanges.last
-        if last is None or last.round != round_index:
-            last = ExchangeStatus(round_index, "", "", 0, 0, 0.0, 0.0)
+        if last is None or last.round != done.round:
+            last = ExchangeStatus(done.round, "", "", 0, 0, 0.0, 0.0)
         measured = self.losses.validation[-1] if self.losses.validation else None
         record = RoundRecord(
             at=self.clock(),
-            round=round_index,
-            inner_steps=inner_steps,
-            tokens=tokens,
-            seconds=seconds,
-            loss=None if loss is None or not math.isfinite(loss) else loss,
+            round=done.round,
+            inner_steps=done.inner_steps_this_round,
+            tokens=done.tokens_this_round,
+            seconds=done.seconds,
+            loss=None if done.loss is None or not math.isfinite(done.loss) else done.loss,
             validation=measured[1] if measured and measured != self._told_validation else None,
             verdict=last.verdict,
             partner=last.partner,

@@ -7,6 +7,7 @@ that is cut off, by whatever, goes on where it was when it is begun again (`fara
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -16,29 +17,9 @@ from typing import Final
 
 import trio
 
+from farandole.protocol import download
 from farandole.protocol.block_transfer import Question
 from farandole.protocol.blocks import BLOCK_BYTES, Index, Selection, SignedIndex, blocks_between, select
-from farandole.protocol.download import (
-    BLOCK_TIMEOUT,
-    Accuse,
-    AskBlocks,
-    BlockArrived,
-    BlockWrong,
-    BytesArrived,
-    Complete,
-    DialDonor,
-    DonorBusy,
-    DonorLost,
-    DonorReady,
-    DonorsKnown,
-    Download,
-    Event,
-    Forget,
-    HangUp,
-    Needed,
-    Output,
-    Tick,
-)
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import short_name
 from farandole.protocol.safetensors import header_size, parse_header
@@ -55,7 +36,7 @@ TICK_SECONDS: Final = 0.1
 # A download that nobody advances for so long, though nobody is busy, is given up; what is here is kept. Some retries of
 # whoever was lost last; and two of the slowest blocks.
 PATIENCE: Final = 20.0
-BLOCK_PATIENCE: Final = 2 * BLOCK_TIMEOUT
+BLOCK_PATIENCE: Final = 2 * download.BLOCK_TIMEOUT
 # How often the rate that people see is taken, and how much the newest counts in it.
 RATE_SECONDS: Final = 0.5
 RATE_WEIGHT: Final = 0.2
@@ -99,12 +80,13 @@ class FetchProgress:
         return f"{text} from {self.num_donors} {donors}{left}"
 
 
+Show = Callable[[FetchProgress], None]
+
+
 @dataclass(frozen=True, slots=True)
 class Fetched:
     """What is here now."""
 
-    signed: SignedIndex
-    index: Index
     num_by_donor: dict[bytes, int]
     """Blocks that each donor gave, those included that came twice."""
     num_bytes: int
@@ -131,7 +113,7 @@ async def ask_for_index(
     question = Question(conditions.run_id, stage, checkpoint_id)
     try:
         async with open_taking(conditions, donor, question, max_size) as taking:
-            signed, index = taking.signed_index(max_size, made_by or conditions.run_id)
+            signed, index = taking.signed_index(made_by or conditions.run_id, max_size)
     except PeerUnreachableError:
         raise
     except LOST as error:
@@ -148,7 +130,7 @@ async def fetch_checkpoint(
     donors: Callable[[], Collection[bytes]],
     wanted: Callable[[str], bool],
     path: Path,
-    on_progress: Callable[[FetchProgress], None] = lambda progress: None,
+    on_progress: Show = lambda progress: None,
     accuse: Callable[[bytes, str, bytes], None] = lambda donor, reason, evidence: None,
     *,
     is_prefix: bool = False,
@@ -159,9 +141,22 @@ async def fetch_checkpoint(
     told who gave wrong bytes. With ``is_prefix`` the file is no safetensors file but the checkpoint's own first blocks,
     up to the last wanted tensor: what can be given to others. Raises `FetchError`.
     """
+    run_sync = trio.to_thread.run_sync
     try:
-        fetch = _Fetch(conditions, signed, index, donors, on_progress, accuse)
-        return await fetch.run(wanted, path, is_prefix)
+        await run_sync(remove_partials, path, signed.id)
+        with contextlib.closing(await run_sync(PartialFile, partial_path(path, signed.id), index)) as file:
+            have = await run_sync(file.blocks)
+            num_kept = len(have)
+            async with open_service_nursery() as nursery:
+                # Patience begins with the donors: to hash what an earlier attempt left may take minutes.
+                fetch = _Fetch(conditions, signed, donors, on_progress, accuse, file, have, nursery)
+                nursery.start_soon(fetch.watch)
+                selection = await fetch.run(wanted, is_prefix)
+            if is_prefix:
+                await run_sync(file.make_prefix, selection.blocks[-1] + 1, path)
+            else:
+                await run_sync(file.make, selection, path)
+        return fetch.result(num_kept)
     except OSError as error:
         raise FetchError(f"the download cannot be stored: {error}") from error
     except RemoteProtocolError as error:
@@ -232,51 +227,34 @@ class _Fetch:
         self,
         conditions: Conditions,
         signed: SignedIndex,
-        index: Index,
         donors: Callable[[], Collection[bytes]],
-        on_progress: Callable[[FetchProgress], None],
+        on_progress: Show,
         accuse: Callable[[bytes, str, bytes], None],
+        file: PartialFile,
+        have: set[int],
+        nursery: trio.Nursery,
     ) -> None:
         self._conditions = conditions
         self._signed = signed
-        self._index = index
-        self._question = Question(conditions.run_id, index.stage, signed.id, has_index=True)
         self._donors = donors
         self._on_progress = on_progress
         self._accuse = accuse
+        self._file = file
+        self._have = have
+        self._nursery = nursery
         self._contacts: dict[bytes, _Contact] = {}
         self._absent: set[bytes] = set()  # donors that do not have it
         self._needed: frozenset[int] = frozenset()
-        self._driver = Driver[Event, Output](self._carry_out)
+        self._tally = _Tally()
+        self._download = download.Download(have)
+        self._driver = Driver[download.Event, download.Output](self._carry_out)
+        self._driver.begin(self._download)
         self._is_complete = trio.Event()
         self._failure: FetchError | None = None
 
-    async def run(self, wanted: Callable[[str], bool], path: Path, is_prefix: bool) -> Fetched:
-        """See `fetch_checkpoint`."""
-        run_sync = trio.to_thread.run_sync
-        await run_sync(remove_partials, path, self._signed.id)
-        self._file = await run_sync(PartialFile, partial_path(path, self._signed.id), self._index)
-        try:
-            self._have = await run_sync(self._file.blocks)
-            num_kept = len(self._have)
-            self._download = Download(self._have)
-            self._driver.begin(self._download)
-            # Patience begins with the donors: to hash what an earlier attempt left may take minutes.
-            self._tally = _Tally()
-            async with open_service_nursery() as self._nursery:
-                self._nursery.start_soon(self._watch)
-                selection = await self._fetch_wanted(wanted, is_prefix)
-            if is_prefix:
-                await run_sync(self._file.make_prefix, selection.blocks[-1] + 1, path)
-            else:
-                await run_sync(self._file.make, selection, path)
-        finally:
-            self._file.close()
-        total = self._size_of(self._needed)
-        return Fetched(self._signed, self._index, self._tally.num_by_donor, self._tally.num_bytes, total, num_kept)
-
-    async def _fetch_wanted(self, wanted: Callable[[str], bool], is_prefix: bool) -> Selection:
-        size = self._index.size
+    async def run(self, wanted: Callable[[str], bool], is_prefix: bool) -> Selection:
+        """Fetch the header, and then the blocks of the wanted tensors."""
+        size = self._file.index.size
         await self._fetch(range(1))
         header_end = header_size(await trio.to_thread.run_sync(self._file.read_block, 0), size)
         await self._fetch(blocks_between(0, header_end))
@@ -288,10 +266,14 @@ class _Fetch:
         await self._fetch(blocks)
         return selection
 
+    def result(self, num_kept: int) -> Fetched:
+        """What has come; ``num_kept`` blocks were here before."""
+        return Fetched(self._tally.num_by_donor, self._tally.num_bytes, self._size_of(self._needed), num_kept)
+
     async def _fetch(self, blocks: Iterable[int]) -> None:
         self._is_complete = trio.Event()
         self._needed = frozenset(blocks)
-        self._driver.handle(Needed(sorted(self._needed)))
+        self._driver.handle(download.Needed(sorted(self._needed)))
         await self._is_complete.wait()
         if self._failure is not None:
             raise self._failure
@@ -302,15 +284,16 @@ class _Fetch:
 
     # Time
 
-    async def _watch(self) -> None:
+    async def watch(self) -> None:
+        """Note which donors there are, and what has come, until cancelled."""
         known: tuple[bytes, ...] = ()
         speedometer = _Speedometer()
         while True:
             if (names := tuple(self._donors())) != known:
                 known = names
-                self._driver.handle(DonorsKnown(known))
+                self._driver.handle(download.DonorsKnown(known))
             self._listen()
-            self._driver.handle(Tick())
+            self._driver.handle(download.Tick())
             num_bytes = self._size_of(self._needed & self._have)
             speedometer.note(num_bytes)
             self._on_progress(
@@ -320,34 +303,34 @@ class _Fetch:
 
     def _size_of(self, blocks: Collection[int]) -> int:
         """In bytes."""
-        is_last_among = self._index.num_blocks - 1 in blocks
-        return len(blocks) * BLOCK_BYTES - (is_last_among and -self._index.size % BLOCK_BYTES)
+        is_last_among = self._file.index.num_blocks - 1 in blocks
+        return len(blocks) * BLOCK_BYTES - (is_last_among and -self._file.index.size % BLOCK_BYTES)
 
     def _listen(self) -> None:
         for contact in list(self._contacts.values()):
             if contact.has_advanced():
                 self._tally.hear()
-                self._driver.handle(BytesArrived(contact.donor))
+                self._driver.handle(download.BytesArrived(contact.donor))
         if self._tally.is_hopeless:
             self._fail(FetchError(f"the download does not get on: {self._tally.problem}"))
 
     # Donors
 
-    def _carry_out(self, output: Output) -> None:
+    def _carry_out(self, output: download.Output) -> None:
         match output:
-            case DialDonor(donor):
+            case download.DialDonor(donor):
                 contact = self._contacts[donor] = _Contact(donor)
                 self._nursery.start_soon(self._converse, contact)
-            case AskBlocks(donor, first, count):
+            case download.AskBlocks(donor, first, count):
                 self._say(donor, lambda taking: taking.want(first, count))
-            case Forget(donor, block):
+            case download.Forget(donor, block):
                 self._say(donor, lambda taking: taking.forget(block))
-            case HangUp(donor, reason):
+            case download.HangUp(donor, reason):
                 self._note_problem(donor, reason)
                 self._contacts.pop(donor).scope.cancel()
-            case Accuse(donor, block):
+            case download.Accuse(donor, block):
                 self._accuse(donor, f"gave wrong bytes for block {block} of a checkpoint", self._signed.id)
-            case Complete():
+            case download.Complete():
                 self._is_complete.set()
 
     def _say(self, donor: bytes, say: Callable[[Taking], None]) -> None:
@@ -364,21 +347,22 @@ class _Fetch:
 
     async def _converse(self, contact: _Contact) -> None:
         """With a donor, until nothing more is to be had."""
-        donor, size = contact.donor, self._index.size
-        ended: Event = DonorLost(donor)
+        donor, size = contact.donor, self._file.index.size
+        question = Question(self._conditions.run_id, self._file.index.stage, self._signed.id, has_index=True)
+        ended = download.DonorLost(donor)
         try:
             with contact.scope:
-                async with open_taking(self._conditions, donor, self._question, size) as taking:
-                    num_held = min(taking.num_held, self._index.num_blocks)
+                async with open_taking(self._conditions, donor, question, size) as taking:
+                    num_held = min(taking.answer.num_held, self._file.index.num_blocks)
                     contact.taking = taking
                     await taking.run(
                         size,
-                        lambda: self._driver.handle(DonorReady(donor, num_held)),
+                        lambda: self._driver.handle(download.DonorReady(donor, num_held)),
                         partial(self._take, contact),
                     )
         except DonorBusyError as error:
             self._tally.hear(error.seconds)
-            ended = DonorBusy(donor, error.seconds)
+            ended = download.DonorLost(donor, error.seconds)
             self._note_problem(donor, error)
         except LOST as error:
             self._note_problem(donor, error)
@@ -387,13 +371,9 @@ class _Fetch:
         if self._contacts.get(donor) is contact:
             del self._contacts[donor]
             self._driver.handle(ended)
-            self._give_up_if_absent()
-
-    def _give_up_if_absent(self) -> None:
-        """A checkpoint that nobody has any more is not waited for: there are newer ones."""
-        donors = set(self._donors())
-        if donors and donors <= self._absent and not self._contacts:
-            self._fail(FetchError(f"nobody has it any more: {self._tally.problem}"))
+            donors = set(self._donors())
+            if donors and donors <= self._absent and not self._contacts:  # there are newer checkpoints: no wait for it
+                self._fail(FetchError(f"nobody has it any more: {self._tally.problem}"))
 
     async def _take(self, contact: _Contact, block: int, data: memoryview) -> None:
         """Something has come that is said to be this block."""
@@ -408,4 +388,4 @@ class _Fetch:
         if is_right:
             self._have.add(block)
             self._tally.add(donor, len(data))
-        self._driver.handle(BlockArrived(donor, block) if is_right else BlockWrong(donor, block))
+        self._driver.handle(download.BlockArrived(donor, block) if is_right else download.BlockWrong(donor, block))

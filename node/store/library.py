@@ -9,24 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.protocol.blocks import Index, decode_signed_index, encode_signed_index, max_index_bytes, sign_index
+from farandole.protocol import blocks
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import public_bytes
-from farandole.protocol.safetensors import header_size, parse_header
 from farandole.protocol.trainer_messages import Saved
 from farandole.training.durable import replacing
 
+from ..state.membership import Membership
+from .consolidated.tensors import ConsolidatedError, open_tensors
 from .folder import index_of
 from .holdings import Holding
 from .partial_file import PARTIAL_SUFFIX
+from .weight_files import WeightFiles
 
 logger = logging.getLogger(__name__)
 
@@ -36,31 +36,18 @@ COPY_SUFFIX: Final = ".blocks"
 
 
 class Library:
-    """The open checkpoints of one node, in ``folder``.
+    """The open checkpoints of one node; each new one is announced in the run.
 
-    ``told``: the ids of those that the run knows this node to hold. ``on_held`` is told of each new one, and whether it
-    is a copy. Methods raise no `OSError`: what cannot be opened is not given.
+    Methods raise no `OSError`: what cannot be opened is not given.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        key: Ed25519PrivateKey,
-        run_id: bytes,
-        num_stages: int,
-        max_bytes: Callable[[int], int],
-        told: Callable[[], frozenset[bytes]],
-        on_held: Callable[[Holding, bool], None],
-    ) -> None:
+    def __init__(self, files: WeightFiles, key: Ed25519PrivateKey, run_id: bytes, membership: Membership) -> None:
         self.copy: Holding | None = None
         """The one that it keeps of another's."""
-        self._folder = folder
+        self._files = files
         self._key = key
         self._run_id = run_id
-        self._num_stages = num_stages
-        self._max_bytes = max_bytes
-        self._told = told
-        self._on_held = on_held
+        self._membership = membership
         self._own: list[Holding] = []
 
     @property
@@ -72,20 +59,29 @@ class Library:
         """The one with this id."""
         return next((h for h in (*self._own, self.copy) if h is not None and h.id == checkpoint_id), None)
 
+    def announce(self) -> None:
+        """Tell the run what this node holds."""
+        for holding in (self.newest, self.copy):
+            if holding is not None:
+                self._announce(holding)
+
+    def _announce(self, holding: Holding) -> None:
+        self._membership.announcer.checkpoint_held(holding.id, holding.index, is_copy=holding is self.copy)
+
     async def note_saved(self, saved: Saved, stage: int) -> None:
         """The trainer has written this checkpoint of a stage."""
         try:
             holding = await trio.to_thread.run_sync(self._open_saved, saved, stage)
-        except (OSError, RemoteProtocolError, ValueError) as error:
+        except (OSError, ConsolidatedError, ValueError) as error:
             logger.warning("the checkpoint of round %d cannot be given to others: %s", saved.round, error)
             return
-        told = self._told()
+        told = self._membership.told_checkpoints()
         for older in self._own[: max(0, len(self._own) + 1 - NUM_OPEN)]:
             if older.id not in told:
                 self._own.remove(older)
                 older.let_go()
         self._own.append(holding)
-        self._on_held(holding, False)
+        self._announce(holding)
 
     def forget_own(self) -> None:
         """This node has another stage now."""
@@ -94,22 +90,21 @@ class Library:
 
     def _open_saved(self, saved: Saved, stage: int) -> Holding:
         path = Path(saved.path)
-        with path.open("rb") as file:
-            first = file.read(8)
-            header = parse_header(first + file.read(header_size(first, saved.size) - len(first)), saved.size)
-        index = Index(
+        with open_tensors(path) as file:
+            layout = bytes.fromhex(file.metadata.get("layout", ""))
+        index = blocks.Index(
             run_id=self._run_id,
             author=public_bytes(self._key),
             stage=stage,
-            num_stages=self._num_stages,
+            num_stages=self._files.num_stages,
             round=saved.round,
             inner_steps=saved.inner_steps,
             tokens=saved.tokens,
             size=saved.size,
-            layout=bytes.fromhex(header.metadata.get("layout", "")),
+            layout=layout,
             hashes=saved.hashes,
         )
-        signed = sign_index(self._key, index)
+        signed = blocks.sign_index(self._key, index)
         holding = Holding.open(path, signed, index)
         with contextlib.ExitStack() as unless_it_is_right:
             unless_it_is_right.callback(holding.let_go)
@@ -117,8 +112,7 @@ class Library:
                 raise OSError(f"{path.name} has been replaced since")
             unless_it_is_right.pop_all()
         try:
-            with replacing(index_of(path)) as file:
-                file.write(encode_signed_index(signed))
+            _write_index(path, signed)
         except OSError as error:  # a full disk: the checkpoint is there all the same
             logger.warning("the index of %s is not written: %s", path.name, error)
         return holding
@@ -127,66 +121,63 @@ class Library:
 
     def copy_path(self, stage: int, checkpoint_id: bytes) -> Path:
         """Where a copy is to lie."""
-        return self._folder / f"copy-{stage}-{checkpoint_id.hex()[:16]}{COPY_SUFFIX}"
+        return self._files.settings.checkpoints / f"copy-{stage}-{checkpoint_id.hex()[:16]}{COPY_SUFFIX}"
 
     async def forget_begun(self, path: Path) -> None:
         """Remove what is left of copies that were begun and will not be ended: of all but that at ``path``."""
-        for begun in await trio.to_thread.run_sync(
-            lambda: list(self._folder.glob(f"copy-*{COPY_SUFFIX}.*{PARTIAL_SUFFIX}"))
-        ):
-            if not begun.name.startswith(path.name):
-                with contextlib.suppress(OSError):
-                    await trio.to_thread.run_sync(begun.unlink)
+        await trio.to_thread.run_sync(self._remove_copies, path, f".*{PARTIAL_SUFFIX}")
 
-    async def keep_copy(self, path: Path, index: Index, raw_index: bytes) -> None:
+    async def keep_copy(self, path: Path, signed: blocks.SignedIndex, index: blocks.Index) -> None:
         """This file is the copy from now on; older ones are removed."""
+
+        def keep() -> Holding:
+            _write_index(path, signed)
+            return Holding.open(path, signed, index)
+
         try:
-            holding = await trio.to_thread.run_sync(self._open_copy, path, raw_index)
-        except (OSError, RemoteProtocolError) as error:
+            await self._take_copy(path, await trio.to_thread.run_sync(keep))
+        except OSError as error:
             logger.warning("the copy of round %d cannot be kept: %s", index.round, error)
-            return
-        self._take_copy(holding)
 
     async def recall_copy(self) -> None:
         """What an earlier life kept, if there is one and it is of this run."""
-        for path in await trio.to_thread.run_sync(self._copies):
+        # One, unless that life was killed between making a new one and removing the old.
+        folder = self._files.settings.checkpoints
+        for path in await trio.to_thread.run_sync(lambda: sorted(folder.glob(f"copy-*{COPY_SUFFIX}"))):
             with contextlib.suppress(OSError, RemoteProtocolError):
-                self._take_copy(await trio.to_thread.run_sync(self._open_copy, path, None))
+                await self._take_copy(path, await trio.to_thread.run_sync(self._open_copy, path))
                 return
 
     async def give_up_copies(self) -> None:
         """There is no room for any."""
-        self.drop_copy()
-        for path in await trio.to_thread.run_sync(lambda: list(self._folder.glob(f"copy-*{COPY_SUFFIX}*"))):
-            with contextlib.suppress(OSError):
-                await trio.to_thread.run_sync(path.unlink)
+        self._drop_copy()
+        await trio.to_thread.run_sync(self._remove_copies)
 
-    def drop_copy(self) -> None:
-        """It is of no more use here."""
+    def _drop_copy(self) -> None:
         if self.copy is not None:
             self.copy.let_go()
             self.copy = None
 
-    def _take_copy(self, holding: Holding) -> None:
-        self.drop_copy()
+    async def _take_copy(self, path: Path, holding: Holding) -> None:
+        self._drop_copy()
         self.copy = holding
-        self._on_held(holding, True)
+        self._announce(holding)
+        await trio.to_thread.run_sync(self._remove_copies, path)
 
-    def _copies(self) -> list[Path]:
-        """Those that an earlier life left; one, unless it was killed between making a new one and removing the old."""
-        return sorted(self._folder.glob(f"copy-*{COPY_SUFFIX}"))
+    def _open_copy(self, path: Path) -> Holding:
+        max_size = max(map(self._files.max_bytes, range(self._files.num_stages)))
+        with index_of(path).open("rb") as file:
+            raw = file.read(blocks.max_index_bytes(max_size) + 1)
+        return Holding.open(path, *blocks.decode_signed_index(raw, self._run_id, max_size))
 
-    def _open_copy(self, path: Path, raw_index: bytes | None) -> Holding:
-        if raw_index is None:
-            with index_of(path).open("rb") as file:
-                raw_index = file.read(max_index_bytes(max(map(self._max_bytes, range(self._num_stages)))) + 1)
-        else:
-            with replacing(index_of(path)) as file:
-                file.write(raw_index)
-        max_size = max(map(self._max_bytes, range(self._num_stages)))
-        holding = Holding.open(path, *decode_signed_index(raw_index, self._run_id, max_size))
-        for other in self._folder.glob(f"copy-*{COPY_SUFFIX}*"):
-            if other not in (path, index_of(path)):
+    def _remove_copies(self, kept: Path | None = None, suffix: str = "*") -> None:
+        """Remove the files of all copies but the one kept."""
+        for path in self._files.settings.checkpoints.glob(f"copy-*{COPY_SUFFIX}{suffix}"):
+            if kept is None or not path.name.startswith(kept.name):
                 with contextlib.suppress(OSError):
-                    os.unlink(other)
-        return holding
+                    path.unlink()
+
+
+def _write_index(path: Path, signed: blocks.SignedIndex) -> None:
+    with replacing(index_of(path)) as file:
+        file.write(blocks.encode_signed_index(signed))

@@ -29,34 +29,31 @@ class PartialFile:
     def __init__(self, path: Path, index: Index) -> None:
         """Open it, or create it, readable and writable by its owner alone."""
         self.path = path
-        self._index = index
-        self._descriptor = open_binary(path, os.O_RDWR | os.O_CREAT)
-        self._is_open = True
+        self.index = index
+        self._file = FileIO(open_binary(path, os.O_RDWR | os.O_CREAT), "r+")
         try:
-            os.ftruncate(self._descriptor, index.size)
+            self._file.truncate(index.size)
         except BaseException:  # whatever it is, nobody else would close it
             self.close()
             raise
 
     def close(self) -> None:
         """Keep it for later. It may be closed already."""
-        if self._is_open:
-            self._is_open = False
-            os.close(self._descriptor)
+        self._file.close()
 
     def blocks(self) -> set[int]:
         """Those that are here and right."""
-        return {block for block in self._written() if self._index.is_block(block, self.read_block(block))}
+        return {block for block in self._written() if self.index.is_block(block, self.read_block(block))}
 
     def _written(self) -> Iterator[int]:
         """Blocks that are not wholly holes, where the system tells; all where it does not."""
         if not hasattr(os, "SEEK_DATA"):
-            yield from range(self._index.num_blocks)
+            yield from range(self.index.num_blocks)
             return
         block = 0
-        while block < self._index.num_blocks:
+        while block < self.index.num_blocks:
             try:
-                start = os.lseek(self._descriptor, block * BLOCK_BYTES, os.SEEK_DATA)
+                start = os.lseek(self._file.fileno(), block * BLOCK_BYTES, os.SEEK_DATA)
             except OSError as error:
                 if error.errno == errno.ENXIO:  # only a hole is left
                     return
@@ -67,21 +64,21 @@ class PartialFile:
 
     def write(self, block: int, data: memoryview) -> bool:
         """Put the data there if it is that block; whether it is."""
-        if not self._index.is_block(block, data):
+        if not self.index.is_block(block, data):
             return False
         position = block * BLOCK_BYTES
         while data:
-            num_written = write_at(self._descriptor, data, position)
+            num_written = write_at(self._file.fileno(), data, position)
             data, position = data[num_written:], position + num_written
         return True
 
     def read_block(self, block: int) -> bytes:
         """What is there."""
-        return self.read(*block_range(self._index.size, block))
+        return self.read(*block_range(self.index.size, block))
 
     def read(self, start: int, end: int) -> bytes:
         """What is there, from one byte to another."""
-        return read(self._descriptor, start, end)
+        return read(self._file.fileno(), start, end)
 
     def make(self, selection: Selection, path: Path) -> None:
         """What is selected becomes the file at ``path``, durably and in one step; this one is of no more use."""
@@ -98,18 +95,18 @@ class PartialFile:
 
     def make_prefix(self, num_blocks: int, path: Path) -> None:
         """The first blocks alone become the file at ``path``, durably and in one step; this one is of no more use."""
-        os.ftruncate(self._descriptor, block_range(self._index.size, num_blocks - 1)[1])
+        self._file.truncate(block_range(self.index.size, num_blocks - 1)[1])
         self._take_name(path)
 
     def _take_name(self, path: Path) -> None:
-        sync_file(self._descriptor)
+        sync_file(self._file.fileno())
         self.close()
         self.path.replace(path)
         sync_folder(path.parent)
 
     def _copy(self, start: int, end: int, target: FileIO) -> None:
         for block in blocks_between(start, end):
-            first, last = block_range(self._index.size, block)
+            first, last = block_range(self.index.size, block)
             _write_all(target, self.read(max(start, first), min(end, last)))
 
 

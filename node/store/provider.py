@@ -9,21 +9,7 @@ from typing import Any, Final
 
 import trio
 
-from farandole.protocol.block_transfer import (
-    BLOCKS_PROTOCOL,
-    MAX_MESSAGE_BYTES,
-    Absent,
-    Busy,
-    Forget,
-    Give,
-    Here,
-    Question,
-    Want,
-    decode_answered,
-    decode_given,
-    encode,
-    max_answer_bytes,
-)
+from farandole.protocol import block_transfer as messages
 from farandole.protocol.blocks import BLOCK_BYTES, Index, SignedIndex, block_range, decode_signed_index
 from farandole.protocol.download import SILENCE
 from farandole.protocol.errors import RemoteProtocolError
@@ -55,9 +41,6 @@ class DonorError(PeerUnreachableError):
 class AbsentError(DonorError):
     """It does not have the checkpoint: not any more, as a rule, and never again."""
 
-    def __init__(self) -> None:
-        super().__init__("it does not have the checkpoint")
-
 
 class DonorBusyError(DonorError):
     """It serves others first, for ``seconds`` or so."""
@@ -83,12 +66,11 @@ class Conditions:
 class Taking:
     """One conversation with a donor, while its stream lasts; made by `open_taking`."""
 
-    def __init__(self, conditions: Conditions, stream: Stream, parser: FrameParser, answer: Here) -> None:
-        self.num_held = answer.num_held
+    def __init__(self, conditions: Conditions, stream: Stream, parser: FrameParser, answer: messages.Here) -> None:
+        self.answer = answer
         self._conditions = conditions
         self._stream = stream
         self._parser = parser
-        self._answer = answer
         self._asked: set[int] = set()
         self._buffers: dict[int, bytearray] = {}  # of blocks on their way
         self._bulk: BulkPipe | None = None
@@ -98,24 +80,24 @@ class Taking:
         """Bytes that have come so far, over whatever route, from any start."""
         return 0 if self._bulk is None else self._bulk.progress
 
-    def signed_index(self, max_size: int, run_id: bytes) -> tuple[SignedIndex, Index]:
+    def signed_index(self, run_id: bytes, max_size: int) -> tuple[SignedIndex, Index]:
         """What the donor answered; raises `RemoteProtocolError` if it is no index of a run's checkpoint."""
-        return decode_signed_index(self._answer.index, run_id, max_size)
+        return decode_signed_index(self.answer.index, run_id, max_size)
 
     def want(self, first: int, count: int) -> None:
         """Ask for blocks; raises `trio.WouldBlock` if the donor has not taken many such messages before."""
         self._asked.update(range(first, first + count))
-        self._say(Want(first, count))
+        self._say(messages.Want(first, count))
 
     def forget(self, block: int) -> None:
         """A block need not be given. Otherwise as `want`."""
-        self._say(Forget(block))
+        self._say(messages.Forget(block))
 
-    def _say(self, message: Want | Forget) -> None:
+    def _say(self, message: messages.Want | messages.Forget) -> None:
         assert self._bulk is not None, "a donor is asked once it is ready"
         if self._bulk.num_posted >= MAX_UNSAID:
             raise trio.WouldBlock
-        self._bulk.post(self._bulk.pipe.send_message(encode(message)))
+        self._bulk.post(self._bulk.pipe.send_message(messages.encode(message)))
 
     async def run(
         self, size: int, on_ready: Callable[[], None], on_block: Callable[[int, memoryview], Awaitable[None]]
@@ -127,7 +109,7 @@ class Taking:
         `RemoteProtocolError`, `trio.TooSlowError`, `trio.BrokenResourceError` or `trio.ClosedResourceError` when
         nothing more comes.
         """
-        pipe = Pipe(True, max_message_bytes=MAX_MESSAGE_BYTES, is_large=size >= BULK_FROM)
+        pipe = Pipe(True, max_message_bytes=messages.MAX_MESSAGE_BYTES, is_large=size >= BULK_FROM)
         transport = Transport(self._stream.peer, self._conditions.channels)
         bulk = self._bulk = BulkPipe(pipe, self._stream, transport, self._conditions.shaping)
         come, coming = trio.open_memory_channel[tuple[int, bytearray]](NUM_BUFFERS)
@@ -140,12 +122,12 @@ class Taking:
             return memoryview(memory)[: end - start]
 
         async def hear(payload: bytes) -> None:
-            match decode_given(payload):
-                case Give(block) if block in self._asked and block not in self._buffers:
+            match messages.decode_given(payload):
+                case messages.Give(block) if block in self._asked and block not in self._buffers:
                     # When none is free, two are here to be written: no transfer is waited for.
                     memory = self._buffers[block] = await freed.receive() or bytearray(BLOCK_BYTES)
                     pipe.expect(block, part_of(block, memory))
-                case Busy(seconds):
+                case messages.Busy(seconds):
                     raise DonorBusyError(seconds)
                 case message:
                     raise RemoteProtocolError(f"{type(message).__name__} out of turn")
@@ -177,24 +159,26 @@ class Taking:
 
 
 @contextlib.asynccontextmanager
-async def open_taking(conditions: Conditions, donor: bytes, question: Question, max_size: int) -> AsyncIterator[Taking]:
+async def open_taking(
+    conditions: Conditions, donor: bytes, question: messages.Question, max_size: int
+) -> AsyncIterator[Taking]:
     """Ask a donor for a checkpoint of at most ``max_size`` bytes.
 
     Raises `AbsentError`, `DonorBusyError`, `PeerUnreachableError`, `RemoteProtocolError`, `trio.TooSlowError`,
     `trio.BrokenResourceError` or `trio.ClosedResourceError`.
     """
-    stream = await conditions.host.open_stream(donor, BLOCKS_PROTOCOL)
+    stream = await conditions.host.open_stream(donor, messages.BLOCKS_PROTOCOL)
     try:
         with trio.fail_after(ANSWER_TIMEOUT):
-            await stream.send_all(frame(encode(question), MAX_MESSAGE_BYTES))
-            parser = FrameParser(max_answer_bytes(max_size))
-            answer = decode_answered(await receive_frame(stream, parser))
+            await stream.send_all(frame(messages.encode(question), messages.MAX_MESSAGE_BYTES))
+            parser = FrameParser(messages.max_answer_bytes(max_size))
+            answer = messages.decode_answered(await receive_frame(stream, parser))
         match answer:
-            case Absent():
-                raise AbsentError
-            case Busy(seconds):
+            case messages.Absent():
+                raise AbsentError("it does not have the checkpoint")
+            case messages.Busy(seconds):
                 raise DonorBusyError(seconds)
-            case Here():
+            case messages.Here():
                 taking = Taking(conditions, stream, parser, answer)
                 try:
                     yield taking

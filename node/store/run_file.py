@@ -13,9 +13,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from farandole.protocol.errors import ManifestError
 from farandole.protocol.manifest import Manifest, manifest_from_dict
-from farandole.protocol.presets import PRESETS
+from farandole.protocol.presets import PRESETS, preset
 
 from .hf_file import hf_model, hf_tokenizer
 from .own_model import own_model
@@ -93,9 +95,8 @@ def _model(model: object, folder: Path, allowed_models: Collection[str]) -> obje
         return hf_model(model, folder)
     if not isinstance(model, Mapping) or "preset" not in model:
         return model
-    if model["preset"] not in PRESETS:
-        raise ManifestError(f"model: no preset is called {model['preset']!r}; there are {', '.join(PRESETS)}")
-    return {**PRESETS[model["preset"]], **{name: value for name, value in model.items() if name != "preset"}}
+    rest = {name: value for name, value in model.items() if name != "preset"}
+    return {**msgspec.structs.asdict(preset(str(model["preset"]))), **rest}
 
 
 def _tokenizer(tokenizer: object, folder: Path) -> object:

@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -27,27 +27,14 @@ from .folder import KEPT, CheckpointFolder, index_of
 if TYPE_CHECKING:
     from farandole.training.blocks import Content
     from farandole.training.checkpoint import Counters
+    from farandole.training.engine import Engine
+    from farandole.training.snapshot import Snapshot
 
 # Of the writing thread. Training (`farandole.node.trainer_process.main.NICENESS`) goes first: where they compete it has
 # three times as much. With the least priority 411 MB took 77 s on a machine under load, longer than who leaves can
 # wait.
 NICENESS: Final = 10
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
-
-
-class Savable(Protocol):
-    """A replica, or a snapshot of one."""
-
-    @property
-    def counters(self) -> Counters:
-        """How far it is."""
-
-    @property
-    def num_bytes(self) -> int:
-        """What it takes on disk, but for a header."""
-
-    def save(self, path: Path) -> Content:
-        """Write it, atomically and durably; raises `OSError`."""
 
 
 class Saver:
@@ -80,22 +67,15 @@ class Saver:
         """This checkpoint is good, and the newest."""
         if path not in self._kept:
             self._kept.append(path)
-        self._newest = Saved(
-            counters.round,
-            counters.steps,
-            counters.tokens,
-            str(path),
-            content.size,
-            content.hashes,
-        )
+        self._newest = Saved(counters.round, counters.steps, counters.tokens, str(path), content.size, content.hashes)
         return self._newest
 
-    def save(self, source: Savable, note: str = "") -> None:
+    def save(self, source: Engine | Snapshot, note: str = "") -> None:
         """Now, in this thread; with a ``note`` to the report."""
         self.wait()
         self._report(msgspec.structs.replace(self._write(source), note=note))
 
-    def save_behind(self, source: Savable) -> None:
+    def save_behind(self, source: Engine | Snapshot) -> None:
         """In a thread of its own, which needs ``source`` as it is until the report."""
         self.wait()
         self._writing = threading.Thread(target=self._work, args=(source,), name="checkpoint", daemon=True)
@@ -107,13 +87,13 @@ class Saver:
             self._writing.join()
             self._writing = None
 
-    def _work(self, source: Savable) -> None:
+    def _work(self, source: Engine | Snapshot) -> None:
         lower_thread_priority(NICENESS)
         saved = self._write(source)
         with contextlib.suppress(OSError):  # the mesh process is gone: the trainer sees it too, and ends
             self._report(saved)
 
-    def _write(self, source: Savable) -> Saved:
+    def _write(self, source: Engine | Snapshot) -> Saved:
         counters = source.counters
         try:
             path = self._make_way(counters)
@@ -132,7 +112,7 @@ class Saver:
         index_of(path).unlink(missing_ok=True)
         return path
 
-    def _explain(self, error: Exception, source: Savable) -> str:
+    def _explain(self, error: Exception, source: Engine | Snapshot) -> str:
         """What is wrong, what is needed, what to do."""
         folder, size = self._folder.path, f"{source.num_bytes / 1e6:,.1f} MB"
         reason, remedy = str(error) or repr(error), ""

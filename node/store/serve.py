@@ -13,26 +13,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, Final, Protocol
+from typing import Final
 
 import trio
 
-from farandole.protocol.block_transfer import (
-    BLOCKS_PROTOCOL,
-    MAX_MESSAGE_BYTES,
-    Absent,
-    Busy,
-    Forget,
-    Give,
-    Here,
-    Question,
-    Want,
-    Wanted,
-    decode_asked,
-    decode_question,
-    encode,
-    max_answer_bytes,
-)
+from farandole.protocol import block_transfer as messages
 from farandole.protocol.blocks import BLOCK_BYTES, encode_signed_index
 from farandole.protocol.download import BLOCK_TIMEOUT
 from farandole.protocol.errors import RemoteProtocolError
@@ -41,10 +26,12 @@ from farandole.protocol.pipe import BULK_FROM, CHUNK_BYTES, Pipe
 from farandole.protocol.pipe_steps import Step
 
 from ..base.bandwidth import Shaping
-from ..base.streams import Stream, StreamHost, receive_frame
+from ..base.streams import Stream, receive_frame
+from ..bulk.exchange_service import ExchangeService
 from ..bulk.pipe import BulkPipe, Patience, Whole
-from ..bulk.transport import Channels, Transport
+from ..bulk.transport import Transport
 from .holdings import Holding
+from .provider import Conditions
 
 # A question and its answer, where no fresh checkpoint has to be saved for it.
 ANSWER_TIMEOUT: Final = 10.0
@@ -77,39 +64,18 @@ FORGETTING: Final = 0.9
 # The one that needs blocks opens the channel, and takes what it has asked for.
 PATIENCE: Final = Patience(route=ANSWER_TIMEOUT, answer=ANSWER_TIMEOUT, write=BLOCK_TIMEOUT)
 
-Find = Callable[[Question], Awaitable[Holding | None]]
+Find = Callable[[messages.Question], Awaitable[Holding | None]]
 """The checkpoint that is asked for, held for whoever asks; None if it is not here."""
-
-
-class Exchanges(Protocol):
-    """What is used of a `farandole.node.bulk.exchange_service.ExchangeService`."""
-
-    @property
-    def is_exchanging(self) -> bool:
-        """Whether an exchange is under way."""
-
-    async def wait_quiet(self) -> None:
-        """Until none is."""
 
 
 class BlockService:
     """Gives blocks of what ``find`` finds, of one run. ``exchanges`` are what goes first."""
 
-    def __init__(
-        self,
-        run_id: bytes,
-        find: Find,
-        shaping: Shaping | None = None,
-        exchanges: Exchanges | None = None,
-    ) -> None:
-        self.channels: Channels[Any] | None = None
-        """Bulk channels beside the streams; without them everything goes over the streams."""
-        self.bytes_sent = 0
-        self._run_id = run_id
+    def __init__(self, conditions: Conditions, find: Find, exchanges: ExchangeService | None = None) -> None:
+        self._conditions = conditions
         self._find = find
-        self._shaping = shaping or Shaping()
         self._exchanges = exchanges
-        rate = self._shaping.up.rate
+        rate = conditions.shaping.up.rate
         self._max_served = min(MAX_SERVED, max(1, int(rate / (2 * MIN_SHARE)))) if rate else MAX_SERVED
         self._served: dict[bytes, _Service] = {}
         """Who is served, in the order in which they came."""
@@ -119,21 +85,21 @@ class BlockService:
         """Peers that are served now."""
         return len(self._served)
 
-    def register(self, host: StreamHost) -> None:
+    def register(self) -> None:
         """Serve on the host."""
-        host.set_handler(BLOCKS_PROTOCOL, self.serve)
+        self._conditions.host.set_handler(messages.BLOCKS_PROTOCOL, self.serve)
 
     async def serve(self, stream: Stream) -> None:
         """One peer, until it has what it needs."""
-        parser = FrameParser(MAX_MESSAGE_BYTES)
+        parser = FrameParser(messages.MAX_MESSAGE_BYTES)
         with trio.fail_after(ANSWER_TIMEOUT):
-            question = decode_question(await receive_frame(stream, parser))
-        if question.run_id != self._run_id:
-            await _answer(stream, Absent())
-        elif not self._shaping.may_spend(BLOCK_BYTES):
-            await _answer(stream, Busy(SAVING_SECONDS))
+            question = messages.decode_question(await receive_frame(stream, parser))
+        if question.run_id != self._conditions.run_id:
+            await _answer(stream, messages.Absent())
+        elif not self._conditions.shaping.may_spend(BLOCK_BYTES):
+            await _answer(stream, messages.Busy(SAVING_SECONDS))
         elif (seconds := self._seconds_until_free(stream.peer)) > 0:
-            await _answer(stream, Busy(seconds))
+            await _answer(stream, messages.Busy(seconds))
         else:
             with self._turn(stream.peer) as turn:
                 await self._give(stream, parser, question, turn)
@@ -157,26 +123,28 @@ class BlockService:
         finally:
             del self._served[peer]
 
-    async def _give(self, stream: Stream, parser: FrameParser, question: Question, turn: _Service) -> None:
+    async def _give(self, stream: Stream, parser: FrameParser, question: messages.Question, turn: _Service) -> None:
         stream.is_bulk = False
+        shaping = self._conditions.shaping
         holding = await self._find(question)
         if holding is None:
-            await _answer(stream, Absent())
+            await _answer(stream, messages.Absent())
             return
         try:
             index = b"" if question.has_index else encode_signed_index(holding.signed)
-            transport = Transport(stream.peer, self.channels)
+            transport = Transport(stream.peer, self._conditions.channels)
             with transport.expecting():
-                await _answer(stream, Here(holding.num_held, index), max_answer_bytes(holding.index.size))
-                pipe = Pipe(False, max_message_bytes=MAX_MESSAGE_BYTES, is_large=holding.index.size >= BULK_FROM)
+                await _answer(
+                    stream, messages.Here(holding.num_held, index), messages.max_answer_bytes(holding.index.size)
+                )
+                pipe = Pipe(
+                    False, max_message_bytes=messages.MAX_MESSAGE_BYTES, is_large=holding.index.size >= BULK_FROM
+                )
                 # Where there is a cap, that limits what waits in the kernel.
-                max_unsent = None if self._shaping.up.rate else PIECE_BYTES
-                pacing = _Pacing(self._shaping, self._exchanges)
-                bulk = BulkPipe(pipe, stream, transport, self._shaping, pacing, max_unsent)
-                try:
-                    await _Giver(bulk, holding, turn, self._shaping).run(parser.take_rest())
-                finally:
-                    self.bytes_sent += bulk.bytes_sent
+                max_unsent = None if shaping.up.rate else PIECE_BYTES
+                pacing = _Pacing(shaping, self._exchanges)
+                bulk = BulkPipe(pipe, stream, transport, shaping, pacing, max_unsent)
+                await _Giver(bulk, holding, turn, shaping).run(parser.take_rest())
         finally:
             holding.let_go()
 
@@ -203,7 +171,7 @@ class _Service:
 class _Pacing:
     """Lets the node's own exchanges go first."""
 
-    def __init__(self, shaping: Shaping, exchanges: Exchanges | None) -> None:
+    def __init__(self, shaping: Shaping, exchanges: ExchangeService | None) -> None:
         self._shaping = shaping
         self._exchanges = exchanges
         self._pace = 0.0  # seconds a byte
@@ -233,7 +201,7 @@ class _Giver:
         self._holding = holding
         self._turn = turn
         self._shaping = shaping
-        self._wanted = Wanted(holding.num_held)
+        self._wanted = messages.Wanted(holding.num_held)
         self._has_more = trio.Event()
 
     async def run(self, received: bytes) -> None:
@@ -254,14 +222,14 @@ class _Giver:
         scope.cancel()
 
     async def _hear(self, payload: bytes) -> None:
-        message = decode_asked(payload)
+        message = messages.decode_asked(payload)
         match message:
             case _ if self._bulk.pipe.step is Step.UNROUTED:
                 raise RemoteProtocolError(f"{type(message).__name__} before the route")
-            case Want():
+            case messages.Want():
                 self._wanted.add(message)
                 self._has_more.set()
-            case Forget(block):
+            case messages.Forget(block):
                 self._wanted.forget(block)
 
     async def _give_wanted(self) -> None:
@@ -274,7 +242,7 @@ class _Giver:
                     return
                 continue
             await self._give(self._wanted.pop())
-        self._bulk.post(self._bulk.pipe.send_message(encode(Busy(TURNED_OUT_SECONDS))))
+        self._bulk.post(self._bulk.pipe.send_message(messages.encode(messages.Busy(TURNED_OUT_SECONDS))))
         with trio.fail_after(ANSWER_TIMEOUT):
             await self._bulk.drain()
 
@@ -284,12 +252,16 @@ class _Giver:
 
         def announce() -> tuple[bytes, Whole]:
             pipe.offer(block, data.nbytes)
-            return pipe.send_message(encode(Give(block))), Whole(data)
+            return pipe.send_message(messages.encode(messages.Give(block))), Whole(data)
 
         with trio.fail_after(BLOCK_TIMEOUT):
             await self._bulk.send(announce)
 
 
-async def _answer(stream: Stream, message: Here | Busy | Absent, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
+async def _answer(
+    stream: Stream,
+    message: messages.Here | messages.Busy | messages.Absent,
+    max_bytes: int = messages.MAX_MESSAGE_BYTES,
+) -> None:
     with trio.fail_after(ANSWER_TIMEOUT):
-        await stream.send_all(frame(encode(message), max_bytes))
+        await stream.send_all(frame(messages.encode(message), max_bytes))

@@ -14,21 +14,9 @@ from typing import NamedTuple
 import msgspec
 import trio
 
+from farandole.protocol import trainer_messages as messages
 from farandole.protocol.errors import FarandoleError, RemoteProtocolError
 from farandole.protocol.framing import FrameParser
-from farandole.protocol.trainer_messages import (
-    MAX_MESSAGE_BYTES,
-    Cause,
-    Command,
-    Failed,
-    Prepare,
-    Prepared,
-    Preparing,
-    Report,
-    Stop,
-    decode_report,
-    encode,
-)
 
 from ..base.system.children import ask_where, start_child
 from ..base.system.files import read_at
@@ -40,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 # Without a word from it: importing torch and CUDA, making the model, loading gigabytes from a slow disk.
 PREPARE_TIMEOUT = 600.0
-# A trainer sees Stop between two inner steps; one that does not within this time is killed (nothing is lost: it saves
+# A trainer sees `Stop` between two inner steps; one that does not within this time is killed (nothing is lost: it saves
 # by rename).
 STOP_TIMEOUT = 5.0
 # Who else would start a thread for each core: OpenMP (torch), MKL, OpenBLAS and Accelerate (numpy), Rayon (tokenizers).
@@ -60,7 +48,7 @@ MAX_TRACEBACK_BYTES = 64 * 1_024
 class TrainerError(FarandoleError):
     """The trainer died or cannot go on."""
 
-    def __init__(self, message: str, cause: Cause = "fault") -> None:
+    def __init__(self, message: str, cause: messages.Cause = "fault") -> None:
         super().__init__(message)
         self.cause = cause
 
@@ -71,15 +59,15 @@ class TrainerStream:
     def __init__(self, stream: trio.SocketStream) -> None:
         self._stream = stream
         self._send_lock = trio.Lock()
-        self._parser = FrameParser(MAX_MESSAGE_BYTES)
+        self._parser = FrameParser(messages.MAX_MESSAGE_BYTES)
         self.aclose = self._stream.aclose
 
-    async def send(self, command: Command) -> None:
+    async def send(self, command: messages.Command) -> None:
         """Any number of tasks may."""
         async with self._send_lock:
-            await self._stream.send_all(encode(command))
+            await self._stream.send_all(messages.encode(command))
 
-    async def receive(self) -> Report:
+    async def receive(self) -> messages.Report:
         """The next report; for one task. Raises `TrainerError` if it is longer than any report."""
         try:
             while (payload := self._parser.next_frame()) is None:
@@ -89,7 +77,7 @@ class TrainerStream:
                 self._parser.receive_data(part)
         except RemoteProtocolError as error:
             raise TrainerError("the trainer sent a message that is too long") from error
-        return decode_report(payload)
+        return messages.decode_report(payload)
 
 
 class Memory(NamedTuple):
@@ -110,7 +98,7 @@ class Trainer:
         """The contribution that this node sends, and a counter of what of it is encoded."""
         self.incoming: mmap.mmap
         """The partner's contribution, and a counter of what of it has arrived."""
-        self.prepared: Prepared
+        self.prepared: messages.Prepared
         self._process = process
         self._stream = stream
         self._memory = memory
@@ -118,7 +106,7 @@ class Trainer:
         self._condemned_for = ""
         self._oom_kills_before = count_oom_kills()
 
-    async def prepare(self, command: Prepare, on_preparing: Callable[[Preparing], None]) -> None:
+    async def prepare(self, command: messages.Prepare, on_preparing: Callable[[messages.Preparing], None]) -> None:
         """Raises `TrainerError` with the trainer's own words if it cannot be made ready."""
         with trio.move_on_after(PREPARE_TIMEOUT) as patience:
             shared = self._memory
@@ -130,10 +118,10 @@ class Trainer:
                     activations=shared.activations.place,
                 )
             )
-            while isinstance(report := await self.receive(), Preparing):
+            while isinstance(report := await self.receive(), messages.Preparing):
                 patience.deadline = trio.current_time() + PREPARE_TIMEOUT
                 on_preparing(report)
-            if not isinstance(report, Prepared):
+            if not isinstance(report, messages.Prepared):
                 raise TrainerError(f"the trainer said {type(report).__name__} before it was ready")
             self.prepared = report
             size = counted_size(report.contribution_bytes)
@@ -151,20 +139,20 @@ class Trainer:
         self._mapped.append(map_shared_memory(shared.place, size))
         return self._mapped[-1]
 
-    async def send(self, command: Command) -> None:
+    async def send(self, command: messages.Command) -> None:
         """Raises `TrainerError` when the process is gone."""
         try:
             await self._stream.send(command)
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             raise await self._epitaph() from error
 
-    async def receive(self) -> Report:
+    async def receive(self) -> messages.Report:
         """The next report; raises `TrainerError` when the process is gone or says that it failed."""
         try:
             report = await self._stream.receive()
         except trio.BrokenResourceError as error:
             raise await self._epitaph() from error
-        if isinstance(report, Failed):
+        if isinstance(report, messages.Failed):
             raise TrainerError(report.message, report.cause)
         return report
 
@@ -205,7 +193,7 @@ class Trainer:
         grace = 0.0 if trio.current_effective_deadline() == -math.inf else STOP_TIMEOUT
         with trio.CancelScope(shield=True, deadline=trio.current_time() + grace):
             with contextlib.suppress(TrainerError):
-                await self.send(Stop())
+                await self.send(messages.Stop())
             await self._stream.aclose()
             await self._process.wait()
         with trio.CancelScope(shield=True):
@@ -217,9 +205,9 @@ class Trainer:
 
 @contextlib.asynccontextmanager
 async def open_trainer(
-    command: Prepare,
+    command: messages.Prepare,
     log: Path | None,
-    on_preparing: Callable[[Preparing], None] = lambda preparing: None,
+    on_preparing: Callable[[messages.Preparing], None] = lambda preparing: None,
     on_started: Callable[[int], None] = lambda pid: None,
 ) -> AsyncIterator[Trainer]:
     """Start a trainer process, make it ready, and end it on the way out.

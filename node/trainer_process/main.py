@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 from farandole.protocol.manifest import decode_body
 from farandole.protocol.trainer_messages import Failed, Prepare
+from farandole.training.errors import UnfitWeightsError
 
+from ..base.system.allocator import keep_memory
 from ..base.system.memory import open_shared
 from ..base.system.parent import connect_to_parent
 from ..base.system.priority import lower_priority
 from ..base.system.proc import write_proc
 from ..base.system.signals import ignore_stop_signals, tell_where
 from ..trainer.channel import TrainerSocket
-from .process import TrainerProcess, UnfitWeightsError
+
+if TYPE_CHECKING:
+    from .process import TrainerProcess
 
 # Below everybody's interactive programs, and below the mesh process, whose answers others wait for.
 NICENESS = 5
@@ -32,6 +37,7 @@ def main() -> None:
     with connect_to_parent(parent) as connection:
         tell_where(open_shared(tracebacks))
         lower_priority(NICENESS)
+        keep_memory()
         write_proc("self/oom_score_adj", str(OOM_SCORE_ADJUSTMENT))
         channel = TrainerSocket(connection)
         try:
@@ -47,8 +53,8 @@ def _make_trainer(channel: TrainerSocket, prepare: Prepare) -> TrainerProcess:
     from farandole.training.determinism import make_deterministic
     from farandole.training.device import choose_device, limit_memory
 
-    from .learner_process import LearnerProcess
-    from .stage_process import StageProcess
+    from .engines import make_engine
+    from .process import TrainerProcess
 
     # Inside an operation, and of operations beside each other: one of these has the other's whole share.
     torch.set_num_threads(prepare.threads)
@@ -58,8 +64,7 @@ def _make_trainer(channel: TrainerSocket, prepare: Prepare) -> TrainerProcess:
         make_deterministic()
     if prepare.gpu_memory:
         limit_memory(choose_device(prepare.device), prepare.gpu_memory)
-    kind = LearnerProcess if manifest.model.num_stages == 1 else StageProcess
-    return kind(channel, prepare, manifest)
+    return TrainerProcess(channel, prepare, manifest, make_engine(channel, prepare, manifest))
 
 
 def _serve(channel: TrainerSocket) -> None:
@@ -68,11 +73,11 @@ def _serve(channel: TrainerSocket) -> None:
         raise EOFError("the first command must be Prepare")
     try:
         trainer = _make_trainer(channel, prepare)
+    except UnfitWeightsError as error:
+        channel.send(Failed(str(error), "weights"))
+        return
     except (ValueError, OSError, ImportError, RuntimeError, MemoryError) as error:
         channel.send(Failed(_why_not_ready(error), "setup"))
-        return
-    except UnfitWeightsError as error:
-        channel.send(Failed(f"{error}", "weights"))
         return
     while True:
         try:
@@ -98,10 +103,8 @@ def _why_not_ready(error: Exception) -> str:
 
 def _is_out_of_memory(error: Exception) -> bool:
     """Without importing torch, whose import may be what failed, where Python itself knows."""
-    if isinstance(error, ImportError):
-        return False
-    if isinstance(error, MemoryError):
-        return True
+    if isinstance(error, ImportError | MemoryError):
+        return isinstance(error, MemoryError)
     from farandole.training.memory import is_out_of_memory
 
     return is_out_of_memory(error)

@@ -28,7 +28,7 @@ class Console:
 
     def say(self, text: str, figures: Mapping[str, object] | None = None) -> None:
         """One event; its ``figures`` are for machines alone."""
-        self._tell(logging.INFO, text, f"{time.strftime('%H:%M:%S')}  {text}", sys.stdout, figures)
+        self._tell(logging.INFO, text, sys.stdout, figures)
 
     def tell_round(self, record: RoundRecord) -> None:
         """A round is over; it goes into the file of rounds, too."""
@@ -38,15 +38,13 @@ class Console:
 
     def complain(self, text: str) -> None:
         """Why the node ends."""
-        self._tell(logging.ERROR, text, text, sys.stderr)
+        self._tell(logging.ERROR, text, sys.stderr)
 
-    def _tell(
-        self, level: int, text: str, line: str, stream: TextIO, figures: Mapping[str, object] | None = None
-    ) -> None:
-        """``line``: for people."""
+    def _tell(self, level: int, text: str, stream: TextIO, figures: Mapping[str, object] | None = None) -> None:
         extra = {"figures": figures} if figures else {}
         record = logger.makeRecord(logger.name, level, "", 0, "%s", (text,), None, extra=extra)
         if logger.isEnabledFor(level):
             logger.handle(record)
+        line = text if level == logging.ERROR else f"{time.strftime('%H:%M:%S')}  {text}"
         with contextlib.suppress(OSError, ValueError):
             print(self._formatter.format(record) if self._as_json else line, file=stream, flush=True)

@@ -6,12 +6,12 @@ no knowledge of farandole, and a remedy that can be typed or done.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from ..base.figures import count, duration, loss
-from ..status.status import REFUSED_HERE, REFUSED_THERE, ExchangeStatus, NodeStatus
+from ..status.status import REFUSED_HERE, REFUSED_THERE, NodeStatus
 
 Level = Literal["well", "busy", "trouble"]
 
@@ -49,25 +49,20 @@ class Headline:
 
 def headline(status: NodeStatus, now: float) -> Headline:
     """What a person should know first; ``now`` is Unix time."""
-    return next(found for rule in _RULES if (found := rule(status, now)) is not None)
+    rules = (_at_rest, _trainer_died, _outside, _isolated, _failing, _preparing, _alone, _well)
+    return next(found for rule in rules if (found := rule(status, now)) is not None)
 
 
-def _failed(status: NodeStatus, now: float) -> Headline | None:
-    if status.phase != "failed":
-        return None
-    return Headline(
-        "trouble", f"not training: {status.phase_detail or 'the trainer failed'}", "see `farandole doctor` and the log"
-    )
-
-
-def _leaving(status: NodeStatus, now: float) -> Headline | None:
-    return Headline("busy", "leaving the run") if status.phase == "leaving" else None
-
-
-def _paused(status: NodeStatus, now: float) -> Headline | None:
-    if status.phase != "paused":
-        return None
-    return Headline("busy", f"not training: {status.phase_detail}")
+def _at_rest(status: NodeStatus, now: float) -> Headline | None:
+    match status.phase:
+        case "failed":
+            text = f"not training: {status.phase_detail or 'the trainer failed'}"
+            return Headline("trouble", text, "see `farandole doctor` and the log")
+        case "leaving":
+            return Headline("busy", "leaving the run")
+        case "paused":
+            return Headline("busy", f"not training: {status.phase_detail}")
+    return None
 
 
 def _trainer_died(status: NodeStatus, now: float) -> Headline | None:
@@ -100,10 +95,10 @@ def _isolated(status: NodeStatus, now: float) -> Headline | None:
 
 def _failing(status: NodeStatus, now: float) -> Headline | None:
     tried = [exchange for exchange in status.recent_exchanges if exchange.partner]
-    last = tried[-FAILURES_IN_A_ROW:]
-    if len(last) < FAILURES_IN_A_ROW or any(exchange.verdict == "committed" for exchange in last):
+    num_failed = len(list(itertools.takewhile(lambda exchange: exchange.verdict != "committed", reversed(tried))))
+    if num_failed < FAILURES_IN_A_ROW:
         return None
-    num_failed = _failures_at_end(tried)
+    last = tried[-FAILURES_IN_A_ROW:]
     for prefixes, text, remedy in _REFUSALS:
         if all(exchange.verdict.startswith(prefixes) for exchange in last):
             reason = last[-1].verdict.rpartition("refused:")[2].strip()
@@ -113,12 +108,6 @@ def _failing(status: NodeStatus, now: float) -> Headline | None:
         "trouble",
         f"no exchange succeeds, the last {num_failed} in a row failed: {reason}",
         "the line may be too slow or lose too much: `farandole doctor --bandwidth` measures it",
-    )
-
-
-def _failures_at_end(tried: list[ExchangeStatus]) -> int:
-    return next(
-        (number for number, exchange in enumerate(reversed(tried)) if exchange.verdict == "committed"), len(tried)
     )
 
 
@@ -153,17 +142,3 @@ def _well(status: NodeStatus, now: float) -> Headline:
     if last is not None:
         text += f"; averaged {duration(now - last.ended_at)} ago with {last.partner[-8:]}"
     return Headline("well", text)
-
-
-_RULES: Final[tuple[Callable[[NodeStatus, float], Headline | None], ...]] = (
-    _failed,
-    _leaving,
-    _paused,
-    _trainer_died,
-    _outside,
-    _isolated,
-    _failing,
-    _preparing,
-    _alone,
-    _well,
-)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
 
 import msgspec
 import trio
@@ -27,25 +25,17 @@ from ..mesh.host import Host
 from ..mesh.reach.connectivity import Connectivity
 from ..status.journal import Journal
 from ..status.resources import measure_resources
-from ..status.status import MAX_LINKS, ExchangeStatus, LinkStatus, MemberStatus, NodeStatus, Resources, RunStatus
+from ..status.status import MAX_LINKS, LinkStatus, MemberStatus, NodeStatus, Resources, RunStatus
 from .chronicle import Connections
 
 # One screen, and one answer of the control socket; a run of thousands is summed up in `RunStatus`.
 MAX_MEMBERS_SHOWN = 1_000
 # A look at a thousand members takes 10 ms, so more than so many are looked at once in so many seconds.
 MANY_MEMBERS, MEMBERS_AGE = 64, 5.0
+_VERSION = version("farandole")
 
 
 @dataclass
-class _Seen:
-    """The members and what they are together, as of that moment of trio's clock."""
-
-    at: float
-    members: list[MemberStatus]
-    run: RunStatus
-
-
-@dataclass(frozen=True)
 class Reporter:
     """Reads the node's parts; owns nothing. ``state`` and ``liveness`` are None until the run is known."""
 
@@ -62,77 +52,68 @@ class Reporter:
     leases: LeaseKeeper | None = None
     nodes_of_stages: Callable[[], Sequence[frozenset[bytes]]] = tuple
     traffic: TrafficKeeper | None = None
-    _seen: list[_Seen] = field(default_factory=list)  # one at most
+    _seen: tuple[float, list[MemberStatus], RunStatus] | None = None
+    """The members and what they are together, as of that moment of trio's clock."""
 
     def status(self, max_members: int = MAX_MEMBERS_SHOWN) -> NodeStatus:
         """Everything that ``farandole status`` shows, as of now, with so many members, connected ones first."""
-        journal = self.journal
-        seen = self._look()
-        shown = members = seen.members
+        journal, exchanges, losses = self.journal, self.journal.exchanges, self.journal.losses
+        host, shaping, connectivity = self.host, self.shaping, self.connectivity
+        members, run = self._look()
+        shown = members
         if len(members) > max_members:
             shown = sorted(members, key=lambda member: not (member.is_self or member.is_connected))[:max_members]
         return NodeStatus(
             **msgspec.structs.asdict(journal.state),
-            **self._history(max_members),
-            **self._network(),
-            version=_version(),
+            version=_VERSION,
             pid=os.getpid(),
             started_at=self.started_at,
+            at=journal.clock(),
+            # What happened before
+            losses=list(losses.training),
+            loss_first=losses.first,
+            validation=list(losses.validation),
+            exchanges_ok=exchanges.num_committed,
+            exchanges_alone=exchanges.num_alone,
+            exchanges_failed=exchanges.num_failed,
+            partners=dict(exchanges.partners.most_common(max_members)),
+            paths=dict(exchanges.paths),
+            bytes_sent=exchanges.bytes_sent,
+            bytes_received=exchanges.bytes_received,
+            last_exchange=exchanges.last,
+            recent_exchanges=list(exchanges.recent),
+            warnings=list(journal.warnings),
+            events=list(journal.events),
+            # Addresses, connections and bandwidth
+            peer_id=host.peer_id,
+            addresses=host.addresses,
+            mapped_addresses=host.own.all_mapped,
+            connected_peers=len(host.connected),
+            links=self.links(),
+            reachability=connectivity.reachability.kind.value,
+            relays=[peer_id_of(held.relay) for held in connectivity.keeper.held],
+            relayed_peers=connectivity.num_reservations,
+            relayed_circuits=connectivity.num_circuits,
+            upload_mbit=shaping.up.rate / BYTES_PER_MBIT,
+            download_mbit=shaping.down.rate / BYTES_PER_MBIT,
+            bytes_sent_per_second=shaping.up.per_second(),
+            bytes_received_per_second=shaping.down.per_second(),
+            # The run, and what this node does for it
             is_member=any(member.is_self and not member.has_left for member in members),
+            run=run,
+            members=shown,
             pipeline=None if self.pipeline is None else self.pipeline.status(),
             data=None if self.leases is None else self.leases.status(),
-            run=seen.run,
-            members=shown,
             traffic=None if self.traffic is None else self.traffic.status(),
             resources=self._resources(),
-            at=journal.clock(),
         )
 
-    def _history(self, max_partners: int) -> dict[str, Any]:
-        """Fields about what happened before."""
-        journal, exchanges, losses = self.journal, self.journal.exchanges, self.journal.losses
-        return {
-            "losses": list(losses.training),
-            "loss_first": losses.first,
-            "validation": list(losses.validation),
-            "exchanges_ok": exchanges.num_committed,
-            "exchanges_alone": exchanges.num_alone,
-            "exchanges_failed": exchanges.num_failed,
-            "partners": dict(exchanges.partners.most_common(max_partners)),
-            "paths": dict(exchanges.paths),
-            "bytes_sent": exchanges.bytes_sent,
-            "bytes_received": exchanges.bytes_received,
-            "last_exchange": exchanges.last,
-            "recent_exchanges": list(exchanges.recent),
-            "warnings": list(journal.warnings),
-            "events": list(journal.events),
-        }
-
-    def _network(self) -> dict[str, Any]:
-        """Fields about addresses, connections and bandwidth."""
-        host, shaping, connectivity = self.host, self.shaping, self.connectivity
-        return {
-            "peer_id": host.peer_id,
-            "addresses": host.addresses,
-            "mapped_addresses": host.mapped_addresses,
-            "connected_peers": len(host.connected),
-            "links": self.links(),
-            "reachability": connectivity.reachability.kind.value,
-            "relays": [peer_id_of(held.relay) for held in connectivity.keeper.held],
-            "relayed_peers": connectivity.num_reservations,
-            "relayed_circuits": connectivity.num_circuits,
-            "upload_mbit": shaping.up.rate / BYTES_PER_MBIT,
-            "download_mbit": shaping.down.rate / BYTES_PER_MBIT,
-            "bytes_sent_per_second": shaping.up.per_second(),
-            "bytes_received_per_second": shaping.down.per_second(),
-        }
-
     def _resources(self) -> Resources | None:
-        journal = self.journal
-        taken = measure_resources(journal.state.trainer_pid)
-        if taken is None or journal.state.trainer_pid is None or journal.state.device_memory is None:
+        state = self.journal.state
+        taken = measure_resources(state.trainer_pid)
+        if taken is None or state.trainer_pid is None or state.device_memory is None:
             return taken
-        device_memory, total = journal.state.device_memory
+        device_memory, total = state.device_memory
         return msgspec.structs.replace(taken, device_memory=device_memory, device_memory_total=total)
 
     def connections(self) -> Connections:
@@ -145,89 +126,74 @@ class Reporter:
 
     def links(self) -> list[LinkStatus]:
         """Connections first, and of these the ones with whom the last exchanges were."""
-        last_exchanges = self.journal.exchanges.last_by_peer
+        exchanges = self.journal.exchanges
         connected = {peer_id_of(peer): peer for peer in self.host.connected}
-        names = sorted(
-            connected.keys() | last_exchanges.keys(),
-            key=lambda name: (name not in connected, -_ended_at(last_exchanges.get(name)), name),
-        )
-        return [self._link(name, connected.get(name)) for name in names[:MAX_LINKS]]
-
-    def _link(self, name: str, peer: bytes | None) -> LinkStatus:
-        journal = self.journal
-        last = journal.exchanges.last_by_peer.get(name)
-        return LinkStatus(
-            peer_id=name,
-            path="" if peer is None else self.host.path(peer),
-            round_trip_seconds=None if peer is None else self.host.round_trip(peer),
-            bytes_per_second=journal.exchanges.bandwidths.get(name),
-            committed=journal.exchanges.partners[name],
-            last_round=None if last is None else last.round,
-            last_verdict="" if last is None else last.verdict,
-            last_at=_ended_at(last),
-        )
+        links = []
+        for name in connected.keys() | exchanges.last_by_peer.keys():
+            peer, last = connected.get(name), exchanges.last_by_peer.get(name)
+            link = LinkStatus(
+                peer_id=name,
+                path="" if peer is None else self.host.path(peer),
+                round_trip_seconds=None if peer is None else self.host.connections.round_trip(peer),
+                bytes_per_second=exchanges.bandwidths.get(name),
+                committed=exchanges.partners[name],
+            )
+            if last is not None:
+                link = msgspec.structs.replace(
+                    link, last_round=last.round, last_verdict=last.verdict, last_at=last.ended_at
+                )
+            links.append(link)
+        links.sort(key=lambda link: (link.peer_id not in connected, -link.last_at, link.peer_id))
+        return links[:MAX_LINKS]
 
     def members(self) -> list[MemberStatus]:
         """Live ones first. Those of a large run may be a few seconds old: pages and screens ask every second."""
-        return self._look().members
+        return self._look()[0]
 
-    def _look(self) -> _Seen:
+    def _look(self) -> tuple[list[MemberStatus], RunStatus]:
         now = trio.current_time()
-        if not self._seen or len(self._seen[0].members) <= MANY_MEMBERS or now - self._seen[0].at >= MEMBERS_AGE:
+        if self._seen is None or len(self._seen[1]) <= MANY_MEMBERS or now - self._seen[0] >= MEMBERS_AGE:
             members = self._members(now)
-            self._seen[:] = [_Seen(now, members, self._run(members))]
-        return self._seen[0]
+            self._seen = now, members, self._run(members)
+        return self._seen[1:]
 
     def _members(self, now: float) -> list[MemberStatus]:
-        if self.state is None or self.liveness is None:
+        state, liveness = self.state, self.liveness
+        if state is None or liveness is None:
             return []
-        liveness = self.liveness
         live = {peer for peer in liveness.live(now) if not liveness.is_suspect(peer)}
         connected = self.host.connected
-        partners = {author[:PARTNER_BYTES]: author for author in self.state.authors}
-        members = [
-            self._member(author, member, author in live, author in connected, now, partners)
-            for author in self.state.authors
-            if (member := self.state.payload(author, Member)) is not None
-        ]
+        partners = {author[:PARTNER_BYTES]: author for author in state.authors}
+        members = []
+        for author in state.authors:
+            member = state.payload(author, Member)
+            if member is None:
+                continue
+            beat = state.payload(author, Beat) or Beat(0, 0, None, 0)
+            progress = state.payload(author, Progress)
+            partner = partners.get(beat.partner)
+            shown = MemberStatus(
+                peer_id=peer_id_of(author),
+                is_live=author in live and not member.left,
+                is_self=author == self.host.author,
+                has_left=member.left,
+                stage=member.stage,
+                round=beat.round,
+                inner_steps=beat.inner_steps,
+                tokens=progress.tokens if progress else 0,
+                tokens_per_second=float(beat.tokens_per_second),
+                loss=None if beat.loss is None else beat.loss / LOSS_SCALE,
+                device=member.device,
+                addresses=list(member.addresses),
+                is_connected=author in connected,
+                path=self.host.path(author) if author in connected else "",
+                last_seen_seconds=liveness.seconds_since(author, now),
+                is_paused=member.is_paused,
+                last_partner=peer_id_of(partner) if partner else "",
+            )
+            members.append(_as_of_now(shown, self.journal.state) if shown.is_self else shown)
         members.sort(key=lambda member: (not member.is_live, not member.is_self, member.peer_id))
         return members[:MAX_MEMBERS_SHOWN]
-
-    def _member(
-        self,
-        author: bytes,
-        member: Member,
-        is_live: bool,
-        is_connected: bool,
-        now: float,
-        partners: Mapping[bytes, bytes],
-    ) -> MemberStatus:
-        assert self.state is not None
-        assert self.liveness is not None
-        beat = self.state.payload(author, Beat) or Beat(0, 0, None, 0)
-        progress = self.state.payload(author, Progress)
-        if author == self.host.author:
-            return _own_member(author, member, self.journal.state)
-        partner = partners.get(beat.partner)
-        return MemberStatus(
-            peer_id=peer_id_of(author),
-            is_live=is_live and not member.left,
-            is_self=False,
-            has_left=member.left,
-            stage=member.stage,
-            round=beat.round,
-            inner_steps=beat.inner_steps,
-            tokens=progress.tokens if progress else 0,
-            tokens_per_second=float(beat.tokens_per_second),
-            loss=None if beat.loss is None else beat.loss / LOSS_SCALE,
-            device=member.device,
-            addresses=list(member.addresses),
-            is_connected=is_connected,
-            path=self.host.path(author) if is_connected else "",
-            last_seen_seconds=self.liveness.seconds_since(author, now),
-            is_paused=member.is_paused,
-            last_partner=peer_id_of(partner) if partner else "",
-        )
 
     def _run(self, members: list[MemberStatus]) -> RunStatus:
         live = [member for member in members if member.is_live]
@@ -248,34 +214,13 @@ class Reporter:
         )
 
 
-def _own_member(author: bytes, member: Member, state: NodeState) -> MemberStatus:
-    """This node as a member, from its own state, which is newer than what it has published."""
-    return MemberStatus(
-        peer_id=peer_id_of(author),
-        is_live=not member.left,
-        is_self=True,
-        has_left=member.left,
-        stage=state.stage,
-        round=state.round,
-        inner_steps=state.inner_steps,
-        tokens=state.tokens,
-        tokens_per_second=state.tokens_per_second,
-        loss=state.loss,
-        device=member.device,
-        addresses=list(member.addresses),
-        is_connected=False,
-        path="",
-        last_seen_seconds=None,
+def _as_of_now(member: MemberStatus, state: NodeState) -> MemberStatus:
+    """This node as a member, by its own state, which is newer than what it has published."""
+    names = ("stage", "round", "inner_steps", "tokens", "tokens_per_second", "loss")
+    return msgspec.structs.replace(
+        member,
+        **{name: getattr(state, name) for name in names},
+        is_live=not member.has_left,
         is_paused=state.phase == "paused",
         last_partner=state.partner,
     )
-
-
-@functools.cache
-def _version() -> str:
-    """Which is read from a file."""
-    return version("farandole")
-
-
-def _ended_at(exchange: ExchangeStatus | None) -> float:
-    return 0.0 if exchange is None else exchange.ended_at

@@ -7,21 +7,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from ..safetensors import Shape
-from .base import (
-    Activation,
-    Context,
-    Epsilon,
-    Hidden,
-    InitialStd,
-    NumHeads,
-    NumLayers,
-    Vocabulary,
-    Width,
-    check_multiple,
-    conv,
-    head,
-    norm,
-)
+from . import base
 
 
 class GPT2Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="model_type", tag="gpt2"):
@@ -30,19 +16,19 @@ class GPT2Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
     architecture: ClassVar[str] = "GPT2LMHeadModel"
     layers_name: ClassVar[str] = "transformer.h"
 
-    vocab_size: Vocabulary
-    n_embd: Width
-    n_inner: Hidden
-    n_layer: NumLayers
-    n_head: NumHeads
-    n_positions: Context = 1_024
-    activation_function: Activation = "gelu_new"
-    initializer_range: InitialStd = 0.02
-    layer_norm_epsilon: Epsilon = 1e-5
+    vocab_size: base.Vocabulary
+    n_embd: base.Width
+    n_inner: base.Hidden
+    n_layer: base.NumLayers
+    n_head: base.NumHeads
+    n_positions: base.Context = 1_024
+    activation_function: base.Activation = "gelu_new"
+    initializer_range: base.InitialStd = 0.02
+    layer_norm_epsilon: base.Epsilon = 1e-5
     tie_word_embeddings: bool = True
 
     def __post_init__(self) -> None:
-        check_multiple("n_embd", self.n_embd, "n_head", self.n_head)
+        base.check_multiple("n_embd", self.n_embd, "n_head", self.n_head)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -70,12 +56,12 @@ class GPT2Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
         """The parameters of a layer by name."""
         width, hidden = self.n_embd, self.n_inner
         return {
-            **norm("ln_1", width),
-            **conv("attn.c_attn", width, 3 * width),
-            **conv("attn.c_proj", width, width),
-            **norm("ln_2", width),
-            **conv("mlp.c_fc", width, hidden),
-            **conv("mlp.c_proj", hidden, width),
+            **base.norm("ln_1", width),
+            **base.conv("attn.c_attn", width, 3 * width),
+            **base.conv("attn.c_proj", width, width),
+            **base.norm("ln_2", width),
+            **base.conv("mlp.c_fc", width, hidden),
+            **base.conv("mlp.c_proj", hidden, width),
         }
 
     @property
@@ -84,8 +70,8 @@ class GPT2Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
         return {
             "transformer.wte.weight": (self.vocab_size, self.n_embd),
             "transformer.wpe.weight": (self.n_positions, self.n_embd),
-            **norm("transformer.ln_f", self.n_embd),
-            **head(is_tied=self.tie_word_embeddings, vocabulary=self.vocab_size, width=self.n_embd),
+            **base.norm("transformer.ln_f", self.n_embd),
+            **base.head(is_tied=self.tie_word_embeddings, vocabulary=self.vocab_size, width=self.n_embd),
         }
 
     @property

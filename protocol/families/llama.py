@@ -8,21 +8,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 
 from ..safetensors import Shape
-from .base import (
-    Activation,
-    Context,
-    Epsilon,
-    HeadWidth,
-    Hidden,
-    InitialStd,
-    NumHeads,
-    NumLayers,
-    Vocabulary,
-    Width,
-    check_multiple,
-    head,
-    linear,
-)
+from . import base
 
 _Factor = Annotated[float, msgspec.Meta(ge=1, le=1e6)]
 _Theta = Annotated[float, msgspec.Meta(ge=1, le=1e12)]
@@ -47,7 +33,7 @@ class Llama3Rope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
     factor: _Factor
     low_freq_factor: _Factor
     high_freq_factor: _Factor
-    original_max_position_embeddings: Context
+    original_max_position_embeddings: base.Context
     rope_theta: _Theta = 10_000.0
 
     def __post_init__(self) -> None:
@@ -61,25 +47,27 @@ class LlamaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
     architecture: ClassVar[str] = "LlamaForCausalLM"
     layers_name: ClassVar[str] = "model.layers"
 
-    vocab_size: Vocabulary
-    hidden_size: Width
-    intermediate_size: Hidden
-    num_hidden_layers: NumLayers
-    num_attention_heads: NumHeads
-    num_key_value_heads: NumHeads
-    head_dim: HeadWidth
-    max_position_embeddings: Context = 2_048
+    vocab_size: base.Vocabulary
+    hidden_size: base.Width
+    intermediate_size: base.Hidden
+    num_hidden_layers: base.NumLayers
+    num_attention_heads: base.NumHeads
+    num_key_value_heads: base.NumHeads
+    head_dim: base.HeadWidth
+    max_position_embeddings: base.Context = 2_048
     rope_parameters: DefaultRope | LinearRope | Llama3Rope = DefaultRope()
-    hidden_act: Activation = "silu"
-    initializer_range: InitialStd = 0.02
-    rms_norm_eps: Epsilon = 1e-6
+    hidden_act: base.Activation = "silu"
+    initializer_range: base.InitialStd = 0.02
+    rms_norm_eps: base.Epsilon = 1e-6
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
 
     def __post_init__(self) -> None:
-        check_multiple("hidden_size", self.hidden_size, "num_attention_heads", self.num_attention_heads)
-        check_multiple("num_attention_heads", self.num_attention_heads, "num_key_value_heads", self.num_key_value_heads)
+        base.check_multiple("hidden_size", self.hidden_size, "num_attention_heads", self.num_attention_heads)
+        base.check_multiple(
+            "num_attention_heads", self.num_attention_heads, "num_key_value_heads", self.num_key_value_heads
+        )
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}: rotary embeddings turn pairs")
 
@@ -110,13 +98,13 @@ class LlamaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
         width, hidden = self.hidden_size, self.intermediate_size
         queries, keys = self.attention_width, self.num_key_value_heads * self.head_dim
         return {
-            **linear("self_attn.q_proj", queries, width, bias=self.attention_bias),
-            **linear("self_attn.k_proj", keys, width, bias=self.attention_bias),
-            **linear("self_attn.v_proj", keys, width, bias=self.attention_bias),
-            **linear("self_attn.o_proj", width, queries, bias=self.attention_bias),
-            **linear("mlp.gate_proj", hidden, width, bias=self.mlp_bias),
-            **linear("mlp.up_proj", hidden, width, bias=self.mlp_bias),
-            **linear("mlp.down_proj", width, hidden, bias=self.mlp_bias),
+            **base.linear("self_attn.q_proj", queries, width, bias=self.attention_bias),
+            **base.linear("self_attn.k_proj", keys, width, bias=self.attention_bias),
+            **base.linear("self_attn.v_proj", keys, width, bias=self.attention_bias),
+            **base.linear("self_attn.o_proj", width, queries, bias=self.attention_bias),
+            **base.linear("mlp.gate_proj", hidden, width, bias=self.mlp_bias),
+            **base.linear("mlp.up_proj", hidden, width, bias=self.mlp_bias),
+            **base.linear("mlp.down_proj", width, hidden, bias=self.mlp_bias),
             "input_layernorm.weight": (width,),
             "post_attention_layernorm.weight": (width,),
         }
@@ -127,7 +115,7 @@ class LlamaConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_f
         return {
             "model.embed_tokens.weight": (self.vocab_size, self.hidden_size),
             "model.norm.weight": (self.hidden_size,),
-            **head(is_tied=self.tie_word_embeddings, vocabulary=self.vocab_size, width=self.hidden_size),
+            **base.head(is_tied=self.tie_word_embeddings, vocabulary=self.vocab_size, width=self.hidden_size),
         }
 
     @property

@@ -15,7 +15,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -24,17 +24,7 @@ import trio
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.state.gossip import GossipService
 from farandole.node.state.messenger import Messenger, open_messenger
-from farandole.protocol.entries import (
-    PARTNER_BYTES,
-    Beat,
-    Entry,
-    Kind,
-    Member,
-    Payload,
-    Progress,
-    Signed,
-    deltas_of,
-)
+from farandole.protocol.entries import PARTNER_BYTES, Beat, Entry, Kind, Member, Payload, Progress, Signed, deltas_of
 from farandole.protocol.identity import public_key_of
 from farandole.protocol.liveness import BASE_PERIOD, PEERS_A_SECOND
 from farandole.protocol.push import MAX_BATCH_BYTES, NUM_CHOSEN, Batch
@@ -93,6 +83,20 @@ class Extra:
         return Progress(rounds * 100, rounds, int(seconds) * TOKENS_PER_SECOND, rounds * 1_000_000, rounds * 1_000_000)
 
 
+class Turns:
+    """All members in turn, so many a second."""
+
+    def __init__(self, members: Sequence[Extra], per_second: float) -> None:
+        self._members = itertools.cycle(members)
+        self._per_second = per_second
+        self._due = 0.0
+
+    def take(self, seconds: float) -> list[Extra]:
+        """Those whose turn comes within so many seconds."""
+        number, self._due = divmod(self._due + seconds * self._per_second, 1.0)
+        return list(itertools.islice(self._members, int(number)))
+
+
 class Crowd:
     """All members, and what they say when."""
 
@@ -103,10 +107,8 @@ class Crowd:
         self._partners: dict[bytes, bytes] = {}
         self._round = -1
         period = max(BASE_PERIOD, num_members / PEERS_A_SECOND)
-        self._beats = itertools.cycle(self.members)
-        self._progresses = itertools.cycle(self.members)
-        self._beats_due, self._beats_a_second = 0.0, num_members / period
-        self._progresses_due, self._progresses_a_second = 0.0, num_members / PROGRESS_PERIOD
+        self._beats = Turns(self.members, num_members / period)
+        self._progresses = Turns(self.members, num_members / PROGRESS_PERIOD)
 
     def all_at_once(self) -> list[Entry]:
         """What a newcomer is told."""
@@ -126,16 +128,10 @@ class Crowd:
         now = time.time()
         since = now - self._began_at
         self._pair(int(since / ROUND_SECONDS))
-        self._beats_due += seconds * self._beats_a_second
-        self._progresses_due += seconds * self._progresses_a_second
         entries: list[Entry] = []
-        while self._beats_due >= 1:
-            self._beats_due -= 1
-            member = next(self._beats)
+        for member in self._beats.take(seconds):
             entries += member.write(member.beat(since, self._partners.get(member.author, b"")), Kind.BEAT, now)
-        while self._progresses_due >= 1:
-            self._progresses_due -= 1
-            member = next(self._progresses)
+        for member in self._progresses.take(seconds):
             entries += member.write(member.progress(since), Kind.PROGRESS, now)
         return entries
 
@@ -145,8 +141,7 @@ class Crowd:
         self._round = round_index
         authors = [member.author for member in self.members]
         self._rng.shuffle(authors)
-        half = len(authors) // 2
-        pairs = zip(authors[:half], authors[half:], strict=False)
+        pairs = zip(authors[::2], authors[1::2], strict=False)
         self._partners = {author: other for pair in pairs for author, other in (pair, pair[::-1])}
 
 

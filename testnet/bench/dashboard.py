@@ -32,6 +32,8 @@ from farandole.node.ui.dashboard.place import find_place
 from farandole.protocol.manifest import SignedManifest, manifest_from_dict, sign_manifest
 
 from ..grid import Grid
+from ..leash import Leash, open_leash
+from ..namespace import held
 from .process import BenchError, Say
 from .report import OUT, BenchReport, Out, Write, open_bench
 
@@ -148,10 +150,10 @@ def measure(folder: Path, num_members: int, seconds: float, say: Say) -> PageFig
     home = folder / "dashboard-node"
     shutil.rmtree(home, ignore_errors=True)
     say("starting a daemon")
-    with _running_daemon(folder, home) as (daemon, signed):
+    with open_leash() as leash, _running_daemon(leash, folder, home) as (daemon, signed):
         status = _wait(home, lambda status: status.phase == "paused")
         say(f"{num_members} members more join the run")
-        with _running_crowd(folder, status.addresses[0], signed, num_members):
+        with _running_crowd(leash, folder, status.addresses[0], signed, num_members):
             _wait(home, lambda status: status.run.members_live >= num_members)
             time.sleep(SETTLE_SECONDS)  # what the newcomers cause is not measured
             say("the daemon without a page")
@@ -194,7 +196,7 @@ def _sum_up(seen: Sequence[tuple[str, float, float]]) -> list[PageCost]:
 
 
 @contextlib.contextmanager
-def _running_daemon(folder: Path, home: Path) -> Iterator[tuple[subprocess.Popen[bytes], SignedManifest]]:
+def _running_daemon(leash: Leash, folder: Path, home: Path) -> Iterator[tuple[subprocess.Popen[bytes], SignedManifest]]:
     """A node that rests, alone in a run of its own."""
     signed = sign_manifest(manifest_from_dict(_RUN), Ed25519PrivateKey.generate())
     manifest, text = folder / "dashboard.manifest", folder / "dashboard.txt"
@@ -202,7 +204,10 @@ def _running_daemon(folder: Path, home: Path) -> Iterator[tuple[subprocess.Popen
     text.write_text("Nobody trains on this text. " * 1_000)
     options = ["--home", str(home), "--data", str(text), "--listen", "/ip4/127.0.0.1/tcp/0", "--no-mdns", "--no-upnp"]
     command = [sys.executable, "-m", "farandole.node", "join", str(manifest), *options]
-    with _running(command, folder / "dashboard-node.log") as process:
+    with (
+        (folder / "dashboard-node.log").open("wb") as output,
+        held(command, leash, stdout=output, stderr=output) as process,
+    ):
         _ask(home, "pause")
         yield process, signed
 
@@ -218,26 +223,13 @@ _RUN: Final[Mapping[str, Any]] = {
 
 
 @contextlib.contextmanager
-def _running_crowd(folder: Path, address: str, signed: SignedManifest, num_members: int) -> Iterator[None]:
+def _running_crowd(
+    leash: Leash, folder: Path, address: str, signed: SignedManifest, num_members: int
+) -> Iterator[None]:
     arguments = [address, signed.run_id.hex(), signed.creator.hex(), str(num_members)]
     command = [sys.executable, "-m", "farandole.testnet.bench.crowd", *arguments]
-    with _running(command, folder / "dashboard-crowd.log"):
+    with (folder / "dashboard-crowd.log").open("wb") as output, held(command, leash, stdout=output, stderr=output):
         yield
-
-
-@contextlib.contextmanager
-def _running(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(10.0)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 @contextlib.contextmanager

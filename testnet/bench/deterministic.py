@@ -7,12 +7,8 @@ Figures are medians.
 
 from __future__ import annotations
 
-import contextlib
-import math
 import os
-import shutil
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,9 +21,8 @@ import typer
 from farandole.node.store.run_file import manifest_of
 
 from ..grid import Grid
-from .process import open_worker
 from .report import OUT, Bench, BenchReport, Out, Write, open_bench
-from .saving import NONE
+from .saving import NONE, open_trainers
 
 PLAIN: Final = "one thread"
 DETERMINISTIC: Final = "one thread, deterministic"
@@ -88,27 +83,14 @@ def measure(bench: Bench, run_file: Mapping[str, Any], turns: int, turn_seconds:
     ways = {PLAIN: (1, False), DETERMINISTIC: (1, True)}
     if device == "cpu" and cores > 1:
         ways[f"{cores} threads"] = (cores, False)
-    figures, folder = StepFigures(), bench.out / "deterministic"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    command = [sys.executable, "-m", f"{__package__}.saving_worker"]
-    try:
-        with contextlib.ExitStack() as stack:
-            trainers = {name: stack.enter_context(open_worker(name, command, bench.log)) for name in ways}
-            for name, trainer in trainers.items():
-                threads, is_deterministic = ways[name]
-                inner = {**run_file["inner"], "deterministic": is_deterministic}
-                manifest = msgspec.to_builtins(manifest_of({**run_file, "inner": inner}, Path(), 0.0))
-                where = {"device": device, "threads": threads, "folder": str(folder / name)}
-                begun = trainer.ask("begin", manifest=manifest, way=NONE, **where)
-                figures.num_parameters = begun["num_parameters"]
-            seconds = trainers[PLAIN].ask("play", steps=1)["seconds"]
-            figures.steps = max(1, math.ceil(turn_seconds / seconds))
-            for turn in range(turns):
-                for name in list(trainers)[:: 1 if turn % 2 == 0 else -1]:
-                    bench.say(f"turn {turn + 1} of {turns}: {name}")
-                    played = trainers[name].ask("play", steps=figures.steps)
-                    figures.seconds[name].append(played["seconds"] / figures.steps)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    begin = {}
+    for name, (threads, is_deterministic) in ways.items():
+        inner = {**run_file["inner"], "deterministic": is_deterministic}
+        manifest = msgspec.to_builtins(manifest_of({**run_file, "inner": inner}, Path(), 0.0))
+        begin[name] = {"manifest": manifest, "way": NONE, "device": device, "threads": threads}
+    figures = StepFigures()
+    with open_trainers(bench, begin) as trainers:
+        figures.num_parameters, figures.steps = trainers.num_parameters, trainers.steps_in(PLAIN, turn_seconds)
+        for _, name, played in trainers.play(turns, figures.steps):
+            figures.seconds[name].append(played["seconds"] / figures.steps)
     return figures

@@ -158,7 +158,7 @@ def measure(
         figures.one_way.append(result)
         bench.write(figures.report(bench.setting))
     pairs = measure_pairs(vector_mb, repeats, bench.log, cache, bench.say, ways, rounds)
-    figures.averagings, figures.problems = pairs.results, pairs.problems
+    figures.averagings, figures.problems = pairs
     bench.write(figures.report(bench.setting))
     figures.loop = measure_loop_lag(loop_mb, repeats, bench.log, bench.say)
     return figures

@@ -13,7 +13,6 @@ from typing import Annotated, Any, Final
 
 import trio
 import typer
-from rich.console import Console
 
 from ..beside import judged, load_report
 from ..grid import Grid
@@ -21,7 +20,7 @@ from ..launch import REPORT_NAME, Testnet, write_report
 from ..live import open_view
 from ..report import PlayReport, ideal_exchange_seconds
 from ..scenario import Scenario, ScenarioError, load_scenario
-from .report import BenchReport, Out, Write, open_bench
+from .report import Bench, BenchReport, Out, Write, open_bench
 
 SCENARIOS: Final = {
     "starved": "two of 8 at 5 % of a processor for 60 s",
@@ -93,18 +92,18 @@ def run(
     with open_bench("faults", out, write) as bench:
         for name, scenario in played.items():
             folder = out / name
-            clean = _play(name, folder / "clean", bench.console, clean=True) if name in BESIDE_CLEAN else None
-            play = _play(name, folder / "faults", bench.console, clean=False)
+            clean = _play(name, folder / "clean", bench, clean=True) if name in BESIDE_CLEAN else None
+            play = _play(name, folder / "faults", bench, clean=False)
             figures.add(name, judged(play, clean, scenario) if clean else play, scenario)
             bench.write(figures.report(bench.setting))
         bench.publish(figures.report(bench.setting))
 
 
-def _play(name: str, folder: Path, console: Console, *, clean: bool) -> PlayReport:
+def _play(name: str, folder: Path, bench: Bench, *, clean: bool) -> PlayReport:
     if (folder / REPORT_NAME).exists():
-        console.print(f"{name}: {folder / REPORT_NAME} is there already", markup=False, highlight=False)
+        bench.tell(f"{name}: {folder / REPORT_NAME} is there already")
         return load_report(folder)
-    with open_view(console) as view:
+    with open_view(bench.console) as view:
         testnet = Testnet(load_scenario(name, clean=clean), folder.absolute(), view)
         play = trio.run(testnet.play)
     if testnet.is_interrupted:

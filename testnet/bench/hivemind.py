@@ -9,11 +9,7 @@ import numpy as np
 import torch
 from hivemind import DHT, DecentralizedAverager
 from hivemind.averaging.control import AveragingStage
-from hivemind.compression import (
-    Float16Compression,
-    NoCompression,
-    Uniform8BitQuantization,
-)
+from hivemind.compression import Float16Compression, NoCompression, Uniform8BitQuantization
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,13 +52,12 @@ class HivemindPeer:
         averager = self._averagers[codec]
         with averager.get_tensors() as (tensor,):
             tensor.copy_(torch.from_numpy(self._vector(self._index, tensor.numel())))
-        started_at = time.monotonic()
         self._step = averager.step(wait=False, require_trigger=True, timeout=STEP_TIMEOUT)
         while self._step.stage != AveragingStage.AWAITING_TRIGGER:
             if self._step.done():
                 self._step.result()
             time.sleep(POLL_INTERVAL)
-        return {"started_at": started_at, "ended_at": time.monotonic()}
+        return {}
 
     def average(self) -> dict[str, Any]:
         """The all-reduce itself."""

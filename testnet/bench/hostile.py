@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,7 +19,7 @@ import typer
 
 from ..grid import Grid
 from .hostile_attacks import ATTACKS, RAW
-from .process import BenchWorker, Say, open_worker
+from .process import BenchWorker, Say, open_worker, worker_command
 from .report import OUT, BenchReport, Out, Write, open_bench
 
 # What must hold.
@@ -145,16 +144,9 @@ class _Stage:
         dials: list[float] = []
         failures: list[str] = []
         _, _, _, _, port, _, peer = self.address.split("/")
-        self.attackers.put(
-            "flood",
-            port=int(port),
-            peer=peer,
-            names=list(flood.kinds),
-            number=flood.number,
-            per_second=flood.per_second,
-            sources=flood.sources,
-            patience=flood.patience,
-        )
+        flooding = asdict(flood)
+        del flooding["name"]
+        self.attackers.put("flood", port=int(port), peer=peer, **flooding)
         while not self.attackers.has_answered(0.0):
             answer = self.dialler.ask("dial", address=self.address, seconds=DIAL_SECONDS, interval=DIAL_PAUSE)
             dials += answer["times"]
@@ -209,17 +201,14 @@ def measure(plans: Sequence[Flood], cycles: int, log: Path, say: Say) -> list[Fl
     rows = []
     for plan in (*plans, None):
         with contextlib.ExitStack() as stack:
-            kinds = ("node", "attackers", "dialler")
-            workers = [stack.enter_context(open_worker(kind, _command(kind), log)) for kind in kinds]
+            kinds = ("AttackedNode", "Attackers", "HonestDialler")
+            commands = {kind: worker_command(f"hostile_node:{kind}") for kind in kinds}
+            workers = [stack.enter_context(open_worker(kind, command, log)) for kind, command in commands.items()]
             node, attackers, dialler = workers
             stage = _Stage(node, attackers, dialler, node.ask("address")["address"])
             stage.dialler.ask("dial", address=stage.address, seconds=DIAL_SECONDS, interval=DIAL_PAUSE)
             rows.append(stage.cycle(cycles, say) if plan is None else stage.play(plan, say))
     return rows
-
-
-def _command(kind: str) -> list[str]:
-    return [sys.executable, "-m", "farandole.testnet.bench.hostile_node", kind]
 
 
 def run(

@@ -1,38 +1,28 @@
-"""A process of the benchmark of a hostile internet: ``python -m farandole.testnet.bench.hostile_node KIND SOCKET``.
-
-Requests come over the socket (`farandole.testnet.bench.process`). A kind is ``node`` (what is attacked), ``attackers``,
-or ``dialler`` (who dials honestly meanwhile).
-"""
+"""The processes of the benchmark of a hostile internet: what is attacked, the attackers, and who dials honestly."""
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import logging
 import os
 import random
 import resource
-import socket
-import sys
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.errors import PeerUnreachableError
-from farandole.node.mesh.host import Host, open_host
+from farandole.node.mesh.host import open_host
 from farandole.node.mesh.libp2p_stream import Stream
 from farandole.protocol.identity import public_key_of
 
 from .hostile_attacks import AttackTarget, attack
-from .meter import resident_mb
-from .requests import handle_request, read_requests, send_answer
+from .meter import cpu_seconds, memory_mb
+from .paths import LOOPBACK, PROTOCOL
+from .server import Server
 
-LOOPBACK: Final = "/ip4/127.0.0.1/tcp/0"
-PROTOCOL: Final = "/farandole/bench/1"
 # Attackers at once: both ends of their connections, and of the honest ones, must fit into the descriptors allowed.
 MAX_AT_ONCE: Final = 1_500
 # An honest dial that takes longer has failed.
@@ -47,38 +37,45 @@ class LineCounter(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lines: Counter[str] = Counter()
+        self.num_lines = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         """One more."""
-        self.lines[f"{record.name}: {record.msg}"] += 1
+        self.num_lines += 1
 
 
-class AttackedNode:
+class HostileProcess:
+    """One of the processes, with as many descriptors as it may have."""
+
+    def __init__(self, server: Server) -> None:
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+class AttackedNode(HostileProcess):
     """What is attacked: a host with one protocol, whose log is at the daemon's level."""
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
+    def __init__(self, server: Server) -> None:
+        super().__init__(server)
+        self._stack = server.stack
         self._log = LineCounter()
         logging.getLogger().addHandler(self._log)
         logging.getLogger("farandole").setLevel(logging.INFO)
-        host.set_handler(PROTOCOL, echo)
 
     async def address(self) -> dict[str, Any]:
-        """Where it listens."""
-        return {"address": self._host.addresses[0]}
+        """Listen; where it does."""
+        host = await self._stack.enter_async_context(open_host(Ed25519PrivateKey.generate(), [LOOPBACK]))
+        host.set_handler(PROTOCOL, echo)
+        return {"address": host.addresses[0]}
 
-    async def figures(self) -> dict[str, Any]:
+    def figures(self) -> dict[str, Any]:
         """What it holds now."""
-        usage = resource.getrusage(resource.RUSAGE_SELF)
         return {
-            "rss_mb": resident_mb(),
+            "rss_mb": memory_mb("VmRSS"),
             "descriptors": len(os.listdir("/proc/self/fd")),
             "tasks": trio.lowlevel.current_statistics().tasks_living,
-            "objects": len(gc.get_objects()),
-            "cpu_seconds": usage.ru_utime + usage.ru_stime,
-            "log_lines": self._log.lines.total(),
-            "log": dict(self._log.lines.most_common(5)),
+            "cpu_seconds": cpu_seconds(),
+            "log_lines": self._log.num_lines,
             "at": time.monotonic(),
         }
 
@@ -90,11 +87,11 @@ async def echo(stream: Stream) -> None:
             await stream.send_all(data)
 
 
-class Attackers:
+class Attackers(HostileProcess):
     """Many strangers in one process."""
 
     async def flood(
-        self, port: int, peer: str, names: Sequence[str], number: int, per_second: float, sources: int, patience: float
+        self, port: int, peer: str, kinds: Sequence[str], number: int, per_second: float, sources: int, patience: float
     ) -> dict[str, Any]:
         """So many connections, of these kinds in turn, from so many addresses of 127.0.0.0/8, at a steady rate.
 
@@ -108,7 +105,7 @@ class Attackers:
 
         async def one(index: int) -> None:
             try:
-                await attack(names[index % len(names)], target, _source(index, sources), rng, patience)
+                await attack(kinds[index % len(kinds)], target, _source(index, sources), rng, patience)
             finally:
                 limit.release_on_behalf_of(index)
 
@@ -120,7 +117,7 @@ class Attackers:
                     nursery.start_soon(one, index)
                     num_begun += 1
                 flooded = trio.current_time() - started_at
-        return {"number": num_begun, "seconds": flooded, "seconds_in_all": trio.current_time() - started_at}
+        return {"number": num_begun, "seconds": flooded}
 
 
 def _source(index: int, sources: int) -> str:
@@ -131,7 +128,7 @@ def _source(index: int, sources: int) -> str:
     return f"127.7.{index // 250}.{1 + index % 250}"
 
 
-class HonestDialler:
+class HonestDialler(HostileProcess):
     """An honest peer."""
 
     async def dial(self, address: str, seconds: float, interval: float) -> dict[str, Any]:
@@ -165,34 +162,3 @@ class HonestDialler:
                 await host.connect(peer, [address])
                 await host.disconnect(peer)
         return {"seconds": trio.current_time() - started_at}
-
-
-@contextlib.asynccontextmanager
-async def open_kind(kind: str) -> AsyncIterator[object]:
-    """What answers the requests."""
-    if kind == "node":
-        async with open_host(Ed25519PrivateKey.generate(), [LOOPBACK]) as host:
-            yield AttackedNode(host)
-    else:
-        yield {"attackers": Attackers, "dialler": HonestDialler}[kind]()
-
-
-async def serve(kind: str, control: trio.SocketStream) -> None:
-    """Answer requests until the other end closes."""
-    async with open_kind(kind) as served:
-        async for request in read_requests(control):
-            await send_answer(control, await handle_request(served, request))
-
-
-def main() -> None:
-    """Run one process, with as many descriptors as it may have."""
-    kind, descriptor = sys.argv[1:]
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    plain = socket.socket(fileno=int(descriptor))
-    with contextlib.suppress(BrokenPipeError):
-        trio.run(serve, kind, trio.SocketStream(trio.socket.from_stdlib_socket(plain)))
-
-
-if __name__ == "__main__":
-    main()

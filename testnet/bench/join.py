@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,19 +20,13 @@ import typer
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.store.folder import index_of
-from farandole.protocol.blocks import (
-    BLOCK_BYTES,
-    Index,
-    encode_signed_index,
-    hash_block,
-    sign_index,
-)
+from farandole.protocol.blocks import BLOCK_BYTES, Index, encode_signed_index, hash_block, sign_index
 from farandole.protocol.identity import public_bytes
 from farandole.protocol.outer_rules import NoLoCoConfig
 from farandole.protocol.safetensors import encode_header, parse_header
 from farandole.protocol.vectors import OPTIMIZER_VECTORS, required_vectors
 
-from ..grid import Grid
+from ..grid import Grid, cell
 from ..leash import open_leash
 from ..links import open_links
 from ..namespace import Location, NamespaceError
@@ -41,7 +34,19 @@ from ..scenario import LinkSettings
 from .environments import obtain_python
 from .join_node import RUN_ID
 from .pair import open_peers
-from .process import MB, BenchError, BenchWorker, Say, elapsed, open_worker
+from .process import (
+    MB,
+    BenchError,
+    BenchWorker,
+    Say,
+    ask_all,
+    elapsed,
+    get_all,
+    median_of,
+    open_worker,
+    take_turns,
+    worker_command,
+)
 from .report import CACHE, OUT, Bench, BenchReport, Cache, Out, Repeats, Write, missing, open_bench
 
 SIZE_MB: Final = 100
@@ -76,32 +81,23 @@ class JoinFigures:
 
     def grid(self) -> Grid:
         """Seconds and extras by the newcomer's sources."""
-        rows = [
-            ("two donors, loopback", _seconds(self.two_donors_s), ""),
-            ("one donor, loopback", _seconds(self.one_donor_s), ""),
-            ("hivemind, its one donor, loopback", _seconds(self.hivemind_s), ""),
-            (
-                f"two donors, one killed at half, capped to {KILL_CAP_MBIT:g} Mbit/s",
-                _seconds(self.killed_s),
-                "" if self.killed_extra_mb is None else f"{self.killed_extra_mb:.1f} MB fetched twice",
-            ),
-            (
-                f"two donors, {LINK.down_mbit:g}/{LINK.up_mbit:g} Mbit/s",
-                _seconds(self.link_s),
-                ""
-                if self.link_over_ideal is None or self.rounds_slower is None
-                else f"{self.link_over_ideal:.2f} x size / rate; others' rounds {self.rounds_slower:+.1%}",
-            ),
-        ]
+        link = ""
+        if self.link_over_ideal is not None and self.rounds_slower is not None:
+            link = f"{self.link_over_ideal:.2f} x size / rate; others' rounds {self.rounds_slower:+.1%}"
+        killed = f"two donors, one killed at half, capped to {KILL_CAP_MBIT:g} Mbit/s"
+        sources = (
+            ("two donors, loopback", self.two_donors_s, ""),
+            ("one donor, loopback", self.one_donor_s, ""),
+            ("hivemind, its one donor, loopback", self.hivemind_s, ""),
+            (killed, self.killed_s, cell(self.killed_extra_mb, "{:.1f} MB fetched twice")),
+            (f"two donors, {LINK.down_mbit:g}/{LINK.up_mbit:g} Mbit/s", self.link_s, link),
+        )
+        rows = [(source, cell(seconds, "{:.2f}", "-"), extra) for source, seconds, extra in sources]
         return Grid(f"A newcomer gets {self.size_mb} MB of state", ("from", "seconds", "and"), rows)
 
     def report(self, setting: dict[str, Any]) -> BenchReport:
         """The table and data."""
         return BenchReport(setting, [self.grid()], asdict(self), missing(self.problems))
-
-
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
 
 
 def make_checkpoint(path: Path, size_mb: int) -> None:
@@ -163,19 +159,14 @@ class Nodes:
 @contextlib.contextmanager
 def open_nodes(source: Path, log: Path, places: Sequence[Location]) -> Iterator[Nodes]:
     """The newcomer in the first place."""
-    command = [sys.executable, "-m", "farandole.testnet.bench.join_node"]
+    command, names = worker_command("join_node:JoinNode"), ("newcomer", "donor 1", "donor 2")
     with contextlib.ExitStack() as stack:
-        workers, opened = [], []
-        for index, place in enumerate(places):
-            name = f"donor {index}" if index else "newcomer"
-            worker = stack.enter_context(open_worker(name, [*place.enter, *command], log))
-            opened.append(worker.ask("open", ip=place.ip))
-            workers.append(worker)
+        commands = [(name, [*place.enter, *command]) for name, place in zip(names, places, strict=True)]
+        workers = [stack.enter_context(open_worker(name, entered, log)) for name, entered in commands]
+        opened = ask_all(workers, "open", [{"ip": place.ip} for place in places])
         addresses = [answer["address"] for answer in opened]
-        for worker in workers:
-            worker.ask("meet", addresses=addresses)
-        for donor in workers[1:]:
-            donor.ask("hold", path=str(source))
+        ask_all(workers, "meet", addresses=addresses)
+        ask_all(workers[1:], "hold", path=str(source))
         target = source.with_name("fetched.safetensors")
         yield Nodes(workers[0], workers[1:], addresses[1:], [answer["pid"] for answer in opened[1:]], source, target)
 
@@ -222,7 +213,6 @@ def measure(
 def _measure_loopback(
     figures: JoinFigures, source: Path, log: Path, repeats: int, cache: Path | None, say: Say
 ) -> None:
-    done: dict[str, list[float]] = {}
     with contextlib.ExitStack() as stack:
         nodes = stack.enter_context(open_nodes(source, log, [Location()] * 3))
         contenders: dict[str, Callable[[], float]] = {
@@ -237,21 +227,11 @@ def _measure_loopback(
                 contenders["hivemind_s"] = lambda: elapsed([pair[1].ask("join")])
             except BenchError as error:
                 figures.problems["hivemind"] = str(error)
-        for index in range(-1, repeats):
-            for name, join in list(contenders.items()):
-                say(f"{name}: {'warm-up' if index < 0 else f'{index + 1} of {repeats}'}")
-                try:
-                    seconds = join()
-                except BenchError as error:
-                    if name != "hivemind_s":
-                        raise
-                    figures.problems["hivemind"] = str(error)
-                    del contenders[name]
-                else:
-                    if index >= 0:
-                        done.setdefault(name, []).append(seconds)
+        done, dropped = take_turns("on loopback", contenders, ["hivemind_s"], repeats, 1, say)
+    if "hivemind_s" in dropped:
+        figures.problems["hivemind"] = dropped["hivemind_s"]
     for name, all_seconds in done.items():
-        setattr(figures, name, statistics.median(all_seconds))
+        setattr(figures, name, median_of(all_seconds))
 
 
 def _measure_kill(figures: JoinFigures, source: Path, log: Path, say: Say) -> None:
@@ -270,23 +250,17 @@ def _measure_link(figures: JoinFigures, source: Path, log: Path, say: Say) -> No
     try:
         with open_leash() as leash, open_links(LINK, 3, leash) as places, open_nodes(source, log, places) as nodes:
 
-            def put_rounds(first: int, count: int) -> None:
+            def put_rounds(first: int) -> None:
+                sizes = {"first": first, "count": NUM_ROUNDS, "size": ROUND_MB * MB}
                 for donor, partner in zip(nodes.donors, nodes.addresses[::-1], strict=True):
-                    donor.put(
-                        "take_rounds",
-                        partner=partner,
-                        first=first,
-                        count=count,
-                        size=ROUND_MB * MB,
-                        pause=ROUND_PAUSE,
-                    )
+                    donor.put("take_rounds", partner=partner, pause=ROUND_PAUSE, **sizes)
 
             def get_rounds() -> float:
-                return statistics.fmean(second for donor in nodes.donors for second in donor.get()["seconds"])
+                return statistics.fmean(second for answer in get_all(nodes.donors) for second in answer["seconds"])
 
-            put_rounds(0, NUM_ROUNDS)
+            put_rounds(0)
             alone = get_rounds()
-            put_rounds(NUM_ROUNDS, NUM_ROUNDS)
+            put_rounds(NUM_ROUNDS)
             answer = nodes.fetch(2)
             meanwhile = get_rounds()
     except NamespaceError as error:

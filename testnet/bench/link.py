@@ -1,4 +1,4 @@
-"""What a mesh process of the benchmark tells its trainer in a round, as `farandole.node.loop.round_session` does."""
+"""What a mesh process of the benchmark tells its trainer in a round, as `farandole.node.loop.trainer_session` does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 import trio
 
 from farandole.node.base.system.memory import SharedCounter
-from farandole.node.bulk.contributions import Outgoing
+from farandole.node.bulk.exchange_session import Outgoing
 from farandole.node.trainer.trainer import TrainerStream
 from farandole.protocol import trainer_messages as messages
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 from farandole.node.base.control import call
 
 from .meter import percentiles
-from .process import MB, BenchWorker, Say, elapsed, greatest_of, open_payload, open_worker, worker_command
+from .process import MB, BenchWorker, Say, connect, elapsed, greatest_of, open_payload, open_worker, worker_command
 
 # Between two questions for the status: often enough for a 99th percentile, seldom enough not to be a load.
 STATUS_INTERVAL: Final = 0.02
@@ -60,10 +60,9 @@ def measure_loop_lag(moved_mb: int, repeats: int, log: Path, say: Say) -> LoopLa
             memories = [stack.enter_context(open_payload(name, piece_mb * MB)) for name in ("outgoing", "incoming")]
             memories[0].fill()
             descriptors = [memory.descriptor for memory in memories]
-            node = open_worker(f"node {index}", worker_command("node"), log, descriptors)
+            node = open_worker(f"node {index}", worker_command("node:BenchNode"), log, descriptors)
             nodes.append(stack.enter_context(node))
-        address = nodes[0].ask("open", address=None)["address"]
-        nodes[1].ask("open", address=address)
+        connect(*nodes)
         nodes[0].ask("control", home=home)
         for index in range(-1, repeats):
             say(f"event loop: {'warm-up' if index < 0 else f'{index + 1} of {repeats}'}")
@@ -74,20 +73,14 @@ def measure_loop_lag(moved_mb: int, repeats: int, log: Path, say: Say) -> LoopLa
                 rests += rested
                 seconds.append(elapsed(swapped))
                 answers += waits
-    status = percentiles(answers)
+    status = {f"status_{name}_ms": value for name, value in percentiles(answers).items()}
     return LoopLag(
         moved_mb=piece_mb * times,
         mb_s=piece_mb * times / statistics.median(seconds),
-        p50_ms=_worst(swaps, "p50"),
-        p99_ms=_worst(swaps, "p99"),
-        max_ms=max(figures["lag_ms"]["max"] for figures in swaps),
-        idle_p50_ms=_worst(rests, "p50"),
-        idle_p99_ms=_worst(rests, "p99"),
-        idle_max_ms=max(figures["lag_ms"]["max"] for figures in rests),
-        status_p50_ms=status["p50"],
-        status_p99_ms=status["p99"],
-        status_max_ms=status["max"],
         peak_mb=greatest_of([figures["peak_mb"] for figures in swaps]),
+        **_worst(swaps, ""),
+        **_worst(rests, "idle_"),
+        **status,
     )
 
 
@@ -105,7 +98,10 @@ def _ask_watching(
     return [node.get() for node in nodes], waits
 
 
-def _worst(figures: list[dict[str, Any]], name: str) -> float:
-    """The median over the repeats of the worse of both nodes."""
-    pairs = zip(figures[::2], figures[1::2], strict=True)
-    return statistics.median(max(float(one["lag_ms"][name]), float(other["lag_ms"][name])) for one, other in pairs)
+def _worst(figures: list[dict[str, Any]], prefix: str) -> dict[str, float]:
+    """By the names of `LoopLag`: medians over the repeats of the worse of both nodes; of the maxima the greatest."""
+    lags = [each["lag_ms"] for each in figures]
+    pairs = list(zip(lags[::2], lags[1::2], strict=True))
+    medians = {name: statistics.median(max(one[name], other[name]) for one, other in pairs) for name in ("p50", "p99")}
+    worst = {**medians, "max": max(each["max"] for each in lags)}
+    return {f"{prefix}{name}_ms": value for name, value in worst.items()}

@@ -23,8 +23,9 @@ class UsageMeter:
 
     def __init__(self, payload: list[memoryview]) -> None:
         for memory in payload:
-            touch(memory)
-        self._idle_mb = _memory("VmRSS")
+            for start in range(0, memory.nbytes, mmap.PAGESIZE):
+                memory[start]
+        self._idle_mb = memory_mb("VmRSS")
 
     @contextlib.contextmanager
     def running(self) -> Iterator[dict[str, Any]]:
@@ -34,40 +35,30 @@ class UsageMeter:
         resident memory during the block over that of the idle process, None where the system does not say (the kernel
         keeps a maximum, VmHWM, which is reset before; pages of the payload are resident before and after).
         """
-        figures: dict[str, Any] = {"idle_mb": self._idle_mb}
+        figures: dict[str, Any] = {}
         if self._idle_mb is not None:
             _CLEAR_REFS.write_text("5")
-        cpu_before = _cpu_seconds()
+        cpu_before = cpu_seconds()
         figures["started_at"] = time.monotonic()
         yield figures
         figures["ended_at"] = time.monotonic()
-        figures["cpu_seconds"] = _cpu_seconds() - cpu_before
-        peak = _memory("VmHWM")
+        figures["cpu_seconds"] = cpu_seconds() - cpu_before
+        peak = memory_mb("VmHWM")
         figures["peak_mb"] = None if peak is None or self._idle_mb is None else max(0.0, peak - self._idle_mb)
 
 
-def touch(memory: memoryview) -> None:
-    """Have every page mapped and in memory."""
-    for start in range(0, memory.nbytes, mmap.PAGESIZE):
-        memory[start]
-
-
-def _cpu_seconds() -> float:
+def cpu_seconds() -> float:
+    """All that this process has used."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
 
-def _memory(name: str) -> float | None:
-    """In MB; None without /proc."""
+def memory_mb(name: str) -> float | None:
+    """A figure of this process's memory (proc(5), ``status``), such as VmRSS, in MB; None without /proc."""
     if not _CLEAR_REFS.exists():
         return None
     line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(name + ":"))
     return int(line.split()[1]) * 1_024 / 1e6
-
-
-def resident_mb() -> float | None:
-    """What this process has in memory now, in MB; None without /proc."""
-    return _memory("VmRSS")
 
 
 @contextlib.asynccontextmanager
@@ -95,4 +86,4 @@ async def watched_loop(figures: dict[str, Any]) -> AsyncIterator[None]:
 def percentiles(values: list[float]) -> dict[str, float]:
     """Of at least two values."""
     hundredths = statistics.quantiles(values, n=100, method="inclusive")
-    return {"p50": hundredths[49], "p99": hundredths[98], "max": max(values), "num": len(values)}
+    return {"p50": hundredths[49], "p99": hundredths[98], "max": max(values)}

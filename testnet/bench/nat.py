@@ -10,13 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import secrets
 import signal
-import socket
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,16 +21,16 @@ from typing import Annotated, Any, Final, TypeVar
 import trio
 import typer
 
+from farandole.node.base.nurseries import open_service_nursery, own_error
 from farandole.protocol.errors import FarandoleError
 
-from ..grid import Grid
-from ..leash import Leash, open_leash
+from ..grid import Grid, cell
+from ..leash import open_leash
 from ..namespace import Location
 from ..natlab.kinds import HTTPS_PORT, KINDS, can_connect, can_punch_tcp, kind_named
 from ..natlab.lab import Lab, open_lab
-from .process import BenchError
+from .process import BenchError, BenchWorker, open_worker, worker_command
 from .report import OUT, BenchReport, Out, Write, open_bench
-from .requests import read_requests
 
 # What must hold.
 MAX_CONNECT_SECONDS: Final = 30.0
@@ -47,8 +43,6 @@ NUM_PUBLIC: Final = 2
 PUBLIC_PATIENCE: Final = 60.0
 # Of fp32, one way.
 EXCHANGE_BYTES: Final = 4_000_000
-# More than anything above, with processes to start on a busy machine.
-ANSWER_TIMEOUT: Final = 240.0
 RELAYED: Final = "relayed"
 HEADER: Final = ("homes", "plain sockets", "connection", "connected, s", "direct, s", "exchange by", "exchange, s")
 
@@ -117,15 +111,11 @@ class PairResult:
             self.name,
             self.theory,
             self.path or "none",
-            _seconds(self.connected_s),
-            _seconds(self.direct_s),
+            cell(self.connected_s, "{:.1f}"),
+            cell(self.direct_s, "{:.1f}"),
             self.way or "none",
-            _seconds(self.exchange_s),
+            cell(self.exchange_s, "{:.1f}"),
         ]
-
-
-def _seconds(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}"
 
 
 def report_of(setting: Mapping[str, Any], rows: Sequence[PairResult]) -> BenchReport:
@@ -149,29 +139,19 @@ def report_of(setting: Mapping[str, Any], rows: Sequence[PairResult]) -> BenchRe
 
 @dataclass
 class NatPeer:
-    """A `farandole.testnet.bench.nat_node` in a place; made by `open_peer`."""
+    """A `farandole.testnet.bench.nat_node` in a place."""
 
-    name: str
-    log: Path
-    control: trio.SocketStream
-    answers: AsyncIterator[dict[str, Any]]
+    worker: BenchWorker
     peer: str = ""
     """Its public key in hex, once it has joined."""
     addresses: list[str] = field(default_factory=list)
 
     async def ask(self, do: str, **request: object) -> dict[str, Any]:
-        """Send a request and wait for its answer. Raises `BenchError` if it is an error, or does not come."""
-        try:
-            with trio.fail_after(ANSWER_TIMEOUT):
-                await self.control.send_all(json.dumps({"do": do, **request}).encode() + b"\n")
-                answer = await anext(self.answers)
-        except trio.TooSlowError as error:
-            raise BenchError(f"{self.name} does not answer; see {self.log}") from error
-        except (StopAsyncIteration, trio.BrokenResourceError) as error:
-            raise BenchError(f"{self.name} has ended; see {self.log}") from error
-        if "error" in answer:
-            raise BenchError(f"{self.name}: {answer['error']}; see {self.log}")
-        return answer
+        """As `BenchWorker.ask`, in a thread."""
+        return await trio.to_thread.run_sync(
+            partial(self.worker.ask, do, **request),
+            abandon_on_cancel=True,  # type: ignore[call-arg]  # newer than the stubs that libp2p brings
+        )
 
     async def join(self, run: str, invite: dict[str, list[str]], port: int = 0) -> None:
         """Become a member of a run."""
@@ -179,30 +159,12 @@ class NatPeer:
         self.peer, self.addresses = answer["peer"], answer["addresses"]
 
 
-@contextlib.asynccontextmanager
-async def open_peer(name: str, place: Location, leash: Leash, log: Path) -> AsyncIterator[NatPeer]:
+@contextlib.contextmanager
+def open_peer(name: str, place: Location, log: Path) -> Iterator[NatPeer]:
     """For as long as the block runs; then it is killed."""
-    near, far = socket.socketpair()
-    with far, log.open("wb") as output:
-        process = await trio.lowlevel.open_process(
-            [*place.enter, sys.executable, "-m", "farandole.testnet.bench.nat_node", str(far.fileno())],
-            pass_fds=[far.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    leash.hold(process.pid)
-    control = trio.SocketStream(trio.socket.from_stdlib_socket(near))
-    try:
-        async with contextlib.aclosing(read_requests(control)) as answers:
-            yield NatPeer(name, log, control, answers)
-    finally:
-        with trio.CancelScope(shield=True):  # killed processes keep nobody waiting
-            process.kill()
-            await process.wait()
-            leash.release(process.pid)
-            await control.aclose()
+    with open_worker(name, [*place.enter, *worker_command("nat_node:NatNode")], log) as worker:
+        yield NatPeer(worker)
+        worker.kill()
 
 
 async def gather(*calls: Callable[[], Any]) -> list[Any]:
@@ -216,17 +178,9 @@ async def gather(*calls: Callable[[], Any]) -> list[Any]:
         async with trio.open_nursery() as nursery:
             for index, call in enumerate(calls):
                 nursery.start_soon(note, index, call)
-    except* FarandoleError as group:
-        raise _first(group) from group
+    except BaseExceptionGroup as group:
+        raise own_error(group) or group from None
     return results
-
-
-def _first(group: BaseExceptionGroup[FarandoleError]) -> FarandoleError:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, FarandoleError)
-    return error
 
 
 @dataclass(frozen=True)
@@ -281,7 +235,7 @@ class NatBench:
         """A process in a home of its own."""
         async with self._building:  # the lab counts its homes
             home = await trio.to_thread.run_sync(self.lab.add_home, kind)
-        async with open_peer(name, home.host, self.lab.leash, self.logs / f"{name}.log") as peer:
+        with open_peer(name, home.host, self.logs / f"{name}.log") as peer:
             yield peer
 
     async def _try(self, pair: Pair, run: str, invite: dict[str, list[str]]) -> PairResult:
@@ -291,8 +245,8 @@ class NatBench:
         try:
             async with self._open_in(near, f"{stem}-near") as one, self._open_in(far, f"{stem}-far") as other:
                 await _play(row, (one, other), run, invite)
-        except* BenchError as group:
-            row.failure = str(_first(group))
+        except BenchError as error:
+            row.failure = str(error)
         return row
 
 
@@ -308,7 +262,7 @@ async def _play(row: PairResult, peers: tuple[NatPeer, NatPeer], run: str, invit
     if row.connected_s is None:
         row.failure = "no exchange"
         return
-    ends = await _ask_both(peers, "exchange", session=secrets.token_hex(16), size=EXCHANGE_BYTES)
+    ends = await _ask_both(peers, "exchange", size=EXCHANGE_BYTES)
     row.way = ends[0]["way"] if one.peer < other.peer else ends[1]["way"]  # the initiator's word, who opened the stream
     row.exchange_s = max(end["seconds"] for end in ends)
     row.path = _worse(*(end["path"] for end in ends))
@@ -342,29 +296,25 @@ def _what_is_wrong(ends: list[dict[str, Any]]) -> str:
     return "" if are_swapped and ends[0]["mean"] == ends[1]["mean"] else "the two have other means"
 
 
-async def run_unless_interrupted(measure: Callable[[], Awaitable[_Rows]]) -> _Rows | None:
-    """None on Ctrl-C, what it has begun being ended. Raises what it raises."""
-    rows: _Rows | None = None
-    failure: FarandoleError | None = None
+async def run_unless_interrupted(measure: Callable[[], Awaitable[_Rows]]) -> _Rows:
+    """What it returns, or raises; `KeyboardInterrupt` on Ctrl-C, once what it has begun is ended."""
     is_interrupted = False
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        async with trio.open_nursery() as nursery:
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals, trio.CancelScope() as scope:
 
-            async def watch() -> None:
-                nonlocal is_interrupted
-                async for _ in signals:
-                    is_interrupted = True
-                    nursery.cancel_scope.cancel()
+        async def watch() -> None:
+            nonlocal is_interrupted
+            async for _ in signals:
+                is_interrupted = True
+                scope.cancel()
 
+        async with open_service_nursery() as nursery:
             nursery.start_soon(watch)
             try:
-                rows = await measure()
-            except FarandoleError as error:  # a Ctrl-C hits the commands that build homes too
-                failure = error
-            nursery.cancel_scope.cancel()
-    if failure is not None and not is_interrupted:
-        raise failure
-    return None if is_interrupted else rows
+                return await measure()
+            except FarandoleError:  # a Ctrl-C hits the commands that build homes too
+                if not is_interrupted:
+                    raise
+    raise KeyboardInterrupt
 
 
 def run(
@@ -392,11 +342,8 @@ def run(
         def tell(row: PairResult) -> None:
             names = ("plain sockets", "path", "connected", "direct", "exchange by", "exchange")
             words = ", ".join(f"{name} {cell}" for name, cell in zip(names, row.cells()[1:], strict=True) if cell)
-            style = "red" if row.misses() else None
-            bench.console.print(f"{row.name}: {words}", style=style, highlight=False, markup=False)
+            bench.tell(f"{row.name}: {words}", is_miss=bool(row.misses()))
 
         measure = partial(NatBench(lab, logs, bench.say, tell).measure, chosen, at_once)
         rows = trio.run(run_unless_interrupted, measure)
-        if rows is None:
-            raise KeyboardInterrupt
         bench.publish(report_of(bench.setting, rows), logs)

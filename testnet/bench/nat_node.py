@@ -1,10 +1,8 @@
 """A process of the benchmark of homes: a member of a run that trains nothing, in a home of the NAT lab or in the open.
 
-    python -m farandole.testnet.bench.nat_node SOCKET
-
 What it is made of, and the order, are `farandole.node.daemon` and `farandole.node.member` without a trainer: it dials
 the invite's peers, takes over their run state, tells its own addresses, and keeps connections with all whom it hears
-of. Requests come over the socket (`farandole.testnet.bench.requests`).
+of.
 """
 
 from __future__ import annotations
@@ -12,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-import socket
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import trio
@@ -28,32 +25,28 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.settings import PORT_LEASE_SECONDS
-from farandole.node.bulk.contributions import Outgoing
 from farandole.node.bulk.exchange_service import ExchangeService
+from farandole.node.bulk.exchange_session import Outgoing
 from farandole.node.bulk.negotiation import open_bulk
 from farandole.node.join.bootstrap import Target, connect_to_run
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.mesh.reach.connectivity import Connectivity, open_connectivity
 from farandole.node.state.announcer import Announcer
-from farandole.node.state.connections import Connections
+from farandole.node.state.connections import ConnectionKeeper
 from farandole.node.state.gossip import GossipService
 from farandole.node.state.membership import Membership
 from farandole.node.state.messenger import open_messenger
 from farandole.node.state.store import open_store
 from farandole.node.status.journal import Journal
-from farandole.protocol.exchange_messages import Offer
-from farandole.protocol.pairing_events import StartExchange
 from farandole.protocol.reachability import ReachabilityKind
 from farandole.protocol.records import run_key
 from farandole.protocol.relay import Limits
 from farandole.protocol.state import RunState
 from farandole.protocol.writer import Writer
 
+from .node import exchange_with
 from .process import BenchError
-from .requests import handle_request, read_requests, send_answer
-
-# For 4 MB over a relay, an attempt at a bulk channel before it, and a busy machine.
-EXCHANGE_SECONDS: Final = 60.0
+from .server import Server
 
 logger = logging.getLogger("farandole.bench")
 
@@ -87,10 +80,9 @@ async def open_member(run_id: bytes, port: int, peers: dict[bytes, list[str]]) -
             gossip = GossipService(state, Writer(key, run_id), host, messenger, store, rng)
             announcer = Announcer(host, gossip, journal, incarnation=time.time_ns() // 1_000_000)
             membership = Membership(host, state, gossip, journal, announcer)
-            connections = Connections(host, membership, gossip.liveness, lambda peer: None)
-            connectivity.members = lambda: membership.everyone
+            connections = ConnectionKeeper(host, membership, gossip.liveness, lambda peer: None)
             await connect_to_run(host, Target(run_id, None, peers), journal)
-            async with open_bulk(host, shaping) as channels, trio.open_nursery() as nursery:
+            async with open_bulk(host, shaping, connectivity) as channels, trio.open_nursery() as nursery:
                 exchanges = ExchangeService(host, channels, shaping)
                 await nursery.start(gossip.run)
                 if peers and await gossip.join() == 0:
@@ -101,18 +93,29 @@ async def open_member(run_id: bytes, port: int, peers: dict[bytes, list[str]]) -
                 nursery.start_soon(membership.run)
                 nursery.start_soon(announcer.run)
                 nursery.start_soon(connections.run)
+                nursery.start_soon(_follow, membership, connectivity)
                 nursery.start_soon(host.provide, run_key(run_id))
                 yield NatMember(host, connectivity, gossip, membership, exchanges)
                 nursery.cancel_scope.cancel()
 
 
-class NatNode:
-    """What answers the requests. Peers, runs and sessions are hex digits."""
+async def _follow(membership: Membership, connectivity: Connectivity) -> None:
+    """Members may be relays."""
+    while True:
+        connectivity.members = membership.everyone
+        await membership.changed()
 
-    def __init__(self, stack: contextlib.AsyncExitStack) -> None:
-        self._stack = stack
-        self._began_at = 0.0
-        self._member: NatMember
+
+class NatNode:
+    """What answers the requests. Peers and runs are hex digits."""
+
+    _began_at = 0.0
+    _member: NatMember
+
+    def __init__(self, server: Server) -> None:
+        self._stack = server.stack
+        logging.basicConfig(stream=sys.stderr, format="%(asctime)s.%(msecs)03d %(name)s %(message)s", datefmt="%X")
+        logging.getLogger("farandole").setLevel(logging.DEBUG)
 
     async def join(self, run: str, port: int, peers: dict[str, list[str]]) -> dict[str, Any]:
         """Become a member: asked once, and first. Seconds are counted from here on."""
@@ -145,21 +148,16 @@ class NatNode:
         kind = self._member.connectivity.reachability.kind
         return {"connected_s": connected_s, "direct_s": direct_s, "kind": kind}
 
-    async def exchange(self, peer: str, session: str, size: int) -> dict[str, Any]:
+    async def exchange(self, peer: str, size: int) -> dict[str, Any]:
         """Exchange random fp32 of so many bytes for the peer's, and take the mean: both ends' must hash alike."""
         host, other = self._member.host, bytes.fromhex(peer)
         was_relayed = host.path(other) == "relayed"
         seed = int.from_bytes(host.author[:8], "big")
         own = np.random.default_rng(seed).standard_normal(size // 4, dtype=np.float32).tobytes()
         received = bytearray(len(own))
-        name = bytes.fromhex(session)
-        start = StartExchange(name, other, 0, host.author < other, trio.current_time() + EXCHANGE_SECONDS)
-        offer = Offer(
-            run_id=bytes(32), session=name, stage=0, layout=bytes(32), codec="fp32", size=len(own), round=0, tokens=1
-        )
-        result = await self._member.exchanges.run(
-            start, offer, Outgoing.whole(memoryview(own), blake3(own).digest()), memoryview(received), _Taker()
-        )
+        outgoing, is_initiator = Outgoing.whole(memoryview(own), blake3(own).digest()), host.author < other
+        exchanges = self._member.exchanges
+        result = await exchange_with(exchanges, other, 0, outgoing, memoryview(received), is_initiator=is_initiator)
         mean = (np.frombuffer(own, np.float32) + np.frombuffer(received, np.float32)) / 2
         way = "bulk" if result.path == "bulk" else "relayed stream" if was_relayed else "stream"
         return {
@@ -178,33 +176,3 @@ class NatNode:
         await self._member.membership.announcer.announce(left=True)
         await self._member.gossip.flush()
         return {}
-
-
-class _Taker:
-    """Takes whatever comes whole."""
-
-    async def refusal(self, size: int, tokens: int) -> str | None:
-        """None."""
-        await trio.lowlevel.checkpoint()
-        return None
-
-
-async def serve(control: trio.SocketStream) -> None:
-    """Answer requests until the other end closes."""
-    async with contextlib.AsyncExitStack() as stack:
-        node = NatNode(stack)
-        async for request in read_requests(control):
-            await send_answer(control, await handle_request(node, request))
-
-
-def main() -> None:
-    """Run one process; its log goes to the error output."""
-    logging.basicConfig(stream=sys.stderr, format="%(asctime)s.%(msecs)03d %(name)s %(message)s", datefmt="%X")
-    logging.getLogger("farandole").setLevel(logging.DEBUG)
-    plain = socket.socket(fileno=int(sys.argv[1]))
-    with contextlib.suppress(BrokenPipeError):
-        trio.run(serve, trio.SocketStream(trio.socket.from_stdlib_socket(plain)))
-
-
-if __name__ == "__main__":
-    main()

@@ -59,7 +59,10 @@ RUN: Final[dict[str, Any]] = {
 }
 OPTIONS: Final = ("--device", "cpu", "--heartbeat-seconds", "2", "--checkpoint-seconds", "5", "--validate-every", "0")
 
+ALL_AGAIN, HOME_AGAIN = "all exchange again", "its home exchanges again"
+
 Condition = Callable[[NodeStatus], bool]
+Conditions = Sequence[tuple[NatDaemon, Condition]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,10 +195,9 @@ class RecoveryBench:
             await trio.to_thread.run_sync(lose, victim)
             relays.remove(victim)
             began = trio.current_time()
-            has_others = partial(_has_other_relays, lost)
-            effect = "both homes have two other relays"
-            await self._time(trouble, effect, MAX_RELAY_SECONDS, began, [(each, has_others) for each in members])
-            await self._time_exchanges(trouble, MAX_RETURN_SECONDS, began, members, before)
+            have_others = [(member, partial(_has_other_relays, lost)) for member in members]
+            await self._time(trouble, "both homes have two other relays", MAX_RELAY_SECONDS, have_others, began)
+            await self._time(trouble, ALL_AGAIN, MAX_RETURN_SECONDS, _exchange_since(members, before), began)
             after = [await self._until_begun(member, _is_there) for member in members]
             failed = [now.exchanges_failed - then.exchanges_failed for now, then in zip(after, before, strict=True)]
             self._add(Recovery(trouble, "exchanges that came to nothing", max(failed), MAX_FAILED, unit=""))
@@ -216,64 +218,44 @@ class RecoveryBench:
         before = [await self._until_begun(member, _is_there) for member in members]
         for relay in relays:
             relay.kill()
-        await self._time_exchanges(trouble, MAX_RETURN_SECONDS, trio.current_time(), members, before)
+        await self._time(trouble, ALL_AGAIN, MAX_RETURN_SECONDS, _exchange_since(members, before))
         restarted = members[1]
         restarted.kill()
         restarted.start("join", *OPTIONS)
-        effect = "a member that restarts exchanges"
-        await self._time(trouble, effect, MAX_REJOIN_SECONDS, trio.current_time(), [(restarted, _has_exchanged)])
+        condition = [(restarted, _has_exchanged)]
+        await self._time(trouble, "a member that restarts exchanges", MAX_REJOIN_SECONDS, condition)
 
     async def _join_by_member(self, host: NatDaemon) -> None:
         newcomer = await self._join("newcomer", "carrier", await host.make_invite())
         effect = "a newcomer with the invite of a home behind NAT exchanges"
         condition = [(newcomer, _has_exchanged)]
-        await self._time("bootstrap peers are dead", effect, MAX_REJOIN_SECONDS, trio.current_time(), condition)
+        await self._time("bootstrap peers are dead", effect, MAX_REJOIN_SECONDS, condition)
 
     async def _reboot_router(self, member: NatDaemon) -> None:
         await trio.to_thread.run_sync(member.home.switch_off)
         await trio.sleep(OFF_SECONDS)
-        before = await self._until_begun(member, _is_there)
+        again = _exchange_since([member], [await self._until_begun(member, _is_there)])
         await trio.to_thread.run_sync(member.home.switch_on)
-        await self._time_exchanges("a router reboots", MAX_RETURN_SECONDS, trio.current_time(), [member], [before])
+        await self._time("a router reboots", HOME_AGAIN, MAX_RETURN_SECONDS, again)
 
     async def _change_address(self, member: NatDaemon, others: Sequence[NatDaemon]) -> None:
         """Of a home that others can dial."""
         trouble = "a public home gets another address"
         before = await self._until_begun(member, _is_there)
         await trio.to_thread.run_sync(member.home.change_address)
-        back = await self._time_exchanges(trouble, MAX_RETURN_SECONDS, trio.current_time(), [member], [before])
+        back = await self._time(trouble, HOME_AGAIN, MAX_RETURN_SECONDS, _exchange_since([member], [before]))
         knows = partial(_knows, before.peer_id, f"/ip4/{member.home.address}/")
         conditions = [(other, knows) for other in others]
-        await self._time(trouble, "from then on, all others know it", MAX_NEWS_SECONDS, back, conditions)
+        await self._time(trouble, "from then on, all others know it", MAX_NEWS_SECONDS, conditions, back)
 
     # Measuring
 
-    async def _time_exchanges(
-        self,
-        trouble: str,
-        limit: float,
-        began: float,
-        members: Sequence[NatDaemon],
-        before: Sequence[NodeStatus],
-    ) -> float:
-        """Until each has exchanged since then."""
-        counts = [status.exchanges_ok for status in before]
-        conditions = [
-            (member, partial(_has_exchanged, count=count)) for member, count in zip(members, counts, strict=True)
-        ]
-        who = "its home exchanges again" if len(members) == 1 else "all exchange again"
-        return await self._time(trouble, who, limit, began, conditions)
-
     async def _time(
-        self,
-        trouble: str,
-        effect: str,
-        limit: float,
-        began: float,
-        conditions: Sequence[tuple[NatDaemon, Condition]],
+        self, trouble: str, effect: str, limit: float, conditions: Conditions, began: float | None = None
     ) -> float:
-        """Until all hold, at first or no longer; when that was, or when it was given up."""
+        """Until all hold, at first or no longer; when that was, or when it was given up. It began now, or then."""
         self.say(f"{trouble}: until {effect}")
+        began = trio.current_time() if began is None else began
         measured = None
         with trio.move_on_at(began + PATIENCE * limit):
             await gather(*(partial(daemon.until, condition) for daemon, condition in conditions))
@@ -311,6 +293,12 @@ def _has_exchanged(status: NodeStatus, count: int = 0) -> bool:
     return status.exchanges_ok > count
 
 
+def _exchange_since(members: Sequence[NatDaemon], before: Sequence[NodeStatus]) -> Conditions:
+    """Each has exchanged again since it told that status."""
+    pairs = zip(members, before, strict=True)
+    return [(member, partial(_has_exchanged, count=status.exchanges_ok)) for member, status in pairs]
+
+
 def _knows(peer_id: str, prefix: str, status: NodeStatus) -> bool:
     return any(
         address.startswith(prefix) for each in status.members if each.peer_id == peer_id for address in each.addresses
@@ -329,11 +317,8 @@ def run(out: Out = OUT, write: Write = None) -> None:
         folder.mkdir()
 
         def tell(row: Recovery) -> None:
-            style = "red" if row.misses() else None
-            bench.console.print(": ".join(row.cells()[:3]), style=style, highlight=False, markup=False)
+            bench.tell(": ".join(row.cells()[:3]), is_miss=bool(row.misses()))
 
         measure = RecoveryBench(lab, folder.absolute(), bench.say, tell).measure
         rows = trio.run(run_unless_interrupted, measure)
-        if rows is None:
-            raise KeyboardInterrupt
         bench.publish(report_of(bench.setting, rows), folder)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -13,56 +12,94 @@ from typing import Any, Final, Literal
 import trio
 
 from farandole.node.base.control import serve_control
+from farandole.node.base.nurseries import open_service_nursery
 from farandole.node.base.system.memory import SharedCounter
-from farandole.node.bulk.channel import BulkChannel
-from farandole.node.bulk.contributions import Judge, Outgoing
-from farandole.node.bulk.exchange_service import ExchangeService
-from farandole.node.bulk.negotiation import BulkService
-from farandole.node.mesh.host import Host
+from farandole.node.bulk.exchange_service import ExchangeResult, ExchangeService
+from farandole.node.bulk.exchange_session import Judge, Outgoing
 from farandole.protocol.exchange_messages import Offer
 from farandole.protocol.outer_rules import Codec
 from farandole.protocol.pairing_events import StartExchange
 
 from .link import TrainerLink
 from .meter import UsageMeter, watched_loop
-from .paths import Announce, open_node
+from .paths import open_node
+from .server import Server, map_payload
 
-DEADLINE: Final = 60.0
+# For an exchange of whole contributions over a slow line or a relay, on a busy machine.
+EXCHANGE_SECONDS: Final = 60.0
 _DIGEST: Final = bytes(32)
 
 Way = Literal["new channel", "kept channel", "stream"]
 
 
+class Lenient:
+    """Accepts every contribution."""
+
+    async def refusal(self, size: int, tokens: int) -> str | None:
+        """There is none."""
+        return None
+
+
+async def exchange_with(
+    exchanges: ExchangeService,
+    peer: bytes,
+    round_index: int,
+    outgoing: Outgoing,
+    incoming: memoryview,
+    *,
+    is_initiator: bool,
+    codec: Codec = "fp32",
+    judge: Judge | None = None,
+    on_advance: Callable[[int], None] | None = None,
+) -> ExchangeResult:
+    """One session of `ExchangeService.run`, which both ends name by the round; without ``judge`` nothing is refused."""
+    session = round_index.to_bytes(16, "big")
+    deadline = trio.current_time() + EXCHANGE_SECONDS
+    offer = Offer(
+        run_id=_DIGEST,
+        session=session,
+        stage=0,
+        layout=_DIGEST,
+        codec=codec,
+        size=outgoing.memory.nbytes,
+        round=round_index,
+        tokens=1,
+    )
+    start = StartExchange(session, peer, round_index, is_initiator, deadline)
+    return await exchanges.run(start, offer, outgoing, incoming, judge or Lenient(), on_advance)
+
+
+def check_committed(result: ExchangeResult) -> None:
+    """Raise `ConnectionError` unless the exchange was committed."""
+    if not result.committed:
+        raise ConnectionError(f"an exchange was not committed: {result.reason}")
+
+
 class BenchNode:
     """One of two nodes with an open connection; the one that connected initiates the exchanges."""
 
-    def __init__(
-        self,
-        host: Host,
-        channels: BulkService,
-        channel: BulkChannel,
-        peer: bytes,
-        is_initiator: bool,
-        outgoing: memoryview,
-        incoming: memoryview,
-        link: TrainerLink | None,
-    ) -> None:
-        self._link = link
-        self._channels = channels
-        self._channel = channel
-        self._peer = peer
-        self._is_initiator = is_initiator
-        self._outgoing = outgoing
-        self._incoming = incoming
-        self._host = host
-        self._exchanges = ExchangeService(host, channels)
-        self._meter = UsageMeter([outgoing, incoming])
+    def __init__(self, server: Server, outgoing: int, incoming: int, link: int | None = None) -> None:
+        """With ``link``, the descriptor of a socket, it has a trainer."""
+        self._server = server
+        self._outgoing, self._incoming = map_payload(outgoing), map_payload(incoming)
+        self._link = None if link is None else TrainerLink(socket.socket(fileno=link))
+
+    async def open(self, address: str | None) -> dict[str, Any] | None:
+        """Listen and announce where, or connect to that address; both then have a bulk channel."""
+        stack = self._server.stack
+        opened = await stack.enter_async_context(open_node(address, self._server.announce))
+        self._host, self._channels, self._channel, self._peer = opened
+        self._is_initiator = address is not None
+        self._exchanges = ExchangeService(self._host, self._channels)
+        self._nursery = await stack.enter_async_context(open_service_nursery())
+        self._meter = UsageMeter([self._outgoing, self._incoming])
+        return {} if address else None
 
     async def exchange(self, round: int, codec: Codec, size: int, digest: str, way: Way) -> dict[str, Any]:
-        """One session of `ExchangeService.run`, with a contribution that is encoded, and a screening that accepts."""
+        """Exchange a contribution that is encoded, with a screening that accepts."""
         outgoing = Outgoing.whole(self._outgoing[:size], bytes.fromhex(digest))
         with self._meter.running() as figures:
-            await self._run(round, codec, way, outgoing, Lenient())
+            await self._run(round, codec, way, outgoing)
         return figures
 
     async def take_round(self, round: int, codec: Codec, way: Way) -> dict[str, Any]:
@@ -71,37 +108,25 @@ class BenchNode:
         with self._meter.running() as figures:
             async with self._link.round(self._outgoing) as outgoing:
                 arrive = partial(SharedCounter(self._incoming).store, round)
-                await self._run(round, codec, way, outgoing, self._link, arrive)
+                await self._run(round, codec, way, outgoing, judge=self._link, on_advance=arrive)
         return figures
 
-    async def _run(
-        self,
-        round: int,
-        codec: Codec,
-        way: Way,
-        outgoing: Outgoing,
-        judge: Judge,
-        arrive: Callable[[int], None] | None = None,
-    ) -> None:
-        size = outgoing.memory.nbytes
+    async def _run(self, round: int, codec: Codec, way: Way, outgoing: Outgoing, **by_trainer: Any) -> None:
+        incoming = self._incoming[: outgoing.memory.nbytes]
         self._exchanges.channels = None if way == "stream" else self._channels
         if way == "new channel":
             self._channels.close()
-        session = round.to_bytes(16, "big")
-        start = StartExchange(session, self._peer, round, self._is_initiator, trio.current_time() + DEADLINE)
-        offer = Offer(
-            run_id=_DIGEST,
-            session=session,
-            stage=0,
-            layout=_DIGEST,
+        result = await exchange_with(
+            self._exchanges,
+            self._peer,
+            round,
+            outgoing,
+            incoming,
+            is_initiator=self._is_initiator,
             codec=codec,
-            size=size,
-            round=round,
-            tokens=1,
+            **by_trainer,
         )
-        result = await self._exchanges.run(start, offer, outgoing, self._incoming[:size], judge, arrive)
-        if not result.committed:
-            raise ConnectionError(f"an exchange was not committed: {result.reason}")
+        check_committed(result)
 
     async def swap(self, size: int, times: int) -> dict[str, Any]:
         """Move so many bytes both ways at once over the bulk channel, again and again, with an eye on the loop."""
@@ -122,36 +147,8 @@ class BenchNode:
 
     async def control(self, home: str) -> dict[str, Any]:
         """Serve ``status`` on a control socket from now on."""
-        await self.nursery.start(serve_control, Path(home, "control.sock"), {"status": self._status})
+        await self._nursery.start(serve_control, Path(home, "control.sock"), {"status": self._status})
         return {}
 
     async def _status(self, _: dict[str, Any]) -> object:
         return {"peers": len(self._host.connected), "addresses": self._host.addresses, "time": time.time()}
-
-    nursery: trio.Nursery
-    """For what goes on between requests."""
-
-
-class Lenient:
-    """Accepts every contribution."""
-
-    async def refusal(self, size: int, tokens: int) -> str | None:
-        """There is none."""
-        return None
-
-
-@contextlib.asynccontextmanager
-async def open_node_end(
-    outgoing: memoryview,
-    incoming: memoryview,
-    address: str | None,
-    announce: Announce,
-    connection: socket.socket | None,
-) -> AsyncIterator[BenchNode]:
-    """A node that is connected with the other one, has a bulk channel to it, and perhaps a connection to a trainer."""
-    link = None if connection is None else TrainerLink(connection)
-    async with open_node(address, announce) as (host, channels, channel, peer), trio.open_nursery() as nursery:
-        node = BenchNode(host, channels, channel, peer, address is not None, outgoing, incoming, link)
-        node.nursery = nursery
-        yield node
-        nursery.cancel_scope.cancel()

@@ -16,6 +16,7 @@ from .process import (
     BenchWorker,
     Say,
     SharedPayload,
+    connect,
     greatest_of,
     open_payload,
     open_worker,
@@ -81,13 +82,12 @@ def measure_one_way(
 @contextlib.contextmanager
 def _open_pair(path: str, log: Path, payloads: Sequence[SharedPayload]) -> Iterator[tuple[BenchWorker, BenchWorker]]:
     """Sender and receiver, connected, on half of the cores each: left alone they share a core at times."""
-    descriptors = [payload.descriptor for payload in payloads]
+    command, descriptors = worker_command("paths:Mover"), [payload.descriptor for payload in payloads]
     with (
-        open_worker(f"{path} receiver", worker_command(path), log, descriptors, side=0) as receiver,
-        open_worker(f"{path} sender", worker_command(path), log, descriptors, side=1) as sender,
+        open_worker(f"{path} receiver", command, log, descriptors, side=0) as receiver,
+        open_worker(f"{path} sender", command, log, descriptors, side=1) as sender,
     ):
-        address = receiver.ask("open", address=None)["address"]
-        sender.ask("open", address=address)
+        connect(receiver, sender, path=path)
         yield sender, receiver
 
 

@@ -11,10 +11,10 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from farandole.node.base.system.memory import counted_size
 from farandole.training.codec import encoded_size
@@ -25,12 +25,15 @@ from .process import (
     BenchError,
     BenchWorker,
     Say,
-    ask_both,
+    ask_all,
+    connect,
     elapsed,
+    get_all,
     greatest_of,
     median_of,
     open_payload,
     open_worker,
+    take_turns,
     worker_command,
 )
 
@@ -53,6 +56,7 @@ WAYS: Final = (
 )
 # The same, as a daemon's round has it: the trainer encodes, takes in and screens meanwhile, and takes an outer step.
 ROUNDS: Final = (("fp32", "new channel"), ("bf16", "new channel"), ("int8", "new channel"))
+AS_A_ROUND: Final = ", as a round"
 HIVEMIND_CODECS: Final = ("fp32", "fp16", "8-bit")
 
 
@@ -62,17 +66,15 @@ class Averaging:
 
     who: str
     how: str
-    payload_mb: float | None
+    payload_mb: float | None = None
     """What one peer sends the other; None where it is not known."""
-    prepare_s: float | None
+    prepare_s: float | None = None
     """Freezing, encoding and hashing; None where it is part of the exchange."""
-    exchange_s: float
-    finish_s: float | None
+    exchange_s: float = 0.0
+    finish_s: float | None = None
     """Decoding and averaging; None where it is part of the exchange."""
-    matchmaking_s: float | None
-    """Finding each other, which counts nowhere."""
-    rms_error: float
-    peak_mb: float | None
+    rms_error: float = 0.0
+    peak_mb: float | None = None
     """Of the mesh process: see `Meter.running`."""
 
     @property
@@ -89,14 +91,6 @@ class Averaging:
 Average = Callable[[], Averaging]
 
 
-@dataclass(frozen=True, slots=True)
-class Pairs:
-    """The results, and what could not be measured."""
-
-    results: list[Averaging]
-    problems: dict[str, str]
-
-
 def measure_pairs(
     vector_mb: int,
     repeats: int,
@@ -105,48 +99,32 @@ def measure_pairs(
     say: Say,
     ways: Sequence[tuple[str, str]] = WAYS,
     rounds: Sequence[tuple[str, str]] = ROUNDS,
-) -> Pairs:
-    """All of them in turn, again and again; without a cache folder farandole alone."""
+) -> tuple[list[Averaging], dict[str, str]]:
+    """All of them in turn, again and again, and what could not be measured; without a cache folder farandole alone."""
     num_elements = vector_mb * MB // 4
     problems: dict[str, str] = {}
+    others: dict[str, Average] = {}
     with contextlib.ExitStack() as stack:
         say("averaging: starting farandole")
-        contenders = dict(stack.enter_context(open_farandole(num_elements, log, ways, rounds)))
+        ours = stack.enter_context(open_farandole(num_elements, log, ways, rounds))
         for name, open_peer in (("hivemind", open_hivemind), ("Lattica", open_lattica)):
             if cache is not None:
                 try:
                     python = obtain_python(name.lower(), cache, say)
                     say(f"averaging: starting {name}")
-                    contenders |= stack.enter_context(open_peer(python, num_elements, log))
+                    others |= stack.enter_context(open_peer(python, num_elements, log))
                 except BenchError as error:
                     problems[name] = str(error)
-        done: dict[str, list[Averaging]] = {label: [] for label in contenders}
-        for index in range(-WARM_UPS, repeats):
-            for label in list(contenders):
-                say(f"averaging {vector_mb} MB: {'warm-up' if index < 0 else f'{index + 1} of {repeats}'}, {label}")
-                try:
-                    averaging = contenders[label]()
-                except BenchError as error:
-                    if label.startswith("farandole"):
-                        raise
-                    problems[label] = str(error)
-                    del contenders[label]
-                else:
-                    if index >= 0:
-                        done[label].append(averaging)
-    return Pairs([_median(averagings) for averagings in done.values() if averagings], problems)
+        done, dropped = take_turns(f"averaging {vector_mb} MB", ours | others, others, repeats, WARM_UPS, say)
+    return [_median(averagings) for averagings in done.values() if averagings], problems | dropped
 
 
 def _median(averagings: list[Averaging]) -> Averaging:
-    one = averagings[0]
-    return Averaging(
-        who=one.who,
-        how=one.how,
-        payload_mb=one.payload_mb,
+    return replace(
+        averagings[0],
         prepare_s=median_of([each.prepare_s for each in averagings]),
         exchange_s=statistics.median(each.exchange_s for each in averagings),
         finish_s=median_of([each.finish_s for each in averagings]),
-        matchmaking_s=median_of([each.matchmaking_s for each in averagings]),
         rms_error=max(each.rms_error for each in averagings),
         peak_mb=greatest_of([each.peak_mb for each in averagings]),
     )
@@ -157,79 +135,79 @@ def open_farandole(
     num_elements: int, log: Path, ways: Sequence[tuple[str, str]], rounds: Sequence[tuple[str, str]]
 ) -> Iterator[dict[str, Average]]:
     """Two nodes of two processes each, as a daemon has them: the trainer encodes, the mesh process exchanges."""
-    size = encoded_size("fp32", num_elements)
-    indices = itertools.count(1)
     with contextlib.ExitStack() as stack:
-        nodes: list[BenchWorker] = []
-        trainers: list[BenchWorker] = []
-        for index in range(2):
-            payloads = [open_payload(name, counted_size(size)) for name in ("outgoing", "incoming")]
-            memories = [stack.enter_context(payload) for payload in payloads]
-            ends = [stack.enter_context(end) for end in socket.socketpair()]
-            for kind, workers, end in (("node", nodes, ends[0]), ("trainer", trainers, ends[1])):
-                descriptors = [*(memory.descriptor for memory in memories), end.fileno()]
+        opened = [stack.enter_context(_open_node(index, encoded_size("fp32", num_elements), log)) for index in range(2)]
+        nodes, trainers = zip(*opened, strict=True)
+        connect(*nodes)
+        ask_all(trainers, "begin", [{"index": index} for index in range(2)], num_elements=num_elements)
+        pair = FarandolePair(nodes, trainers)
+        yield {
+            f"farandole, {codec}, {way}{suffix}": partial(average, codec, way)
+            for average, suffix, variants in ((pair.average, "", ways), (pair.take_round, AS_A_ROUND, rounds))
+            for codec, way in variants
+        }
+
+
+@contextlib.contextmanager
+def _open_node(index: int, size: int, log: Path) -> Iterator[tuple[BenchWorker, BenchWorker]]:
+    """A mesh process and its trainer, which share memory for contributions of a size."""
+    with contextlib.ExitStack() as stack:
+        payloads = [stack.enter_context(open_payload(name, counted_size(size))) for name in ("outgoing", "incoming")]
+        workers = []
+        for kind, link in zip(("node:BenchNode", "trainer:BenchTrainer"), socket.socketpair(), strict=True):
+            with link:
+                descriptors = [*(payload.descriptor for payload in payloads), link.fileno()]
                 worker = open_worker(f"{kind} {index}", worker_command(kind), log, descriptors)
                 workers.append(stack.enter_context(worker))
-                end.close()
-        address = nodes[0].ask("open", address=None)["address"]
-        nodes[1].ask("open", address=address)
-        for index, trainer in enumerate(trainers):
-            trainer.ask("open", address=None)
-            trainer.ask("begin", index=index, num_elements=num_elements)
+        node, trainer = workers
+        yield node, trainer
 
-        def average(codec: str, way: str) -> Averaging:
-            prepared = ask_both(trainers, "contribute", codec=codec)
-            size = prepared[0]["size"]
-            round_index = next(indices)
-            for node, contribution in zip(nodes, prepared, strict=True):
-                digest = contribution["digest"]
-                node.put("exchange", round=round_index, codec=codec, size=size, digest=digest, way=way)
-            exchanged = [node.get() for node in nodes]
-            finished = ask_both(trainers, "average", codec=codec)
-            averaging = Averaging(
-                who="farandole",
-                how=f"{codec}, {way}",
-                payload_mb=size / MB,
-                prepare_s=elapsed(prepared),
-                exchange_s=elapsed(exchanged),
-                finish_s=elapsed(finished),
-                matchmaking_s=None,
-                rms_error=max(answer["rms_error"] for answer in finished),
-                peak_mb=greatest_of([answer["peak_mb"] for answer in exchanged]),
-            )
-            return _checked(averaging)
 
-        def take_round(codec: str, way: str) -> Averaging:
-            ask_both(trainers, "learn", codec=codec)
-            round_index = next(indices)
-            for node in nodes:
-                node.put("take_round", round=round_index, codec=codec, way=way)
-            for index, trainer in enumerate(trainers):
-                trainer.put("take_round", is_first=index == 0)
-            exchanged = [node.get() for node in nodes]
-            taken = [trainer.get() for trainer in trainers]
-            in_all = elapsed(taken)
-            finish_s = max(answer["ended_at"] - answer["averaging_at"] for answer in taken)
-            return _checked(
-                Averaging(
-                    who="farandole",
-                    how=f"{codec}, {way}, as a round",
-                    payload_mb=taken[0]["size"] / MB,
-                    prepare_s=None,
-                    exchange_s=in_all - finish_s,
-                    finish_s=finish_s,
-                    matchmaking_s=None,
-                    rms_error=max(answer["rms_error"] for answer in taken),
-                    peak_mb=greatest_of([answer["peak_mb"] for answer in exchanged]),
-                )
-            )
+class FarandolePair:
+    """Two nodes with their trainers."""
 
-        contenders: dict[str, Average] = {}
-        for codec, way in ways:
-            contenders[f"farandole, {codec}, {way}"] = partial(average, codec, way)
-        for codec, way in rounds:
-            contenders[f"farandole, {codec}, {way}, as a round"] = partial(take_round, codec, way)
-        yield contenders
+    def __init__(self, nodes: Sequence[BenchWorker], trainers: Sequence[BenchWorker]) -> None:
+        self._nodes = nodes
+        self._trainers = trainers
+        self._rounds = itertools.count(1)
+
+    def average(self, codec: str, way: str) -> Averaging:
+        """Encode, then exchange, then decode and average."""
+        prepared = ask_all(self._trainers, "contribute", codec=codec)
+        contributions = [{name: each[name] for name in ("size", "digest")} for each in prepared]
+        exchanged = ask_all(self._nodes, "exchange", contributions, round=next(self._rounds), codec=codec, way=way)
+        finished = ask_all(self._trainers, "average", codec=codec)
+        averaging = Averaging(
+            "farandole",
+            f"{codec}, {way}",
+            payload_mb=prepared[0]["size"] / MB,
+            prepare_s=elapsed(prepared),
+            exchange_s=elapsed(exchanged),
+            finish_s=elapsed(finished),
+            rms_error=_error(finished),
+            peak_mb=greatest_of([answer["peak_mb"] for answer in exchanged]),
+        )
+        return _checked(averaging)
+
+    def take_round(self, codec: str, way: str) -> Averaging:
+        """All of it at once, as a daemon does, and the outer step."""
+        ask_all(self._trainers, "learn", codec=codec)
+        round_index = next(self._rounds)
+        for node in self._nodes:
+            node.put("take_round", round=round_index, codec=codec, way=way)
+        taken = ask_all(self._trainers, "take_round", [{"is_first": True}, {"is_first": False}])
+        exchanged = get_all(self._nodes)
+        finish_s = max(answer["ended_at"] - answer["averaging_at"] for answer in taken)
+        averaging = Averaging(
+            "farandole",
+            f"{codec}, {way}{AS_A_ROUND}",
+            payload_mb=taken[0]["size"] / MB,
+            exchange_s=elapsed(taken) - finish_s,
+            finish_s=finish_s,
+            rms_error=_error(taken),
+            peak_mb=greatest_of([answer["peak_mb"] for answer in exchanged]),
+        )
+        return _checked(averaging)
 
 
 def _checked(averaging: Averaging) -> Averaging:
@@ -238,24 +216,20 @@ def _checked(averaging: Averaging) -> Averaging:
     return averaging
 
 
+def _error(answers: Sequence[dict[str, Any]]) -> float:
+    return max(float(answer["rms_error"]) for answer in answers)
+
+
 @contextlib.contextmanager
 def open_hivemind(python: Path, num_elements: int, log: Path) -> Iterator[dict[str, Average]]:
     """Two `DecentralizedAverager`; what is measured is the all-reduce, from when both have found each other."""
     with open_peers("hivemind", python, num_elements, log) as pair:
 
         def average(codec: str) -> Averaging:
-            found = ask_both(pair, "find", codec=codec)
-            averaged = ask_both(pair, "average")
+            ask_all(pair, "find", codec=codec)
+            exchange_s = elapsed(ask_all(pair, "average"))
             return Averaging(
-                who="hivemind",
-                how=codec,
-                payload_mb=None,
-                prepare_s=None,
-                exchange_s=elapsed(averaged),
-                finish_s=None,
-                matchmaking_s=elapsed(found),
-                rms_error=max(answer["rms_error"] for answer in ask_both(pair, "check", codec=codec)),
-                peak_mb=None,
+                "hivemind", codec, exchange_s=exchange_s, rms_error=_error(ask_all(pair, "check", codec=codec))
             )
 
         yield {f"hivemind, {codec}": partial(average, codec) for codec in HIVEMIND_CODECS}
@@ -266,26 +240,18 @@ def open_lattica(python: Path, num_elements: int, log: Path) -> Iterator[dict[st
     """Two peers that call each other with their vectors, and average with numpy."""
     with open_peers("lattica", python, num_elements, log) as pair:
         give_up_at = time.monotonic() + CONNECT_TIMEOUT
-        while not all(answer["is_connected"] for answer in ask_both(pair, "empty")):
+        while not all(answer["is_connected"] for answer in ask_all(pair, "empty")):
             if time.monotonic() > give_up_at:
                 raise BenchError(f"Lattica: the peers did not find each other in {CONNECT_TIMEOUT:g} s")
             time.sleep(CONNECT_INTERVAL)  # Lattica can only be asked
 
         def average() -> Averaging:
-            ask_both(pair, "empty")
-            swapped = ask_both(pair, "swap")
-            averaged = ask_both(pair, "average")
-            return Averaging(
-                who="Lattica",
-                how="fp32",
-                payload_mb=4 * num_elements / MB,
-                prepare_s=None,
-                exchange_s=elapsed(swapped),
-                finish_s=elapsed(averaged),
-                matchmaking_s=None,
-                rms_error=max(answer["rms_error"] for answer in averaged),
-                peak_mb=None,
-            )
+            ask_all(pair, "empty")
+            swapped = ask_all(pair, "swap")
+            averaged = ask_all(pair, "average")
+            size, error = 4 * num_elements / MB, _error(averaged)
+            exchange_s, finish_s = elapsed(swapped), elapsed(averaged)
+            return Averaging("Lattica", "fp32", size, None, exchange_s, finish_s, rms_error=error)
 
         for _ in range(LATTICA_WARM_UPS):
             average()

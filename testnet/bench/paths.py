@@ -6,7 +6,6 @@ Each `open_...` is one end: without an address it listens, says by ``announce`` 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import socket
 import ssl
 import tempfile
@@ -15,11 +14,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 import trio
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.x509.oid import NameOID
 
 from farandole.node.bulk.channel import BulkChannel
 from farandole.node.bulk.negotiation import BulkService, open_bulk
@@ -28,6 +23,9 @@ from farandole.node.mesh.libp2p_stream import Stream
 from farandole.protocol.bulk import SESSION_BYTES
 from farandole.protocol.identity import public_key_of
 from farandole.protocol.yamux import PIECE_BYTES
+
+from .meter import UsageMeter
+from .server import Server, map_payload
 
 LOOPBACK: Final = "/ip4/127.0.0.1/tcp/0"
 PROTOCOL: Final = "/farandole/bench/1"
@@ -79,22 +77,28 @@ async def open_raw(address: str | None, announce: Announce) -> AsyncIterator[Pat
 
 
 class StreamEnd:
-    """A trio stream: what is received is copied into the memory."""
+    """A stream by its two functions: what is received is copied into the memory."""
 
-    def __init__(self, stream: trio.abc.Stream, piece_bytes: int) -> None:
-        self._stream = stream
+    def __init__(
+        self,
+        send_all: Callable[[Any], Awaitable[Any]],
+        receive_some: Callable[[int], Awaitable[bytes | bytearray]],
+        piece_bytes: int = STREAM_PIECE_BYTES,
+    ) -> None:
+        self._send_all = send_all
+        self._receive_some = receive_some
         self._piece_bytes = piece_bytes
 
     async def send(self, data: memoryview) -> None:
         """Send all of it."""
         for start in range(0, data.nbytes, self._piece_bytes):
-            await self._stream.send_all(data[start : start + self._piece_bytes])
+            await self._send_all(data[start : start + self._piece_bytes])
 
     async def receive_into(self, memory: memoryview) -> None:
         """Fill the memory."""
         received = 0
         while received < memory.nbytes:
-            piece = await self._stream.receive_some(min(self._piece_bytes, memory.nbytes - received))
+            piece = await self._receive_some(min(self._piece_bytes, memory.nbytes - received))
             if not piece:
                 raise ConnectionError("the other end is gone")
             memory[received : received + len(piece)] = piece
@@ -115,30 +119,17 @@ async def open_tls(address: str | None, announce: Announce) -> AsyncIterator[Pat
     transport = trio.SocketStream(trio.socket.from_stdlib_socket(plain))
     async with trio.SSLStream(transport, context, server_side=address is None, https_compatible=True) as stream:
         await stream.do_handshake()
-        yield StreamEnd(stream, STREAM_PIECE_BYTES)
+        yield StreamEnd(stream.send_all, stream.receive_some)
 
 
 def _certify(context: ssl.SSLContext) -> None:
     """A server's, by a self-signed certificate."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "farandole bench")])
-    now = datetime.datetime.now(datetime.UTC)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now)
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .sign(key, hashes.SHA256())
-    )
-    pem = certificate.public_bytes(serialization.Encoding.PEM) + key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
+    from libp2p.crypto.ed25519 import create_new_key_pair
+    from libp2p.security.tls.certificate import create_cert_template, generate_certificate
+
     with tempfile.TemporaryDirectory() as folder:  # the module takes keys from files alone
         path = Path(folder, "pem")
-        path.write_bytes(pem)
+        path.write_text("".join(generate_certificate(create_new_key_pair().private_key, create_cert_template())))
         context.load_cert_chain(path)
 
 
@@ -154,28 +145,6 @@ async def _connect(address: str | None, announce: Announce) -> socket.socket:
 
 
 # libp2p
-
-
-class StockEnd:
-    """A stream of py-libp2p."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    async def send(self, data: memoryview) -> None:
-        """Send all of it."""
-        for start in range(0, data.nbytes, STREAM_PIECE_BYTES):
-            await self._stream.write(bytes(data[start : start + STREAM_PIECE_BYTES]))
-
-    async def receive_into(self, memory: memoryview) -> None:
-        """Fill the memory."""
-        received = 0
-        while received < memory.nbytes:
-            piece = await self._stream.read(min(STREAM_PIECE_BYTES, memory.nbytes - received))
-            if not piece:
-                raise ConnectionError("the other end is gone")
-            memory[received : received + len(piece)] = piece
-            received += len(piece)
 
 
 @contextlib.asynccontextmanager
@@ -202,11 +171,12 @@ async def open_stock(address: str | None, announce: Announce) -> AsyncIterator[P
         if address is None:
             host.set_stream_handler(TProtocol(PROTOCOL), serve)
             await announce(str(host.get_addrs()[0]))
-            yield StockEnd(await coming.receive())
+            stream = await coming.receive()
         else:
             peer = info_from_p2p_addr(Multiaddr(address))
             await host.connect(peer)
-            yield StockEnd(await host.new_stream(peer.peer_id, [TProtocol(PROTOCOL)]))
+            stream = await host.new_stream(peer.peer_id, [TProtocol(PROTOCOL)])
+        yield StreamEnd(lambda piece: stream.write(bytes(piece)), stream.read)
 
 
 # farandole
@@ -216,22 +186,14 @@ async def open_stock(address: str | None, announce: Announce) -> AsyncIterator[P
 async def open_libp2p(address: str | None, announce: Announce) -> AsyncIterator[PathEnd]:
     """A stream of farandole's host: libp2p with Noise and our yamux."""
     async with open_host(Ed25519PrivateKey.generate(), [LOOPBACK]) as host, _meet(host, address, announce) as stream:
-        yield StreamEnd(stream, PIECE_BYTES)
+        yield StreamEnd(stream.send_all, stream.receive_some, PIECE_BYTES)
 
 
 @contextlib.asynccontextmanager
 async def open_bulk_channel(address: str | None, announce: Announce) -> AsyncIterator[PathEnd]:
     """A bulk channel of farandole's, negotiated between hosts; the receiver hashes what comes."""
-    async with (
-        open_host(Ed25519PrivateKey.generate(), [LOOPBACK]) as host,
-        open_bulk(host) as channels,
-        _meet(host, address, announce) as stream,
-    ):
-        channel = await _negotiate(channels, stream, is_asker=address is not None)
-        try:
-            yield channel
-        finally:
-            channels.discard(channel)
+    async with open_node(address, announce) as (_, _, channel, _):
+        yield channel
 
 
 @contextlib.asynccontextmanager
@@ -298,3 +260,30 @@ PATHS: Final[dict[str, Callable[[str | None, Announce], contextlib.AbstractAsync
     "libp2p": open_libp2p,
     "bulk": open_bulk_channel,
 }
+
+
+class Mover:
+    """A process that moves payloads of any size over one way."""
+
+    def __init__(self, server: Server, outgoing: int, incoming: int) -> None:
+        self._server = server
+        self._outgoing, self._incoming = map_payload(outgoing), map_payload(incoming)
+        self._end: PathEnd
+
+    async def open(self, path: str, address: str | None) -> dict[str, Any] | None:
+        """Listen and announce where, or connect to that address; by one of `PATHS`."""
+        self._end = await self._server.stack.enter_async_context(PATHS[path](address, self._server.announce))
+        self._meter = UsageMeter([self._outgoing, self._incoming])
+        return {} if address else None
+
+    async def send(self, size: int) -> dict[str, Any]:
+        """Send the first ``size`` bytes."""
+        with self._meter.running() as figures:
+            await self._end.send(self._outgoing[:size])
+        return figures
+
+    async def receive(self, size: int) -> dict[str, Any]:
+        """Receive ``size`` bytes."""
+        with self._meter.running() as figures:
+            await self._end.receive_into(self._incoming[:size])
+        return figures

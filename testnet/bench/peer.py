@@ -1,7 +1,8 @@
 """Another project's peer in the benchmark: run as a script, in a virtual environment that has it and not farandole.
 
-``peer.py NAME SOCKET``: the peer is the `Peer` of ``NAME.py``, beside this file. Requests and answers are JSON, a line
-each, on the socket whose descriptor is given; times are of `time.monotonic`, which processes of one machine share.
+``peer.py NAME SOCKET``: the peer is the class of ``NAME.py``, next to this file, that `class_of` names. Requests and
+answers are JSON, a line each, on the socket whose descriptor is given; times are of `time.monotonic`, which processes
+of one machine share.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ def vector(index: int, num_elements: int) -> np.ndarray[Any, np.dtype[np.float32
     return np.random.default_rng(index).standard_normal(num_elements, dtype=np.float32)
 
 
+def class_of(name: str) -> str:
+    """The class of a project's peer, in the file of that name."""
+    return f"{name.capitalize()}Peer"
+
+
 def serve(descriptor: int, peer: object) -> None:
     """Answer requests until the other end closes."""
     with socket.socket(fileno=descriptor) as control, control.makefile("rw") as lines:
@@ -43,4 +49,4 @@ def serve(descriptor: int, peer: object) -> None:
 if __name__ == "__main__":
     name, control = sys.argv[1:]
     made = runpy.run_path(str(Path(__file__).with_name(f"{name}.py")))
-    serve(int(control), made["Peer"](vector))
+    serve(int(control), made[class_of(name)](vector))

@@ -1,14 +1,14 @@
 """A loop that anybody would write, in a process of its own: what a node's training is measured beside.
 
 The same model, batches, precision and loss as a node's, `torch.optim.AdamW` (fused on CUDA), clipping, and nothing
-else. Run as ``python -m farandole.testnet.bench.plain SETTINGS``, in JSON; it prints tokens a second, in JSON too.
+else.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -18,6 +18,8 @@ from farandole.training.data import Sampler, load_text
 from farandole.training.device import choose_device
 from farandole.training.model import build_model, language_loss
 from farandole.training.tokenizer import load_tokenizer
+
+from .server import Server
 
 
 class PlainLoop(msgspec.Struct, frozen=True):
@@ -83,11 +85,13 @@ def run(settings: PlainLoop) -> PlainRate:
     return PlainRate((step - counted_from) * inner.batch_size * model.context / seconds, device.description)
 
 
-def main() -> None:
-    """Entry point."""
-    torch.set_num_threads(1)  # as a testnet's nodes have
-    print(msgspec.json.encode(run(msgspec.json.decode(sys.argv[1], type=PlainLoop))).decode())
+class PlainTrainer:
+    """A process that runs a loop."""
 
+    def __init__(self, server: Server) -> None:
+        torch.set_num_threads(1)  # as a testnet's nodes have
 
-if __name__ == "__main__":
-    main()
+    def learn(self, **settings: Any) -> dict[str, Any]:
+        """As `PlainLoop` has it."""
+        rate: dict[str, Any] = msgspec.to_builtins(run(PlainLoop(**settings)))
+        return rate

@@ -11,9 +11,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -21,13 +21,18 @@ from farandole.node.base.system.memory import map_shared_memory, open_shared_mem
 from farandole.protocol.errors import FarandoleError
 
 MB: Final = 1_000_000
-# The slowest of what is asked is to move a gigabyte over a busy machine, or to install nothing but import torch.
-ANSWER_TIMEOUT: Final = 180.0
+# The slowest of what is asked is that two homes connect, then directly, with processes to start on a busy machine.
+ANSWER_TIMEOUT: Final = 240.0
 STOP_TIMEOUT: Final = 10.0
 # Random bytes that a payload repeats: nothing on the way compresses.
 _PATTERN_BYTES: Final = 16 * MB
 # Where a payload is checked for having arrived: this many bytes at its start, middle and end.
 _CHECKED_BYTES: Final = 4_096
+
+
+Say = Callable[[str], None]
+"""Called with what is being done."""
+_T = TypeVar("_T")
 
 
 class BenchError(FarandoleError):
@@ -52,11 +57,13 @@ class BenchWorker:
         except OSError as error:
             raise BenchError(f"{self._name} is gone: {error}; see {self._log}") from error
 
-    def get(self) -> dict[str, Any]:
+    def get(self, timeout: float = ANSWER_TIMEOUT) -> dict[str, Any]:
         """The answer. Raises `BenchError` if it is an error, or does not come."""
-        if not select.select([self._control], [], [], ANSWER_TIMEOUT)[0]:
+        if not self.has_answered(timeout):
             raise BenchError(f"{self._name} does not answer; see {self._log}")
-        line = self._lines.readline()
+        line = ""
+        with contextlib.suppress(ConnectionError):  # it ended before it had read what it was asked
+            line = self._lines.readline()
         if not line:
             raise BenchError(f"{self._name} has ended; see {self._log}")
         answer: dict[str, Any] = json.loads(line)
@@ -133,8 +140,22 @@ def _half_of_the_cores(side: int | None) -> Iterator[None]:
 
 
 def worker_command(kind: str) -> list[str]:
-    """A process of `farandole.testnet.bench.worker`."""
-    return [sys.executable, "-m", "farandole.testnet.bench.worker", kind]
+    """A process of `farandole.testnet.bench.server`; ``kind`` is a module of this package and its class."""
+    return [sys.executable, "-m", f"{__package__}.server", kind]
+
+
+@contextlib.contextmanager
+def open_workers(kind: str, names: Iterable[str], log: Path) -> Iterator[list[BenchWorker]]:
+    """One `worker_command` process for each name."""
+    command = worker_command(kind)
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(open_worker(name, command, log)) for name in names]
+
+
+def connect(listener: BenchWorker, caller: BenchWorker, **request: Any) -> None:
+    """Open two workers' connection with each other."""
+    address = listener.ask("open", address=None, **request)["address"]
+    caller.ask("open", address=address, **request)
 
 
 class SharedPayload:
@@ -178,11 +199,52 @@ def open_payload(name: str, size: int) -> Iterator[SharedPayload]:
         yield SharedPayload(shared.descriptor, memory)
 
 
-def ask_both(pair: Sequence[BenchWorker], do: str, **request: Any) -> list[dict[str, Any]]:
-    """Both at once."""
-    for worker in pair:
-        worker.put(do, **request)
-    return [worker.get() for worker in pair]
+def ask_all(
+    workers: Sequence[BenchWorker], do: str, each: Sequence[dict[str, Any]] = (), **request: Any
+) -> list[dict[str, Any]]:
+    """All at once; ``each`` has what one of them is asked alone. Raises `BenchError` with all their errors."""
+    for worker, own in zip(workers, each or [{}] * len(workers), strict=True):
+        worker.put(do, **own, **request)
+    return get_all(workers)
+
+
+def get_all(workers: Sequence[BenchWorker], timeout: float = ANSWER_TIMEOUT) -> list[dict[str, Any]]:
+    """All answers. Raises `BenchError` with all errors among them."""
+    answers, problems = [], []
+    for worker in workers:
+        try:
+            answers.append(worker.get(timeout))
+        except BenchError as error:
+            problems.append(str(error))
+    if problems:
+        raise BenchError("; ".join(problems))
+    return answers
+
+
+def take_turns(
+    what: str, contenders: Mapping[str, Callable[[], _T]], others: Container[str], repeats: int, warm_ups: int, say: Say
+) -> tuple[dict[str, list[_T]], dict[str, str]]:
+    """What each contender measured, repeat by repeat, and why some of ``others`` were dropped.
+
+    Raises the `BenchError` of any contender but those.
+    """
+    done: dict[str, list[_T]] = {label: [] for label in contenders}
+    problems: dict[str, str] = {}
+    for index in range(-warm_ups, repeats):
+        for label, measure in contenders.items():
+            if label in problems:
+                continue
+            say(f"{what}: {'warm-up' if index < 0 else f'{index + 1} of {repeats}'}, {label}")
+            try:
+                result = measure()
+            except BenchError as error:
+                if label not in others:
+                    raise
+                problems[label] = str(error)
+            else:
+                if index >= 0:
+                    done[label].append(result)
+    return done, problems
 
 
 def elapsed(answers: Sequence[dict[str, Any]]) -> float:
@@ -200,7 +262,3 @@ def median_of(values: Sequence[float | None]) -> float | None:
 def greatest_of(values: Sequence[float | None]) -> float | None:
     """Of those that are known."""
     return max((value for value in values if value is not None), default=None)
-
-
-Say = Callable[[str], None]
-"""Called with what is being done."""

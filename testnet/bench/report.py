@@ -21,15 +21,13 @@ from rich.status import Status
 
 from ..grid import Grid
 from ..section import LINE_WIDTH, Section, compose
+from ..section import Write as Write
 from ..setting import setting
 from .process import BenchError
 
 OUT: Final = Path("out/bench")
 CACHE: Final = Path(".bench")
 Out = Annotated[Path, typer.Option(help="Folder for NAME.json, NAME.md and logs.")]
-Write = Annotated[
-    Path | None, typer.Option("--write", metavar="DOCUMENT", help="Markdown file whose section gets the figures.")
-]
 Repeats = Annotated[int, typer.Option(min=1, help="Repetitions of each measurement; the median counts.")]
 Cache = Annotated[Path, typer.Option(help="Folder in which other projects are installed.")]
 
@@ -91,6 +89,10 @@ class Bench:
             self._status.start()
         self._status.update(text)
 
+    def tell(self, text: str, *, is_miss: bool = False) -> None:
+        """Print a line that stays."""
+        self.console.print(text, style="red" if is_miss else None, markup=False, highlight=False)
+
     def close(self) -> None:
         """Remove the line of `say`."""
         if self._status is not None:
@@ -111,9 +113,9 @@ class Bench:
         for grid in report.grids:
             self.console.print(grid.rich())
         for text in report.paragraphs:
-            self.console.print(text, markup=False, highlight=False)
+            self.tell(text)
         written = [self.out / f"{self.name}.json", self.out / f"{self.name}.md", *others]
-        self.console.print(", ".join(map(str, written)), markup=False, highlight=False)
+        self.tell(", ".join(map(str, written)))
         if report.misses:
             raise BenchError("; ".join(report.misses))
         if self.section is not None:

@@ -13,18 +13,18 @@ import itertools
 import math
 import shutil
 import statistics
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final
 
+import msgspec
 import typer
 
 from farandole.node.store.run_file import manifest_of
 
-from ..grid import Grid
-from .process import BenchWorker, open_worker
+from ..grid import Grid, cell
+from .process import BenchWorker, greatest_of, median_of, open_workers
 from .report import OUT, Bench, BenchReport, Out, Write, open_bench
 
 # 25.7 M parameters: a checkpoint of 411 MB.
@@ -90,8 +90,6 @@ def rows_of(rounds: Sequence[Round]) -> list[WayCost]:
         if not own:
             continue
         lost = statistics.median(each.seconds - base[each.turn] for each in own)
-        written = [each.write_seconds for each in own if each.write_seconds is not None]
-        peaks = [each.peak_mb for each in own if each.peak_mb is not None]
         rows.append(
             WayCost(
                 way,
@@ -99,8 +97,8 @@ def rows_of(rounds: Sequence[Round]) -> list[WayCost]:
                 lost,
                 lost / statistics.median(base.values()),
                 statistics.median(each.held_seconds for each in own),
-                max(peaks) if peaks else None,
-                statistics.median(written) if written else None,
+                greatest_of([each.peak_mb for each in own]),
+                median_of([each.write_seconds for each in own]),
                 max(each.size for each in own),
             )
         )
@@ -135,8 +133,8 @@ class SavingFigures:
                 "" if row.way == NONE else f"{row.lost_seconds:.2f}",
                 "" if row.way == NONE else f"{row.lost_share:.1%}",
                 "" if row.way == NONE else f"{row.held_seconds:.3f}",
-                "?" if row.peak_mb is None else f"{row.peak_mb:,.0f}",
-                "" if row.rate_mb_s is None else f"{row.rate_mb_s:,.0f}",
+                cell(row.peak_mb, "{:,.0f}", "?"),
+                cell(row.rate_mb_s, "{:,.0f}"),
             ]
             for row in rows_of(self.rounds)
         ]
@@ -194,46 +192,50 @@ def measure(
     """
     manifest = {"name": "bench-save", "model": dict(model), "inner": {"batch_size": batch_size}}
     manifest_of(manifest, Path(), 0.0)  # raises what does not fit together
-    folder, figures = bench.out / "saving", SavingFigures()
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    try:
-        with contextlib.ExitStack() as stack:
-            trainers = {way: stack.enter_context(_open(way, bench.log)) for way in WAYS}
-            for way, trainer in trainers.items():
-                begun = trainer.ask("begin", manifest=manifest, way=way, folder=str(folder / way), **where)
-                figures.num_parameters = begun["num_parameters"]
-            figures.steps = _steps(trainers[NONE], round_seconds)
-            for way, trainer in trainers.items():  # memory for a snapshot, the file's first blocks: obtained once
-                bench.say(f"warming up: {WAYS[way]}")
-                trainer.ask("play", steps=1)
-            for turn in range(turns):
-                for way in list(WAYS)[:: 1 if turn % 2 == 0 else -1]:
-                    bench.say(f"turn {turn + 1} of {turns}: {WAYS[way]}")
-                    figures.rounds.append(_round(way, turn, trainers[way].ask("play", steps=figures.steps)))
-                bench.write(figures.report(bench.setting))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    figures = SavingFigures()
+    with open_trainers(bench, {way: {"manifest": manifest, "way": way, **where} for way in WAYS}) as trainers:
+        figures.num_parameters = trainers.num_parameters
+        trainers.workers[NONE].ask("play", steps=1)
+        figures.steps = trainers.steps_in(NONE, round_seconds)
+        for way, trainer in trainers.workers.items():  # memory for a snapshot, the file's first blocks: obtained once
+            bench.say(f"warming up: {WAYS[way]}")
+            trainer.ask("play", steps=1)
+        for turn, way, played in trainers.play(turns, figures.steps):
+            figures.rounds.append(msgspec.convert({"way": way, "turn": turn, **played}, Round))
+            bench.write(figures.report(bench.setting))
     return figures
 
 
-def _open(way: str, log: Path) -> contextlib.AbstractContextManager[BenchWorker]:
-    return open_worker(f"trainer ({way})", [sys.executable, "-m", f"{__package__}.saving_worker"], log)
+@dataclass(frozen=True, slots=True)
+class Trainers:
+    """Processes of `farandole.testnet.bench.saving_worker` that take turns; made by `open_trainers`."""
+
+    bench: Bench
+    workers: dict[str, BenchWorker]
+    num_parameters: int
+
+    def steps_in(self, name: str, seconds: float) -> int:
+        """Inner steps that take so long, as those of a short round do."""
+        return max(1, math.ceil(seconds / float(self.workers[name].ask("play", steps=1)["seconds"])))
+
+    def play(self, turns: int, steps: int) -> Iterator[tuple[int, str, dict[str, Any]]]:
+        """(turn, name, what was measured) of each trainer's rounds; every other turn is in reverse order."""
+        for turn in range(turns):
+            for name in list(self.workers)[:: 1 if turn % 2 == 0 else -1]:
+                self.bench.say(f"turn {turn + 1} of {turns}: {name}")
+                yield turn, name, self.workers[name].ask("play", steps=steps)
 
 
-def _steps(trainer: BenchWorker, round_seconds: float) -> int:
-    """Inner steps that take so long, as those of a short round do."""
-    trainer.ask("play", steps=1)
-    return max(1, math.ceil(round_seconds / float(trainer.ask("play", steps=1)["seconds"])))
-
-
-def _round(way: str, turn: int, answer: dict[str, Any]) -> Round:
-    return Round(
-        way,
-        turn,
-        answer["seconds"],
-        answer["held_seconds"],
-        answer["peak_mb"],
-        answer.get("write_seconds"),
-        answer.get("size", 0),
-    )
+@contextlib.contextmanager
+def open_trainers(bench: Bench, begin: Mapping[str, Mapping[str, Any]]) -> Iterator[Trainers]:
+    """A trainer for each name, begun with those arguments; the folder for its checkpoints goes with it."""
+    folder = bench.out / bench.name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        with open_workers("saving_worker:SavingTrainer", begin, bench.log) as opened:
+            workers = dict(zip(begin, opened, strict=True))
+            begun = [each.ask("begin", folder=str(folder / name), **begin[name]) for name, each in workers.items()]
+            yield Trainers(bench, workers, begun[-1]["num_parameters"])
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,12 +1,8 @@
-"""A trainer that saves in one way: ``python -m farandole.testnet.bench.saving_worker SOCKET``.
-
-Requests as in `farandole.testnet.bench.peer`.
-"""
+"""A trainer that saves in one way."""
 
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +20,7 @@ from farandole.training.durable import sync_folder
 from farandole.training.learner import Learner, build_learner
 
 from .meter import UsageMeter
-from .peer import serve
+from .server import Server
 
 RUN_ID: Final = bytes(32)
 
@@ -36,7 +32,8 @@ class SavingTrainer:
     _meter: UsageMeter
     _save: Callable[[], None]
 
-    def __init__(self) -> None:
+    def __init__(self, server: Server) -> None:
+        os.nice(NICENESS)  # as trainers are
         self._reports: list[tuple[float, Saved]] = []
 
     def begin(self, manifest: dict[str, Any], way: str, device: str, threads: int, folder: str) -> dict[str, Any]:
@@ -68,7 +65,7 @@ class SavingTrainer:
             held = time.monotonic() - began_at
             for _ in range(steps):
                 self._take_step()
-            self._learner.outer_step(None)
+            self._learner.apply(None)
             self._synchronize()
             seconds = time.monotonic() - began_at
             self._saver.wait()
@@ -90,7 +87,7 @@ class SavingTrainer:
     def _torch_save(self) -> None:
         temporary, path = self._folder.path / "torch.tmp", self._folder.path / "torch"
         with temporary.open("wb") as file:
-            torch.save(self._learner.state(), file)
+            torch.save(self._learner.vectors(), file)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -98,8 +95,3 @@ class SavingTrainer:
         counters = self._learner.counters
         saved = Saved(counters.round, counters.steps, counters.tokens, str(path), path.stat().st_size)
         self._reports.append((time.monotonic(), saved))
-
-
-if __name__ == "__main__":
-    os.nice(NICENESS)  # as trainers are
-    serve(int(sys.argv[1]), SavingTrainer())

@@ -15,7 +15,7 @@ import typer
 from farandole.protocol.manifest import ModelConfig
 from farandole.protocol.presets import num_parameters
 
-from ..grid import Grid
+from ..grid import Grid, cell
 from .report import OUT, Bench, BenchReport, Out, Write, open_bench
 from .stages_codecs import MODEL as CODEC_MODEL
 from .stages_codecs import CodecLoss, codec_grid, codec_losses
@@ -73,7 +73,7 @@ def throughput_grid(rows: list[VariantRates], task: Task) -> Grid:
             f"{row.microbatches_s:.1f}",
             f"{row.of_one_thread:.2f}",
             f"{row.bytes_per_token:,.0f}" if row.who != ALONE else "",
-            f"{row.mesh_cpu_ms:.1f} ms" if row.mesh_cpu_ms is not None else "",
+            cell(row.mesh_cpu_ms, "{:.1f} ms"),
             f"{row.loss_error:.0e}" if row is not rows[0] else "",
         ]
         for row in rows

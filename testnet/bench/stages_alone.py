@@ -1,12 +1,8 @@
-"""The whole model in one process, which sums the gradients of the same microbatches: what stages are measured beside.
-
-``python -m farandole.testnet.bench.stages_alone SOCKET``; requests as in `farandole.testnet.bench.peer`.
-"""
+"""The whole model in one process, which sums the gradients of the same microbatches: what stages are compared with."""
 
 from __future__ import annotations
 
 import os
-import sys
 import time
 from typing import Any
 
@@ -19,12 +15,15 @@ from farandole.training.device import choose_device
 from farandole.training.model import build_model, language_loss
 from farandole.training.replica import Recipe, Replica
 
-from .peer import serve
+from .server import Server
 from .stages_task import RUN_ID, author
 
 
 class Alone:
     """Learns on its own."""
+
+    def __init__(self, server: Server) -> None:
+        os.nice(NICENESS)  # as trainers are
 
     def learn(self, manifest: dict[str, Any], steps: int, threads: int) -> dict[str, Any]:
         """So many inner steps: when each was taken, and the mean loss of all."""
@@ -45,8 +44,3 @@ class Alone:
             replica.inner_step(inner.batch_size * model.context, len(microbatches))
             stepped_at.append(time.monotonic())
         return {"stepped_at": stepped_at, "loss": sum(losses) / len(losses)}
-
-
-if __name__ == "__main__":
-    os.nice(NICENESS)  # as trainers are
-    serve(int(sys.argv[1]), Alone())

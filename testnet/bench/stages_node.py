@@ -1,4 +1,4 @@
-"""A mesh process that holds a stage, with a trainer process: ``python -m farandole.testnet.bench.stages_node SOCKET``.
+"""A mesh process that holds a stage, with a trainer process.
 
 What a daemon has for its stage, and nothing else: a libp2p host, bulk channels, the pipeline with its links, and the
 trainer.
@@ -6,10 +6,7 @@ trainer.
 
 from __future__ import annotations
 
-import contextlib
 import random
-import socket
-import sys
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +17,9 @@ import trio
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.nurseries import open_service_nursery
 from farandole.node.bulk.negotiation import open_bulk
-from farandole.node.loop.stages.pipeline import PipelineService, Worker
+from farandole.node.loop.stages.links import Links
+from farandole.node.loop.stages.pipeline import PipelineService
+from farandole.node.loop.stages.worker import Worker
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.state.messenger import open_messenger
 from farandole.node.trainer.trainer import Trainer, open_trainer
@@ -30,7 +29,7 @@ from farandole.protocol.identity import public_bytes
 from farandole.protocol.manifest import Manifest, manifest_from_dict
 
 from .process import ANSWER_TIMEOUT
-from .requests import handle_request, read_requests, send_answer
+from .server import Server
 from .stages_task import RUN_ID, author, key_of
 
 # The machine gives its trainer two jobs at a time; a step, the round's begin and end come beside them.
@@ -46,8 +45,8 @@ class StageNode:
     _service: PipelineService
     _trainer: Trainer
 
-    def __init__(self, stack: contextlib.AsyncExitStack) -> None:
-        self._stack = stack
+    def __init__(self, server: Server) -> None:
+        self._stack = server.stack
         self._authors: list[bytes] = []
 
     async def listen(self, manifest: dict[str, Any], stage: int) -> dict[str, Any]:
@@ -56,17 +55,16 @@ class StageNode:
         self._host = await self._stack.enter_async_context(open_host(key_of(stage), ["/ip4/127.0.0.1/tcp/0"]))
         messenger = await self._stack.enter_async_context(open_messenger(self._host))
         self._authors = [public_bytes(key_of(other)) for other in range(self._manifest.model.num_stages)]
-        self._service = PipelineService(
+        links = Links(
             self._host,
-            messenger,
             self._manifest,
             RUN_ID,
-            self._authors[stage],
             Shaping(),
-            random.Random(stage),
             is_neighbour=lambda peer, stage: peer == self._authors[stage],
+            channels=await self._stack.enter_async_context(open_bulk(self._host)),
         )
-        self._service.channels = await self._stack.enter_async_context(open_bulk(self._host))
+        rng = random.Random(stage)
+        self._service = PipelineService(links, messenger, self._manifest, self._authors[stage], rng)
         self._service.set_nodes([frozenset({author}) for author in self._authors])
         nursery = await self._stack.enter_async_context(open_service_nursery())
         await nursery.start(self._service.run)
@@ -102,9 +100,8 @@ class StageNode:
         with trio.fail_after(ANSWER_TIMEOUT):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._obey, receiver)
-                worker = Worker(
-                    self._stage, memory, sender.send_nowait, lambda _: sender.send_nowait(finish), lambda: None
-                )
+                size = self._trainer.prepared.activation_bytes
+                worker = Worker(self._stage, size, memory, sender.send_nowait, lambda _: sender.send_nowait(finish))
                 self._service.begin(worker)
                 sender.send_nowait(messages.Train(0, 0))
                 self._service.handle(machine.RoundBegan(0, steps))
@@ -124,32 +121,12 @@ class StageNode:
         stepped_at: list[float] = []
         cpu_seconds: list[float] = []
         while True:
-            match await self._trainer.receive():
-                case messages.Worked(problem):
-                    self._service.handle(machine.WorkDone(problem))
+            match report := await self._trainer.receive():
+                case messages.Worked():
+                    self._service.handle(report)
                 case messages.InnerStepTaken():
                     stepped_at.append(time.monotonic())
                     cpu_seconds.append(time.process_time())
-                    self._service.handle(machine.Stepped())
+                    self._service.handle(report)
                 case messages.Contributed(loss=loss):
                     return {"stepped_at": stepped_at, "cpu_seconds": cpu_seconds, "loss": loss}
-
-
-async def serve_node(control: trio.SocketStream) -> None:
-    """Until the other end closes."""
-    async with contextlib.AsyncExitStack() as stack:
-        node = StageNode(stack)
-        async for request in read_requests(control):
-            await send_answer(control, await handle_request(node, request))
-
-
-async def main() -> None:
-    """Run one node."""
-    plain = socket.socket(fileno=int(sys.argv[1]))
-    await serve_node(trio.SocketStream(trio.socket.from_stdlib_socket(plain)))
-
-
-if __name__ == "__main__":
-    # The benchmark may be interrupted while an answer is due.
-    with contextlib.suppress(BrokenPipeError):
-        trio.run(main)

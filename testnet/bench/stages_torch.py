@@ -1,4 +1,4 @@
-"""One stage in `torch.distributed.pipelining` over gloo: ``python -m farandole.testnet.bench.stages_torch SOCKET``.
+"""One stage in `torch.distributed.pipelining` over gloo.
 
 Its stages are a line: the last one makes the logits. The head is the embedding, so the first and the last stage have a
 copy each, and sum their gradients before every step, as Megatron-LM does (arXiv 1909.08053). Both ends draw the tokens
@@ -8,7 +8,6 @@ for themselves. The optimizer is a replica's, as everywhere.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +26,7 @@ from farandole.training.device import choose_device
 from farandole.training.model import Transformer, build_model, cross_entropy
 from farandole.training.replica import Recipe, Replica
 
-from .peer import serve
+from .server import Server
 from .stages_task import RUN_ID, author
 
 SCHEDULES: Final = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
@@ -53,6 +52,9 @@ class LineStage(nn.Module):
 
 class Rank:
     """The process of one stage."""
+
+    def __init__(self, server: Server) -> None:
+        os.nice(NICENESS)  # as trainers are
 
     def learn(self, manifest: dict[str, Any], stage: int, schedule: str, steps: int, rendezvous: str) -> dict[str, Any]:
         """So many inner steps: when each was taken; at the last stage, the mean loss of all."""
@@ -104,8 +106,3 @@ def bytes_per_token(model: ModelConfig, tokens_per_step: int) -> float:
     hops = 2 * (model.num_stages - 1) * model.width
     tied = 2 * model.vocabulary * model.width / tokens_per_step
     return 4 * (hops + tied)
-
-
-if __name__ == "__main__":
-    os.nice(NICENESS)  # as trainers are
-    serve(int(sys.argv[1]), Rank())

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import statistics
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from .process import BenchError, BenchWorker, open_worker
+from .process import ask_all, median_of, open_workers
 from .stages_task import WARMUP_STEPS, Task
 
 ALONE: Final = "one process"
@@ -115,7 +113,6 @@ def rows_of(turns: Sequence[tuple[Variant, Turn]]) -> list[VariantRates]:
 
 def _row(variant: Variant, turns: Sequence[Turn], base_rate: float, base_loss: float) -> VariantRates:
     rate = _median_rate(turns)
-    cpu = [turn.mesh_cpu_ms for turn in turns if turn.mesh_cpu_ms is not None]
     return VariantRates(
         variant.who,
         variant.how,
@@ -123,7 +120,7 @@ def _row(variant: Variant, turns: Sequence[Turn], base_rate: float, base_loss: f
         [turn.microbatches_s for turn in turns],
         rate / base_rate,
         statistics.median(turn.bytes_per_token for turn in turns),
-        statistics.median(cpu) if cpu else None,
+        median_of([turn.mesh_cpu_ms for turn in turns]),
         turns[0].loss,
         max(abs(turn.loss - base_loss) / base_loss for turn in turns),
         variant.is_exact,
@@ -157,7 +154,7 @@ def turn_of(task: Task, answers: Sequence[dict[str, Any]], bytes_per_token: floa
 
 
 def _play_alone(task: Task, folder: Path, log: Path, *, threads: int) -> Turn:
-    with _open_workers("stages_alone", 1, log) as (worker,):
+    with open_workers("stages_alone:Alone", [ALONE], log) as (worker,):
         answer = worker.ask("learn", manifest=task.manifest(), steps=task.all_steps, threads=threads)
     return turn_of(task, [answer], 0.0)
 
@@ -165,24 +162,15 @@ def _play_alone(task: Task, folder: Path, log: Path, *, threads: int) -> Turn:
 def _play_torch(task: Task, folder: Path, log: Path, *, schedule: str) -> Turn:
     from .stages_torch import bytes_per_token
 
-    manifest = task.manifest()
-    with _open_workers("stages_torch", task.num_stages, log) as ranks:
-        answers = ask_all(
-            ranks,
-            "learn",
-            [{"stage": stage} for stage in range(task.num_stages)],
-            manifest=manifest,
-            schedule=schedule,
-            steps=task.all_steps,
-            rendezvous=str(folder / "rendezvous"),
-        )
+    request = {"schedule": schedule, "steps": task.all_steps, "rendezvous": str(folder / "rendezvous")}
+    with open_workers("stages_torch:Rank", _names(TORCH, task), log) as ranks:
+        answers = ask_all(ranks, "learn", _stages(task), manifest=task.manifest(), **request)
     return turn_of(task, answers, bytes_per_token(task.check(), task.tokens_per_step))
 
 
 def _play_ours(task: Task, folder: Path, log: Path, *, codec: str, overlap: bool = False) -> Turn:
-    stages = [{"stage": stage} for stage in range(task.num_stages)]
-    with _open_workers("stages_node", task.num_stages, log) as nodes:
-        heard = ask_all(nodes, "listen", stages, manifest=task.manifest(codec, overlap=overlap))
+    with open_workers("stages_node:StageNode", _names(OURS, task), log) as nodes:
+        heard = ask_all(nodes, "listen", _stages(task), manifest=task.manifest(codec, overlap=overlap))
         addresses = [answer["addresses"] for answer in heard]
         ask_all(nodes, "join", addresses=addresses, folder=str(folder), log=str(log))
         answers = ask_all(nodes, "learn", steps=task.all_steps)
@@ -190,26 +178,9 @@ def _play_ours(task: Task, folder: Path, log: Path, *, codec: str, overlap: bool
     return turn_of(task, answers, num_bytes / (task.all_steps * task.tokens_per_step))
 
 
-@contextlib.contextmanager
-def _open_workers(module: str, count: int, log: Path) -> Iterator[list[BenchWorker]]:
-    """So many processes of a module of this package."""
-    command = [sys.executable, "-m", f"{__package__}.{module}"]
-    with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(open_worker(f"{module} {index}", command, log)) for index in range(count)]
+def _stages(task: Task) -> list[dict[str, Any]]:
+    return [{"stage": stage} for stage in range(task.num_stages)]
 
 
-def ask_all(
-    workers: Sequence[BenchWorker], do: str, each: Sequence[dict[str, Any]] | None = None, **request: Any
-) -> list[dict[str, Any]]:
-    """All at once; ``each`` has what one of them is asked alone. Raises `BenchError` with what all have to say."""
-    for worker, own in zip(workers, each or [{}] * len(workers), strict=True):
-        worker.put(do, **own, **request)
-    answers, problems = [], []
-    for worker in workers:
-        try:
-            answers.append(worker.get())
-        except BenchError as error:
-            problems.append(str(error))
-    if problems:
-        raise BenchError("; ".join(problems))
-    return answers
+def _names(who: str, task: Task) -> list[str]:
+    return [f"{who} {stage}" for stage in range(task.num_stages)]

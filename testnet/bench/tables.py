@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..grid import Grid
+from ..grid import Grid, cell
 from .loop import LoopLag
 from .one_way import OneWay
 from .pair import Averaging
@@ -44,7 +44,7 @@ def _rate(result: OneWay) -> str:
 def _costs(result: OneWay) -> list[str]:
     return [
         f"{result.sender_cpu_s_per_gb:.2f} / {result.receiver_cpu_s_per_gb:.2f}",
-        f"{_megabytes(result.sender_peak_mb)} / {_megabytes(result.receiver_peak_mb)} MB",
+        " / ".join(cell(peak, "{:.0f}", "?") for peak in (result.sender_peak_mb, result.receiver_peak_mb)) + " MB",
     ]
 
 
@@ -53,11 +53,8 @@ def pair_grid(results: Sequence[Averaging], vector_mb: int) -> Grid:
     rows = [
         [
             f"{result.who}, {result.how}",
-            "" if result.payload_mb is None else f"{result.payload_mb:.1f}",
-            _seconds(result.prepare_s),
-            _seconds(result.exchange_s),
-            _seconds(result.finish_s),
-            _seconds(result.total_s),
+            cell(result.payload_mb, "{:.1f}"),
+            *(cell(s, "{:.3f}") for s in (result.prepare_s, result.exchange_s, result.finish_s, result.total_s)),
             f"{result.rms_error:.1g}" + ("" if result.has_averaged else ": not averaged"),
         ]
         for result in results
@@ -68,23 +65,13 @@ def pair_grid(results: Sequence[Averaging], vector_mb: int) -> Grid:
 
 def loop_grid(lag: LoopLag) -> Grid:
     """How late the loop is."""
-    rows = [
-        ["at rest", *(f"{value:.2f}" for value in (lag.idle_p50_ms, lag.idle_p99_ms, lag.idle_max_ms))],
-        ["moving", *(f"{value:.2f}" for value in (lag.p50_ms, lag.p99_ms, lag.max_ms))],
-        [
-            "moving: a request on the control socket",
-            *(f"{value:.2f}" for value in (lag.status_p50_ms, lag.status_p99_ms, lag.status_max_ms)),
-        ],
-    ]
+    by_case = {
+        "at rest": (lag.idle_p50_ms, lag.idle_p99_ms, lag.idle_max_ms),
+        "moving": (lag.p50_ms, lag.p99_ms, lag.max_ms),
+        "moving: a request on the control socket": (lag.status_p50_ms, lag.status_p99_ms, lag.status_max_ms),
+    }
+    rows = [[case, *(f"{value:.2f}" for value in values)] for case, values in by_case.items()]
     title = (
         f"Milliseconds that the event loop is late, {lag.moved_mb:,} MB moving both ways at {lag.mb_s:,.0f} MB/s each"
     )
     return Grid(title, ["event loop", "p50", "p99", "max"], rows)
-
-
-def _seconds(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
-
-
-def _megabytes(value: float | None) -> str:
-    return "?" if value is None else f"{value:.0f}"

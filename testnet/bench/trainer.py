@@ -11,11 +11,11 @@ import time
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from blake3 import blake3
 from torch import Tensor, nn
 
+from farandole.node.base.system.allocator import keep_memory
 from farandole.node.base.system.memory import SharedCounter
 from farandole.node.trainer.channel import TrainerSocket
 from farandole.node.trainer_process.process import LOOK_INTERVAL
@@ -26,35 +26,38 @@ from farandole.training.device import choose_device
 from farandole.training.replica import Recipe, Replica
 from farandole.training.screening.rule import Refuse
 
+from .peer import vector
+from .server import Server, map_payload
+
 
 class BenchTrainer:
     """Holds the ``index``-th of two vectors."""
 
-    def __init__(self, outgoing: memoryview, incoming: memoryview, link: socket.socket) -> None:
-        self._channel = TrainerSocket(link)
-        self._outgoing = outgoing
-        self._incoming = incoming
+    def __init__(self, server: Server, outgoing: int, incoming: int, link: int) -> None:
+        self._channel = TrainerSocket(socket.socket(fileno=link))
+        self._outgoing, self._incoming = map_payload(outgoing), map_payload(incoming)
         self._vector = torch.empty(0)
         self._mean = torch.empty(0)
         self._common = torch.empty(0)
         self._replica: Replica | None = None
 
-    async def begin(self, index: int, num_elements: int) -> dict[str, Any]:
+    def begin(self, index: int, num_elements: int) -> dict[str, Any]:
         """With fresh vectors; both trainers share the machine, so each has one thread."""
         torch.set_num_threads(1)
+        keep_memory()
         self._vector = random_vector(index, num_elements)
         self._common = random_vector(2, num_elements)
         self._mean = (random_vector(0, num_elements) + random_vector(1, num_elements)) / 2
         return {}
 
-    async def contribute(self, codec: str) -> dict[str, Any]:
+    def contribute(self, codec: str) -> dict[str, Any]:
         """Encode, and hash as an offer wants it."""
         started_at = time.monotonic()
         size = encode(codec, self._vector, self._outgoing)
         digest = blake3(self._outgoing[:size]).hexdigest()
         return {"started_at": started_at, "ended_at": time.monotonic(), "size": size, "digest": digest}
 
-    async def average(self, codec: str) -> dict[str, Any]:
+    def average(self, codec: str) -> dict[str, Any]:
         """Decode and average; and how far that is from the mean of what both had."""
         started_at = time.monotonic()
         size = encoded_size(codec, len(self._vector))
@@ -63,7 +66,7 @@ class BenchTrainer:
         error = float((mean - self._mean).square().mean().sqrt())
         return {"started_at": started_at, "ended_at": ended_at, "rms_error": error}
 
-    async def learn(self, codec: Codec) -> dict[str, Any]:
+    def learn(self, codec: Codec) -> dict[str, Any]:
         """Be at the end of a round's inner steps: with weights that have something in common, or they are refused."""
         self._replica = None  # there is memory for one
         module = nn.Module()
@@ -73,7 +76,7 @@ class BenchTrainer:
         self._replica = Replica(module, Recipe(outer=outer), run_id=bytes(32), device=device)
         return {}
 
-    async def take_round(self, is_first: bool) -> dict[str, Any]:
+    def take_round(self, is_first: bool) -> dict[str, Any]:
         """Contribute, take in, screen and average, as the mesh process says."""
         replica, channel = self._replica, self._channel
         assert replica is not None, "it has learned"
@@ -83,7 +86,7 @@ class BenchTrainer:
         taken = arrived.read()
         channel.send(messages.Contributed(0, replica.contribution_bytes, 1, 1, 1, 1, 0.0, 0.0, 0, 1.0))
 
-        size, digest = replica.contribution(self._outgoing, progress=partial(encoded.store, 0))
+        size, digest = replica.contribute(self._outgoing, progress=partial(encoded.store, 0))
         channel.send(messages.Encoded(0, digest))
         while True:
             if (now := arrived.read()) != taken:
@@ -95,7 +98,7 @@ class BenchTrainer:
                     channel.send(messages.Screened(verdict.reason if isinstance(verdict, Refuse) else ""))
                 case messages.TakeOuterStep():
                     averaging_at = time.monotonic()
-                    replica.outer_step(self._incoming[:size], own_first=is_first)
+                    replica.apply(self._incoming[:size], own_first=is_first)
                     break
         ended_at = time.monotonic()
         channel.send(messages.OuterStepTaken(0))
@@ -111,4 +114,4 @@ class BenchTrainer:
 
 def random_vector(index: int, num_elements: int) -> Tensor:
     """(n,) fp32, the same as the other projects' peers start with."""
-    return torch.from_numpy(np.random.default_rng(index).standard_normal(num_elements, dtype=np.float32))
+    return torch.from_numpy(vector(index, num_elements))

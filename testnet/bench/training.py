@@ -10,10 +10,9 @@ parameters, L layers, T tokens of context, C width), and the device's peak is th
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -29,8 +28,8 @@ from ..live import open_view
 from ..process import NodeProcess
 from ..report import Merged
 from ..scenario import Scenario
-from .plain import PlainLoop, PlainRate
-from .process import BenchError
+from .plain import PlainRate
+from .process import ANSWER_TIMEOUT, BenchError, get_all, open_workers
 from .report import OUT, Bench, BenchReport, Out, open_bench
 
 NUM_NODES: Final = 2
@@ -127,7 +126,7 @@ def measure(
     Raises `BenchError` if the nodes did not exchange, or there was too little to measure.
     """
     bench.say(f"{NUM_NODES} plain loops for {round_seconds * 2:g} s")
-    plain = _run_plain(run, device, warmup_seconds=round_seconds, seconds=2 * round_seconds)
+    plain = _run_plain(bench.log, run, device, warmup_seconds=round_seconds, seconds=2 * round_seconds)
     bench.close()
     scenario = msgspec.convert(
         {"run": run, "nodes": NUM_NODES, "rounds": rounds, "device": device, "min_partners": 1, "timeout": 3_600},
@@ -174,25 +173,13 @@ def manifest_of_bench(model: str, batch_size: int, codec: str, round_seconds: fl
     }
 
 
-def _run_plain(run: dict[str, Any], device: str, warmup_seconds: float, seconds: float) -> list[PlainRate]:
+def _run_plain(log: Path, run: dict[str, Any], device: str, warmup_seconds: float, seconds: float) -> list[PlainRate]:
     """All at once."""
-    command = [sys.executable, "-m", "farandole.testnet.bench.plain"]
-    processes = [
-        subprocess.Popen(
-            [*command, msgspec.json.encode(PlainLoop(run, device, warmup_seconds, seconds, author))],
-            stdout=subprocess.PIPE,
-        )
-        for author in range(NUM_NODES)
-    ]
-    try:
-        outputs = [process.communicate()[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    if any(process.returncode for process in processes):
-        raise BenchError("a plain loop failed: its error stands above")
-    return [msgspec.json.decode(output, type=PlainRate) for output in outputs]
+    request = {"run": run, "device": device, "warmup_seconds": warmup_seconds, "seconds": seconds}
+    with open_workers("plain:PlainTrainer", [f"plain loop {author}" for author in range(NUM_NODES)], log) as workers:
+        for author, worker in enumerate(workers):
+            worker.put("learn", author=author, **request)
+        return msgspec.convert(get_all(workers, ANSWER_TIMEOUT + warmup_seconds + seconds), list[PlainRate])
 
 
 def _measure_nothing(*_: object) -> Merged:

@@ -18,6 +18,9 @@ from .pages import PAGES, ROOT, name_of
 from .player import INVITE, first_missing, pattern_of
 from .usage import check, check_farandole, check_name
 
+SOURCES = [
+    path for folder in ("node", "protocol", "testnet", "tests", "training") for path in (ROOT / folder).rglob("*.py")
+]
 pages = pytest.mark.parametrize("page", PAGES, ids=name_of)
 # Folders of the repository; what stands before them is no path of it.
 _PATH = re.compile(r"(?:\.ci|\.typing|docs|examples|grafana|node|protocol|testnet|tests|training)/[\w./-]*")
@@ -43,6 +46,30 @@ def test_files_are_there(page: Path) -> None:
     named = [span for span in code_spans(page.read_text()) if _PATH.fullmatch(span)]
     missing = [span for span in named if not (ROOT / span).exists()]
     assert not missing
+    bare = [span for span in code_spans(page.read_text()) if re.fullmatch(r"\w+\.py", span)]
+    assert not set(bare) - {path.name for path in SOURCES}
+
+
+def test_names_within_docstrings_are_there() -> None:
+    """A rename that forgets a reference fails here."""
+    for path in SOURCES:
+        for name in set(re.findall(r"`(farandole(?:\.\w+)+)`", path.read_text())):
+            assert _is_defined(name), f"{path}: there is no {name}"
+
+
+def _is_defined(name: str) -> bool:
+    """Whether there is such a module, or such a name at its top level. Attributes of classes are not looked at."""
+    place, *parts = ROOT, *name.split(".")[1:]
+    while parts and (place / parts[0]).is_dir():
+        place /= parts.pop(0)
+    if parts and (place / f"{parts[0]}.py").exists():
+        place /= f"{parts.pop(0)}.py"
+    elif parts:
+        place /= "__init__.py"
+    if not parts:
+        return True
+    definition = rf"^(?:async )?(?:def|class) {parts[0]}\b|^{parts[0]}\b *[:=]"
+    return place.exists() and re.search(definition, place.read_text(), re.MULTILINE) is not None
 
 
 @pages

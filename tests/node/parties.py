@@ -15,8 +15,8 @@ from blake3 import blake3
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.base.streams import Stream
 from farandole.node.bulk.channel import ChannelError
-from farandole.node.bulk.contributions import Outgoing
 from farandole.node.bulk.exchange_service import EXCHANGE_PROTOCOL, ExchangeResult, ExchangeService
+from farandole.node.bulk.exchange_session import Outgoing
 from farandole.node.bulk.transport import Channels
 from farandole.protocol.exchange_messages import Offer
 from farandole.protocol.incoming import Incoming
@@ -99,12 +99,6 @@ class MemoryHost:
     @property
     def observed_ips(self) -> list[str]:
         return []
-
-    def is_out_of_reach(self, peer: bytes) -> bool:
-        return False
-
-    def observe_port(self, port: int) -> contextlib.AbstractAsyncContextManager[list[tuple[str, int]]]:
-        return contextlib.nullcontext([])
 
     def remote_addresses(self, peer: bytes) -> list[str]:
         return ["/ip4/127.0.0.1/tcp/4001"]

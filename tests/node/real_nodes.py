@@ -11,8 +11,8 @@ import trio
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.node.bulk.contributions import Outgoing
 from farandole.node.bulk.exchange_service import ExchangeResult, ExchangeService
+from farandole.node.bulk.exchange_session import Outgoing
 from farandole.node.bulk.negotiation import BulkService, open_bulk
 from farandole.node.mesh.host import Host, open_host
 from farandole.protocol.exchange_messages import Offer

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from farandole.node.mesh.relay_client import MIN_RESERVATION_SECONDS, seconds_left
-from farandole.node.mesh.relay_messages import RelayAnswer
-from farandole.protocol.relay import RESERVATION_SECONDS, Status
+from farandole.protocol.relay import RESERVATION_SECONDS
 
 NODE = Path(__file__).parents[2] / "node"
 NOW = 1_750_000_000
@@ -17,7 +16,6 @@ TIME_OF_DAY = {"time", "time_ns", "now", "utcnow", "today", "localtime", "gmtime
 READ_IN = {
     "app/commands/checkpoints.py": "when a run was made, in its manifest",
     "app/commands/runs.py": "when a run was made, in its manifest",
-    "app/commands/status.py": "how long ago something was, shown",
     "app/doctor/examination.py": "compared with that of others",
     "app/doctor/mesh.py": "compared with that of others",
     "daemon.py": "since when the node runs, shown",
@@ -26,7 +24,6 @@ READ_IN = {
     "mesh/reach/checkup.py": "told to whoever asks what time it is",
     "mesh/reach/relay_server.py": "libp2p says in time of day until when a reservation lasts",
     "mesh/relay_client.py": "libp2p says in time of day until when a reservation lasts",
-    "relay_node.py": "since when the node runs, shown",
     "state/gossip.py": "of entries, whose author says when they were written; never for who lives",
     "status/journal.py": "since when the phase lasts, shown",
     "ui/watch/lines.py": "the time of a line",
@@ -55,4 +52,4 @@ def test_the_time_of_day_is_read_where_it_is_known_to_be() -> None:
 )
 def test_a_wrong_clock_loses_nobody_its_relay(ahead: float, seconds: float) -> None:
     """The relay gives an hour, by its own clock."""
-    assert seconds_left(RelayAnswer(Status.OK, expires_at=NOW + 3_600), NOW + ahead) == seconds
+    assert seconds_left(NOW + 3_600, NOW + ahead) == seconds

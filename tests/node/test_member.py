@@ -14,13 +14,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.app.commands.leave import LEAVE_TIMEOUT
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.settings import NodeSettings
-from farandole.node.join import weights as weights_module
+from farandole.node.join import downloads
 from farandole.node.join.address_book import AddressBook
 from farandole.node.join.weights import WEIGHTS_TIMEOUT
 from farandole.node.loop.pause.pause import Rest
-from farandole.node.member import FAREWELL_TIMEOUT, NodeParts, RunMember, leave_timeout
+from farandole.node.member import FAREWELL_TIMEOUT, Daemon, Mesh, RunMember, leave_timeout, make_member, remember
 from farandole.node.state.store import StoreError
 from farandole.node.status.journal import Journal
+from farandole.node.store import weight_files
 from farandole.node.store.fetch import Fetched, FetchError
 from farandole.node.store.folder import CheckpointFolder
 from farandole.protocol.blocks import Index, SignedIndex
@@ -50,7 +51,7 @@ def quiet_journal() -> Journal:
     return Journal(say=lambda text: None)
 
 
-def make_member(home: Path, journal: Journal | None = None, store: Any = None) -> RunMember:
+def member_at(folder: Path, journal: Journal | None = None, store: Any = None) -> RunMember:
     async def nobody(key: bytes, timeout: float) -> list[tuple[bytes, list[str]]]:
         await trio.lowlevel.checkpoint()
         return []
@@ -63,16 +64,20 @@ def make_member(home: Path, journal: Journal | None = None, store: Any = None) -
         find_providers=nobody,
     )
     messenger: Any = SimpleNamespace(set_receiver=lambda *args: None)
-    store = store or FullDisk()
-    parts = NodeParts(KEY, store, AddressBook(store), journal or quiet_journal(), host, messenger, Shaping(), Rest())
-    return RunMember(NodeSettings(home=home), parts, SIGNED.encode())
+    connectivity: Any = SimpleNamespace(members=frozenset())
+    unlimited: Any = None
+    settings, store = NodeSettings(home=folder), store or FullDisk()
+    daemon = Daemon(settings, KEY, store, AddressBook(store), journal or quiet_journal(), trio.Event(), Rest())
+    mesh = Mesh(host, connectivity, Shaping(), unlimited)
+    return make_member(daemon, mesh, messenger, SIGNED.encode(), None)
 
 
 async def test_a_full_disk_does_not_end_the_node(
     nursery: trio.Nursery, tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
     journal = quiet_journal()
-    nursery.start_soon(make_member(tmp_path, journal).remember)
+    member = member_at(tmp_path, journal)
+    nursery.start_soon(remember, member.daemon, member.mesh.host, member.membership)
     await trio.sleep(600)
     assert any("the disk is full" in warning for warning in journal.warnings)
     nursery.cancel_scope.cancel()
@@ -81,7 +86,7 @@ async def test_a_full_disk_does_not_end_the_node(
 async def test_a_donor_of_unfit_weights_is_asked_last_and_a_long_download_is_not_cut_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
 ) -> None:
-    member = make_member(tmp_path)
+    member = member_at(tmp_path)
     asked: list[bytes] = []
 
     async def ask(conditions: object, donor: bytes, *args: object) -> tuple[SignedIndex, Index]:
@@ -96,10 +101,10 @@ async def test_a_donor_of_unfit_weights_is_asked_last_and_a_long_download_is_not
         await trio.sleep(3 * WEIGHTS_TIMEOUT)
         if donor == FROZEN:
             raise FetchError("too slow")
-        return Fetched(signed, index, {donor: 1}, 1, 1, 0)
+        return Fetched({donor: 1}, 1, 1, 0)
 
-    monkeypatch.setattr(weights_module, "ask_for_index", ask)
-    monkeypatch.setattr(weights_module, "fetch_checkpoint", fetch)
+    monkeypatch.setattr(downloads, "ask_for_index", ask)
+    monkeypatch.setattr(downloads, "fetch_checkpoint", fetch)
     monkeypatch.setattr(member.membership, "current_round", lambda: 50)
     monkeypatch.setattr(member.membership, "donors", lambda after_round, stage: [FROZEN, MALLORY, ALICE])
     await member.weights.obtain()
@@ -112,7 +117,7 @@ async def test_a_donor_of_unfit_weights_is_asked_last_and_a_long_download_is_not
 async def test_what_a_killed_trainer_left_half_saved_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
 ) -> None:
-    member = make_member(tmp_path)
+    member = member_at(tmp_path)
     leftover = NodeSettings(home=tmp_path).checkpoints / ".stage-0-round-7.safetensors.1234.tmp"
     leftover.parent.mkdir()
     leftover.write_bytes(b"half")
@@ -125,12 +130,12 @@ async def test_a_member_that_comes_back_says_its_round_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
 ) -> None:
     journal = quiet_journal()
-    member = make_member(tmp_path, journal, SimpleNamespace(get_fact=nothing))
+    member = member_at(tmp_path, journal, SimpleNamespace(get_fact=nothing))
     newest = CheckpointFolder(NodeSettings(home=tmp_path).checkpoints, 0).file(30)
     newest.parent.mkdir()
     newest.touch()
-    monkeypatch.setattr(weights_module, "saved_round", {newest: 30}.__getitem__)
-    await member.restore_counters()
+    monkeypatch.setattr(weight_files, "saved_round", {newest: 30}.get)
+    await member.preparation.restore_counters(None)
     assert journal.state.round == 30
 
 
@@ -142,7 +147,7 @@ async def test_who_leaves_is_told_that_its_trainer_was_too_slow_to_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock
 ) -> None:
     journal = quiet_journal()
-    member = make_member(tmp_path, journal)
+    member = member_at(tmp_path, journal)
     monkeypatch.setattr(member.training, "leave", trio.sleep_forever)
     await member.end_training()
     assert "did not save within 15 s" in journal.warnings[-1]

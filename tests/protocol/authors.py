@@ -14,9 +14,9 @@ from farandole.protocol.entries import (
     Delta,
     Kind,
     Member,
-    Metric,
     Payload,
     Progress,
+    Report,
     Signed,
     encode_body,
 )
@@ -62,9 +62,9 @@ def beat(number: int, tick: int | None = None) -> Signed:
     return signed(number, Kind.BEAT, 0, tick_at(Kind.BEAT) if tick is None else tick, Beat(1, 1, 3_000_000, 100))
 
 
-def metric(number: int, index: int = 0, tick: int | None = None, value: int = 0) -> Signed:
-    tick = tick_at(Kind.METRIC) if tick is None else tick
-    return signed(number, Kind.METRIC, index, tick, Metric(0, 1, (value,)))
+def accusation(number: int, index: int = 0, tick: int | None = None) -> Signed:
+    tick = tick_at(Kind.REPORT) if tick is None else tick
+    return signed(number, Kind.REPORT, index, tick, Report(author_of(99), "", bytes(32)))
 
 
 def progress(number: int, tokens: int, tick: int | None = None) -> Signed:

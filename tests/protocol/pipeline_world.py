@@ -12,8 +12,10 @@ from functools import partial
 
 from farandole.protocol import activations as wire
 from farandole.protocol import pipeline_events as machine
+from farandole.protocol.pairing_events import SetTimer, TimerFired
 from farandole.protocol.pipe import Chunk
-from farandole.protocol.pipeline import Pipeline, PipelineSettings
+from farandole.protocol.pipeline import Pipeline
+from farandole.protocol.trainer_messages import InnerStepTaken, TakeInnerStep, Work, Worked
 
 SIZE = 3 * wire.DATA_BYTES // 2  # two frames
 HELLO = wire.Hello(run_id=bytes(32), stage=0, shape=bytes(32))
@@ -36,7 +38,7 @@ class Node:
     def __init__(self, world: World, author: bytes, stage: int, seconds: float, rng: random.Random) -> None:
         self.world, self.author, self.stage, self.seconds = world, author, stage, seconds
         self.pipeline = Pipeline(
-            PipelineSettings(
+            machine.PipelineSettings(
                 author, stage, world.num_stages, world.quota, world.in_flight, world.microbatch_seconds, world.overlap
             ),
             rng,
@@ -77,41 +79,29 @@ class Node:
     def carry_out(self, output: machine.Output) -> None:
         world = self.world
         match output:
-            case machine.SetPipelineTimer(at):
+            case SetTimer(at):
                 self.timer += 1
                 number = self.timer
                 if at < float("inf"):
-                    world.at(at, lambda: self.handle(machine.PipelineTimerFired()) if number == self.timer else None)
+                    world.at(at, lambda: self.handle(TimerFired()) if number == self.timer else None)
             case machine.OpenLink(peer, is_return):
                 world.open_link(self, peer, is_return)
             case machine.CloseLink(link):
                 world.close(world.wires[link])
-            case machine.ReceiveInto(link, index, slot):
+            case machine.ReceiveInto(_, _, slot):
                 self.world.placed = slot
-            case machine.SendForward(link, slot, ticket, origin, round_index, seconds_left, is_held_out):
-                self.tickets[slot] = ticket
-                message = wire.Forward(ticket, origin, round_index, seconds_left, is_held_out=is_held_out)
-                world.send(self, link, message, self.out[slot])
-            case machine.SendGradient(link, index, slot):
-                if index in world.wires[link].ends[self.author].open:
-                    world.send(self, link, wire.Gradient(index), self.out[slot])
-            case machine.SendDropped(link, index, reason, is_untouched):
-                if world.wires[link].ends[self.author].may_drop(index):
-                    world.send(self, link, wire.Dropped(index, reason, is_untouched))
-            case machine.SendSettled(link, index, is_kept):
-                if index in world.wires[link].ends[self.author].open:
-                    world.send(self, link, wire.Settled(index, is_kept))
-            case machine.SendCredits(link, total):
-                world.send(self, link, wire.Credits(total))
-            case machine.AskOrigin(origin, ticket):
-                world.tell(self, origin, machine.Asked(self.author, ticket))
-            case machine.Tell(peer, ticket, is_kept):
-                world.tell(self, peer, machine.OriginAnswered(self.author, ticket, is_kept))
-            case machine.Compute():
+            case machine.Send(link, message, slot):
+                if isinstance(message, wire.Forward) and slot is not None:
+                    self.tickets[slot] = message.ticket
+                if self.means_something(world.wires[link].ends[self.author], message):
+                    world.send(self, link, message, b"" if slot is None else self.out[slot])
+            case machine.Tell(peer, message):
+                world.tell(self, peer, machine.Told(self.author, message))
+            case Work():
                 self.compute(output)
             case machine.Measured():
                 self.num_measured += 1
-            case machine.TakeStep():
+            case TakeInnerStep():
                 self.work(self.seconds, self.step)
             case machine.RoundDrained(round_index):
                 assert self.is_followed or (not self.summed and not self.began)
@@ -121,6 +111,16 @@ class Node:
                         world.now + world.pause,
                         lambda: self.begin_round(round_index + 1),
                     )
+
+    def means_something(self, end: wire.Link, message: wire.Control) -> bool:
+        """Whether the microbatch that it is about has not ended since."""
+        match message:
+            case wire.Dropped(index):
+                return end.may_drop(index)
+            case wire.Settled(index) | wire.Gradient(index):
+                return index in end.open
+            case _:
+                return True
 
     def work(self, seconds: float, then: Callable[[], None]) -> None:
         self.busy_until = max(self.busy_until, self.world.now) + seconds
@@ -139,16 +139,16 @@ class Node:
         self.steps.append(len(self.sums[0]))
         self.sums = [self.sums[1], set()]
         self.began = dict.fromkeys(self.began, 0)
-        self.handle(machine.Stepped())
+        self.handle(InnerStepTaken(True))
 
-    def compute(self, job: machine.Compute) -> None:
+    def compute(self, job: Work) -> None:
         work, slot = job.work, job.slot
 
         def done() -> None:
             if not self.is_alive:
                 return
             if work == "draw" and job.is_held_out and not self.has_held_out:
-                self.handle(machine.WorkDone("nothing is held out"))
+                self.handle(Worked("nothing is held out"))
                 return
             if work in ("draw", "forward"):
                 assert slot not in self.began.keys() | self.held_out
@@ -181,7 +181,7 @@ class Node:
                     assert self.tickets[slot] in sum_
                 else:
                     sum_.discard(self.tickets.get(slot, b""))
-            self.handle(machine.WorkDone())
+            self.handle(Worked())
 
         self.work(0.0 if work in ("keep", "drop") else self.seconds, done)
 
@@ -308,27 +308,11 @@ class World:
         end.receive_data(frame)
         while (event := end.next_event()) is not None:
             self.placed = None
-            match event:
-                case wire.Forward(ticket, origin, round_index, seconds_left, is_held_out):
-                    index = end.num_forwarded - 1
-                    node.handle(
-                        machine.Arriving(wire_.number, index, ticket, origin, round_index, seconds_left, is_held_out)
-                    )
-                    self.place(wire_, node, end)
-                case wire.Gradient(index):
-                    node.handle(machine.GradientArriving(wire_.number, index))
-                    self.place(wire_, node, end)
-                case wire.DataReceived(index):
-                    node.memory[self.slots[wire_.number, node.author]] = bytes(
-                        self.buffers[wire_.number, node.author]
-                    ).rstrip(b".")
-                    node.handle(machine.Arrived(wire_.number, index))
-                case wire.Dropped(index, reason, is_untouched):
-                    node.handle(machine.HopDropped(wire_.number, index, reason, is_untouched))
-                case wire.Settled(index, is_kept):
-                    node.handle(machine.HopSettled(wire_.number, index, is_kept))
-                case wire.Credits(total):
-                    node.handle(machine.CreditsGiven(wire_.number, total))
+            if isinstance(event, wire.DataReceived):
+                content = self.buffers[wire_.number, node.author].rstrip(b".")
+                node.memory[self.slots[wire_.number, node.author]] = bytes(content)
+            node.handle(machine.Received(wire_.number, event))
+            self.place(wire_, node, end)
 
     def place(self, wire_: Wire, node: Node, end: wire.Link) -> None:
         if wire_.is_closed or not end.awaits_place:

@@ -19,12 +19,12 @@ from farandole.protocol.bulk import (
     agree,
     decode_proposal,
     dialable,
-    encode_proposal,
     greeting,
     is_greeting,
 )
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.record_layer import SECRET_BYTES
+from farandole.protocol.wire import encode
 
 PROPOSAL = Proposal(session=b"s" * 16, token=b"t" * 32, key=b"k" * 32, addresses=[("192.0.2.1", 4001)])
 # Montgomery's u of the points of order 1, 2, 4 and 8 (RFC 7748, 6.1; https://cr.yp.to/ecdh.html#validate), in all
@@ -45,13 +45,13 @@ PUBLIC, PRIVATE = ("8.8.8.8", 5000), ("192.168.1.7", 5000)
 
 
 def test_a_proposal_survives_the_wire() -> None:
-    assert decode_proposal(encode_proposal(PROPOSAL)) == PROPOSAL
+    assert decode_proposal(encode(PROPOSAL)) == PROPOSAL
 
 
 def test_the_longest_proposal_fits_its_frame() -> None:
     longest = msgspec.structs.replace(PROPOSAL, addresses=[("f" * MAX_IP_CHARS, 65_535)] * MAX_OFFERED)
-    assert len(encode_proposal(longest)) <= MAX_PROPOSAL_BYTES
-    assert decode_proposal(encode_proposal(longest)) == longest
+    assert len(encode(longest)) <= MAX_PROPOSAL_BYTES
+    assert decode_proposal(encode(longest)) == longest
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_the_longest_proposal_fits_its_frame() -> None:
 )
 def test_what_is_out_of_bounds_is_refused(lie: dict[str, object]) -> None:
     with pytest.raises(RemoteProtocolError):
-        decode_proposal(encode_proposal(msgspec.structs.replace(PROPOSAL, **lie)))
+        decode_proposal(encode(msgspec.structs.replace(PROPOSAL, **lie)))
 
 
 @given(st.binary(max_size=200))
@@ -83,7 +83,7 @@ def test_rubbish_is_refused(data: bytes) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), min_size=1, max_size=5))
 def test_a_damaged_proposal_is_read_or_refused(flips: list[tuple[int, int]]) -> None:
-    data = bytearray(encode_proposal(PROPOSAL))
+    data = bytearray(encode(PROPOSAL))
     for position, value in flips:
         data[position % len(data)] = value
     try:

@@ -24,7 +24,6 @@ from farandole.protocol.download import (
     BytesArrived,
     Complete,
     DialDonor,
-    DonorBusy,
     DonorLost,
     DonorReady,
     DonorsKnown,
@@ -126,7 +125,7 @@ class World:
         if donor.ready_at is not None and self.now >= donor.ready_at:
             donor.ready_at = None
             if self.now < donor.busy_until:
-                self.tell(DonorBusy(name, donor.busy_until - self.now))
+                self.tell(DonorLost(name, donor.busy_until - self.now))
             else:
                 donor.is_open = True
                 self.tell(DonorReady(name, donor.num_held))

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 import pytest
 
 from farandole.protocol.entries import Lease, LeasedSlices
-from farandole.protocol.lease_events import Announce, Assign, EpochBegan, Event, Heard, Left, Output, Ticked, Trained
+from farandole.protocol.lease_events import Announce, EpochBegan, Event, Heard, Left, Output, Ticked
 from farandole.protocol.leases import ASLEEP_SECONDS, MAX_SHARE, SETTLE_SECONDS, Leases
 from farandole.protocol.slices import parts
+from farandole.protocol.trainer_messages import DrawSlices, SlicesTrained
 
 ALICE, BOB, CAROL = b"a" * 32, b"b" * 32, b"c" * 32
 CORPUS, OTHER_TEXT = b"one text", b"another."
@@ -30,7 +31,7 @@ class Node:
         self.live = frozenset(live)
         self.now = 1_000.0
         self.entries: dict[int, Lease] = {}
-        self.assigned: Assign | None = None
+        self.assigned: DrawSlices | None = None
         self.epochs: list[int] = []
         self.trained: set[tuple[int, int]] = set()
 
@@ -40,7 +41,7 @@ class Node:
             match output:
                 case Announce(index, lease):
                     self.entries[index] = lease
-                case Assign():
+                case DrawSlices():
                     self.assigned = output
                 case EpochBegan(epoch):
                     self.epochs.append(epoch)
@@ -76,7 +77,7 @@ class Node:
     def train(self, count: int = NUM_SLICES) -> set[int]:
         trained = sorted(self.slices)[:count]
         self.trained |= {(self.leases.epoch, index) for index in trained}
-        self.handle(Trained(self.leases.epoch, tuple((index, 1) for index in trained)))
+        self.handle(SlicesTrained(self.leases.epoch, [(index, 1) for index in trained]))
         return set(trained)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import replace
-from typing import Any
 
 import pytest
 
+from farandole.protocol import activations as wire
 from farandole.protocol import pipeline_events as machine
-from farandole.protocol.pipeline import Pipeline, PipelineSettings
+from farandole.protocol.pairing_events import TimerFired
+from farandole.protocol.pipeline import Pipeline
+from farandole.protocol.trainer_messages import Work, Worked
 
 from .pipeline_world import World
 
@@ -174,15 +175,15 @@ def test_a_frozen_node_costs_what_it_has_and_no_more() -> None:
 def test_who_has_given_back_a_gradient_does_not_need_the_one_it_came_from() -> None:
     pipeline = open_pipeline(1)
     pipeline.handle(machine.LinkOpened(2, b"next", is_upstream=True), 0.0)
-    pipeline.handle(machine.CreditsGiven(2, 4), 0.0)
+    pipeline.handle(machine.Received(2, wire.Credits(4)), 0.0)
     pipeline.handle(arriving(b"a"), 0.0)
-    pipeline.handle(machine.Arrived(1, 0), 0.0)
-    pipeline.handle(machine.WorkDone(), 0.0)
-    pipeline.handle(machine.GradientArriving(2, 0), 0.0)
-    pipeline.handle(machine.Arrived(2, 0), 0.0)
-    assert machine.SendGradient(1, 0, 0) in pipeline.handle(machine.WorkDone(), 0.0)
-    assert not [o for o in pipeline.handle(machine.LinkClosed(2), 0.1) if isinstance(o, machine.SendDropped)]
-    assert machine.Compute("keep", 0) in pipeline.handle(machine.HopSettled(1, 0, True), 0.2)
+    pipeline.handle(machine.Received(1, wire.DataReceived(0)), 0.0)
+    pipeline.handle(Worked(), 0.0)
+    pipeline.handle(machine.Received(2, wire.Gradient(0)), 0.0)
+    pipeline.handle(machine.Received(2, wire.DataReceived(0)), 0.0)
+    assert machine.Send(1, wire.Gradient(0), 0) in pipeline.handle(Worked(), 0.0)
+    assert not [o for o in pipeline.handle(machine.LinkClosed(2), 0.1) if is_dropped(o)]
+    assert Work("keep", 0) in pipeline.handle(machine.Received(1, wire.Settled(0, True)), 0.2)
 
 
 def test_an_origin_that_is_asked_drops_what_cannot_come_back() -> None:
@@ -190,13 +191,15 @@ def test_an_origin_that_is_asked_drops_what_cannot_come_back() -> None:
     pipeline = open_pipeline(0)
     pipeline.handle(machine.LinkOpened(2, b"next", is_upstream=True), 0.0)
     pipeline.handle(machine.LinkOpened(3, b"last", is_upstream=False, is_return=True), 0.0)
-    pipeline.handle(machine.CreditsGiven(2, 1), 0.0)
-    (sent,) = [o for o in pipeline.handle(machine.WorkDone(), 0.0) if isinstance(o, machine.SendForward)]
-    pipeline.handle(machine.Arriving(3, 0, sent.ticket, b"me" * 16, 20, 5.0), 0.1)
-    assert machine.Tell(b"last", sent.ticket, None) in pipeline.handle(machine.Asked(b"last", sent.ticket), 0.1)
-    pipeline.handle(machine.Arrived(3, 0), 0.1)
-    pipeline.handle(machine.WorkDone(), 0.1)
-    assert machine.Tell(b"last", sent.ticket, False) in pipeline.handle(machine.Asked(b"last", sent.ticket), 0.2)
+    pipeline.handle(machine.Received(2, wire.Credits(1)), 0.0)
+    (sent,) = [o.message for o in pipeline.handle(Worked(), 0.0) if isinstance(o, machine.Send) and o.slot is not None]
+    assert isinstance(sent, wire.Forward)
+    pipeline.handle(machine.Received(3, wire.Forward(sent.ticket, b"me" * 16, 20, 5.0)), 0.1)
+    asked = machine.Told(b"last", wire.Question(sent.ticket))
+    assert machine.Tell(b"last", wire.Answer(sent.ticket, None)) in pipeline.handle(asked, 0.1)
+    pipeline.handle(machine.Received(3, wire.DataReceived(0)), 0.1)
+    pipeline.handle(Worked(), 0.1)
+    assert machine.Tell(b"last", wire.Answer(sent.ticket, False)) in pipeline.handle(asked, 0.2)
 
 
 def test_a_node_that_dies_while_it_sends_back_leaves_no_half() -> None:
@@ -297,8 +300,8 @@ def test_where_nothing_is_held_out_the_training_goes_on() -> None:
     assert origin.steps
 
 
-def settings(stage: int, num_stages: int = 3, in_flight: int = 2) -> PipelineSettings:
-    return PipelineSettings(b"me" * 16, stage, num_stages, 4, in_flight, 10.0)
+def settings(stage: int, num_stages: int = 3, in_flight: int = 2) -> machine.PipelineSettings:
+    return machine.PipelineSettings(b"me" * 16, stage, num_stages, 4, in_flight, 10.0)
 
 
 def open_pipeline(stage: int, in_flight: int = 2) -> Pipeline:
@@ -309,14 +312,19 @@ def open_pipeline(stage: int, in_flight: int = 2) -> Pipeline:
     return pipeline
 
 
-def arriving(ticket: bytes, index: int = 0, **changes: Any) -> machine.Arriving:
-    return replace(machine.Arriving(1, index, ticket, b"origin", 20, 5.0), **changes)
+def arriving(ticket: bytes, link: int = 1, round_index: int = 20) -> machine.Received:
+    return machine.Received(link, wire.Forward(ticket, b"origin", round_index, 5.0))
+
+
+def is_dropped(output: machine.Output) -> bool:
+    return isinstance(output, machine.Send) and isinstance(output.message, wire.Dropped)
 
 
 @pytest.mark.parametrize("round_index", [0, 9, 31])
 def test_activations_of_another_time_are_refused(round_index: int) -> None:
-    outputs = open_pipeline(1).handle(arriving(b"a", round=round_index), 0.0)
-    refusals = [output for output in outputs if isinstance(output, machine.SendDropped)]
+    outputs = open_pipeline(1).handle(arriving(b"a", round_index=round_index), 0.0)
+    sent = [output.message for output in outputs if isinstance(output, machine.Send)]
+    refusals = [message for message in sent if isinstance(message, wire.Dropped)]
     assert [(refusal.index, refusal.is_untouched) for refusal in refusals] == [(0, True)]
     assert not [output for output in outputs if isinstance(output, machine.ReceiveInto)]
 
@@ -324,15 +332,15 @@ def test_activations_of_another_time_are_refused(round_index: int) -> None:
 def test_what_is_here_already_is_refused() -> None:
     pipeline = open_pipeline(1)
     assert machine.ReceiveInto(1, 0, 0) in pipeline.handle(arriving(b"a"), 0.0)
-    outputs = pipeline.handle(arriving(b"a", index=1), 0.0)
-    assert machine.SendDropped(1, 1, "it is here already", is_untouched=True) in outputs
+    outputs = pipeline.handle(arriving(b"a"), 0.0)
+    assert machine.Send(1, wire.Dropped(1, "it is here already", is_untouched=True)) in outputs
 
 
 def test_what_nobody_drew_does_not_come_home() -> None:
     pipeline = open_pipeline(0)
     pipeline.handle(machine.LinkOpened(2, b"last", is_upstream=False, is_return=True), 0.0)
     outputs = pipeline.handle(arriving(b"forged", link=2), 0.0)
-    assert machine.SendDropped(2, 0, "it is not mine", is_untouched=True) in outputs
+    assert machine.Send(2, wire.Dropped(0, "it is not mine", is_untouched=True)) in outputs
 
 
 def test_no_more_is_promised_than_there_are_slots() -> None:
@@ -340,36 +348,34 @@ def test_no_more_is_promised_than_there_are_slots() -> None:
     promised: Counter[int] = Counter()
     for number in range(2, 9):
         for output in pipeline.handle(machine.LinkOpened(number, bytes([number]), is_upstream=False), 0.0):
-            if isinstance(output, machine.SendCredits):
-                promised[output.link] = output.total
+            if isinstance(output, machine.Send) and isinstance(output.message, wire.Credits):
+                promised[output.link] = output.message.total
     assert sum(promised.values()) <= 5
 
 
 def test_unfit_activations_are_dropped_and_the_next_are_taken() -> None:
     pipeline = open_pipeline(1)
     pipeline.handle(arriving(b"a"), 0.0)
-    outputs = pipeline.handle(machine.Arrived(1, 0), 0.0)
-    assert machine.Compute("forward", 0) in outputs
-    outputs = pipeline.handle(machine.WorkDone("not finite"), 0.1)
-    assert machine.SendDropped(1, 0, "not finite", is_untouched=True) in outputs
-    assert machine.ReceiveInto(1, 1, 0) in pipeline.handle(arriving(b"b", index=1), 0.2)
+    outputs = pipeline.handle(machine.Received(1, wire.DataReceived(0)), 0.0)
+    assert Work("forward", 0) in outputs
+    outputs = pipeline.handle(Worked("not finite"), 0.1)
+    assert machine.Send(1, wire.Dropped(0, "not finite", is_untouched=True)) in outputs
+    assert machine.ReceiveInto(1, 1, 0) in pipeline.handle(arriving(b"b"), 0.2)
 
 
 def test_only_the_origin_is_believed_about_how_a_microbatch_ended() -> None:
     pipeline = open_pipeline(2)  # the last stage: the next hop is the origin
     pipeline.handle(arriving(b"a"), 0.0)
-    pipeline.handle(machine.Arrived(1, 0), 0.0)
-    assert machine.OpenLink(b"origin", is_return=True) in pipeline.handle(machine.WorkDone(), 0.0)
+    pipeline.handle(machine.Received(1, wire.DataReceived(0)), 0.0)
+    assert machine.OpenLink(b"origin", is_return=True) in pipeline.handle(Worked(), 0.0)
     pipeline.handle(machine.LinkOpened(2, b"origin", is_upstream=True, is_return=True), 0.0)
-    pipeline.handle(machine.CreditsGiven(2, 4), 0.0)
-    pipeline.handle(machine.GradientArriving(2, 0), 0.0)
-    assert machine.Compute("backward", 0) in pipeline.handle(machine.Arrived(2, 0), 0.0)
-    assert machine.SendGradient(1, 0, 0) in pipeline.handle(machine.WorkDone(), 0.0)
-    assert machine.AskOrigin(b"origin", b"a") in pipeline.handle(machine.LinkClosed(1), 0.0)
+    pipeline.handle(machine.Received(2, wire.Credits(4)), 0.0)
+    pipeline.handle(machine.Received(2, wire.Gradient(0)), 0.0)
+    assert Work("backward", 0) in pipeline.handle(machine.Received(2, wire.DataReceived(0)), 0.0)
+    assert machine.Send(1, wire.Gradient(0), 0) in pipeline.handle(Worked(), 0.0)
+    assert machine.Tell(b"origin", wire.Question(b"a")) in pipeline.handle(machine.LinkClosed(1), 0.0)
 
-    assert not [
-        o for o in pipeline.handle(machine.OriginAnswered(b"liar", b"a", True), 0.1) if isinstance(o, machine.Compute)
-    ]
-    pipeline.handle(machine.OriginAnswered(b"origin", b"a", None), 0.1)
-    assert machine.AskOrigin(b"origin", b"a") in pipeline.handle(machine.PipelineTimerFired(), 2.0)
-    assert machine.Compute("keep", 0) in pipeline.handle(machine.OriginAnswered(b"origin", b"a", True), 2.1)
+    assert not [o for o in pipeline.handle(machine.Told(b"liar", wire.Answer(b"a", True)), 0.1) if isinstance(o, Work)]
+    pipeline.handle(machine.Told(b"origin", wire.Answer(b"a", None)), 0.1)
+    assert machine.Tell(b"origin", wire.Question(b"a")) in pipeline.handle(TimerFired(), 2.0)
+    assert Work("keep", 0) in pipeline.handle(machine.Told(b"origin", wire.Answer(b"a", True)), 2.1)

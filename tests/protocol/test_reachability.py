@@ -1,6 +1,7 @@
 """Verdicts on how a node is reached, and the messages that lead to them."""
 
 import pytest
+from msgspec.msgpack import encode
 
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.reachability import (
@@ -13,7 +14,6 @@ from farandole.protocol.reachability import (
     classify,
     decode_answer,
     decode_request,
-    encode,
 )
 
 FAR = ("9.9.9.1", "9.9.9.2", "9.9.9.3")

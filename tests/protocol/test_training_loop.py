@@ -19,6 +19,7 @@ from farandole.protocol.node_state import TrainingState
 from farandole.protocol.outer_rules import NoLoCoConfig
 from farandole.protocol.pairing import Pairing
 from farandole.protocol.pairing_events import (
+    GoAlone,
     MessageReceived,
     PeerLost,
     PeersChanged,
@@ -45,17 +46,14 @@ from farandole.protocol.training_events import (
     OthersMoved,
     Output,
     Publish,
-    Reported,
     RestartAsked,
     RestChanged,
     RoundOver,
-    RunExchange,
     SaveAsked,
     StartTrainer,
     TellTrainer,
     TrainerEnded,
     TrainerReady,
-    WentAlone,
 )
 from farandole.protocol.training_loop import (
     EXCHANGE_GRACE,
@@ -234,12 +232,12 @@ class Walk(RuleBasedStateMachine):
             case TellTrainer(command):
                 assert trainer is not None
                 trainer.obey(command)
-            case RunExchange(start):
+            case StartExchange():
                 assert self.exchange is None, "never two exchanges at once"
                 assert trainer is not None
-                assert start.round == trainer.contributed
+                assert output.round == trainer.contributed
                 assert trainer.awaits_outcome
-                self.exchange = start
+                self.exchange = output
             case GiveUpExchange():
                 assert self.exchange is not None
             case RoundOver(contributed):
@@ -253,7 +251,7 @@ class Walk(RuleBasedStateMachine):
                 self.published = state
             case LoopOver():
                 self.num_over += 1
-            case WentAlone() | Enter() | _:
+            case GoAlone() | Enter() | _:
                 pass
 
     def deliver(self, peer: bytes, message: pairing.Message) -> None:
@@ -292,7 +290,7 @@ class Walk(RuleBasedStateMachine):
         assert self.trainer is not None
         self.trainer.num_pings = 0
         if self.trainer.phase == "ready":
-            self.handle(Reported(messages.Pong()))
+            self.handle(messages.Pong())
 
     # The trainer
 
@@ -326,7 +324,7 @@ class Walk(RuleBasedStateMachine):
         assert self.trainer is not None
         round_index = self.trainer.training
         assert round_index is not None
-        self.handle(Reported(messages.Progress(round_index, steps, steps, 8 * steps, 3.0, 8.0)))
+        self.handle(messages.Progress(round_index, steps, steps, 8 * steps, 3.0, 8.0))
 
     @precondition(
         lambda self: (
@@ -343,20 +341,20 @@ class Walk(RuleBasedStateMachine):
         assert trainer.training is not None
         trainer.contributed, trainer.training = trainer.training, None
         trainer.contributed_at = self.now
-        self.handle(Reported(contribution(trainer.contributed, trainer.fragment)))
+        self.handle(contribution(trainer.contributed, trainer.fragment))
 
     @precondition(lambda self: self.is_ready() and self.trainer.pending)
     @rule()
     def take_outer_step(self) -> None:
         assert self.trainer is not None
-        self.handle(Reported(messages.OuterStepTaken(self.trainer.pending.pop())))
+        self.handle(messages.OuterStepTaken(self.trainer.pending.pop()))
 
     @precondition(lambda self: self.is_ready() and self.trainer.num_saving)
     @rule(problem=st.sampled_from(["", "the disk is full"]))
     def save(self, problem: str) -> None:
         assert self.trainer is not None
         self.trainer.num_saving -= 1
-        self.handle(Reported(messages.Saved(0, 0, 0, problem=problem)))
+        self.handle(messages.Saved(0, 0, 0, problem=problem))
 
     # Peers
 
@@ -377,9 +375,9 @@ class Walk(RuleBasedStateMachine):
     def answers(self, peer: bytes) -> dict[str, list[pairing.Message]]:
         session = self.sessions[peer]
         return {
-            "accept": [pairing.Accept(session, 3.0)],
-            "ready": [pairing.Accept(session, 0.0), pairing.Ready(session)],
-            "refuse": [pairing.Refuse(session, "matched")],
+            "accept": [pairing.Agree(session, 3.0)],
+            "ready": [pairing.Agree(session, 0.0), pairing.Ready(session)],
+            "refuse": [pairing.Decline(session, "matched")],
             "busy": [pairing.Busy(session, 1.0)],
             "withdraw": [pairing.Withdraw(session)],
         }
@@ -411,7 +409,7 @@ class Walk(RuleBasedStateMachine):
     def end_exchange(self, end: str) -> None:
         start, self.exchange = self.exchange, None
         assert start is not None
-        over = ExchangeOver(start, end == "committed", end, end == "broken", 64, 8)
+        over = ExchangeOver(start, end == "committed", end == "broken", 64, 8)
         if self.trainer is not None and self.trainer.phase == "ready":
             self.handle(over)
 

@@ -38,9 +38,7 @@ async def give(ip: str, mbit: float, folder: Path) -> None:
         open_host(key, [f"/ip4/{ip}/tcp/0"], shaping=shaping) as host,
         open_bulk(host, shaping) as channels,
     ):
-        service = BlockService(RUN, find, shaping)
-        service.channels = channels
-        service.register(host)
+        BlockService(Conditions(host, RUN, shaping, channels), find).register()
         print(host.addresses[0], flush=True)
         await trio.sleep_forever()
 

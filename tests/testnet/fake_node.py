@@ -68,6 +68,10 @@ class FakeNode:
                 nursery.start_soon(self.train)
                 async for _ in signals:
                     nursery.cancel_scope.cancel()
+        # Whatever it was doing: a daemon that is asked to end saves its replica first.
+        folder = NodeSettings(home=self.home).checkpoints
+        folder.mkdir(exist_ok=True)
+        CheckpointFolder(folder, 0).file(self.round).touch()
 
     async def train(self) -> None:
         while self.round < self.options.max_rounds and not self.is_paused:
@@ -82,9 +86,6 @@ class FakeNode:
                 self.write()
             (self.home / "round.new").write_text(str(self.round))  # it may be killed at any moment
             (self.home / "round.new").replace(self.home / "round")
-        folder = NodeSettings(home=self.home).checkpoints
-        folder.mkdir(exist_ok=True)
-        CheckpointFolder(folder, 0).file(self.round).touch()
 
     def write(self) -> None:
         """Two blocks, which a full disk refuses, and a word, for which the file there has room."""

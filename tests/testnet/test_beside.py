@@ -9,9 +9,10 @@ import trio
 from farandole.node.base.exits import Exit
 from farandole.node.cli import main
 from farandole.testnet.beside import CleanReportError, compare, judged, load_report
+from farandole.testnet.fault import FaultReport
 from farandole.testnet.fault_table import throughput_lines
 from farandole.testnet.launch import Testnet, write_report
-from farandole.testnet.report import FaultReport, PlayReport
+from farandole.testnet.report import PlayReport
 from farandole.testnet.scenario import parse_scenario
 
 from .reports import PASSED as CLEAN

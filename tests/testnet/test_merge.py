@@ -28,7 +28,7 @@ def replica(author: bytes, steps: int) -> Learner:
     result = build_learner(MANIFEST, run_id=RUN_ID, author=author, device="cpu")
     for _ in range(steps):
         result.learn()
-    result.outer_step(None)
+    result.apply(None)
     return result
 
 

@@ -5,8 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from farandole.testnet.fault import Fault
-from farandole.testnet.faults import Outage
+from farandole.testnet.fault import FaultReport
 from farandole.testnet.growth import Growth
 from farandole.testnet.link_table import link_table
 from farandole.testnet.report import Merged, NodeReport, PlayReport, make_report
@@ -159,8 +158,7 @@ def test_who_grows_does_not_pass(memory: float, tasks: float, is_flat: bool) -> 
 
 @pytest.mark.parametrize(("seconds", "is_fine"), [(14.0, True), (16.0, False), (None, False)])
 def test_a_partition_heals_in_time_or_not(seconds: float | None, is_fine: bool) -> None:
-    fault = Fault(kind="partition", nodes=(0,), at_round=1, duration=1.0)
-    outage = Outage(fault, (0,), 3.0, {0: 1.0}, seconds)
+    partition = FaultReport("partition", [0], 3.0, 1.0, {0: 1.0}, seconds)
     report = make_report(
         scenario(max_heal_seconds=15),
         bytes(32),
@@ -168,7 +166,7 @@ def test_a_partition_heals_in_time_or_not(seconds: float | None, is_fine: bool) 
         MERGED,
         seconds=10.0,
         events=[],
-        outages=[outage],
+        faults=[partition],
     )
     assert (report.reasons == []) == is_fine
     assert report.faults[0].healed_in == seconds

@@ -10,8 +10,9 @@ import pytest
 from farandole.protocol.entries import Kind, Lease, LeasedSlices
 from farandole.protocol.leases import MAX_SHARE
 from farandole.protocol.slices import Sections, parts
-from farandole.testnet.simulate_leases import CORPUS, Epochs
 from farandole.testnet.simulate_state import SimulatedNode, World
+
+from .leasing import CORPUS, Epochs
 
 MAX_MEAN = 1.1
 

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import math
+from collections import Counter
+
 import pytest
 
 from farandole.protocol.manifest import RoundConfig
-from farandole.testnet.simulate_pairing import PairingScenario, chi_square, simulate
+from farandole.testnet.simulate_pairing import PairingScenario, simulate
 
 BOXED = RoundConfig(inner_steps=0, round_seconds=30.0, exchange_seconds=30.0)
 OVERLAPPED = RoundConfig(inner_steps=0, round_seconds=30.0, exchange_seconds=30.0, overlap=True)
@@ -11,6 +14,16 @@ STEPS = RoundConfig(inner_steps=50, round_seconds=0.0, exchange_seconds=30.0)
 EVEN, UNEVEN = (0.5, 0.5), (0.25, 2.0)
 # A chi-square variable is above this number of standard deviations, by chance, in less than one of 10,000 cases.
 MAX_DEVIATION = 5.0
+
+
+def chi_square(pairs: Counter[frozenset[bytes]], num_nodes: int) -> float:
+    """How far the counts of the pairs are from uniform, in standard deviations of a chi-square variable."""
+    num_pairs = num_nodes * (num_nodes - 1) // 2
+    expected = pairs.total() / num_pairs
+    met = sum((count - expected) ** 2 / expected for count in pairs.values())
+    statistic = met + (num_pairs - len(pairs)) * expected
+    freedom = num_pairs - 1
+    return (statistic - freedom) / math.sqrt(2 * freedom)
 
 
 @pytest.mark.parametrize("block", range(10))

@@ -39,7 +39,7 @@ def publish_all(world: World, nodes: list[SimulatedNode], seconds: float) -> lis
 
     def publish(node: SimulatedNode) -> None:
         if node.is_running:
-            written.append((world.publish_metric(node), world.simulation.now))
+            written.append((world.publish_progress(node), world.simulation.now))
 
     for index, node in enumerate(nodes):
         world.simulation.call_after(seconds * index / len(nodes), partial(publish, node))
@@ -69,7 +69,7 @@ def test_half_die_at_once_and_the_rest_agree(num_nodes: int) -> None:
     world = settled(5, num_nodes, loss=0.2)
     world.simulation.run_until(3.0)
     victims = random.Random(5).sample(world.nodes, num_nodes // 2)
-    entries = [world.publish_metric(node) for node in victims[:20]]
+    entries = [world.publish_progress(node) for node in victims[:20]]
     world.simulation.run_until(5.0)
     held_by_many = [
         entry for entry in entries if sum(entry.id in node.seen_at for node in world.nodes if node not in victims) >= 5
@@ -77,10 +77,10 @@ def test_half_die_at_once_and_the_rest_agree(num_nodes: int) -> None:
     assert held_by_many
     for victim in victims:
         victim.stop()
-    assert world.simulation.run_until(35.0, done=world.check_equality_every(1.0))
+    assert world.simulation.run_until(35.0, done=world.simulation.at_most_every(1.0, world.are_equal))
     assert len(world.living) == num_nodes - len(victims)
     for node in world.living:
-        assert all(node.state.get(entry.author, Kind.METRIC) is not None for entry in held_by_many)
+        assert all(node.state.get(entry.author, Kind.PROGRESS) is not None for entry in held_by_many)
 
 
 def test_one_seed_makes_one_trace() -> None:

@@ -15,6 +15,7 @@ from farandole.training.learner import Learner
 from farandole.training.model import build_model
 from farandole.training.replica import Recipe
 from farandole.training.screening.rule import Refuse
+from farandole.training.token_cache import Found
 
 RUN_ID = hashlib.sha256(b"a run").digest()
 ALICE, BOB = b"a" * 32, b"b" * 32
@@ -43,7 +44,7 @@ def text() -> Text:
     """Counting modulo 64 with a few surprises: learnable within some steps."""
     tokens = np.arange(4_000) % 64
     tokens[::17] = 5
-    return Text(tokens[:3_000].astype(np.uint8), tokens[3_000:].astype(np.uint8), 2)
+    return Text(tokens[:3_000].astype(np.uint8), tokens[3_000:].astype(np.uint8), Found(2, 63, b""))
 
 
 @pytest.fixture(scope="session")

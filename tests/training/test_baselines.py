@@ -49,10 +49,10 @@ def test_an_ensemble_does_what_replicas_do(
         for first, second in pairs:
             buffers = [bytearray(replicas[row].contribution_bytes) for row in (first, second)]
             for row, buffer in zip((first, second), buffers, strict=True):
-                size, _ = replicas[row].contribution(buffer, round_number % fragments)
+                size, _ = replicas[row].contribute(buffer, round_number % fragments)
                 del buffer[size:]
-            replicas[first].outer_step(buffers[1], Encounter(b"", 1, 1), own_first=True)
-            replicas[second].outer_step(buffers[0], Encounter(b"", 1, 1), own_first=False)
+            replicas[first].apply(buffers[1], Encounter(b"", 1, 1), own_first=True)
+            replicas[second].apply(buffers[0], Encounter(b"", 1, 1), own_first=False)
 
         torch.testing.assert_close(ensemble.theta, rows(replicas), rtol=1e-5, atol=1e-6)
 

@@ -24,13 +24,13 @@ def run(node: Learner, rounds: int = 2) -> Learner:
     for _ in range(rounds):
         for _ in range(4):
             node.learn()
-        node.outer_step(None)
+        node.apply(None)
     return node
 
 
 def bits(node: Learner) -> list[bytes]:
     counters = f"{node.round} {node.steps} {node.tokens} {node.tokens_this_round}".encode()
-    return [counters, node.fast_weights().numpy().tobytes(), *(v.numpy().tobytes() for v in node.state().values())]
+    return [counters, node.fast_weights().numpy().tobytes(), *(v.numpy().tobytes() for v in node.vectors().values())]
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_a_checkpoint_gives_what_a_new_one_would_until_the_next_outer_step(make_
         assert node.is_in(saved.round, saved.steps)
         node.learn()
         assert node.is_in(saved.round, saved.steps) == is_enough
-        node.outer_step(None)
+        node.apply(None)
         assert not node.is_in(saved.round, saved.steps)
 
 
@@ -104,10 +104,10 @@ def test_the_error_that_is_fed_back_is_saved_and_may_be_missing(make_replica: Ma
     resumed.load(path)
 
     assert bits(resumed) == bits(alice)
-    assert bool(resumed.state()["error"].any())
+    assert bool(resumed.vectors()["error"].any())
     make_replica(ALICE, codec="int4", error_feedback=False).save(path)
     resumed.load(path)
-    assert not bool(resumed.state()["error"].any())
+    assert not bool(resumed.vectors()["error"].any())
     assert torch.equal(resumed.slow_weights(), make_replica().slow_weights())
 
 
@@ -129,8 +129,8 @@ def test_a_newcomer_does_without_the_inner_optimizers_state_and_ramps_up(
 
     assert torch.equal(newcomer.slow_weights(), member.slow_weights())
     assert torch.equal(newcomer.fast_weights(), member.slow_weights())
-    assert torch.equal(newcomer.state()["momentum"], member.state()["momentum"])
-    assert not bool(newcomer.state()["square"].any())
+    assert torch.equal(newcomer.vectors()["momentum"], member.vectors()["momentum"])
+    assert not bool(newcomer.vectors()["square"].any())
     assert newcomer.learning_rate == pytest.approx(member.learning_rate / 40)
     moved = [float((newcomer.fast_weights() - before).abs().max()) for before in steps(newcomer, 5)]
     assert max(moved) < member.learning_rate
@@ -148,9 +148,9 @@ def meet(alice: Learner, bob: Learner) -> None:
     buffers = {node: bytearray(node.contribution_bytes) for node in (alice, bob)}
     for node, buffer in buffers.items():
         node.learn()
-        node.contribution(buffer)
-    alice.outer_step(buffers[bob], own_first=True)
-    bob.outer_step(buffers[alice], own_first=False)
+        node.contribute(buffer)
+    alice.apply(buffers[bob], own_first=True)
+    bob.apply(buffers[alice], own_first=False)
 
 
 def test_a_peers_checkpoint_lets_a_newcomer_join(make_replica: MakeReplica, saved: Path) -> None:

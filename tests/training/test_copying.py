@@ -70,7 +70,7 @@ def test_what_is_copied_is_what_a_cpu_makes(
             def keep(ready: int, out: bytearray = out, final: list[bytearray] = final) -> None:
                 final.append(out[:ready])
 
-            _, digest = each.contribution(out, progress=keep)
+            _, digest = each.contribute(out, progress=keep)
             assert len(final) == math.ceil(each.layout.num_elements / 512)
             assert all(out.startswith(part) for part in final), "final when it is told of"
             assert digest == blake3(out).digest()
@@ -78,8 +78,8 @@ def test_what_is_copied_is_what_a_cpu_makes(
             alice.take_in(sent[bob], 1_000)
             alice.take_in(sent[bob], 3_000)
             assert refusal(alice, sent[bob]) == ""
-            alice.outer_step(sent[bob], Encounter(b"", 3, 1), own_first=True)
-            bob.outer_step(sent[alice], Encounter(b"", 1, 3), own_first=False)
+            alice.apply(sent[bob], Encounter(b"", 3, 1), own_first=True)
+            bob.apply(sent[alice], Encounter(b"", 1, 3), own_first=False)
         assert [*map(sent.get, plain)] == [*map(sent.get, copied)]
         for one, other in zip(plain, copied, strict=True):
             assert torch.equal(one.slow_weights(), other.slow_weights())
@@ -89,14 +89,14 @@ def test_inner_steps_may_change_the_weights_while_they_are_sent(
     make_replica: MakeReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, _ = pair(make_replica, "int8")
-    plain.contribution(expected := bytearray(plain.contribution_bytes))
+    plain.contribute(expected := bytearray(plain.contribution_bytes))
     monkeypatch.setattr(replica, "copier_for", lambda device: LateCopier())
     moving, _ = pair(make_replica, "int8")
 
     def step(num_ready: int) -> None:
         moving.theta.add_(1.0)
 
-    moving.contribution(out := bytearray(len(expected)), progress=step)
+    moving.contribute(out := bytearray(len(expected)), progress=step)
 
     assert out == expected
 

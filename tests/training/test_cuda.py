@@ -66,12 +66,12 @@ def test_a_gpu_and_a_cpu_come_to_the_same_mean(
     for each in (gpu, cpu):
         each.pin(memoryview(memory[each]))
         each.learn()
-    sizes = [each.contribution(memoryview(memory[each]))[0] for each in (gpu, cpu)]
+    sizes = [each.contribute(memoryview(memory[each]))[0] for each in (gpu, cpu)]
     gpu.learn()  # queued behind the exchange, or beside it
     gpu.take_in(memoryview(memory[cpu])[: sizes[1]], 1_000)
     assert refusal(gpu, memoryview(memory[cpu])[: sizes[1]]) == ""
-    assert gpu.outer_step(memoryview(memory[cpu])[: sizes[1]], Encounter(b"", 1, 1), own_first=True) == 1
-    cpu.outer_step(memoryview(memory[gpu])[: sizes[0]], Encounter(b"", 1, 1), own_first=False)
+    assert gpu.apply(memoryview(memory[cpu])[: sizes[1]], Encounter(b"", 1, 1), own_first=True) == 1
+    cpu.apply(memoryview(memory[gpu])[: sizes[0]], Encounter(b"", 1, 1), own_first=False)
 
     both = gpu.slow_weights().cpu() == cpu.slow_weights()
     assert bool(both.all()) or name == "topk"
@@ -83,13 +83,13 @@ def test_a_snapshot_holds_up_nothing_and_is_of_before(
     node = make("cuda", ALICE, "int8", model, inner, text)
     for _ in range(3):  # into the same memory
         node.learn()
-        node.outer_step(None)
+        node.apply(None)
         then = node.save(tmp_path / "then")
         snapshot = node.snapshot()
-        assert all(flat.is_pinned() for flat in snapshot.vectors.values())
+        assert all(flat.is_pinned() for flat in snapshot.state.values())
         for _ in range(5):  # queued behind the copies
             node.learn()
-        node.outer_step(None)
+        node.apply(None)
         assert snapshot.save(tmp_path / "snapshot") == then
 
 

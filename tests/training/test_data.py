@@ -11,9 +11,10 @@ from farandole.training.batches import draw, is_held_out
 from farandole.training.data import Bring, Sampler, Text, load_text, text_of
 from farandole.training.errors import DataError
 from farandole.training.sources import Document
+from farandole.training.token_cache import Found
 from farandole.training.tokenizer import ByteTokenizer
 
-TEXT = Text(np.arange(5_000).astype(np.uint16), np.arange(5_000, 5_500).astype(np.uint16), 2)
+TEXT = Text(np.arange(5_000).astype(np.uint16), np.arange(5_000, 5_500).astype(np.uint16), Found(2, 5_499, b""))
 keys = st.binary(max_size=40)
 steps = st.integers(0, 2**40)
 
@@ -61,12 +62,12 @@ def test_held_out_batches_are_everybodys() -> None:
 
 
 def test_too_little_text_is_said_clearly() -> None:
-    short = Text(np.zeros(8, np.uint8), np.zeros(8, np.uint8), 1)
+    short = Text(np.zeros(8, np.uint8), np.zeros(8, np.uint8), Found(1, 0, b""))
 
     with pytest.raises(DataError, match="8 tokens in 1 documents, and a sequence takes 9"):
         sampler(text=short)
     with pytest.raises(DataError, match="too little text is held out"):
-        sampler(text=Text(np.zeros(9, np.uint8), np.zeros(8, np.uint8), 1)).held_out_batch(0)
+        sampler(text=Text(np.zeros(9, np.uint8), np.zeros(8, np.uint8), Found(1, 0, b""))).held_out_batch(0)
 
 
 def test_tokens_beyond_the_model_are_refused() -> None:
@@ -80,7 +81,7 @@ def test_documents_are_split_by_their_names_alone() -> None:
     text = text_of(documents, ByteTokenizer(), 0.25)
     held_out = [document for document in documents if is_held_out(document.name, 0.25)]
 
-    assert text.num_documents == 400
+    assert text.found.num_documents == 400
     assert 60 < len(held_out) < 140
     assert bytes(text.held_out) == b"".join(document.text + b"\0" for document in held_out)
     assert len(text.training) == (400 - len(held_out)) * 11
@@ -100,7 +101,7 @@ def test_text_beyond_the_cap_is_not_read(monkeypatch: pytest.MonkeyPatch) -> Non
 
     text = text_of([Document(str(number), b"x" * 10) for number in range(9)], ByteTokenizer(), 0.0)
 
-    assert text.num_documents == 2
+    assert text.found.num_documents == 2
 
 
 def test_text_must_be_named_and_be_there(tmp_path: Path) -> None:

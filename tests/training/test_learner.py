@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch
 from farandole.protocol.manifest import InnerConfig, ModelConfig
 from farandole.training.data import Sampler, Text
 from farandole.training.device import choose_device
-from farandole.training.errors import DataError
+from farandole.training.errors import DataError, TrainingError
 from farandole.training.learner import Learner
 from farandole.training.memory import is_out_of_memory
 from farandole.training.model import build_model
@@ -21,7 +23,7 @@ from .conftest import ALICE, RUN_ID
 BATCH = 6
 
 
-def learner(model: ModelConfig, text: Text, microbatch_size: int) -> Learner:
+def learner(model: ModelConfig, text: Text, microbatch_size: int, *, is_compiled: bool = False) -> Learner:
     sampler = Sampler(text, run_id=RUN_ID, author=ALICE, batch_size=BATCH, context=model.context)
     return Learner(
         build_model(model, 7),
@@ -30,6 +32,7 @@ def learner(model: ModelConfig, text: Text, microbatch_size: int) -> Learner:
         run_id=RUN_ID,
         device=choose_device("cpu"),
         microbatch_size=microbatch_size,
+        is_compiled=is_compiled,
     )
 
 
@@ -42,7 +45,7 @@ def test_microbatches_sum_to_the_batchs_gradient_and_loss(model: ModelConfig, te
         torch.testing.assert_close(parts.gradient, whole.gradient, rtol=1e-4, atol=1e-7)
         parts.theta.copy_(whole.theta)  # AdamW makes more of a rounding where a gradient is nearly 0
     assert (parts.steps, parts.tokens) == (whole.steps, whole.tokens)
-    assert parts.validation_loss(2) == pytest.approx(whole.validation_loss(2), rel=1e-6)
+    assert parts.evaluate(2) == pytest.approx(whole.evaluate(2), rel=1e-6)
 
 
 @pytest.mark.parametrize("microbatch_size", [0, BATCH, 100])
@@ -59,8 +62,50 @@ def test_a_loss_that_cannot_be_measured_changes_nothing_of_the_training(model: M
     for _ in range(2):
         without.learn()
         with pytest.raises(DataError, match="too little text is held out"):
-            without.validation_loss()
+            without.evaluate()
         assert without.module.training
+
+
+Forward = Callable[..., object]
+
+
+def test_inner_steps_run_through_the_compiled_module(
+    model: ModelConfig, text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a compiler that leaves everything as it is, and counts."""
+    calls: list[int] = []
+
+    def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Forward:
+        def forward(*args: object) -> object:
+            calls.append(len(args))
+            return module.forward(*args)
+
+        return forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    plain, compiled = learner(model, text, 3), learner(model, text, 3, is_compiled=True)
+    assert len(calls) == 1, "compiled before the first inner step"
+    for _ in range(2):
+        torch.testing.assert_close(compiled.learn(), plain.learn())
+    assert len(calls) == 1 + 2 * 2, "of two microbatches each"
+    torch.testing.assert_close(compiled.theta, plain.theta)
+
+
+def test_a_compiler_that_is_missing_is_told_with_what_to_do(
+    model: ModelConfig, text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Forward:
+        raise FileNotFoundError("No working C++ compiler found")
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    with pytest.raises(TrainingError, match=r"No working C\+\+ compiler found.* apt install g\+\+ .* --compile"):
+        learner(model, text, 0, is_compiled=True)
+
+
+def test_a_deterministic_run_is_not_compiled(model: ModelConfig, text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    with pytest.raises(TrainingError, match="this run is deterministic"):
+        learner(model, text, 0, is_compiled=True)
 
 
 def test_a_tensor_for_which_there_is_no_memory_is_told_from_other_errors() -> None:

@@ -263,5 +263,5 @@ def test_validation_is_without_dropout(inner: InnerConfig, text: Text) -> None:
     sampler = Sampler(text, run_id=RUN_ID, author=ALICE, batch_size=4, context=12, vocabulary=64)
     learner = Learner(module, Recipe(inner), sampler, run_id=RUN_ID, device=choose_device("cpu"))
 
-    assert learner.validation_loss(2) == learner.validation_loss(2)
+    assert learner.evaluate(2) == learner.evaluate(2)
     assert module.training

@@ -33,7 +33,7 @@ def trained(make_replica: MakeReplica, author: bytes, **outer: object) -> Learne
 
 def sent(replica: Learner) -> bytearray:
     out = bytearray(replica.contribution_bytes)
-    replica.contribution(out)
+    replica.contribute(out)
     return out
 
 
@@ -43,7 +43,7 @@ def test_the_bytes_that_progress_names_are_final(make_replica: MakeReplica, name
     out = bytearray(alice.contribution_bytes)
     seen: list[bytes] = []
 
-    size, digest = alice.contribution(out, progress=lambda ready: seen.append(bytes(out[:ready])))
+    size, digest = alice.contribute(out, progress=lambda ready: seen.append(bytes(out[:ready])))
 
     assert len(seen) == math.ceil(alice.layout.num_elements / 512)
     assert all(bytes(out).startswith(part) for part in seen)
@@ -59,13 +59,13 @@ def test_what_is_taken_in_as_it_arrives_gives_the_same_outer_step(make_replica: 
     sent(parts)
     incoming = bytearray(len(of_bob))
 
-    whole.outer_step(of_bob, Encounter(b"", 2, 1))
+    whole.apply(of_bob, Encounter(b"", 2, 1))
     for available in (0, 1, 100, 100, 3_000, 3_001, len(of_bob)):
         incoming[:available] = of_bob[:available]
         parts.take_in(incoming, available)
     assert refusal(parts, incoming) == ""
     incoming[:] = bytes(len(incoming))  # it is not read again
-    parts.outer_step(incoming, Encounter(b"", 2, 1))
+    parts.apply(incoming, Encounter(b"", 2, 1))
 
     assert torch.equal(whole.slow_weights(), parts.slow_weights())
 
@@ -87,8 +87,8 @@ def test_another_contribution_in_the_same_place_is_taken_in_anew(
         node.take_in(incoming, min(available, len(incoming)))
     node.take_in(incoming, 0)
     incoming[:] = of[True]
-    node.outer_step(incoming, Encounter(b"", 1, 1))
-    twin.outer_step(of[True], Encounter(b"", 1, 1))
+    node.apply(incoming, Encounter(b"", 1, 1))
+    twin.apply(of[True], Encounter(b"", 1, 1))
 
     assert torch.equal(node.slow_weights(), twin.slow_weights())
 
@@ -116,7 +116,7 @@ def test_who_is_asked_again_looks_again(make_replica: MakeReplica) -> None:
     incoming[:] = bytes(len(incoming))
     assert "norm" in refusal(alice, incoming)
     with pytest.raises(ScreeningError, match="norm"):
-        alice.outer_step(incoming, Encounter(b"", 1, 1))
+        alice.apply(incoming, Encounter(b"", 1, 1))
 
 
 @EVERY_CODEC
@@ -150,7 +150,7 @@ def test_a_replica_that_diverges_on_the_way_has_sent_nothing(make_replica: MakeR
     progress: list[int] = []
 
     with pytest.raises(DivergedError):
-        alice.contribution(bytearray(alice.contribution_bytes), progress=progress.append)
+        alice.contribute(bytearray(alice.contribution_bytes), progress=progress.append)
 
     assert progress
     assert progress[-1] < alice.contribution_bytes

@@ -1,4 +1,6 @@
+import gc
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -27,13 +29,13 @@ def train(replica: Learner, steps: int = 5) -> list[float]:
 
 def sent(replica: Learner) -> bytes:
     buffer = bytearray(replica.contribution_bytes)
-    size, digest = replica.contribution(buffer)
+    size, digest = replica.contribute(buffer)
     assert (size, digest) == (len(buffer), blake3(buffer).digest())
     return bytes(buffer)
 
 
 def state(replica: Learner) -> list[Tensor]:
-    return [vector.clone() for vector in (replica.theta, *replica.state().values())]
+    return [vector.clone() for vector in (replica.theta, *replica.vectors().values())]
 
 
 def same(first: list[Tensor], second: list[Tensor]) -> bool:
@@ -42,8 +44,8 @@ def same(first: list[Tensor], second: list[Tensor]) -> bool:
 
 def exchange(alice: Learner, bob: Learner, alice_tokens: int = 300, bob_tokens: int = 100) -> None:
     of_alice, of_bob = sent(alice), sent(bob)
-    alice.outer_step(of_bob, Encounter(b"", alice_tokens, bob_tokens), own_first=True)
-    bob.outer_step(of_alice, Encounter(b"", bob_tokens, alice_tokens), own_first=False)
+    alice.apply(of_bob, Encounter(b"", alice_tokens, bob_tokens), own_first=True)
+    bob.apply(of_alice, Encounter(b"", bob_tokens, alice_tokens), own_first=False)
 
 
 @pytest.mark.parametrize("momentum", ["heavy_ball", "nesterov"])
@@ -74,7 +76,7 @@ def test_a_run_of_one_is_plain_training_bit_for_bit(
 
         assert float(node.learn()) == float(loss.detach())
         if step % 5 == 4:
-            node.outer_step(None)
+            node.apply(None)
 
     weights = torch.cat([parameter.detach().flatten() for parameter in plain.parameters()])
     assert torch.equal(node.fast_weights(), weights)
@@ -91,7 +93,7 @@ def test_an_exchange_is_the_formula(make_replica: MakeReplica, momentum: Momentu
     alice, bob = make_replica(ALICE, **settings), make_replica(BOB, **settings)
     for node in (alice, bob):
         train(node)
-        node.outer_step(None)  # so that slow weights differ and there is momentum
+        node.apply(None)  # so that slow weights differ and there is momentum
         train(node)
     before = {node: [vector.double() for vector in state(node)] for node in (alice, bob)}
 
@@ -110,7 +112,7 @@ def test_an_exchange_is_the_formula(make_replica: MakeReplica, momentum: Momentu
         new_m = 0.5 * m + pull
         new_phi = phi + (new_m if momentum == "heavy_ball" else pull + 0.5 * new_m)
         torch.testing.assert_close(node.slow_weights().double(), new_phi, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(node.state()["momentum"].double(), new_m, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(node.vectors()["momentum"].double(), new_m, rtol=1e-5, atol=1e-6)
         assert torch.equal(node.fast_weights(), node.slow_weights())
 
 
@@ -142,19 +144,19 @@ def test_errors_that_are_fed_back_do_not_add_up(make_replica: MakeReplica) -> No
         train(alice, 1)
         train(bob, 1)
         if number % 3 == 2:  # nobody to be had: nothing is passed on, and nothing is lost
-            error = alice.state()["error"].clone()
+            error = alice.vectors()["error"].clone()
             sent(alice)
-            alice.outer_step(None)
-            assert torch.equal(alice.state()["error"], error)
-            bob.outer_step(None)
+            alice.apply(None)
+            assert torch.equal(alice.vectors()["error"], error)
+            bob.apply(None)
             continue
         meant += alice.fast_weights()
         passed_on += codec.decode("int4", sent(alice), len(meant))
         exchange(alice, bob)
 
-    torch.testing.assert_close(passed_on + alice.state()["error"], meant, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(passed_on + alice.vectors()["error"], meant, rtol=1e-5, atol=1e-5)
     scale = float(alice.fast_weights().abs().max()) / 7
-    assert 0 < float(alice.state()["error"].abs().max()) <= scale
+    assert 0 < float(alice.vectors()["error"].abs().max()) <= scale
 
 
 @pytest.mark.parametrize("feedback", [True, False])
@@ -181,7 +183,7 @@ def test_with_feedback_rounding_moves_no_mean(make_replica: MakeReplica, feedbac
 
 def test_training_together_learns(make_replica: MakeReplica) -> None:
     alice, bob = make_replica(ALICE, codec="int8"), make_replica(BOB, codec="int8")
-    first = alice.validation_loss()
+    first = alice.evaluate()
 
     for _ in range(15):
         train(alice, 2)
@@ -189,8 +191,8 @@ def test_training_together_learns(make_replica: MakeReplica) -> None:
         exchange(alice, bob, alice.tokens_this_round, bob.tokens_this_round)
 
     assert first == pytest.approx(math.log(64), abs=0.2)
-    assert alice.validation_loss() < first - 0.3
-    assert alice.validation_loss() == alice.validation_loss()
+    assert alice.evaluate() < first - 0.3
+    assert alice.evaluate() == alice.evaluate()
 
 
 def test_the_same_calls_give_the_same_bits(make_replica: MakeReplica) -> None:
@@ -216,8 +218,8 @@ def test_progress_made_during_an_exchange_is_kept(make_replica: MakeReplica) -> 
 
     assert (alice.awaits_outer_step, alice.tokens_contributed) == (True, 5 * 4 * 16)
 
-    assert alice.outer_step(of_bob, Encounter(b"", 1, 1), own_first=True) == 2
-    assert bob.outer_step(of_alice, Encounter(b"", 1, 1), own_first=False) == 0
+    assert alice.apply(of_bob, Encounter(b"", 1, 1), own_first=True) == 2
+    assert bob.apply(of_alice, Encounter(b"", 1, 1), own_first=False) == 0
 
     torch.testing.assert_close(alice.fast_weights(), late + (alice.slow_weights() - snapshot))
     assert torch.equal(alice.slow_weights(), bob.slow_weights())
@@ -232,7 +234,7 @@ def test_an_outer_step_that_changes_nothing_may_come_late(make_replica: MakeRepl
         train(late, 2)
         sent(late)
         train(late, 3)
-        late.outer_step(None)
+        late.apply(None)
         train(plain, 5)
 
     assert torch.equal(late.fast_weights(), plain.fast_weights())
@@ -250,12 +252,12 @@ def test_a_fragments_outer_step_moves_that_fragment_alone(make_replica: MakeRepl
         fast, slow, other = alice.fast_weights(), alice.slow_weights(), bob.fast_weights()
         buffers = {node: bytearray(node.contribution_bytes) for node in (alice, bob)}
         for node, buffer in buffers.items():
-            size, _ = node.contribution(buffer, number % 3)
+            size, _ = node.contribute(buffer, number % 3)
             assert size == 4 * (part.stop - part.start)
             del buffer[size:]
 
-        alice.outer_step(buffers[bob], Encounter(b"", 1, 1), own_first=True)
-        bob.outer_step(buffers[alice], Encounter(b"", 1, 1), own_first=False)
+        alice.apply(buffers[bob], Encounter(b"", 1, 1), own_first=True)
+        bob.apply(buffers[alice], Encounter(b"", 1, 1), own_first=False)
 
         fast[part] = slow[part] = fast[part] * 0.5 + other[part] * 0.5
         assert torch.equal(alice.fast_weights(), fast)
@@ -283,8 +285,8 @@ def test_late_corrections_add_up(make_replica: MakeReplica) -> None:
         train(bob, 1)
         progress = {node: node.fast_weights() - snapshots[node] for node in (alice, bob)}
 
-        alice.outer_step(contributions[bob], Encounter(b"", 1, 1), own_first=True)
-        bob.outer_step(contributions[alice], Encounter(b"", 1, 1), own_first=False)
+        alice.apply(contributions[bob], Encounter(b"", 1, 1), own_first=True)
+        bob.apply(contributions[alice], Encounter(b"", 1, 1), own_first=False)
 
         for node in (alice, bob):
             torch.testing.assert_close(node.fast_weights(), node.slow_weights() + progress[node])
@@ -294,7 +296,7 @@ def test_the_outer_steps_slices_do_not_show(make_replica: MakeReplica, monkeypat
     def run() -> list[Tensor]:
         node = make_replica(momentum="nesterov")
         train(node)
-        node.outer_step(None)
+        node.apply(None)
         return state(node)
 
     whole = run()
@@ -331,14 +333,14 @@ def test_an_unfit_contribution_changes_nothing(make_replica: MakeReplica, harm: 
     before = state(alice)
 
     assert refusal(alice, of_bob) == ""
-    assert reason in refusal(alice, harm(of_bob))  # type: ignore[operator]
+    assert reason in refusal(alice, harm(of_bob))  # type: ignore[operator]  # a function of the parameters
     with pytest.raises(ScreeningError, match=reason):
-        alice.outer_step(harm(of_bob), Encounter(b"", 1, 1), own_first=True)  # type: ignore[operator]
+        alice.apply(harm(of_bob), Encounter(b"", 1, 1), own_first=True)  # type: ignore[operator]  # a function of the parameters
 
     assert same(before, state(alice))
     assert alice.round == 0
-    alice.outer_step(None)
-    twin.outer_step(None)
+    alice.apply(None)
+    twin.apply(None)
     assert same(state(alice), state(twin))
 
 
@@ -349,8 +351,24 @@ def test_a_diverged_replica_sends_nothing(make_replica: MakeReplica) -> None:
     alice.theta[3] = math.nan
 
     with pytest.raises(DivergedError, match="diverged in round 0"):
-        alice.outer_step(None)
+        alice.apply(None)
     assert torch.equal(alice.slow_weights(), slow)
+
+
+def test_a_replica_that_has_exchanged_needs_no_garbage_collector(make_replica: MakeReplica) -> None:
+    """In a reference cycle its gigabytes would stay until the collector runs, beside those of the next one."""
+    alice, bob = make_replica(ALICE), make_replica(BOB)
+    for replica in (alice, bob):
+        train(replica, 1)
+    exchange(alice, bob)
+    memory = weakref.ref(alice.theta)
+
+    gc.disable()
+    try:
+        del alice, replica
+        assert memory() is None
+    finally:
+        gc.enable()
 
 
 def test_layouts_tell_models_and_codecs_apart(make_replica: MakeReplica) -> None:
@@ -365,6 +383,6 @@ def test_a_replica_is_built_from_a_runs_settings() -> None:
     )
     node = build_learner(manifest, run_id=RUN_ID, author=ALICE, device="cpu")
 
-    assert node.validation_loss(1) == pytest.approx(math.log(256), abs=0.15)
+    assert node.evaluate(1) == pytest.approx(math.log(256), abs=0.15)
     assert node.contribution_bytes == 41_120 + 4 * math.ceil(41_120 / 256)
     train(node, 1)

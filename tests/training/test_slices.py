@@ -84,12 +84,12 @@ def test_the_same_documents_make_the_same_corpus_wherever_they_lie(tmp_path: Pat
             (tmp_path / home / folder / f"{folder}.txt").write_text(f"text of {folder}, " * 20)
     alice = load_text(SHARED, ByteTokenizer(), Bring((tmp_path / "alice" / "x", tmp_path / "alice" / "y")))
     bob = load_text(SHARED, ByteTokenizer(), Bring((tmp_path / "bob" / "y", tmp_path / "bob" / "x")))
-    assert len(alice.corpus) == 8
-    assert alice.corpus == bob.corpus
+    assert len(alice.found.corpus) == 8
+    assert alice.found.corpus == bob.found.corpus
     assert np.array_equal(alice.training, bob.training)
     (tmp_path / "bob" / "y" / "y.txt").write_text("text of y! " * 20)
     other = load_text(SHARED, ByteTokenizer(), Bring((tmp_path / "bob" / "y", tmp_path / "bob" / "x")))
-    assert other.corpus != alice.corpus
+    assert other.found.corpus != alice.found.corpus
 
 
 def test_what_is_assigned_is_drawn_in_order_and_reported() -> None:

@@ -134,10 +134,10 @@ def test_held_out_text_has_the_loss_that_the_whole_model_has_and_teaches_nothing
     learner = whole(deep, no_clip, text)
     for _ in range(2):
         learner.learn()
-    assert workers[0].validation_loss(2) == pytest.approx(learner.validation_loss(2), rel=1e-5)
+    assert workers[0].evaluate(2) == pytest.approx(learner.evaluate(2), rel=1e-5)
     assert all(torch.equal(a.fast_weights(), b.fast_weights()) for a, b in zip(workers, untold, strict=True))
     with pytest.raises(DataError, match="were lost"):
-        workers[0].validation_loss(2)
+        workers[0].evaluate(2)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
@@ -303,7 +303,7 @@ def test_after_a_restart_no_batch_is_drawn_twice(
 ) -> None:
     workers = workers_of(deep, no_clip, text, 2, microbatch_size=2)
     learn(workers, 2)
-    workers[0].outer_step(None)
+    workers[0].apply(None)
     workers[0].save(tmp_path / "checkpoint")
     again = workers_of(deep, no_clip, text, 2, microbatch_size=2)[0]
     again.load(tmp_path / "checkpoint")

@@ -94,7 +94,7 @@ def test_settings_may_say_where_to_cut(model: ModelConfig) -> None:
         explicit_cut([1, 2], 2, 2)
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if PRESETS[name]["num_layers"] >= 4])
+@pytest.mark.parametrize("name", [name for name in PRESETS if PRESETS[name].num_layers >= 4])
 def test_stages_of_the_presets_cost_about_the_same(name: str) -> None:
     model = preset(name)
     costs = transformer_costs(model)

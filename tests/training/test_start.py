@@ -25,7 +25,7 @@ def start(make_replica: MakeReplica, tmp_path: Path) -> tuple[Learner, Path]:
     for _ in range(2):
         for _ in range(4):
             learnt.learn()
-        learnt.outer_step(None)
+        learnt.apply(None)
     learnt.save(tmp_path / "whole")
     tensors = load_file(tmp_path / "whole")
     kept = {name: tensor for name, tensor in tensors.items() if name.startswith(("slow/", "momentum/"))}
@@ -41,20 +41,20 @@ def test_weights_momentum_and_schedule_go_on(
     begun.start_from(path, learnt.steps, learnt.tokens)
     assert torch.equal(begun.slow_weights(), learnt.slow_weights())
     assert torch.equal(begun.fast_weights(), learnt.slow_weights())
-    assert torch.equal(begun.state()["momentum"], learnt.state()["momentum"])
-    assert not begun.state()["square"].any()
+    assert torch.equal(begun.vectors()["momentum"], learnt.vectors()["momentum"])
+    assert not begun.vectors()["square"].any()
     assert (begun.round, begun.steps, begun.tokens) == (0, 8, learnt.tokens)
     assert learning_rate(0, inner) != learnt.learning_rate > begun.learning_rate > 0
     for _ in range(50):
         begun.steps += 1
     assert begun.learning_rate == learning_rate(58, inner)
     begun.steps = 8
-    assert begun.validation_loss() == pytest.approx(learnt.validation_loss(), rel=1e-6)
-    before = begun.validation_loss()
+    assert begun.evaluate() == pytest.approx(learnt.evaluate(), rel=1e-6)
+    before = begun.evaluate()
     for _ in range(8):
         begun.learn()
-    begun.outer_step(None)
-    assert begun.validation_loss() < before
+    begun.apply(None)
+    assert begun.evaluate() < before
 
 
 def test_each_stage_takes_its_own(

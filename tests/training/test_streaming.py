@@ -123,10 +123,10 @@ def test_a_learner_learns_from_a_stream(folder: Path) -> None:
         device="cpu",
         bring=Bring(streams=(str(folder),)),
     )
-    before = learner.validation_loss(2)
+    before = learner.evaluate(2)
     for _ in range(60):
         learner.learn()
-    assert learner.validation_loss(2) < before - 1
+    assert learner.evaluate(2) < before - 1
 
 
 def test_two_kinds_of_text_are_one_too_many(folder: Path) -> None:

@@ -51,7 +51,7 @@ def same(first: Text, second: Text) -> bool:
     return (
         np.array_equal(first.training, second.training)
         and np.array_equal(first.held_out, second.held_out)
-        and (first.num_documents, first.corpus, first.largest) == (second.num_documents, second.corpus, second.largest)
+        and first.found == second.found
     )
 
 
@@ -65,7 +65,7 @@ def test_a_second_start_tokenises_nothing(bring: Bring) -> None:
     assert tokenizer.num_encoded == 60
     assert isinstance(second.training, np.memmap)
     assert len(first.held_out) > 0
-    assert first.largest == ord("u")
+    assert first.found.largest == ord("u")
     assert same(first, second)
     assert same(first, load_text(DATA, tokenizer, replace(bring, cache=None)))
 

@@ -34,7 +34,7 @@ def places_sent(form: TopK, data: Tensor, num_elements: int) -> Tensor:
 
 def sent(replica: Learner) -> bytearray:
     out = bytearray(replica.contribution_bytes)
-    replica.contribution(out)
+    replica.contribute(out)
     return out
 
 
@@ -137,8 +137,8 @@ def test_partners_agree_where_both_have_sent_and_move_where_the_other_has(make_r
     assert both.any()
     assert neither.any()
 
-    alice.outer_step(data[bob].numpy(), Encounter(b"", 3, 1), own_first=True)
-    bob.outer_step(data[alice].numpy(), Encounter(b"", 1, 3), own_first=False)
+    alice.apply(data[bob].numpy(), Encounter(b"", 3, 1), own_first=True)
+    bob.apply(data[alice].numpy(), Encounter(b"", 1, 3), own_first=False)
 
     assert torch.equal(alice.slow_weights()[both], bob.slow_weights()[both]), "bit for bit"
     for node, other, mine, theirs, share in (
@@ -165,17 +165,17 @@ def test_what_was_left_out_is_sent_some_rounds_later(make_replica: MakeReplica) 
     for number in range(9):
         data = torch.frombuffer(sent(alice), dtype=torch.uint8)
         if number == 0:  # nobody to be had: it was not passed on
-            alice.outer_step(None)
+            alice.apply(None)
             continue
         of_bob = sent(bob)
-        alice.outer_step(of_bob, Encounter(b"", 1, 0))
+        alice.apply(of_bob, Encounter(b"", 1, 0))
         alice.theta.copy_(meant)  # Bob's pull aside
         TopK(40).decode(data, told)
-        bob.outer_step(None)
+        bob.apply(None)
 
     errors = (told - meant).abs()
     assert float(errors.max()) <= float(meant.abs().max()) / 127
-    assert torch.equal(told, alice.state()["sent"])
+    assert torch.equal(told, alice.vectors()["sent"])
 
 
 def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_been(make_replica: MakeReplica, tmp_path: Path) -> None:
@@ -186,8 +186,8 @@ def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_been(make_replica:
         node.learn()
         of_node = sent(node)
         bob.learn()
-        node.outer_step(sent(bob), Encounter(b"", 1, 1))
-        bob.outer_step(None)
+        node.apply(sent(bob), Encounter(b"", 1, 1))
+        bob.apply(None)
         return bytes(of_node)
 
     round_of(alice)
@@ -213,14 +213,14 @@ def test_fragments_and_their_memory_stay_apart(make_replica: MakeReplica) -> Non
     alice, bob = make_replica(ALICE, **settings), make_replica(BOB, **settings)
     alice.learn()
     bob.learn()
-    part, before = alice.layout.fragment(1, 3), alice.state()["sent"].clone()
+    part, before = alice.layout.fragment(1, 3), alice.vectors()["sent"].clone()
     buffers = {node: bytearray(TopK(40).size(part.stop - part.start)) for node in (alice, bob)}
     for node, buffer in buffers.items():
-        node.contribution(buffer, 1)
+        node.contribute(buffer, 1)
 
-    alice.outer_step(buffers[bob], Encounter(b"", 1, 1))
+    alice.apply(buffers[bob], Encounter(b"", 1, 1))
 
-    after = alice.state()["sent"]
+    after = alice.vectors()["sent"]
     assert torch.equal(after[: part.start], before[: part.start])
     assert torch.equal(after[part.stop :], before[part.stop :])
     assert not torch.equal(after[part], before[part])

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Final
 
 from ...base.exits import Exit
-from ..doctor.causes import CAUSES, CHECKS
-from ..doctor.finding import Level
+from ..doctor.causes import CAUSES, CHECKS, check_of
+from .reference import table
 
 _HEAD: Final = """\
 # What can be wrong, and what to do
@@ -31,21 +31,20 @@ _FIELD: Final = re.compile(r"\{(\w+)[^}]*\}")
 def catalogue() -> Iterator[str]:
     """The page, in paragraphs."""
     yield _HEAD
-    rows = (f"| {code.value} | {code.name} | {_cell(code.meaning)} | {_cell(code.remedy)} |" for code in Exit)
+    exits = ((str(code.value), code.name, code.meaning, code.remedy) for code in Exit)
     yield "## Exit codes\n"
-    yield "\n".join(["| code | name | meaning | what to do |", "|---|---|---|---|", *rows]) + "\n"
+    yield table("| code | name | meaning | what to do |", exits) + "\n"
     yield _DOCTOR
     for check, about in CHECKS.items():
         yield f"### {check}: {about}\n"
-        yield "\n".join(["| cause | | it says | what to do |", "|---|---|---|---|", *_rows(check)]) + "\n"
+        rows = (
+            (f"`{name}`", cause.level, _fields(cause.found), _fields(cause.remedy))
+            for name, cause in CAUSES.items()
+            if check_of(name) == check
+        )
+        yield table("| cause | | it says | what to do |", rows) + "\n"
 
 
-def _rows(check: str) -> Iterator[str]:
-    for name, cause in CAUSES.items():
-        if cause.check == check:
-            remedy = "" if cause.level is Level.OK else cause.remedy
-            yield f"| `{name}` | {cause.level} | {_cell(cause.found)} | {_cell(remedy)} |"
-
-
-def _cell(text: str) -> str:
-    return _FIELD.sub(r"*\1*", text).replace("|", "\\|")
+def _fields(text: str) -> str:
+    """What is filled in, marked as such."""
+    return _FIELD.sub(r"*\1*", text)

@@ -14,12 +14,10 @@ from farandole.protocol.errors import ManifestError
 
 from ...base.settings import NodeSettings
 from .options import AsJson, Home, takes_settings
-from .output import print_json
+from .output import own_invite, print_answer, print_json, write_manifest
 
 if TYPE_CHECKING:
     from farandole.protocol.manifest import SignedManifest
-
-    from ...inspect.listing import CheckpointOffer
 
 # More replicas hardly make the mean better, and each is a download of the whole model.
 MAX_MERGED: Final = 16
@@ -56,11 +54,8 @@ def list_checkpoints(settings: NodeSettings, as_json: AsJson = False) -> None:
     from ...inspect.view import checkpoints_screen
 
     local = local_checkpoints(settings.checkpoints)
-    offers: list[CheckpointOffer] | None
-    if settings.invite is not None:
-        offers = run_to_end(partial(visit_offers, settings, partial(typer.echo, err=True)))
-    else:
-        offers = node_offers(settings.home)
+    visit = partial(visit_offers, settings, partial(typer.echo, err=True))
+    offers = node_offers(settings.home) if settings.invite is None else run_to_end(visit)
     if as_json:
         print_json({"here": msgspec.to_builtins(local), "run": msgspec.to_builtins(offers)})
     else:
@@ -94,7 +89,7 @@ def pull_model(
     from ...inspect.pull import pull
     from .progress import open_progress
 
-    settings = replace(settings, invite=settings.invite or _own_invite(settings.home))
+    settings = replace(settings, invite=settings.invite or own_invite(settings.home))
     key = load_or_create_key(settings.key)
     with open_progress() as (say, show):
         task = partial(pull, settings, to, key, merge=merge, with_optimizer=optimizer, say=say, show=show)
@@ -103,24 +98,8 @@ def pull_model(
         except KeyboardInterrupt:
             say(f"interrupted: the next pull to {to} goes on with what has come")
             raise
-    if as_json:
-        print_json({"folder": str(to), "id": checkpoint_id.hex()})
-    else:
-        typer.echo(f"{to} holds the model; its id is {checkpoint_id.hex()}")
-
-
-def _own_invite(home: Path) -> str:
-    """To the run of the node that runs here; `NoNodeError` if none does."""
-    from farandole.protocol.invite import Invite, encode_invite
-
-    from ...join.invite_addresses import choose_bootstrap_addresses
-    from .output import node_status
-
-    status = node_status(home)
-    if not status.run.run_id:
-        raise ManifestError("the node has not found its run yet; `farandole status` says what it waits for")
-    addresses = choose_bootstrap_addresses(status)
-    return encode_invite(Invite(bytes.fromhex(status.run.run_id), tuple(addresses)))
+    name = checkpoint_id.hex()
+    print_answer(as_json, {"folder": str(to), "id": name}, f"{to} holds the model; its id is {name}")
 
 
 @checkpoint_app.command("verify")
@@ -139,17 +118,15 @@ def verify_checkpoint(
     from ...store.consolidated.verify import verify
 
     verified = verify(path)
-    if as_json:
-        print_json(msgspec.to_builtins(verified))
-        return
-    held = f"{verified.num_tensors} tensors ({', '.join(verified.vectors)}), {size(verified.size)}"
-    if not verified.id:
-        typer.echo(f"{path} is well in itself: {held}, all finite; what it should hold, only a folder or an index says")
-        return
-    typer.echo(
-        f"{path} is whole: {held}, all finite, hashes right; round {verified.round}, {verified.inner_steps} inner "
-        f"steps, {count(verified.tokens or 0)} tokens; id {verified.id}"
-    )
+    held = f"{verified.num_tensors} tensors ({', '.join(verified.vectors)}), {size(verified.size)}, all finite"
+    if verified.id:
+        text = (
+            f"{path} is whole: {held}, hashes right; round {verified.round}, {verified.inner_steps} inner steps, "
+            f"{count(verified.tokens or 0)} tokens; id {verified.id}"
+        )
+    else:
+        text = f"{path} is well in itself: {held}; what it should hold, only a folder or an index says"
+    print_answer(as_json, msgspec.to_builtins(verified), text)
 
 
 @checkpoint_app.command("resume")
@@ -234,10 +211,7 @@ def export_model(
     from ...store.consolidated.hf_export import export_hf
 
     names = export_hf(read_folder(folder), to, tokenizer)
-    if as_json:
-        print_json({"folder": str(to), "files": names})
-    else:
-        typer.echo(f"{to} holds {', '.join(names)}")
+    print_answer(as_json, {"folder": str(to), "files": names}, f"{to} holds {', '.join(names)}")
 
 
 def _new_file(out: Path | None, run_file: Path) -> Path:
@@ -248,12 +222,7 @@ def _new_file(out: Path | None, run_file: Path) -> Path:
 
 
 def _write_manifest(path: Path, signed: SignedManifest, folder: Path, as_json: bool) -> None:
-    try:
-        path.write_bytes(signed.encode())
-    except OSError as error:
-        raise ManifestError(f"cannot write {path}: {error.strerror}") from error
-    if as_json:
-        print_json({"run_id": signed.run_id.hex(), "manifest": str(path), "start": str(folder)})
-        return
-    typer.echo(f"run {signed.run_id.hex()}")
-    typer.echo(f"manifest in {path}; start its first node with: farandole join {path} --start {folder}")
+    write_manifest(path, signed)
+    run_id, start = signed.run_id.hex(), f"start its first node with: farandole join {path} --start {folder}"
+    made = {"run_id": run_id, "manifest": str(path), "start": str(folder)}
+    print_answer(as_json, made, f"run {run_id}\nmanifest in {path}; {start}")

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from ...base.config.file import CONFIG_NAME, CONFIG_VARIABLE, SETTINGS, ConfigError, config_text, read_config
-from ...base.config.setting import VARIABLE_PREFIX, Setting
+from ...base.config.setting import VARIABLE_PREFIX
 from ...base.settings import HOME_VARIABLE, NodeSettings
 from .options import AsJson, Home, takes_settings
 from .output import print_json
@@ -20,12 +20,7 @@ from .output import print_json
 config_app = typer.Typer(help="Settings: a file of them, and where each value comes from.", no_args_is_help=True)
 
 # As click calls them.
-_SOURCES: Final = {
-    "COMMANDLINE": "flag",
-    "ENVIRONMENT": "environment",
-    "DEFAULT_MAP": "file",
-    "DEFAULT": "default",
-}
+_SOURCES: Final = {"COMMANDLINE": "flag", "ENVIRONMENT": "environment", "DEFAULT_MAP": "file"}
 
 
 @config_app.command("init")
@@ -60,8 +55,8 @@ def show_config(settings: NodeSettings, context: typer.Context, config: Path, as
 
     Examples: [cyan]farandole config show[/cyan]; [cyan]farandole config show --json | jq .settings.slow[/cyan]
     """
-    sources = {setting.name: _SOURCES[_source_name(context, setting)] for setting in SETTINGS}
-    values = {setting.name: _plain(getattr(settings, setting.name)) for setting in SETTINGS}
+    sources = {setting.name: _source_of(context, setting.name) for setting in SETTINGS}
+    values = {setting.name: getattr(settings, setting.name) for setting in SETTINGS}
     if as_json:
         shown = {name: {"value": value, "source": sources[name]} for name, value in values.items()}
         print_json({"home": str(settings.home), "file": str(config) if config.exists() else None, "settings": shown})
@@ -89,15 +84,9 @@ def check_config(
     typer.echo(f"{path} is right; it sets: {', '.join(read_config(path)) or 'nothing'}")
 
 
-def _source_name(context: typer.Context, setting: Setting) -> str:
-    source = context.get_parameter_source(setting.name)
-    return "DEFAULT" if source is None else source.name
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_plain(part) for part in value]
-    return str(value) if isinstance(value, Path) else value
+def _source_of(context: typer.Context, name: str) -> str:
+    source = context.get_parameter_source(name)
+    return "default" if source is None else _SOURCES.get(source.name, "default")
 
 
 def _print_table(values: Mapping[str, Any], sources: Mapping[str, str]) -> None:
@@ -109,7 +98,7 @@ def _print_table(values: Mapping[str, Any], sources: Mapping[str, str]) -> None:
         source = sources[setting.name]
         value = values[setting.name]
         origin = f"{source} {setting.variable}" if source == "environment" else source
-        told = setting.about.unset if value is None else json.dumps(value)
+        told = setting.about.unset if value is None else json.dumps(value, default=str)
         table.add_row(setting.name, told, origin, style="dim" if source == "default" else "")
     Console(markup=False).print(table)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -22,16 +23,9 @@ def join(settings: NodeSettings) -> None:
     """
     invite, manifest = split_source(settings.invite)
     settings = replace(settings, invite=invite, manifest=manifest)
-    import trio
-
-    from ...base.logs import logging_to_file
-    from ...base.system.allocator import give_memory_back
     from ...daemon import run_node
 
-    give_memory_back()
-    with logging_to_file(settings):
-        code = trio.run(run_node, settings)
-    raise typer.Exit(code)
+    _run(settings, run_node, settings)
 
 
 @takes_settings(
@@ -55,13 +49,19 @@ def relay(
 
     for invite in invites or []:
         decode_invite(invite)  # a slip is told at once
+    from ...relay_node import run_relay
+
+    _run(settings, run_relay, settings, invites or [])
+
+
+def _run(settings: NodeSettings, daemon: Callable[..., Awaitable[int]], *arguments: object) -> NoReturn:
+    """Run ``daemon(*arguments)`` until it ends, and exit with the code that it returns."""
     import trio
 
     from ...base.logs import logging_to_file
     from ...base.system.allocator import give_memory_back
-    from ...relay_node import run_relay
 
     give_memory_back()
     with logging_to_file(settings):
-        code = trio.run(run_relay, settings, invites or [])
+        code = trio.run(daemon, *arguments)
     raise typer.Exit(code)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import typer
-
 from .options import AsJson, Home
-from .output import print_json
+from .output import print_answer
 
 
 def show_id(home: Home, as_json: AsJson = False) -> None:
@@ -18,7 +16,5 @@ def show_id(home: Home, as_json: AsJson = False) -> None:
     from ...base.identity import load_or_create_key
 
     public_key = public_bytes(load_or_create_key(home / "key"))
-    if as_json:
-        print_json({"peer_id": peer_id_of(public_key), "public_key": public_key.hex(), "home": str(home)})
-    else:
-        typer.echo(peer_id_of(public_key))
+    peer_id = peer_id_of(public_key)
+    print_answer(as_json, {"peer_id": peer_id, "public_key": public_key.hex(), "home": str(home)}, peer_id)

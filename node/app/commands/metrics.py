@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
-from collections import deque
 from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
@@ -42,17 +40,16 @@ def show_metrics(
     from ...status.round_log import read_rounds, write_csv
 
     path = NodeSettings(home=home).rounds
-    records = read_rounds(path)
-    first = next(records, None)
-    if first is None:
+    records = list(read_rounds(path))
+    if not records:
         raise FarandoleError(f"no round is over yet: {path} has none; name another folder with --home")
-    records = itertools.chain([first], records)
+    newest = records[-last:] if last else records
     if tensorboard is not None:
-        _write_events(deque(records, last) if last else records, tensorboard)
+        _write_events(newest, tensorboard)
     elif as_csv:
-        write_csv(deque(records, last) if last else records, sys.stdout)
+        write_csv(newest, sys.stdout)
     else:
-        _print_table(deque(records, last or 20), path)
+        _print_table(newest if last else records[-20:], path)
 
 
 def _write_events(records: Iterable[RoundRecord], folder: Path) -> None:

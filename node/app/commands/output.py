@@ -1,9 +1,10 @@
-"""What several commands do for a caller: JSON, a node's status, a manifest."""
+"""What several commands do for a caller: JSON, a node's status, an invite, a manifest."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,13 @@ if TYPE_CHECKING:
 
 
 def print_json(value: object) -> None:
-    """Readable JSON on standard output."""
-    typer.echo(json.dumps(value, indent=2))
+    """Readable JSON on standard output; what JSON has no type for, such as a path, as a string."""
+    typer.echo(json.dumps(value, indent=2, default=str))
+
+
+def print_answer(as_json: bool, value: object, text: str) -> None:
+    """Print ``value`` as JSON, for scripts, or ``text``, for people."""
+    print_json(value) if as_json else typer.echo(text)
 
 
 def node_status(home: Path) -> NodeStatus:
@@ -32,6 +38,22 @@ def node_status(home: Path) -> NodeStatus:
     return msgspec.convert(call(home, "status"), NodeStatus)
 
 
+def own_invite(home: Path, addresses: Sequence[str] | None = None) -> str:
+    """An invite to the run of the node that runs here, by its own addresses if none are given.
+
+    Raises `NoNodeError` if none runs, and `ManifestError` while it has not found its run.
+    """
+    from farandole.protocol.invite import Invite, encode_invite
+
+    from ...join.invite_addresses import choose_bootstrap_addresses
+
+    status = node_status(home)
+    if not status.run.run_id:
+        raise ManifestError("the node has not found its run yet; `farandole status` says what it waits for")
+    run_id = bytes.fromhex(status.run.run_id)
+    return encode_invite(Invite(run_id, tuple(addresses or choose_bootstrap_addresses(status))))
+
+
 def read_manifest(path: Path) -> tuple[Manifest, SignedManifest]:
     """A manifest file, checked; `ManifestError` if it cannot be read or is not valid."""
     from farandole.protocol.manifest import decode_manifest
@@ -41,6 +63,14 @@ def read_manifest(path: Path) -> tuple[Manifest, SignedManifest]:
     except OSError as error:
         raise ManifestError(f"{path} is no invite, and no manifest that can be read: {error.strerror}") from error
     return decode_manifest(raw)
+
+
+def write_manifest(path: Path, signed: SignedManifest) -> None:
+    """Write a manifest file; `ManifestError` if that cannot be done."""
+    try:
+        path.write_bytes(signed.encode())
+    except OSError as error:
+        raise ManifestError(f"cannot write {path}: {error.strerror}") from error
 
 
 def split_source(source: str | None) -> tuple[str | None, Path | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Final
 
 import typer
@@ -40,8 +40,16 @@ def print_reference(
         parts = catalogue()
     else:
         root = context.find_root()
-        parts = itertools.chain([_HEAD], _commands(root.command, root), _settings(), _exits())
+        exits = table("| code | name | meaning |", ((str(code.value), code.name, code.meaning) for code in Exit))
+        settings = (_SETTINGS, _settings(), "", "## Exit codes\n", exits, "")
+        parts = itertools.chain([_HEAD], _commands(root.command, root), settings)
     typer.echo("\n".join(parts), nl=False)
+
+
+def table(header: str, rows: Iterable[Sequence[str]]) -> str:
+    """Rows of cells as a table of Markdown, below the line ``header``."""
+    lines = ("".join(f"| {_cell(cell)} " for cell in row) + "|" for row in rows)
+    return "\n".join([header, "|" + "---|" * (header.count("|") - 1), *lines])
 
 
 def _commands(command: Any, context: Any) -> Iterator[str]:
@@ -58,7 +66,8 @@ def _commands(command: Any, context: Any) -> Iterator[str]:
 
 
 def _section(command: Any, context: Any) -> str:
-    path = _path(context)
+    # Without the name by which this very process was started.
+    path = f"farandole{context.command_path.removeprefix(context.find_root().command_path)}"
     parts = [f"## {path}", f"    {path} {' '.join(command.collect_usage_pieces(context))}", _markdown(command.help)]
     taken, rows = [], []
     for parameter in command.get_params(context):
@@ -67,7 +76,7 @@ def _section(command: Any, context: Any) -> str:
         elif parameter.name != "help" and not parameter.hidden:
             rows.append(_row(parameter, context))
     if rows:
-        parts.append("\n".join(["| option | meaning | default |", "|---|---|---|", *rows]))
+        parts.append(table("| option | meaning | default |", rows))
     if len(taken) == len(SETTINGS):
         parts.append("And every [setting](#settings).")
     elif taken:
@@ -76,41 +85,23 @@ def _section(command: Any, context: Any) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _path(context: Any) -> str:
-    """Without the name by which this very process was started."""
-    names = []
-    while context.parent is not None:
-        names.append(context.info_name)
-        context = context.parent
-    return " ".join(["farandole", *reversed(names)])
-
-
-def _row(parameter: Any, context: Any) -> str:
+def _row(parameter: Any, context: Any) -> tuple[str, ...]:
     names, told = parameter.get_help_record(context)
     meaning = parameter.help or ""
     extra = told.removeprefix(meaning).strip().removeprefix("[").removesuffix("]")
     names = parameter.metavar if parameter.param_type_name == "argument" else names.replace(" range>", ">")
-    return f"| `{_cell(names)}` | {_cell(_markdown(meaning))} | {_cell(extra.removeprefix('default: '))} |"
+    return f"`{names}`", _markdown(meaning), extra.removeprefix("default: ")
 
 
-def _settings() -> Iterator[str]:
-    yield _SETTINGS
-    yield "| key | flag | variable | value | default | meaning |\n|---|---|---|---|---|---|"
+def _settings() -> str:
+    rows = []
     for setting in SETTINGS:
         about = setting.about
         value = setting.expected + (f" ({about.unit})" if about.unit else "")
-        flag = f"`{setting.flag}`" if setting.flag else f"`{_cell(about.placeholder)}`, without a flag"
+        flag = f"`{setting.flag}`" if setting.flag else f"`{about.placeholder}`, without a flag"
         default = f"`{default_of(setting)}`" if setting.default not in (None, []) else default_of(setting)
-        yield f"| `{setting.name}` | {flag} | `{setting.variable}` | {value} | {default} | {_cell(about.help)} |"
-    yield ""
-
-
-def _exits() -> Iterator[str]:
-    yield "## Exit codes\n"
-    yield "| code | name | meaning |\n|---|---|---|"
-    for code in Exit:
-        yield f"| {code.value} | {code.name} | {code.meaning} |"
-    yield ""
+        rows.append((f"`{setting.name}`", flag, f"`{setting.variable}`", value, default, about.help))
+    return table("| key | flag | variable | value | default | meaning |", rows)
 
 
 def _markdown(text: str) -> str:

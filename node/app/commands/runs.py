@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from farandole.protocol.errors import ManifestError
 
 from ...base.settings import NodeSettings
 from .options import AsJson, Home, takes_settings
-from .output import node_status, print_json, read_manifest
+from .output import own_invite, print_answer, print_json, read_manifest, split_source, write_manifest
 
 if TYPE_CHECKING:
     from farandole.protocol.invite import Invite
@@ -73,10 +72,7 @@ def create_run(
         manifest, measured = cut_by_measuring(manifest, settings.allow_model)
     signed = sign_manifest(manifest, load_or_create_key(settings.key))
     invite = encode_invite(Invite(signed.run_id, tuple(invite_address))) if invite_address else None
-    try:
-        path.write_bytes(signed.encode())
-    except OSError as error:
-        raise ManifestError(f"cannot write {path}: {error.strerror}") from error
+    write_manifest(path, signed)
     if as_json:
         import msgspec
 
@@ -120,14 +116,13 @@ def show_run(
 
     Example: [cyan]farandole run show run.manifest[/cyan]
     """
-    from farandole.protocol.invite import decode_invite, is_invite
+    from farandole.protocol.invite import decode_invite
 
-    if is_invite(source) and not os.path.exists(source):
-        invite = decode_invite(source)
-        _show_invite(invite, as_json)
-    else:
-        manifest, signed = read_manifest(Path(source))
-        _show_manifest(manifest, signed, as_json)
+    invite, path = split_source(source)
+    if invite is not None:
+        _show_invite(decode_invite(invite), as_json)
+    elif path is not None:
+        _show_manifest(*read_manifest(path), as_json)
 
 
 @run_app.command("invite")
@@ -147,36 +142,21 @@ def make_invite(
     """
     from farandole.protocol.invite import Invite, encode_invite
 
-    from ...join.invite_addresses import choose_bootstrap_addresses
-
-    if manifest is not None:
-        if not address:
-            raise ManifestError("an invite from a manifest needs at least one --address that others can dial")
-        run_id, addresses = read_manifest(manifest)[1].run_id, list(address)
+    if manifest is None:
+        typer.echo(own_invite(home, address))
+    elif address:
+        typer.echo(encode_invite(Invite(read_manifest(manifest)[1].run_id, tuple(address))))
     else:
-        status = node_status(home)
-        if not status.run.run_id:
-            raise ManifestError("the node has not found its run yet; `farandole status` says what it waits for")
-        run_id = bytes.fromhex(status.run.run_id)
-        addresses = list(address or choose_bootstrap_addresses(status))
-    typer.echo(encode_invite(Invite(run_id, tuple(addresses))))
+        raise ManifestError("an invite from a manifest needs at least one --address that others can dial")
 
 
 def _show_invite(invite: Invite, as_json: bool) -> None:
-    if as_json:
-        print_json(
-            {
-                "run_id": invite.run_id.hex(),
-                "addresses": list(invite.addresses),
-                "admission": invite.admission.hex(),
-            }
-        )
-        return
-    typer.echo(f"invite to run {invite.run_id.hex()}")
-    for address in invite.addresses:
-        typer.echo(f"  dials {address}")
-    if invite.admission:
-        typer.echo("  with an admission")
+    run_id, admission = invite.run_id.hex(), invite.admission.hex()
+    lines = [f"invite to run {run_id}", *(f"  dials {address}" for address in invite.addresses)]
+    if admission:
+        lines.append("  with an admission")
+    value = {"run_id": run_id, "addresses": list(invite.addresses), "admission": admission}
+    print_answer(as_json, value, "\n".join(lines))
 
 
 def _show_manifest(manifest: Manifest, signed: SignedManifest, as_json: bool) -> None:
@@ -185,21 +165,16 @@ def _show_manifest(manifest: Manifest, signed: SignedManifest, as_json: bool) ->
     from farandole.protocol.identity import peer_id_of
 
     settings: dict[str, Any] = msgspec.to_builtins(manifest)
-    if as_json:
-        print_json({"run_id": signed.run_id.hex(), "creator": peer_id_of(signed.creator), "manifest": settings})
-        return
-    typer.echo(f"run {signed.run_id.hex()}")
-    typer.echo(f"by  {peer_id_of(signed.creator)}")
-    for line in _setting_lines(settings):
-        typer.echo(line)
+    run_id, creator = signed.run_id.hex(), peer_id_of(signed.creator)
+    lines = [f"run {run_id}", f"by  {creator}", *_setting_lines(settings)]
+    print_answer(as_json, {"run_id": run_id, "creator": creator, "manifest": settings}, "\n".join(lines))
 
 
 def _setting_lines(settings: dict[str, Any]) -> Iterator[str]:
     """As in a run file: plain values first, then the sections."""
-    for name, value in settings.items():
-        if not isinstance(value, dict):
-            yield f"{name} = {json.dumps(value)}"
-    for name, value in settings.items():
+    for name, value in sorted(settings.items(), key=lambda item: isinstance(item[1], dict)):
         if isinstance(value, dict):
             yield f"[{name}]"
             yield from (f"  {key} = {json.dumps(entry)}" for key, entry in value.items())
+        else:
+            yield f"{name} = {json.dumps(value)}"

@@ -55,15 +55,23 @@ def install_service(
     if config.absolute() != home / CONFIG_NAME:
         command += ["--config", str(config.absolute())]
     service = Service(name, command, home, settings.memory_gb, settings.cpu_cores)
+    path = manager.path(name)
     if only_print:
-        typer.echo(f"# {manager.path(name)}", err=True)
+        typer.echo(f"# {path}", err=True)
         typer.echo(manager.text(service), nl=False)
         return
     from ...base.identity import make_home
 
     make_home(home)
-    _install(manager, service)
-    typer.echo(f"{manager.path(name)} is written, and the node started; farandole service logs shows what it says")
+    if path.exists():
+        _run(manager.stop(name), must_succeed=False)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(manager.text(service), encoding="utf-8")
+    except OSError as error:
+        raise ServiceError(f"cannot write {path}: {error.strerror}") from error
+    _run([*manager.reload(), *manager.start(name)])
+    typer.echo(f"{path} is written, and the node started; farandole service logs shows what it says")
     if hint := manager.hint(getpass.getuser()):
         typer.echo(hint)
 
@@ -78,11 +86,9 @@ def uninstall_service(name: Name = "farandole") -> None:
     path = manager.path(name)
     if not path.exists():
         raise ServiceError(f"there is no service {name}: {path} is not there")
-    for command in manager.stop(name):
-        _run(command, must_succeed=False)
+    _run(manager.stop(name), must_succeed=False)
     path.unlink()
-    for command in manager.reload():
-        _run(command)
+    _run(manager.reload())
     typer.echo(f"{path} is removed")
 
 
@@ -92,8 +98,7 @@ def service_status(name: Name = "farandole") -> None:
 
     Example: [cyan]farandole service status[/cyan]
     """
-    code = _show(manager_here().status(name))
-    raise typer.Exit(Exit.OK if code == 0 else Exit.NO_NODE)
+    raise typer.Exit(Exit.NO_NODE if _show(manager_here().status(name)) else Exit.OK)
 
 
 @service_app.command("logs")
@@ -130,27 +135,14 @@ def _sources(sources: Sequence[str] | None, as_relay: bool) -> list[str]:
     return [invite or str(Path(str(manifest)).absolute()) for invite, manifest in checked]
 
 
-def _install(manager: Manager, service: Service) -> None:
-    path = manager.path(service.name)
-    if path.exists():
-        for command in manager.stop(service.name):
-            _run(command, must_succeed=False)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(manager.text(service), encoding="utf-8")
-    except OSError as error:
-        raise ServiceError(f"cannot write {path}: {error.strerror}") from error
-    for command in [*manager.reload(), *manager.start(service.name)]:
-        _run(command)
-
-
-def _run(command: Command, *, must_succeed: bool = True) -> None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ServiceError(f"{command[0]}: {error}") from error
-    if done.returncode and must_succeed:
-        raise ServiceError(f"{' '.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+def _run(commands: Sequence[Command], *, must_succeed: bool = True) -> None:
+    for command in commands:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise ServiceError(f"{command[0]}: {error}") from error
+        if done.returncode and must_succeed:
+            raise ServiceError(f"{' '.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
 
 
 def _show(command: Command) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,12 +10,12 @@ import typer
 
 from ...base.interrupts import interruptible
 from .options import AsJson, Home
-from .output import node_status, print_json
+from .output import node_status, print_answer, print_json
 
 if TYPE_CHECKING:
     from threading import Event
 
-    from ...ui.watch.feed import Feed
+    from ...status.status import NodeStatus
 
 From = Annotated[
     Path | None,
@@ -51,11 +50,18 @@ def status(
         if watch and as_json:
             _watch_json(home, is_interrupted)
         elif watch:
-            _watch(_feed(home, source), is_interrupted)
-        elif source is not None:
-            _print_first(_feed(home, source))
+            _watch(home, source, is_interrupted)
+        elif as_json:
+            from ...base.control import call
+
+            print_json(call(home, "status"))
         else:
-            _print_status(home, as_json)
+            from rich.console import Console
+
+            from ...ui.view import status_screen
+
+            seen = node_status(home) if source is None else _first_of(source)
+            Console().print(status_screen(seen, seen.at))
 
 
 def peers(home: Home, as_json: AsJson = False) -> None:
@@ -95,48 +101,26 @@ def dashboard(
     place = find_place(NodeSettings(home=home).dashboard_place)
     if place is None:
         raise FarandoleError("this node serves no page: it was started with --no-dashboard, or is just starting")
-    if as_json:
-        print_json({"url": place.url, "token": place.token})
-    else:
-        typer.echo(place.link)
+    print_answer(as_json, {"url": place.url, "token": place.token}, place.link)
     if open_browser and not webbrowser.open(place.link):
         raise FarandoleError("no browser is to be had here; open the address above")
 
 
-def _print_status(home: Path, as_json: bool) -> None:
-    from rich.console import Console
-
-    from ...base.control import call
-    from ...ui.view import status_screen
-
-    if as_json:
-        print_json(call(home, "status"))
-    else:
-        Console().print(status_screen(node_status(home), time.time()))
-
-
-def _feed(home: Path, source: Path | None) -> Feed:
-    from ...ui.watch.feed import HomeFeed, LinesFeed
-
-    return HomeFeed(home) if source is None else LinesFeed(source)
-
-
-def _print_first(feed: Feed) -> None:
+def _first_of(source: Path) -> NodeStatus:
+    """The first status that comes. Raises `FarandoleError` if none does."""
     from threading import Event
-
-    from rich.console import Console
 
     from farandole.protocol.errors import FarandoleError
 
-    from ...ui.view import status_screen
+    from ...ui.watch.feed import LinesFeed
     from ...ui.watch.view import Lost
 
     no_more = Event()
     no_more.set()
-    news = next(feed.news(no_more), Lost("there is no status in it"))
+    news = next(LinesFeed(source).news(no_more), Lost("there is no status in it"))
     if isinstance(news, Lost):
         raise FarandoleError(news.why)
-    Console().print(status_screen(news.status, news.status.at))
+    return news.status
 
 
 def _watch_json(home: Path, is_interrupted: Event) -> None:
@@ -159,10 +143,12 @@ def _watch_json(home: Path, is_interrupted: Event) -> None:
             return
 
 
-def _watch(feed: Feed, is_interrupted: Event) -> None:
+def _watch(home: Path, source: Path | None, is_interrupted: Event) -> None:
     """On the whole screen if there is one, else what happens, line by line."""
+    from ...ui.watch.feed import HomeFeed, LinesFeed
     from ...ui.watch.terminal import has_screen, keys_from_terminal
 
+    feed = HomeFeed(home) if source is None else LinesFeed(source)
     if not has_screen():
         from ...ui.watch.lines import print_lines
 

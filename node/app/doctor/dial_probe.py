@@ -54,27 +54,22 @@ class Door:
     ips: list[str] = field(default_factory=list)
     knock: Knock | None = None
     is_proved: bool = False
-    is_stranger: bool = False
-    why: str = ""
+    error: Exception | None = None
+    """Why the peer is not behind an open port."""
 
     @property
     def is_relayed(self) -> bool:
         """Whether the address leads to a relay, which leads to the peer."""
         return "/p2p-circuit" in self.address
 
-    @property
-    def is_named(self) -> bool:
-        """Whether it has a name that must be resolved."""
-        return self.kind.startswith("dns")
-
 
 def make_doors(addresses: Iterable[tuple[bytes, str]]) -> list[Door]:
     """From peers and their multiaddrs, the first `MAX_DOORS` that are of TCP."""
-    doors = []
-    for peer, address in addresses:
-        match = _NAMED.fullmatch(address)
-        if match is not None:
-            doors.append(Door(peer, address, match[1], match[2], int(match[3])))
+    doors = [
+        Door(peer, address, match[1], match[2], int(match[3]))
+        for peer, address in addresses
+        if (match := _NAMED.fullmatch(address))
+    ]
     return doors[:MAX_DOORS]
 
 
@@ -93,7 +88,7 @@ async def resolve(doors: Sequence[Door]) -> list[Finding]:
     findings: dict[str, Finding] = {}
 
     async def look_up(door: Door) -> None:
-        if not door.is_named:
+        if not door.kind.startswith("dns"):
             door.ips = [door.name]
             return
         family = _FAMILIES.get(door.kind, socket.AF_UNSPEC)
@@ -154,10 +149,8 @@ async def _prove(host: Host, door: Door, ip: str) -> None:
             else:
                 await host.prove(door.peer, (ip, door.port))
         door.is_proved = True
-    except StrangerError:
-        door.is_stranger = True
     except Exception as error:  # whatever the handshake raises, the peer was not reached
-        door.why = str(error) or repr(error)
+        door.error = error
 
 
 async def examine_egress(doors: Sequence[Door]) -> Finding:
@@ -181,15 +174,14 @@ def judge_egress(said: dict[tuple[str, int], Knock]) -> Finding:
     if not said:
         return found("egress-untold")
     answered = {place for place, knocked in said.items() if knocked in (Knock.OPEN, Knock.REFUSED)}
-    ports = ", ".join(map(str, sorted({port for _, port in answered})))
     # A machine that answers on one port and drops the others may be its own firewall's doing; not if all do so.
-    silent_where_one_answers = {
-        place for place, knocked in said.items() if knocked is Knock.SILENT and (place[0], HTTPS_PORT) in answered
-    }
-    if answered and silent_where_one_answers and all(port == HTTPS_PORT for _, port in answered):
+    is_one_half_silent = any(
+        knocked is Knock.SILENT and (ip, HTTPS_PORT) in answered for (ip, _), knocked in said.items()
+    )
+    if is_one_half_silent and all(port == HTTPS_PORT for _, port in answered):
         return found("egress-only-443")
     if answered:
-        return found("egress-fine", ports=ports)
+        return found("egress-fine", ports=", ".join(map(str, sorted({port for _, port in answered}))))
     if all(knocked is Knock.NO_ROUTE for knocked in said.values()) or not has_route():
         return found("egress-offline")
     return found("egress-silent")
@@ -203,22 +195,26 @@ def judge_doors(doors: Sequence[Door], egress: Finding) -> list[Finding]:
 
 
 def _judge_door(door: Door, egress: Finding) -> Finding:
+    why = str(door.error) or repr(door.error)
+    return found(_cause_of(door, egress), address=door.address, port=door.port, seconds=KNOCK_TIMEOUT, why=why)
+
+
+def _cause_of(door: Door, egress: Finding) -> str:
     if door.is_proved:
-        return found("bootstrap-fine", address=door.address)
+        return "bootstrap-fine"
     if not door.ips:
-        return found("bootstrap-unresolved", address=door.address)
+        return "bootstrap-unresolved"
     match door.knock:
         case Knock.OPEN if door.is_relayed:
-            return found("bootstrap-behind-relay", address=door.address)
-        case Knock.OPEN if door.is_stranger:
-            return found("bootstrap-stranger", address=door.address)
+            return "bootstrap-behind-relay"
+        case Knock.OPEN if isinstance(door.error, StrangerError):
+            return "bootstrap-stranger"
         case Knock.OPEN:
-            return found("bootstrap-no-handshake", address=door.address, why=door.why)
+            return "bootstrap-no-handshake"
         case Knock.REFUSED:
-            return found("bootstrap-refused", address=door.address)
+            return "bootstrap-refused"
         case Knock.NO_ROUTE:
-            is_private = not is_global(door.ips[0])
-            return found("bootstrap-private" if is_private else "bootstrap-no-route", address=door.address)
+            return "bootstrap-no-route" if is_global(door.ips[0]) else "bootstrap-private"
     if egress.cause == "egress-only-443" and door.port != HTTPS_PORT:
-        return found("bootstrap-filtered", address=door.address, port=door.port)
-    return found("bootstrap-silent", address=door.address, seconds=KNOCK_TIMEOUT)
+        return "bootstrap-filtered"
+    return "bootstrap-silent"

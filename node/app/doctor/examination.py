@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -49,7 +50,7 @@ class Examination:
     async def run(self) -> Diagnosis:
         """Look at everything."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._one, "torch", lambda: check_torch(self.settings.device))
+            nursery.start_soon(self._check, "torch", check_torch, self.settings.device)
             await self.look_at_folder()
             await self.look_at_network()
         return self.conclude()
@@ -64,15 +65,16 @@ class Examination:
     async def look_at_folder(self) -> None:
         """The node's folder, and what it takes to begin; before the network, where this visit itself listens."""
         settings = self.settings
-        is_running = await trio.to_thread.run_sync(is_node_running, settings.lock)
+        in_thread = trio.to_thread.run_sync  # what reads the disk
+        is_running = await in_thread(is_node_running, settings.lock)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._aside, "home", lambda: [check_home(settings.home)])
-            nursery.start_soon(self._aside, "node", lambda: [_look_at_node(settings.home, is_running=is_running)])
-            nursery.start_soon(self._aside, "key", lambda: [check_key(settings.key)])
-            nursery.start_soon(self._aside, "disk", lambda: [check_disk(settings.home)])
-            nursery.start_soon(self._aside, "data", lambda: check_data(settings.data, settings.stream))
-            nursery.start_soon(self._aside, "model", lambda: check_models(settings.allow_model))
-            nursery.start_soon(self._many, "port", lambda: check_ports(settings.listen, is_running=is_running))
+            nursery.start_soon(self._check, "home", in_thread, check_home, settings.home)
+            nursery.start_soon(self._check, "node", in_thread, _look_at_node, settings.home, is_running)
+            nursery.start_soon(self._check, "key", in_thread, check_key, settings.key)
+            nursery.start_soon(self._check, "disk", in_thread, check_disk, settings.home)
+            nursery.start_soon(self._check, "data", in_thread, check_data, settings.data, settings.stream)
+            nursery.start_soon(self._check, "model", in_thread, check_models, settings.allow_model)
+            nursery.start_soon(self._check, "port", partial(check_ports, settings.listen, is_running=is_running))
 
     # The network
 
@@ -91,13 +93,13 @@ class Examination:
 
     async def _look_out(self, host: Host, invitation: Invitation) -> None:
         async with trio.open_nursery() as nursery:
-            port = host.listening[0][1]
-            nursery.start_soon(self._one, "upnp", lambda: check_upnp(port))
+            port = host.own.listening[0][1]
+            nursery.start_soon(self._check, "upnp", check_upnp, port)
             await self._look_for_peers(host, invitation)
 
     async def _look_for_peers(self, host: Host, invitation: Invitation) -> None:
         doors = make_doors(invitation.doors)
-        await self._many("dns", lambda: resolve(doors))
+        await self._check("dns", resolve, doors)
         await knock_at_all(host, doors)
         async with trio.open_nursery() as nursery:
 
@@ -105,7 +107,7 @@ class Examination:
                 egress = await examine_egress(doors)
                 return [egress, *judge_doors(doors, egress)]
 
-            nursery.start_soon(self._many, "egress", look_at_ways)
+            nursery.start_soon(self._check, "egress", look_at_ways)
             peers = dict(list(invitation.remembered.items())[:MAX_REMEMBERED])
             for door in doors:
                 if door.is_proved:
@@ -122,38 +124,25 @@ class Examination:
             return [nat, await check_relay(host, peers, kind)]
 
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._many, "run", lambda: check_run(host, peers, invitation.run_id, self.settings))
-            nursery.start_soon(self._one, "clock", lambda: check_clock(host, peers, self.clock))
-            nursery.start_soon(self._one, "udp", lambda: check_udp(host, peers))
-            nursery.start_soon(self._many, "nat", look_at_reachability)
+            nursery.start_soon(self._check, "run", check_run, host, peers, invitation.run_id, self.settings)
+            nursery.start_soon(self._check, "clock", check_clock, host, peers, self.clock)
+            nursery.start_soon(self._check, "udp", check_udp, host, peers)
+            nursery.start_soon(self._check, "nat", look_at_reachability)
         if self.is_speed_wanted:
-            await self._one("speed", lambda: check_speed(host, peers))
+            await self._check("speed", check_speed, host, peers)
 
-    # One check at a time
-
-    async def _one(self, name: str, check: Callable[[], Awaitable[Finding]]) -> None:
-        async def as_list() -> list[Finding]:
-            return [await check()]
-
-        await self._many(name, as_list)
-
-    async def _many(self, name: str, check: Callable[[], Awaitable[list[Finding]]]) -> None:
-        """Raises nothing: a check that fails in a way that nobody foresaw is a finding too."""
+    async def _check(
+        self, name: str, check: Callable[..., Awaitable[Finding | list[Finding]]], *arguments: object
+    ) -> None:
+        """Take up the findings of ``check(*arguments)``. Raises nothing: an unforeseen failure is a finding too."""
         try:
-            self.findings += await check()
+            findings = await check(*arguments)
+            self.findings += [findings] if isinstance(findings, Finding) else findings
         except Exception as error:  # it is a finding, and ends no other check
             self.findings.append(Finding(name, f"{name}-broken-check", Level.WARNING, f"cannot be told: {error!r}"))
 
-    async def _aside(self, name: str, check: Callable[[], list[Finding]]) -> None:
-        """In a thread, as it reads the disk."""
 
-        async def in_thread() -> list[Finding]:
-            return await trio.to_thread.run_sync(check)
-
-        await self._many(name, in_thread)
-
-
-def _look_at_node(home: Path, *, is_running: bool) -> Finding:
+def _look_at_node(home: Path, is_running: bool) -> Finding:
     if not is_running:
         return found("node-none")
     try:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Final
 
 import msgspec
-
-SCHEMA: Final = 1
 
 
 class Level(StrEnum):
@@ -43,7 +40,7 @@ class Diagnosis(msgspec.Struct, frozen=True):
     findings: tuple[Finding, ...]
     is_well: bool
     """Nothing failed."""
-    schema: int = SCHEMA
+    schema: int = 1
 
 
 def conclude(findings: Iterable[Finding]) -> Diagnosis:

@@ -19,8 +19,6 @@ from ...base.settings import NodeSettings
 from .causes import found
 from .finding import Finding
 
-# Enough to know that there is something.
-MAX_FILES_LOOKED_AT: Final = 10_000
 _STREAMS_NEED: Final = "datasets"
 
 
@@ -34,12 +32,7 @@ def check_data(paths: Sequence[Path], streams: Sequence[str] = ()) -> list[Findi
 def _check_data(path: Path) -> Finding:
     try:
         if path.is_dir():
-            num_files = 0
-            for _, _, names in os.walk(path):
-                num_files += len(names)
-                if num_files > MAX_FILES_LOOKED_AT:
-                    break
-            is_fine = num_files > 0 and os.access(path, os.R_OK | os.X_OK)
+            is_fine = os.access(path, os.R_OK | os.X_OK) and any(names for _, _, names in os.walk(path))
             return found("data-fine" if is_fine else "data-empty", path=path)
         with path.open("rb") as file:
             return found("data-fine" if file.read(1) else "data-empty", path=path)

@@ -8,13 +8,14 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 import msgspec
 import trio
 
+from ...base.figures import size
 from ...base.identity import KEY_BYTES, IdentityInUseError, locked
 from ...base.system.files import others_may
 from .causes import found
@@ -52,13 +53,13 @@ def check_key(key: Path) -> Finding:
     """Whether the key file is there, whole, and its owner's alone."""
     try:
         mode = others_may(key)
-        size = len(key.read_bytes())
+        num_bytes = len(key.read_bytes())
     except FileNotFoundError:
         return found("key-missing", key=key)
     except OSError as error:
         return found("key-unreadable", key=key, why=error.strerror)
-    if size != KEY_BYTES:
-        return found("key-broken", key=key, size=size, wanted=KEY_BYTES)
+    if num_bytes != KEY_BYTES:
+        return found("key-broken", key=key, size=num_bytes, wanted=KEY_BYTES)
     if mode:
         return found("key-readable-by-others", key=key, mode=f"{mode:o}")
     return found("key-fine", key=key)
@@ -81,16 +82,13 @@ def check_disk(home: Path) -> Finding:
     """Whether there is space, by trying: quotas and reserved blocks are not in the figures."""
     folder = _nearest_folder(home)
     free = shutil.disk_usage(folder).free
+    cause = "disk-nearly-full" if free < MIN_FREE_BYTES else "disk-small" if free < GOOD_FREE_BYTES else "disk-fine"
     try:
         if folder == home:
             _write_to(home, bytes(PROBE_BYTES))
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return found("disk-full", home=home, free=_megabytes(free))
-    if free < PROBE_BYTES:
-        return found("disk-full", home=home, free=_megabytes(free))
-    cause = "disk-nearly-full" if free < MIN_FREE_BYTES else "disk-small" if free < GOOD_FREE_BYTES else "disk-fine"
-    return found(cause, home=home, free=_megabytes(free))
+        cause = "disk-full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else cause
+    return found("disk-full" if free < PROBE_BYTES else cause, home=home, free=size(free))
 
 
 def _nearest_folder(path: Path) -> Path:
@@ -108,10 +106,6 @@ def _write_to(home: Path, data: bytes) -> None:
         probe.unlink(missing_ok=True)
 
 
-def _megabytes(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
-
-
 async def check_ports(listen: Sequence[str], *, is_running: bool) -> list[Finding]:
     """Whether each address can be listened on; ``is_running``: by a node of this folder, perhaps."""
     return [await _check_port(address, is_running=is_running) for address in listen]
@@ -125,24 +119,12 @@ async def _check_port(address: str, *, is_running: bool) -> Finding:
         for listener in await trio.open_tcp_listeners(int(match[2]), host=match[1]):
             await listener.aclose()
     except OSError as error:
-        codes = {each.errno for each in _causes(error)}
-        if errno.EADDRINUSE in codes:
+        if error.errno == errno.EADDRINUSE:
             return found("port-ours" if is_running else "port-taken", address=address)
-        if errno.EACCES in codes:
+        if error.errno == errno.EACCES:
             return found("port-forbidden", address=address)
         return found("port-unusable", address=address, why=error.strerror or error)
     return found("port-fine", address=address)
-
-
-def _causes(error: BaseException) -> Iterator[OSError]:
-    """The errors of the system behind one of trio's."""
-    if isinstance(error, OSError):
-        yield error
-    if error.__cause__ is not None:
-        yield from _causes(error.__cause__)
-    if isinstance(error, BaseExceptionGroup):
-        for each in error.exceptions:
-            yield from _causes(each)
 
 
 class TorchReport(msgspec.Struct, frozen=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import Final, TypeVar
 
 import trio
@@ -23,9 +24,8 @@ from ...base.settings import MIN_CAP_MBIT, NodeSettings
 from ...join.bootstrap import dial
 from ...join.manifests import fetch_manifest
 from ...mesh.host import Host
-from ...mesh.reach.checkup import ask_echo, ask_time
+from ...mesh.reach.checkup import ask_echo, ask_time, measure
 from ...mesh.reach.reachability import Examiner, Reachability
-from ...mesh.reach.speed import measure
 from .causes import found
 from .finding import Finding
 from .inputs import check_needs
@@ -74,11 +74,7 @@ async def check_run(host: Host, peers: Sequence[bytes], run_id: bytes | None, se
 
 async def check_clock(host: Host, peers: Sequence[bytes], clock: Callable[[], float] = time.time) -> Finding:
     """How far this clock is from what most peers' say."""
-
-    async def ask(peer: bytes) -> Offset:
-        return await ask_time(host, peer, clock)
-
-    offsets = await _ask_all(ask, peers[:NUM_ASKED])
+    offsets = await _ask_all(lambda peer: ask_time(host, peer, clock), peers[:NUM_ASKED])
     return judge_clock(offsets) if offsets else found("clock-untold")
 
 
@@ -103,11 +99,7 @@ def describe_seconds(seconds: float) -> str:
 
 async def check_udp(host: Host, peers: Sequence[bytes]) -> Finding:
     """Whether datagrams pass, to any of them."""
-
-    async def ask(peer: bytes) -> bool:
-        return await ask_echo(host, peer)
-
-    answers = await _ask_all(ask, [peer for peer in peers if host.is_direct(peer)][:NUM_ASKED])
+    answers = await _ask_all(partial(ask_echo, host), [peer for peer in peers if host.is_direct(peer)][:NUM_ASKED])
     if not answers:
         return found("udp-untold")
     return found("udp-fine" if any(answers) else "udp-blocked", num=len(answers))

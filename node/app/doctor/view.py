@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from .finding import Diagnosis, Finding, Level
@@ -13,10 +13,7 @@ _STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.FAILED: "bold red",
 
 def diagnosis_screen(diagnosis: Diagnosis) -> RenderableType:
     """A line for each finding with its remedy below it, and the sum of it all."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    table = Table.grid(Column(no_wrap=True), Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2))
     for finding in diagnosis.findings:
         table.add_row(finding.check, Text(finding.level, _STYLES[finding.level]), _what(finding))
     failed = [finding.check for finding in diagnosis.findings if finding.level is Level.FAILED]

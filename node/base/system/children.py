@@ -14,15 +14,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from typing import IO, Any, Final, NamedTuple
 
 import trio
 
 from farandole.protocol.errors import RemoteProtocolError
 
-from ..streams import receive_exactly
+from ..streams import read_exactly
 from .features import HAS_TRACEBACK_SIGNAL, INHERITS_DESCRIPTORS
 from .parent import CONNECT_SECONDS, PORT, SECRET_BYTES
 from .signals import ASK
@@ -81,20 +80,13 @@ async def start_child(
             stdin=subprocess.PIPE,
             **options,
         )
-        async with _killed_on_error(process):
+        try:
             return Child(process, await _let_in(listener, process))
-
-
-@asynccontextmanager
-async def _killed_on_error(process: trio.Process) -> AsyncIterator[None]:
-    """As long as nobody else could."""
-    try:
-        yield
-    except BaseException:  # cancelled, too
-        process.kill()
-        with trio.CancelScope(shield=True):
-            await process.wait()
-        raise
+        except BaseException:  # cancelled, too: nobody else has the process yet
+            process.kill()
+            with trio.CancelScope(shield=True):
+                await process.wait()
+            raise
 
 
 async def _let_in(listener: trio.socket.SocketType, process: trio.Process) -> trio.SocketStream:
@@ -120,7 +112,7 @@ async def _let_in(listener: trio.socket.SocketType, process: trio.Process) -> tr
                     contextlib.suppress(trio.BrokenResourceError, RemoteProtocolError),
                 ):
                     async with slots:
-                        shown = await receive_exactly(stream, SECRET_BYTES)
+                        shown = await read_exactly(stream.receive_some, SECRET_BYTES)
                     if hmac.compare_digest(shown, theirs) and not let_in:
                         await stream.send_all(ours)
                         let_in.append(stream)

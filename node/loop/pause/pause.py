@@ -41,11 +41,6 @@ class Rest:
         if self._reasons.pop(reason, None) is not None:
             self._tell()
 
-    async def wait(self, is_on: bool) -> None:
-        """Until the node rests, or until it does not."""
-        while self.is_on != is_on:
-            await self._changed.wait()
-
     async def changed(self) -> None:
         """Until the reasons or their words are others."""
         await self._changed.wait()

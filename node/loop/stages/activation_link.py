@@ -48,14 +48,6 @@ PROGRESS_BYTES = DATA_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class _Transfer:
-    """A message whose data follow it; or a `Settled`, which must not overtake its `Forward`."""
-
-    message: Forward | Gradient | Settled
-    data: memoryview | None
-
-
-@dataclass(frozen=True, slots=True)
 class _Progress:
     """How far data that were announced have come."""
 
@@ -89,7 +81,8 @@ class ActivationLink:
         self._bulk = BulkPipe(link.pipe, stream, self._transport, shaping)
         self._scope = trio.CancelScope()
         self._greeting = b""  # of this node, to be written
-        self._transfers: deque[_Transfer] = deque()
+        # Messages whose data follow them; and each `Settled`, which must not overtake its `Forward`.
+        self._transfers: deque[tuple[Control, memoryview | None]] = deque()
         self._wakeup = trio.Event()
 
     @property
@@ -116,7 +109,7 @@ class ActivationLink:
         if isinstance(message, Hello | Welcome):
             self._greeting += self.link.send(message)
         elif isinstance(message, Forward | Gradient) or (isinstance(message, Settled) and self._transfers):
-            self._transfers.append(_Transfer(message, data))
+            self._transfers.append((message, data))
             self._wakeup.set()
         elif self._means_something(message):
             self._bulk.post(self.link.send(message))
@@ -146,15 +139,17 @@ class ActivationLink:
             with trio.fail_after(PATIENCE.write):
                 await self._stream.send_all(greeting)
 
-    async def run(self, on_event: Callable[[ActivationLink, Event], None]) -> None:
+    async def run(
+        self, on_event: Callable[[ActivationLink, Event], None], on_routed: Callable[[], None] = lambda: None
+    ) -> None:
         """Until the stream breaks, the peer breaks the protocol or stops in the middle of data, or `close`.
 
-        Closes the stream and its channel.
+        ``on_routed`` is called once both ends know over which route data go. Closes the stream and its channel.
         """
         try:
             with self._scope, self._transport.expecting():
                 async with trio.open_nursery() as nursery:
-                    for task in (self._write_data, self._watch_progress):
+                    for task in (self._write_data, self._watch_progress, partial(self._await_route, on_routed)):
                         nursery.start_soon(self._until_broken, task)
                     await self._until_broken(partial(self._read, on_event))
         finally:
@@ -167,6 +162,10 @@ class ActivationLink:
         except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError, RemoteProtocolError) as error:
             logger.debug("a link ends: %r", error)
             self.close()
+
+    async def _await_route(self, on_routed: Callable[[], None]) -> None:
+        await self._bulk.wait_routed()
+        on_routed()
 
     # Reading
 
@@ -217,11 +216,11 @@ class ActivationLink:
         while True:
             wakeup = self._wakeup = trio.Event()
             while self._transfers:
-                transfer = self._transfers.popleft()
-                if transfer.data is not None:
-                    await self._bulk.send(partial(self._announce, transfer.message, transfer.data))
-                elif self._means_something(transfer.message):
-                    self._bulk.post(self.link.send(transfer.message))
+                message, data = self._transfers.popleft()
+                if data is not None:
+                    await self._bulk.send(partial(self._announce, message, data))
+                elif self._means_something(message):
+                    self._bulk.post(self.link.send(message))
             await wakeup.wait()
 
     def _announce(self, message: Control, data: memoryview) -> tuple[bytes, Whole] | None:

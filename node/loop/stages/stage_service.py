@@ -81,23 +81,10 @@ class StageKeeper:
         """Until cancelled."""
         while True:
             await trio.sleep(DECIDE_INTERVAL)
-            if self._weights.trainer_stage not in (None, self._membership.stage):
+            if self._weights.giving.trainer_stage not in (None, self._membership.stage):
                 self._restart_trainer()  # it was still being started when this node moved
             if self._wanted is None:
                 await self._act(self._choice.decide(self._view(), trio.current_time()))
-
-    async def wait_quiet(self) -> None:
-        """In a run that begins: until the nodes that began together have spread over the stages."""
-        membership = self._membership
-        seen, since = membership.nodes_of_stages(), trio.current_time()
-        with trio.move_on_after(MAX_QUIET_SECONDS):
-            while membership.is_young and trio.current_time() - since < QUIET_SECONDS:
-                self._journal.enter(
-                    "preparing", f"stage {membership.stage}; others choose theirs", "other nodes' stages"
-                )
-                await trio.sleep(DECIDE_INTERVAL / 2)
-                if membership.nodes_of_stages() != seen:
-                    seen, since = membership.nodes_of_stages(), trio.current_time()
 
     def _view(self) -> View:
         membership = self._membership
@@ -148,7 +135,18 @@ class StageKeeper:
 
     async def _hold(self, stage: int) -> None:
         membership = self._membership
-        self._weights.forget_saved()
+        self._weights.giving.forget_saved()
         await membership.hold(stage)
         self._journal.say(f"this node holds stage {stage} (of 0 to {membership.num_stages - 1})")
         await self._on_moved(stage)
+
+
+async def wait_quiet(membership: Membership, journal: Journal) -> None:
+    """In a run that begins: until the nodes that began together have spread over the stages."""
+    seen, since = membership.nodes_of_stages(), trio.current_time()
+    with trio.move_on_after(MAX_QUIET_SECONDS):
+        while membership.is_young and trio.current_time() - since < QUIET_SECONDS:
+            journal.enter("preparing", f"stage {membership.stage}; others choose theirs", "other nodes' stages")
+            await trio.sleep(DECIDE_INTERVAL / 2)
+            if membership.nodes_of_stages() != seen:
+                seen, since = membership.nodes_of_stages(), trio.current_time()

@@ -57,8 +57,7 @@ class TrafficKeeper:
         self._budget = Budget(limit, Used(now.year, now.month, 0)) if limit else None
         self._counted = 0  # of what the shapers have seen
         self._stored: Used | None = None
-        self._online = trio.Event()
-        self._offline = trio.Event()
+        self._looked = trio.Event()
 
     @property
     def is_spent(self) -> bool:
@@ -109,12 +108,12 @@ class TrafficKeeper:
     async def wait_online(self) -> None:
         """Until something may move."""
         while self.is_spent:
-            await self._online.wait()
+            await self._looked.wait()
 
     async def wait_offline(self) -> None:
         """Until nothing may."""
         while not self.is_spent:
-            await self._offline.wait()
+            await self._looked.wait()
 
     def _count(self) -> None:
         assert self._budget is not None
@@ -128,6 +127,8 @@ class TrafficKeeper:
         assert budget is not None
         self._count()
         self._tell(budget)
+        looked, self._looked = self._looked, trio.Event()
+        looked.set()
         stored, used = self._stored, budget.used
         is_new_month = stored is None or (stored.year, stored.month) != (used.year, used.month)
         if stored is None or is_new_month or used.num_bytes > stored.num_bytes - self._ahead // 2:
@@ -136,12 +137,8 @@ class TrafficKeeper:
     def _tell(self, budget: Budget) -> None:
         if budget.is_spent():
             self._rest.begin(SPENT, f"{_gigabytes(budget.limit)} of traffic are used up until {_day(budget.end)}")
-            self._offline.set()
-            self._offline = trio.Event()
             return
         self._rest.end(SPENT)
-        self._online.set()
-        self._online = trio.Event()
         now = self._clock()
         if not self.needs_traffic or now >= budget.resumes_at():
             self._rest.end(SAVING)

@@ -40,7 +40,7 @@ _RESULTS: Final = {
 
 
 class NatPmpRouter:
-    """A `farandole.node.mesh.mapping.router.Router`."""
+    """A router that opens ports. Every call ends within some seconds, and raises `MappingError`."""
 
     def __init__(self, gateway: Gateway, port: int = PORT) -> None:
         self._gateway = gateway
@@ -115,3 +115,10 @@ class NatPmpRouter:
             then, before = self._epoch
             self._has_restarted |= epoch + _CLOCK_SLACK < before + _CLOCK_RATE * (now - then)
         self._epoch = now, epoch
+
+
+async def find_natpmp_router(gateway: Gateway) -> NatPmpRouter:
+    """The gateway, if it opens ports by NAT-PMP; raises `MappingError` if not."""
+    router = NatPmpRouter(gateway)
+    await router.external_ip()
+    return router

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Final
 import trio
 
 from ...base.backoff import pauses
-from .gateway import find_gateway
-from .natpmp import NatPmpRouter
-from .router import MappingError, Opened, Router
-from .upnp import find_upnp_router
+from .gateway import Gateway, find_gateway
+from .natpmp import NatPmpRouter, find_natpmp_router
+from .router import MappingError, Opened
+from .upnp import UpnpRouter, find_upnp_router
 
 if TYPE_CHECKING:
     from ..host import Host
@@ -39,32 +39,27 @@ MAX_PORTS: Final = 4
 CLOSE_TIMEOUT: Final = 2.0
 
 
+Router = NatPmpRouter | UpnpRouter
+
+
 async def find_router() -> Router:
     """The gateway, by the protocol in which it answers first; raises `MappingError` if it answers in none."""
     gateway = await find_gateway()
     found: list[Router] = []
     errors: list[str] = []
 
-    async def by_natpmp() -> Router:
-        router = NatPmpRouter(gateway)
-        await router.external_ip()
-        return router
-
-    async def by_upnp() -> Router:
-        return await find_upnp_router(gateway)
-
     async with trio.open_nursery() as nursery:
 
-        async def attempt(find: Callable[[], Awaitable[Router]]) -> None:
+        async def attempt(find: Callable[[Gateway], Awaitable[Router]]) -> None:
             try:
-                found.append(await find())
+                found.append(await find(gateway))
             except MappingError as error:
                 errors.append(str(error))
             else:
                 nursery.cancel_scope.cancel()
 
-        nursery.start_soon(attempt, by_natpmp)
-        nursery.start_soon(attempt, by_upnp)
+        nursery.start_soon(attempt, find_natpmp_router)
+        nursery.start_soon(attempt, find_upnp_router)
     if not found:
         raise MappingError("; ".join(errors))
     return found[0]
@@ -151,11 +146,11 @@ class PortKeeper:
         self._host.own.mapped = {port: each.outer for port, each in opened.items()}
         for port, (ip, outer) in self._host.mapped.items() - before.items():
             logger.info("the router sends on port %d of %s to port %d here", outer, ip, port)
-        listening = [port for _, port in self._host.listening]
+        listening = [port for _, port in self._host.own.listening]
         if any(port in listening for port, _ in self._host.mapped.items() ^ before.items()):
             self._on_change()
 
     def _ports(self) -> list[int]:
         """Those that more than this machine can reach over IPv4."""
-        listening = [port for ip, port in self._host.listening if ":" not in ip and not ip.startswith("127.")]
+        listening = [port for ip, port in self._host.own.listening if ":" not in ip and not ip.startswith("127.")]
         return list(dict.fromkeys((*listening, *(self._host.bulk_ports if listening else ()))))[:MAX_PORTS]

@@ -59,7 +59,7 @@ class UpnpError(MappingError):
 
 @dataclass(frozen=True, slots=True)
 class UpnpRouter:
-    """A `farandole.node.mesh.mapping.router.Router`."""
+    """A router that opens ports. Every call ends within some seconds, and raises `MappingError`."""
 
     control: str
     """The URL to ask."""
@@ -139,7 +139,7 @@ class UpnpRouter:
             f'<u:{action} xmlns:u="{self.service}">{values}</u:{action}></s:Body></s:Envelope>'
         )
         headers = {"SOAPAction": f'"{self.service}#{action}"', "Content-Type": 'text/xml; charset="utf-8"'}
-        status, reply, _ = await _request("POST", self.control, headers, body.encode())
+        status, reply = await _request("POST", self.control, headers, body.encode())
         answers = {_local_name(element): element.text or "" for element in _parse(reply).iter()}
         if status != 200:
             reason = "".join(filter(str.isprintable, answers.get("errorDescription", "")))[:MAX_REASON_CHARS]
@@ -159,7 +159,7 @@ def _name(outer: int) -> dict[str, str]:
 async def find_upnp_router(gateway: Gateway) -> UpnpRouter:
     """The gateway, if it opens ports by UPnP; raises `MappingError` if not."""
     location = await _search(gateway)
-    status, reply, local_ip = await _request("GET", location, {}, b"")
+    status, reply = await _request("GET", location, {}, b"")
     if status != 200:
         raise UpnpError(f"the router does not describe itself (status {status})")
     services = {}
@@ -176,7 +176,7 @@ async def find_upnp_router(gateway: Gateway) -> UpnpRouter:
             is_there = urlsplit(control).hostname == urlsplit(location).hostname
             if not is_there or not re.fullmatch(r"http://[!-~]{1,512}", control):
                 raise UpnpError("the router sends us to another machine")
-            return UpnpRouter(control, service, local_ip)
+            return UpnpRouter(control, service, gateway.local_ip)
     raise UpnpError("the router opens no ports for others")
 
 
@@ -215,8 +215,8 @@ def _location(data: bytes, sender: str) -> str | None:
         return None
 
 
-async def _request(method: str, url: str, headers: Mapping[str, str], body: bytes) -> tuple[int, bytes, str]:
-    """One HTTP request: status, body, and this machine's address towards the other; raises `UpnpError`."""
+async def _request(method: str, url: str, headers: Mapping[str, str], body: bytes) -> tuple[int, bytes]:
+    """One HTTP request: status and body; raises `UpnpError`."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port or 80
@@ -225,7 +225,6 @@ async def _request(method: str, url: str, headers: Mapping[str, str], body: byte
         lines = [f"{method} {path} HTTP/1.0", *(f"{name}: {value}" for name, value in fields.items()), "", ""]
         with trio.fail_after(HTTP_TIMEOUT):
             async with await trio.open_tcp_stream(host, port) as stream:
-                local_ip = str(stream.socket.getsockname()[0])
                 await stream.send_all("\r\n".join(lines).encode("ascii") + body)
                 reply = bytearray()
                 while len(reply) <= MAX_REPLY_BYTES and (data := await stream.receive_some(MAX_REPLY_BYTES)):
@@ -236,7 +235,7 @@ async def _request(method: str, url: str, headers: Mapping[str, str], body: byte
     match = re.match(rb"HTTP/1\.[01] (\d{3})\b", head)
     if match is None or len(reply) > MAX_REPLY_BYTES:
         raise UpnpError("the router does not speak HTTP, or says too much")
-    return int(match[1]), content, local_ip
+    return int(match[1]), content
 
 
 def _parse(content: bytes) -> ElementTree.Element:

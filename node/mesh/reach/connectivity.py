@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Collection
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -24,7 +24,6 @@ from .punching import Puncher
 from .reachability import Examiner, Reachability
 from .relay_server import RelayServer
 from .relays import RelayKeeper
-from .speed import SpeedService
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -44,75 +43,54 @@ class Connectivity:
     def __init__(
         self,
         host: Host,
-        key: Ed25519PrivateKey,
         run_id: bytes,
-        shaping: Shaping,
-        known: Iterable[bytes] = (),
-        limits: Limits | None = None,
-        reachability: Reachability | None = None,
-        *,
-        port_lease: int | None = None,
+        known: Collection[bytes],
+        reachability: Reachability,
+        server: RelayServer | None,
     ) -> None:
-        """``known``: peers that may relay, whose addresses the host has; ``limits``: None to relay for nobody.
-
-        ``port_lease``: for how many seconds at a time the home's router is asked to send on this node's port; None: it
-        is not asked.
-        """
-        self._rng = random.Random()
-        self.reachability = reachability or Reachability()
-        self.server = RelayServer(host, key, shaping, limits) if limits is not None else None
-        self.members: Callable[[], Iterable[bytes]] = tuple
-        """Peers of the run, once it is known."""
-        self.checkup = CheckupService(host)
-        self.speed = SpeedService(host, shaping)
-        self._is_given = reachability is not None
+        self.reachability = reachability
+        self.members: frozenset[bytes] = frozenset()
+        """Live members of the run, as last told: they may relay."""
+        self._server = server
         self._host = host
         self._key = relay_key(run_id)
-        self._known = frozenset(known)
+        self._known = known
+        self._rng = random.Random()
         self._found_at = -math.inf
-        self.keeper = RelayKeeper(host, self.reachability, self._find_relays, self._rng)
-        self._ports: PortKeeper | None = None
-        if port_lease is not None:
-            self._ports = PortKeeper(host, lambda: self._examiner.note_change(), port_lease)
-        prepare = self._ports.has_tried.wait if self._ports else trio.lowlevel.checkpoint
-        self._examiner = Examiner(host, self.reachability, self._rng, prepare)
-        host.observe_port = self._observe_port
-        self._puncher = Puncher(host, self._examiner.dialback, self.reachability)
+        self.keeper = RelayKeeper(host, reachability, self._find_relays, self._rng)
+        self.examiner = Examiner(host, reachability, self._rng)
+        self.puncher = Puncher(host, self.examiner.dialback, reachability)
 
     @property
     def num_reservations(self) -> int:
         """Peers that are reached through this node."""
-        return 0 if self.server is None else self.server.num_reservations
+        return 0 if self._server is None else self._server.table.num_reservations
 
     @property
     def num_circuits(self) -> int:
         """Pairs of peers that talk through this node."""
-        return 0 if self.server is None else self.server.num_circuits
+        return 0 if self._server is None else self._server.table.num_circuits
 
-    async def run(self) -> None:
-        """Until cancelled."""
-        async with trio.open_nursery() as nursery:
-            if self._ports is not None:
-                nursery.start_soon(self._ports.run)
-            if not self._is_given:
-                nursery.start_soon(self._examiner.run)
-            nursery.start_soon(self.keeper.run)
-            nursery.start_soon(self._puncher.run)
-            if self.server is not None:
-                nursery.start_soon(self._relay_while_public, self.server)
+    def is_out_of_reach(self, peer: bytes) -> bool:
+        """Whether attempts have shown that nothing but relays leads to a peer."""
+        return self.puncher.is_out_of_reach(peer)
 
     @asynccontextmanager
-    async def _observe_port(self, port: int) -> AsyncIterator[list[Address]]:
-        """Peers are asked only where it is known that they see another port than this machine's."""
-        listening = [own for _, own in self._host.listening]
+    async def observe_port(self, port: int) -> AsyncIterator[list[Address]]:
+        """As whom others see a port of this machine, where its router changes ports, for as long as the block runs.
+
+        Peers are asked only where it is known that they see another port than this machine's.
+        """
+        listening = [own for _, own in self._host.own.listening]
         outer = [seen for _, seen in self.reachability.verdict.addresses]
         if self.reachability.kind is not ReachabilityKind.PUNCHABLE or set(outer) <= set(listening):
             yield []
             return
-        async with self._examiner.dialback.observed_by_any(port) as seen:
+        async with self.examiner.dialback.observed_by_any(port) as seen:
             yield seen
 
-    async def _relay_while_public(self, server: RelayServer) -> None:
+    async def relay_while_public(self, server: RelayServer) -> None:
+        """Relay for others whenever they can dial this node, until cancelled."""
         while True:
             while self.reachability.kind is not ReachabilityKind.PUBLIC:
                 await self.reachability.changed()
@@ -130,7 +108,7 @@ class Connectivity:
         if trio.current_time() - self._found_at >= FIND_INTERVAL:
             self._found_at = trio.current_time()
             relays = [peer for peer, _ in await self._host.find_providers(self._key, FIND_TIMEOUT)]
-        others = [*self._known, *self.members()]
+        others = [*self._known, *self.members]
         for peers in (relays, others):
             self._rng.shuffle(peers)
         left_out = {self._host.author, *self._host.connected}
@@ -143,14 +121,31 @@ async def open_connectivity(
     key: Ed25519PrivateKey,
     run_id: bytes,
     shaping: Shaping,
-    known: Iterable[bytes] = (),
+    known: Collection[bytes] = (),
     limits: Limits | None = None,
     reachability: Reachability | None = None,
     *,
     port_lease: int | None = None,
 ) -> AsyncIterator[Connectivity]:
-    """For as long as the block runs."""
-    connectivity = Connectivity(host, key, run_id, shaping, known, limits, reachability, port_lease=port_lease)
+    """Find out how others reach the host, and see to it that they do, for as long as the block runs.
+
+    ``known``: peers that may relay, whose addresses the host has; ``limits``: None to relay for nobody;
+    ``reachability``: where it is known, and not to be examined; ``port_lease``: for how many seconds at a time the
+    home's router is asked to send on this node's port; None: it is not asked.
+    """
+    server = None if limits is None else RelayServer(host, key, shaping, limits)
+    connectivity = Connectivity(host, run_id, known, reachability or Reachability(), server)
+    CheckupService(host, shaping)
     async with open_service_nursery() as nursery:
-        nursery.start_soon(connectivity.run)
+        prepare = trio.lowlevel.checkpoint
+        if port_lease is not None:
+            ports = PortKeeper(host, connectivity.examiner.note_change, port_lease)
+            prepare = ports.has_tried.wait
+            nursery.start_soon(ports.run)
+        if reachability is None:
+            nursery.start_soon(connectivity.examiner.run, prepare)
+        nursery.start_soon(connectivity.keeper.run)
+        nursery.start_soon(connectivity.puncher.run)
+        if server is not None:
+            nursery.start_soon(connectivity.relay_while_public, server)
         yield connectivity

@@ -10,13 +10,11 @@ import contextlib
 import logging
 import math
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
 import trio
 
-from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.framing import FrameParser, frame
 from farandole.protocol.reachability import (
     DIALBACK_PROTOCOL,
     MAX_MESSAGE_BYTES,
@@ -27,12 +25,11 @@ from farandole.protocol.reachability import (
     Witness,
     decode_answer,
     decode_request,
-    encode,
 )
 
 from ...base.errors import PeerUnreachableError
-from ...base.streams import receive_frame
 from ..admission import site_of
+from .messages import MESSAGE_TIMEOUT, answered, hear, tell
 
 if TYPE_CHECKING:
     from ..host import Host
@@ -42,8 +39,7 @@ logger = logging.getLogger(__name__)
 
 # A SYN that is lost is sent again after one second and after three.
 DIAL_TIMEOUT = 4.0
-REQUEST_TIMEOUT = 5.0
-ANSWER_TIMEOUT = DIAL_TIMEOUT + REQUEST_TIMEOUT
+ANSWER_TIMEOUT = DIAL_TIMEOUT + MESSAGE_TIMEOUT
 # To ask peers what they see: two round trips and a handshake. They are asked one after the other, until one has
 # answered.
 OBSERVE_TIMEOUT = 3.0
@@ -79,7 +75,7 @@ class Dialback:
         if stream.remote_address is None:
             stream.reset()
             raise PeerUnreachableError("a relay cannot tell")
-        listening = [port for _, port in self._host.listening]
+        listening = [port for _, port in self._host.own.listening]
         mapped = [outer for port, (_, outer) in self._host.mapped.items() if port in listening]
         ports = tuple(dict.fromkeys((*listening, *mapped)))[-MAX_PORTS:]
         self._num_asking += 1
@@ -105,15 +101,18 @@ class Dialback:
         while self._num_asking:
             await self._none_asking.wait()
         self.holed_at = trio.current_time()
-        async with self._host.open_probe(peer, timeout, port) as open_stream:
-            with _deadline(timeout):
-                witness = await _ask_over(await open_stream(DIALBACK_PROTOCOL), Request(()))
+        async with self._host.probes.open(peer, port, timeout) as conn:
+            witness = None
+            with trio.move_on_after(timeout):
+                witness = await _ask_over(await conn.open_stream(DIALBACK_PROTOCOL), Request(()))
+            if witness is None:
+                raise PeerUnreachableError("no answer to a dial-back")
             yield witness
 
     @contextlib.asynccontextmanager
     async def observed_by_any(self, port: int | None = None) -> AsyncIterator[list[Address]]:
         """The same by one of those whom we have dialled, as a list that is empty where nobody tells."""
-        peers = [peer for peer in self._host.connected if self._host.is_dialled(peer)]
+        peers = [peer for peer in self._host.connected if self._host.dialled_target(peer) is not None]
         async with contextlib.AsyncExitStack() as stack:
             seen: list[Address] = []
             for peer in peers[:NUM_OBSERVERS]:
@@ -129,8 +128,7 @@ class Dialback:
     # Answering
 
     async def _serve(self, stream: Stream) -> None:
-        with trio.fail_after(REQUEST_TIMEOUT):
-            request = decode_request(await receive_frame(stream, FrameParser(MAX_MESSAGE_BYTES)))
+        request = decode_request(await hear(stream, MAX_MESSAGE_BYTES))
         ip, port = stream.remote_address or ("", 0)
         reached: Sequence[int] = ()
         site = site_of(ip).address
@@ -140,18 +138,13 @@ class Dialback:
             try:
                 reached = await self._dial_all(stream.peer, ip, request.ports)
             finally:
-                self._dialling[site] -= 1
-                self._dialling += Counter()  # forgets the zeros
-        with trio.fail_after(REQUEST_TIMEOUT):
-            answer = DialBackAnswer(ip.partition("%")[0], port, may_dial, tuple(reached))
-            await stream.send_all(frame(encode(answer), MAX_MESSAGE_BYTES))
+                self._dialling -= Counter((site,))
+        await tell(stream, DialBackAnswer(ip.partition("%")[0], port, may_dial, tuple(reached)), MAX_MESSAGE_BYTES)
 
     def _may_dial(self, peer: bytes, site: str) -> bool:
         now = trio.current_time()
-        if self._dialling.total() >= MAX_DIALLING or self._dialling[site] >= MAX_DIALLING_PER_ADDRESS:
-            return False
-        last = self._dialled_at.get(peer)
-        if last is not None and now - last < DIAL_INTERVAL:
+        is_busy = self._dialling.total() >= MAX_DIALLING or self._dialling[site] >= MAX_DIALLING_PER_ADDRESS
+        if is_busy or now - self._dialled_at.get(peer, -math.inf) < DIAL_INTERVAL:
             return False
         self._dialled_at[peer] = now
         self._dialled_at.move_to_end(peer)
@@ -177,23 +170,9 @@ class Dialback:
         return reached
 
 
-@contextlib.contextmanager
-def _deadline(timeout: float) -> Iterator[None]:
-    try:
-        with trio.fail_after(timeout):
-            yield
-    except trio.TooSlowError as error:
-        raise PeerUnreachableError("no answer to a dial-back") from error
-
-
 async def _ask_over(stream: Stream, request: Request) -> Witness:
     remote = stream.remote_address
-    try:
-        with trio.fail_after(ANSWER_TIMEOUT):
-            await stream.send_all(frame(encode(request), MAX_MESSAGE_BYTES))
-            answer = decode_answer(await receive_frame(stream, FrameParser(MAX_MESSAGE_BYTES)), request)
-    except (RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
-        raise PeerUnreachableError(f"no answer to a dial-back: {error!r}") from error
-    finally:
-        stream.reset()
+    with answered(stream):
+        await tell(stream, request, MAX_MESSAGE_BYTES)
+        answer = decode_answer(await hear(stream, MAX_MESSAGE_BYTES, ANSWER_TIMEOUT), request)
     return Witness(remote[0] if remote else "", answer)

@@ -7,34 +7,40 @@ a minute that it was there (TIME_WAIT), and refuse the next.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import trio
 
 from ...base.errors import PeerUnreachableError
+from ..connection import Connection
+from ..dialler import DIAL_TIMEOUT
 
 if TYPE_CHECKING:
-    from ..connection import Connection
+    from ..host import Host
 
 Key = tuple[bytes, int | None]
 """A peer, and the port; None: that of libp2p."""
-Dial = Callable[[Key], Awaitable["Connection"]]
 
 
 class ProbeConnections:
     """Those of one host."""
 
-    def __init__(self, dial: Dial, nursery: trio.Nursery) -> None:
-        """``dial``: makes a connection, and raises what stands against it; ``nursery``: lives as long as the host."""
-        self._dial = dial
+    def __init__(self, host: Host, nursery: trio.Nursery) -> None:
+        """``nursery``: lives as long as the host."""
+        self._host = host
         self._nursery = nursery
         self._open: dict[Key, _Probe] = {}
 
     @asynccontextmanager
-    async def open(self, key: Key, timeout: float) -> AsyncIterator[Connection]:
-        """For as long as the block runs; raises `PeerUnreachableError` if there is none in ``timeout`` seconds."""
+    async def open(self, peer: bytes, port: int | None, timeout: float) -> AsyncIterator[Connection]:
+        """One more connection to a peer that was dialled, for as long as the block runs.
+
+        ``port``: from that one over IPv4; None: from the one that listens. Raises `PeerUnreachableError` if there is
+        none in ``timeout`` seconds.
+        """
+        key = peer, port
         with trio.move_on_after(timeout):
             while (probe := self._open.get(key)) is not None and probe.is_unused.is_set():
                 await probe.is_over.wait()
@@ -58,7 +64,7 @@ class ProbeConnections:
     async def _hold(self, key: Key, probe: _Probe) -> None:
         """Until nobody uses it."""
         try:
-            conn = await self._dial(key)
+            conn = await self._dial(*key)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(conn.run)
                 await conn.muxed.event_started.wait()
@@ -72,6 +78,15 @@ class ProbeConnections:
             del self._open[key]
             probe.is_open.set()
             probe.is_over.set()
+
+    async def _dial(self, peer: bytes, port: int | None) -> Connection:
+        target = self._host.dialled_target(peer)
+        if target is None:
+            raise PeerUnreachableError("we have no connection with it that we dialled directly")
+        with trio.fail_after(DIAL_TIMEOUT):
+            socket = await self._host.dial_from_listener(target, port)
+            socket.leave_nothing()
+            return Connection(await self._host.upgrader.dial(socket, peer), self._host.connections, is_outbound=True)
 
 
 class _Probe:

@@ -15,19 +15,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 import trio
+from libp2p.relay.circuit_v2.pb.dcutr_pb2 import HolePunch
 
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import short_name
-from farandole.protocol.punching import DCUTR_PROTOCOL, NUM_ATTEMPTS, offer, targets
+from farandole.protocol.punching import DCUTR_PROTOCOL, MAX_MESSAGE_BYTES, NUM_ATTEMPTS, offer, targets
 from farandole.protocol.reachability import Address
 
 from ...base.backoff import Backoff
 from ...base.errors import PeerUnreachableError
-from ..punch_messages import encode_connect, encode_sync, receive_connect, receive_sync
+from ..addresses import multiaddr_of
+from ..delimited import encode_delimited, multiaddr_bytes, multiaddr_texts, next_message, receive_message
+from ..dial_plan import dial_target
 from .dialback import ANSWER_TIMEOUT, NUM_OBSERVERS, OBSERVE_TIMEOUT, Dialback
 from .reachability import Reachability
 
@@ -63,7 +66,6 @@ class Puncher:
         self._backoff = Backoff(FIRST_RETRY_AFTER, MAX_RETRY_AFTER)
         self._under_way: set[bytes] = set()
         self._renewing: set[bytes] = set()
-        host.is_out_of_reach = self._is_out_of_reach
         host.set_handler(DCUTR_PROTOCOL, self._answer)
 
     async def run(self) -> None:
@@ -103,7 +105,7 @@ class Puncher:
             nursery.start_soon(self._punch, peer)
 
     def _may_begin(self, peer: bytes) -> bool:
-        return peer not in self._under_way and len(self._under_way) < MAX_PUNCHING and bool(self._host.listening)
+        return peer not in self._under_way and len(self._under_way) < MAX_PUNCHING and bool(self._host.own.listening)
 
     def _path(self) -> list[str]:
         """What success depends on here: as whom others see us."""
@@ -114,25 +116,30 @@ class Puncher:
     async def _punch(self, peer: bytes) -> None:
         if not self._may_begin(peer):
             return
+        with self._attempt(peer):
+            try:
+                await self._lead(peer)
+            except (PeerUnreachableError, RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
+                logger.debug("no hole to %s: %r", short_name(peer), error)
+
+    @contextlib.contextmanager
+    def _attempt(self, peer: bytes) -> Iterator[None]:
+        """One at a time with a peer; its end is noted."""
         self._under_way.add(peer)
         began = trio.current_time()
         try:
-            await self._lead(peer)
-        except (PeerUnreachableError, RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
-            logger.debug("no hole to %s: %r", short_name(peer), error)
+            yield
         finally:
             self._under_way.discard(peer)
-        self._note_end(peer, trio.current_time() - began)
+            if self._host.is_direct(peer):
+                logger.info("direct with %s after %.1f s", short_name(peer), trio.current_time() - began)
+                self._backoff.note_success(peer)
+            elif self._host.is_connected(peer):
+                _, pause = self._backoff.note_failure(peer, self._path(), trio.current_time())
+                logger.info("no direct way to %s: relayed; tried again in %.0f s", short_name(peer), pause)
 
-    def _note_end(self, peer: bytes, seconds: float) -> None:
-        if self._host.is_direct(peer):
-            logger.info("direct with %s after %.1f s", short_name(peer), seconds)
-            self._backoff.note_success(peer)
-        elif self._host.is_connected(peer):
-            _, pause = self._backoff.note_failure(peer, self._path(), trio.current_time())
-            logger.info("no direct way to %s: relayed; tried again in %.0f s", short_name(peer), pause)
-
-    def _is_out_of_reach(self, peer: bytes) -> bool:
+    def is_out_of_reach(self, peer: bytes) -> bool:
+        """Whether attempts have shown that nothing but relays leads to a peer."""
         return not self._host.is_direct(peer) and self._backoff.has_failed(peer, self._path())
 
     async def _lead(self, peer: bytes) -> None:
@@ -142,14 +149,12 @@ class Puncher:
                 for _ in range(NUM_ATTEMPTS):
                     asked_at = trio.current_time()
                     with trio.fail_after(MESSAGE_TIMEOUT):
-                        await stream.send_all(encode_connect(self._offered(observed)))
-                        theirs = await receive_connect(stream)
-                        if theirs is None:
-                            raise RemoteProtocolError("it says nothing")
-                    chosen = targets(theirs, observed, self._host.own_ips)
+                        await self._send_offer(stream, observed)
+                        offered = await receive_message(stream, HolePunch, MAX_MESSAGE_BYTES)
+                    chosen = self._choose(peer, offered, observed)
                     with self._host.rendezvous.expecting(peer, ()):
                         with trio.fail_after(MESSAGE_TIMEOUT):
-                            await stream.send_all(encode_sync())
+                            await stream.send_all(encode_delimited(HolePunch(type=HolePunch.SYNC)))
                         await trio.sleep((trio.current_time() - asked_at) / 2)
                         await self._meet(peer, chosen, is_client=False)
                     if self._host.is_direct(peer):
@@ -163,31 +168,36 @@ class Puncher:
         peer = stream.peer
         if not stream.is_relayed or not self._may_begin(peer):
             raise RemoteProtocolError("there is nothing to punch")
-        self._under_way.add(peer)
-        began = trio.current_time()
-        try:
+        with self._attempt(peer):
             async with self._observed() as observed:
                 for _ in range(NUM_ATTEMPTS):
                     with trio.fail_after(ATTEMPT_TIMEOUT + 2 * MESSAGE_TIMEOUT):
-                        theirs = await receive_connect(stream)
-                        if theirs is None:
+                        offered = await next_message(stream, HolePunch, MAX_MESSAGE_BYTES)
+                        if offered is None:
                             return
-                        await stream.send_all(encode_connect(self._offered(observed)))
-                    chosen = targets(theirs, observed, self._host.own_ips)
+                        chosen = self._choose(peer, offered, observed)
+                        await self._send_offer(stream, observed)
                     # The callee's dial may come before ours leaves: we begin the handshake on that as well.
                     with self._host.rendezvous.expecting(peer, [ip for ip, _ in chosen]):
                         with trio.fail_after(MESSAGE_TIMEOUT):
-                            await receive_sync(stream)
+                            sync = await receive_message(stream, HolePunch, MAX_MESSAGE_BYTES)
+                        if sync.type != HolePunch.SYNC:
+                            raise RemoteProtocolError("not the word to dial")
                         await self._meet(peer, chosen, is_client=True)
-        finally:
-            self._under_way.discard(peer)
-            self._note_end(peer, trio.current_time() - began)
 
     # Both
 
-    def _offered(self, observed: Sequence[Address]) -> list[Address]:
-        ports = {":" in ip: port for ip, port in self._host.listening}
-        return offer(observed, [(ip, ports[":" in ip]) for ip in self._host.own_ips if (":" in ip) in ports])
+    async def _send_offer(self, stream: Stream, observed: Sequence[Address]) -> None:
+        """Say where this node may be met."""
+        addresses = multiaddr_bytes(multiaddr_of(*address) for address in offer(observed, self._host.own.interfaces))
+        await stream.send_all(encode_delimited(HolePunch(type=HolePunch.CONNECT, ObsAddrs=addresses)))
+
+    def _choose(self, peer: bytes, offered: HolePunch, observed: Sequence[Address]) -> list[Address]:
+        """Where to dial a peer, of the addresses that it offers; `RemoteProtocolError` if the message is no offer."""
+        if offered.type != HolePunch.CONNECT:
+            raise RemoteProtocolError("not where to connect")
+        found = (dial_target(address, peer) for address in multiaddr_texts(offered.ObsAddrs))
+        return targets([address for address in found if address is not None], observed, self._host.own_ips)
 
     @contextlib.asynccontextmanager
     async def _observed(self) -> AsyncIterator[list[Address]]:

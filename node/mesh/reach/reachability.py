@@ -90,28 +90,20 @@ class Reachability:
 class Examiner:
     """Examines one host's reachability, again and again."""
 
-    def __init__(
-        self,
-        host: Host,
-        reachability: Reachability,
-        rng: random.Random,
-        prepare: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint,
-    ) -> None:
-        """``prepare``: waited for, not for long, before peers are asked for the first time."""
+    def __init__(self, host: Host, reachability: Reachability, rng: random.Random) -> None:
         self.dialback = Dialback(host)
         self._host = host
         self._reachability = reachability
         self._rng = rng
-        self._prepare = prepare
         self._due = trio.Event()
         self._witnesses: frozenset[bytes] = frozenset()
 
-    async def run(self) -> None:
-        """Until cancelled."""
+    async def run(self, prepare: Callable[[], Awaitable[None]]) -> None:
+        """Until cancelled. ``prepare``: waited for, not for long, before peers are asked for the first time."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch)
             with trio.move_on_after(PREPARE_SECONDS):
-                await self._prepare()
+                await prepare()
             while True:
                 await self._due.wait()
                 await trio.sleep(SETTLE_SECONDS)
@@ -145,19 +137,19 @@ class Examiner:
 
     async def examine(self) -> bool:
         """Ask a few peers at once; whether that has led to a verdict."""
-        if not self._host.listening:
+        if not self._host.own.listening:
             self._reachability.set(Verdict(ReachabilityKind.RELAY_ONLY))
             return True
         witnesses = self._choose()
         self._witnesses = frozenset(witnesses)
-        dialled = await self._gather_dialled(witnesses)
+        dialled = await self._gather(witnesses, self.dialback.ask, may_doubt=not self._reachability.is_examined)
         if self._reachability.is_examined and not any(witness.answer.has_dialled for witness in dialled):
             return False  # nobody who could contradict what is known
         verdict = classify(dialled, ())
         if verdict.kind is ReachabilityKind.PUBLIC and self._may_be_through_hole(verdict):
             return True
         if verdict.kind is not ReachabilityKind.PUBLIC:
-            verdict = classify(dialled, await self._gather(witnesses, is_aside=True))
+            verdict = classify(dialled, await self._gather(witnesses, self._observe))
         self._reachability.set(verdict)
         self._host.own.observed_ips = list(dict.fromkeys(ip for ip, _ in verdict.addresses))
         return verdict.kind is not ReachabilityKind.UNKNOWN
@@ -169,19 +161,6 @@ class Examiner:
         own, mapped = self._host.own_ips, [port for _, port in self._host.mapped.values()]
         is_explained = any(ip in own or port in mapped for ip, port in verdict.addresses)
         return is_sudden and is_holed and not is_explained
-
-    async def _gather_dialled(self, witnesses: Sequence[bytes]) -> list[Witness]:
-        async with trio.open_nursery() as nursery:
-
-            async def doubt() -> None:
-                await trio.sleep(DOUBT_AFTER)
-                self._reachability.doubt()
-
-            if witnesses and not self._reachability.is_examined:
-                nursery.start_soon(doubt)
-            dialled = await self._gather(witnesses, is_aside=False)
-            nursery.cancel_scope.cancel()
-        return dialled
 
     def _choose(self) -> list[bytes]:
         """Peers with direct connections, from far away if there are any, each at an address of its own if may be."""
@@ -197,23 +176,34 @@ class Examiner:
         addresses = [address.split("/") for address in self._host.remote_addresses(peer)]
         return next((parts[2] for parts in addresses if parts[1] in ("ip4", "ip6") and "p2p-circuit" not in parts), "")
 
-    async def _gather(self, peers: Sequence[bytes], *, is_aside: bool) -> list[Witness]:
+    async def _observe(self, peer: bytes) -> Witness:
+        async with self.dialback.observed_by(peer) as witness:
+            return witness
+
+    async def _gather(
+        self, peers: Sequence[bytes], ask: Callable[[bytes], Awaitable[Witness]], *, may_doubt: bool = False
+    ) -> list[Witness]:
+        """What these peers answer, asked at once; with ``may_doubt``, who does not answer soon is a reason to doubt."""
         found: list[Witness] = []
 
-        async def ask(peer: bytes) -> None:
+        async def add(peer: bytes) -> None:
             try:
-                if is_aside:
-                    async with self.dialback.observed_by(peer) as witness:
-                        found.append(witness)
-                else:
-                    found.append(await self.dialback.ask(peer))
+                found.append(await ask(peer))
             except PeerUnreachableError as error:
                 logger.debug("no witness: %s", error)
 
         async with trio.open_nursery() as nursery:
-            for peer in peers:
-                nursery.start_soon(ask, peer)
+            if peers and may_doubt:
+                nursery.start_soon(self._doubt_later)
+            async with trio.open_nursery() as asking:
+                for peer in peers:
+                    asking.start_soon(add, peer)
+            nursery.cancel_scope.cancel()
         return found
+
+    async def _doubt_later(self) -> None:
+        await trio.sleep(DOUBT_AFTER)
+        self._reachability.doubt()
 
 
 def announced(verdict: Verdict) -> list[str]:

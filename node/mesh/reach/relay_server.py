@@ -9,29 +9,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.peer.envelope import Envelope, make_unsigned
+from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage, Limit, PeerId, Reservation, StopMessage, Voucher
+from libp2p.relay.circuit_v2.pb.circuit_pb2 import Status as WireStatus
+from libp2p.relay.circuit_v2.resources import RELAY_RSVP_DOMAIN, VOUCHER_PAYLOAD_TYPE
 
 from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.identity import short_name
-from farandole.protocol.relay import HOP_PROTOCOL, MAX_TOLD_ADDRESSES, STOP_PROTOCOL, Limits, RelayTable, Status
+from farandole.protocol.identity import peer_id_bytes, public_key_of_bytes, short_name
+from farandole.protocol.relay import HOP_PROTOCOL, MAX_MESSAGE_BYTES, STOP_PROTOCOL, Limits, RelayTable, Status
 
-from ...base.bandwidth import Leftover, Shaper, Shaping
+from ...base.bandwidth import Leftover, Shaping
 from ...base.errors import PeerUnreachableError
 from ..admission import site_of
-from ..relay_messages import (
-    ConnectRequest,
-    RelayAnswer,
-    ReserveRequest,
-    encode_hop,
-    encode_stop,
-    receive_hop,
-    receive_stop,
-    sign_voucher,
-)
+from ..delimited import encode_delimited, multiaddr_bytes, receive_message
+from ..known_addresses import MAX_ADDRESSES
 
 if TYPE_CHECKING:
     from ..host import Host
@@ -59,22 +55,12 @@ class RelayServer:
         self._host = host
         self._key = key
         self._limits = limits or Limits()
-        self._table = RelayTable(self._limits)
+        self.table = RelayTable(self._limits)
         shaping = shaping or Shaping()
         self._may_spend = shaping.may_spend
-        self._shapers = (shaping.down, shaping.up)
+        self._piece_bytes = min(PIECE_BYTES, shaping.down.quantum, shaping.up.quantum)
         self._leftovers = (Leftover(shaping.down), Leftover(shaping.up))
-        host.protect(self._table.has_reservation)
-
-    @property
-    def num_reservations(self) -> int:
-        """Peers that are reached through this node."""
-        return self._table.num_reservations
-
-    @property
-    def num_circuits(self) -> int:
-        """Pairs of peers that talk through this node now."""
-        return self._table.num_circuits
+        host.protect(self.table.has_reservation)
 
     async def run(self) -> None:
         """Relay until cancelled. What is under way then ends with the host."""
@@ -83,84 +69,89 @@ class RelayServer:
             with self._host.connection_events() as events:
                 async for peer, is_connected in events:
                     if not is_connected:
-                        self._table.forget(peer)
+                        self.table.forget(peer)
         finally:
-            self._host.remove_handler(HOP_PROTOCOL)
+            self._host.handlers.remove(HOP_PROTOCOL)
 
     async def _serve(self, stream: Stream) -> None:
         try:
             with trio.fail_after(REQUEST_TIMEOUT):
-                request = await receive_hop(stream)
+                request = await receive_message(stream, HopMessage, MAX_MESSAGE_BYTES)
+            if not request.HasField("type") or request.type not in HopMessage.Type.values():
+                raise RemoteProtocolError("not a hop message")
+            peer = public_key_of_bytes(request.peer.id) if request.type == HopMessage.CONNECT else b""
         except RemoteProtocolError:
-            await self._answer(stream, RelayAnswer(Status.MALFORMED_MESSAGE))
+            await self._answer(stream, Status.MALFORMED_MESSAGE)
             return
         if stream.is_relayed:
-            await self._answer(stream, RelayAnswer(Status.PERMISSION_DENIED))
-        elif isinstance(request, ReserveRequest):
-            await self._answer(stream, self._reserve(stream))
-        elif isinstance(request, ConnectRequest):
-            await self._connect(stream, request.peer)
+            await self._answer(stream, Status.PERMISSION_DENIED)
+        elif request.type == HopMessage.STATUS:
+            await self._answer(stream, Status.UNEXPECTED_MESSAGE)
+        elif not self._may_spend(WINDOW_BYTES):
+            await self._answer(stream, Status.RESOURCE_LIMIT_EXCEEDED)
+        elif request.type == HopMessage.RESERVE:
+            await self._reserve(stream)
         else:
-            await self._answer(stream, RelayAnswer(Status.UNEXPECTED_MESSAGE))
+            await self._connect(stream, peer)
 
-    async def _answer(self, stream: Stream, answer: RelayAnswer) -> None:
+    async def _answer(self, stream: Stream, status: Status, reservation: Reservation | None = None) -> None:
+        answer = HopMessage(
+            type=HopMessage.STATUS,
+            status=WireStatus.ValueType(status),
+            reservation=reservation,
+            limit=self._limit if status is Status.OK else None,
+        )
         with trio.fail_after(REQUEST_TIMEOUT):
-            await stream.send_all(encode_hop(answer))
+            await stream.send_all(encode_delimited(answer))
+
+    @property
+    def _limit(self) -> Limit:
+        return Limit(data=self._limits.circuit_bytes, duration=self._limits.circuit_seconds)
 
     # Reservations
 
-    def _reserve(self, stream: Stream) -> RelayAnswer:
+    async def _reserve(self, stream: Stream) -> None:
         ip, _ = stream.remote_address or ("", 0)
-        if not self._may_spend(WINDOW_BYTES):
-            return RelayAnswer(Status.RESOURCE_LIMIT_EXCEEDED)
-        status = self._table.reserve(stream.peer, site_of(ip).address, trio.current_time())
-        if status is not Status.OK:
-            return RelayAnswer(status)
-        expires_at = int(time.time()) + self._limits.reservation_seconds
-        return RelayAnswer(
-            status,
-            expires_at,
-            tuple(address for address in self._host.addresses if "/p2p-circuit" not in address)[:MAX_TOLD_ADDRESSES],
-            sign_voucher(self._key, stream.peer, expires_at),
-            self._limits.circuit_bytes,
-            self._limits.circuit_seconds,
-        )
+        status = self.table.reserve(stream.peer, site_of(ip).address, trio.current_time())
+        reservation = None
+        if status is Status.OK:
+            expires_at = int(time.time()) + self._limits.reservation_seconds
+            own = [address for address in self._host.addresses if "/p2p-circuit" not in address][:MAX_ADDRESSES]
+            voucher = self._sign_voucher(stream.peer, expires_at)
+            reservation = Reservation(expire=expires_at, addrs=multiaddr_bytes(own), voucher=voucher)
+        await self._answer(stream, status, reservation)
+
+    def _sign_voucher(self, peer: bytes, expires_at: int) -> bytes:
+        """Say that a peer has a reservation: a signed envelope (libp2p RFC 0002), which others may check."""
+        relay, pair = peer_id_bytes(self._host.author), create_new_key_pair(self._key.private_bytes_raw())
+        raw = Voucher(relay=relay, peer=peer_id_bytes(peer), expiration=expires_at).SerializeToString()
+        signature = pair.private_key.sign(make_unsigned(RELAY_RSVP_DOMAIN, VOUCHER_PAYLOAD_TYPE, raw))
+        return Envelope(pair.public_key, VOUCHER_PAYLOAD_TYPE, raw, signature).marshal_envelope()
 
     # Circuits
 
     async def _connect(self, source: Stream, peer: bytes) -> None:
-        if not self._may_spend(WINDOW_BYTES):
-            await self._answer(source, RelayAnswer(Status.RESOURCE_LIMIT_EXCEEDED))
-            return
-        status = self._table.open_circuit(source.peer, peer, trio.current_time())
+        status = self.table.open_circuit(source.peer, peer, trio.current_time())
         if status is not Status.OK:
-            await self._answer(source, RelayAnswer(status))
+            await self._answer(source, status)
             return
-        try:
-            await self._relay_to(source, peer)
-        finally:
-            self._table.close_circuit(source.peer, peer)
-
-    async def _relay_to(self, source: Stream, peer: bytes) -> None:
         try:
             target = await self._call(peer, source.peer)
-        except (PeerUnreachableError, RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
-            logger.debug("cannot pass on to %s: %r", short_name(peer), error)
-            await self._answer(source, RelayAnswer(Status.CONNECTION_FAILED))
-            return
-        try:
-            for stream in (source, target):
-                stream.limit_window(WINDOW_BYTES)
-            limits = self._limits
-            await self._answer(
-                source, RelayAnswer(Status.OK, max_bytes=limits.circuit_bytes, max_seconds=limits.circuit_seconds)
-            )
-            await _Pipe(self._limits, self._shapers, self._leftovers, self._may_spend).run(source, target)
+            try:
+                for stream in (source, target):
+                    stream.limit_window(WINDOW_BYTES)
+                await self._answer(source, Status.OK)
+                await self._relay(source, target)
+            finally:
+                target.reset()
+        except PeerUnreachableError as error:
+            logger.debug("cannot pass on to %s: %s", short_name(peer), error)
+            await self._answer(source, Status.CONNECTION_FAILED)
         finally:
-            target.reset()
+            self.table.close_circuit(source.peer, peer)
 
     async def _call(self, peer: bytes, source: bytes) -> Stream:
-        """A stream to a peer with a reservation, which has agreed to be connected."""
+        """A stream to a peer with a reservation, which has agreed to be connected; or `PeerUnreachableError`."""
         if not self._host.is_direct(peer):
             raise PeerUnreachableError("it has gone")
         stream = await self._host.open_stream(peer, STOP_PROTOCOL, STOP_TIMEOUT)
@@ -168,62 +159,50 @@ class RelayServer:
             if stream.is_relayed:
                 raise PeerUnreachableError("it has gone")
             with trio.fail_after(STOP_TIMEOUT):
-                request = ConnectRequest(source, self._limits.circuit_bytes, self._limits.circuit_seconds)
-                await stream.send_all(encode_stop(request))
-                answer = await receive_stop(stream)
-            if not isinstance(answer, RelayAnswer) or answer.status != Status.OK:
-                raise PeerUnreachableError(f"it refuses: {answer}")
+                peer_id = PeerId(id=peer_id_bytes(source))
+                request = StopMessage(type=StopMessage.CONNECT, peer=peer_id, limit=self._limit)
+                await stream.send_all(encode_delimited(request))
+                answer = await receive_message(stream, StopMessage, MAX_MESSAGE_BYTES)
+            if answer.type != StopMessage.STATUS or answer.status != WireStatus.OK:
+                raise PeerUnreachableError(f"it refuses (status {answer.status})")
+        except (RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
+            stream.reset()
+            raise PeerUnreachableError(repr(error)) from error
         except BaseException:  # cancelled, too: the target is to know that nobody waits
             stream.reset()
             raise
         return stream
 
+    async def _relay(self, first: Stream, second: Stream) -> None:
+        """Copy two streams to each other until both have ended, or one breaks, or a limit is reached.
 
-class _Pipe:
-    """Two streams, copied to each other until both have ended, or one breaks, or a limit is reached."""
-
-    def __init__(
-        self,
-        limits: Limits,
-        shapers: tuple[Shaper, Shaper],
-        leftovers: tuple[Leftover, Leftover],
-        may_spend: Callable[[int], bool],
-    ) -> None:
-        self._limits = limits
-        self._may_spend = may_spend
-        self._piece_bytes = min(PIECE_BYTES, *(shaper.quantum for shaper in shapers))
-        self._leftovers = leftovers
-        self._num_moved = 0
-        self._scope = trio.CancelScope()
-
-    async def run(self, first: Stream, second: Stream) -> None:
-        """Both streams are broken off at the end unless they ended by themselves."""
+        Both are broken off at the end unless they ended by themselves.
+        """
+        limits, num_moved = self._limits, 0
         first.is_bulk = second.is_bulk = True
-        self._put_off_end()
-        with trio.move_on_after(self._limits.circuit_seconds), self._scope:
+
+        async def copy(source: Stream, target: Stream) -> None:
+            nonlocal num_moved
+            try:
+                while data := await source.receive_some(self._piece_bytes):
+                    in_use.deadline = trio.current_time() + limits.idle_seconds
+                    num_moved += len(data)
+                    if num_moved > limits.circuit_bytes or not self._may_spend(2 * len(data)):
+                        logger.debug("a circuit has moved all that it may")
+                        in_use.cancel()
+                    for leftover in self._leftovers:
+                        await leftover.wait(len(data))
+                    with trio.fail_after(STALL_TIMEOUT):
+                        await target.send_all(data)
+                await target.send_eof()
+            except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError) as error:
+                logger.debug("a circuit ends: %r", error)
+                in_use.cancel()
+
+        with trio.move_on_after(limits.circuit_seconds), trio.move_on_after(limits.idle_seconds) as in_use:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._copy, first, second)
-                nursery.start_soon(self._copy, second, first)
+                nursery.start_soon(copy, first, second)
+                nursery.start_soon(copy, second, first)
             return
         first.reset()
         second.reset()
-
-    def _put_off_end(self) -> None:
-        self._scope.deadline = trio.current_time() + self._limits.idle_seconds
-
-    async def _copy(self, source: Stream, target: Stream) -> None:
-        try:
-            while data := await source.receive_some(self._piece_bytes):
-                self._put_off_end()
-                self._num_moved += len(data)
-                if self._num_moved > self._limits.circuit_bytes or not self._may_spend(2 * len(data)):
-                    logger.debug("a circuit has moved all that it may")
-                    self._scope.cancel()
-                for leftover in self._leftovers:
-                    await leftover.wait(len(data))
-                with trio.fail_after(STALL_TIMEOUT):
-                    await target.send_all(data)
-            await target.send_eof()
-        except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError) as error:
-            logger.debug("a circuit ends: %r", error)
-            self._scope.cancel()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
 import trio
@@ -71,7 +71,7 @@ class RelayKeeper:
 
     async def run(self) -> None:
         """Until cancelled."""
-        hurry = self._hurry()
+        hurry = pauses(HURRY_INTERVAL, CHECK_INTERVAL, self._rng)
         while True:
             if self._reachability.needs_relays:
                 await self._keep()
@@ -81,11 +81,8 @@ class RelayKeeper:
             if self._reachability.needs_relays and len(self.held) < NUM_RELAYS:
                 await self._wait(next(hurry))
             else:
-                hurry = self._hurry()
+                hurry = pauses(HURRY_INTERVAL, CHECK_INTERVAL, self._rng)
                 await self._wait(CHECK_INTERVAL)
-
-    def _hurry(self) -> Iterator[float]:
-        return pauses(HURRY_INTERVAL, CHECK_INTERVAL, self._rng)
 
     async def _wait(self, seconds: float) -> None:
         """So long, or until a relay is lost or the node's reachability has changed."""
@@ -166,4 +163,4 @@ class RelayKeeper:
 
     def _announce(self) -> None:
         through = [held.address for held in self.held]
-        self._host.set_external_addresses([*announced(self._reachability.verdict), *through])
+        self._host.own.external = [*announced(self._reachability.verdict), *through]

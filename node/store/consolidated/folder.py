@@ -23,13 +23,7 @@ from typing import Final
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.protocol.blocks import (
-    Index,
-    decode_signed_index,
-    encode_signed_index,
-    max_index_bytes,
-    sign_index,
-)
+from farandole.protocol.blocks import Index, decode_signed_index, encode_signed_index, max_index_bytes, sign_index
 from farandole.protocol.errors import ManifestError, RemoteProtocolError
 from farandole.protocol.identity import public_bytes
 from farandole.protocol.manifest import MAX_MANIFEST_BYTES, EpochsConfig, Manifest, SignedManifest, decode_manifest
@@ -81,12 +75,7 @@ class Consolidated:
     @property
     def shapes(self) -> dict[str, Shape]:
         """Of the model's parameters, by their names."""
-        return model_shapes(self.manifest)
-
-
-def model_shapes(manifest: Manifest) -> dict[str, Shape]:
-    """Each parameter's shape by its name, in the order of the file."""
-    return shapes_of(manifest.model)
+        return shapes_of(self.manifest.model)
 
 
 def tensor_shapes(vectors: Sequence[str], parameters: Mapping[str, Shape]) -> dict[str, Shape]:
@@ -115,27 +104,21 @@ def _decode_index(raw: bytes, manifest: Manifest, signed: SignedManifest, max_si
     """Of the manifest's run, or what that starts from. Raises `RemoteProtocolError`."""
     start = manifest.start
     try:
-        index_id, index = decode_checkpoint_index(raw, signed.run_id, max_size)
+        signed_index, index = decode_signed_index(raw, signed.run_id, max_size)
     except RemoteProtocolError:
         if start is None:
             raise
-        index_id, index = decode_checkpoint_index(raw, start.run, max_size)
-        if index_id != start.checkpoint:
+        signed_index, index = decode_signed_index(raw, start.run, max_size)
+        if signed_index.id != start.checkpoint:
             raise RemoteProtocolError("the index is not of the checkpoint that the manifest starts from") from None
-    return index_id, index
-
-
-def decode_checkpoint_index(raw: bytes, run_id: bytes, max_size: int) -> tuple[bytes, Index]:
-    """The id and the index of a whole model's checkpoint of a run; raises `RemoteProtocolError`."""
-    signed, index = decode_signed_index(raw, run_id, max_size)
     if index.num_stages != 1:
         raise RemoteProtocolError(f"the index is of a stage of {index.num_stages}, not of a whole model")
-    return signed.id, index
+    return signed_index.id, index
 
 
 def max_file_bytes(manifest: Manifest) -> int:
     """The most that the run's whole model takes as a checkpoint, with the inner optimizer's state."""
-    return max_whole_bytes(sum(math.prod(shape) for shape in model_shapes(manifest).values()))
+    return max_whole_bytes(sum(math.prod(shape) for shape in shapes_of(manifest.model).values()))
 
 
 def write_folder(

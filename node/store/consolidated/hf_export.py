@@ -122,13 +122,6 @@ def byte_level_tokenizer() -> dict[str, object]:
         "decoder": byte_level,
         "model": {
             "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
             "vocab": {letter: byte for byte, letter in enumerate(_byte_letters())},
             "merges": [],
         },

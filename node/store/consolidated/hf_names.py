@@ -15,8 +15,8 @@ from farandole.protocol.families import HFConfig
 from farandole.protocol.families.llama import DefaultRope, LlamaConfig
 from farandole.protocol.manifest import Manifest, ModelConfig
 from farandole.protocol.safetensors import Shape
+from farandole.protocol.shapes import shapes_of
 
-from .folder import model_shapes
 from .tensors import ConsolidatedError
 
 # `farandole.training.model`: ROTARY_BASE and NORM_EPSILON, which are constants there.
@@ -62,7 +62,7 @@ def config_of(model: ModelConfig) -> HFConfig:
 def parts_of(manifest: Manifest) -> dict[str, Part]:
     """By transformers' name of each parameter, in the order in which they are written."""
     if manifest.model.hf is not None:  # the names are transformers' own
-        return {name: Part(name, 0, shape) for name, shape in model_shapes(manifest).items()}
+        return {name: Part(name, 0, shape) for name, shape in shapes_of(manifest.model).items()}
     model = manifest.model
     width, hidden = model.width, model.hidden
     parts = {"model.embed_tokens.weight": Part("embedding.weight", 0, (model.vocabulary, width))}

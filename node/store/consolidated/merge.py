@@ -12,18 +12,18 @@ very momentum of the mean weights: a run that starts from both goes on as the me
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from farandole.protocol.manifest import EpochsConfig, Manifest, decode_manifest
+from farandole.protocol.manifest import EpochsConfig, decode_manifest
 from farandole.protocol.safetensors import Shape
 from farandole.protocol.shapes import shapes_of, stage_of
 
-from .folder import WeightCounters, model_shapes, tensor_shapes, write_folder
+from .folder import WeightCounters, tensor_shapes, write_folder
 from .tensors import ConsolidatedError, Floats, TensorFile, open_tensors
 
 MAX_COUNTER: Final = 2**53  # exact in JSON everywhere
@@ -42,61 +42,33 @@ def consolidate(
     ``epochs``: how far the run is in its data, if it counts epochs. Raises `ConsolidatedError`.
     """
     manifest, signed = decode_manifest(raw_manifest)
-    with open_merger(manifest, signed.run_id, stages, vectors) as merger:
-        return write_folder(
-            to,
-            key,
-            signed.run_id,
-            model_shapes(manifest),
-            vectors,
-            merger.counters(),
-            merger.tensor,
-            lambda checkpoint_id: raw_manifest,
-            epochs,
-        )
-
-
-class Merger:
-    """Opened stage checkpoints, ``stages[s]`` the replicas of stage s; made by `open_merger`."""
-
-    def __init__(self, manifest: Manifest, stages: Sequence[Sequence[TensorFile]]) -> None:
-        self._model = manifest.model
-        self._stages = stages
-
-    def tensor(self, tensor_name: str) -> Floats:
-        """The mean of one tensor, "slow/NAME" say, over the replicas of its stage. Raises `ConsolidatedError`."""
-        name = tensor_name.partition("/")[2]
-        first, *others = (file.read(tensor_name) for file in self._stages[stage_of(self._model, name)])
-        if not others:
-            return first
-        total = first.astype(np.float64)
-        for tensor in others:
-            total += tensor
-        return (total / (1 + len(others))).astype(np.float32)
-
-    def counters(self) -> WeightCounters:
-        """Of the mean replica: means, but for the round, which is the newest."""
-        counters = [_counters_of(file) for files in self._stages for file in files]
-        return WeightCounters(
-            max(each.round for each in counters),
-            round(sum(each.inner_steps for each in counters) / len(counters)),
-            round(sum(each.tokens for each in counters) / len(counters)),
-        )
-
-
-@contextlib.contextmanager
-def open_merger(
-    manifest: Manifest, run_id: bytes, stages: Sequence[Sequence[Path]], vectors: Sequence[str]
-) -> Iterator[Merger]:
-    """For as long as the block runs. Raises `ConsolidatedError` if a file is not of this run, or lacks a tensor."""
     model = manifest.model
+    shapes = shapes_of(model)
     with contextlib.ExitStack() as stack:
-        opened = [[stack.enter_context(open_tensors(path)) for path in paths] for paths in stages]
-        for stage, files in enumerate(opened):
-            of_stage = {name: shape for name, shape in shapes_of(model).items() if stage_of(model, name) == stage}
-            for file in files:
-                _check(file, run_id, tensor_shapes(vectors, of_stage))
-        yield Merger(manifest, opened)
+        files = [[stack.enter_context(open_tensors(path)) for path in paths] for paths in stages]
+        for stage, replicas in enumerate(files):
+            of_stage = {name: shape for name, shape in shapes.items() if stage_of(model, name) == stage}
+            for file in replicas:
+                _check(file, signed.run_id, tensor_shapes(vectors, of_stage))
+
+        def mean(tensor_name: str) -> Floats:
+            """One tensor, "slow/NAME" say, over the replicas of its stage."""
+            stage = stage_of(model, tensor_name.partition("/")[2])
+            first, *others = (file.read(tensor_name) for file in files[stage])
+            if not others:
+                return first
+            total = first.astype(np.float64)
+            for tensor in others:
+                total += tensor
+            return (total / (1 + len(others))).astype(np.float32)
+
+        every_file = [file for replicas in files for file in replicas]
+        rounds, steps, tokens = ([_counter(file, name) for file in every_file] for name in ("round", "steps", "tokens"))
+        # Of the mean replica: means, but for the round, which is the newest.
+        counters = WeightCounters(max(rounds), round(sum(steps) / len(steps)), round(sum(tokens) / len(tokens)))
+        return write_folder(
+            to, key, signed.run_id, shapes, vectors, counters, mean, lambda checkpoint_id: raw_manifest, epochs
+        )
 
 
 def _check(file: TensorFile, run_id: bytes, expected: Mapping[str, Shape]) -> None:
@@ -107,10 +79,6 @@ def _check(file: TensorFile, run_id: bytes, expected: Mapping[str, Shape]) -> No
             raise ConsolidatedError(f"{file.path} has no {name}")
         if file.shapes[name] != shape:
             raise ConsolidatedError(f"{file.path}: {name} has the shape {file.shapes[name]}, not {shape}")
-
-
-def _counters_of(file: TensorFile) -> WeightCounters:
-    return WeightCounters(*(_counter(file, name) for name in ("round", "steps", "tokens")))
 
 
 def _counter(file: TensorFile, name: str) -> int:

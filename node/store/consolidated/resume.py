@@ -15,10 +15,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.protocol.errors import ManifestError
 from farandole.protocol.manifest import Manifest, SignedManifest, StartConfig, decode_manifest, sign_manifest
+from farandole.protocol.shapes import shapes_of
 from farandole.protocol.vectors import SLOW
 
 from ..run_file import manifest_of
-from .folder import MANIFEST_NAME, NO_RUN, Consolidated, WeightCounters, model_shapes, write_folder
+from .folder import MANIFEST_NAME, NO_RUN, Consolidated, WeightCounters, write_folder
 from .hf_import import open_hf_weights
 
 # A [model] table with one of these says anew which model it is; without, it says what changes: how it is cut, say.
@@ -77,7 +78,7 @@ def _model(before: Mapping[str, Any], model: object) -> object:
 
 
 def _check_same_model(before: Manifest, after: Manifest) -> None:
-    old, new = model_shapes(before), model_shapes(after)
+    old, new = shapes_of(before.model), shapes_of(after.model)
     for name in [*old, *new]:
         if old.get(name) != new.get(name):
             raise ManifestError(
@@ -108,15 +109,15 @@ def import_model(
         start = StartConfig(checkpoint_id.hex(), NO_RUN.hex())
         return sign_manifest(msgspec.structs.replace(manifest, start=start), key).encode()
 
-    with open_hf_weights(hf_folder, manifest) as weights:
+    with open_hf_weights(hf_folder, manifest) as read:
         write_folder(
             to,
             key,
             NO_RUN,
-            model_shapes(manifest),
+            shapes_of(manifest.model),
             (SLOW,),
             WeightCounters(0, 0, 0),
-            lambda tensor: weights.read(tensor.partition("/")[2]),
+            lambda tensor: read(tensor.partition("/")[2]),
             sign,
         )
     return decode_manifest((to / MANIFEST_NAME).read_bytes())

@@ -1,6 +1,7 @@
-"""Safetensors files of fp32, without torch: read tensor by tensor, written in a stream; folders whole or not at all.
+"""Safetensors files without torch: read tensor by tensor, written in a stream; folders whole or not at all.
 
-By hand, because the library's writer needs all of a file in memory: so a model may be as large as the disk.
+By hand, because the library's writer needs all of a file in memory: so a model may be as large as the disk. bf16 needs
+no help from torch either: it is the upper half of fp32.
 """
 
 from __future__ import annotations
@@ -33,37 +34,45 @@ class ConsolidatedError(FarandoleError):
 
 
 class TensorFile:
-    """An open safetensors file of fp32 tensors; made by `open_tensors`."""
+    """An open safetensors file; made by `open_tensors`."""
 
     def __init__(self, path: Path, file: BufferedReader, header: Header) -> None:
         self.path = path
         self.metadata = header.metadata
+        self.shapes = {tensor.name: tensor.shape for tensor in header.tensors}
         self._file = file
         self._tensors = {tensor.name: tensor for tensor in header.tensors}
 
-    @property
-    def shapes(self) -> dict[str, Shape]:
-        """Of each tensor, by its name; all are fp32."""
-        return {name: tensor.shape for name, tensor in self._tensors.items()}
-
     def read(self, name: str) -> Floats:
-        """One tensor. Raises `ConsolidatedError` if it is not there, or not finite."""
+        """One tensor, in fp32. Raises `ConsolidatedError` if it is not there, or not finite."""
         if name not in self._tensors:
             raise ConsolidatedError(f"{self.path} has no tensor {name}")
         place = self._tensors[name]
-        flat = np.empty(math.prod(place.shape), dtype="<f4")
+        raw = np.empty(place.end - place.start, dtype=np.uint8)
         with _reading(self.path):
             self._file.seek(place.start)
-            if self._file.readinto(flat.data) != place.end - place.start:
+            if self._file.readinto(raw.data) != raw.size:
                 raise ConsolidatedError(f"{self.path} is shorter than it was")
-        if not is_finite(flat):
+        match place.dtype:
+            case "BF16":
+                tensor = (raw.view("<u2").astype("<u4") << 16).view("<f4")
+            case "F16":
+                tensor = raw.view("<f2").astype(np.float32)
+            case _:
+                tensor = raw.view("<f4")
+        if not is_finite(tensor):
             raise ConsolidatedError(f"{self.path}: {name} holds a value that is not finite")
-        return flat.reshape(place.shape)
+        return tensor.reshape(place.shape)
 
 
 @contextlib.contextmanager
-def open_tensors(path: Path) -> Iterator[TensorFile]:
-    """For as long as the block runs. Raises `ConsolidatedError` if it is no safetensors file, or not all of it fp32."""
+def open_tensors(
+    path: Path, parse: Callable[[bytes, int], Header] = parse_header, kind: str = "checkpoint, or not whole"
+) -> Iterator[TensorFile]:
+    """For as long as the block runs. Raises `ConsolidatedError` if ``parse`` finds that it is no such file.
+
+    ``parse`` gets the first bytes, up to the header's end, and the file's size; ``kind`` names what it accepts.
+    """
     with contextlib.ExitStack() as stack:
         with _reading(path):
             file = stack.enter_context(path.open("rb"))
@@ -72,9 +81,9 @@ def open_tensors(path: Path) -> Iterator[TensorFile]:
             first = file.read(LENGTH_BYTES)
             try:
                 first += file.read(header_size(first, size) - len(first))
-                header = parse_header(first, size)
+                header = parse(first, size)
             except RemoteProtocolError as error:
-                raise ConsolidatedError(f"{path} is no checkpoint, or not whole: {error}") from error
+                raise ConsolidatedError(f"{path} is no {kind}: {error}") from error
         yield TensorFile(path, file, header)
 
 

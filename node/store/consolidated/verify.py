@@ -10,12 +10,7 @@ from farandole.protocol.safetensors import Shape
 from farandole.protocol.vectors import SLOW, is_square, known_vectors
 from farandole.training.blocks import content_of, first_difference
 
-from .folder import (
-    Consolidated,
-    layout_hash,
-    read_folder,
-    tensor_shapes,
-)
+from .folder import Consolidated, layout_hash, read_folder, tensor_shapes
 from .tensors import ConsolidatedError, open_tensors
 
 
@@ -37,14 +32,10 @@ class Verified:
 
 def verify(path: Path) -> Verified:
     """Look at all of a consolidated checkpoint, or of a file of tensors; `ConsolidatedError` says what is wrong."""
-    if path.is_dir():
-        return verify_folder(read_folder(path))
-    vectors, num_tensors = _verify_file(path, None)
-    return Verified(str(path), num_tensors, path.stat().st_size, vectors, None, None, None, "")
-
-
-def verify_folder(folder: Consolidated) -> Verified:
-    """As `verify`, of a folder that is open."""
+    if not path.is_dir():
+        vectors, num_tensors = _verify_file(path, None)
+        return Verified(str(path), num_tensors, path.stat().st_size, vectors, None, None, None, "")
+    folder = read_folder(path)
     index = folder.index
     if index.layout != layout_hash(folder.shapes):
         raise ConsolidatedError(f"{folder.path} is of another model than its manifest says")

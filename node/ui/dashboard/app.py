@@ -9,6 +9,7 @@ runs no script but its own file (Content-Security-Policy).
 from __future__ import annotations
 
 import hmac
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -38,6 +39,7 @@ SMALL_RUN: Final = 64
 # Tabs that were left open; each is a stream that this node feeds.
 MAX_LISTENERS: Final = 8
 
+_PORT: Final = re.compile(r":\d+\Z")
 _HEADERS: Final = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -65,19 +67,11 @@ class Dashboard:
     clock: Callable[[], float]
     history: RunHistory = field(default_factory=RunHistory)
     _num_listeners: int = 0
-    _seen: tuple[float, NodeStatus] | None = None
-
-    def _look(self) -> NodeStatus:
-        """The status, the same for all pages that ask within half a second: one of a large run takes its time."""
-        now = trio.current_time()
-        if self._seen is None or now - self._seen[0] >= OVERVIEW_INTERVAL / 2:
-            self._seen = now, self.status()
-        return self._seen[1]
 
     async def run(self) -> None:
         """Look at the run, until cancelled."""
         while True:
-            status = self._look()
+            status = self.status()
             self.history.observe(status, self.clock())
             await trio.sleep(OVERVIEW_INTERVAL if len(status.members) <= SMALL_RUN else MEMBERS_INTERVAL)
 
@@ -92,14 +86,14 @@ class Dashboard:
                 Route("/events", self._events),
                 Route("/api/{deed}", self._do, methods=["POST"]),
             ],
-            middleware=[Middleware(_SameOrigin)],
+            middleware=[Middleware(_same_origin)],
         )
 
     async def _overview(self, request: Request) -> Response:
-        return _json(overview(self._look(), self.history, self.clock()))
+        return _json(overview(self.status(), self.history, self.clock()))
 
     async def _members(self, request: Request) -> Response:
-        return _json(members_view(self._look(), self.history))
+        return _json(members_view(self.status(), self.history))
 
     async def _metrics(self, request: Request) -> Response:
         return Response(metrics_text(self.status()), media_type=CONTENT_TYPE, headers=_HEADERS)
@@ -117,7 +111,7 @@ class Dashboard:
         try:
             members_at = 0.0
             while True:
-                status, now = self._look(), trio.current_time()
+                status, now = self.status(), trio.current_time()
                 yield _event("overview", overview(status, self.history, self.clock()))
                 if len(status.members) <= SMALL_RUN or now >= members_at:
                     members_at = now + MEMBERS_INTERVAL
@@ -139,37 +133,25 @@ class Dashboard:
             return _problem(409, str(error))
 
 
-class _SameOrigin:
-    """Turns away what does not come from this page, before anything is looked at."""
+def _same_origin(app: ASGIApp) -> ASGIApp:
+    """Turn away what does not come from this page, before anything is looked at."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    async def guard(scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = _refusal(Request(scope)) if scope["type"] == "http" else None
+        await (refusal or app)(scope, receive, send)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            refusal = _refusal(Request(scope))
-            if refusal is not None:
-                await refusal(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+    return guard
 
 
 def _refusal(request: Request) -> Response | None:
     host = request.headers.get("host", "")
-    if _name_of(host) not in LOOPBACK_NAMES:
+    if _PORT.sub("", host) not in LOOPBACK_NAMES:
         return _problem(403, "this page is for the browser of the node's own machine")
     origin = request.headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc != host:
-        return _problem(403, "requests of other pages are refused")
-    if request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
+    is_elsewhere = origin is not None and urlsplit(origin).netloc != host
+    if is_elsewhere or request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
         return _problem(403, "requests of other pages are refused")
     return None
-
-
-def _name_of(host: str) -> str:
-    """Without its port."""
-    name, separator, port = host.rpartition(":")
-    return name if separator and port.isdigit() else host
 
 
 def _file(name: str, media_type: str) -> Callable[[Request], Awaitable[Response]]:

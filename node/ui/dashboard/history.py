@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
 from ...status.status import MemberStatus, NodeStatus
 
 # On a page 600 pixels wide more points than these cannot be told apart.
@@ -49,8 +51,7 @@ class Curve:
             self._stride *= 2
 
 
-@dataclass(frozen=True, slots=True)
-class NodeMeeting:
+class NodeMeeting(msgspec.Struct, frozen=True, array_like=True):
     """Two nodes averaged."""
 
     at: float
@@ -61,9 +62,9 @@ class NodeMeeting:
     other: str
 
     @property
-    def key(self) -> tuple[int, str, str]:
+    def key(self) -> tuple[int, frozenset[str]]:
         """The same for both."""
-        return self.round, min(self.one, self.other), max(self.one, self.other)
+        return self.round, frozenset((self.one, self.other))
 
 
 @dataclass(slots=True)
@@ -80,7 +81,7 @@ class RunHistory:
     """(Unix seconds, tokens a second of the whole run)."""
     meetings: deque[NodeMeeting] = field(default_factory=deque)
     """The last `MAX_EXCHANGES`."""
-    _known: set[tuple[int, str, str]] = field(default_factory=set)
+    _known: set[tuple[int, frozenset[str]]] = field(default_factory=set)
     """Round and peer ids of these."""
     _last_rounds: dict[str, int] = field(default_factory=dict)
 

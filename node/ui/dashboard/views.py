@@ -5,19 +5,14 @@ from __future__ import annotations
 import msgspec
 
 from ...status.status import MemberStatus, NodeStatus
-from ..headline import headline
-from .history import Point, RunHistory
+from ..headline import Headline, headline
+from ..rows import Row, member_state, status_rows
+from .history import NodeMeeting, Point, RunHistory
 
 # More curves in one picture are a blur; the page draws these, and the mean of all.
 MAX_CURVES_SHOWN = 32
-
-
-class HeadlineView(msgspec.Struct, frozen=True):
-    """The first line."""
-
-    level: str
-    text: str
-    remedy: str
+# Fields of a member that its row has too.
+_COPIED = ("peer_id", "stage", "round", "tokens", "tokens_per_second", "loss", "device")
 
 
 class Overview(msgspec.Struct, frozen=True):
@@ -25,21 +20,14 @@ class Overview(msgspec.Struct, frozen=True):
 
     now: float
     """Unix seconds, by the node's clock."""
-    headline: HeadlineView
+    headline: Headline
+    rows: list[Row]
+    """What is said of the node, but for its warnings."""
     status: NodeStatus
     """Its members are left out."""
     mean_loss: list[Point]
     throughput: list[Point]
     validation: list[Point]
-
-
-class MeetingView(msgspec.Struct, frozen=True, array_like=True):
-    """Two nodes averaged; see `farandole.node.ui.dashboard.history.Meeting`."""
-
-    at: float
-    round: int
-    one: str
-    other: str
 
 
 class MemberView(msgspec.Struct, frozen=True):
@@ -66,15 +54,15 @@ class MembersView(msgspec.Struct, frozen=True):
 
     members: list[MemberView]
     curves: dict[str, list[Point]]
-    meetings: list[MeetingView]
+    meetings: list[NodeMeeting]
 
 
 def overview(status: NodeStatus, history: RunHistory, now: float) -> Overview:
     """Of this moment."""
-    found = headline(status, now)
     return Overview(
         now=now,
-        headline=HeadlineView(found.level, found.text, found.remedy),
+        headline=headline(status, now),
+        rows=[row for row in status_rows(status, now) if row.label != "warning"],
         status=msgspec.structs.replace(status, members=[], losses=[], validation=[]),
         mean_loss=history.mean_loss.points,
         throughput=history.throughput.points,
@@ -88,35 +76,16 @@ def members_view(status: NodeStatus, history: RunHistory) -> MembersView:
     return MembersView(
         members=[_member(member) for member in status.members],
         curves={peer: history.losses[peer].points for peer in live[:MAX_CURVES_SHOWN]},
-        meetings=[MeetingView(meeting.at, meeting.round, meeting.one, meeting.other) for meeting in history.meetings],
+        meetings=list(history.meetings),
     )
 
 
 def _member(member: MemberStatus) -> MemberView:
-    if member.is_self:
-        state = "this node"
-    elif member.has_left:
-        state = "left"
-    elif member.is_live and member.is_paused:
-        state = "paused"
-    else:
-        state = "live" if member.is_live else "gone"
+    is_relayed = any("/p2p-circuit" in address for address in member.addresses)
     return MemberView(
-        peer_id=member.peer_id,
-        state=state,
-        stage=member.stage,
-        round=member.round,
-        tokens=member.tokens,
-        tokens_per_second=member.tokens_per_second,
-        loss=member.loss,
+        **{name: getattr(member, name) for name in _COPIED},
+        state="this node" if member.is_self else member_state(member)[0],
         link=member.path if member.is_connected else "",
-        reach=_reach(member.addresses),
-        device=member.device,
+        reach="relay" if is_relayed else "public" if member.addresses else "",
         seen=member.last_seen_seconds,
     )
-
-
-def _reach(addresses: list[str]) -> str:
-    if any("/p2p-circuit" in address for address in addresses):
-        return "relay"
-    return "public" if addresses else ""

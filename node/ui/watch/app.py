@@ -1,6 +1,6 @@
 """The full screen: a Textual application over `farandole.node.ui.watch.feed`.
 
-A thread follows the feed, whose reads block; it hands its news over as messages. All that is drawn follows from the one
+A thread follows the feed, whose reads block, and hands its news over. All that is drawn follows from the one
 `NodeView`, at once when news come and every second, since what is shown has an age.
 """
 
@@ -17,7 +17,6 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, VerticalScroll
 from textual.events import Resize
-from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import Footer, Static
 
@@ -86,20 +85,12 @@ class WatchApp(App[None]):
         self._clock = clock
         self._is_over = Event()
         self._headline = Static(id="headline")
-        self._run = Panel(lambda status, now, width, height: run_panel(status, width, height), "run")
-        self._node = Panel(lambda status, now, width, height: node_panel(status, now, width), "node")
+        self._run, self._node = Panel(run_panel, "run"), Panel(node_panel, "node")
         self._links, self._events = Static(), Static()
         self._links_part = VerticalScroll(self._links, id="links")
         self._events_part = VerticalScroll(self._events, id="events")
         self.view = NodeView(read_at=clock())
         """What is shown."""
-
-    class Told(Message):
-        """From the thread that follows the feed."""
-
-        def __init__(self, news: News) -> None:
-            super().__init__()
-            self.news = news
 
     def compose(self) -> ComposeResult:
         """From top to bottom."""
@@ -126,9 +117,8 @@ class WatchApp(App[None]):
         self.set_class(event.size.width < _WIDE, "-narrow")
         self.call_after_refresh(self._draw_all)
 
-    def on_watch_app_told(self, told: WatchApp.Told) -> None:
-        """News of the node."""
-        self.view = self.view.told(told.news, self._clock())
+    def _take(self, news: News) -> None:
+        self.view = self.view.told(news, self._clock())
         self._draw_all()
 
     async def action_rest(self) -> None:
@@ -146,7 +136,7 @@ class WatchApp(App[None]):
         for news in self._feed.news(self._is_over):
             if self._is_over.is_set():
                 return
-            self.post_message(self.Told(news))
+            self.call_later(self._take, news)
 
     def _draw_all(self) -> None:
         now, view = self._clock(), self.view

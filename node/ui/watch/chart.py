@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Final
+
+import numpy as np
 
 from ...base.figures import loss
 
@@ -27,36 +28,25 @@ def plot(points: Sequence[Point], width: int, height: int) -> list[str]:
     if len(points) < 2 or columns < 2 or height < 1:
         return []
     heights = _heights(points, columns)
-    values = [value for value in heights if value is not None]
-    low, high = min(values), max(values)
+    low, high = heights.min(), heights.max()
+    dots = np.full(columns, rows - 1)
+    if high > low:
+        dots = np.rint((high - heights) / (high - low) * (rows - 1)).astype(int)
     cells = [[_EMPTY] * (columns // _COLUMNS) for _ in range(height)]
-    before: int | None = None
-    for column, value in enumerate(heights):
-        if value is None:
-            continue
-        row = rows - 1 if high == low else round((high - value) / (high - low) * (rows - 1))
-        reached = row if before is None else before
-        for dot in range(min(row, reached), max(row, reached) + 1):
+    for column, (before, row) in enumerate(zip([dots[0], *dots], dots, strict=False)):
+        for dot in range(min(row, before), max(row, before) + 1):
             cells[dot // _ROWS][column // _COLUMNS] |= _BITS[column % _COLUMNS][dot % _ROWS]
-        before = row
     labels = [""] * height
     labels[-1] = loss(low)
     labels[0] = loss(high)
     return [f"{label:>{LABEL_WIDTH - 1}} {''.join(map(chr, line))}" for label, line in zip(labels, cells, strict=True)]
 
 
-def _heights(points: Sequence[Point], columns: int) -> list[float | None]:
+def _heights(points: Sequence[Point], columns: int) -> np.ndarray:
     """The mean of the points in each column; between them, on the line from one to the next."""
-    first, last = points[0][0], points[-1][0]
-    span = (last - first) or 1.0
-    sums, counts = [0.0] * columns, [0] * columns
-    for x, y in points:
-        column = round((x - first) / span * (columns - 1))
-        sums[column] += y
-        counts[column] += 1
-    heights = [total / count if count else None for total, count in zip(sums, counts, strict=True)]
-    known = [(column, value) for column, value in enumerate(heights) if value is not None]
-    for (left, start), (right, end) in itertools.pairwise(known):
-        for column in range(left + 1, right):
-            heights[column] = start + (end - start) * (column - left) / (right - left)
-    return heights
+    xs, ys = np.array(points, dtype=float).T
+    places = np.rint((xs - xs[0]) / ((xs[-1] - xs[0]) or 1.0) * (columns - 1)).astype(int)
+    counts = np.bincount(places, minlength=columns)
+    known = np.flatnonzero(counts)
+    means = np.bincount(places, ys)[known] / counts[known]
+    return np.interp(np.arange(columns), known, means)

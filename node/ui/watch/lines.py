@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from threading import Event
+from typing import Final
 
 from .feed import Feed
 from .view import NodeView
+
+# Durations and counts go on changing; that is nothing new.
+_FIGURES: Final = re.compile(r"\d")
 
 
 def print_lines(
@@ -28,12 +33,7 @@ def print_lines(
                     echo(f"{stamp}  {'warning: ' if event.is_warning else ''}{event.text}")
         told_until = events[-1].at if events else 0.0
         found = view.headline(now)
-        essence = found.level, _without_figures(found.text), found.remedy
+        essence = found.level, _FIGURES.sub("", found.text), found.remedy
         if essence != told:
             told = essence
             echo(f"{found.level}: {found.text}{f'. {found.remedy}' if found.remedy else ''}")
-
-
-def _without_figures(text: str) -> str:
-    """Durations and counts go on changing; that is nothing new."""
-    return "".join(character for character in text if not character.isdigit())

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import bisect
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ...status.status import Event, NodeStatus
@@ -34,14 +33,13 @@ News = NodeSeen | Lost
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """``read_at`` and ``lost_at`` are of the viewer's steady clock, and so is every ``now`` that a method takes."""
+    """``read_at`` is of the viewer's steady clock, and so is every ``now`` that a method takes."""
 
     status: NodeStatus | None = None
     read_at: float = 0.0
     lost: str = ""
     """Why the node does not answer; empty while it does."""
-    lost_at: float = 0.0
-    own_events: tuple[Event, ...] = field(default=())
+    own_events: tuple[Event, ...] = ()
     """What the node cannot know: that it went away, and came back."""
 
     def told(self, news: News, now: float) -> NodeView:
@@ -50,9 +48,8 @@ class NodeView:
             case NodeSeen(status):
                 return self._seen(status, now)
             case Lost(why):
-                if self.lost:
-                    return replace(self, lost=why)
-                return replace(self, lost=why, lost_at=now)._noting(f"the node does not answer: {why}", now)
+                view = replace(self, lost=why)
+                return view if self.lost else view._noting(f"the node does not answer: {why}", now)
 
     def _seen(self, status: NodeStatus, now: float) -> NodeView:
         view = replace(self, status=status, read_at=now, lost="")
@@ -71,12 +68,10 @@ class NodeView:
 
     def trouble(self, now: float) -> str:
         """Why what is shown is not of now; empty if it is."""
-        if self.lost:
-            return self.lost
         silent = now - self.read_at
-        if self.status is None:
-            return "" if silent < STALE_SECONDS else "nothing has come yet"
-        return "" if silent < STALE_SECONDS else f"nothing was heard of the node for {silent:.0f} s"
+        if self.lost or silent < STALE_SECONDS:
+            return self.lost
+        return "nothing has come yet" if self.status is None else f"nothing was heard of the node for {silent:.0f} s"
 
     def headline(self, now: float) -> Headline:
         """The first line."""
@@ -89,7 +84,5 @@ class NodeView:
 
     def events(self) -> list[Event]:
         """What happened, by the node and by this screen, oldest first."""
-        events = list(self.status.events) if self.status is not None else []
-        for event in self.own_events:
-            bisect.insort(events, event, key=lambda each: each.at)
-        return events
+        events = [] if self.status is None else self.status.events
+        return sorted([*events, *self.own_events], key=lambda event: event.at)

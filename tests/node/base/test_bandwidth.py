@@ -337,7 +337,7 @@ async def test_a_checkpoint_between_two_hosts_counts_once(tmp_path: Path) -> Non
             open_host(keys[0], LOOPBACK, shaping=alices) as alice,
             open_host(keys[1], LOOPBACK, shaping=bobs) as bob,
         ):
-            BlockService(RUN, find, alices).register(alice)
+            BlockService(Conditions(alice, RUN, alices), find).register()
             bob.add_addresses(alice.author, alice.addresses)
             conditions, donors = Conditions(bob, RUN, bobs), [alice.author]
             path = tmp_path / "ours"

@@ -24,6 +24,7 @@ from farandole.training.outer.rule import weighted_mean
 from farandole.training.parameters import flatten_, layout_of
 from farandole.training.replica import Recipe
 from farandole.training.screening.rule import Accept, Encounter, share_by_tokens
+from farandole.training.token_cache import Found
 
 from ..real_nodes import TOKENS, open_nodes, swap
 
@@ -92,7 +93,7 @@ async def test_means_are_exact_to_the_codecs_error_over_every_path(codec: Codec)
 @pytest.mark.parametrize("path", ["bulk", "stream"])
 @pytest.mark.parametrize("codec", CODECS)
 async def test_replicas_come_to_the_same_mean_over_every_path(codec: Codec, path: str) -> None:
-    text = Text(np.zeros(600, np.uint8), np.zeros(100, np.uint8), 2)
+    text = Text(np.zeros(600, np.uint8), np.zeros(100, np.uint8), Found(2, 0, b""))
     model = ModelConfig(num_layers=1, width=256, num_heads=2, hidden=4_001, context=16, vocabulary=64)
     outer = NoLoCoConfig(alpha=0.0, beta=1.0, gamma=1.0, codec=codec)  # the new slow weights are the mean
     async with open_nodes() as nodes:
@@ -106,12 +107,12 @@ async def test_replicas_come_to_the_same_mean_over_every_path(codec: Codec, path
             replica.theta.add_(torch.randn(len(replica.theta), generator=generator) * 1e-2)
             weights.append(replica.fast_weights())
             node.outgoing = bytearray(replica.contribution_bytes)
-            replica.contribution(node.outgoing)
+            replica.contribute(node.outgoing)
             replicas.append(replica)
         await swap(nodes, codec, path, replicas[0].layout.hash)
         for index, (node, replica) in enumerate(zip(nodes, replicas, strict=True)):
             assert isinstance(replica.screen(node.incoming), Accept)
-            replica.outer_step(node.incoming, Encounter(b"", TOKENS[index], TOKENS[1 - index]), own_first=index == 0)
+            replica.apply(node.incoming, Encounter(b"", TOKENS[index], TOKENS[1 - index]), own_first=index == 0)
     mean = replicas[0].slow_weights()
     assert torch.equal(mean, replicas[1].slow_weights()), "bit for bit"
     exact, allowed = exact_mean(codec, weights)

@@ -7,9 +7,8 @@ import pytest
 import trio
 import trio.testing
 
-from farandole.node.bulk.contributions import Outgoing
 from farandole.node.bulk.exchange_service import EXCHANGE_PROTOCOL
-from farandole.node.bulk.exchange_session import FAREWELL_TIMEOUT
+from farandole.node.bulk.exchange_session import FAREWELL_TIMEOUT, Outgoing
 from farandole.protocol.exchange import Exchange
 from farandole.protocol.exchange_messages import Aborted, Accepted, Commit, Offer
 from farandole.protocol.pipe import CHUNK_BYTES, Chunk, Route, TransferReceived

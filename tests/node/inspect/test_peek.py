@@ -17,10 +17,10 @@ from farandole.node.inspect import peek as visiting
 from farandole.node.inspect.peek import Visit, open_visit
 from farandole.protocol.entries import Beat, Kind, Member
 from farandole.protocol.identity import peer_id_of
-from farandole.protocol.invite import Invite
+from farandole.protocol.invite import Invite, encode_invite
 
 from ...patience import PATIENCE
-from ...protocol.authors import RUN_ID, author_of, signed, state_of, tick_at
+from ...protocol.authors import author_of, signed, state_of, tick_at
 from ..hosts import LOOPBACK
 from ..relayed import open_public
 
@@ -31,11 +31,12 @@ GONE = tuple(f"/ip4/127.0.0.1/tcp/{number}/p2p/{peer_id_of(bytes([number]) * 32)
 
 async def words_of_failure(home: Path, addresses: tuple[str, ...], said: list[str]) -> str:
     """Of a visit to who cannot be visited."""
-    settings = NodeSettings(home=home, listen=LOOPBACK, mdns=False)
+    invite = encode_invite(Invite(RUN, addresses))
+    settings = NodeSettings(home=home, invite=invite, listen=LOOPBACK, mdns=False)
     words = ""
     with trio.fail_after(PATIENCE):
         try:
-            async with open_visit(Invite(RUN, addresses), settings, Shaping(), said.append):
+            async with open_visit(settings, Shaping(), said.append):
                 pass
         except* JoinError as group:
             words = str(own_error(group))
@@ -67,8 +68,8 @@ async def test_the_rounds_of_a_stage_are_those_of_its_live_members_that_train() 
     entries = [signed(number, Kind.MEMBER, 0, tick_at(Kind.MEMBER), member) for number, member in members.items()]
     beats = [signed(n, Kind.BEAT, 0, tick_at(Kind.BEAT), Beat(1, 10 * n, None, 0)) for n in (1, 3, 4, 5)]
     live = [author_of(number) for number in (1, 2, 3, 4)]
-    gossip: Any = SimpleNamespace(liveness=SimpleNamespace(live=lambda now: live))
+    gossip: Any = SimpleNamespace(liveness=SimpleNamespace(live=lambda now: live), state=state_of(*entries, *beats))
     nothing: Any = None
-    visit = Visit(nothing, Shaping(), nothing, nothing, b"", RUN_ID, state_of(*entries, *beats), gossip)
+    visit = Visit(nothing, nothing, b"", gossip)
     assert visit.rounds_of(0) == [10]
     assert visit.rounds_of(1) == [40]

@@ -16,6 +16,7 @@ from farandole.node.inspect import pull as pulling
 from farandole.node.inspect.pull import Pull
 from farandole.node.store.fetch import Fetched, FetchError
 from farandole.node.store.partial_file import partial_path
+from farandole.node.store.provider import Conditions
 from farandole.protocol.blocks import Index, SignedIndex, sign_index
 from farandole.protocol.entries import CheckpointNotice
 from farandole.protocol.epoch_progress import EpochProgress
@@ -43,19 +44,17 @@ def pull_to(
     rounds: Collection[int] = (),
 ) -> Pull:
     """Out of a run with these members, who train in these rounds, and others who have copies."""
+    nobody: Any = None
     visit: Any = SimpleNamespace(
         manifest=manifest,
-        run_id=SIGNED.run_id,
-        host=None,
-        shaping=None,
-        channels=None,
-        state=None,
+        conditions=Conditions(nobody, SIGNED.run_id),
+        gossip=SimpleNamespace(state=None),
         live=lambda: members,
         rounds_of=lambda stage: rounds,
         members_of=lambda stage: members,
         notices=lambda: notices,
     )
-    return Pull(visit, folder, KEY, say=lambda text: None, show=lambda name, progress: None)
+    return Pull(visit, folder, KEY, lambda text: None, lambda name, progress: None)
 
 
 async def test_what_was_begun_is_ended_while_somebody_holds_it(
@@ -85,7 +84,7 @@ async def test_what_was_begun_is_ended_while_somebody_holds_it(
         if len(fetched) < 3:
             partial_path(path, signed.id).touch()
             raise FetchError("the line broke")
-        return Fetched(signed, index, {BOB: 1}, 1, 1, 0)
+        return Fetched({BOB: 1}, 1, 1, 0)
 
     monkeypatch.setattr(pulling, "ask_for_index", ask)
     monkeypatch.setattr(pulling, "fetch_checkpoint", fetch)

@@ -90,7 +90,7 @@ async def test_who_was_not_reached_for_long_is_forgotten_on_disk_too(store: Stor
 
 
 @dataclass
-class CountingStore:
+class CountingStore(Store):
     """Counts what it is made to write, and refuses while it is full."""
 
     num_writes: int = 0

@@ -14,13 +14,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.node.base.settings import NodeSettings
 from farandole.node.join import bootstrap as joining
 from farandole.node.join.bootstrap import Target, connect_to_run, find_target, obtain_manifest
-from farandole.node.join.manifests import ManifestService
+from farandole.node.join.manifests import serve_manifest
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.status.journal import Journal
 from farandole.protocol.errors import UnknownManifestError
 from farandole.protocol.identity import peer_id_of
 from farandole.protocol.invite import Invite, encode_invite
-from farandole.protocol.manifest import Manifest, ModelConfig, sign_manifest
+from farandole.protocol.manifest import Manifest, ModelConfig, decode_manifest, sign_manifest
 
 from ...patience import PATIENCE
 from ..hosts import LOOPBACK
@@ -55,7 +55,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 async def open_member(listen: list[str] = LOOPBACK) -> AsyncIterator[Host]:
     """A host that knows the run's manifest."""
     async with open_host(Ed25519PrivateKey.generate(), listen) as host:
-        ManifestService(RUN, SIGNED.encode()).register(host)
+        serve_manifest(host, RUN, SIGNED.encode())
         yield host
 
 
@@ -74,7 +74,8 @@ async def test_one_member_of_the_book_is_enough_when_the_invites_peers_are_dead(
         async with open_member() as member, open_public() as newcomer:
             target = Target(RUN, None, {**DEAD, member.author: member.addresses})
             await connect_to_run(newcomer, target, journal)
-            manifest, raw = await obtain_manifest(newcomer, target, journal)
+            raw = await obtain_manifest(newcomer, target, journal)
+            manifest, _ = decode_manifest(raw)
             assert (manifest.name, raw) == ("tiny", SIGNED.encode())
 
 
@@ -107,7 +108,7 @@ async def test_a_newcomer_among_strangers_waits_for_a_member(journal: Journal) -
             found: list[bytes] = []
 
             async def obtain() -> None:
-                found.append((await obtain_manifest(newcomer, Target(RUN, None, DEAD), journal))[1])
+                found.append(await obtain_manifest(newcomer, Target(RUN, None, DEAD), journal))
 
             nursery.start_soon(obtain)
             await until(lambda: "no member found; looking again" in journal.state.phase_detail)
@@ -121,7 +122,7 @@ async def test_a_node_that_is_too_old_for_the_run_is_told_so(journal: Journal) -
     newer = sign_manifest(NewerManifest("tiny", MODEL), Ed25519PrivateKey.generate())
     with trio.fail_after(PATIENCE):
         async with open_public() as newcomer, open_host(Ed25519PrivateKey.generate(), LOOPBACK) as member:
-            ManifestService(newer.run_id, newer.encode()).register(member)
+            serve_manifest(member, newer.run_id, newer.encode())
             await newcomer.connect(member.author, member.addresses)
             with pytest.raises(UnknownManifestError, match=r"does not know.*colour.*up to date"):
                 await obtain_manifest(newcomer, Target(newer.run_id, None, DEAD), journal)

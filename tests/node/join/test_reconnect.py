@@ -8,8 +8,7 @@ import trio.testing
 
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.join.address_book import AddressBook
-from farandole.node.join.bootstrap import Target
-from farandole.node.join.reconnect import MAX_ISOLATION_INTERVAL, Reconnector
+from farandole.node.join.bootstrap import MAX_ISOLATION_INTERVAL, Reconnector, Target
 from farandole.node.status.journal import Journal
 
 RUN = b"r" * 32
@@ -32,7 +31,7 @@ async def test_a_member_cut_off_dials_without_end_says_so_and_stops_when_it_is_b
     book, journal = AddressBook(store), Journal(say=lambda text: None)
     book.note_reached(ALICE, ["/ip4/1.1.1.1/tcp/1"])
     target = Target(RUN, None, {MALLORY: ["/ip4/2.2.2.2/tcp/2"]})
-    nursery.start_soon(Reconnector(host, RUN, book, target, lambda: frozenset(members), journal).run)
+    nursery.start_soon(Reconnector(host, book, target, lambda: frozenset(members), journal).run)
     await trio.sleep(24 * 3600)
     assert set(dialled) == {ALICE, MALLORY}
     assert (

@@ -11,11 +11,14 @@ import trio.testing
 
 from farandole.node.base.settings import NodeSettings
 from farandole.node.join import start as starting
+from farandole.node.join.downloads import Downloads
 from farandole.node.join.start import Start
 from farandole.node.status.journal import Journal
 from farandole.node.store.consolidated.folder import CHECKPOINT_NAME, INDEX_NAME, Consolidated, read_folder
 from farandole.node.store.consolidated.merge import consolidate
 from farandole.node.store.consolidated.resume import resumed_manifest
+from farandole.node.store.provider import Conditions
+from farandole.node.store.weight_files import WeightFiles
 from farandole.protocol.block_transfer import Question
 from farandole.protocol.blocks import Index, SignedIndex, decode_signed_index
 from farandole.protocol.outer_rules import NoLoCoConfig
@@ -47,8 +50,9 @@ def start_at(home: Path, model: Consolidated, journal: Journal, *, is_named: boo
     assert manifest.start is not None
     settings = NodeSettings(home=home, start=model.path if is_named else None)
     membership: Any = SimpleNamespace(start_holders=lambda checkpoint_id: [BOB], everyone=frozenset({BOB}))
-    anything: Any = SimpleNamespace(conditions=None)
-    return Start(settings, manifest, manifest.start, journal, anything, anything, membership)
+    nobody: Any = None
+    conditions = Conditions(nobody, bytes(32))
+    return Start(manifest.start, Downloads(nobody, conditions, WeightFiles(settings, manifest), membership, journal))
 
 
 async def test_what_was_kept_and_is_damaged_is_taken_anew_from_the_folder_that_was_named(

@@ -13,25 +13,21 @@ import pytest
 import trio
 import trio.testing
 
-from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.errors import JoinError
 from farandole.node.base.settings import NodeSettings
 from farandole.node.base.streams import DIAL_TIMEOUT
 from farandole.node.join import bootstrap as joining
-from farandole.node.join import weights as weights_module
-from farandole.node.join.weights import (
-    MAX_ASKED,
-    PASS_OVER_SECONDS,
-    SEED_AFTER,
-    WEIGHTS_RETRY,
-    WEIGHTS_TIMEOUT,
-    Weights,
-)
+from farandole.node.join import downloads
+from farandole.node.join.downloads import Downloads
+from farandole.node.join.giving import PASS_OVER_SECONDS
+from farandole.node.join.weights import MAX_ASKED, SEED_AFTER, WEIGHTS_RETRY, WEIGHTS_TIMEOUT, Weights
 from farandole.node.status.journal import Journal
+from farandole.node.store import weight_files
 from farandole.node.store.fetch import Fetched, FetchError
 from farandole.node.store.holdings import Holding
 from farandole.node.store.partial_file import partial_path
-from farandole.node.store.provider import DonorBusyError, DonorError
+from farandole.node.store.provider import Conditions, DonorBusyError, DonorError
+from farandole.node.store.weight_files import WeightFiles
 from farandole.protocol import trainer_messages as messages
 from farandole.protocol.block_transfer import Question
 from farandole.protocol.blocks import Index, SignedIndex, sign_index
@@ -77,8 +73,8 @@ class World:
         self.settings = NodeSettings(home=folder, backup_seconds=10.0)
         self.settings.checkpoints.mkdir()
         self.weights = self.begin()
-        monkeypatch.setattr(weights_module, "ask_for_index", self.ask)
-        monkeypatch.setattr(weights_module, "fetch_checkpoint", self.fetch)
+        monkeypatch.setattr(downloads, "ask_for_index", self.ask)
+        monkeypatch.setattr(downloads, "fetch_checkpoint", self.fetch)
         monkeypatch.setattr(joining, "dial", self.dial)
         monkeypatch.setattr(trio.to_thread, "run_sync", run_here)
 
@@ -88,7 +84,8 @@ class World:
             author=ME, find_providers=self.find_providers, provide=self.provide, withdraw=self.provided.remove
         )
         me: Any = self
-        return Weights(self.settings, KEY, self.journal, host, me, Manifest("cut", MODEL), RUN, Shaping())
+        files = WeightFiles(self.settings, Manifest("cut", MODEL))
+        return Weights(KEY, Downloads(host, Conditions(host, RUN), files, me, self.journal))
 
     def index(self, peer: bytes, stage: int) -> Index:
         author, round_index = self.by_peer[peer, stage]
@@ -178,7 +175,7 @@ class World:
             partial_path(path, signed.id).replace(path)
         assert is_prefix is (path.suffix == ".blocks")
         self.fetched_from.append(names)
-        return Fetched(signed, index, dict.fromkeys(names, 1), 1, 1, 0)
+        return Fetched(dict.fromkeys(names, 1), 1, 1, 0)
 
     def is_fetched(self, author: bytes, stage: int, round_index: int) -> bool:
         path = self.settings.fetched(stage)
@@ -191,7 +188,7 @@ class World:
         return ranked(RUN, 2, [ANN, BOB])
 
     async def given(self, weights: Weights, stage: int) -> Holding | None:
-        return await weights.find(Question(RUN, stage))
+        return await weights.giving.find(Question(RUN, stage))
 
 
 async def run_here(function: Any, *args: object) -> object:
@@ -383,7 +380,7 @@ async def test_a_copy_makes_room_for_text_that_was_tokenised_meanwhile(
     nursery.start_soon(weights.run)
     await trio.sleep(15)
     assert await world.given(weights, 2) is not None
-    monkeypatch.setattr(weights_module, "used_bytes", lambda folder: 100 * 10**9)
+    monkeypatch.setattr(weight_files, "used_bytes", lambda folder: 100 * 10**9)
     await trio.sleep(15)
     assert await world.given(weights, 2) is None
     assert list(world.settings.checkpoints.iterdir()) == []
@@ -411,20 +408,20 @@ async def test_what_a_trainer_of_the_stage_before_saves_is_not_taken_for_this_st
     path.write_bytes(content)
     saved = messages.Saved(30, 1, 1, str(path), len(content), index_of(content).hashes)
     nursery.start_soon(world.weights.run)
-    world.weights.trainer_stage = 0
-    world.weights.note_saved(saved)
+    world.weights.giving.trainer_stage = 0
+    world.weights.giving.note_saved(saved)
     await trio.sleep(1)
     assert world.told == []
-    world.weights.trainer_stage = 1
-    world.weights.note_saved(saved)
+    world.weights.giving.trainer_stage = 1
+    world.weights.giving.note_saved(saved)
     await trio.sleep(1)
     assert world.told == [(1, 30, False)]
     path.unlink()  # the trainer keeps two
     given = await world.given(world.weights, 1)
     assert given is not None
     assert given.read(0) == content
-    assert await world.weights.find(Question(RUN, 1, given.id)) is given
-    assert await world.weights.find(Question(RUN, 1, bytes(32))) is None
+    assert await world.weights.giving.find(Question(RUN, 1, given.id)) is given
+    assert await world.weights.giving.find(Question(RUN, 1, bytes(32))) is None
     nursery.cancel_scope.cancel()
 
 
@@ -448,7 +445,7 @@ async def test_copies_that_break_off_leave_one_beginning_and_not_one_each(
         begun[-1].touch()
         raise FetchError("the line is too slow")
 
-    monkeypatch.setattr(weights_module, "fetch_checkpoint", break_off)
+    monkeypatch.setattr(downloads, "fetch_checkpoint", break_off)
     world.members = {ANN: 2}
     nursery.start_soon(world.weights.run)
     for round_index in range(5):
@@ -466,8 +463,8 @@ async def test_a_checkpoint_whose_file_is_another_already_is_not_given(
     path = world.settings.checkpoints / "stage-1-round-30.safetensors"
     path.write_bytes(content_of(ME, 1, 31))  # saved again in the same round
     nursery.start_soon(world.weights.run)
-    world.weights.trainer_stage = 1
-    world.weights.note_saved(messages.Saved(30, 1, 1, str(path), len(content), index_of(content).hashes))
+    world.weights.giving.trainer_stage = 1
+    world.weights.giving.note_saved(messages.Saved(30, 1, 1, str(path), len(content), index_of(content).hashes))
     await trio.sleep(1)
     assert world.told == []
     assert list(world.settings.checkpoints.iterdir()) == [path]
@@ -506,7 +503,7 @@ async def test_many_members_that_do_not_answer_do_not_keep_a_newcomer_for_hours(
         raise DonorError("no answer")
 
     notice = CheckpointNotice(0, 1, bytes(32), 1, 1, 1)
-    monkeypatch.setattr(weights_module, "ask_for_index", no_answer)
+    monkeypatch.setattr(downloads, "ask_for_index", no_answer)
     monkeypatch.setattr(world, "notices", lambda stage: {ANN: [notice]})  # so it does not begin from the seed
     world.members = {bytes([1, number]) * 16: 1 for number in range(200)}
     began_at = trio.current_time()

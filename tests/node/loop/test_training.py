@@ -14,8 +14,8 @@ import trio
 import trio.testing
 
 from farandole.node.base.system.memory import SharedCounter, counted_size
-from farandole.node.bulk.contributions import Judge, Outgoing
 from farandole.node.bulk.exchange_service import ExchangeResult
+from farandole.node.bulk.exchange_session import Judge, Outgoing
 from farandole.node.loop import training as training_module
 from farandole.node.loop.pause.pause import BY_HAND, Rest
 from farandole.node.loop.training import TRAFFIC_INTERVAL, Surroundings, Training
@@ -26,7 +26,7 @@ from farandole.protocol.exchange_messages import Offer
 from farandole.protocol.manifest import Manifest, ModelConfig, RoundConfig
 from farandole.protocol.pairing import MAX_ROUNDS_BEHIND, MIN_RETRY, Pairing
 from farandole.protocol.pairing_events import MessageReceived, StartExchange, State
-from farandole.protocol.pairing_messages import Accept, Propose, Ready, decode_message, encode_message
+from farandole.protocol.pairing_messages import Agree, Propose, Ready, decode_message, encode_message
 from farandole.protocol.supervisor import MAX_CRASHES, REST_SECONDS, RESTART_DELAYS, Supervisor
 from farandole.protocol.training_loop import (
     EXCHANGE_GRACE,
@@ -158,7 +158,7 @@ class Story:
             return
         message = decode_message(payload)
         if isinstance(message, Propose):
-            for answer in (Accept(message.session, 0.0), Ready(message.session)):
+            for answer in (Agree(message.session, 0.0), Ready(message.session)):
                 self.training.handle(MessageReceived(peer, encode_message(answer)))
 
     async def exchange(

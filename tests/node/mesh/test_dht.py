@@ -13,7 +13,7 @@ from multiaddr import Multiaddr
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.mesh import dht as dht_module
 from farandole.node.mesh.delimited import encode_delimited
-from farandole.node.mesh.dht_messages import MAX_QUESTION_BYTES
+from farandole.node.mesh.dht import MAX_QUESTION_BYTES
 from farandole.node.mesh.host import Host
 from farandole.node.mesh.known_addresses import MAX_ADDRESSES
 from farandole.node.mesh.libp2p_stream import Stream

@@ -21,7 +21,7 @@ import pytest
 import trio
 
 from farandole.node.base.errors import PeerUnreachableError
-from farandole.node.base.streams import receive_exactly
+from farandole.node.base.streams import read_exactly
 from farandole.node.mesh.host import Host
 from farandole.node.mesh.identify import PING_PROTOCOL
 from farandole.node.mesh.libp2p_stream import Stream
@@ -165,7 +165,7 @@ async def test_we_dial_js_and_ping_it(js_folder: Path) -> None:
         async with await host.open_stream(js.peer, PING_PROTOCOL) as stream:
             data = os.urandom(32)
             await stream.send_all(data)
-            assert await receive_exactly(stream, 32) == data
+            assert await read_exactly(stream.receive_some, 32) == data
         with pytest.raises(PeerUnreachableError, match="/none"):
             await host.open_stream(js.peer, "/none")
 

@@ -34,11 +34,11 @@ from multiaddr import Multiaddr
 from trio.testing import wait_all_tasks_blocked
 
 from farandole.node.base.errors import PeerUnreachableError
-from farandole.node.base.streams import receive_exactly
+from farandole.node.base.streams import read_exactly
 from farandole.node.mesh import upgrading
 from farandole.node.mesh.admission import MAX_HANDSHAKES_PER_ADDRESS
 from farandole.node.mesh.connections import MAX_CONNECTIONS_PER_PEER
-from farandole.node.mesh.delimited import parse, receive_delimited
+from farandole.node.mesh.delimited import receive_message
 from farandole.node.mesh.dht import Dht
 from farandole.node.mesh.host import Host
 from farandole.node.mesh.identify import IDENTIFY_PROTOCOL, MAX_IDENTIFY_BYTES, PING_PROTOCOL
@@ -498,7 +498,7 @@ async def test_identify_names_farandole_and_its_version() -> None:
             bob.set_handler(ECHO, echo)
             await alice.connect(bob.author, bob.addresses)
             async with await alice.open_stream(bob.author, IDENTIFY_PROTOCOL) as stream:
-                message = parse(Identify, await receive_delimited(stream, MAX_IDENTIFY_BYTES))
+                message = await receive_message(stream, Identify, MAX_IDENTIFY_BYTES)
             own_addresses = bob.addresses
         assert message.agent_version == f"farandole/{version('farandole')}"
         assert message.protocol_version == "farandole/1.0.0"
@@ -524,7 +524,7 @@ async def test_pings_are_echoed() -> None:
             async with await alice.open_stream(bob.author, PING_PROTOCOL) as stream:
                 for number in range(3):
                     await stream.send_all(bytes([number]) * 32)
-                    assert await receive_exactly(stream, 32) == bytes([number]) * 32
+                    assert await read_exactly(stream.receive_some, 32) == bytes([number]) * 32
 
 
 @pytest.mark.parametrize("protocol", SERVED_BY_LIBRARY[1:])

@@ -16,14 +16,14 @@ from farandole.node.state.gossip import GossipService, dialable_addresses
 from farandole.node.state.store import StoreError, open_store
 from farandole.protocol.antientropy import PROTOCOL as SYNC_PROTOCOL
 from farandole.protocol.antientropy import SyncHello, encode_frame
-from farandole.protocol.entries import Beat, Delta, Kind, Member, Metric, Progress
+from farandole.protocol.entries import Beat, Delta, Kind, Member, Progress
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import peer_id_of, public_bytes
 from farandole.protocol.push import PROTOCOL as PUSH_PROTOCOL
 from farandole.protocol.state import RunState
 from farandole.protocol.writer import Mark, Writer
 
-from ...protocol.authors import CREATOR, NOW, RUN_ID, author_of, key_of, member, metric
+from ...protocol.authors import CREATOR, NOW, RUN_ID, accusation, author_of, key_of, member
 
 
 class MemoryStream:
@@ -263,11 +263,11 @@ async def test_a_restart_takes_up_what_was_stored(mock_clock: trio.testing.MockC
         node = GossipNode(wires, 1, store)
         wires.nursery.start_soon(node.live)
         await trio.sleep(1.0)
-        node.state.merge(Delta((metric(2), member(3, device="a"), member(3, device="b"))), NOW)
+        node.state.merge(Delta((accusation(2), member(3, device="a"), member(3, device="b"))), NOW)
         await trio.sleep(4.0)
         root = node.state.root
     store.rows[author_of(4)] = b"damaged"
-    store.rows[author_of(5)] = Delta((metric(6),)).encode()[:-9] + bytes(9)
+    store.rows[author_of(5)] = Delta((accusation(6),)).encode()[:-9] + bytes(9)
     async with wired(mock_clock) as wires:
         reborn = GossipNode(wires, 1, store)
         await wires.nursery.start(reborn.service.run)
@@ -306,12 +306,12 @@ async def test_what_comes_too_fast_is_said_later_the_newest_first(mock_clock: tr
         node = GossipNode(wires, 1)
         await wires.nursery.start(node.service.run)
         for value in range(5):
-            await node.service.publish(Kind.METRIC, 0, Metric(0, 1, (value,)))
-        said = node.state.payload(node.author, Metric)
+            await node.service.publish(Kind.PROGRESS, 0, Progress(0, 0, value, 0, 0))
+        said = node.state.payload(node.author, Progress)
         assert said is not None
-        assert said.losses < (4,)
+        assert said.tokens < 4
         await trio.sleep(130.0)
-        assert node.state.payload(node.author, Metric) == Metric(0, 1, (4,))
+        assert node.state.payload(node.author, Progress) == Progress(0, 0, 4, 0, 0)
 
 
 async def test_garbage_costs_its_sender_and_nobody_else(mock_clock: trio.testing.MockClock) -> None:

@@ -52,7 +52,6 @@ class Talk:
     alice: Host
     bob: Host
     from_alice: Messenger
-    at_bob: Messenger
     inbox: Inbox
 
     def say(self, payload: bytes) -> None:
@@ -71,7 +70,7 @@ async def open_talk() -> AsyncIterator[Talk]:
             inbox = Inbox()
             at_bob.set_receiver(TALK, MAX_BYTES, inbox.receive)
             alice.add_addresses(bob.author, bob.addresses)
-            yield Talk(alice, bob, from_alice, at_bob, inbox)
+            yield Talk(alice, bob, from_alice, inbox)
 
 
 async def test_frames_arrive_in_order_on_one_stream_and_say_from_whom() -> None:
@@ -104,7 +103,7 @@ async def test_both_ends_may_talk_at_once() -> None:
             assert await inboxes[0].wait_for(50) == await inboxes[1].wait_for(50)
 
 
-async def test_an_unreachable_peer_is_reported_and_its_frames_are_counted() -> None:
+async def test_an_unreachable_peer_is_reported() -> None:
     with trio.fail_after(PATIENCE):
         async with host_at_loopback() as alice, open_messenger(alice) as messenger:
             nobody = public_bytes(Ed25519PrivateKey.generate())
@@ -120,7 +119,6 @@ async def test_an_unreachable_peer_is_reported_and_its_frames_are_counted() -> N
             messenger.send_nowait(nobody, TALK, b"two")
             await is_reported.wait()
             assert failed == [(nobody, TALK)]
-            assert messenger.num_dropped == 2
 
 
 async def test_a_full_queue_loses_its_oldest_frames() -> None:
@@ -129,7 +127,6 @@ async def test_a_full_queue_loses_its_oldest_frames() -> None:
             talk.say(str(number).encode())
         received = await talk.inbox.wait_for(MAX_QUEUED_FRAMES)
         assert received == [str(number).encode() for number in range(10, MAX_QUEUED_FRAMES + 10)]
-        assert talk.from_alice.num_dropped == 10
         large = bytes(messenger_module.DEFAULT_MAX_BYTES)
         for _ in range(2 * MAX_QUEUED_BYTES // len(large)):
             talk.from_alice.send_nowait(talk.bob.author, "/large/1", large)
@@ -152,7 +149,6 @@ async def test_a_receiver_that_objects_costs_that_stream_and_the_next_message_op
             await wait_all_tasks_blocked(0.01)
         talk.say(b"again")
         assert await talk.inbox.wait_for(2) == [b"good", b"again"]
-        assert talk.at_bob.faults == {talk.alice.author: 1}
         assert talk.bob.is_connected(talk.alice.author)
 
 
@@ -199,7 +195,6 @@ async def test_an_idle_stream_is_closed(monkeypatch: pytest.MonkeyPatch) -> None
             await wait_all_tasks_blocked(0.01)
         talk.say(b"two")
         assert await talk.inbox.wait_for(2) == [b"one", b"two"]
-        assert talk.from_alice.num_dropped == 0
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -225,7 +220,6 @@ async def test_garbage_costs_the_stream_and_nothing_else(seed: int) -> None:
                     pass
                 finally:
                     stream.reset()
-            assert at_bob.faults[alice.author] == 40
             async with await alice.open_stream(bob.author, TALK) as stream:
                 await stream.send_all(frame(b"still here", MAX_BYTES))
                 await inbox.wait_for(len(inbox.frames) + 1)

@@ -16,6 +16,7 @@ from farandole.node.status.journal import Journal
 from farandole.node.status.round_log import RoundRecord, read_rounds, write_csv
 from farandole.node.ui.console import Console
 from farandole.protocol.identity import peer_id_of
+from farandole.protocol.trainer_messages import Contributed
 
 BOB = b"b" * 32
 NAME = peer_id_of(BOB)
@@ -28,7 +29,8 @@ def played(journal: Journal, num_rounds: int) -> None:
             journal.record_exchange(number, None, "alone: nobody is there")
         else:
             journal.record_exchange(number, BOB, "committed", sent=4_000_000, received=8, seconds=0.5, path="bulk")
-        journal.finish_round(number, inner_steps=5, tokens=640, seconds=2.5, loss=4.0 - number / 10, late_steps=0)
+        loss = 4.0 - number / 10
+        journal.finish_round(Contributed(number, 8, 640, 5, 5, 640, loss, 2.5, 0, 1.0), late_steps=0)
         if number % 4 == 0:
             journal.losses.validation.append((number, 3.5))
 

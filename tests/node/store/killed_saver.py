@@ -41,7 +41,8 @@ MAX_CALLS = 100
 def snapshot(round_index: int, salt: int = 0) -> Snapshot:
     """Weights that tell which round they are of."""
     vectors = {name: torch.full((LAYOUT.num_elements,), float(round_index + salt)) for name in VECTORS}
-    return Snapshot(Counters(round_index, 10 * round_index, 100 * round_index), vectors, LAYOUT, RUN_ID, ())
+    counters = Counters(round_index, 10 * round_index, 100 * round_index)
+    return Snapshot(counters, LAYOUT.tensors(vectors), LAYOUT, RUN_ID, ())
 
 
 def prepare(folder: CheckpointFolder) -> None:
@@ -51,7 +52,7 @@ def prepare(folder: CheckpointFolder) -> None:
         snapshot(round_index).save(folder.file(round_index))
         index_of(folder.file(round_index)).write_bytes(b"an index")
     fetched = snapshot(7, salt=1)
-    save_checkpoint(folder.path.parent / "fetched", fetched.vectors, LAYOUT, RUN_ID, fetched.counters)
+    save_checkpoint(folder.path.parent / "fetched", fetched.state, LAYOUT, RUN_ID, fetched.counters)
 
 
 def play(folder: CheckpointFolder, case: str, report: Callable[[Saved], None]) -> Saver:

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -109,7 +110,8 @@ def test_saves_never_take_more_than_was_planned(tmp_path: Path, num_kept: int) -
     folder, measured = tmp_path / "checkpoints", list[int]()
     saver = Saver(CheckpointFolder(folder, 0), lambda saved: None, num_kept)
     for round_index in range(1, 6):
-        saver.save(Growing(round_index, folder, measured))
+        growing: Any = Growing(round_index, folder, measured)
+        saver.save(growing)
     assert max(measured) <= (num_kept + 1) * 1.05e6
     assert used_bytes(folder) <= num_kept * 1.05e6
     assert len(CheckpointFolder(folder, 0).files()) == num_kept

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +60,10 @@ async def open_member() -> AsyncIterator[Member]:
         host_at_loopback() as host,
         open_bulk(host) as channels,
     ):
-        service = BlockService(RUN, lambda question: member.find(question))
-        member = Member(host, channels, service, Conditions(host, RUN, channels=channels))
-        member.service.channels = channels
-        member.service.register(host)
+        conditions = Conditions(host, RUN, channels=channels)
+        service = BlockService(replace(conditions), lambda question: member.find(question))
+        member = Member(host, channels, service, conditions)
+        member.service.register()
         yield member
 
 
@@ -302,8 +302,8 @@ async def test_peers_share_what_the_donor_sends(tmp_path: Path) -> None:
     async with open_members(3) as (donor, first, second):
         donor.holding = hold(tmp_path / "theirs", CONTENT)
         shares: dict[str, int] = {}
-        donor.service = BlockService(RUN, donor.find, Shaping.of_mbit(60, 0))
-        donor.service.register(donor.host)
+        donor.service = BlockService(Conditions(donor.host, RUN, Shaping.of_mbit(60, 0)), donor.find)
+        donor.service.register()
 
         async def take(name: str, newcomer: Member, scope: trio.CancelScope) -> None:
             newcomer.host.add_addresses(donor.host.author, donor.host.addresses)

@@ -94,7 +94,8 @@ async def answers(tmp_path: Path, nursery: trio.Nursery, *said: bytes) -> list[A
         await trio.lowlevel.checkpoint()
         return holding.hold()
 
-    service = BlockService(RUN, find)
+    nobody: Any = None
+    service = BlockService(Conditions(nobody, RUN), find)
     host = MemoryHost(nursery, service.serve)
     stream = await host.open_stream(b"n" * 32, "")
     parser = FrameParser(MAX)
@@ -175,7 +176,8 @@ async def test_one_peer_has_one_turn(tmp_path: Path, nursery: trio.Nursery) -> N
         await trio.lowlevel.checkpoint()
         return holding.hold()
 
-    service = BlockService(RUN, find)
+    nobody: Any = None
+    service = BlockService(Conditions(nobody, RUN), find)
     host = MemoryHost(nursery, service.serve)
     first, second = [await host.open_stream(b"n" * 32, "") for _ in range(2)]
     for stream in (first, second):

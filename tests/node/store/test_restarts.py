@@ -49,7 +49,7 @@ class Twin:
         while learner.round < goal.round:
             for _ in range(INNER_STEPS):
                 learner.learn()
-            learner.outer_step(None)
+            learner.apply(None)
         while learner.steps < goal.steps:
             learner.learn()
         learner.save(folder / "twin")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import subprocess
@@ -16,7 +17,7 @@ import torch
 from farandole.node.store.folder import CheckpointFolder, index_of
 from farandole.node.store.save import Saver
 from farandole.protocol.trainer_messages import Saved
-from farandole.training.blocks import Content, content_of
+from farandole.training.blocks import content_of
 from farandole.training.checkpoint import load_checkpoint
 
 from .killed_saver import LAYOUT, RUN_ID, prepare, snapshot
@@ -42,10 +43,10 @@ def killed(tmp_path: Path) -> Callable[[str], tuple[list[CheckpointFolder], list
 
 def loads(path: Path) -> None:
     """It is fit, whatever its content: tensors, counters, values."""
-    vectors = {name: flat.clone() for name, flat in snapshot(0).vectors.items()}
-    counters, _ = load_checkpoint(path, vectors, LAYOUT, RUN_ID)
+    state = {name: tensor.clone() for name, tensor in snapshot(0).state.items()}
+    counters, _ = load_checkpoint(path, state, LAYOUT, RUN_ID)
     assert counters.steps == 10 * counters.round
-    assert len(torch.cat([*vectors.values()]).unique()) == 1
+    assert len(torch.cat([tensor.flatten() for tensor in state.values()]).unique()) == 1
 
 
 @pytest.mark.parametrize(("case", "old", "new"), [("new", 2, 3), ("again", 2, 2), ("fetched", 2, 7)])
@@ -153,18 +154,11 @@ def test_a_disk_that_cannot_be_written_is_said_with_what_to_do(story: Story, mon
     assert "make room; the last good one is kept, and the next save tries again" in problem
 
 
-class Unsavable:
-    """A snapshot that cannot be written for want of memory."""
-
-    counters = snapshot(3).counters
-    num_bytes = 1
-
-    def save(self, path: Path) -> Content:
+def test_a_save_for_which_there_is_no_memory_is_told_of_and_not_waited_for_ever(story: Story) -> None:
+    def want_memory() -> None:
         raise MemoryError
 
-
-def test_a_save_for_which_there_is_no_memory_is_told_of_and_not_waited_for_ever(story: Story) -> None:
-    story.saver.save_behind(Unsavable())
+    story.saver.save_behind(dataclasses.replace(snapshot(3), copied=[want_memory]))
     story.saver.wait()
     assert "the checkpoint of round 3 is not written: MemoryError" in story.reports[-1].problem
     assert story.save(4).problem == ""

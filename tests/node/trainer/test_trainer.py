@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -225,7 +226,7 @@ async def test_an_outer_step_may_come_during_the_next_round(
     for name in names:
         for _ in range(3):
             twins[name].learn()
-        twins[name].contribution(sent[name])
+        twins[name].contribute(sent[name])
     async with open_trainer(prepare(b"a" * 32), None) as alice:
         await alice.send(messages.Train(0, 3))
         first = await report_of(alice, messages.Contributed)
@@ -258,10 +259,10 @@ async def test_an_outer_step_may_come_during_the_next_round(
         for step in range(5):
             if step == taken.late_steps:
                 encounter = Encounter(b"", first.tokens_this_round, 70)
-                assert twins["a"].outer_step(sent["b"], encounter, own_first=True) == step
+                assert twins["a"].apply(sent["b"], encounter, own_first=True) == step
             if step < 4:
                 twins["a"].learn()
-        twins["a"].contribution(sent["a"])
+        twins["a"].contribute(sent["a"])
 
         second = await report_of(alice, messages.Contributed)
         assert (second.round, second.inner_steps_this_round, second.inner_steps) == (1, 4, 7)
@@ -289,7 +290,7 @@ async def test_a_contribution_is_sent_while_it_is_encoded_and_taken_in_while_it_
     sent = [bytearray(twin.contribution_bytes) for twin in twins]
     for twin, contribution in zip(twins, sent, strict=True):
         twin.learn()
-        twin.contribution(contribution)
+        twin.contribute(contribution)
     async with open_trainer(prepare(b"a" * 32, manifest=msgspec.msgpack.encode(wide)), None) as alice:
         await alice.send(messages.Train(0, 1))
         first = await report_of(alice, messages.Contributed)
@@ -318,9 +319,9 @@ async def test_a_contribution_is_sent_while_it_is_encoded_and_taken_in_while_it_
         await report_of(alice, messages.Contributed)
         digest = await digest_of(alice)
 
-    twins[0].outer_step(sent[1], Encounter(b"", first.tokens_this_round, 70), own_first=True)
+    twins[0].apply(sent[1], Encounter(b"", first.tokens_this_round, 70), own_first=True)
     twins[0].learn()
-    assert twins[0].contribution(sent[0]) == (first.size, digest), "bit for bit"
+    assert twins[0].contribute(sent[0]) == (first.size, digest), "bit for bit"
 
 
 def _twin(command: messages.Prepare, manifest: Manifest) -> Learner:
@@ -362,7 +363,22 @@ async def test_where_a_trainer_crashed_or_hung_is_logged(
             await trainer.condemn("it hung")
             while True:
                 await trainer.receive()
-    assert "in _take_inner_steps" in caplog.text
+    assert "in inner_steps" in caplog.text
+
+
+@pytest.mark.soak
+async def test_a_trainer_compiles_its_inner_steps(prepare: Callable[..., messages.Prepare]) -> None:
+    """With PyTorch's own compiler, which takes a minute of a processor."""
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        pytest.skip("there is no C++ compiler")
+    losses = []
+    for is_compiled in (False, True):
+        async with open_trainer(prepare(compile=is_compiled), None) as trainer:
+            await trainer.send(messages.Train(0, 3))
+            contributed = await report_of(trainer, messages.Contributed)
+            assert contributed.inner_steps == 3
+            losses.append(contributed.loss)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
 async def test_a_trainer_answers_whatever_it_does(prepare: Callable[..., messages.Prepare]) -> None:

@@ -21,8 +21,9 @@ from farandole.node.base.system.memory import map_shared_memory, open_shared_mem
 from farandole.node.store.run_file import manifest_of
 from farandole.node.store.save import NICENESS
 from farandole.node.trainer.channel import TrainerSocket
-from farandole.node.trainer_process.learner_process import LearnerProcess
-from farandole.protocol.manifest import DataConfig
+from farandole.node.trainer_process.engines import make_engine
+from farandole.node.trainer_process.process import TrainerProcess
+from farandole.protocol.manifest import DataConfig, Manifest
 from farandole.protocol.screening_rules import ScreeningConfig
 from farandole.protocol.trainer_messages import (
     LENGTH,
@@ -82,6 +83,15 @@ def prepare(tmp_path: Path) -> Iterator[Prepare]:
         yield prepare_for(MANIFEST, tmp_path, outgoing=outgoing.place, incoming=incoming.place)
 
 
+def trainer_of(
+    trainers: socket.socket, prepare: Prepare, manifest: Manifest = MANIFEST
+) -> tuple[TrainerProcess, Learner]:
+    channel = TrainerSocket(trainers)
+    engine = make_engine(channel, prepare, manifest)
+    assert isinstance(engine, Learner)
+    return TrainerProcess(channel, prepare, manifest, engine), engine
+
+
 def reports_of(mesh: socket.socket) -> Iterator[Report]:
     """What the trainer has said so far, and what it says then."""
     mesh.settimeout(PATIENCE)
@@ -104,9 +114,9 @@ def test_inner_steps_go_on_while_a_contribution_is_encoded(prepare: Prepare, mon
     monkeypatch.setattr(replica, "copier_for", lambda device: LateCopier(may_copy))
     mesh, trainers = socket.socketpair()
     with mesh, trainers:
-        trainer = LearnerProcess(TrainerSocket(trainers), prepare, MANIFEST)
+        trainer, learner = trainer_of(trainers, prepare)
         trainer.handle(Train(0, 2))
-        expected = trainer._replica.fast_weights()
+        expected = learner.fast_weights()
         mesh.sendall(encode(TakeOuterStep(0, b"b" * 32, 0, 0)))
         trainer.handle(Train(1, 2))
 
@@ -120,7 +130,7 @@ def test_inner_steps_go_on_while_a_contribution_is_encoded(prepare: Prepare, mon
                     assert (round_index, late) == (0, 1)
                 case Encoded(digest=bytes(digest)):
                     break
-        size = trainer._replica.contribution_bytes
+        size = learner.contribution_bytes
         assert digest == blake3(memoryview(map_shared_memory(prepare.outgoing, size))[:size]).digest()
     assert [kind for kind in kinds if kind in (Contributed, OuterStepTaken)] == [
         Contributed,
@@ -140,7 +150,7 @@ def test_an_inner_step_takes_as_long_as_its_pace_says(prepare: Prepare, monkeypa
     monkeypatch.setattr(Learner, "learn", noted)
     mesh, trainers = socket.socketpair()
     with mesh, trainers:
-        trainer = LearnerProcess(TrainerSocket(trainers), msgspec.structs.replace(prepare, step_seconds=pace), MANIFEST)
+        trainer, _ = trainer_of(trainers, msgspec.structs.replace(prepare, step_seconds=pace))
         started_at = time.monotonic()
         trainer.handle(Train(0, 4))
     assert len(begun) == 4
@@ -173,7 +183,7 @@ def test_inner_steps_go_on_while_a_checkpoint_is_written(
     monkeypatch.setattr(replica, "copier_for", lambda device: Late(may_copy))
     mesh, trainers = socket.socketpair()
     with mesh, trainers:
-        trainer = LearnerProcess(TrainerSocket(trainers), prepare, MANIFEST)
+        trainer, _ = trainer_of(trainers, prepare)
         mesh.sendall(encode(Save()))
         trainer.handle(Train(0, 4))
         saved = next(report for report in reports_of(mesh) if isinstance(report, Saved))
@@ -190,12 +200,12 @@ def test_a_learner_draws_the_slices_that_it_is_told_and_waits_for_more_until_the
     prepare = msgspec.structs.replace(prepare, manifest=msgspec.msgpack.encode(manifest))
     mesh, trainers = socket.socketpair()
     with mesh, trainers:
-        trainer = LearnerProcess(TrainerSocket(trainers), prepare, manifest)
+        trainer, _ = trainer_of(trainers, prepare, manifest)
         mesh.sendall(encode(DrawSlices(1, [(2, 3), (7, 1)])))
         trainer.handle(Train(0, 4))
         mesh.sendall(encode(TakeOuterStep(0)))
         mesh.sendall(encode(FinishRound(1)))
-        trainer.handle(trainer._channel.receive())
+        trainer.handle(trainer.next_command())
         trainer.handle(Train(1, 4))
 
         prepared, trained, contributed = None, list[int](), list[Contributed]()
@@ -256,9 +266,9 @@ def test_what_a_screening_rule_remembers_of_a_peer_survives_the_trainer(
         """The verdict on Bob, who sends what this node sends, in the life of one trainer."""
         mesh, trainers = socket.socketpair()
         with mesh, trainers:
-            trainer = LearnerProcess(TrainerSocket(trainers), prepare, manifest)
+            trainer, learner = trainer_of(trainers, prepare, manifest)
             trainer.handle(Train(round_index, 1))
-            size = trainer._replica.contribution_bytes
+            size = learner.contribution_bytes
             map_shared_memory(prepare.incoming, size)[:size] = map_shared_memory(prepare.outgoing, size)[:size]
             trainer.handle(Screen(size, 1, bob, 70))
             trainer.handle(TakeOuterStep(round_index, bob if not round_index else b"", 0 if round_index else size, 70))

@@ -16,7 +16,7 @@ from farandole.protocol.pairing_events import (
     SetTimer,
     TimerFired,
 )
-from farandole.protocol.pairing_messages import Accept, Message, Propose, decode_message, encode_message
+from farandole.protocol.pairing_messages import Agree, Message, Propose, decode_message, encode_message
 
 ALICE, BOB, CAROL, MALLORY = b"a" * 32, b"b" * 32, b"c" * 32, b"m" * 32
 LOW, MIDDLE, HIGH = bytes(16), b"\x80" + bytes(15), b"\xff" * 16
@@ -67,7 +67,7 @@ def matched(config: RoundConfig = BOXED, *, seconds_left: float | None = None) -
     else:
         peer, proposal = alice.propose(PROPOSE_UNTIL * 40.0)
     assert peer == BOB
-    alice.hear(BOB, Accept(proposal.session, seconds_left), 30.0)
+    alice.hear(BOB, Agree(proposal.session, seconds_left), 30.0)
     assert alice.machine.partner == BOB
     return alice, proposal.session
 

@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 from farandole.protocol.pairing import MEETING_SHARE
-from farandole.protocol.pairing_events import ContributionReady, ExchangeEnded, FinishRound, RoundStarted, TimerFired
-from farandole.protocol.pairing_messages import Busy, Propose, Ready, Refuse
+from farandole.protocol.pairing_events import ContributionReady, ExchangeEnded, RoundStarted, TimerFired
+from farandole.protocol.pairing_messages import Busy, Decline, Propose, Ready
+from farandole.protocol.trainer_messages import FinishRound
 
 from .nodes import ALICE, BOB, BOXED, LOW, STEPS, matched, only_proposal, started
 
@@ -36,7 +37,7 @@ def test_a_partner_that_is_ready_early_is_met_while_it_is_patient() -> None:
 def test_without_boxes_ends_far_apart_do_not_pair() -> None:
     alice = started(ALICE, STEPS, BOB)
     peer, proposal = only_proposal(alice)  # at once: it has no idea yet how long a round is
-    alice.hear(peer, Refuse(proposal.session, "matched"), 0.1)
+    alice.hear(peer, Decline(proposal.session, "matched"), 0.1)
     alice.handle(ContributionReady(7), 100.0)
     alice.handle(RoundStarted(8), 101.0)
     alice.hear(BOB, Propose(LOW, 10.0), 102.0)  # Alice has 99 seconds left

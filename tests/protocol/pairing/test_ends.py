@@ -16,7 +16,7 @@ from farandole.protocol.pairing_events import (
     State,
     TimerFired,
 )
-from farandole.protocol.pairing_messages import Accept, Begin, Busy, Propose, Ready, Refuse, Withdraw, encode_message
+from farandole.protocol.pairing_messages import Agree, Begin, Busy, Decline, Propose, Ready, Withdraw, encode_message
 
 from .nodes import ALICE, BOB, BOXED, CAROL, HIGH, LOW, MIDDLE, Node, matched, only_proposal, started
 
@@ -65,7 +65,7 @@ def test_after_an_exchange_that_broke_another_partner_is_met_by_the_same_deadlin
     alice.handle(ExchangeEnded(session, committed=False, is_broken=True), 42.0)
     peer, proposal = only_proposal(alice)
     assert (peer, proposal.seconds_left) == (CAROL, 0.0)
-    alice.hear(CAROL, Accept(proposal.session, 0.0), 42.1)
+    alice.hear(CAROL, Agree(proposal.session, 0.0), 42.1)
     assert alice.sent == [(CAROL, Ready(proposal.session))]
     alice.hear(CAROL, Ready(proposal.session), 42.2)
     assert alice.outputs[1:] == [StartExchange(proposal.session, CAROL, 7, is_initiator=True, deadline=70.0)]
@@ -76,7 +76,7 @@ def test_there_is_no_third_try() -> None:
     alice, session = exchanging()
     alice.handle(ExchangeEnded(session, committed=False, is_broken=True), 42.0)
     _, proposal = only_proposal(alice)
-    alice.hear(CAROL, Accept(proposal.session, 0.0), 42.1)
+    alice.hear(CAROL, Agree(proposal.session, 0.0), 42.1)
     alice.hear(CAROL, Ready(proposal.session), 42.2)
     ended = alice.handle(ExchangeEnded(proposal.session, committed=False, is_broken=True), 43.0)
     assert ended == [GoAlone(7, "the exchange failed")]
@@ -107,7 +107,7 @@ def test_a_partner_known_to_be_gone_is_not_asked_again() -> None:
     alice.handle(PeerLost(BOB), 41.0)
     alice.handle(ExchangeEnded(session, committed=False, is_broken=True), 42.0)
     _, proposal = only_proposal(alice)
-    ended = alice.hear(CAROL, Refuse(proposal.session, "matched"), 42.1)
+    ended = alice.hear(CAROL, Decline(proposal.session, "matched"), 42.1)
     assert ended == [GoAlone(7, "the exchange failed, and no peer is free")]
 
 
@@ -133,10 +133,10 @@ def test_the_odd_node_out_goes_on_at_once() -> None:
         alice.handle(TimerFired(), now)
         if alice.sent:
             peer, proposal = only_proposal(alice)
-            alice.hear(peer, Refuse(proposal.session, "matched"), now)
+            alice.hear(peer, Decline(proposal.session, "matched"), now)
             while alice.sent:
                 peer, proposal = only_proposal(alice)
-                alice.hear(peer, Refuse(proposal.session, "matched"), now)
+                alice.hear(peer, Decline(proposal.session, "matched"), now)
     assert alice.handle(ContributionReady(7), 40.0) == [GoAlone(7, "no peer is free")]
 
 

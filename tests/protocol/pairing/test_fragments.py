@@ -12,9 +12,9 @@ from farandole.protocol.pairing_events import (
     RoundStarted,
     State,
     TimerFired,
-    UseFragment,
 )
-from farandole.protocol.pairing_messages import Begin, Propose, Ready, Refuse, Withdraw
+from farandole.protocol.pairing_messages import Begin, Decline, Propose, Ready, Withdraw
+from farandole.protocol.trainer_messages import UseFragment
 
 from .nodes import ALICE, BOB, BOXED, LOW, Node
 
@@ -57,7 +57,7 @@ def test_who_is_ready_refuses_another_fragment_and_proposes_its_own() -> None:
     assert isinstance(proposal, Propose)
     assert proposal.session[-1] == 1
     alice.hear(BOB, Propose(of_fragment(LOW, 2), 0.0), 10.5)
-    assert alice.sent == [(BOB, Refuse(of_fragment(LOW, 2), "fragment"))]
+    assert alice.sent == [(BOB, Decline(of_fragment(LOW, 2), "fragment"))]
     alice.hear(BOB, Propose(of_fragment(LOW, 1), 0.0), 11.0)
     assert alice.machine.partner == BOB
 

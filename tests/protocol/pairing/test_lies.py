@@ -6,7 +6,7 @@ import pytest
 
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.pairing import MAX_MESSAGES
-from farandole.protocol.pairing_messages import Accept, Begin, Propose, Ready, Withdraw
+from farandole.protocol.pairing_messages import Agree, Begin, Propose, Ready, Withdraw
 
 from .nodes import BOB, CAROL, LOW, MALLORY, MIDDLE, matched, started
 
@@ -23,7 +23,7 @@ def test_a_flood_is_cut_off() -> None:
 
 def test_a_session_of_two_others_is_none_of_ones_business() -> None:
     alice, session = matched()
-    for message in (Withdraw(session), Ready(session), Accept(session, 1.0), Begin(session)):
+    for message in (Withdraw(session), Ready(session), Agree(session, 1.0), Begin(session)):
         with pytest.raises(RemoteProtocolError):
             alice.hear(MALLORY, message, 31.0)
     assert alice.machine.partner == BOB

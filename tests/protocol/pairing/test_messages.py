@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import math
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,13 +12,13 @@ from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.pairing_events import MessageReceived
 from farandole.protocol.pairing_messages import (
     MAX_MESSAGE_BYTES,
-    Accept,
+    Agree,
     Begin,
     Busy,
+    Decline,
     Message,
     Propose,
     Ready,
-    Refuse,
     Withdraw,
     decode_message,
     encode_message,
@@ -28,7 +29,7 @@ from .nodes import BOB, HIGH, LOW, MIDDLE, started
 
 @pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0, 1e9])
 def test_durations_are_finite_and_bounded(seconds: float) -> None:
-    for message in (Propose(LOW, seconds), Accept(LOW, seconds), Busy(LOW, seconds)):
+    for message in (Propose(LOW, seconds), Agree(LOW, seconds), Busy(LOW, seconds)):
         with pytest.raises(RemoteProtocolError):
             decode_message(encode_message(message))
 
@@ -37,13 +38,26 @@ SESSIONS = st.sampled_from([LOW, MIDDLE, HIGH])
 SECONDS = st.one_of(st.none(), st.floats(0, 100))
 MESSAGES: st.SearchStrategy[Message] = st.one_of(
     st.builds(Propose, SESSIONS, SECONDS),
-    st.builds(Accept, SESSIONS, SECONDS),
-    st.builds(Refuse, SESSIONS, st.sampled_from(["matched", "away"])),
+    st.builds(Agree, SESSIONS, SECONDS),
+    st.builds(Decline, SESSIONS, st.sampled_from(["matched", "away"])),
     st.builds(Busy, SESSIONS, st.floats(0, 100)),
     st.builds(Withdraw, SESSIONS),
     st.builds(Ready, SESSIONS),
     st.builds(Begin, SESSIONS),
 )
+
+
+def test_messages_are_on_the_wire_what_other_nodes_read() -> None:
+    vectors: dict[Message, list[object]] = {
+        Propose(LOW, 2.5): [1, LOW, 2.5],
+        Agree(LOW, None): [2, LOW, None],
+        Decline(LOW, "away"): [3, LOW, "away"],
+        Busy(LOW, 2.5): [4, LOW, 2.5],
+        Withdraw(LOW): [5, LOW],
+        Ready(LOW): [6, LOW],
+        Begin(LOW): [7, LOW],
+    }
+    assert {message: msgspec.msgpack.decode(encode_message(message)) for message in vectors} == vectors
 
 
 @given(MESSAGES)

@@ -19,7 +19,7 @@ from farandole.protocol.pairing_events import (
     Stopped,
     TimerFired,
 )
-from farandole.protocol.pairing_messages import Accept, Busy, Message, Propose, Refuse, Withdraw, encode_message
+from farandole.protocol.pairing_messages import Agree, Busy, Decline, Message, Propose, Withdraw, encode_message
 
 from .nodes import ALICE, BOB, BOXED, CAROL, HIGH, LOW, MALLORY, MIDDLE, matched, only_proposal, started
 
@@ -51,14 +51,14 @@ def test_partners_are_drawn_uniformly() -> None:
 def test_a_proposal_to_a_seeking_node_is_accepted() -> None:
     alice = started()
     alice.hear(BOB, Propose(MIDDLE, 40.0), 1.0)
-    assert alice.sent == [(BOB, Accept(MIDDLE, 39.0))]
+    assert alice.sent == [(BOB, Agree(MIDDLE, 39.0))]
     assert alice.machine.partner == BOB
 
 
 def test_a_matched_node_refuses_others() -> None:
     alice, _ = matched()
     alice.hear(CAROL, Propose(LOW, 1.0), 31.0)
-    assert alice.sent == [(CAROL, Refuse(LOW, "matched"))]
+    assert alice.sent == [(CAROL, Decline(LOW, "matched"))]
 
 
 def test_an_outstanding_proposal_gives_way_to_a_smaller_session_alone() -> None:
@@ -71,7 +71,7 @@ def test_an_outstanding_proposal_gives_way_to_a_smaller_session_alone() -> None:
     alice.hear(other, Propose(LOW, 10.0), 30.2)
     (_, withdrawal), (_, acceptance) = alice.sent
     assert withdrawal == Withdraw(proposal.session)
-    assert isinstance(acceptance, Accept)
+    assert isinstance(acceptance, Agree)
     assert alice.machine.partner == other
 
 
@@ -95,7 +95,7 @@ def test_crossing_proposals_make_one_pair(first: bytes) -> None:
 def test_who_is_refused_asks_another_at_once() -> None:
     alice = started()
     peer, proposal = alice.propose(30.0)
-    alice.hear(peer, Refuse(proposal.session, "matched"), 30.1)
+    alice.hear(peer, Decline(proposal.session, "matched"), 30.1)
     ((second, message),) = alice.sent
     assert second == (CAROL if peer == BOB else BOB)
     assert isinstance(message, Propose)
@@ -121,7 +121,7 @@ def test_an_acceptance_that_comes_too_late_is_withdrawn() -> None:
     alice = started(ALICE, BOXED, BOB)
     _, proposal = alice.propose(30.0)
     alice.handle(TimerFired(), 35.0)
-    alice.hear(BOB, Accept(proposal.session, 3.0), 35.1)
+    alice.hear(BOB, Agree(proposal.session, 3.0), 35.1)
     assert alice.sent == [(BOB, Withdraw(proposal.session))]
     assert alice.machine.partner is None
 
@@ -138,7 +138,7 @@ def test_a_node_that_is_away_says_so_and_withdraws_what_it_agreed() -> None:
     alice.handle(Stopped(), 31.0)
     assert alice.sent == [(BOB, Withdraw(session))]
     alice.hear(CAROL, Propose(LOW, 1.0), 32.0)
-    assert alice.sent == [(CAROL, Refuse(LOW, "away"))]
+    assert alice.sent == [(CAROL, Decline(LOW, "away"))]
 
 
 def test_proposals_of_a_round_are_bounded() -> None:
@@ -147,7 +147,7 @@ def test_proposals_of_a_round_are_bounded() -> None:
     peer, proposal = alice.propose(30.0)
     num_proposals = 1
     while True:
-        alice.hear(peer, Refuse(proposal.session, "matched"), 30.0 + num_proposals)
+        alice.hear(peer, Decline(proposal.session, "matched"), 30.0 + num_proposals)
         if not alice.sent:
             break
         peer, proposal = only_proposal(alice)
@@ -159,7 +159,7 @@ def test_proposals_of_a_round_are_bounded() -> None:
 def test_a_partner_lost_early_is_replaced() -> None:
     alice = started()
     peer, proposal = alice.propose(30.0)
-    alice.hear(peer, Accept(proposal.session, 10.0), 30.1)
+    alice.hear(peer, Agree(proposal.session, 10.0), 30.1)
     alice.handle(PeerLost(peer), 31.0)
     ((second, message),) = alice.sent
     assert second != peer
@@ -184,5 +184,5 @@ def test_a_partner_that_is_no_longer_live_is_let_go() -> None:
 def test_a_partner_that_was_restarted_may_propose_again() -> None:
     alice, _ = matched()
     alice.hear(BOB, Propose(HIGH, 8.0), 33.0)
-    assert isinstance(alice.sent[-1][1], Accept)
+    assert isinstance(alice.sent[-1][1], Agree)
     assert alice.machine.partner == BOB

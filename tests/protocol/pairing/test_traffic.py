@@ -14,7 +14,7 @@ from farandole.protocol.pairing_events import (
     TimerFired,
     TrafficSaved,
 )
-from farandole.protocol.pairing_messages import Propose, Ready, Refuse
+from farandole.protocol.pairing_messages import Decline, Propose, Ready
 
 from .nodes import ALICE, BOB, BOXED, CAROL, LOW, STEPS, Node, matched
 
@@ -27,7 +27,7 @@ def test_who_saves_traffic_meets_nobody_until_there_is_some(config: RoundConfig)
     alice.handle(TimerFired(), PROPOSE_UNTIL * 40.0)
     assert not alice.sent
     alice.hear(BOB, Propose(LOW, 0.0), 31.0)
-    assert alice.sent == [(BOB, Refuse(LOW, "away"))]
+    assert alice.sent == [(BOB, Decline(LOW, "away"))]
     assert alice.handle(ContributionReady(7), 39.0) == [GoAlone(7, "this node saves its traffic")]
 
     alice.handle(RoundStarted(8), 40.0)

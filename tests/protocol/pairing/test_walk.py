@@ -11,11 +11,10 @@ from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.manifest import RoundConfig
 from farandole.protocol.pairing import WAIT_SHARE, Pairing
 from farandole.protocol.pairing_events import (
-    TRANSITIONS,
+    FOLLOWING,
     ContributionReady,
     Event,
     ExchangeEnded,
-    FinishRound,
     GoAlone,
     MessageReceived,
     PeerLost,
@@ -28,17 +27,18 @@ from farandole.protocol.pairing_events import (
     TimerFired,
 )
 from farandole.protocol.pairing_messages import (
-    Accept,
+    Agree,
     Begin,
     Busy,
+    Decline,
     Message,
     Propose,
     Ready,
-    Refuse,
     Withdraw,
     decode_message,
     encode_message,
 )
+from farandole.protocol.trainer_messages import FinishRound
 
 from .nodes import ALICE, BOB, BOXED, CAROL, HIGH, LOW, MALLORY, MIDDLE, STEPS
 
@@ -47,8 +47,8 @@ def _random_message(rng: random.Random, sessions: list[bytes]) -> Message:
     session, seconds = rng.choice(sessions), rng.choice([0.0, rng.uniform(0, 100)])
     some: list[Message] = [
         Propose(session, rng.choice([seconds, None])),
-        Accept(session, rng.choice([seconds, None])),
-        Refuse(session, rng.choice(["matched", "away"])),
+        Agree(session, rng.choice([seconds, None])),
+        Decline(session, rng.choice(["matched", "away"])),
         Busy(session, seconds),
         Withdraw(session),
         Ready(session),
@@ -141,7 +141,7 @@ def _walk(rng: random.Random, config: RoundConfig) -> None:
 def _reachable(state: State) -> set[State]:
     """The states that one event may lead to, through others."""
     reached = {state}
-    while fresh := {after for step in reached for after in TRANSITIONS[step].values()} - reached:
+    while fresh := {after for step in reached for after in FOLLOWING[step]} - reached:
         reached |= fresh
     return reached
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from farandole.testnet.bench.environments import obtain_python
+from farandole.testnet.bench import peer
+from farandole.testnet.bench.environments import REQUIREMENTS, obtain_python
 from farandole.testnet.bench.exchange import ExchangeFigures, measure, run
 from farandole.testnet.bench.pair import Averaging
+from farandole.testnet.bench.peer import class_of
 from farandole.testnet.bench.process import BenchError, open_payload, open_worker, worker_command
 from farandole.testnet.bench.report import open_bench
 from farandole.testnet.section import SectionError
@@ -105,7 +107,7 @@ def test_a_document_gets_tables_words_and_where_they_come_from(out: Path) -> Non
 
 def test_how_others_do_is_said_in_words() -> None:
     def averaging(who: str, how: str, exchange_s: float) -> Averaging:
-        return Averaging(who, how, 100.0, 0.1, exchange_s, 0.2, None, 0.0, 1.0)
+        return Averaging(who, how, 100.0, 0.1, exchange_s, 0.2, 0.0, 1.0)
 
     ours = averaging("farandole", "fp32, new channel", 0.2)
     as_a_round = averaging("farandole", "fp32, new channel, as a round", 0.3)
@@ -149,6 +151,12 @@ def test_a_payload_knows_what_has_arrived() -> None:
         assert incoming.equals(outgoing, size)
         incoming.spoil(size)
         assert not incoming.equals(outgoing, size)
+
+
+@pytest.mark.parametrize("name", REQUIREMENTS)
+def test_a_project_has_a_peer_where_its_process_looks(name: str) -> None:
+    """The projects cannot be imported here: each lives in an environment of its own."""
+    assert f"\nclass {class_of(name)}:\n" in Path(peer.__file__).with_name(f"{name}.py").read_text()
 
 
 def test_a_project_that_cannot_be_installed_is_a_problem_with_a_reason(

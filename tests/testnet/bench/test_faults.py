@@ -11,9 +11,10 @@ import pytest
 
 from farandole.testnet.bench.faults import run
 from farandole.testnet.bench.process import BenchError
+from farandole.testnet.fault import FaultReport
 from farandole.testnet.growth import Growth
 from farandole.testnet.launch import write_report
-from farandole.testnet.report import FaultReport, PlayReport
+from farandole.testnet.report import PlayReport
 from farandole.testnet.scenario import ScenarioError
 
 from ..reports import PASSED, node

@@ -6,9 +6,10 @@ from itertools import combinations_with_replacement
 
 import pytest
 
-from farandole.testnet.bench.nat_trial import expected, open_probes, try_pair
 from farandole.testnet.natlab.kinds import CARRIER_KINDS, KINDS, kind_named
 from farandole.testnet.natlab.lab import Lab
+
+from .trial import expected, open_probes, try_pair
 
 # One direction opens; both at once open; none does; two NATs in a row, and one whose port nobody guesses.
 CHARACTERISTIC = (

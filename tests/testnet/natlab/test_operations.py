@@ -14,11 +14,11 @@ from pathlib import Path
 
 import trio
 
-from farandole.testnet.bench.nat_trial import PATHLESS_SECONDS, PATIENCE, ProbeProcess, open_probes
 from farandole.testnet.natlab.home import Home
 from farandole.testnet.natlab.lab import Lab
 
 from ..transfer import SIZE, measure
+from .trial import PATHLESS_SECONDS, PATIENCE, ProbeProcess, open_probes
 
 MAP_PORT = Path(__file__).with_name("map_port.py")
 LAB_FOREVER = """

@@ -27,20 +27,20 @@ def trained(make_replica: MakeReplica, author: bytes, settings: OuterConfig, ste
         for _ in range(steps):
             replica.learn()
         if not replica.round:
-            replica.outer_step(None)
+            replica.apply(None)
     return replica
 
 
 def sent(replica: Learner, fragment: int = 0) -> bytearray:
-    out = bytearray(replica.contribution_size(fragment))
-    replica.contribution(out, fragment)
+    out = bytearray(replica.contribution(fragment))
+    replica.encode(out)
     return out
 
 
 def meet(alice: Learner, bob: Learner, fragment: int = 0) -> None:
     of_alice, of_bob = sent(alice, fragment), sent(bob, fragment)
-    alice.outer_step(of_bob, Encounter(BOB, 300, 100), own_first=True)
-    bob.outer_step(of_alice, Encounter(ALICE, 100, 300), own_first=False)
+    alice.apply(of_bob, Encounter(BOB, 300, 100), own_first=True)
+    bob.apply(of_alice, Encounter(ALICE, 100, 300), own_first=False)
 
 
 def copies(vectors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -87,7 +87,7 @@ def test_its_state_is_in_checkpoints_and_newcomers_get_it(
 ) -> None:
     alice, bob = trained(make_replica, ALICE, settings), trained(make_replica, BOB, settings)
     meet(alice, bob)
-    assert all(bool(alice.state()[name].any()) for name in required_vectors(settings))
+    assert all(bool(alice.vectors()[name].any()) for name in required_vectors(settings))
 
     alice.save(tmp_path / "checkpoint")
     again = make_replica(ALICE, rule=settings)
@@ -95,9 +95,9 @@ def test_its_state_is_in_checkpoints_and_newcomers_get_it(
 
     for node in (alice, again):
         node.learn()
-        node.outer_step(None)
-    assert again.state().keys() == alice.state().keys() >= set(required_vectors(settings))
-    assert all(torch.equal(flat, again.state()[name]) for name, flat in alice.state().items())
+        node.apply(None)
+    assert again.vectors().keys() == alice.vectors().keys() >= set(required_vectors(settings))
+    assert all(torch.equal(flat, again.vectors()[name]) for name, flat in alice.vectors().items())
 
 
 @every_rule
@@ -109,7 +109,7 @@ def test_progress_made_during_an_exchange_is_kept(make_replica: MakeReplica, set
     alice.learn()
     progress = alice.fast_weights() - before
 
-    assert alice.outer_step(of_bob, Encounter(BOB, 1, 1)) == 1
+    assert alice.apply(of_bob, Encounter(BOB, 1, 1)) == 1
 
     torch.testing.assert_close(alice.fast_weights(), alice.slow_weights() + progress, rtol=1e-5, atol=1e-6)
 
@@ -118,11 +118,11 @@ def test_progress_made_during_an_exchange_is_kept(make_replica: MakeReplica, set
 def test_a_fragments_outer_step_moves_that_fragment_alone(make_replica: MakeReplica, settings: OuterConfig) -> None:
     settings = replace(settings, fragments=3)
     alice, bob = trained(make_replica, ALICE, settings), trained(make_replica, BOB, settings)
-    before = copies(alice.state())
+    before = copies(alice.vectors())
 
     meet(alice, bob, fragment=1)
 
     part = alice.layout.fragment(1, 3)
     for name in required_vectors(settings):
-        moved = (alice.state()[name] != before[name]).nonzero().flatten()
+        moved = (alice.vectors()[name] != before[name]).nonzero().flatten()
         assert part.start <= int(moved.min()) <= int(moved.max()) < part.stop

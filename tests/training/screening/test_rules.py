@@ -30,7 +30,7 @@ def trained(make_replica: MakeReplica, author: bytes, settings: ScreeningConfig)
 
 def sent(replica: Learner) -> bytearray:
     out = bytearray(replica.contribution_bytes)
-    replica.contribution(out)
+    replica.contribute(out)
     return out
 
 
@@ -57,8 +57,8 @@ def test_honest_partners_get_the_same_mean_to_the_bit(make_replica: MakeReplica,
     bob.learn()
     of_alice, of_bob = sent(alice), sent(bob)
 
-    alice.outer_step(of_bob, Encounter(BOB, 100, 300), own_first=True)
-    bob.outer_step(of_alice, Encounter(ALICE, 300, 100), own_first=False)
+    alice.apply(of_bob, Encounter(BOB, 100, 300), own_first=True)
+    bob.apply(of_alice, Encounter(ALICE, 300, 100), own_first=False)
 
     assert torch.equal(alice.slow_weights(), bob.slow_weights())
 
@@ -94,7 +94,7 @@ def test_the_loss_towards_a_partner_is_that_of_weights_moved_so_far(make_replica
     assert torch.equal(alice.fast_weights(), before)
     contributed = make_replica(ALICE)
     contributed.learn()
-    assert losses == [contributed.validation_loss(4), pytest.approx(bob.validation_loss(4), rel=1e-6)]
+    assert losses == [contributed.evaluate(4), pytest.approx(bob.evaluate(4), rel=1e-6)]
 
 
 peers = st.binary(min_size=1, max_size=32)

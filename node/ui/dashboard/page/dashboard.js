@@ -47,14 +47,13 @@ function row(values, className) {
 }
 
 function showOverview() {
-  const { status, now, headline } = overview;
+  const { status, now, headline, rows } = overview;
   byId("headline").textContent = headline.text;
   byId("headline").className = headline.level;
   byId("remedy").textContent = headline.remedy;
   byId("remedy").hidden = !headline.remedy;
-  byId("run").textContent =
-    `${status.run.name || "farandole"}${status.run.run_id ? `, run ${status.run.run_id.slice(0, 16)}` : ""}; ` +
-    `${status.run.members_live} live, ${status.run.members_gone} gone; ${figure(status.run.tokens)} tokens`;
+  const run = `${status.run.name || "farandole"}${status.run.run_id ? `, run ${status.run.run_id.slice(0, 16)}` : ""}`;
+  byId("run").textContent = `${run}; ${rows.find(({ label }) => label === "the run").value}`;
   document.title = `${headline.level === "trouble" ? "! " : ""}${status.run.name || "farandole"} ${loss(status.loss)}`;
   byId("loss-now").textContent = status.loss === null ? "" : `${loss(status.loss)} here, ${loss(status.run.loss_mean)} on average`;
   byId("throughput-now").textContent = `${figure(status.run.tokens_per_second)} tokens/s`;
@@ -62,7 +61,7 @@ function showOverview() {
   drawLines(byId("throughput"), [{ points: overview.throughput, colour: "own", width: 1.5 }],
     { xLabel: clock, yLabel: (value) => figure(value), fromZero: true });
   drawLines(byId("mean"), [{ points: overview.mean_loss, colour: "own", width: 1.5 }], { xLabel: clock, yLabel: loss });
-  showNode(status, now);
+  showNode(status, rows);
   showStages(status);
   byId("exchanges").replaceChildren(...[...status.recent_exchanges].reverse().map((exchange) => row([
     String(exchange.round), exchange.partner ? brief(exchange.partner) : "-",
@@ -72,22 +71,9 @@ function showOverview() {
   byId("warnings").replaceChildren(...(status.warnings.length ? [...status.warnings].reverse() : ["none"]).map((text) => element("li", text)));
 }
 
-function showNode(status, now) {
-  const cap = (mbit) => (mbit ? `of at most ${mbit} Mbit/s` : "no cap");
-  const mbit = (bytes) => `${(bytes / 125000).toFixed(2)} Mbit/s`;
-  const facts = [
-    ["doing", `${status.phase} for ${duration(now - status.phase_since)}${status.phase_detail ? `: ${status.phase_detail}` : ""}`],
-    ["waits for", status.waits_for || "nothing"],
-    ["up", `${duration(now - status.started_at)} on ${status.device || "no device yet"}`],
-    ["progress", `round ${status.round}, ${figure(status.tokens)} tokens at ${figure(status.tokens_per_second)}/s`],
-    ["busy", status.recent_utilisation === null ? "-" : `${Math.round(status.recent_utilisation * 100)} % of the time in inner steps`],
-    ["exchanges", `${status.exchanges_ok} committed, ${status.exchanges_alone} alone, ${status.exchanges_failed} failed`],
-    ["sends", `${mbit(status.bytes_sent_per_second)} (${cap(status.upload_mbit)})`],
-    ["receives", `${mbit(status.bytes_received_per_second)} (${cap(status.download_mbit)})`],
-    ["reached", status.reachability + (status.relays.length ? ` through ${status.relays.length} relays` : "")],
-    ["peer id", status.peer_id],
-  ];
-  byId("node").replaceChildren(...facts.flatMap(([name, value]) => [element("dt", name), element("dd", value)]));
+function showNode(status, rows) {
+  byId("node").replaceChildren(...rows.filter(({ label }) => label !== "the run").flatMap(
+    ({ label, value, emphasis }) => [element("dt", label), element("dd", value, emphasis)]));
   const isPaused = status.phase === "paused";
   byId("pause").hidden = isPaused || status.phase === "relaying"; // it does not train
   byId("resume").hidden = !isPaused;

@@ -26,7 +26,7 @@ from farandole.node.base.settings import NodeSettings
 from farandole.node.cli import main
 from farandole.node.daemon import MANIFEST_FACT
 from farandole.node.join.address_book import AddressBook
-from farandole.node.join.manifests import ManifestService
+from farandole.node.join.manifests import serve_manifest
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.mesh.reach.connectivity import open_connectivity
 from farandole.node.state.store import open_store
@@ -63,7 +63,7 @@ async def open_peer(signed: SignedManifest = SIGNED) -> AsyncIterator[Host]:
     key = Ed25519PrivateKey.generate()
 
     async with open_host(key, [LOOPBACK]) as host, open_connectivity(host, key, signed.run_id, Shaping()):
-        ManifestService(signed.run_id, signed.encode()).register(host)
+        serve_manifest(host, signed.run_id, signed.encode())
         yield host
 
 

@@ -1,4 +1,4 @@
-"""A process that has had peaks gives their memory back."""
+"""A process that has had peaks gives their memory back; one that computes keeps its temporaries."""
 
 from __future__ import annotations
 
@@ -27,8 +27,37 @@ del other
 print(resident_bytes(os.getpid()) - before)
 """
 
+TEMPORARIES = """
+import resource, sys
+from farandole.node.base.system.allocator import keep_memory
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc alone is told")
+if sys.argv[1] == "keep":
+    keep_memory()
+
+def compute():
+    large = [bytearray(2_000_000) for _ in range(8)]
+
+compute()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    compute()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+ONLY_GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc alone is told")
+
+
+@ONLY_GLIBC
+def test_temporaries_are_kept_for_the_next_ones() -> None:
+    def num_page_faults(how: str) -> int:
+        told = subprocess.run(
+            [sys.executable, "-c", TEMPORARIES, how], capture_output=True, text=True, check=True, timeout=60
+        )
+        return int(told.stdout)
+
+    assert num_page_faults("keep") < 1_000 < num_page_faults("as ever")
+
+
+@ONLY_GLIBC
 def test_memory_of_peaks_is_given_back() -> None:
     def grown(how: str) -> int:
         told = subprocess.run(

@@ -88,7 +88,7 @@ async def two_parties() -> AsyncIterator[tuple[Party, Party]]:
     with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
             hosts = [BulkHost(author, nursery, network) for author in (ALICE, BOB)]
-            async with open_bulk(hosts[0]) as first, open_bulk(hosts[1]) as second:
+            async with open_bulk(hosts[0], reach=hosts[0]) as first, open_bulk(hosts[1], reach=hosts[1]) as second:
                 yield Party(hosts[0], first), Party(hosts[1], second)
             nursery.cancel_scope.cancel()
 

@@ -16,8 +16,9 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from farandole.node.bulk import negotiation as bulk
 from farandole.node.bulk.negotiation import BULK_PROTOCOL, FIRST_RETRY_AFTER, MAX_UNPROVEN_PER_ADDRESS
-from farandole.protocol.bulk import Proposal, encode_proposal, greeting
+from farandole.protocol.bulk import Proposal, greeting
 from farandole.protocol.framing import frame
+from farandole.protocol.wire import encode
 
 from ....patience import PATIENCE
 from ...parties import ALICE, BOB
@@ -246,7 +247,7 @@ async def test_no_two_negotiations_with_one_peer(alice: Party, bob: Party) -> No
     proposal = alice.service._propose(b"1" * 16, X25519PrivateKey.generate(), [])
     with bob.service.expecting(ALICE), bob.service._race(proposal, ALICE):
         stream = await alice.host.open_stream(BOB, BULK_PROTOCOL)
-        await stream.send_all(frame(encode_proposal(msgspec.structs.replace(proposal, session=b"2" * 16)), 4_096))
+        await stream.send_all(frame(encode(msgspec.structs.replace(proposal, session=b"2" * 16)), 4_096))
         assert await stream.receive_some(1) == b""
 
 

@@ -12,9 +12,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.node.base.identity import load_or_create_key
 from farandole.node.base.settings import NodeSettings
-from farandole.node.daemon import Node
+from farandole.node.daemon import be_node
+from farandole.node.join.address_book import AddressBook
 from farandole.node.loop.pause import idle
 from farandole.node.loop.pause import idle_service as idle_keeper
+from farandole.node.loop.pause.pause import Rest
+from farandole.node.member import Daemon
 from farandole.node.state.store import open_store
 from farandole.node.status.journal import Journal
 from farandole.protocol.manifest import manifest_from_dict, sign_manifest
@@ -72,8 +75,8 @@ async def test_a_node_has_no_trainer_while_another_computes_on_the_gpu(
 
     key = load_or_create_key(settings.key)
     async with open_store(settings.store) as store, trio.open_nursery() as nursery:
-        node = Node(settings, key, store, journal)
-        nursery.start_soon(node.run)
+        daemon = Daemon(settings, key, store, AddressBook(store), journal, trio.Event(), Rest())
+        nursery.start_soon(be_node, daemon)
         with trio.fail_after(PATIENCE):
             await says(f"resting: the GPU is used by game (process {os.getppid()})")
             users.write_text("")
@@ -89,4 +92,4 @@ async def test_a_node_has_no_trainer_while_another_computes_on_the_gpu(
             users.write_text(f"0 {journal.state.trainer_pid} C 90 40 - - python\n")  # its own is nobody else's
             await says("round ")
             await says("round ")
-            node.is_leaving.set()
+            daemon.is_leaving.set()

@@ -23,9 +23,11 @@ async def test_who_waits_for_rest_or_for_its_end_is_told() -> None:
     rest, seen = Rest(), list[str]()
 
     async def watch() -> None:
-        await rest.wait(is_on=True)
+        while not rest.is_on:
+            await rest.changed()
         seen.append("begun")
-        await rest.wait(is_on=False)
+        while rest.is_on:
+            await rest.changed()
         seen.append("over")
 
     async with trio.open_nursery() as nursery:

@@ -172,12 +172,13 @@ class Bob:
 
     def __init__(self, stream: trio.abc.Stream, size: int, shaping: Shaping, channels: Channels | None = None) -> None:
         self.heard: list[Event] = []
+        self.is_routed = trio.Event()
         self.has_ended = trio.Event()
         self.link = ActivationLink(0, Link(False, HELLO, size), Line(stream), shaping, channels)
 
     async def run(self) -> None:
         await self.link.greet(lambda event: self.link.send(Welcome(1)))
-        await self.link.run(self._hear)
+        await self.link.run(self._hear, self.is_routed.set)
         self.has_ended.set()
 
     def _hear(self, link: ActivationLink, event: Event) -> None:
@@ -320,6 +321,18 @@ async def test_a_link_without_anything_under_way_stays(autojump_clock: trio.test
         await trio.sleep(3_600)
         assert bob.heard == [FORWARD, DataReceived(0)]
         assert not bob.has_ended.is_set()
+
+
+async def test_large_data_wait_for_a_route_and_small_data_do_not() -> None:
+    channels = Channels()
+    with channels.alice, trio.fail_after(PATIENCE):
+        async with linked(SIZE) as (_, bob):
+            await bob.is_routed.wait()
+        async with linked(BULK_FROM, channels=channels) as (alice, bob):
+            await trio.testing.wait_all_tasks_blocked()
+            assert not bob.is_routed.is_set()
+            await alice.write(alice.link.pipe.send(Route(b"c" * 16, 0)))
+            await bob.is_routed.wait()
 
 
 @pytest.mark.parametrize("pause", [None, 0.01])

@@ -18,14 +18,16 @@ from safetensors.torch import load_file
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.bulk.negotiation import open_bulk
 from farandole.node.loop.stages import activation_link
-from farandole.node.loop.stages.pipeline import ACTIVATIONS_PROTOCOL, PipelineService, Worker
+from farandole.node.loop.stages.links import ACTIVATIONS_PROTOCOL, Links
+from farandole.node.loop.stages.pipeline import PipelineService
+from farandole.node.loop.stages.worker import Worker
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.state.messenger import open_messenger
 from farandole.node.store.folder import CheckpointFolder
 from farandole.node.trainer.trainer import Trainer, open_trainer
 from farandole.protocol import pipeline_events as machine
 from farandole.protocol import trainer_messages as messages
-from farandole.protocol.activations import DATA_BYTES, Forward, Hello, Link
+from farandole.protocol.activations import DATA_BYTES, Forward, Hello, Link, shape_hash
 from farandole.protocol.identity import public_bytes
 from farandole.protocol.manifest import Manifest, PipelineConfig, manifest_from_dict
 from farandole.protocol.pipe import Chunk
@@ -82,15 +84,13 @@ class Node:
             await nursery.start(self.service.run)
             nursery.start_soon(obey)
             memory = self.trainer.map_activations(manifest.pipeline.in_flight)
-            finish = messages.FinishRound(0)
+            replies: dict[machine.RoundDrained | machine.Measured, messages.Command] = {
+                machine.RoundDrained(0): messages.FinishRound(0),
+                machine.Measured(): messages.Validate(NUM_HELD_OUT),
+            }
+            size = self.trainer.prepared.activation_bytes
             self.service.begin(
-                Worker(
-                    stage,
-                    memory,
-                    sender.send_nowait,
-                    lambda _: sender.send_nowait(finish),
-                    lambda: sender.send_nowait(messages.Validate(NUM_HELD_OUT)),
-                )
+                Worker(stage, size, memory, sender.send_nowait, lambda report: sender.send_nowait(replies[report]))
             )
             sender.send_nowait(messages.Train(0, 0))
             if stage == 0:
@@ -102,12 +102,12 @@ class Node:
                 match report:
                     case messages.Worked(problem):
                         assert problem == ""
-                        self.service.handle(machine.WorkDone())
+                        self.service.handle(report)
                     case messages.InnerStepTaken(is_taken):
                         assert is_taken
-                        links = self.service._links.values()
+                        links = self.service.links.by_number.values()
                         self.has_used_channels |= any(link.link.pipe.channel is not None for link in links)
-                        self.service.handle(machine.Stepped())
+                        self.service.handle(report)
                     case messages.Encoded():
                         sender.send_nowait(messages.TakeOuterStep(0))
                         sender.send_nowait(messages.Save())
@@ -142,18 +142,15 @@ async def open_nodes(manifest: Manifest, folder: Path, *, with_channels: bool = 
             messenger = await stack.enter_async_context(open_messenger(host))
             for other in nodes:
                 await host.connect(other.host.author, other.host.addresses)
-            service = PipelineService(
+            links = Links(
                 host,
-                messenger,
                 manifest,
                 RUN_ID,
-                authors[stage],
                 Shaping(),
-                random.Random(stage),
                 is_neighbour=lambda peer, stage: peer in authors and authors.index(peer) == stage,
+                channels=await stack.enter_async_context(open_bulk(host)) if with_channels else None,
             )
-            if with_channels:
-                service.channels = await stack.enter_async_context(open_bulk(host))
+            service = PipelineService(links, messenger, manifest, authors[stage], random.Random(stage))
             trainer = await stack.enter_async_context(
                 open_trainer(prepare(manifest, authors[stage], stage, folder), None)
             )
@@ -192,12 +189,12 @@ async def test_nodes_of_one_stage_each_learn_what_one_node_learns_alone(
         device="cpu",
         bring=Bring((tmp_path / "texts",)),
     )
-    assert validated == [pytest.approx(alone.validation_loss(NUM_HELD_OUT), rel=1e-6)]
+    assert validated == [pytest.approx(alone.evaluate(NUM_HELD_OUT), rel=1e-6)]
     losses = [float(alone.learn()) for _ in range(steps)]
     assert loss == pytest.approx(sum(losses) / steps, rel=1e-6)
     assert sum(parameters) == alone.layout.num_elements
     assert max(parameters) < alone.layout.num_elements
-    alone.outer_step(None)
+    alone.apply(None)
     slow = alone.layout.views(alone.slow_weights())
     learnt = {
         name.removeprefix("slow/"): tensor
@@ -224,17 +221,16 @@ async def test_who_falls_silent_in_the_middle_of_activations_gives_the_slot_back
             open_host(keys[1], LOOPBACK) as far,
             open_messenger(far) as messenger,
         ):
-            service = PipelineService(
-                far, messenger, manifest, RUN_ID, author, Shaping(), random.Random(1), is_neighbour=lambda *_: True
-            )
+            links = Links(far, manifest, RUN_ID, Shaping(), is_neighbour=lambda *_: True)
+            service = PipelineService(links, messenger, manifest, author, random.Random(1))
             await nursery.start(service.run)
             memory = memoryview(bytearray(2 * manifest.pipeline.in_flight * size))
-            service.begin(Worker(1, memory, lambda command: None, lambda round_index: None, lambda: None))
+            service.begin(Worker(1, size, memory, lambda command: None, lambda report: None))
             service.set_nodes([frozenset({neighbour}), frozenset({author})])
             service.handle(machine.RoundBegan(0, 1))
             await near.connect(author, far.addresses)
             stream = await near.open_stream(author, ACTIVATIONS_PROTOCOL)
-            hello = Hello(RUN_ID, 1, service._shape)
+            hello = Hello(RUN_ID, 1, shape_hash(manifest))
             link = Link(True, hello, size)
             await stream.send_all(link.send(hello))
             while link.credits == 0:
@@ -260,8 +256,8 @@ async def test_strangers_and_what_is_of_another_shape_are_turned_away(tmp_path: 
                 stream = await stranger.open_stream(nodes[1].host.author, ACTIVATIONS_PROTOCOL)
                 assert await stream.receive_some() == b""
             for hello in (
-                Hello(RUN_ID, 0, nodes[1].service._shape),  # to another stage
-                Hello(b"x" * 32, 1, nodes[1].service._shape),  # of another run
+                Hello(RUN_ID, 0, shape_hash(manifest)),  # to another stage
+                Hello(b"x" * 32, 1, shape_hash(manifest)),  # of another run
                 Hello(RUN_ID, 1, b"x" * 32),  # other shapes, or another codec
             ):
                 neighbour = await nodes[0].host.open_stream(nodes[1].host.author, ACTIVATIONS_PROTOCOL)

@@ -9,7 +9,7 @@ import trio
 import trio.testing
 
 from farandole.node.base.errors import JoinError
-from farandole.node.loop.stages.stage_service import StageKeeper
+from farandole.node.loop.stages.stage_service import StageKeeper, wait_quiet
 from farandole.node.status.journal import Journal
 from farandole.protocol.entries import StageLease
 from farandole.protocol.stage_choice import Provider, View, even_stages
@@ -30,13 +30,15 @@ class World:
         self.speed = 0.0
         self.own_lease: StageLease | None = None
         self.trainer_stage: int | None = None
+        self.giving = self
+        self.journal = Journal(say=lambda text: None)
 
     def keeper(self, wanted: int | None = None) -> StageKeeper:
         me: Any = self
         return StageKeeper(
             me,
             me,
-            Journal(say=lambda text: None),
+            self.journal,
             ME,
             wanted=wanted,
             heartbeat_seconds=2.0,
@@ -158,7 +160,7 @@ async def test_a_trainer_of_another_stage_is_started_anew(
 
 async def test_the_trainer_waits_until_the_stages_are_dealt_out(autojump_clock: trio.testing.MockClock) -> None:
     world = World({}, is_young=True)
-    keeper = world.keeper()
+    membership: Any = world
     began_at = trio.current_time()
 
     async def come() -> None:
@@ -167,8 +169,8 @@ async def test_the_trainer_waits_until_the_stages_are_dealt_out(autojump_clock: 
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(come)
-        await keeper.wait_quiet()
+        await wait_quiet(membership, world.journal)
     assert 5 <= trio.current_time() - began_at <= 6
     world.is_young = False
-    await keeper.wait_quiet()
+    await wait_quiet(membership, world.journal)
     assert trio.current_time() - began_at <= 6

@@ -16,8 +16,8 @@ from farandole.node.mesh.host import Host, open_host
 from farandole.node.mesh.mapping import port_mapper as keeper
 from farandole.node.mesh.mapping.gateway import Gateway
 from farandole.node.mesh.mapping.natpmp import NatPmpRouter
-from farandole.node.mesh.mapping.port_mapper import PortKeeper
-from farandole.node.mesh.mapping.router import MappingError, Router
+from farandole.node.mesh.mapping.port_mapper import PortKeeper, Router
+from farandole.node.mesh.mapping.router import MappingError
 
 from ....patience import PATIENCE
 from ...hosts import LOOPBACK
@@ -90,9 +90,9 @@ async def test_ports_are_kept_open_and_closed_at_the_end(home: Home) -> None:
     with trio.fail_after(PATIENCE):
         async with open_kept() as (host, kept, changes):
             await kept.has_tried.wait()
-            port = host.listening[0][1]
+            port = host.own.listening[0][1]
             assert host.mapped == {port: (OUTER_IP, port)}
-            assert host.mapped_addresses == [f"/ip4/{OUTER_IP}/tcp/{port}/p2p/{host.peer_id}"]
+            assert host.own.all_mapped == [f"/ip4/{OUTER_IP}/tcp/{port}/p2p/{host.peer_id}"]
             assert home.mapped == {port: LEASE_SECONDS}
             asked = home.num_asked
             await until(lambda: home.num_asked >= asked + 2)  # the lease is renewed
@@ -112,7 +112,7 @@ async def test_a_port_that_is_refused_costs_no_other(home: Home) -> None:
             host.bulk_ports.add(home.refused)
             asked = home.num_asked
             await until(lambda: home.num_asked >= asked + 2)
-            assert host.mapped.keys() == {host.listening[0][1]}
+            assert host.mapped.keys() == {host.own.listening[0][1]}
 
 
 async def test_a_router_that_begins_anew_is_asked_anew(home: Home) -> None:

@@ -12,8 +12,7 @@ from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.mesh.host import Host
 from farandole.node.mesh.reach import checkup
-from farandole.node.mesh.reach.checkup import CheckupService, ask_echo, ask_time
-from farandole.node.mesh.reach.speed import MAX_AT_ONCE, SpeedService, measure
+from farandole.node.mesh.reach.checkup import MAX_AT_ONCE, CheckupService, ask_echo, ask_time, measure
 from farandole.protocol.checkup import SPEED_SECONDS
 
 from ....patience import PATIENCE
@@ -29,8 +28,7 @@ async def open_pair(shaping: Shaping | None = None) -> AsyncIterator[tuple[Host,
         host_at_loopback() as asker,
         host_at_loopback() as witness,
     ):
-        CheckupService(witness, lambda: NOON)
-        SpeedService(witness, shaping or Shaping())
+        CheckupService(witness, shaping or Shaping(), lambda: NOON)
         await asker.connect(witness.author, witness.addresses)
         with trio.fail_after(PATIENCE):
             yield asker, witness

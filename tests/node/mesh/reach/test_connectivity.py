@@ -118,7 +118,7 @@ async def test_nothing_makes_holes_while_a_witness_dials() -> None:
 
             async def observe() -> None:
                 async with dialback.observed_by(bob.author) as witness:
-                    assert witness.answer.port == alice.listening[0][1]
+                    assert witness.answer.port == alice.own.listening[0][1]
 
             nursery.start_soon(observe)
             await trio.sleep(PAUSE)
@@ -197,7 +197,7 @@ async def test_a_witness_sees_the_port_that_listens() -> None:
             Dialback(bob)
             await alice.connect(bob.author, bob.addresses)
             async with Dialback(alice).observed_by(bob.author) as witness:
-                assert (witness.answer.ip, witness.answer.port) == alice.listening[0]
+                assert (witness.answer.ip, witness.answer.port) == alice.own.listening[0]
             with pytest.raises(PeerUnreachableError):
                 async with Dialback(bob).observed_by(alice.author):
                     pass  # it was alice who dialled
@@ -212,7 +212,7 @@ async def test_several_may_look_at_the_port_that_listens_at_once_and_again() -> 
             for _ in range(2):
                 async with dialback.observed_by(bob.author) as one, dialback.observed_by(bob.author) as two:
                     assert one == two
-                    assert one.answer.port == alice.listening[0][1]
+                    assert one.answer.port == alice.own.listening[0][1]
 
 
 async def test_who_asks_too_often_is_not_dialled() -> None:
@@ -221,7 +221,7 @@ async def test_who_asks_too_often_is_not_dialled() -> None:
             Dialback(bob)
             await alice.connect(bob.author, bob.addresses)
             asker = Dialback(alice)
-            assert (await asker.ask(bob.author)).answer.reached == (alice.listening[0][1],)
+            assert (await asker.ask(bob.author)).answer.reached == (alice.own.listening[0][1],)
             answer = (await asker.ask(bob.author)).answer
             assert (answer.has_dialled, answer.reached) == (False, ())
 

@@ -6,12 +6,14 @@ from collections.abc import AsyncIterator
 import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from libp2p.relay.circuit_v2.pb.dcutr_pb2 import HolePunch
+from multiaddr import Multiaddr
 
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.errors import PeerUnreachableError
+from farandole.node.mesh.delimited import encode_delimited
 from farandole.node.mesh.host import Host, open_host
 from farandole.node.mesh.libp2p_stream import Stream
-from farandole.node.mesh.punch_messages import encode_connect, encode_sync
 from farandole.node.mesh.reach.connectivity import Connectivity, open_connectivity
 from farandole.node.mesh.reach.dialback import Dialback
 from farandole.node.mesh.reach.reachability import Reachability
@@ -23,6 +25,7 @@ from ...hosts import LOOPBACK
 from ...relayed import open_relay, reserve, until
 
 ECHO = "/echo/1"
+SYNC, CONNECT = (encode_delimited(HolePunch(type=kind)) for kind in (HolePunch.SYNC, HolePunch.CONNECT))
 
 
 @contextlib.asynccontextmanager
@@ -58,18 +61,18 @@ async def test_a_relayed_pair_becomes_direct_and_lets_the_relay_go() -> None:
             await old.send_all(b"still under way")
             assert await old.receive_some() == b"still under way"
             old.reset()
-            await until(lambda: relay.server.num_circuits == 0)
+            await until(lambda: relay.server.table.num_circuits == 0)
             async with await alice.open_stream(bob.author, ECHO) as stream:
                 assert not stream.is_relayed
                 await stream.send_all(b"x")
                 assert await stream.receive_some() == b"x"
 
 
-@pytest.mark.parametrize("raw", [b"\xff\xff\xff\x7f", b"\x05hello", encode_sync(), encode_connect([]), b""])
+@pytest.mark.parametrize("raw", [b"\xff\xff\xff\x7f", b"\x05hello", SYNC, CONNECT, b""])
 async def test_hostile_bytes_cost_their_stream_alone(raw: bytes) -> None:
     with trio.fail_after(PATIENCE):
         async with open_relay() as relay, open_puncher() as (alice, _), open_puncher() as (mallory, _):
-            mallory.remove_handler(DCUTR_PROTOCOL)
+            mallory.handlers.remove(DCUTR_PROTOCOL)
             await alice.connect(mallory.author, [await reserve(mallory, relay.host)])
             stream = await mallory.open_stream(alice.author, DCUTR_PROTOCOL)
             await stream.send_all(raw)
@@ -92,7 +95,7 @@ async def test_who_is_expected_may_leave_the_beginning_to_us() -> None:
     with trio.fail_after(PATIENCE):
         async with open_puncher() as (alice, _), open_puncher() as (bob, _):
             with bob.rendezvous.expecting(alice.author, ["127.0.0.1"]):
-                await alice.meet(bob.author, bob.listening[0], is_initiator=False)
+                await alice.meet(bob.author, bob.own.listening[0], is_initiator=False)
                 await until(lambda: alice.path(bob.author) == bob.path(alice.author) == "punched")
 
 
@@ -101,6 +104,7 @@ async def test_nobody_punches_over_a_direct_connection() -> None:
         async with open_puncher() as (alice, _), open_puncher() as (bob, _):
             await alice.connect(bob.author, bob.addresses)
             with pytest.raises((trio.BrokenResourceError, PeerUnreachableError)):
+                addresses = [Multiaddr("/ip4/127.0.0.1/tcp/4001").to_bytes()]
                 stream = await bob.open_stream(alice.author, DCUTR_PROTOCOL)
-                await stream.send_all(encode_connect([("127.0.0.1", 4001)]))
+                await stream.send_all(encode_delimited(HolePunch(type=HolePunch.CONNECT, ObsAddrs=addresses)))
                 await stream.receive_some()

@@ -7,28 +7,26 @@ import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from libp2p.peer.envelope import Envelope, unmarshal_envelope
+from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage, Limit, PeerId, Reservation, Status, StopMessage
+from multiaddr import Multiaddr
 
 from farandole.node.base.bandwidth import Shaping
 from farandole.node.base.errors import PeerUnreachableError
 from farandole.node.mesh.circuit import Circuit
+from farandole.node.mesh.delimited import encode_delimited, receive_message
 from farandole.node.mesh.host import Host
+from farandole.node.mesh.known_addresses import MAX_ADDRESSES
 from farandole.node.mesh.libp2p_stream import Stream
-from farandole.node.mesh.relay_messages import (
-    ConnectRequest,
-    RelayAnswer,
-    ReserveRequest,
-    encode_hop,
-    encode_stop,
-    receive_hop,
-)
 from farandole.protocol.errors import RemoteProtocolError
-from farandole.protocol.identity import public_bytes
-from farandole.protocol.relay import HOP_PROTOCOL, MAX_MESSAGE_BYTES, STOP_PROTOCOL, Limits, Status
+from farandole.protocol.identity import peer_id_bytes, public_bytes
+from farandole.protocol.relay import HOP_PROTOCOL, MAX_MESSAGE_BYTES, STOP_PROTOCOL, Limits
 
 from ....patience import PATIENCE
 from ...relayed import open_home, open_public, open_relay, reserve, until
 
 ECHO = "/echo/1"
+RESERVE = encode_delimited(HopMessage(type=HopMessage.RESERVE))
+AGREED = encode_delimited(HopMessage(type=HopMessage.STATUS, status=Status.OK))
 
 
 async def echo(stream: Stream) -> None:
@@ -36,12 +34,16 @@ async def echo(stream: Stream) -> None:
         await stream.send_all(data)
 
 
-async def ask(host: Host, relay: Host, raw: bytes) -> RelayAnswer:
+async def hear(stream: Stream) -> HopMessage:
+    return await receive_message(stream, HopMessage, MAX_MESSAGE_BYTES)
+
+
+async def ask(host: Host, relay: Host, raw: bytes) -> HopMessage:
     stream = await host.open_stream(relay.author, HOP_PROTOCOL)
     try:
         await stream.send_all(raw)
-        answer = await receive_hop(stream)
-        assert isinstance(answer, RelayAnswer)
+        answer = await hear(stream)
+        assert answer.type == HopMessage.STATUS
         return answer
     finally:
         stream.reset()
@@ -57,7 +59,7 @@ async def test_two_homes_talk_through_a_relay_which_sees_ciphertext_only() -> No
             assert all(
                 "/p2p-circuit" in a for a in alice.remote_addresses(bob.author) + bob.remote_addresses(alice.author)
             )
-            assert relay.server.num_circuits == 1
+            assert relay.server.table.num_circuits == 1
             payload = os.urandom(8 * 2**20)
             stream = await alice.open_stream(bob.author, ECHO)
             received = bytearray()
@@ -72,14 +74,14 @@ async def test_two_homes_talk_through_a_relay_which_sees_ciphertext_only() -> No
                     received += data
             assert hashlib.sha256(received).digest() == hashlib.sha256(payload).digest()
             await alice.disconnect(bob.author)
-            await until(lambda: not bob.is_connected(alice.author) and relay.server.num_circuits == 0)
+            await until(lambda: not bob.is_connected(alice.author) and relay.server.table.num_circuits == 0)
 
 
 async def test_a_relayed_address_is_announced_and_dialled_by_whoever_hears_of_it() -> None:
     with trio.fail_after(PATIENCE):
         async with open_relay() as relay, open_home() as alice, open_home() as bob:
             address = await reserve(bob, relay.host)
-            bob.set_external_addresses([address.rpartition("/p2p/")[0]])
+            bob.own.external = [address.rpartition("/p2p/")[0]]
             assert bob.addresses == [address]
             alice.add_addresses(bob.author, bob.addresses)
             await alice.open_stream(bob.author, "/ipfs/id/1.0.0")
@@ -96,7 +98,7 @@ async def test_direct_addresses_go_first() -> None:
             address = await reserve(bob, relay.host)
             await alice.connect(bob.author, [address, *bob.addresses])
             assert alice.path(bob.author) == "direct"
-            assert relay.server.num_circuits == 0
+            assert relay.server.table.num_circuits == 0
 
 
 async def test_streams_go_over_the_direct_connection_once_there_is_one() -> None:
@@ -132,7 +134,8 @@ async def test_without_a_reservation_nobody_is_reached() -> None:
             with pytest.raises(PeerUnreachableError):
                 await alice.connect(bob.author, [address])
             await alice.connect(relay.host.author, relay.host.addresses)
-            answer = await ask(alice, relay.host, encode_hop(ConnectRequest(bob.author)))
+            question = HopMessage(type=HopMessage.CONNECT, peer=PeerId(id=peer_id_bytes(bob.author)))
+            answer = await ask(alice, relay.host, encode_delimited(question))
             assert answer.status == Status.NO_RESERVATION
 
 
@@ -140,16 +143,16 @@ async def test_a_reservation_has_a_voucher_and_limits_and_ends_with_its_connecti
     with trio.fail_after(PATIENCE):
         async with open_relay() as relay, open_home() as bob:
             await bob.connect(relay.host.author, relay.host.addresses)
-            answer = await ask(bob, relay.host, encode_hop(ReserveRequest()))
+            answer = await ask(bob, relay.host, RESERVE)
             assert answer.status == Status.OK
-            assert (answer.max_bytes, answer.max_seconds) == (Limits().circuit_bytes, Limits().circuit_seconds)
-            envelope = unmarshal_envelope(answer.voucher)
+            assert (answer.limit.data, answer.limit.duration) == (Limits().circuit_bytes, Limits().circuit_seconds)
+            envelope = unmarshal_envelope(answer.reservation.voucher)
             assert isinstance(envelope, Envelope)
             envelope.validate("libp2p-relay-rsvp")
             assert envelope.public_key.to_bytes() == relay.host.author
-            assert relay.server.num_reservations == 1
+            assert relay.server.table.num_reservations == 1
             await bob.disconnect(relay.host.author)
-            await until(lambda: relay.server.num_reservations == 0)
+            await until(lambda: relay.server.table.num_reservations == 0)
             assert bob.relays.reservations == []
 
 
@@ -162,7 +165,7 @@ async def test_a_reservation_is_refused_beyond_the_limit_and_through_a_relay() -
                 await reserve(bob, relay.host)
             await alice.connect(second.host.author, [address])
             assert alice.path(second.host.author) == "relayed"
-            answer = await ask(alice, second.host, encode_hop(ReserveRequest()))
+            answer = await ask(alice, second.host, RESERVE)
             assert answer.status == Status.PERMISSION_DENIED
 
 
@@ -180,7 +183,7 @@ async def test_circuits_end_at_their_limits() -> None:
                 while True:
                     await stream.send_all(bytes(100_000))
                     await stream.receive_some()
-            await until(lambda: relay.server.num_circuits == 0)
+            await until(lambda: relay.server.table.num_circuits == 0)
             await carol.connect(bob.author, [address])
 
 
@@ -190,7 +193,7 @@ async def test_circuits_end_with_their_time_or_when_idle(limits: Limits) -> None
         async with open_relay(limits) as relay, open_home() as alice, open_home() as bob:
             await alice.connect(bob.author, [await reserve(bob, relay.host)])
             await until(lambda: not alice.is_connected(bob.author) and not bob.is_connected(alice.author))
-            await until(lambda: relay.server.num_circuits == 0)
+            await until(lambda: relay.server.table.num_circuits == 0)
 
 
 async def test_a_circuit_near_its_limits_is_replaced_while_it_is_in_use() -> None:
@@ -204,14 +207,14 @@ async def test_a_circuit_near_its_limits_is_replaced_while_it_is_in_use() -> Non
             await old.send_all(b"x")
             assert await old.receive_some() == b"x"
             await alice.renew_worn(bob.author, after=60)
-            assert relay.server.num_circuits == 1  # it is not worn yet
+            assert relay.server.table.num_circuits == 1  # it is not worn yet
             for _ in range(85):
                 await old.send_all(bytes(5_000))
                 num_back = 0
                 while num_back < 5_000:
                     num_back += len(await old.receive_some())
             await alice.renew_worn(bob.author, after=60)
-            assert relay.server.num_circuits == 2
+            assert relay.server.table.num_circuits == 2
             for host, peer in ((alice, bob), (bob, alice)):  # both take the new one from now on
                 peer.set_handler(ECHO, echo)
                 async with await host.open_stream(peer.author, ECHO) as stream:
@@ -225,7 +228,7 @@ async def test_a_circuit_near_its_limits_is_replaced_while_it_is_in_use() -> Non
             await old.aclose()
             await until(lambda: not any(conn.muxed.streams for conn in alice.connections.of(bob.author)))
             await alice.renew_worn(bob.author, after=60)
-            await until(lambda: relay.server.num_circuits == 1)
+            await until(lambda: relay.server.table.num_circuits == 1)
             assert alice.path(bob.author) == "relayed"
 
 
@@ -252,13 +255,13 @@ async def test_circuits_come_and_go_and_leave_nothing() -> None:
             def num_tasks() -> int:
                 return trio.lowlevel.current_statistics().tasks_living
 
-            await until(lambda: relay.server.num_circuits == 0)
+            await until(lambda: relay.server.table.num_circuits == 0)
             await trio.sleep(0.5)
             before = num_tasks()
             for _ in range(30):
                 await alice.connect(bob.author, [address])
                 await alice.disconnect(bob.author)
-            await until(lambda: relay.server.num_circuits == 0 and num_tasks() <= before)
+            await until(lambda: relay.server.table.num_circuits == 0 and num_tasks() <= before)
 
 
 async def test_a_target_that_is_frozen_costs_the_caller_its_dial_and_the_relay_no_place() -> None:
@@ -272,7 +275,7 @@ async def test_a_target_that_is_frozen_costs_the_caller_its_dial_and_the_relay_n
             bob.set_handler(STOP_PROTOCOL, freeze)
             with pytest.raises(PeerUnreachableError):
                 await alice.connect(bob.author, [address])
-            await until(lambda: relay.server.num_circuits == 0)
+            await until(lambda: relay.server.table.num_circuits == 0)
 
 
 @pytest.mark.parametrize(
@@ -285,8 +288,8 @@ async def test_hostile_bytes_to_a_relay_cost_their_stream_alone(raw: bytes) -> N
             stream = await mallory.open_stream(relay.host.author, HOP_PROTOCOL)
             await stream.send_all(raw)
             await stream.send_eof()
-            answer = await receive_hop(stream)
-            assert isinstance(answer, RelayAnswer)
+            answer = await hear(stream)
+            assert answer.type == HopMessage.STATUS
             assert answer.status == Status.MALFORMED_MESSAGE
             await alice.connect(bob.author, [await reserve(bob, relay.host)])
 
@@ -295,9 +298,9 @@ async def test_hostile_answers_of_a_relay_are_its_fault() -> None:
     for raw in (
         b"\xff\xff\xff\x7f",
         b"\x05hello",
-        encode_hop(ReserveRequest()),
+        RESERVE,
         b"",
-        encode_hop(RelayAnswer(Status.OK)),
+        AGREED,
     ):
         with trio.fail_after(PATIENCE):
             async with open_public() as mallory, open_home() as bob:
@@ -322,7 +325,8 @@ async def test_nobody_is_passed_on_by_whom_was_not_asked_to() -> None:
             await bob.connect(mallory.author, mallory.addresses)
             with pytest.raises((trio.BrokenResourceError, PeerUnreachableError)):
                 stream = await mallory.open_stream(bob.author, STOP_PROTOCOL)
-                await stream.send_all(encode_stop(ConnectRequest(mallory.author)))
+                call = StopMessage(type=StopMessage.CONNECT, peer=PeerId(id=peer_id_bytes(mallory.author)))
+                await stream.send_all(encode_delimited(call))
                 await stream.receive_some()
 
 
@@ -336,8 +340,8 @@ async def test_a_relay_cannot_pass_itself_off_as_another_peer() -> None:
         ):
 
             async def speak_for_bob(stream: Stream) -> None:
-                await receive_hop(stream)
-                await stream.send_all(encode_hop(RelayAnswer(Status.OK)))
+                await hear(stream)
+                await stream.send_all(AGREED)
                 await mallory.upgrader.accept(Circuit(stream, f"{mallory.addresses[0]}/p2p-circuit"))
 
             mallory.set_handler(HOP_PROTOCOL, speak_for_bob)
@@ -365,5 +369,11 @@ async def test_a_capped_relay_keeps_to_its_cap_and_still_lets_the_circuit_live()
 
 
 def test_no_message_is_longer_than_allowed() -> None:
-    addresses = tuple(f"/dns4/{'a' * 60}.{'b' * 60}.example/tcp/4001" for _ in range(16))
-    assert len(encode_hop(RelayAnswer(Status.OK, 2**31, addresses, bytes(300), 2**40, 2**20))) <= MAX_MESSAGE_BYTES
+    addresses = [Multiaddr(f"/dns4/{'a' * 60}.{'b' * 60}.example/tcp/4001").to_bytes()] * MAX_ADDRESSES
+    longest = HopMessage(
+        type=HopMessage.STATUS,
+        status=Status.OK,
+        reservation=Reservation(expire=2**31, addrs=addresses, voucher=bytes(300)),
+        limit=Limit(data=2**40, duration=2**20),
+    )
+    assert len(encode_delimited(longest)) <= MAX_MESSAGE_BYTES

@@ -70,7 +70,7 @@ def trained(signed: SignedManifest, author: bytes, steps: int = 6, rounds: int =
     for _ in range(rounds):
         for _ in range(steps):
             learner.learn()
-        learner.outer_step(None)
+        learner.apply(None)
     return learner
 
 
@@ -83,11 +83,11 @@ def met(signed: SignedManifest, authors: list[bytes], rounds: int, steps: int) -
         for learner, buffer in zip(learners, buffers, strict=True):
             for _ in range(steps):
                 learner.learn()
-            learner.contribution(buffer)
+            learner.contribute(buffer)
         order = rng.sample(range(len(learners)), len(learners))
         for a, b in zip(order[::2], order[1::2], strict=True):
-            learners[a].outer_step(buffers[b], own_first=True)
-            learners[b].outer_step(buffers[a], own_first=False)
+            learners[a].apply(buffers[b], own_first=True)
+            learners[b].apply(buffers[a], own_first=False)
     return learners
 
 

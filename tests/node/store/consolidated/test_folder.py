@@ -75,7 +75,7 @@ def test_several_replicas_are_their_mean_momentum_and_moments_included(
     tensors = load_file(to / CHECKPOINT_NAME)
     layout = replicas[0].layout
     for vector in (*VECTORS, *OPTIMIZER_VECTORS):
-        mean = torch.stack([replica.state()[vector] for replica in replicas]).double().mean(0).float()
+        mean = torch.stack([replica.vectors()[vector] for replica in replicas]).double().mean(0).float()
         for name, expected in layout.views(mean).items():
             torch.testing.assert_close(tensors[f"{vector}/{name}"], expected, rtol=1e-6, atol=1e-12)
     assert verify(to).inner_steps == 12
@@ -93,8 +93,8 @@ def test_the_mean_is_better_than_every_replica(tmp_path: Path) -> None:
     with torch.no_grad():
         for name, weights in mean.module.named_parameters():
             weights.copy_(tensors[f"slow/{name}"])
-    losses = [replica.validation_loss(64) for replica in replicas]
-    merged = mean.validation_loss(64)
+    losses = [replica.evaluate(64) for replica in replicas]
+    merged = mean.evaluate(64)
     print(f"\nmerged {merged:.4f}, replicas {', '.join(f'{loss:.4f}' for loss in losses)}")
     assert merged < min(losses)
 

@@ -91,7 +91,7 @@ def test_a_tokenizer_file_goes_along_if_it_is_the_runs(tmp_path: Path) -> None:
     signed = manifest_for(MODELS["own"])
     learner = trained(signed, b"a" * 32, steps=1, rounds=1)
     named = manifest_for(MODELS["own"], tokenizer={"kind": "tokenizers", "sha256": digest})
-    learner._run_id = named.run_id
+    learner.run_id = named.run_id
     folder = exported(named, learner, tmp_path / "run", tokenizer=tmp_path / "tokenizer.json")
     assert (folder / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
     loaded = transformers.AutoTokenizer.from_pretrained(folder)

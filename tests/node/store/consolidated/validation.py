@@ -17,4 +17,4 @@ def learner_of(folder: Consolidated, *texts: Path) -> Learner:
 
 
 def validation_loss(folder: Consolidated, *texts: Path, num_batches: int = 8) -> float:
-    return learner_of(folder, *texts).validation_loss(num_batches)
+    return learner_of(folder, *texts).evaluate(num_batches)

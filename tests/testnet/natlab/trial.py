@@ -9,17 +9,20 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mappin
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgspec
 import trio
 
-from ..leash import Leash
-from ..namespace import Location
-from ..natlab import kinds
-from ..natlab.kinds import HTTPS_PORT, HomeKind, Protocol
-from .nat_probe import TOKEN_BYTES, Address
+from farandole.testnet.leash import Leash
+from farandole.testnet.namespace import Location
+from farandole.testnet.natlab import kinds
+from farandole.testnet.natlab.kinds import HTTPS_PORT, HomeKind, Protocol
 
+from .probe import TOKEN_BYTES, Address
+
+PROBE: Final = Path(__file__).with_name("probe.py")
 # A path is there within milliseconds, or after one repetition of TCP's first packet, which takes a second. Where theory
 # knows none we wait no longer than that; where it knows one, for as long as a busy machine may take.
 PATHLESS_SECONDS: Final = 1.5
@@ -52,7 +55,7 @@ def expected(near: HomeKind, far: HomeKind) -> Reach:
 
 @dataclass
 class ProbeProcess:
-    """A `farandole.testnet.bench.nat_probe` in a place."""
+    """A ``probe.py`` in a place."""
 
     process: trio.Process
     _next_port: int = _FIRST_PORT
@@ -113,7 +116,7 @@ async def open_probes(places: Mapping[Name, Location], leash: Leash) -> AsyncIte
         probes = {}
         try:
             for name, place in places.items():
-                command = [*place.enter, sys.executable, "-m", "farandole.testnet.bench.nat_probe"]
+                command = [*place.enter, sys.executable, str(PROBE)]
                 process = await trio.lowlevel.open_process(
                     command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
                 )

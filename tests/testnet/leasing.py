@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from farandole.protocol.entries import Kind, Lease
-from farandole.protocol.lease_events import Announce, Assign, Event, Left, Ticked, Trained, news
+from farandole.protocol.lease_events import Announce, Event, Left, Ticked, news
 from farandole.protocol.leases import Leases
+from farandole.protocol.trainer_messages import DrawSlices, SlicesTrained
+from farandole.testnet.simulate_state import SimulatedNode, World
 from farandole.training.slices import SliceQueue
-
-from .simulate_state import SimulatedNode, World
 
 CORPUS = b"one text"
 TICK_SECONDS = 1.0
@@ -37,10 +36,7 @@ class LeasingNode:
         self._credit = 0.0
         self._seen: dict[tuple[bytes, int], int] = {}
         self._unwritten: dict[int, Lease] = {}
-
-    def start(self) -> None:
-        """From now on, while the node lives."""
-        self._epochs.world.simulation.call_every(TICK_SECONDS, self._tick)
+        epochs.world.simulation.call_every(TICK_SECONDS, self._tick)  # while the node lives
 
     def leave(self) -> None:
         """In good order: the leases are handed over."""
@@ -74,14 +70,14 @@ class LeasingNode:
 
     def _report(self) -> None:
         if ranges := self._queue.take_trained():
-            self._handle(Trained(self._queue.epoch, tuple(ranges)))
+            self._handle(SlicesTrained(self._queue.epoch, ranges))
 
     def _handle(self, event: Event) -> None:
         for output in self.leases.handle(event, self.node.clock.monotonic()):
             match output:
                 case Announce(index, lease):
                     self._unwritten[index] = lease
-                case Assign(epoch, ranges):
+                case DrawSlices(epoch, ranges):
                     self._queue.assign(epoch, ranges)
 
     def _write(self) -> None:
@@ -114,7 +110,6 @@ class Epochs:
         """A node begins to train."""
         leasing = LeasingNode(self, node, self._rng.uniform(*self.paces) if pace is None else pace)
         self.nodes.append(leasing)
-        leasing.start()
         return leasing
 
     def join(self, preparation: float = 10.0) -> None:
@@ -146,20 +141,9 @@ class Epochs:
     def play(self, seconds: float) -> float:
         """Until it is over, or for so long; virtual seconds that it took."""
         began_at = self.world.simulation.now
-        self.world.simulation.run_until(began_at + seconds, self._is_over_now())
+        is_over = self.world.simulation.at_most_every(TICK_SECONDS, lambda: self.is_over)
+        self.world.simulation.run_until(began_at + seconds, is_over)
         return self.world.simulation.now - began_at
-
-    def _is_over_now(self) -> Callable[[], bool]:
-        next_at = self.world.simulation.now
-
-        def check() -> bool:
-            nonlocal next_at
-            if self.world.simulation.now < next_at:
-                return False
-            next_at = self.world.simulation.now + TICK_SECONDS
-            return self.is_over
-
-        return check
 
     def missed(self, epoch: int = 0) -> int:
         """Slices that nobody trained on."""

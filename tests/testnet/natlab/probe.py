@@ -1,7 +1,5 @@
 """Plain sockets on one host, told what to do by lines of JSON: what can be reached from here, without libp2p.
 
-    python -m farandole.testnet.bench.nat_probe
-
 A request is ``{"id": 1, "do": ...}`` with the fields of `ProbeRequest`, the answer ``{"id": 1, "result": ...}``;
 several may run at once. ``observe`` takes a local port, and asks a third host how it appears outside. ``punch`` then
 tries for a path between that port and what was observed of another host's, while that does the same. ``connect`` is a
@@ -24,7 +22,7 @@ from typing import Final
 import msgspec
 import trio
 
-from ..natlab.kinds import Protocol
+from farandole.testnet.natlab.kinds import Protocol
 
 TOKEN_BYTES: Final = 16
 # Between two calls, or two datagrams: a home's router may have dropped the one before, as the other side's came later.

@@ -1,0 +1,91 @@
+"""Downloads of one node: a checkpoint from members that hold it, and where these are few, from others in the DHT."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import trio
+
+from farandole.protocol.blocks import Index, SignedIndex
+from farandole.protocol.records import checkpoint_key
+from farandole.protocol.vectors import is_required
+
+from ..base.errors import PeerUnreachableError
+from ..base.nurseries import open_service_nursery
+from ..mesh.host import Host
+from ..state.membership import Membership
+from ..status.journal import Journal
+from ..store.fetch import Fetched, Show, ask_for_index, fetch_checkpoint
+from ..store.provider import Conditions
+from ..store.weight_files import WeightFiles
+from .bootstrap import reachable_providers
+
+# What a line is taken to carry until a download has been measured, bytes a second: 10 Mbit/s.
+USUAL_RATE: Final = 1.25e6
+# With fewer donors than this in the run state, the DHT is asked for more.
+ENOUGH_DONORS: Final = 2
+
+
+@dataclass
+class Downloads:
+    """Fetches from checkpoints what a newcomer needs; remembers how fast that was."""
+
+    host: Host
+    conditions: Conditions
+    files: WeightFiles
+    membership: Membership
+    journal: Journal
+    rate: float = field(init=False)
+    """Bytes a second, of the last download; before the first one, the cap, or a guess."""
+
+    def __post_init__(self) -> None:
+        self.rate = self.conditions.shaping.down.rate or USUAL_RATE
+
+    async def ask(self, donor: bytes, stage: int, known: bytes | None = None) -> tuple[SignedIndex, Index]:
+        """The index of a donor's newest checkpoint of a stage, or of the one ``known`` by its id.
+
+        Raises `PeerUnreachableError`.
+        """
+        return await ask_for_index(self.conditions, donor, stage, self.files.max_bytes(stage), known)
+
+    async def fetch(
+        self, signed: SignedIndex, index: Index, donors: tuple[bytes, ...], path: Path, show: Show, *, is_copy: bool
+    ) -> Fetched | None:
+        """Fetch from these donors and all others that hold the checkpoint; None, after a warning, if that fails.
+
+        ``is_copy``: as blocks for other nodes, in no hurry; else as a file for this node's trainer.
+        """
+        began_at, membership = trio.current_time(), self.membership
+        in_dht: list[bytes] = []
+
+        def known() -> dict[bytes, None]:
+            return dict.fromkeys((*donors, *membership.holders(index.stage, signed.id), *in_dht))
+
+        async def ask_dht() -> None:
+            if len(known()) < ENOUGH_DONORS and not is_copy:
+                in_dht.extend(await reachable_providers(self.host, checkpoint_key(index.run_id, signed.id)))
+
+        try:
+            async with open_service_nursery() as nursery:
+                nursery.start_soon(ask_dht)
+                fetched = await fetch_checkpoint(
+                    self.conditions,
+                    signed,
+                    index,
+                    known,
+                    partial(is_required, self.files.manifest.outer),
+                    path,
+                    show,
+                    membership.announcer.accuse,
+                    is_prefix=is_copy,
+                )
+        except PeerUnreachableError as error:
+            self.journal.warn(f"no weights of round {index.round}: {error}")
+            return None
+        self.journal.exchanges.bytes_received += fetched.num_bytes
+        if fetched.num_bytes:
+            self.rate = fetched.num_bytes / max(trio.current_time() - began_at, 1e-3)
+        return fetched

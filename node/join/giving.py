@@ -1,0 +1,198 @@
+"""What this node gives to others: its trainer's checkpoints, and the copy that it keeps of another's.
+
+`farandole.protocol.copies` says which ones have copies: of every stage one, at two more nodes, or, where the model is
+cut, at the nodes of the stage before, so that a stage whose members are all gone is not lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from functools import partial
+from typing import Final
+
+import trio
+
+from farandole.protocol.block_transfer import Question
+from farandole.protocol.copies import MAX_ROUNDS_OLDER, copied_author, is_copier
+from farandole.protocol.entries import CheckpointNotice
+from farandole.protocol.identity import short_name
+from farandole.protocol.records import checkpoint_key
+from farandole.protocol.trainer_messages import Saved
+
+from ..base.errors import PeerUnreachableError
+from ..state.membership import Membership
+from ..status.journal import Journal
+from ..store.holdings import Holding
+from ..store.library import Library
+from ..store.provider import DonorBusyError
+from .downloads import Downloads
+
+# A newcomer that asks for weights waits for the answer (`store.provider.ANSWER_TIMEOUT`); a save must be shorter.
+FRESH_SAVE_TIMEOUT: Final = 6.0
+# What a node says that it holds lives for a day (`farandole.protocol.entries`), and a copy of a stage that no node
+# holds any more may wait longer than that for one.
+TELL_INTERVAL: Final = 6 * 3_600.0
+# Copies take no more than this share of the time for downloads, however large the stage or slow the line.
+COPY_SHARE: Final = 0.1
+# How often a node looks whether there is something new to copy, in seconds; a member announces one a minute, or more.
+COPY_INTERVAL: Final = 5.0
+# For so long an author that did not give the checkpoint to copy is passed over: the next copy is another's then.
+PASS_OVER_SECONDS: Final = 300.0
+# How often it tells the DHT of another one: twenty peers keep each, for hours, and the run state has the newest.
+PROVIDE_INTERVAL: Final = 600.0
+
+
+class Giving:
+    """Finds what others ask for in the library, and has the trainer save anew for them."""
+
+    def __init__(self, library: Library, membership: Membership, journal: Journal) -> None:
+        self.trainer_stage: int | None = None
+        """Of the trainer that was last started."""
+        self._library = library
+        self._membership = membership
+        self._journal = journal
+        self._unopened: tuple[Saved, int] | None = None  # the trainer's newest, and its stage
+        self._has_unopened = trio.Event()
+        self._has_saved = trio.Event()
+        self._save_wanted = trio.Event()
+
+    async def find(self, question: Question) -> Holding | None:
+        """What is asked for, held for the peer that asks; the newest is saved anew when it is old."""
+        if question.id is not None:
+            found = self._library.find(question.id)
+        elif question.stage == self._membership.stage:
+            found = await self._fresh_checkpoint()
+        else:
+            found = self._library.copy
+        return found.hold() if found is not None and found.index.stage == question.stage else None
+
+    async def _fresh_checkpoint(self) -> Holding | None:
+        newest = self._library.newest
+        if newest is None or self._journal.state.round - newest.index.round > MAX_ROUNDS_OLDER:
+            if self._has_saved.is_set():  # else another newcomer waits for the same
+                self._has_saved = trio.Event()
+            self._save_wanted.set()
+            with trio.move_on_after(FRESH_SAVE_TIMEOUT):
+                await self._has_saved.wait()
+        return self._library.newest
+
+    async def save_wanted(self) -> None:
+        """Wait until a peer wants a newer checkpoint than there is."""
+        await self._save_wanted.wait()
+        self._save_wanted = trio.Event()
+
+    def note_saved(self, saved: Saved) -> None:
+        """The trainer has written a checkpoint, or goes on from it."""
+        stage = self._membership.stage
+        if self.trainer_stage == stage:  # else it is about to end: this node has moved
+            self._unopened = saved, stage
+            self._has_unopened.set()
+
+    def forget_saved(self) -> None:
+        """This node has another stage now: what it saved is not of that."""
+        self._library.forget_own()
+
+    async def run(self) -> None:
+        """Open what the trainer saves, and announce what is held before the run forgets it, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._open_saved)
+            while True:
+                await trio.sleep(TELL_INTERVAL)
+                self._library.announce()
+
+    async def _open_saved(self) -> None:
+        while True:
+            await self._has_unopened.wait()
+            self._has_unopened = trio.Event()
+            assert self._unopened is not None
+            saved, stage = self._unopened
+            if stage == self._membership.stage:
+                await self._library.note_saved(saved, stage)
+                self._has_saved.set()
+
+
+class CopyKeeper:
+    """Keeps the copy in the library new, and announces it in the DHT."""
+
+    def __init__(self, downloads: Downloads, library: Library) -> None:
+        self._downloads = downloads
+        self._library = library
+        self._files = downloads.files
+        self._membership = downloads.membership
+        self._passed_over: dict[bytes, float] = {}  # until when
+        self._provided: bytes | None = None
+        self._provide_after = -math.inf
+
+    async def run(self) -> None:
+        """Take up an earlier life's copy, and keep it new, until cancelled."""
+        if self._has_room():
+            await self._library.recall_copy()
+        else:
+            await self._library.give_up_copies()
+        wanted = self._files.settings.backup_seconds
+        pause = interval = COPY_INTERVAL if wanted is None else wanted
+        while True:
+            await trio.sleep(pause * random.uniform(0.75, 1.25))
+            began_at = trio.current_time()
+            await self._copy_newest()
+            pause = max(interval, (trio.current_time() - began_at) / COPY_SHARE)
+            await self._provide()
+
+    def _has_room(self) -> bool:
+        return self._files.plan(self._membership.stage).has_copy
+
+    async def _copy_newest(self) -> None:
+        if not self._has_room():
+            if self._library.copy is not None:  # the text that was tokenised meanwhile needs its room
+                await self._library.give_up_copies()
+            return
+        stage = self._files.copied_stage(self._membership.stage)
+        found = self._choose(stage)
+        copy = self._library.copy
+        if found is None or (copy is not None and copy.id == found[1].id):
+            return
+        author, notice = found
+        try:
+            signed, index = await self._downloads.ask(author, stage, notice.id)
+        except DonorBusyError:
+            return  # it serves others, and this node next time
+        except PeerUnreachableError as error:
+            self._downloads.journal.warn(f"no copy from {short_name(author)}: {error}")
+            self._passed_over[author] = trio.current_time() + PASS_OVER_SECONDS
+            return
+        path = self._library.copy_path(stage, signed.id)
+        with contextlib.suppress(OSError):  # the download says what is wrong
+            await trio.to_thread.run_sync(partial(path.parent.mkdir, exist_ok=True))
+        await self._library.forget_begun(path)  # on a slow line there may be a newer one ever again before one is whole
+        if await self._downloads.fetch(signed, index, (author,), path, lambda progress: None, is_copy=True) is not None:
+            await self._library.keep_copy(path, signed, index)
+
+    def _choose(self, stage: int) -> tuple[bytes, CheckpointNotice] | None:
+        """Whose checkpoint of a stage this node is to copy, and which one that is."""
+        conditions, own, membership = self._downloads.conditions, self._downloads.host.author, self._membership
+        now, announced = trio.current_time(), membership.announced(stage)
+        self._passed_over = {peer: until for peer, until in self._passed_over.items() if until > now}
+        author = copied_author(conditions.run_id, stage, announced.keys() - self._passed_over.keys())
+        if author is None or author == own:
+            return None
+        if not conditions.shaping.may_spend(self._files.required_bytes(stage)):
+            return None
+        members = membership.nodes_of_stages()[stage]
+        if self._files.num_stages == 1 and not is_copier(conditions.run_id, stage, members, author, own):
+            return None
+        return author, announced[author]
+
+    async def _provide(self) -> None:
+        """Tell the DHT of the copied checkpoint, in which there may be more to be found than in the run state."""
+        newest, held = self._library.newest, self._library.copy
+        host, run_id = self._downloads.host, self._downloads.conditions.run_id
+        if newest is not None and self._membership.holders(newest.index.stage, newest.id):
+            held = newest  # others have copied this node's own
+        if held is None or held.id == self._provided or trio.current_time() < self._provide_after:
+            return
+        if self._provided is not None:
+            host.withdraw(checkpoint_key(run_id, self._provided))
+        self._provided, self._provide_after = held.id, trio.current_time() + PROVIDE_INTERVAL
+        await host.provide(checkpoint_key(run_id, held.id))

@@ -1,0 +1,43 @@
+"""Small messages in frames, as the services of this folder exchange them: each comes soon, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import msgspec
+import trio
+
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.framing import FrameParser, frame
+from farandole.protocol.wire import encode
+
+from ...base.errors import PeerUnreachableError
+from ...base.streams import receive_frame
+from ..libp2p_stream import Stream
+
+MESSAGE_TIMEOUT: Final = 5.0
+
+
+async def tell(stream: Stream, message: msgspec.Struct, max_bytes: int) -> None:
+    """Send a message; `trio.TooSlowError` if the peer does not take it."""
+    with trio.fail_after(MESSAGE_TIMEOUT):
+        await stream.send_all(frame(encode(message), max_bytes))
+
+
+async def hear(stream: Stream, max_bytes: int, timeout: float = MESSAGE_TIMEOUT) -> bytes:
+    """The payload of the next frame; `trio.TooSlowError` if there is none in ``timeout`` seconds."""
+    with trio.fail_after(timeout):
+        return await receive_frame(stream, FrameParser(max_bytes))
+
+
+@contextmanager
+def answered(stream: Stream) -> Iterator[None]:
+    """Ask a peer over a stream, which is reset at the end; `PeerUnreachableError` unless it answers as it should."""
+    try:
+        yield
+    except (RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:
+        raise PeerUnreachableError(f"no answer: {error!r}") from error
+    finally:
+        stream.reset()

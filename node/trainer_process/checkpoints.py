@@ -1,0 +1,109 @@
+"""What a trainer process goes on from, and what it leaves: checkpoints, and what its screening rule remembers of peers.
+
+A checkpoint is written behind the inner steps, by a thread (`farandole.node.store.save`): they wait only for a copy of
+what is in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+from farandole.protocol.manifest import Manifest
+from farandole.protocol.trainer_messages import Prepare, Saved
+from farandole.training.durable import replacing
+from farandole.training.engine import Engine
+from farandole.training.errors import CheckpointError, UnfitWeightsError
+from farandole.training.screening.history import MAX_BYTES, Histories
+
+from ..store.disk_space import plan_disk, used_bytes
+from ..store.folder import CheckpointFolder, known_hashes
+from ..store.save import Saver
+
+
+class Checkpoints:
+    """The checkpoints of one engine, in this node's folder. ``report`` gets every `Saved`, from whatever thread."""
+
+    def __init__(self, prepare: Prepare, engine: Engine, report: Callable[[Saved], None]) -> None:
+        self._engine = engine
+        self._report = report
+        self._folder = CheckpointFolder(Path(prepare.checkpoints), prepare.stage)
+        text_bytes = used_bytes(Path(prepare.cache)) if prepare.cache else 0  # known by now
+        plan = plan_disk(prepare.disk, prepare.checkpoint_bytes, copy_bytes=0, text_bytes=text_bytes)
+        self._saver = Saver(self._folder, report, plan.num_kept)
+
+    def begin(self, prepare: Prepare, manifest: Manifest) -> tuple[Saved | None, str]:
+        """Go on from a checkpoint, or begin with the weights that the manifest names, or with those of the seed.
+
+        Returns the checkpoint, if it was one, and what is wrong with those that should have been loaded. A peer's
+        becomes this node's own only once it is proved to be fit. Raises `UnfitWeightsError` if it is not, and
+        `CheckpointError` if nothing can be loaded.
+        """
+        fetched = Path(prepare.fetched)
+        is_fetched = bool(prepare.fetched) and fetched.exists()
+        resumed, problem = (self._adopt(fetched), "") if is_fetched else self._resume()
+        if resumed is None and manifest.start is not None:
+            self._start_from(Path(prepare.start), manifest.start.inner_steps, manifest.start.tokens)
+        with contextlib.suppress(OSError, ValueError), self._folder.histories.open("rb") as file:
+            self._engine.histories = Histories.decode(file.read(MAX_BYTES))
+        return resumed, problem
+
+    def _adopt(self, fetched: Path) -> Saved:
+        try:
+            content = self._engine.load(fetched)
+        except CheckpointError as error:
+            fetched.unlink()
+            raise UnfitWeightsError(f"a peer's weights are unfit: {error}") from error
+        return self._saver.adopt(fetched, content, self._engine.counters)
+
+    def _resume(self) -> tuple[Saved | None, str]:
+        problems: list[str] = []
+        for path in self._folder.files():
+            try:
+                content = self._engine.load(path, known_hashes(path, self._engine.run_id))
+            except CheckpointError as error:
+                problems.append(str(error))
+                continue
+            return self._saver.note(path, content, self._engine.counters), "; ".join(problems)
+        if problems:
+            raise CheckpointError(
+                f"no checkpoint in {self._folder.path} can be loaded ({'; '.join(problems)}). Restore them, or "
+                "move them away to begin with the weights of others"
+            )
+        return None, ""
+
+    def _start_from(self, path: Path, steps: int, tokens: int) -> None:
+        try:
+            self._engine.start_from(path, steps, tokens)
+        except CheckpointError as error:
+            with contextlib.suppress(OSError):
+                path.unlink()  # its bytes were right once: they are again when it comes anew
+            raise CheckpointError(
+                f"the weights that this run starts from are unfit: {error}. They are removed here: join again to fetch "
+                "them anew; if they are unfit again, the run was made with weights that nobody can start from"
+            ) from error
+
+    def save(self, *, is_last: bool) -> None:
+        """A full disk or a failed fsync costs a warning, never the training."""
+        self._save_histories()
+        engine, newest = self._engine, self._saver.newest
+        if newest is not None and engine.is_in(newest.round, newest.inner_steps):
+            self._report(newest)
+        elif is_last:
+            self._saver.save(engine)
+        else:
+            try:
+                snapshot = engine.snapshot()
+            except MemoryError as error:
+                self._saver.save(engine, f"there is no memory for a snapshot ({error}): training waited for the save")
+            else:
+                self._saver.save_behind(snapshot)
+
+    def _save_histories(self) -> None:
+        """Where the disk refuses it, the checkpoint's own save reports that."""
+        if encoded := self._engine.histories.encode():
+            with contextlib.suppress(OSError):
+                self._folder.path.mkdir(parents=True, exist_ok=True)
+                with replacing(self._folder.histories) as file:
+                    file.write(encoded)

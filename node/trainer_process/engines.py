@@ -1,0 +1,74 @@
+"""Which engine a trainer process drives, and what this node brings to it. Another kind of engine is chosen here."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Final
+
+from farandole.protocol.manifest import Manifest
+from farandole.protocol.trainer_messages import Prepare, Preparing
+from farandole.training.data import Bring
+from farandole.training.engine import Engine
+from farandole.training.learner import build_learner
+from farandole.training.stage_worker import build_stage_worker
+
+from ..base.system.memory import map_shared_memory
+from ..store.disk_space import text_room
+from ..trainer.channel import TrainerSocket
+
+# Between two reports of progress: a person sees that something goes on.
+TELL_SECONDS: Final = 2.0
+
+
+def make_engine(channel: TrainerSocket, prepare: Prepare, manifest: Manifest) -> Engine:
+    """The stage engine where the model is cut, else the local one; with the weights of the run's seed.
+
+    Raises `TrainingError` if the text, the tokenizer, the device or the model will not do.
+    """
+    bring = _bring_of(prepare, channel)
+    if manifest.model.num_stages == 1:
+        return build_learner(
+            manifest,
+            run_id=prepare.run_id,
+            author=prepare.author,
+            device=prepare.device,
+            bring=bring,
+            microbatch_size=prepare.microbatch,
+            is_compiled=prepare.compile,
+            allowed_models=prepare.allowed_models,
+        )
+    worker = build_stage_worker(
+        manifest,
+        stage=prepare.stage,
+        run_id=prepare.run_id,
+        author=prepare.author,
+        device=prepare.device,
+        bring=bring,
+        allowed_models=prepare.allowed_models,
+    )
+    size = 2 * manifest.pipeline.in_flight * worker.activation_bytes
+    worker.memory = memoryview(map_shared_memory(prepare.activations, size))
+    return worker
+
+
+def _bring_of(prepare: Prepare, channel: TrainerSocket) -> Bring:
+    """Reports to the mesh process, every now and then, how far the tokenising is."""
+    told_at = -math.inf
+
+    def tell(position: int, size: int) -> None:
+        nonlocal told_at
+        if time.monotonic() >= told_at + TELL_SECONDS:
+            told_at = time.monotonic()
+            channel.send(Preparing(position, size))
+
+    return Bring(
+        paths=tuple(map(Path, prepare.data)),
+        field=prepare.data_field,
+        streams=tuple(prepare.streams),
+        tokenizer=Path(prepare.tokenizer) if prepare.tokenizer else None,
+        cache=Path(prepare.cache) if prepare.cache else None,
+        cache_bytes=text_room(prepare.disk, prepare.checkpoint_bytes),
+        progress=tell,
+    )

@@ -1,0 +1,101 @@
+"""A round's exchange, at the trainer's end: its contribution goes into shared memory, and the partner's comes from it.
+
+A contribution is sent while it is encoded, and the partner's is decoded while it arrives. How far either is stands in a
+counter in the memory that both processes share (`farandole.node.base.system.memory.SharedCounter`). A count of an
+earlier exchange is never believed: each exchange has a number of its own, the counter's epoch.
+
+Where the engine can, a thread encodes the contribution while the next round's inner steps are taken: on a GPU, on a
+stream of its own. Whatever needs the contribution waits for that thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+from farandole.protocol import trainer_messages as messages
+from farandole.training.engine import Engine
+from farandole.training.screening.rule import Encounter, Refuse
+
+from ..base.system.memory import MAX_EPOCHS, Count, SharedCounter, counted_size, map_shared_memory
+
+
+class Exchange:
+    """The exchanges of one engine, one after the other. ``report`` may be called from another thread."""
+
+    def __init__(self, prepare: messages.Prepare, engine: Engine, report: Callable[[messages.Report], None]) -> None:
+        self._author = prepare.author
+        self._engine = engine
+        self._report = report
+        size = counted_size(engine.contribution_bytes)
+        outgoing, incoming = (map_shared_memory(place, size) for place in (prepare.outgoing, prepare.incoming))
+        self._outgoing, self._incoming = memoryview(outgoing), memoryview(incoming)
+        self._encoded, self._arrived = SharedCounter(outgoing), SharedCounter(incoming)
+        self._taken = self._arrived.read()
+        self._size = 0  # of the newest contribution, and of the partner's for it
+        self._aside = ThreadPoolExecutor(1)
+        self._encoding: Future[None] | None = None  # where the engine encodes aside
+        for memory in (self._outgoing, self._incoming):
+            engine.pin(memory)
+
+    def contribute(self, round_index: int, fragment: int) -> int:
+        """Freeze the round's contribution; returns its size in bytes. `encode` comes next."""
+        self._finish_encoding()
+        self._size = self._engine.contribution(fragment)
+        self._encoded.store(round_index, 0)
+        self._taken = self._arrived.read()  # of an exchange before: what it has left there is of no use
+        return self._size
+
+    def encode(self, round_index: int) -> None:
+        """The mesh process sends what is encoded while the rest is; reports `Encoded`."""
+        if self._engine.encodes_aside:
+            self._encoding = self._aside.submit(self._encode, round_index)
+        else:
+            self._encode(round_index)
+
+    def _encode(self, round_index: int) -> None:
+        digest = self._engine.encode(self._outgoing, partial(self._encoded.store, round_index))
+        self._report(messages.Encoded(round_index, digest))
+
+    def _finish_encoding(self) -> None:
+        """Raises what went wrong with it."""
+        if self._encoding is not None:
+            encoding, self._encoding = self._encoding, None
+            encoding.result()
+
+    def take_in(self) -> None:
+        """Decode what has arrived of the partner's contribution, unless the own one is still being encoded."""
+        if self._encoding is not None and self._encoding.done():
+            self._finish_encoding()
+        arrived = self._arrived.read()
+        if arrived == self._taken or self._encoding is not None:
+            return
+        self._look_at(arrived)
+        self._engine.take_in(self._incoming[: self._size], arrived.value)
+
+    def _look_at(self, arrived: Count) -> None:
+        """What was decoded of an exchange before this one is of no use."""
+        if arrived.epoch != self._taken.epoch:
+            self._engine.take_in(self._incoming[: self._size], 0)
+        self._taken = arrived
+
+    def screen(self, command: messages.Screen) -> None:
+        """Judge the partner's contribution."""
+        self._finish_encoding()
+        self._look_at(Count(command.number % MAX_EPOCHS, command.size))
+        encounter = self._encounter(command.partner, command.partner_tokens)
+        verdict = self._engine.screen(self._incoming[: command.size], encounter)
+        self._report(messages.Screened(verdict.reason if isinstance(verdict, Refuse) else "", command.number))
+
+    def take_outer_step(self, command: messages.TakeOuterStep) -> None:
+        """With the partner's contribution, or alone."""
+        self._finish_encoding()
+        partner = self._incoming[: command.partner_size] if command.partner_size else None
+        encounter = self._encounter(command.partner, command.partner_tokens)
+        # Both partners must add in one order, so that they round alike: the lesser key comes first.
+        late = self._engine.apply(partner, encounter, own_first=self._author < command.partner)
+        self._report(messages.OuterStepTaken(command.round, late))
+
+    def _encounter(self, partner: bytes, partner_tokens: int) -> Encounter:
+        return Encounter(partner, self._engine.tokens_contributed, partner_tokens)

@@ -1,0 +1,32 @@
+"""A peer's messages as MessagePack: their type says what may come, and anything else is the peer's fault."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Generic, TypeVar
+
+import msgspec
+
+from .errors import RemoteProtocolError
+
+_T = TypeVar("_T")
+# What msgspec raises for bytes that are not a message of the type, or nested without end.
+DECODING_ERRORS: Final = (msgspec.MsgspecError, ValueError, RecursionError)
+
+encode: Final = msgspec.msgpack.Encoder().encode
+"""The bytes of a message."""
+
+
+class MessageDecoder(Generic[_T]):
+    """Decodes messages of one type, which may be a union of tagged ones; ``name`` is for errors."""
+
+    def __init__(self, kind: Any, name: str) -> None:
+        self._decode = msgspec.msgpack.Decoder(kind).decode
+        self._name = name
+
+    def __call__(self, payload: bytes | bytearray | memoryview) -> _T:
+        """The message in these bytes; `RemoteProtocolError` if they hold none."""
+        try:
+            message: _T = self._decode(payload)
+        except DECODING_ERRORS as error:
+            raise RemoteProtocolError(f"not {self._name}: {error}") from error
+        return message

@@ -1,0 +1,82 @@
+"""A process of a benchmark that answers requests (`farandole.testnet.bench.process`): JSON, a line each.
+
+    python -m farandole.testnet.bench.server MODULE:CLASS SOCKET [DESCRIPTOR...]
+
+Requests come over the socket. Each is a call of a method of one object of that class, which is made with a `Server` and
+the other descriptors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator
+from importlib import import_module
+from typing import Any, Final
+
+import trio
+
+from farandole.node.base.system.memory import map_shared_memory
+
+# Requests are lines of a few hundred bytes.
+MAX_REQUEST_BYTES: Final = 65_536
+
+
+class Server:
+    """What the object that answers may use of its process."""
+
+    def __init__(self, control: trio.SocketStream, stack: contextlib.AsyncExitStack) -> None:
+        self.stack = stack
+        """Closed when the requests end."""
+        self._control = control
+
+    async def announce(self, address: str) -> None:
+        """Answer the present request with an address before its method returns, which must then return None."""
+        await self.answer({"address": address})
+
+    async def answer(self, figures: dict[str, Any]) -> None:
+        """Send one answer."""
+        await self._control.send_all(json.dumps(figures).encode() + b"\n")
+
+
+def map_payload(descriptor: int) -> memoryview:
+    """The memory of a `SharedPayload`."""
+    return memoryview(map_shared_memory(descriptor, os.fstat(descriptor).st_size))
+
+
+async def serve(kind: str, descriptor: int, *others: int) -> None:
+    """Answer requests until the other end closes; the benchmark shows whatever error a method raises."""
+    module, _, name = kind.partition(":")
+    control = trio.SocketStream(trio.socket.from_stdlib_socket(socket.socket(fileno=descriptor)))
+    async with contextlib.AsyncExitStack() as stack:
+        server = Server(control, stack)
+        served = getattr(import_module(f".{module}", __package__), name)(server, *others)
+        async for line in _lines(control):
+            request = json.loads(line)
+            try:
+                answer = getattr(served, request.pop("do"))(**request)
+                if inspect.isawaitable(answer):
+                    answer = await answer
+            except Exception as error:  # the benchmark shows whatever it is, and goes on
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            if answer is not None:
+                await server.answer(answer)
+
+
+async def _lines(control: trio.SocketStream) -> AsyncIterator[bytes]:
+    buffer = b""
+    while data := await control.receive_some(MAX_REQUEST_BYTES):
+        *lines, buffer = (buffer + data).split(b"\n")
+        for line in lines:
+            yield line
+
+
+if __name__ == "__main__":
+    kind, *descriptors = sys.argv[1:]
+    # The benchmark may be interrupted while an answer is due; how connections then break is nobody's business.
+    with contextlib.suppress(BrokenPipeError):
+        trio.run(serve, kind, *map(int, descriptors))

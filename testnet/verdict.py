@@ -1,0 +1,44 @@
+"""What a play came to, in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from farandole.node.base.figures import count, duration, loss
+
+from .report import PlayReport
+
+
+def course_lines(report: PlayReport) -> Iterator[str]:
+    """What was trained and exchanged, and over which links."""
+    exchanges = sum(node.exchanges_ok for node in report.nodes) // 2
+    yield (
+        f"{len(report.nodes)} nodes, {count(report.tokens)} tokens in {duration(report.seconds)} "
+        f"({count(report.tokens_per_second)}/s), {exchanges} exchanges"
+    )
+    yield (
+        f"training loss {loss(report.loss_first)} -> {loss(report.loss_last)}; "
+        f"held-out loss {loss(report.loss_start)} -> {loss(report.loss_merged)} (mean of all replicas)"
+    )
+    if report.spread is not None:
+        yield f"spread of the weights {report.spread:.2%}; run state {'equal' if report.state_equal else 'not equal'}"
+    if shares := [node.utilisation for node in report.nodes if node.utilisation is not None]:
+        moved = sum((Counter(node.paths) for node in report.nodes), Counter[str]())
+        paths = ", ".join(f"{number // 2} by {path}" for path, number in sorted(moved.items())) or "none"
+        yield f"trainers in inner steps {min(shares):.1%} to {max(shares):.1%} of the time; exchanges: {paths}"
+    if any(node.home for node in report.nodes):
+        links = Counter(path for node in report.nodes for path in node.links.values())
+        # Each has two ends, which at that moment may not have said the same of it.
+        ways = ", ".join(f"{(number + 1) // 2} {path}" for path, number in sorted(links.items()))
+        yield f"links between homes: {ways or 'none'}"
+
+
+def stage_lines(report: PlayReport) -> Iterator[str]:
+    """One line a stage."""
+    for stage in report.stages:
+        busy = "not known" if stage.utilisation is None else f"{stage.utilisation:.1%}"
+        yield (
+            f"stage {stage.stage}: {stage.providers} nodes, {busy} busy of late; microbatches: {stage.kept} kept, "
+            f"{stage.dropped} dropped, {stage.rerouted} sent another way, {stage.taken_out} taken out again"
+        )

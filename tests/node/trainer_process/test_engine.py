@@ -1,0 +1,266 @@
+"""Engines that are neither local nor a stage, through whole rounds of the trainer process: what the seam promises."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pytest
+import torch
+from blake3 import blake3
+from safetensors.torch import load_file
+from torch import Tensor
+
+from farandole.node.base.system.memory import SharedCounter, counted_size, map_shared_memory, open_shared_memory
+from farandole.node.store.run_file import manifest_of
+from farandole.node.trainer.channel import TrainerSocket
+from farandole.node.trainer_process.process import TrainerProcess
+from farandole.protocol import trainer_messages as messages
+from farandole.training.blocks import Content
+from farandole.training.checkpoint import load_checkpoint
+from farandole.training.codec import Buffer
+from farandole.training.device import choose_device
+from farandole.training.engine import Engine, Until, no_progress
+from farandole.training.errors import CheckpointError
+from farandole.training.parameters import Layout
+from farandole.training.screening.history import Histories
+from farandole.training.screening.rule import UNKNOWN, Accept, Encounter, Refuse, Verdict
+from farandole.training.snapshot import Snapshot
+
+from ..trainer_commands import prepare_for
+from .test_process import reports_of
+
+MANIFEST = manifest_of({"name": "tiny", "model": "tiny"}, Path(), 0.0)
+BOB = b"b" * 32
+SIZE = 16  # bytes of a contribution
+
+ReportType = TypeVar("ReportType")
+
+
+class Adder(Engine):
+    """Four weights, to each of which an inner step on ten tokens adds one; partners take the mean."""
+
+    is_driven = False
+    contribution_bytes = SIZE
+
+    def __init__(self) -> None:
+        self.device = choose_device("cpu")
+        self.layout = Layout(("w",), ((2, 2),), "fp32")
+        self.run_id = b"r" * 32
+        self.round = self.steps = self.tokens = 0
+        self.slices = None
+        self.histories = Histories()
+        self.fast, self.slow = torch.zeros(2, 2), torch.zeros(2, 2)
+        self.taken_in: list[int] = []
+        self._frozen: tuple[Tensor, int] | None = None
+
+    def inner_steps(self, until: Until) -> None:
+        while not until():
+            self.fast += 1.0
+            self.steps += 1
+            self.tokens += 10
+
+    def mean_loss(self) -> float | None:
+        return 2.5
+
+    @property
+    def awaits_outer_step(self) -> bool:
+        return self._frozen is not None
+
+    @property
+    def tokens_contributed(self) -> int:
+        return 10 * (self.steps if self._frozen is None else self._frozen[1])
+
+    def contribution(self, fragment: int = 0) -> int:
+        self._frozen = self.fast.clone(), self.steps
+        return SIZE
+
+    def encode(self, out: Buffer, progress: Callable[[int], None] = no_progress) -> bytes:
+        assert self._frozen is not None
+        raw = self._frozen[0].numpy().tobytes()
+        np.frombuffer(out, np.uint8)[:SIZE] = np.frombuffer(raw, np.uint8)
+        progress(SIZE)
+        return blake3(raw).digest()
+
+    def take_in(self, data: Buffer, available: int) -> None:
+        self.taken_in.append(available)
+
+    def screen(self, partner: Buffer, encounter: Encounter = UNKNOWN) -> Verdict:
+        self.histories.of(encounter.peer).append("tokens", encounter.partner_tokens)
+        return Accept() if bool(self._decoded(partner).isfinite().all()) else Refuse("it is not finite")
+
+    def apply(self, partner: Buffer | None, encounter: Encounter = UNKNOWN, *, own_first: bool = True) -> int:
+        assert self._frozen is not None
+        own, steps = self._frozen
+        self.slow.copy_(own if partner is None else (own + self._decoded(partner)) / 2)
+        self.fast += self.slow - own
+        self._frozen = None
+        self.round += 1
+        return self.steps - steps
+
+    def _decoded(self, data: Buffer) -> Tensor:
+        return torch.frombuffer(bytearray(data), dtype=torch.float32).view(2, 2)
+
+    def evaluate(self, num_batches: int) -> float:
+        return float(self.slow.mean()) * num_batches
+
+    def state(self) -> dict[str, Tensor]:
+        return {"slow/w": self.slow}
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(self.counters, {"slow/w": self.slow.clone()}, self.layout, self.run_id, ())
+
+    def is_in(self, saved_round: int, saved_steps: int) -> bool:
+        return saved_round == self.round
+
+    def load(self, path: Path, hashes: bytes = b"") -> Content:
+        counters, content = load_checkpoint(path, self.state(), self.layout, self.run_id, hashes=hashes)
+        self.round, self.steps, self.tokens = counters.round, counters.steps, counters.tokens
+        self.fast.copy_(self.slow)
+        return content
+
+    def start_from(self, path: Path, steps: int, tokens: int) -> None:
+        raise CheckpointError("there is nothing to start from")
+
+
+class Mesh:
+    """The mesh process' end of one trainer process that drives an engine in this thread."""
+
+    def __init__(self, prepare: messages.Prepare, engine: Engine, ends: tuple[socket.socket, socket.socket]) -> None:
+        self.outgoing, self.incoming = (
+            map_shared_memory(place, counted_size(SIZE)) for place in (prepare.outgoing, prepare.incoming)
+        )
+        self._connection, far = ends
+        self._trainer = TrainerProcess(TrainerSocket(far), prepare, MANIFEST, engine)
+        self._reports = reports_of(self._connection)
+
+    def send(self, *commands: messages.Command) -> None:
+        for command in commands:
+            self._connection.sendall(messages.encode(command))
+
+    def obey(self) -> None:
+        """Let the trainer do what the next command says."""
+        self._trainer.handle(self._trainer.next_command())
+
+    def receive(self, kind: type[ReportType]) -> ReportType:
+        """The next report, which is of this kind."""
+        report = next(self._reports)
+        assert isinstance(report, kind), report
+        return report
+
+    def tell(self, command: messages.Command, kind: type[ReportType]) -> ReportType:
+        self.send(command)
+        self.obey()
+        return self.receive(kind)
+
+
+@pytest.fixture
+def prepare(tmp_path: Path) -> Iterator[messages.Prepare]:
+    with open_shared_memory("outgoing", tmp_path) as outgoing, open_shared_memory("incoming", tmp_path) as incoming:
+        yield prepare_for(MANIFEST, tmp_path, outgoing=outgoing.place, incoming=incoming.place)
+
+
+@pytest.fixture
+def meet(prepare: messages.Prepare) -> Iterator[Callable[[Engine], Mesh]]:
+    sockets: list[socket.socket] = []
+
+    def make(engine: Engine) -> Mesh:
+        sockets.extend(pair := socket.socketpair())
+        return Mesh(prepare, engine, pair)
+
+    yield make
+    for each in sockets:
+        each.close()
+
+
+def test_a_whole_round_of_an_engine_of_ones_own(meet: Callable[[Engine], Mesh]) -> None:
+    engine = Adder()
+    mesh = meet(engine)
+    prepared = mesh.receive(messages.Prepared)
+    assert (prepared.num_parameters, prepared.contribution_bytes, prepared.activation_bytes) == (4, SIZE, 0)
+    assert prepared.layout == engine.layout.hash
+
+    contributed = mesh.tell(messages.Train(0, 3), messages.Contributed)
+    assert (contributed.size, contributed.inner_steps_this_round, contributed.tokens_this_round) == (SIZE, 3, 30)
+    assert contributed.loss == 2.5
+    digest = mesh.receive(messages.Encoded).digest
+    assert digest == blake3(mesh.outgoing[:SIZE]).digest()
+    assert SharedCounter(mesh.outgoing).count_of(0) == SIZE
+
+    for number, (value, reason) in enumerate([(float("nan"), "it is not finite"), (5.0, "")], 1):
+        mesh.incoming[:SIZE] = torch.full((2, 2), value).numpy().tobytes()
+        SharedCounter(mesh.incoming).store(number, SIZE)
+        assert mesh.tell(messages.Screen(SIZE, number, BOB, 70), messages.Screened) == messages.Screened(reason, number)
+    assert engine.taken_in.count(SIZE) == 2, "each exchange's own bytes, as they arrived"
+    taken = mesh.tell(messages.TakeOuterStep(0, BOB, SIZE, 70), messages.OuterStepTaken)
+    assert (taken.late_steps, engine.round) == (0, 1)
+    assert torch.equal(engine.slow, torch.full((2, 2), 4.0)), "the mean of 3 and 5"
+
+    assert mesh.tell(messages.Validate(2), messages.Validated) == messages.Validated(1, 8.0)
+    saved = mesh.tell(messages.Save(), messages.Saved)
+    assert (saved.problem, saved.round, saved.inner_steps) == ("", 1, 3)
+    assert torch.equal(load_file(saved.path)["slow/w"], engine.slow)
+    again = meet(other := Adder())
+    assert again.receive(messages.Prepared).resumed == saved
+    assert (other.round, other.steps, other.tokens) == (1, 3, 30)
+    assert torch.equal(other.fast, engine.slow)
+    assert other.histories.of(BOB)["tokens"] == (70.0, 70.0)
+
+
+def test_the_next_rounds_inner_steps_go_on_before_the_outer_step(meet: Callable[[Engine], Mesh]) -> None:
+    engine = Adder()
+    mesh = meet(engine)
+    mesh.receive(messages.Prepared)
+    mesh.send(messages.Train(0, 0), messages.FinishRound(0))
+    mesh.obey()
+    assert mesh.receive(messages.Contributed).inner_steps_this_round == 1
+    mesh.receive(messages.Encoded)
+
+    mesh.send(messages.Train(1, 2), messages.TakeOuterStep(0))
+    mesh.obey()
+    assert mesh.receive(messages.OuterStepTaken) == messages.OuterStepTaken(0, late_steps=1)
+    contributed = mesh.receive(messages.Contributed)
+    assert (contributed.round, contributed.inner_steps_this_round, contributed.inner_steps) == (1, 2, 3)
+    mesh.receive(messages.Encoded)
+    assert mesh.outgoing[:SIZE] == torch.full((2, 2), 3.0).numpy().tobytes()
+
+
+class Driven(Adder):
+    """Takes an inner step when it is told to, and has a word for each microbatch."""
+
+    is_driven = True
+
+    def inner_steps(self, until: Until) -> None:
+        Engine.inner_steps(self, until)
+
+    def obey(self, command: messages.Work | messages.TakeInnerStep) -> messages.Worked | messages.InnerStepTaken:
+        if isinstance(command, messages.Work):
+            return messages.Worked(f"{command.work} {command.slot}")
+        self.steps += 1
+        return messages.InnerStepTaken(True)
+
+
+def test_a_driven_engine_computes_on_commands_until_the_round_ends(meet: Callable[[Engine], Mesh]) -> None:
+    mesh = meet(Driven())
+    mesh.receive(messages.Prepared)
+    mesh.send(
+        messages.Train(0, 0),
+        messages.Work("forward", 3),
+        messages.Validate(1),
+        messages.TakeInnerStep(),
+        messages.FinishRound(0),
+        messages.Work("keep", 3),
+        messages.Ping(),
+    )
+    mesh.obey()
+    assert mesh.receive(messages.Worked).problem == "forward 3"
+    assert mesh.receive(messages.Validated).round == 0, "at once: what is asked for went through the stages before"
+    assert mesh.receive(messages.InnerStepTaken).is_taken
+    assert mesh.receive(messages.Contributed).inner_steps_this_round == 1
+    mesh.receive(messages.Encoded)
+    mesh.obey()
+    mesh.obey()
+    mesh.receive(messages.Pong)  # and nothing of work that crossed the contribution
