@@ -123,7 +123,7 @@ class YamuxStream:
             data = bytes(self._unread)
             self._unread.clear()
         else:
-            data = bytes(self._unread[:max_bytes])
+            data = bytes(memoryview(self._unread)[:max_bytes])
             del self._unread[:max_bytes]
         self._conn.num_unread -= len(data)
         self._give_credit(len(data), now)

@@ -10,8 +10,9 @@ import trio
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.framing import FrameParser
 
-# What a stream hands over at once: a chunk's frame.
-READ_BYTES = 65_536
+# What a stream hands over at once: all that one pass of the connection's reader has taken in, so that a reader that
+# keeps up never has more unread.
+READ_BYTES = 256 * 1024
 DIAL_TIMEOUT = 8.0
 # What was sent still has to leave; nobody waits for more.
 CLOSE_TIMEOUT = 2.0

@@ -61,8 +61,7 @@ class Stream(trio.abc.HalfCloseableStream):
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         """Send all of it, or raise `trio.BrokenResourceError`. Waits for as long as the peer takes nothing."""
-        await trio.lowlevel.checkpoint()
-        view = memoryview(data).cast("B")
+        view, has_waited = memoryview(data).cast("B"), False
         while view:
             self._check_open()
             if self.state.has_finished:
@@ -72,10 +71,11 @@ class Stream(trio.abc.HalfCloseableStream):
             if num_taken := self.state.send(view):
                 view = view[num_taken:]
                 self._conn.note_change()
-            elif self.state.has_credit:
-                await self._conn.wait_for_room()
-            else:
-                await self._changed.wait()
+                continue
+            has_waited = True
+            await (self._conn.wait_for_room() if self.state.has_credit else self._changed.wait())
+        if not has_waited:  # each pass through the event loop costs a tenth of what a message of bulk does
+            await trio.lowlevel.checkpoint()
 
     async def wait_send_all_might_not_block(self) -> None:
         """Nothing is known beforehand."""

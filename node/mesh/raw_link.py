@@ -28,6 +28,7 @@ class RawLink(ABC):
         self.remote = remote
         self.site: Site = site_of(remote[0] if remote else "")
         self._buffer = b""
+        self._num_taken = 0  # of the buffer
         self._handshake_bytes_left: int | None = MAX_HANDSHAKE_BYTES
 
     @property
@@ -45,16 +46,20 @@ class RawLink(ABC):
         libp2p's Noise asks for what is missing a hundred times, also at the end, and gives up where a message comes in
         more pieces than that: so it gets the whole, or an error.
         """
-        if n is None:
-            self._buffer = self._buffer or await self._receive()
-        elif len(self._buffer) < n:
-            pieces, size = [self._buffer], len(self._buffer)
-            while size < n:
+        num_left = len(self._buffer) - self._num_taken
+        if n is None and num_left:
+            n = num_left
+        if n is None or n > num_left:
+            pieces, size = [self._buffer[self._num_taken :]], num_left
+            while size < (1 if n is None else n):
                 pieces.append(await self._receive())
                 size += len(pieces[-1])
-            self._buffer = b"".join(pieces)
-        data = self._buffer if n is None else self._buffer[:n]
-        self._buffer = self._buffer[len(data) :]
+            self._buffer, self._num_taken = b"".join(pieces), 0
+            n = size if n is None else n
+        data = self._buffer[self._num_taken : self._num_taken + n]
+        self._num_taken += n
+        if self._num_taken == len(self._buffer):  # an idle connection keeps no memory
+            self._buffer, self._num_taken = b"", 0
         return data
 
     async def _receive(self) -> bytes:

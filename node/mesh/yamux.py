@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 # Received and not yet read, over all connections of strangers: one stream's whole window.
 MAX_STRANGERS_UNREAD_BYTES = MAX_WINDOW
+# Taken in without a pause: one read of the link, in full messages.
+MESSAGES_PER_PASS = 4
 
 
 class UnreadBudget:
@@ -136,7 +138,7 @@ class MuxedConn:
             self._room.set()
 
     async def _read_frames(self) -> None:
-        num_charged = 0
+        num_charged = num_messages = 0
         while not self._state.has_ended and (message := await self.session.read()):
             self.num_received += len(message)
             for event in self._state.receive_data(message, trio.current_time()):
@@ -151,7 +153,9 @@ class MuxedConn:
             num_charged = self._state.num_counted_in
             self.note_change()
             self._budget.limit()
-            await trio.lowlevel.checkpoint()  # several messages come with one read of the socket, and others wait
+            num_messages += 1
+            if num_messages % MESSAGES_PER_PASS == 0:  # small ones come by the thousand with one read, and others wait
+                await trio.lowlevel.checkpoint()
 
     async def close(self) -> None:
         """Say goodbye and end; waits until what was queued is written, so give it a deadline."""
