@@ -61,6 +61,11 @@ class Connection:
         """Whether it has ended, or is about to."""
         return self._is_asked_to_end.is_set()
 
+    @property
+    def is_in_use(self) -> bool:
+        """Whether some stream speaks a protocol: on one that only this end has opened, the peer may say nothing."""
+        return any(stream.protocol for stream in self.muxed.streams)
+
     async def run(self) -> None:
         """Until either end closes, or the watchdog gives the peer up. Raises nothing."""
         try:

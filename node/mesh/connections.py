@@ -127,14 +127,14 @@ class ConnectionPool:
         """
         live = self.live
         strangers = [conn for conn in live if not self.is_needed(conn.peer)]
-        idle = [conn for conn in live if not conn.muxed.streams]
+        idle = [conn for conn in live if not conn.is_in_use]
         if strangers:
             networks = Counter(conn.link.site.network for conn in strangers)
             addresses = Counter(conn.link.site.address for conn in strangers)
 
             def use(conn: Connection) -> tuple[int, int, bool, float]:
                 site = conn.link.site
-                return -networks[site.network], -addresses[site.address], bool(conn.muxed.streams), conn.opened_at
+                return -networks[site.network], -addresses[site.address], conn.is_in_use, conn.opened_at
 
             min(strangers, key=use).end()
         elif idle and self.is_needed(newcomer):
