@@ -342,7 +342,7 @@ async def remember(daemon: Daemon, host: Host, membership: Membership) -> None:
     """Keep on disk what a next life needs: this node's count, and addresses for when no bootstrap peer answers."""
     while True:
         for peer in host.connected & membership.everyone:
-            daemon.book.note_reached(peer, host.addresses_of(peer))
+            daemon.book.note_reached(peer, host.addresses_to_keep(peer))
         try:
             await daemon.store.put_fact(TOKENS_FACT, b"%d" % daemon.journal.state.tokens)
             await daemon.book.save()

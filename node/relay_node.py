@@ -123,7 +123,7 @@ class MemberSeeker:
     async def remember(self, *, is_last: bool = False) -> None:
         """Write down where the members are."""
         for peer in self._mesh.connectivity.members & self._mesh.host.connected:
-            self._daemon.book.note_reached(peer, self._mesh.host.addresses_of(peer))
+            self._daemon.book.note_reached(peer, self._mesh.host.addresses_to_keep(peer))
         try:
             await self._daemon.book.save(is_last=is_last)
         except StoreError as error:

@@ -17,10 +17,12 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.protocol.identity import peer_id_of, public_bytes
+from farandole.protocol.relay import parse_circuit
 
 from ..base.bandwidth import Shaping
 from ..base.errors import ListenError, PeerUnreachableError, StrangerError
 from ..base.nurseries import open_service_nursery
+from .cautious_dials import CautiousDials
 from .connection import CLOSE_TIMEOUT
 from .connection_events import ConnectionEvents
 from .connections import Acceptor, ConnectionPool
@@ -68,6 +70,7 @@ class Host:
         self.own = OwnAddresses(self.peer_id, lambda: self.acceptor.bound)
         self._known = KnownAddresses()
         self._hearsay = KnownAddresses()
+        self._cautious = CautiousDials(self._ips_in_use)
         self._dialler = Dialler(self, nursery)
         self.probes = ProbeConnections(self, nursery)
         self._identify = IdentifyService(self)
@@ -197,36 +200,66 @@ class Host:
         """
         providers = await self._dht.find_providers(key, timeout)
         for peer, addresses in providers:
-            self.add_addresses(peer, addresses)
+            self.add_hearsay(peer, addresses)
         return providers
 
     # Dialling
 
     def add_addresses(self, peer: bytes, addresses: Iterable[str]) -> None:
-        """Remember where a peer may be reached; what is no address is passed over, the oldest make room.
+        """Remember where a peer may be reached, as this node's user says, or because it has been reached there.
 
+        What is no address is passed over, the oldest make room.
         Who dials it at this moment, perhaps at addresses where nobody answers, tries these too.
         """
         self._dialler.offer(peer, self._known.add(peer, addresses))
 
     def add_hearsay(self, peer: bytes, addresses: Iterable[str]) -> None:
-        """Remember where a peer may be reached, as others say. It makes no room for itself among what is known."""
-        self._hearsay.add(peer, addresses)
+        """Remember where a peer may be reached, as it says or others do: that is dialled with caution.
+
+        It makes no room for itself among what is known.
+        """
+        self._dialler.offer(peer, self._hearsay.add(peer, addresses))
 
     def addresses_of(self, peer: bytes) -> list[str]:
         """The addresses known for a peer, the latest first."""
         known = (*self._known.of(peer), *self._hearsay.of(peer))
         return list(dict.fromkeys(known))
 
+    def addresses_to_keep(self, peer: bytes) -> list[str]:
+        """Those of `addresses_of` that may be dialled without caution another day."""
+        known = self._known.of(peer)
+
+        def is_harmless(address: str) -> bool:
+            circuit = parse_circuit(address)
+            target = (
+                dial_target(address, peer) if circuit is None else dial_target(circuit.relay_address, circuit.relay)
+            )
+            return target is not None and self._cautious.allows(*target)
+
+        return [address for address in self.addresses_of(peer) if address in known or is_harmless(address)]
+
+    def _ips_in_use(self) -> Iterator[str]:
+        """Where this node has business: what it has dialled, and where it listens by address."""
+        for conn in self.connections.live:
+            if conn.is_outbound and conn.link.remote is not None and not conn.link.is_relayed:
+                yield conn.link.remote[0]
+        yield from (ip for ip, _ in self.acceptor.bound)
+
     async def connect(
-        self, peer: bytes, addresses: Sequence[str] = (), timeout: float = DIAL_TIMEOUT, *, is_direct: bool = False
+        self,
+        peer: bytes,
+        addresses: Sequence[str] = (),
+        timeout: float = DIAL_TIMEOUT,
+        *,
+        is_direct: bool = False,
+        is_hearsay: bool = False,
     ) -> None:
         """Return once there is a connection; `PeerUnreachableError` if there is none in `timeout` seconds.
 
-        ``is_direct``: a connection through a relay is none.
+        ``is_direct``: a connection through a relay is none. ``is_hearsay``: the addresses are what others say.
         """
         if addresses:
-            self.add_addresses(peer, addresses)
+            (self.add_hearsay if is_hearsay else self.add_addresses)(peer, addresses)
 
         def is_done() -> bool:
             return self.is_direct(peer) if is_direct else self.is_connected(peer)
@@ -239,10 +272,21 @@ class Host:
 
     async def dial_one(self, peer: bytes, address: str) -> MuxedConn:
         """A connection to a peer at this address that nothing runs yet; raises whatever stands against it."""
-        target = dial_target(address, peer)
-        if target is not None:
+        target, is_known = dial_target(address, peer), address in self._known.of(peer)
+        if target is None:
+            return await self.upgrader.dial(
+                await self.relays.open_circuit(peer, address, is_hearsay=not is_known), peer
+            )
+        if is_known:
             return await self.upgrader.dial(Socket(await trio.open_tcp_stream(*target)), peer)
-        return await self.upgrader.dial(await self.relays.open_circuit(peer, address), peer)
+        stream, reached = await self._cautious.open(target)
+        try:
+            muxed = await self.upgrader.dial(Socket(stream), peer)
+        except StrangerError:  # a node all the same, so no third party is bothered
+            self._cautious.succeed(*reached)
+            raise
+        self._cautious.succeed(*reached)
+        return muxed
 
     async def prove(self, peer: bytes, target: tuple[str, int]) -> None:
         """Dial a peer anew, and hang up as soon as it has proved who it is.

@@ -124,8 +124,11 @@ class RelayClient:
                 return address
         return None
 
-    async def open_circuit(self, peer: bytes, address: str) -> Circuit:
-        """A circuit to a peer through the relay that the address names; `PeerUnreachableError` if there is none."""
+    async def open_circuit(self, peer: bytes, address: str, *, is_hearsay: bool = False) -> Circuit:
+        """A circuit to a peer through the relay that the address names; `PeerUnreachableError` if there is none.
+
+        ``is_hearsay``: others say that the relay is there.
+        """
         target = parse_circuit(address)
         if target is None:
             raise PeerUnreachableError(f"no relay is named in {address}")
@@ -133,7 +136,7 @@ class RelayClient:
         try:
             with trio.fail_after(CIRCUIT_TIMEOUT):
                 relay_address = f"{target.relay_address}/p2p/{peer_id_of(relay)}"
-                await self._host.connect(relay, [relay_address], CIRCUIT_TIMEOUT, is_direct=True)
+                await self._host.connect(relay, [relay_address], CIRCUIT_TIMEOUT, is_direct=True, is_hearsay=is_hearsay)
                 peer_id = PeerId(id=peer_id_bytes(peer))
                 stream, answer = await self._ask(relay, HopMessage(type=HopMessage.CONNECT, peer=peer_id))
         except (RemoteProtocolError, trio.TooSlowError, trio.BrokenResourceError) as error:

@@ -67,7 +67,7 @@ class GossipHost(StreamHost, Protocol):
     def connected(self) -> frozenset[bytes]:
         """Peers with a connection."""
 
-    def add_addresses(self, peer: bytes, addresses: Sequence[str]) -> None:
+    def add_hearsay(self, peer: bytes, addresses: Sequence[str]) -> None:
         """Where a peer may be dialled."""
 
 
@@ -240,7 +240,7 @@ class GossipService:
             if entry.author == self._writer.author:
                 self._writer.observe(entry)
             elif entry.kind is Kind.MEMBER:
-                self._host.add_addresses(entry.author, dialable_addresses(entry.author, entry.payload))
+                self._host.add_hearsay(entry.author, dialable_addresses(entry.author, entry.payload))
 
     # anti-entropy
 

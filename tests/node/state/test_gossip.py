@@ -72,7 +72,7 @@ class MemoryHost:
     def set_handler(self, protocol: str, handler: Callable[..., Awaitable[None]]) -> None:
         self.handlers[protocol] = handler
 
-    def add_addresses(self, peer: bytes, addresses: Sequence[str]) -> None:
+    def add_hearsay(self, peer: bytes, addresses: Sequence[str]) -> None:
         self.addresses[peer] = list(addresses)
 
     async def open_stream(self, peer: bytes, protocol: str, timeout: float = 8.0) -> MemoryStream:
