@@ -17,6 +17,8 @@ or equal speeds come to be pairs. Here each of them proposes to a uniformly rand
   exchanged least, named by the session's last byte. Who is not ready yet takes any; who is ready has only its own.
 - *Bounded waiting.* From the time it is ready a node waits at most `WAIT_SHARE` of ``exchange_seconds`` for its
   partner; an odd node out, or one that nobody is there for, goes on at once.
+- *Failures are remembered.* A peer whose exchange came to nothing is asked last, and answered last, for longer each
+  time (`farandole.protocol.pairing_backoff`).
 - *A second try.* If the exchange breaks while a ready node would still wait (`WAIT_SHARE`), it seeks another partner,
   once a round: so the deadline stands, and there is always the other half of ``exchange_seconds`` to move what the
   first one did not. Whoever refused the contribution, or had its own refused, is content with that. Where rounds
@@ -36,6 +38,7 @@ from dataclasses import dataclass, field
 from . import pairing_messages as messages
 from .errors import LocalProtocolError, RemoteProtocolError
 from .manifest import RoundConfig
+from .pairing_backoff import Backoff
 from .pairing_events import (
     FOLLOWING,
     ContributionReady,
@@ -164,6 +167,7 @@ class Pairing:
         self._rng = rng
         self._peers: frozenset[bytes] = frozenset()
         self._meter = _Meter()
+        self._backoff = Backoff()
         self._bond: _Bond | None = None
         self._timers: dict[_Timer, float] = {}
         self._timer_set_at: float | None = None
@@ -269,8 +273,12 @@ class Pairing:
         self._outputs.append(StartExchange(bond.session, bond.peer, self.round, bond.is_proposer, deadline))
 
     def _end_exchange(self, end: ExchangeEnded, now: float) -> None:
+        if end.committed:
+            self._backoff.note_success(end.peer)
+        else:
+            self._backoff.note_failure(end.peer, self.round)
         if self.state is not State.EXCHANGING or self._bond is None or self._bond.session != end.session:
-            return  # the round has been given up meanwhile
+            return  # the round has been given up, or another one runs already
         self._last_exchange_seconds = now - self._exchange_started_at
         if end.is_broken and not self._current.has_broken and now < self.wait_ends_at:
             # with another partner, or with this one if it is still there and nobody else is
@@ -324,7 +332,9 @@ class Pairing:
 
     def _propose(self, now: float) -> None:
         not_yet = {peer for peer, at in self._current.ask_at.items() if at > now}
-        peer = self._rng.choice(sorted(self._peers - not_yet))  # so that one seed chooses the same in every process
+        others = sorted(self._peers - not_yet)  # so that one seed chooses the same in every process
+        preferred = [peer for peer in others if not self._backoff.puts_off(peer, self.round)]
+        peer = self._rng.choice(preferred or others)
         self._bond = _Bond(peer, self._draw_session(), is_proposer=True)
         self._current.num_proposals += 1
         patience = ANSWER_SHARE * (self._inner_seconds or 0.0)
@@ -500,6 +510,8 @@ class Pairing:
                 return messages.Decline(session, "fragment")
             case State.SEEKING | State.PROPOSED if self._is_saving:
                 return messages.Decline(session, "away")
+            case State.SEEKING | State.PROPOSED if self._may_meet_another(peer):
+                return messages.Busy(session, self._retry_after())
             case State.SEEKING | State.PROPOSED if peer in self._peers:
                 wait = self._wait_between(proposal.seconds_left, now)
                 share = MEETING_SHARE if self._config.round_seconds else WAIT_SHARE
@@ -509,6 +521,13 @@ class Pairing:
                 return messages.Agree(session, self._seconds_left(now))
             case _:  # between two rounds; or we have not heard of this peer yet, and cannot tell its stage
                 return messages.Busy(session, self._retry_after())
+
+    def _may_meet_another(self, peer: bytes) -> bool:
+        """Whether a peer is put off, and there is a better one that may still be free in this round."""
+        if not self._backoff.puts_off(peer, self.round):
+            return False
+        taken = {other for other, at in self._current.ask_at.items() if at >= self.wait_ends_at}
+        return any(not self._backoff.puts_off(other, self.round) for other in self._peers - taken)
 
     def _note_readiness(self, bond: _Bond, now: float) -> None:
         """The partner is ready, and is met soon."""
@@ -541,7 +560,10 @@ class Pairing:
                 self._give_up_waiting()
 
     def _give_up_waiting(self) -> None:
-        reason = "the partner was not ready in time" if self.state is State.MATCHED else "no partner in time"
+        reason = "no partner in time"
+        if self.state is State.MATCHED and self._bond is not None:
+            reason = "the partner was not ready in time"
+            self._backoff.note_failure(self._bond.peer, self.round)
         if self.state is not State.SEEKING:
             self._withdraw()
             self._part(math.inf)

@@ -60,9 +60,10 @@ class TimerFired:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeEnded:
-    """The exchange that `StartExchange` asked for is over, committed or not."""
+    """The exchange that `StartExchange` asked for is over, committed or not; also where it overlapped with a round."""
 
     session: bytes
+    peer: bytes
     committed: bool
     is_broken: bool = False
     """Nobody refused anything, it only did not come about: another peer may do."""

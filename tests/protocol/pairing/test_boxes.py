@@ -57,7 +57,9 @@ def test_a_round_that_began_before_its_partner_is_sought_ends_in_time() -> None:
     alice.hear(BOB, Ready(session), 48.0)
     alice.handle(RoundStarted(8, at=40.0), 48.0)
     assert alice.machine.box_ends_at == 80.0
-    alice.handle(ExchangeEnded(session, committed=False), 60.0)  # followed by the caller: the machine is in round 8
+    alice.handle(
+        ExchangeEnded(session, BOB, committed=False), 60.0
+    )  # followed by the caller: the machine is in round 8
     assert alice.outputs == []
     alice.hear(BOB, Propose(LOW, 10.0), 60.0)
     assert alice.machine.partner == BOB

@@ -28,7 +28,7 @@ def test_the_exchange_begins_when_both_are_ready() -> None:
     alice.hear(BOB, Ready(session), 42.0)
     assert alice.sent == [(BOB, Begin(session))]
     assert alice.outputs[1:] == [StartExchange(session, BOB, 7, is_initiator=True, deadline=70.0)]
-    assert alice.handle(ExchangeEnded(session, committed=True), 45.0) == []
+    assert alice.handle(ExchangeEnded(session, BOB, committed=True), 45.0) == []
     assert alice.machine.state is State.IDLE
 
 
@@ -46,7 +46,7 @@ def test_a_failed_exchange_is_followed_by_a_step_alone() -> None:
     alice, session = matched()
     alice.handle(ContributionReady(7), 40.0)
     alice.hear(BOB, Ready(session), 40.0)
-    assert alice.handle(ExchangeEnded(session, committed=False), 45.0) == [GoAlone(7, "the exchange failed")]
+    assert alice.handle(ExchangeEnded(session, BOB, committed=False), 45.0) == [GoAlone(7, "the exchange failed")]
 
 
 def exchanging() -> tuple[Node, bytes]:
@@ -62,38 +62,38 @@ def exchanging() -> tuple[Node, bytes]:
 
 def test_after_an_exchange_that_broke_another_partner_is_met_by_the_same_deadline() -> None:
     alice, session = exchanging()
-    alice.handle(ExchangeEnded(session, committed=False, is_broken=True), 42.0)
+    alice.handle(ExchangeEnded(session, BOB, committed=False, is_broken=True), 42.0)
     peer, proposal = only_proposal(alice)
     assert (peer, proposal.seconds_left) == (CAROL, 0.0)
     alice.hear(CAROL, Agree(proposal.session, 0.0), 42.1)
     assert alice.sent == [(CAROL, Ready(proposal.session))]
     alice.hear(CAROL, Ready(proposal.session), 42.2)
     assert alice.outputs[1:] == [StartExchange(proposal.session, CAROL, 7, is_initiator=True, deadline=70.0)]
-    assert alice.handle(ExchangeEnded(proposal.session, committed=True), 45.0) == []
+    assert alice.handle(ExchangeEnded(proposal.session, CAROL, committed=True), 45.0) == []
 
 
 def test_there_is_no_third_try() -> None:
     alice, session = exchanging()
-    alice.handle(ExchangeEnded(session, committed=False, is_broken=True), 42.0)
+    alice.handle(ExchangeEnded(session, BOB, committed=False, is_broken=True), 42.0)
     _, proposal = only_proposal(alice)
     alice.hear(CAROL, Agree(proposal.session, 0.0), 42.1)
     alice.hear(CAROL, Ready(proposal.session), 42.2)
-    ended = alice.handle(ExchangeEnded(proposal.session, committed=False, is_broken=True), 43.0)
+    ended = alice.handle(ExchangeEnded(proposal.session, CAROL, committed=False, is_broken=True), 43.0)
     assert ended == [GoAlone(7, "the exchange failed")]
 
 
 def test_an_exchange_that_was_refused_or_took_too_long_is_not_repeated() -> None:
     alice, session = exchanging()
-    ended = alice.handle(ExchangeEnded(session, committed=False, is_broken=False), 42.0)
+    ended = alice.handle(ExchangeEnded(session, BOB, committed=False, is_broken=False), 42.0)
     assert ended == [GoAlone(7, "the exchange failed")]
     alice, session = exchanging()
-    ended = alice.handle(ExchangeEnded(session, committed=False, is_broken=True), 40.0 + WAIT_SHARE * 30.0)
+    ended = alice.handle(ExchangeEnded(session, BOB, committed=False, is_broken=True), 40.0 + WAIT_SHARE * 30.0)
     assert ended == [GoAlone(7, "the exchange failed")]
 
 
 def test_who_finds_nobody_for_a_second_try_goes_on_alone_when_its_waiting_is_over() -> None:
     alice, session = exchanging()
-    alice.handle(ExchangeEnded(session, committed=False, is_broken=True), 42.0)
+    alice.handle(ExchangeEnded(session, BOB, committed=False, is_broken=True), 42.0)
     _, proposal = only_proposal(alice)
     alice.hear(CAROL, Busy(proposal.session, 100.0), 42.1)
     alice.hear(BOB, Propose(HIGH, 0.0), 42.2)  # the line broke, and he is still there
@@ -105,7 +105,7 @@ def test_who_finds_nobody_for_a_second_try_goes_on_alone_when_its_waiting_is_ove
 def test_a_partner_known_to_be_gone_is_not_asked_again() -> None:
     alice, session = exchanging()
     alice.handle(PeerLost(BOB), 41.0)
-    alice.handle(ExchangeEnded(session, committed=False, is_broken=True), 42.0)
+    alice.handle(ExchangeEnded(session, BOB, committed=False, is_broken=True), 42.0)
     _, proposal = only_proposal(alice)
     ended = alice.hear(CAROL, Decline(proposal.session, "matched"), 42.1)
     assert ended == [GoAlone(7, "the exchange failed, and no peer is free")]
@@ -144,7 +144,7 @@ def test_a_new_round_ends_what_was_agreed() -> None:
     alice, session = matched()
     alice.handle(RoundStarted(8), 35.0)
     assert alice.sent == [(BOB, Withdraw(session))]
-    assert alice.handle(ExchangeEnded(session, committed=False), 36.0) == []
+    assert alice.handle(ExchangeEnded(session, BOB, committed=False), 36.0) == []
     assert alice.machine.round == 8
 
 

@@ -84,7 +84,7 @@ def test_a_fragment_whose_exchange_broke_keeps_its_turn() -> None:
     alice.handle(ContributionReady(7, 2), 40.0)
     alice.hear(BOB, Ready(of_fragment(LOW, 2)), 40.0)
     alice.hear(BOB, Begin(of_fragment(LOW, 2)), 40.0)
-    alice.handle(ExchangeEnded(of_fragment(LOW, 2), committed=False, is_broken=True), 42.0)
+    alice.handle(ExchangeEnded(of_fragment(LOW, 2), BOB, committed=False, is_broken=True), 42.0)
     alice.handle(TimerFired(), 50.0)
     ((_, proposal),) = alice.sent
     assert isinstance(proposal, Propose)

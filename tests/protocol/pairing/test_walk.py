@@ -107,7 +107,11 @@ def _walk(rng: random.Random, config: RoundConfig) -> None:
             ended, exchange = exchange, None
             is_committed = rng.random() < 0.3
             outcomes += is_committed
-            handle(ExchangeEnded(ended.session, is_committed, is_broken=not is_committed and rng.random() < 0.8))
+            handle(
+                ExchangeEnded(
+                    ended.session, ended.peer, is_committed, is_broken=not is_committed and rng.random() < 0.8
+                )
+            )
             continue
         if now >= timer:
             timer = math.inf
@@ -128,7 +132,7 @@ def _walk(rng: random.Random, config: RoundConfig) -> None:
     while not outcomes:  # from here on nobody says a word
         if exchange is not None:
             ended, exchange = exchange, None
-            handle(ExchangeEnded(ended.session, committed=False, is_broken=True))
+            handle(ExchangeEnded(ended.session, ended.peer, committed=False, is_broken=True))
         else:
             assert timer < math.inf
             now, timer = max(now, timer), math.inf

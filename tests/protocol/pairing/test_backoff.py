@@ -1,0 +1,90 @@
+"""A peer with whom an exchange came to nothing is met last, for longer each time, and never shut out."""
+
+from __future__ import annotations
+
+import random
+
+from farandole.protocol.pairing import PROPOSE_UNTIL, Pairing
+from farandole.protocol.pairing_backoff import FIRST_ROUNDS, MAX_PEERS, MAX_ROUNDS, Backoff
+from farandole.protocol.pairing_events import (
+    ContributionReady,
+    ExchangeEnded,
+    GoAlone,
+    PeersChanged,
+    RoundStarted,
+    SendMessage,
+    TimerFired,
+)
+from farandole.protocol.pairing_messages import Agree, Busy, Decline, Propose
+
+from .nodes import ALICE, BOB, BOXED, CAROL, MIDDLE, Node, matched, started
+
+
+def refused_by_bob(*peers: bytes) -> Node:
+    """Alice in round 8; in round 7 her exchange with Bob was refused."""
+    alice = started(ALICE, BOXED, *peers)
+    alice.hear(BOB, Propose(MIDDLE, 40.0), 1.0)
+    alice.handle(ExchangeEnded(MIDDLE, BOB, committed=False), 41.0)
+    alice.handle(RoundStarted(8), 100.0)
+    return alice
+
+
+def test_after_a_failure_others_are_asked_first() -> None:
+    for seed in range(30):
+        machine = Pairing(ALICE, BOXED, random.Random(seed))
+        machine.handle(PeersChanged(frozenset((BOB, CAROL))), 0.0)
+        machine.handle(RoundStarted(7), 0.0)
+        machine.handle(ExchangeEnded(MIDDLE, BOB, committed=False), 1.0)
+        machine.handle(RoundStarted(8), 100.0)
+        outputs = machine.handle(TimerFired(), 100.0 + 40 * PROPOSE_UNTIL)
+        assert [out.peer for out in outputs if isinstance(out, SendMessage)] == [CAROL]
+
+
+def test_its_proposals_wait_while_another_may_be_free() -> None:
+    alice = refused_by_bob(BOB, CAROL)
+    alice.hear(BOB, Propose(MIDDLE, 35.0), 101.0)
+    ((peer, answer),) = alice.sent
+    assert (peer, type(answer)) == (BOB, Busy)
+    _, proposal = alice.propose(100.0 + 40 * PROPOSE_UNTIL)
+    alice.hear(CAROL, Decline(proposal.session, "matched"), 131.0)
+    assert [(peer, type(message)) for peer, message in alice.sent] == [(BOB, Propose)], "nobody else is free"
+
+
+def test_the_only_peer_is_met_all_the_same() -> None:
+    alice = refused_by_bob(BOB)
+    alice.hear(BOB, Propose(MIDDLE, 35.0), 101.0)
+    assert alice.sent == [(BOB, Agree(MIDDLE, 39.0))]
+    assert refused_by_bob(BOB).propose(130.0)[0] == BOB
+
+
+def test_a_partner_that_agreed_and_was_not_ready_in_time_is_put_off() -> None:
+    alice, _ = matched()
+    alice.handle(PeersChanged(frozenset((BOB, CAROL))), 31.0)
+    alice.handle(ContributionReady(7), 40.0)
+    alone = [out for out in alice.handle(TimerFired(), 56.0) if isinstance(out, GoAlone)]
+    assert alone == [GoAlone(7, "the partner was not ready in time")]
+    alice.handle(RoundStarted(8), 100.0)
+    assert alice.propose(130.0)[0] == CAROL
+
+
+def test_each_failure_in_a_row_puts_off_for_twice_as_long_and_a_success_forgives_all() -> None:
+    backoff, round_ = Backoff(), 0
+    for number in range(12):
+        backoff.note_failure(BOB, round_)
+        rounds = min(FIRST_ROUNDS * 2**number, MAX_ROUNDS)
+        assert backoff.puts_off(BOB, round_ + rounds)
+        assert not backoff.puts_off(BOB, round_ + rounds + 1)
+        assert not backoff.puts_off(CAROL, round_ + 1)
+        round_ += rounds
+    backoff.note_success(BOB)
+    assert not backoff.puts_off(BOB, round_)
+    backoff.note_failure(BOB, round_)
+    assert not backoff.puts_off(BOB, round_ + FIRST_ROUNDS + 1)
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    backoff = Backoff()
+    for number in range(MAX_PEERS + 10):
+        backoff.note_failure(number.to_bytes(32, "big"), 0)
+    assert not backoff.puts_off(bytes(32), 1), "those that failed first are forgotten"
+    assert backoff.puts_off((MAX_PEERS + 9).to_bytes(32, "big"), 1)
