@@ -33,8 +33,29 @@ class SimilarityConfig(
     """The least cosine of the angle between them."""
 
 
-ScreeningRules = SimilarityConfig
+class GuardConfig(
+    ScreeningConfig, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag="guard"
+):
+    """Clips a contribution that is further away than usual, and refuses it if it makes the loss worse."""
+
+    radius: Annotated[float, msgspec.Meta(ge=1, le=100)] = 3.0
+    """Distances up to this many medians of the accepted ones are not clipped."""
+    first_radius: Annotated[float, msgspec.Meta(ge=0, le=100)] = 2.0
+    """Nor are those up to this many times the node's own movement in the round: all there is at first."""
+    max_radius: Annotated[float, msgspec.Meta(ge=1, le=1_000)] = 20.0
+    """Distances above this many times the median of the node's own movements are clipped, whatever was accepted."""
+    min_clip: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.02
+    """What would have to be clipped to less than this share of its distance is refused."""
+    min_share: Annotated[float, msgspec.Meta(ge=0, le=0.5)] = 1 / 3
+    """The least share of the mean that the tokens behind a contribution may leave to either partner."""
+    checked_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1 / 8
+    """The share of exchanges whose loss is compared although nothing was clipped."""
+    max_loss_increase: Annotated[float, msgspec.Meta(ge=0, le=10)] = 0.02
+    """In nats a token, on the held-out batches that a rule may ask for."""
+
+
+ScreeningRules = SimilarityConfig | GuardConfig
 """The rules that a manifest may name, by ``kind``: a union of the structs above."""
 
-DEFAULT_SCREENING = SimilarityConfig()
+DEFAULT_SCREENING = GuardConfig()
 """The rule of a manifest that names none."""

@@ -6,6 +6,7 @@ the steps of replicas in a simulation (`farandole.training.baselines`) and of th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -53,6 +54,14 @@ class OuterState:
                 fast[piece] = own.slow
         if not is_alone:
             self.contributor.passed_on(made)
+
+    def distance_to_slow(self, made: Contribution) -> float:
+        """How far what was sent is from what would have been sent without any inner step: a norm."""
+        slow, square = self.slow[made.part], 0.0
+        for piece in slices(len(slow)):
+            unmoved = self._rule.contribution(slow[piece], slow[piece])
+            square += float((made.sent[piece] - unmoved).square().sum())
+        return math.sqrt(square)
 
     def _undistorted(self, made: Contribution, slow: Tensor) -> Tensor:
         """One's own contribution without its codec's errors (n,), in the memory of what was sent."""

@@ -7,6 +7,7 @@ opinion, or bytes that lie elsewhere, have everything taken in again.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
@@ -18,9 +19,18 @@ from .screening.history import Histories
 from .screening.rule import Encounter, Partner, Refuse, ScreeningRule, Verdict
 from .topk import TopK
 
-# From (share of the difference, own, partner's) to a loss, as `Partner.evaluate`. It is an argument of each judgement,
-# because a replica that is part of a reference cycle would keep its memory until the garbage collector runs.
-Evaluate = Callable[[float, Tensor, Tensor], float | None]
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What a rule may ask this replica. An argument of each judgement, because a replica that is part of a reference
+    cycle would keep its memory until the garbage collector runs.
+    """
+
+    fragment: int
+    movement: Callable[[], float]
+    evaluate: Callable[[float, Tensor, Tensor], float | None]
+    """From (share of the difference, own, partner's) to a loss, as `Partner.evaluate`."""
+
 
 _NO_OWN = Refuse("no contribution of this replica's own awaits one")
 
@@ -81,7 +91,7 @@ class PartnerContribution:
             return
         self._rule.feed(own, values)
 
-    def judge(self, data: Buffer, encounter: Encounter, evaluate: Evaluate) -> Verdict:
+    def judge(self, data: Buffer, encounter: Encounter, answers: Answers) -> Verdict:
         """Take in the rest, and judge the whole. A refusal is remembered at once."""
         if self._own is None:
             return _NO_OWN
@@ -94,18 +104,18 @@ class PartnerContribution:
         except CodecError as error:
             self._begin()
             return Refuse(f"the contribution cannot be used: {error}")
-        return self._ask(self._own, encounter, evaluate)
+        return self._ask(self._own, encounter, answers)
 
-    def verdict(self, data: Buffer, encounter: Encounter, evaluate: Evaluate) -> Verdict:
+    def verdict(self, data: Buffer, encounter: Encounter, answers: Answers) -> Verdict:
         """The verdict on what was judged just before, which is not read again; else `judge`."""
         source = np.frombuffer(data, dtype=np.uint8)
         is_same = (self._address, self._available) == (source.ctypes.data, source.size)
         if self._own is None or self._judged is None or not is_same:
-            return self.judge(data, encounter, evaluate)
+            return self.judge(data, encounter, answers)
         partner, verdict = self._judged
-        return verdict if partner.encounter == encounter else self._ask(self._own, encounter, evaluate)
+        return verdict if partner.encounter == encounter else self._ask(self._own, encounter, answers)
 
-    def _ask(self, own: Tensor, encounter: Encounter, evaluate: Evaluate) -> Verdict:
+    def _ask(self, own: Tensor, encounter: Encounter, answers: Answers) -> Verdict:
         self._copier.join()
         values = self._memory[: len(own)]
         partner = Partner(
@@ -114,7 +124,9 @@ class PartnerContribution:
             values,
             self.histories.of(encounter.peer),
             self.histories.of(b""),
-            lambda share: evaluate(share, own, values),
+            answers.fragment,
+            answers.movement,
+            lambda share: answers.evaluate(share, own, values),
         )
         verdict = self._rule.judge(partner)
         self._judged = partner, verdict

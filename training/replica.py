@@ -15,6 +15,7 @@ what `farandole.training.contribution` remembers of what was sent.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +39,7 @@ from .errors import CodecError, DataError, DivergedError, ScreeningError
 from .inner import FlatAdamW
 from .outer_state import OuterState
 from .parameters import flatten_, layout_of
-from .partner import PartnerContribution
+from .partner import Answers, PartnerContribution
 from .screening.history import Histories
 from .screening.rule import EVALUATION_BATCHES, UNKNOWN, Encounter, Refuse, Verdict, rule_of
 from .snapshot import Snapshot, SnapshotMemory
@@ -49,6 +50,7 @@ class _RoundEnd:
     """This replica at the end of a round's inner steps."""
 
     contribution: Contribution
+    fragment: int
     steps: int
     """Inner steps that the replica had taken."""
     tokens: int
@@ -147,7 +149,7 @@ class Replica(Engine):
     def contribution(self, fragment: int = 0) -> int:
         """As `Engine.contribution`."""
         frozen = self._outer.contributor.freeze(self.layout.fragment(fragment, self._outer.settings.fragments))
-        self._round_end = _RoundEnd(frozen, self.steps, self.tokens_this_round)
+        self._round_end = _RoundEnd(frozen, fragment, self.steps, self.tokens_this_round)
         self._partner.expect(None)
         return self._outer.contributor.form.size(len(frozen.theta))
 
@@ -175,7 +177,7 @@ class Replica(Engine):
     @torch.no_grad()
     def screen(self, partner: Buffer, encounter: Encounter = UNKNOWN) -> Verdict:
         """As `Engine.screen`."""
-        return self._partner.judge(partner, encounter, self._loss_towards)
+        return self._partner.judge(partner, encounter, self._answers())
 
     @property
     def histories(self) -> Histories:
@@ -185,6 +187,17 @@ class Replica(Engine):
     @histories.setter
     def histories(self, histories: Histories) -> None:
         self._partner.histories = histories
+
+    def _answers(self) -> Answers:
+        """What a screening rule may ask of this round."""
+        fragment = 0 if self._round_end is None else self._round_end.fragment
+        return Answers(fragment, functools.cache(self._movement), self._loss_towards)
+
+    def _movement(self) -> float:
+        """As `Partner.movement`."""
+        assert self._round_end is not None
+        made = self._round_end.contribution
+        return self._outer.distance_to_slow(made)
 
     def _loss_towards(self, share: float, own: Tensor, partner: Tensor) -> float | None:
         """As `Partner.evaluate`: of the fast weights as they were contributed, moved towards the partner's."""
@@ -213,7 +226,7 @@ class Replica(Engine):
         if partner is None:
             self._outer.step(made, (), (), is_late=late > 0)
         else:
-            verdict = self._partner.verdict(partner, encounter, self._loss_towards)
+            verdict = self._partner.verdict(partner, encounter, self._answers())
             if isinstance(verdict, Refuse):
                 raise ScreeningError(verdict.reason)
             pair, shares = (made.sent, self._partner.values()), verdict.shares

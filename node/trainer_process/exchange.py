@@ -10,6 +10,7 @@ stream of its own. Whatever needs the contribution waits for that thread.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -20,14 +21,24 @@ from farandole.training.screening.rule import Encounter, Refuse
 
 from ..base.system.memory import MAX_EPOCHS, Count, SharedCounter, counted_size, map_shared_memory
 
+_draw = random.SystemRandom().random
+
 
 class Exchange:
     """The exchanges of one engine, one after the other. ``report`` may be called from another thread."""
 
-    def __init__(self, prepare: messages.Prepare, engine: Engine, report: Callable[[messages.Report], None]) -> None:
+    def __init__(
+        self,
+        prepare: messages.Prepare,
+        engine: Engine,
+        report: Callable[[messages.Report], None],
+        draw: Callable[[], float] = _draw,
+    ) -> None:
         self._author = prepare.author
         self._engine = engine
         self._report = report
+        self._draw = draw
+        self._chance = 1.0  # of the newest contribution's exchange
         size = counted_size(engine.contribution_bytes)
         outgoing, incoming = (map_shared_memory(place, size) for place in (prepare.outgoing, prepare.incoming))
         self._outgoing, self._incoming = memoryview(outgoing), memoryview(incoming)
@@ -43,6 +54,7 @@ class Exchange:
         """Freeze the round's contribution; returns its size in bytes. `encode` comes next."""
         self._finish_encoding()
         self._size = self._engine.contribution(fragment)
+        self._chance = self._draw()
         self._encoded.store(round_index, 0)
         self._taken = self._arrived.read()  # of an exchange before: what it has left there is of no use
         return self._size
@@ -98,4 +110,4 @@ class Exchange:
         self._report(messages.OuterStepTaken(command.round, late))
 
     def _encounter(self, partner: bytes, partner_tokens: int) -> Encounter:
-        return Encounter(partner, self._engine.tokens_contributed, partner_tokens)
+        return Encounter(partner, self._engine.tokens_contributed, partner_tokens, self._chance)

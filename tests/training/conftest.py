@@ -7,7 +7,7 @@ import pytest
 
 from farandole.protocol.manifest import InnerConfig, ModelConfig
 from farandole.protocol.outer_rules import NoLoCoConfig, OuterConfig
-from farandole.protocol.screening_rules import DEFAULT_SCREENING, ScreeningConfig
+from farandole.protocol.screening_rules import ScreeningConfig, SimilarityConfig
 from farandole.training.codec import Buffer
 from farandole.training.data import Sampler, Text
 from farandole.training.device import choose_device
@@ -18,6 +18,8 @@ from farandole.training.screening.rule import Refuse
 from farandole.training.token_cache import Found
 
 RUN_ID = hashlib.sha256(b"a run").digest()
+# A rule without a memory: tests of formulas say what they expect of one exchange.
+PLAIN_SCREENING = SimilarityConfig()
 ALICE, BOB = b"a" * 32, b"b" * 32
 
 MakeReplica = Callable[..., Learner]
@@ -56,7 +58,7 @@ def make_replica(model: ModelConfig, inner: InnerConfig, text: Text) -> MakeRepl
         *,
         inner_settings: InnerConfig = inner,
         rule: OuterConfig | None = None,
-        screening: ScreeningConfig = DEFAULT_SCREENING,
+        screening: ScreeningConfig = PLAIN_SCREENING,
         **outer: Any,
     ) -> Learner:
         sampler = Sampler(text, run_id=run_id, author=author, batch_size=inner.batch_size, context=model.context)

@@ -11,9 +11,9 @@ import msgspec
 MAX_PEERS = 2_048
 # Numbers of one series: a rule that wants more of the past keeps a running mean.
 MAX_NUMBERS = 64
-# Series of one peer: a handful for each rule.
-MAX_SERIES = 16
-# Of all peers, encoded: 2,048 x 16 x 64 numbers of 9 bytes would be 18 MiB; rules keep far less.
+# Series of one peer, or of everybody: one for each of 64 fragments, and a handful.
+MAX_SERIES = 80
+# Of all peers, encoded: rules keep a handful of numbers of most, and 2,048 x 16 x 64 of 9 bytes would be 18 MiB.
 MAX_BYTES = 32 * 1024 * 1024
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]

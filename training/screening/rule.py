@@ -21,8 +21,8 @@ from farandole.protocol.screening_rules import ScreeningConfig
 
 from .history import History
 
-# The number of tokens is the partner's word. Whatever it says, the other one keeps this share of the mean; honest pairs
-# reach it when one is twenty times as fast.
+# The number of tokens is the partner's word. Whatever it says, the other one keeps this share of the mean, unless the
+# rule leaves it more; honest pairs reach it when one is twenty times as fast.
 MIN_SHARE = 0.05
 # Shares are multiples of this, so that a share and what it leaves of 1 are exact: each partner computes both.
 _SHARE_STEP = 2.0**-24
@@ -68,6 +68,8 @@ class Encounter:
     """Tokens behind one's own contribution."""
     partner_tokens: int = 0
     """Tokens that the partner claims for its contribution."""
+    chance: float = 1.0
+    """A number from [0, 1) that this node has drawn for the exchange, which nobody else can foresee; 1: none."""
 
 
 UNKNOWN = Encounter()
@@ -87,6 +89,11 @@ class Partner:
     """What rules have remembered of this peer."""
     everybody: History
     """What rules have remembered of all peers together."""
+    fragment: int
+    """Which fragment of the parameters the contributions are of, from 0."""
+    movement: Callable[[], float]
+    """How far one's own contribution is from what it would be without the inner steps of the round: a norm. The codec's
+    rounding counts, as it does in the distance to the partner's."""
     evaluate: Callable[[float], float | None]
     """The loss on `EVALUATION_BATCHES` held-out batches, in nats a token, of one's own weights moved by this share of
     the difference between the two contributions: 0 for one's own. None where no loss is known: a stage has none, and
@@ -119,14 +126,14 @@ def rule_of(settings: ScreeningConfig) -> ScreeningRule:
     return rule
 
 
-def share_by_tokens(own_tokens: int, partner_tokens: int) -> float:
-    """The partner's share of the mean: by tokens, at least `MIN_SHARE` for either, and half if neither saw any.
+def share_by_tokens(own_tokens: int, partner_tokens: int, min_share: float = MIN_SHARE) -> float:
+    """The partner's share of the mean: by tokens, at least ``min_share`` for either, and half if neither saw any.
 
     Seen from both sides the two shares sum to 1 exactly.
     """
     total = own_tokens + partner_tokens
     if total == 0:
         return 0.5
-    lesser = max(min(own_tokens, partner_tokens) / total, MIN_SHARE)
-    lesser = math.ceil(lesser / _SHARE_STEP) * _SHARE_STEP
+    lesser = max(min(own_tokens, partner_tokens) / total, min_share)
+    lesser = min(math.ceil(lesser / _SHARE_STEP) * _SHARE_STEP, 0.5)
     return 1.0 - lesser if own_tokens < partner_tokens else lesser

@@ -2,20 +2,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from farandole.protocol.screening_rules import DEFAULT_SCREENING, ScreeningConfig, SimilarityConfig
+from farandole.protocol.screening_rules import ScreeningConfig, SimilarityConfig
 from farandole.training.screening.history import History
 from farandole.training.screening.rule import Accept, Encounter, Partner, Refuse, Verdict, rule_of
 
+SIMILARITY = SimilarityConfig()
 OWN = torch.randn(1_000, generator=torch.Generator().manual_seed(0))
 NOISE = torch.randn(1_000, generator=torch.Generator().manual_seed(1))
 
 
-def judged(contribution: Tensor, settings: ScreeningConfig = DEFAULT_SCREENING) -> Verdict:
+def judged(contribution: Tensor, settings: ScreeningConfig = SIMILARITY) -> Verdict:
     rule = rule_of(settings)
     for piece in (slice(0, 300), slice(300, 1_000)):
         rule.feed(OWN[piece], contribution[piece])
     encounter = Encounter(b"p" * 32, own_tokens=300, partner_tokens=100)
-    return rule.judge(Partner(encounter, OWN, contribution, History(), History(), lambda share: None))
+    return rule.judge(Partner(encounter, OWN, contribution, History(), History(), 0, lambda: 1.0, lambda share: None))
 
 
 def reason(verdict: Verdict) -> str:

@@ -1,0 +1,110 @@
+"""What a hostile member may send instead of its contribution: functions of what it could know at most.
+
+An attack sees everything (all honest contributions of the round, and the victim's), which no real attacker does. It
+returns what the victim decodes, before the codec. It trains honestly beside, so that its own weights stay a good
+starting point, unless the attack says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What an attack may use; all (n,) fp32."""
+
+    own: Tensor
+    """What the attacker would send if it were honest."""
+    slow: Tensor
+    """Its slow weights."""
+    initial: Tensor
+    """The weights with which the run began."""
+    victim: Tensor
+    """What the victim sends."""
+    honest: Sequence[Tensor]
+    """What all honest members send in this round."""
+    generator: torch.Generator
+
+
+Attack = Callable[[View], Tensor]
+
+
+def _noise(view: View) -> Tensor:
+    """Gaussian noise of the norm of the weights."""
+    noise = torch.randn(view.own.shape, generator=view.generator)
+    return noise * float(view.own.norm() / noise.norm())
+
+
+def _scaled(factor: float) -> Attack:
+    """The weights times a factor."""
+    return lambda view: factor * view.own
+
+
+def _reversed(factor: float) -> Attack:
+    """The outer gradient, reversed and multiplied: inner-product manipulation (arXiv 1903.03936)."""
+    return lambda view: view.slow - factor * (view.own - view.slow)
+
+
+def _noisy(factor: float) -> Attack:
+    """Noise on top, in norms of the weights."""
+    return lambda view: view.own + factor * _noise(view)
+
+
+def _drift(factor: float) -> Attack:
+    """The same step in the same direction each time, in root mean squares of the weights."""
+
+    def attack(view: View) -> Tensor:
+        signs = torch.randn(view.own.shape, generator=torch.Generator().manual_seed(0)).sign()
+        root_mean_square = float(view.own.square().mean().sqrt())
+        return view.own + factor * root_mean_square * signs
+
+    return attack
+
+
+def _alie(sigmas: float) -> Attack:
+    """As far from the mean as an honest member may well be ("a little is enough", arXiv 1902.06156)."""
+
+    def attack(view: View) -> Tensor:
+        honest = torch.stack(list(view.honest))
+        return honest.mean(0) - sigmas * honest.std(0)
+
+    return attack
+
+
+def _dissensus(factor: float) -> Attack:
+    """Pushes the victim away from the mean of the honest (ClippedGossip, arXiv 2202.01545, section 5)."""
+
+    def attack(view: View) -> Tensor:
+        return view.victim + factor * (view.victim - torch.stack(list(view.honest)).mean(0))
+
+    return attack
+
+
+ATTACKS: dict[str, Attack] = {
+    "nan": lambda view: torch.full_like(view.own, torch.nan),
+    "zeros": lambda view: torch.zeros_like(view.own),
+    "signs": lambda view: -view.own,
+    "noise-alone": _noise,
+    "initial": lambda view: view.initial,
+    "scale-3.9": _scaled(3.9),
+    "scale-1000": _scaled(1_000.0),
+    "shrink-0.26": _scaled(0.26),
+    "reversed-1": _reversed(1.0),
+    "reversed-3": _reversed(3.0),
+    "reversed-10": _reversed(10.0),
+    "noise-1": _noisy(1.0),
+    "noise-0.1": _noisy(0.1),
+    "drift-0.01": _drift(0.01),
+    "drift-0.5": _drift(0.5),
+    "alie-1.5": _alie(1.5),
+    "dissensus-1": _dissensus(1.0),
+    "dissensus-10": _dissensus(10.0),
+    "echo": lambda view: view.victim,
+    "slow": lambda view: view.slow,
+}
+"""By name. ``echo`` and ``slow`` are free riders: they send back what they got, or never train."""

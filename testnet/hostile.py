@@ -1,0 +1,155 @@
+"""Hostile members in a simulated run: real replicas in one process, paired at random, of which some lie.
+
+Honest members screen as a daemon's trainer does (`farandole.training.replica`). An exchange commits where both ends
+accept; hostile ones accept everything. The figure that counts is the honest members' loss on held-out text beside that
+of the honest members alone, with the same seeds.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from farandole.protocol.manifest import Manifest
+from farandole.training.codec import form_of
+from farandole.training.errors import CodecError, ScreeningError
+from farandole.training.learner import Learner, build_learner
+from farandole.training.screening.rule import Encounter, Refuse
+
+from .attacks import ATTACKS, View
+
+# Held-out batches for the figure at the end; what members screen by is among them.
+VALIDATION_BATCHES = 32
+# What a liar says about its tokens.
+LIE = 10**12
+
+
+@dataclass(frozen=True, slots=True)
+class HostileRun:
+    """What is played."""
+
+    manifest: Manifest
+    attack: str = ""
+    """A name of `ATTACKS`; empty: all members are honest."""
+    honest: int = 6
+    hostile: int = 0
+    rounds: int = 20
+    steps: int = 10
+    lies_about_tokens: bool = True
+    seed: int = 0
+
+
+@dataclass
+class Outcome:
+    """What came of it."""
+
+    losses: list[float] = field(default_factory=list)
+    """Each honest member's, in nats a token."""
+    honest_exchanges: int = 0
+    honest_refused: int = 0
+    honest_clipped: int = 0
+    hostile_exchanges: int = 0
+    hostile_refused: int = 0
+    hostile_clipped: int = 0
+
+    @property
+    def loss(self) -> float:
+        """The mean over honest members."""
+        return sum(self.losses) / len(self.losses)
+
+
+class _Member:
+    def __init__(self, run: HostileRun, index: int) -> None:
+        self.key = bytes((index + 1,)) * 32
+        self.is_hostile = index >= run.honest
+        run_id = run.seed.to_bytes(32, "little")
+        self.learner: Learner = build_learner(run.manifest, run_id=run_id, author=self.key, device="cpu")
+        self.initial = self.learner.slow_weights()
+        self.memory = bytearray(self.learner.contribution_bytes)
+        self.sent: Tensor = self.initial  # (n,), before the codec
+        self.chance = 1.0
+
+
+def play(run: HostileRun, progress: Callable[[int], None] = lambda round_index: None) -> Outcome:
+    """Play it; equal arguments give equal outcomes on machines of one class."""
+    torch.set_num_threads(1)
+    rng = random.Random(f"hostile {run.seed}")
+    generator = torch.Generator().manual_seed(run.seed)
+    members = [_Member(run, index) for index in range(run.honest + run.hostile)]
+    outcome = Outcome()
+    for round_index in range(run.rounds):
+        for member in members:
+            for _ in range(run.steps):
+                member.learner.learn()
+            member.sent = member.learner.fast_weights()
+            member.chance = rng.random()
+            member.learner.contribute(member.memory)
+        for pair in _pairs(members, rng):
+            _meet(run, pair, [member.sent for member in members if not member.is_hostile], generator, outcome)
+        progress(round_index)
+    outcome.losses = [each.learner.evaluate(VALIDATION_BATCHES) for each in members if not each.is_hostile]
+    return outcome
+
+
+def _pairs(members: list[_Member], rng: random.Random) -> Iterator[list[_Member]]:
+    order = rng.sample(members, len(members))
+    for index in range(0, len(order), 2):
+        yield sorted(order[index : index + 2], key=lambda member: member.key)
+
+
+def _meet(
+    run: HostileRun, pair: list[_Member], honest: list[Tensor], generator: torch.Generator, outcome: Outcome
+) -> None:
+    if len(pair) == 1:
+        pair[0].learner.apply(None)
+        return
+    tokens = [LIE if each.is_hostile and run.lies_about_tokens else each.learner.tokens_contributed for each in pair]
+    sent = [bytes(each.memory) if not each.is_hostile else b"" for each in pair]
+    for index, member in enumerate(pair):
+        if member.is_hostile:
+            sent[index] = _forge(run, member, pair[1 - index], honest, generator)
+    are_accepting = True
+    encounters = []
+    for index, member in enumerate(pair):
+        other = pair[1 - index]
+        own_tokens = member.learner.tokens_contributed
+        encounters.append(Encounter(other.key, own_tokens, tokens[1 - index], member.chance))
+        if member.is_hostile:
+            continue
+        verdict = member.learner.screen(sent[1 - index], encounters[index])
+        is_refused = isinstance(verdict, Refuse)
+        is_clipped = not is_refused and verdict.clip < 1.0  # type: ignore[union-attr] # it is no refusal
+        are_accepting = are_accepting and not is_refused
+        if other.is_hostile:
+            outcome.hostile_exchanges += 1
+            outcome.hostile_refused += is_refused
+            outcome.hostile_clipped += is_clipped
+        else:
+            outcome.honest_exchanges += 1
+            outcome.honest_refused += is_refused
+            outcome.honest_clipped += is_clipped
+    for index, member in enumerate(pair):
+        try:
+            member.learner.apply(sent[1 - index] if are_accepting else None, encounters[index], own_first=index == 0)
+        except ScreeningError:  # a hostile member's: the honest were asked before
+            member.learner.apply(None)
+
+
+def _forge(
+    run: HostileRun, member: _Member, victim: _Member, honest: list[Tensor], generator: torch.Generator
+) -> bytes:
+    slow = member.learner.slow_weights()
+    view = View(member.sent, slow, member.initial, victim.sent, honest, generator)
+    values = ATTACKS[run.attack](view)
+    form = form_of(run.manifest.outer.codec)
+    encoded = torch.zeros(form.size(len(values)), dtype=torch.uint8)
+    try:
+        form.encode(values.contiguous(), encoded)
+    except CodecError:  # what no honest codec sends
+        encoded.fill_(255)
+    return np.asarray(encoded).tobytes()

@@ -1,0 +1,163 @@
+"""The guard: what honest partners do is never touched, and what a liar gains is bounded by what honest ones do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from farandole.protocol.screening_rules import GuardConfig
+from farandole.training.codec import CODECS
+from farandole.training.screening.guard import MIN_KNOWN, WINDOW
+from farandole.training.screening.history import History
+from farandole.training.screening.rule import Accept, Encounter, Partner, Refuse, Verdict, rule_of
+
+from ..conftest import ALICE, BOB, MakeReplica
+
+OWN = torch.randn(1_000, generator=torch.Generator().manual_seed(0))
+MOVEMENT = 1.0
+PEER = b"p" * 32
+
+
+def away(distance: float) -> Tensor:
+    """A contribution at this distance from one's own."""
+    direction = torch.randn(1_000, generator=torch.Generator().manual_seed(1))
+    return OWN + direction * float(distance / direction.norm())
+
+
+def no_loss(share: float) -> None:
+    return None
+
+
+class Node:
+    """What a node remembers, and the rule that it asks."""
+
+    def __init__(self, settings: GuardConfig | None = None) -> None:
+        self.rule = rule_of(settings or GuardConfig())
+        self.everybody, self.of_peer = History(), History()
+
+    def meets(
+        self,
+        contribution: Tensor,
+        *,
+        tokens: tuple[int, int] = (100, 100),
+        chance: float = 1.0,
+        movement: float = MOVEMENT,
+        fragment: int = 0,
+        loss: Callable[[float], float | None] = no_loss,
+    ) -> Verdict:
+        self.rule.begin()
+        for piece in (slice(0, 300), slice(300, 1_000)):
+            self.rule.feed(OWN[piece], contribution[piece])
+        met = Encounter(PEER, *tokens, chance)
+        partner = Partner(met, OWN, contribution, self.of_peer, self.everybody, fragment, lambda: movement, loss)
+        verdict = self.rule.judge(partner)
+        self.rule.remember(partner, verdict)
+        return verdict
+
+
+def clip(verdict: Verdict) -> float:
+    assert isinstance(verdict, Accept)
+    return verdict.clip
+
+
+def test_before_anything_is_known_ones_own_movement_is_the_yardstick() -> None:
+    assert clip(Node().meets(away(1.9))) == 1.0
+    assert clip(Node().meets(away(4.0))) == pytest.approx(0.5, rel=1e-3)
+
+
+def test_later_it_is_what_was_accepted() -> None:
+    node = Node()
+    for _ in range(MIN_KNOWN):
+        assert clip(node.meets(away(1.5))) == 1.0
+    assert clip(node.meets(away(4.4))) == 1.0
+    assert clip(node.meets(away(9.0))) == pytest.approx(0.5, rel=1e-3)
+
+
+def test_a_round_in_which_this_node_hardly_moved_clips_nobody() -> None:
+    node = Node()
+    for _ in range(MIN_KNOWN):
+        node.meets(away(1.5))
+    assert clip(node.meets(away(1.5), movement=1e-6)) == 1.0
+
+
+def test_each_fragment_has_distances_of_its_own() -> None:
+    node = Node()
+    for _ in range(MIN_KNOWN):
+        node.meets(away(1.9), fragment=1)
+    assert clip(node.meets(away(5.0), fragment=1)) == 1.0
+    assert clip(node.meets(away(5.0), fragment=0)) < 1.0
+
+
+def test_an_attacker_that_is_met_always_widens_the_limit_to_its_cap_and_no_further() -> None:
+    node, settings = Node(), GuardConfig()
+    for _ in range(20 * WINDOW):
+        node.meets(away(90.0))
+    assert clip(node.meets(away(90.0))) <= settings.max_radius * MOVEMENT / 90.0 * 1.001
+
+
+def test_a_clipped_contribution_counts_as_far_as_it_was_taken() -> None:
+    node = Node()
+    node.meets(away(50.0))
+    assert node.everybody["distance 0"][0] == pytest.approx(2.0, rel=1e-3)
+
+
+def test_what_makes_the_loss_worse_is_refused_where_it_is_asked() -> None:
+    def worse(share: float) -> float:
+        return 2.0 + share
+
+    assert isinstance(Node().meets(away(1.0), loss=worse), Accept), "not every exchange is checked"
+    assert isinstance(Node().meets(away(1.0), loss=worse, chance=0.0), Refuse)
+    refused = Node().meets(away(10.0), loss=lambda share: 2.0 + 10 * share)
+    assert isinstance(refused, Refuse), "what is clipped always is"
+    assert "loss" in refused.reason
+    assert isinstance(Node().meets(away(10.0), loss=lambda share: 2.0 + share / 100), Accept), "that is noise"
+    assert isinstance(Node().meets(away(1.0), loss=lambda share: share and math.nan, chance=0.0), Refuse)
+
+
+def test_a_refused_peer_is_remembered_and_its_distance_is_not() -> None:
+    node = Node()
+    node.meets(away(1.0), loss=lambda share: 2.0 + share, chance=0.0)
+    assert node.of_peer["refused"] == (1.0,)
+    assert node.everybody["distance 0"] == ()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "share"), [((100, 100), 0.5), ((100, 150), 0.6), ((1, 10**15), 2 / 3), ((9, 0), 1 / 3)]
+)
+def test_tokens_move_the_shares_within_a_third_and_two_thirds(tokens: tuple[int, int], share: float) -> None:
+    verdict, other = Node().meets(away(1.0), tokens=tokens), Node().meets(away(1.0), tokens=tokens[::-1])
+    assert isinstance(verdict, Accept)
+    assert isinstance(other, Accept)
+    assert verdict.weight == pytest.approx(share, abs=1e-6)
+    assert verdict.weight + other.weight == 1.0
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, 1e30])
+def test_what_is_infinitely_far_away_is_refused(value: float) -> None:
+    assert isinstance(Node().meets(torch.full_like(OWN, value)), Refuse)
+
+
+def test_what_is_far_beyond_all_that_was_accepted_is_refused_without_asking_for_a_loss() -> None:
+    verdict = Node().meets(away(1_000.0))
+    assert isinstance(verdict, Refuse)
+    assert "away from mine" in verdict.reason
+
+
+@pytest.mark.parametrize("codec", [*CODECS, "topk"])
+def test_honest_pairs_are_never_clipped_whatever_the_codec(make_replica: MakeReplica, codec: str) -> None:
+    alice, bob = (make_replica(author, screening=GuardConfig(), codec=codec) for author in (ALICE, BOB))
+    for _ in range(2 * MIN_KNOWN):
+        for node in (alice, bob):
+            for _ in range(3):
+                node.learn()
+        of_alice, of_bob = (bytearray(node.contribution_bytes) for node in (alice, bob))
+        alice.contribute(of_alice)
+        bob.contribute(of_bob)
+        met = Encounter(BOB, 100, 100, chance=0.0), Encounter(ALICE, 100, 100, chance=0.0)
+        assert alice.screen(of_bob, met[0]) == bob.screen(of_alice, met[1]) == Accept()
+        alice.apply(of_bob, met[0])
+        bob.apply(of_alice, met[1], own_first=False)

@@ -1,0 +1,98 @@
+"""Clips what is further away than what this node has accepted before, and refuses what makes the loss worse.
+
+A pair has one neighbour each, so nothing in one exchange says whether a partner is honest: a median over neighbours, as
+in most robust means, has nothing to work on. What a node has is its past. Honest contributions are about as far away
+as those before, so a contribution is averaged only as far as a few medians of the distances that were accepted
+(self-centred clipping, ClippedGossip, arXiv 2202.01545, with the radius from history):
+
+    mean = own + share * clip * (partner's - own),   clip = min(1, limit / |partner's - own|)
+
+The limit has a cap that follows this node's own movement in a round, which no partner sets and which shrinks with the
+learning rate (BALANCE, arXiv 2406.10416): else an attacker that is met often would widen it threefold each time.
+
+Clipping bounds the harm of an exchange, not its direction. So the loss of the mean on held-out text is compared with
+the loss of one's own weights whenever something was clipped, and in some other exchanges, which nobody can foresee.
+
+The number of tokens behind a contribution is its sender's word, so it moves the shares within narrow bounds.
+Among honest partners nothing is clipped, and both compute the same mean to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from farandole.protocol.screening_rules import GuardConfig
+
+from .rule import Accept, Partner, Refuse, ScreeningRule, Verdict, share_by_tokens
+
+# Accepted distances whose median counts. With fewer than MIN_KNOWN, this node's own movement is the yardstick.
+WINDOW: Final = 16
+MIN_KNOWN: Final = 4
+
+
+class Guard(ScreeningRule):
+    """Sums over pieces: squares of one's own contribution, and of the difference."""
+
+    def __init__(self, settings: GuardConfig) -> None:
+        self._settings = settings
+        self.begin()
+
+    def begin(self) -> None:
+        """Zero the sum."""
+        self._square = torch.zeros((), dtype=torch.float64)
+
+    def feed(self, own: Tensor, contribution: Tensor) -> None:
+        """Add a piece's squared distance, which is fp32, in fp64."""
+        difference = contribution - own
+        self._square += (difference @ difference).cpu()
+
+    @property
+    def _distance(self) -> float:
+        return math.sqrt(float(self._square))
+
+    def judge(self, partner: Partner) -> Verdict:
+        """Clip, and compare losses where that is due. Comparisons are such that NaN is refused."""
+        settings, distance = self._settings, self._distance
+        if not distance < math.inf:
+            return Refuse("the contribution is infinitely far away from mine")
+        limit = self._limit(partner)
+        clip = 1.0 if distance <= limit else limit / distance
+        if clip < settings.min_clip:
+            return Refuse(f"the contribution is {distance:.3g} away from mine, usual is {limit:.3g}")
+        met = partner.encounter
+        verdict = Accept(share_by_tokens(met.own_tokens, met.partner_tokens, settings.min_share), clip)
+        if clip == 1.0 and met.chance >= settings.checked_share:
+            return verdict
+        before, after = partner.evaluate(0.0), partner.evaluate(verdict.shares[1])
+        if before is not None and after is not None and not after <= before + settings.max_loss_increase:
+            return Refuse(f"with the contribution the loss on held-out text is {after:.3f}, without it {before:.3f}")
+        return verdict
+
+    def _limit(self, partner: Partner) -> float:
+        """The distance up to which nothing is clipped."""
+        settings, movement = self._settings, partner.movement()
+        known = partner.everybody[self._series(partner)][-WINDOW:]
+        if len(known) < MIN_KNOWN:
+            return settings.first_radius * movement
+        usual = max(settings.radius * statistics.median(known), settings.first_radius * movement)
+        return min(usual, settings.max_radius * statistics.median(partner.everybody["movement"]))
+
+    def remember(self, partner: Partner, verdict: Verdict) -> None:
+        """The distance as far as it was accepted, and which peer was refused."""
+        if isinstance(verdict, Refuse):
+            partner.history.append("refused", 1.0)
+        else:
+            partner.everybody.append(self._series(partner), self._distance * verdict.clip)
+            partner.everybody.append("movement", partner.movement())
+
+    @staticmethod
+    def _series(partner: Partner) -> str:
+        return f"distance {partner.fragment}"
+
+
+RULE = Guard
