@@ -50,6 +50,8 @@ class GuardConfig(
     """The least share of the mean that the tokens behind a contribution may leave to either partner."""
     checked_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1 / 8
     """The share of exchanges whose loss is compared although nothing was clipped."""
+    first_checks: Annotated[int, msgspec.Meta(ge=0, le=64)] = 2
+    """The loss is compared in this many first exchanges with a peer."""
     max_loss_increase: Annotated[float, msgspec.Meta(ge=0, le=10)] = 0.02
     """In nats a token, on the held-out batches that a rule may ask for."""
 

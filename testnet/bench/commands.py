@@ -19,6 +19,7 @@ BENCHES: Final = {
     "save": ("saving", "What a checkpoint a round costs training, compared with a blocking torch.save."),
     "deterministic": ("deterministic", "What the setting inner.deterministic (equal bits) costs an inner step."),
     "hostile": ("hostile", "What strangers can do to a node on loopback, and how honest newcomers fare meanwhile."),
+    "members": ("members", "What hostile members cost a run's loss, attack by attack, in simulation."),
     "faults": ("faults", "What the faults of scenarios cost a run (3 hours; Linux, root, nftables, libfaketime)."),
     "dashboard": ("dashboard", "What a page about a large run costs its browser and the daemon (Chromium)."),
     "nat": ("nat", "How any home reaches any home, in the NAT lab (Linux, root, nftables, miniupnpd)."),

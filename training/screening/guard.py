@@ -11,7 +11,8 @@ The limit has a cap that follows this node's own movement in a round, which no p
 learning rate (BALANCE, arXiv 2406.10416): else an attacker that is met often would widen it threefold each time.
 
 Clipping bounds the harm of an exchange, not its direction. So the loss of the mean on held-out text is compared with
-the loss of one's own weights whenever something was clipped, and in some other exchanges, which nobody can foresee.
+the loss of one's own weights whenever something was clipped, the first times that a peer is met, always if it was ever
+refused, and in some other exchanges, which nobody can foresee.
 
 The number of tokens behind a contribution is its sender's word, so it moves the shares within narrow bounds.
 Among honest partners nothing is clipped, and both compute the same mean to the bit.
@@ -66,12 +67,16 @@ class Guard(ScreeningRule):
             return Refuse(f"the contribution is {distance:.3g} away from mine, usual is {limit:.3g}")
         met = partner.encounter
         verdict = Accept(share_by_tokens(met.own_tokens, met.partner_tokens, settings.min_share), clip)
-        if clip == 1.0 and met.chance >= settings.checked_share:
+        if clip == 1.0 and met.chance >= settings.checked_share and not self._is_suspect(partner):
             return verdict
         before, after = partner.evaluate(0.0), partner.evaluate(verdict.shares[1])
         if before is not None and after is not None and not after <= before + settings.max_loss_increase:
             return Refuse(f"with the contribution the loss on held-out text is {after:.3f}, without it {before:.3f}")
         return verdict
+
+    def _is_suspect(self, partner: Partner) -> bool:
+        """Whether the peer is new here, or was refused once. A peer whose key is not known is new."""
+        return bool(partner.history["refused"]) or len(partner.history["accepted"]) < self._settings.first_checks
 
     def _limit(self, partner: Partner) -> float:
         """The distance up to which nothing is clipped."""
@@ -89,6 +94,8 @@ class Guard(ScreeningRule):
         else:
             partner.everybody.append(self._series(partner), self._distance * verdict.clip)
             partner.everybody.append("movement", partner.movement())
+            if len(partner.history["accepted"]) < self._settings.first_checks:
+                partner.history.append("accepted", 1.0)
 
     @staticmethod
     def _series(partner: Partner) -> str:

@@ -105,12 +105,28 @@ def test_a_clipped_contribution_counts_as_far_as_it_was_taken() -> None:
     assert node.everybody["distance 0"][0] == pytest.approx(2.0, rel=1e-3)
 
 
+def known() -> Node:
+    """A node that has met the peer before."""
+    node = Node()
+    for _ in range(GuardConfig().first_checks):
+        node.meets(away(1.0))
+    return node
+
+
+def test_a_peer_that_was_refused_once_is_always_asked_about() -> None:
+    node = known()
+    assert isinstance(node.meets(away(1.0), loss=lambda share: 2.0 + share, chance=0.0), Refuse)
+    assert isinstance(node.meets(away(1.0), loss=lambda share: 2.0 + share), Refuse)
+    assert isinstance(node.meets(away(1.0), loss=lambda share: 2.0 - share), Accept)
+
+
 def test_what_makes_the_loss_worse_is_refused_where_it_is_asked() -> None:
     def worse(share: float) -> float:
         return 2.0 + share
 
-    assert isinstance(Node().meets(away(1.0), loss=worse), Accept), "not every exchange is checked"
-    assert isinstance(Node().meets(away(1.0), loss=worse, chance=0.0), Refuse)
+    assert isinstance(known().meets(away(1.0), loss=worse), Accept), "not every exchange is checked"
+    assert isinstance(Node().meets(away(1.0), loss=worse), Refuse), "the first ones are"
+    assert isinstance(known().meets(away(1.0), loss=worse, chance=0.0), Refuse)
     refused = Node().meets(away(10.0), loss=lambda share: 2.0 + 10 * share)
     assert isinstance(refused, Refuse), "what is clipped always is"
     assert "loss" in refused.reason

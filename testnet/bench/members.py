@@ -1,0 +1,109 @@
+"""What hostile members cost a run: every attack of `farandole.testnet.attacks`, in simulation, over several seeds.
+
+Each is compared with a run of the honest members alone, with the same seed. Figures are means over seeds.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from statistics import fmean
+from typing import Annotated, Any, Final
+
+import msgspec
+import typer
+
+from farandole.protocol.manifest import InnerConfig, Manifest
+from farandole.protocol.screening_rules import DEFAULT_SCREENING
+
+from ..attacks import ATTACKS
+from ..compare import BATCH_SIZE, LEARNING_RATE, MODEL
+from ..grid import Grid
+from ..simulate_hostile import HostileRun, Outcome, play
+from .process import BenchError
+from .report import OUT, BenchReport, Out, Write, open_bench
+
+ALONE: Final = "the honest alone"
+CLEAN: Final = "all honest"
+STEPS: Final = 10
+
+
+def run(
+    attacks: Annotated[str, typer.Option(help="Names, with commas between them; all without this.")] = "",
+    honest: Annotated[int, typer.Option(min=1, help="Honest members.")] = 6,
+    hostile: Annotated[int, typer.Option(min=1, help="Hostile members.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of 10 inner steps.")] = 40,
+    seeds: Annotated[int, typer.Option(min=1, help="Repetitions of each attack.")] = 3,
+    out: Out = OUT,
+    write: Write = None,
+) -> None:
+    """Measure what hostile members cost a run, attack by attack, in simulation (20 minutes a seed on two cores).
+
+    Examples: [cyan]farandole testnet bench members[/cyan];
+    [cyan]farandole testnet bench members --attacks reversed-10,initial --honest 5 --hostile 3 --seeds 1[/cyan]
+    """
+    names = attacks.split(",") if attacks else list(ATTACKS)
+    for name in names:
+        if name not in ATTACKS:
+            raise BenchError(f"no attack is called {name!r}; there are {', '.join(ATTACKS)}")
+    choices = {"honest": honest, "hostile": hostile, "rounds": rounds, "seeds": seeds}
+    with open_bench("members", out, write, **choices) as bench:
+        plays = list(_plays(names, honest, hostile, rounds, seeds))
+        outcomes: dict[str, list[Outcome]] = defaultdict(list)
+        with ProcessPoolExecutor(os.cpu_count()) as processes:
+            asked = {processes.submit(play, played): name for name, played in plays}
+            for done, future in enumerate(as_completed(asked), 1):
+                outcomes[asked[future]].append(future.result())
+                bench.say(f"{done} of {len(plays)} plays, the last: {asked[future]}")
+        bench.publish(report(bench.setting, names, outcomes))
+
+
+def _plays(
+    names: Sequence[str], honest: int, hostile: int, rounds: int, seeds: int
+) -> Iterable[tuple[str, HostileRun]]:
+    for seed in range(seeds):
+        inner = InnerConfig(
+            learning_rate=LEARNING_RATE,
+            warmup_steps=rounds * STEPS // 20,
+            total_steps=rounds * STEPS,
+            batch_size=BATCH_SIZE,
+        )
+        manifest = Manifest("hostile members", MODEL, seed=seed, inner=inner, screening=DEFAULT_SCREENING)
+        manifest = msgspec.structs.replace(manifest, outer=msgspec.structs.replace(manifest.outer, codec="bf16"))
+        yield ALONE, HostileRun(manifest, honest=honest, rounds=rounds, steps=STEPS, seed=seed)
+        yield CLEAN, HostileRun(manifest, honest=honest + hostile, rounds=rounds, steps=STEPS, seed=seed)
+        for name in names:
+            yield name, HostileRun(manifest, name, honest, hostile, rounds, STEPS, seed=seed)
+
+
+def report(setting: dict[str, Any], names: Sequence[str], outcomes: dict[str, list[Outcome]]) -> BenchReport:
+    """The table and data."""
+    alone = fmean(outcome.loss for outcome in outcomes[ALONE])
+    rows = []
+    for name in (ALONE, CLEAN, *names):
+        each = outcomes[name]
+        loss = fmean(outcome.loss for outcome in each)
+        met = sum(outcome.hostile_exchanges for outcome in each)
+        used = met - sum(outcome.hostile_refused for outcome in each)
+        clipped = sum(outcome.hostile_clipped for outcome in each)
+        honest = sum(outcome.honest_exchanges for outcome in each)
+        rows.append(
+            [
+                name,
+                f"{loss:.3f}",
+                f"{loss / alone - 1:+.1%}",
+                f"{max(max(outcome.losses) for outcome in each):.3f}",
+                f"{used / met:.0%}" if met else "",
+                f"{clipped / met:.0%}" if met else "",
+                f"{sum(outcome.honest_refused + outcome.honest_clipped for outcome in each) / honest:.1%}",
+            ]
+        )
+    header = ["attack", "loss", "of alone", "worst", "hostile used", "of them clipped", "honest refused or clipped"]
+    data = {name: [msgspec.to_builtins(outcome) for outcome in outcomes[name]] for name in outcomes}
+    words = [
+        "Loss on held-out text in nats a byte, the mean over honest members, and the worst member's of all seeds. "
+        "*Used*: exchanges with hostile members that were averaged, clipped or not."
+    ]
+    return BenchReport(setting, [Grid("What hostile members cost", header, rows)], data, words)
