@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 
-from farandole.protocol import pairing_events, training_events
+from farandole.protocol import pairing_events, pairing_messages, training_events
 from farandole.protocol import trainer_messages as messages
 from farandole.protocol.exchange import ASK_FROM, DATA_UNTIL, DECIDE_UNTIL
 from farandole.protocol.manifest import Manifest, ModelConfig, RoundConfig
@@ -61,6 +61,8 @@ class PairingScenario:
     num_late: int = 0
     """Nodes, on top of the others, that join at random times."""
     num_fragments: int = 1
+    num_capturing: int = 0
+    """Hostile members, on top of the others: see `_Capturer`."""
 
 
 @dataclass
@@ -106,11 +108,14 @@ class _World:
         self.beliefs: dict[bytes, dict[bytes, bool]] = {}
         self.fragments: dict[bytes, set[int]] = {}
         self.waits: list[float] = []
+        self.capturers: set[bytes] = set()
 
     def run(self) -> PairingReport:
         scenario, simulation = self.scenario, self.simulation
         for index in range(scenario.num_nodes):
             simulation.call_at(self.rng.uniform(0, scenario.start_spread), self.join(index).start)
+        for index in range(scenario.num_capturing):
+            _Capturer(self, b"capturer" * 3 + index.to_bytes(8, "big")).start()
         self.tell_peers()
         for index in range(scenario.num_nodes, scenario.num_nodes + scenario.num_late):
             simulation.call_at(self.rng.uniform(0, scenario.seconds / 2), partial(self.join_late, index))
@@ -148,7 +153,7 @@ class _World:
     def tell_peers(self) -> None:
         alive = frozenset(name for name, node in self.nodes.items() if node.is_alive)
         for name, node in self.nodes.items():
-            node.handle(pairing_events.PeersChanged(alive - {name}))
+            node.handle(pairing_events.PeersChanged((alive | self.capturers) - {name}))
 
     def send(self, source: bytes, destination: bytes, payload: bytes) -> None:
         """Send, or break the connection: then both are told."""
@@ -187,6 +192,36 @@ class _World:
 
 
 _PAIRING, _EXCHANGE = b"p", b"x"
+
+
+class _Capturer:
+    """Proposes to everybody all the time, agrees to every proposal, and never exchanges anything."""
+
+    def __init__(self, world: _World, name: bytes) -> None:
+        self._world = world
+        self._name = name
+        self._num_proposed = 0
+        world.capturers.add(name)
+        world.network.attach(name, self._receive)
+
+    def start(self) -> None:
+        """Propose twice a second."""
+        self._world.simulation.call_every(0.5, self._propose)
+
+    def _propose(self) -> bool:
+        for peer in self._world.nodes:
+            self._num_proposed += 1
+            self._send(peer, pairing_messages.Propose(self._num_proposed.to_bytes(8, "big") + self._name[-8:], None))
+        return True
+
+    def _receive(self, sender: bytes, payload: bytes) -> None:
+        if payload[:1] == _PAIRING:
+            message = pairing_messages.decode_message(payload[1:])
+            if isinstance(message, pairing_messages.Propose):
+                self._send(sender, pairing_messages.Agree(message.session, None))
+
+    def _send(self, peer: bytes, message: pairing_messages.Message) -> None:
+        self._world.network.send(self._name, peer, _PAIRING + pairing_messages.encode_message(message))
 
 
 class _Trainer:

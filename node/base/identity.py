@@ -16,10 +16,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.protocol.errors import FarandoleError
 from farandole.training.durable import sync_file
 
-from .system.files import open_binary, others_may
+from .system.files import OWNER_ALONE, OWNER_ALONE_FOLDER, open_binary, others_may
 from .system.locking import HeldError, locked_file
 
 KEY_BYTES = 32
+# A node's files that others of the machine have no business with, as far as they may be there already.
+_PRIVATE = ("store.sqlite*", "log*", "rounds.jsonl*", "dashboard.json")
 
 
 class IdentityError(FarandoleError):
@@ -38,6 +40,20 @@ def make_home(path: Path) -> None:
         raise IdentityError(
             f"cannot use the folder {path}: {error.strerror}; name another with --home or FARANDOLE_HOME"
         ) from error
+
+
+def keep_private(home: Path) -> None:
+    """Make what this process and its children write their owner's alone, and what others of a node's files are there.
+
+    The folder itself stays as it is: it may be somebody else's too. Raises `IdentityError` if it cannot be used.
+    """
+    os.umask(0o777 & ~OWNER_ALONE_FOLDER)
+    make_home(home)
+    for name in _PRIVATE:
+        for path in home.glob(name):
+            with contextlib.suppress(OSError):  # another's file, which this user may only read
+                if path.is_file() and others_may(path):
+                    path.chmod(OWNER_ALONE)
 
 
 def load_or_create_key(path: Path) -> Ed25519PrivateKey:

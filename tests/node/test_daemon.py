@@ -182,6 +182,19 @@ async def test_a_second_daemon_in_one_folder_is_refused(tmp_path: Path, run: Sig
             assert await again.process.wait() == Exit.HOME_IN_USE
 
 
+async def test_what_a_node_writes_is_its_owners_alone_also_in_a_folder_that_is_not(
+    tmp_path: Path, run: SignedManifest, texts: Path
+) -> None:
+    home = tmp_path / "alice"
+    home.mkdir(mode=0o755)
+    (home / "log").touch(mode=0o644)
+    async with joined(home, str(tmp_path / "run.manifest"), "--data", str(texts)) as alice:
+        await alice.says("listening on")
+        files = [path for path in home.rglob("*") if path.is_file()]
+        assert {"log", "key", "store.sqlite"} <= {path.name for path in files}
+        assert [str(path) for path in files if path.stat().st_mode & 0o077] == []
+
+
 async def test_a_run_outlives_its_bootstrap_peer(tmp_path: Path, run: SignedManifest, texts: Path) -> None:
     """Who was there comes back by the address book, and newcomers by the invite of any member."""
     data = ("--data", str(texts))

@@ -67,6 +67,16 @@ def test_boxed_rounds_pair_nearly_all_uniformly_and_in_phase(
     assert report.coherence > 0.9
 
 
+@pytest.mark.parametrize("rounds", [BOXED, STEPS])
+def test_who_captures_partners_and_never_meets_them_loses_them(rounds: RoundConfig) -> None:
+    honest = simulate(PairingScenario(16, rounds, 1_800.0, start_spread=5.0), seed=1)
+    attacked = simulate(PairingScenario(16, rounds, 1_800.0, start_spread=5.0, num_capturing=1), seed=1)
+    # Each node loses a round, then one of 3, one of 5, one of 9, and so on.
+    assert attacked.rounds > 0.8 * honest.rounds
+    assert attacked.alone <= 0.12 * attacked.rounds
+    assert abs(chi_square(attacked.pairs, 16)) < MAX_DEVIATION
+
+
 def test_an_odd_node_out_loses_no_time() -> None:
     report = simulate(PairingScenario(9, BOXED, 3_000.0, start_spread=5.0), seed=1)
     assert report.alone == pytest.approx(report.rounds / 9, rel=0.1)

@@ -58,10 +58,12 @@ def _run(settings: NodeSettings, daemon: Callable[..., Awaitable[int]], *argumen
     """Run ``daemon(*arguments)`` until it ends, and exit with the code that it returns."""
     import trio
 
+    from ...base.identity import keep_private
     from ...base.logs import logging_to_file
     from ...base.system.allocator import give_memory_back
 
     give_memory_back()
+    keep_private(settings.home)
     with logging_to_file(settings):
         code = trio.run(daemon, *arguments)
     raise typer.Exit(code)

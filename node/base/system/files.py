@@ -14,6 +14,7 @@ from .features import HAS_FILE_MODES, HAS_POSITIONED_IO
 # Without it Windows writes each line feed as two bytes.
 _BINARY: Final = getattr(os, "O_BINARY", 0)
 OWNER_ALONE: Final = 0o600
+OWNER_ALONE_FOLDER: Final = 0o700
 # Where reading at a position is two calls, of which nobody may come between.
 _positioning = threading.Lock()
 
