@@ -21,7 +21,7 @@ from farandole.protocol.manifest import (
     sign_manifest,
 )
 from farandole.protocol.outer_rules import NoLoCoConfig, OuterRules, gamma_limit
-from farandole.protocol.screening_rules import SimilarityConfig
+from farandole.protocol.screening_rules import DEFAULT_SCREENING, SimilarityConfig
 from farandole.protocol.vectors import ERROR, FAST, OPTIMIZER_VECTORS, SENT, SLOW
 
 CREATOR = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
@@ -154,7 +154,7 @@ def test_a_manifest_from_before_there_were_kinds_is_noloco_and_keeps_its_run_id(
 
     assert signed.run_id.hex() == "979f4132b936833716a8302660c68edc529c5d64ad95782845de1b7370e035d3"
     assert decoded == manifest(outer={"kind": "noloco", "gamma": 0.5, "codec": "int8"})
-    assert decoded.screening == SimilarityConfig()
+    assert decoded.screening == DEFAULT_SCREENING
     assert not decoded.inner.deterministic
 
 

@@ -1,9 +1,9 @@
 """A daemon that trains nothing: serves the control API and goes through its rounds, as a real one would tell it.
 
-    fake_node.py [--die N] [--stall N] [--stray N] [--late N] [--write N] join [SOURCE] --home .../NN ...
+    fake_node.py [--die N] [--stall N] [--stray N] [--late N] [--write N] [--pace SECONDS] join [SOURCE] --home .../NN
 
 Node N dies in its second round, or stands still in it, or never agrees with the others on the run state, begins
-where node 0 is, or writes a file each round and notes in another whether it could.
+where node 0 is, or writes a file each round and notes in another whether it could. A round takes SECONDS.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ from farandole.protocol.identity import peer_id_of, public_bytes
 sys.path.insert(0, str(Path(__file__).parents[1] / "node"))
 from statuses import STATUS  # type: ignore[import-not-found]
 
-ROUND_SECONDS = 0.05
-
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     for fault in ("--die", "--stall", "--stray", "--late", "--write"):
         parser.add_argument(fault, type=int, default=-1)
+    parser.add_argument("--pace", type=float, default=0.05)
     parser.add_argument("command")
     parser.add_argument("source", nargs="?")
     parser.add_argument("--home", type=Path)
@@ -75,7 +74,7 @@ class FakeNode:
 
     async def train(self) -> None:
         while self.round < self.options.max_rounds and not self.is_paused:
-            await trio.sleep(ROUND_SECONDS)
+            await trio.sleep(self.options.pace)
             if self.round == 2 and self.index == self.options.die:
                 os._exit(7)
             if self.round == 2 and self.index == self.options.stall:

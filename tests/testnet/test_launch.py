@@ -117,14 +117,15 @@ async def test_faults_happen_and_counters_survive_a_restart(tmp_path: Path) -> N
 
 async def test_however_late_faults_come_training_goes_on_after_them_and_the_nodes_pause(tmp_path: Path) -> None:
     faults = [
-        {"kind": "restart", "nodes": [1], "at_round": 30, "duration": 0.1},
-        {"kind": "freeze", "nodes": [2], "at_round": 40, "duration": 0.1},
+        # Once all have been seen to train: on a busy machine the first may be far ahead by then.
+        {"kind": "restart", "nodes": [1], "after_start": 0.5, "duration": 0.1},
+        {"kind": "freeze", "nodes": [2], "after_start": 1.0, "duration": 0.1},
     ]
     settings = scenario(rounds=256, exchanges_after_faults=5, fault=faults)
-    report = await testnet(settings, tmp_path).play()
+    report = await testnet(settings, tmp_path, "--pace", "0.5").play()
     assert report.reasons == []
     first, restarted, _ = report.nodes
-    assert 45 <= first.rounds < 256
+    assert 5 <= first.rounds < 256
     assert (restarted.restarts, restarted.exchanges_since_restart >= 5) == (1, True)
 
 
