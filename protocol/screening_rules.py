@@ -59,5 +59,5 @@ class GuardConfig(
 ScreeningRules = SimilarityConfig | GuardConfig
 """The rules that a manifest may name, by ``kind``: a union of the structs above."""
 
-DEFAULT_SCREENING = GuardConfig()
+DEFAULT_SCREENING = SimilarityConfig()
 """The rule of a manifest that names none."""

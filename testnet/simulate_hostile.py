@@ -40,6 +40,8 @@ class HostileRun:
     hostile: int = 0
     rounds: int = 20
     steps: int = 10
+    slowest: int = 10
+    """Inner steps of the slowest member; the others' lie evenly between."""
     lies_about_tokens: bool = True
     seed: int = 0
 
@@ -67,6 +69,8 @@ class _Member:
     def __init__(self, run: HostileRun, index: int) -> None:
         self.key = bytes((index + 1,)) * 32
         self.is_hostile = index >= run.honest
+        share = index / max(run.honest + run.hostile - 1, 1)
+        self.steps = round((1 - share) * run.steps + share * min(run.slowest, run.steps))
         run_id = run.seed.to_bytes(32, "little")
         self.learner: Learner = build_learner(run.manifest, run_id=run_id, author=self.key, device="cpu")
         self.initial = self.learner.slow_weights()
@@ -84,7 +88,7 @@ def play(run: HostileRun, progress: Callable[[int], None] = lambda round_index: 
     outcome = Outcome()
     for round_index in range(run.rounds):
         for member in members:
-            for _ in range(run.steps):
+            for _ in range(member.steps):
                 member.learner.learn()
             member.sent = member.learner.fast_weights()
             member.chance = rng.random()

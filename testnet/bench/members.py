@@ -16,7 +16,7 @@ import msgspec
 import typer
 
 from farandole.protocol.manifest import InnerConfig, Manifest
-from farandole.protocol.screening_rules import DEFAULT_SCREENING
+from farandole.protocol.screening_rules import GuardConfig
 
 from ..attacks import ATTACKS
 from ..compare import BATCH_SIZE, LEARNING_RATE, MODEL
@@ -70,7 +70,7 @@ def _plays(
             total_steps=rounds * STEPS,
             batch_size=BATCH_SIZE,
         )
-        manifest = Manifest("hostile members", MODEL, seed=seed, inner=inner, screening=DEFAULT_SCREENING)
+        manifest = Manifest("hostile members", MODEL, seed=seed, inner=inner, screening=GuardConfig())
         manifest = msgspec.structs.replace(manifest, outer=msgspec.structs.replace(manifest.outer, codec="bf16"))
         yield ALONE, HostileRun(manifest, honest=honest, rounds=rounds, steps=STEPS, seed=seed)
         yield CLEAN, HostileRun(manifest, honest=honest + hostile, rounds=rounds, steps=STEPS, seed=seed)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from farandole.protocol.screening_rules import GuardConfig
 from farandole.training.codec import CODECS
-from farandole.training.screening.guard import MIN_KNOWN, WINDOW
+from farandole.training.screening.guard import MIN_KNOWN, RECENT_LOSSES, WINDOW
 from farandole.training.screening.history import History
 from farandole.training.screening.rule import Accept, Encounter, Partner, Refuse, Verdict, rule_of
 
@@ -109,7 +109,7 @@ def known() -> Node:
     """A node that has met the peer before."""
     node = Node()
     for _ in range(GuardConfig().first_checks):
-        node.meets(away(1.0))
+        node.meets(away(1.0), loss=lambda share: 2.0)
     return node
 
 
@@ -125,20 +125,34 @@ def test_what_makes_the_loss_worse_is_refused_where_it_is_asked() -> None:
         return 2.0 + share
 
     assert isinstance(known().meets(away(1.0), loss=worse), Accept), "not every exchange is checked"
-    assert isinstance(Node().meets(away(1.0), loss=worse), Refuse), "the first ones are"
+    stranger = known()
+    stranger.of_peer = History()
+    assert isinstance(stranger.meets(away(1.0), loss=worse), Refuse), "the first ones with a peer are"
     assert isinstance(known().meets(away(1.0), loss=worse, chance=0.0), Refuse)
     refused = Node().meets(away(10.0), loss=lambda share: 2.0 + 10 * share)
     assert isinstance(refused, Refuse), "what is clipped always is"
     assert "loss" in refused.reason
     assert isinstance(Node().meets(away(10.0), loss=lambda share: 2.0 + share / 100), Accept), "that is noise"
     assert isinstance(Node().meets(away(1.0), loss=lambda share: share and math.nan, chance=0.0), Refuse)
+    assert isinstance(Node().meets(away(1.0), loss=lambda share: share and math.inf, chance=0.0), Refuse)
 
 
 def test_a_refused_peer_is_remembered_and_its_distance_is_not() -> None:
-    node = Node()
-    node.meets(away(1.0), loss=lambda share: 2.0 + share, chance=0.0)
+    node = known()
+    node.meets(away(1.5), loss=lambda share: 2.0 + share, chance=0.0)
     assert node.of_peer["refused"] == (1.0,)
-    assert node.everybody["distance 0"] == ()
+    assert node.everybody["distance 0"] == pytest.approx((1.0, 1.0), rel=1e-3)
+
+
+def test_a_partner_may_be_behind_as_this_node_was_lately() -> None:
+    node = Node()
+    for loss in (5.0, 4.0, 3.5):
+        node.meets(away(1.0), loss=lambda share, loss=loss: loss, chance=0.0)  # type: ignore[misc]
+    assert isinstance(node.meets(away(1.0), loss=lambda share: 3.0 + 1.9 * share, chance=0.0), Accept)
+    assert isinstance(node.meets(away(1.0), loss=lambda share: 3.0 + 2.1 * share, chance=0.0), Refuse)
+    for _ in range(RECENT_LOSSES):
+        node.meets(away(1.0), loss=lambda share: 3.0, chance=0.0)
+    assert isinstance(node.meets(away(1.0), loss=lambda share: 3.0 + 0.1 * share, chance=0.0), Refuse)
 
 
 @pytest.mark.parametrize(
