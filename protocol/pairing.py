@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from . import pairing_messages as messages
 from .errors import LocalProtocolError, RemoteProtocolError
 from .manifest import RoundConfig
-from .pairing_backoff import Backoff
+from .pairing_backoff import PartnerBackoff
 from .pairing_events import (
     FOLLOWING,
     ContributionReady,
@@ -167,7 +167,7 @@ class Pairing:
         self._rng = rng
         self._peers: frozenset[bytes] = frozenset()
         self._meter = _Meter()
-        self._backoff = Backoff()
+        self._backoff = PartnerBackoff()
         self._bond: _Bond | None = None
         self._timers: dict[_Timer, float] = {}
         self._timer_set_at: float | None = None

@@ -18,21 +18,21 @@ MAX_PEERS = 4_096
 
 
 @dataclass(slots=True)
-class _Failures:
+class _FailedExchanges:
     in_a_row: int
     until: int
     """The round from which the peer is as good as any other."""
 
 
-class Backoff:
+class PartnerBackoff:
     """The failures of one node's peers, in rounds of its own."""
 
     def __init__(self) -> None:
-        self._of: OrderedDict[bytes, _Failures] = OrderedDict()
+        self._of: OrderedDict[bytes, _FailedExchanges] = OrderedDict()
 
     def note_failure(self, peer: bytes, round_: int) -> None:
         """Nothing came of the exchange with a peer."""
-        failures = self._of.setdefault(peer, _Failures(0, 0))
+        failures = self._of.setdefault(peer, _FailedExchanges(0, 0))
         self._of.move_to_end(peer)
         failures.in_a_row += 1
         failures.until = round_ + 1 + min(FIRST_ROUNDS << min(failures.in_a_row - 1, 30), MAX_ROUNDS)

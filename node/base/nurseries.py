@@ -20,7 +20,7 @@ async def open_service_nursery() -> AsyncIterator[trio.Nursery]:
         async with trio.open_nursery() as nursery:
             yield nursery
             nursery.cancel_scope.cancel()
-    except BaseExceptionGroup as group:
+    except BaseExceptionGroup as group:  # nurseries wrap even a single error
         if len(group.exceptions) > 1:
             raise
         raise group.exceptions[0] from None

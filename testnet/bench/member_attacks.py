@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class AttackView:
     """What an attack may use; all (n,) fp32."""
 
     own: Tensor
@@ -31,10 +31,10 @@ class View:
     generator: torch.Generator
 
 
-Attack = Callable[[View], Tensor]
+Attack = Callable[[AttackView], Tensor]
 
 
-def _noise(view: View) -> Tensor:
+def _noise(view: AttackView) -> Tensor:
     """Gaussian noise of the norm of the weights."""
     noise = torch.randn(view.own.shape, generator=view.generator)
     return noise * float(view.own.norm() / noise.norm())
@@ -58,7 +58,7 @@ def _noisy(factor: float) -> Attack:
 def _drift(factor: float) -> Attack:
     """The same step in the same direction each time, in root mean squares of the weights."""
 
-    def attack(view: View) -> Tensor:
+    def attack(view: AttackView) -> Tensor:
         signs = torch.randn(view.own.shape, generator=torch.Generator().manual_seed(0)).sign()
         root_mean_square = float(view.own.square().mean().sqrt())
         return view.own + factor * root_mean_square * signs
@@ -69,7 +69,7 @@ def _drift(factor: float) -> Attack:
 def _alie(sigmas: float) -> Attack:
     """As far from the mean as an honest member may well be ("a little is enough", arXiv 1902.06156)."""
 
-    def attack(view: View) -> Tensor:
+    def attack(view: AttackView) -> Tensor:
         honest = torch.stack(list(view.honest))
         return honest.mean(0) - sigmas * honest.std(0)
 
@@ -79,7 +79,7 @@ def _alie(sigmas: float) -> Attack:
 def _dissensus(factor: float) -> Attack:
     """Pushes the victim away from the mean of the honest (ClippedGossip, arXiv 2202.01545, section 5)."""
 
-    def attack(view: View) -> Tensor:
+    def attack(view: AttackView) -> Tensor:
         return view.victim + factor * (view.victim - torch.stack(list(view.honest)).mean(0))
 
     return attack

@@ -23,7 +23,7 @@ from ..grid import Grid
 from .member_attacks import ATTACKS
 from .process import BenchError
 from .report import OUT, BenchReport, Out, Write, open_bench
-from .simulate_hostile import HostileRun, Outcome, play
+from .simulate_hostile import HostileOutcome, HostileRun, play
 
 ALONE: Final = "the honest alone"
 CLEAN: Final = "all honest"
@@ -51,7 +51,7 @@ def run(
     choices = {"honest": honest, "hostile": hostile, "rounds": rounds, "seeds": seeds}
     with open_bench("members", out, write, **choices) as bench:
         plays = list(_plays(names, honest, hostile, rounds, seeds))
-        outcomes: dict[str, list[Outcome]] = defaultdict(list)
+        outcomes: dict[str, list[HostileOutcome]] = defaultdict(list)
         with ProcessPoolExecutor(os.cpu_count()) as processes:
             asked = {processes.submit(play, played): name for name, played in plays}
             for done, future in enumerate(as_completed(asked), 1):
@@ -78,7 +78,7 @@ def _plays(
             yield name, HostileRun(manifest, name, honest, hostile, rounds, STEPS, seed=seed)
 
 
-def report(setting: dict[str, Any], names: Sequence[str], outcomes: dict[str, list[Outcome]]) -> BenchReport:
+def report(setting: dict[str, Any], names: Sequence[str], outcomes: dict[str, list[HostileOutcome]]) -> BenchReport:
     """The table and data."""
     alone = fmean(outcome.loss for outcome in outcomes[ALONE])
     rows = []

@@ -178,7 +178,7 @@ async def gather(*calls: Callable[[], Any]) -> list[Any]:
         async with trio.open_nursery() as nursery:
             for index, call in enumerate(calls):
                 nursery.start_soon(note, index, call)
-    except BaseExceptionGroup as group:
+    except BaseExceptionGroup as group:  # nurseries wrap even a single error
         raise own_error(group) or group from None
     return results
 

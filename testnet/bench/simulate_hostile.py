@@ -21,7 +21,7 @@ from farandole.training.errors import CodecError, ScreeningError
 from farandole.training.learner import Learner, build_learner
 from farandole.training.screening.rule import Encounter, Refuse
 
-from .member_attacks import ATTACKS, View
+from .member_attacks import ATTACKS, AttackView
 
 # Held-out batches for the figure at the end; what members screen by is among them.
 VALIDATION_BATCHES = 32
@@ -47,7 +47,7 @@ class HostileRun:
 
 
 @dataclass
-class Outcome:
+class HostileOutcome:
     """What came of it."""
 
     losses: list[float] = field(default_factory=list)
@@ -79,13 +79,13 @@ class _Member:
         self.chance = 1.0
 
 
-def play(run: HostileRun, progress: Callable[[int], None] = lambda round_index: None) -> Outcome:
+def play(run: HostileRun, progress: Callable[[int], None] = lambda round_index: None) -> HostileOutcome:
     """Play it; equal arguments give equal outcomes on machines of one class."""
     torch.set_num_threads(1)
     rng = random.Random(f"hostile {run.seed}")
     generator = torch.Generator().manual_seed(run.seed)
     members = [_Member(run, index) for index in range(run.honest + run.hostile)]
-    outcome = Outcome()
+    outcome = HostileOutcome()
     for round_index in range(run.rounds):
         for member in members:
             for _ in range(member.steps):
@@ -107,7 +107,7 @@ def _pairs(members: list[_Member], rng: random.Random) -> Iterator[list[_Member]
 
 
 def _meet(
-    run: HostileRun, pair: list[_Member], honest: list[Tensor], generator: torch.Generator, outcome: Outcome
+    run: HostileRun, pair: list[_Member], honest: list[Tensor], generator: torch.Generator, outcome: HostileOutcome
 ) -> None:
     if len(pair) == 1:
         pair[0].learner.apply(None)
@@ -148,7 +148,7 @@ def _forge(
     run: HostileRun, member: _Member, victim: _Member, honest: list[Tensor], generator: torch.Generator
 ) -> bytes:
     slow = member.learner.slow_weights()
-    view = View(member.sent, slow, member.initial, victim.sent, honest, generator)
+    view = AttackView(member.sent, slow, member.initial, victim.sent, honest, generator)
     values = ATTACKS[run.attack](view)
     form = form_of(run.manifest.outer.codec)
     encoded = torch.zeros(form.size(len(values)), dtype=torch.uint8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from farandole.protocol.pairing import PROPOSE_UNTIL, Pairing
-from farandole.protocol.pairing_backoff import FIRST_ROUNDS, MAX_PEERS, MAX_ROUNDS, Backoff
+from farandole.protocol.pairing_backoff import FIRST_ROUNDS, MAX_PEERS, MAX_ROUNDS, PartnerBackoff
 from farandole.protocol.pairing_events import (
     ContributionReady,
     ExchangeEnded,
@@ -68,7 +68,7 @@ def test_a_partner_that_agreed_and_was_not_ready_in_time_is_put_off() -> None:
 
 
 def test_each_failure_in_a_row_puts_off_for_twice_as_long_and_a_success_forgives_all() -> None:
-    backoff, round_ = Backoff(), 0
+    backoff, round_ = PartnerBackoff(), 0
     for number in range(12):
         backoff.note_failure(BOB, round_)
         rounds = min(FIRST_ROUNDS * 2**number, MAX_ROUNDS)
@@ -83,7 +83,7 @@ def test_each_failure_in_a_row_puts_off_for_twice_as_long_and_a_success_forgives
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    backoff = Backoff()
+    backoff = PartnerBackoff()
     for number in range(MAX_PEERS + 10):
         backoff.note_failure(number.to_bytes(32, "big"), 0)
     assert not backoff.puts_off(bytes(32), 1), "those that failed first are forgotten"

@@ -6,40 +6,40 @@ import pytest
 
 from farandole.protocol.manifest import InnerConfig, Manifest
 from farandole.protocol.outer_rules import NoLoCoConfig
-from farandole.protocol.screening_rules import GuardConfig, ScreeningConfig, SimilarityConfig
-from farandole.testnet.bench.simulate_hostile import HostileRun, Outcome, play
+from farandole.protocol.screening_rules import GuardConfig, ScreeningRules, SimilarityConfig
+from farandole.testnet.bench.simulate_hostile import HostileOutcome, HostileRun, play
 from farandole.testnet.compare import MODEL
 
 
-def outcome_of(attack: str, screening: ScreeningConfig, hostile: int = 1) -> Outcome:
+def outcome_of(attack: str, screening: ScreeningRules, hostile: int = 1) -> HostileOutcome:
     inner = InnerConfig(learning_rate=3e-3, warmup_steps=5, total_steps=80, batch_size=8)
     outer = NoLoCoConfig(codec="bf16")
-    manifest = Manifest("hostile", MODEL, inner=inner, outer=outer, screening=screening)  # type: ignore[arg-type]
+    manifest = Manifest("hostile", MODEL, inner=inner, outer=outer, screening=screening)
     return play(HostileRun(manifest, attack, honest=3, hostile=hostile, rounds=16, steps=5))
 
 
 @pytest.fixture(scope="module")
-def clean() -> Outcome:
+def clean() -> HostileOutcome:
     return outcome_of("", GuardConfig(), hostile=0)
 
 
-def test_honest_members_are_neither_clipped_nor_refused(clean: Outcome) -> None:
+def test_honest_members_are_neither_clipped_nor_refused(clean: HostileOutcome) -> None:
     assert clean.honest_exchanges > 0
     assert (clean.honest_clipped, clean.honest_refused, clean.hostile_exchanges) == (0, 0, 0)
 
 
-def test_without_a_guard_one_liar_ruins_the_run(clean: Outcome) -> None:
+def test_without_a_guard_one_liar_ruins_the_run(clean: HostileOutcome) -> None:
     ruined = outcome_of("scale-3.9", SimilarityConfig())
     assert ruined.hostile_refused < ruined.hostile_exchanges
     assert ruined.loss > 2 * clean.loss
 
 
 @pytest.mark.parametrize("attack", ["scale-3.9", "reversed-10", "initial", "nan"])
-def test_with_the_guard_a_liar_does_little(attack: str, clean: Outcome) -> None:
+def test_with_the_guard_a_liar_does_little(attack: str, clean: HostileOutcome) -> None:
     attacked = outcome_of(attack, GuardConfig())
     assert attacked.hostile_exchanges > 0
     assert attacked.loss < 1.1 * clean.loss
 
 
-def test_equal_runs_have_equal_outcomes(clean: Outcome) -> None:
+def test_equal_runs_have_equal_outcomes(clean: HostileOutcome) -> None:
     assert outcome_of("", GuardConfig(), hostile=0) == clean

@@ -146,8 +146,8 @@ def test_a_refused_peer_is_remembered_and_its_distance_is_not() -> None:
 
 def test_a_partner_may_be_behind_as_this_node_was_lately() -> None:
     node = Node()
-    for loss in (5.0, 4.0, 3.5):
-        node.meets(away(1.0), loss=lambda share, loss=loss: loss, chance=0.0)  # type: ignore[misc]
+    for losses in ({0.0: 5.0, 0.5: 5.0}, {0.0: 4.0, 0.5: 4.0}, {0.0: 3.5, 0.5: 3.5}):
+        node.meets(away(1.0), loss=losses.get, chance=0.0)
     assert isinstance(node.meets(away(1.0), loss=lambda share: 3.0 + 1.9 * share, chance=0.0), Accept)
     assert isinstance(node.meets(away(1.0), loss=lambda share: 3.0 + 2.1 * share, chance=0.0), Refuse)
     for _ in range(RECENT_LOSSES):
