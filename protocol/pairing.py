@@ -3,9 +3,11 @@
 NoLoCo (arXiv 2506.10911) averages with one random partner, and leaves open how N nodes without a clock, a coordinator
 or equal speeds come to be pairs. Here each of them proposes to a uniformly random live peer, long before it is ready:
 
-- *No livelock.* A node with a proposal of its own outstanding accepts another's only if that has the smaller session
-  id, and then withdraws its own (of two crossing proposals the smaller one holds). So the least of all outstanding
-  sessions always succeeds or meets a matched node: Luby's argument for maximal matchings (Luby 1986).
+- *No livelock.* A node with a proposal of its own outstanding accepts another's, and withdraws its own, only if that
+  comes first in an order of peers that the node draws for itself in each round. So every second proposal succeeds,
+  whatever its sender puts into it, and however often it asks. (Where the least session of all comes first, as in
+  Luby's maximal matchings of 1986, who names his sessions 0, 1, 2, ... is everybody's partner.) Of two proposals that
+  cross between the same two nodes the smaller session holds, as both can see.
 - *Uniform partners.* Partners end an exchange together, so if everybody proposed at the start of its round they would
   meet the same partner for ever. Each node waits for a random share of its round before it proposes
   (`PROPOSE_FROM`, `PROPOSE_UNTIL`), and accepts meanwhile: by then everybody has come back. The window also lets
@@ -17,8 +19,8 @@ or equal speeds come to be pairs. Here each of them proposes to a uniformly rand
   exchanged least, named by the session's last byte. Who is not ready yet takes any; who is ready has only its own.
 - *Bounded waiting.* From the time it is ready a node waits at most `WAIT_SHARE` of ``exchange_seconds`` for its
   partner; an odd node out, or one that nobody is there for, goes on at once.
-- *Failures are remembered.* A peer whose exchange came to nothing is asked last, and answered last, for longer each
-  time (`farandole.protocol.pairing_backoff`).
+- *Meetings are remembered.* A peer whose exchange came to nothing is asked last, and answered last, for longer each
+  time; so is one that was met more often than by chance (`farandole.protocol.pairing_backoff`).
 - *A second try.* If the exchange breaks while a ready node would still wait (`WAIT_SHARE`), it seeks another partner,
   once a round: so the deadline stands, and there is always the other half of ``exchange_seconds`` to move what the
   first one did not. Whoever refused the contribution, or had its own refused, is content with that. Where rounds
@@ -35,10 +37,12 @@ import math
 import random
 from dataclasses import dataclass, field
 
+from blake3 import blake3
+
 from . import pairing_messages as messages
 from .errors import LocalProtocolError, RemoteProtocolError
 from .manifest import RoundConfig
-from .pairing_backoff import PartnerBackoff
+from .pairing_backoff import MeetingLimit, PartnerBackoff
 from .pairing_events import (
     FOLLOWING,
     ContributionReady,
@@ -86,6 +90,7 @@ MAX_PROPOSALS = 64
 MAX_MESSAGES, METER_SECONDS = 64, 1.0
 # Peers counted in one such period; messages of further ones are dropped.
 MAX_METERED_PEERS = 4_096
+_ORDER_BYTES = 32  # a key of BLAKE3
 
 
 class _Timer(enum.Enum):
@@ -112,6 +117,8 @@ class _Round:
     """What counts for one round alone."""
 
     fragment: int = 0
+    order: bytes = b""
+    """Drawn at random: what orders peers."""
     started_at: float = 0.0
     ends_at: float | None = None
     """End of the box; without boxes as it is expected, if it is known."""
@@ -168,6 +175,7 @@ class Pairing:
         self._peers: frozenset[bytes] = frozenset()
         self._meter = _Meter()
         self._backoff = PartnerBackoff()
+        self._meetings = MeetingLimit()
         self._bond: _Bond | None = None
         self._timers: dict[_Timer, float] = {}
         self._timer_set_at: float | None = None
@@ -231,7 +239,7 @@ class Pairing:
         self._bond = None
         self._move(State.SEEKING)
         self.round = round_
-        self._current = current = _Round(started_at=at)
+        self._current = current = _Round(order=self._rng.randbytes(_ORDER_BYTES), started_at=at)
         current.ends_at = None if self._inner_seconds is None else at + self._inner_seconds
         if self._config.round_seconds:
             current.ends_at = self._timers[_Timer.BOX] = at + self._config.round_seconds
@@ -269,6 +277,7 @@ class Pairing:
         self._move(State.EXCHANGING)
         self._num_exchanged[self._current.fragment] += 1
         self._exchange_started_at = now
+        self._meetings.note_meeting(bond.peer, self.round, len(self._peers))
         deadline = self._current.ready_at + self._config.exchange_seconds
         self._outputs.append(StartExchange(bond.session, bond.peer, self.round, bond.is_proposer, deadline))
 
@@ -333,7 +342,7 @@ class Pairing:
     def _propose(self, now: float) -> None:
         not_yet = {peer for peer, at in self._current.ask_at.items() if at > now}
         others = sorted(self._peers - not_yet)  # so that one seed chooses the same in every process
-        preferred = [peer for peer in others if not self._backoff.puts_off(peer, self.round)]
+        preferred = [peer for peer in others if not self._puts_off(peer)]
         peer = self._rng.choice(preferred or others)
         self._bond = _Bond(peer, self._draw_session(), is_proposer=True)
         self._current.num_proposals += 1
@@ -504,7 +513,7 @@ class Pairing:
             case State.EXCHANGING:
                 left = self._exchange_started_at + self._last_exchange_seconds - now
                 return messages.Busy(session, max(left, self._retry_after()))
-            case State.PROPOSED if self._bond is not None and self._bond.session < session:
+            case State.PROPOSED if self._bond and self._bond.peer != peer and not self._comes_first(peer):
                 return messages.Busy(session, self._retry_after())
             case State.SEEKING | State.PROPOSED if self._is_of_another_fragment(session):
                 return messages.Decline(session, "fragment")
@@ -522,12 +531,23 @@ class Pairing:
             case _:  # between two rounds; or we have not heard of this peer yet, and cannot tell its stage
                 return messages.Busy(session, self._retry_after())
 
+    def _comes_first(self, peer: bytes) -> bool:
+        """Whether a peer's proposals come before our own one, in this round's order: trying again changes nothing."""
+        assert self._bond is not None
+        theirs, ours = (blake3(each, key=self._current.order).digest() for each in (peer, self._bond.session))
+        return theirs < ours
+
+    def _puts_off(self, peer: bytes) -> bool:
+        """Whether others come before a peer."""
+        is_met_often = self._meetings.puts_off(peer, self.round, len(self._peers))
+        return is_met_often or self._backoff.puts_off(peer, self.round)
+
     def _may_meet_another(self, peer: bytes) -> bool:
         """Whether a peer is put off, and there is a better one that may still be free in this round."""
-        if not self._backoff.puts_off(peer, self.round):
+        if not self._puts_off(peer):
             return False
         taken = {other for other, at in self._current.ask_at.items() if at >= self.wait_ends_at}
-        return any(not self._backoff.puts_off(other, self.round) for other in self._peers - taken)
+        return any(not self._puts_off(other) for other in self._peers - taken)
 
     def _note_readiness(self, bond: _Bond, now: float) -> None:
         """The partner is ready, and is met soon."""

@@ -1,9 +1,14 @@
-"""Which peers are asked last: those with whom an exchange has come to nothing, for longer each time.
+"""Which peers are asked last: those with whom exchanges failed, and those that are met more often than by chance.
 
 A contribution that was refused, a partner that was not ready in time, an exchange that broke: none of it proves ill
-will, and all of it costs a round. A peer is put off for some rounds, twice as many after each failure in a row. It is
-put off, not shut out: where no other peer is free it is met all the same, so two nodes alone go on meeting. Nothing
-here is said to others, so nobody can be slandered.
+will, and all of it costs a round. A peer is put off for some rounds, twice as many after each failure in a row.
+
+A peer that proposes to all others at once, and early, would be the partner of them all in each round. So each node
+counts for itself: what a peer may have is `FAIR_SHARE` of the meetings that chance would give it, and no more than
+`FAIR_BURST` at once. If every node counts, nobody has to prove or to announce whom it has met.
+
+Peers are put off, not shut out: where no other peer is free they are met all the same, so two nodes alone go on
+meeting. Nothing here is said to others, so it cannot be used to slander anyone.
 """
 
 from __future__ import annotations
@@ -13,6 +18,9 @@ from dataclasses import dataclass
 
 # Rounds after the first failure; twice as many after each further one in a row, up to a limit.
 FIRST_ROUNDS, MAX_ROUNDS = 2, 256
+# A peer may be met this many times as often as by chance, which is once in as many rounds as there are peers; honest
+# ones differ by chance, so a second meeting soon after the first is nothing unusual.
+FAIR_SHARE, FAIR_BURST = 1.25, 2
 # Peers that are remembered, those that failed last: as many as a node meets in days.
 MAX_PEERS = 4_096
 
@@ -47,3 +55,22 @@ class PartnerBackoff:
         """Whether others come before this peer."""
         failures = self._of.get(peer)
         return failures is not None and round_ < failures.until
+
+
+class MeetingLimit:
+    """How often each peer was met: a leaky bucket, kept as the round in which it will be empty."""
+
+    def __init__(self) -> None:
+        self._empty_at: OrderedDict[bytes, float] = OrderedDict()
+
+    def note_meeting(self, peer: bytes, round_: int, num_peers: int) -> None:
+        """An exchange with a peer has begun, where ``num_peers`` could have been met."""
+        self._empty_at[peer] = max(self._empty_at.get(peer, 0.0), round_) + num_peers / FAIR_SHARE
+        self._empty_at.move_to_end(peer)
+        while len(self._empty_at) > MAX_PEERS:
+            self._empty_at.popitem(last=False)
+
+    def puts_off(self, peer: bytes, round_: int, num_peers: int) -> bool:
+        """Whether others come before this peer."""
+        full = round_ + (FAIR_BURST - 1) * num_peers / FAIR_SHARE
+        return self._empty_at.get(peer, 0.0) > full

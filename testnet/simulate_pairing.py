@@ -63,6 +63,7 @@ class PairingScenario:
     num_fragments: int = 1
     num_capturing: int = 0
     """Hostile members, on top of the others: see `_Capturer`."""
+    do_capturing_exchange: bool = False
 
 
 @dataclass
@@ -89,6 +90,8 @@ class PairingReport:
     repeats: float = 0.0
     """Share of exchanges with the same partner as in the exchange before."""
     messages_per_round: float = 0.0
+    captured: int = 0
+    """Exchanges with capturing members."""
     trace: str = ""
 
 
@@ -195,7 +198,7 @@ _PAIRING, _EXCHANGE = b"p", b"x"
 
 
 class _Capturer:
-    """Proposes to everybody all the time, agrees to every proposal, and never exchanges anything."""
+    """Proposes to everybody all the time, and agrees to every proposal; whether it exchanges is the scenario's."""
 
     def __init__(self, world: _World, name: bytes) -> None:
         self._world = world
@@ -211,17 +214,35 @@ class _Capturer:
     def _propose(self) -> bool:
         for peer in self._world.nodes:
             self._num_proposed += 1
-            self._send(peer, pairing_messages.Propose(self._num_proposed.to_bytes(8, "big") + self._name[-8:], None))
+            self._say(peer, pairing_messages.Propose(self._num_proposed.to_bytes(8, "big") + self._name[-8:], None))
         return True
 
     def _receive(self, sender: bytes, payload: bytes) -> None:
-        if payload[:1] == _PAIRING:
-            message = pairing_messages.decode_message(payload[1:])
-            if isinstance(message, pairing_messages.Propose):
-                self._send(sender, pairing_messages.Agree(message.session, None))
+        if payload[:1] == _EXCHANGE:
+            self._exchange(sender, _Verb(payload[1]), payload[2:])
+            return
+        does_exchange = self._world.scenario.do_capturing_exchange
+        match pairing_messages.decode_message(payload[1:]):
+            case pairing_messages.Propose(session=session):
+                self._say(sender, pairing_messages.Agree(session, None))
+                if does_exchange:
+                    self._say(sender, pairing_messages.Ready(session))
+            case pairing_messages.Ready(session=session) if does_exchange and session[8:] == self._name[-8:]:
+                self._say(sender, pairing_messages.Begin(session))
+                self._tell(sender, _Verb.HELLO, session)
 
-    def _send(self, peer: bytes, message: pairing_messages.Message) -> None:
+    def _exchange(self, sender: bytes, verb: _Verb, session: bytes) -> None:
+        match verb:
+            case _Verb.HELLO:
+                self._tell(sender, _Verb.ACCEPTED, session)
+            case _Verb.ACCEPTED | _Verb.RESOLVE:
+                self._tell(sender, _Verb.COMMITTED, session)
+
+    def _say(self, peer: bytes, message: pairing_messages.Message) -> None:
         self._world.network.send(self._name, peer, _PAIRING + pairing_messages.encode_message(message))
+
+    def _tell(self, peer: bytes, verb: _Verb, session: bytes) -> None:
+        self._world.network.send(self._name, peer, _EXCHANGE + bytes((verb,)) + session)
 
 
 class _Trainer:
@@ -389,6 +410,7 @@ class _Node:
         if step.partner:
             if self.name < step.partner:
                 world.report.pairs[frozenset((self.name, step.partner))] += 1
+            world.report.captured += step.partner in world.capturers
             self.meetings += 1
             self.repeats += step.partner == self._last_partner
             self._last_partner = step.partner

@@ -5,7 +5,15 @@ from __future__ import annotations
 import random
 
 from farandole.protocol.pairing import PROPOSE_UNTIL, Pairing
-from farandole.protocol.pairing_backoff import FIRST_ROUNDS, MAX_PEERS, MAX_ROUNDS, PartnerBackoff
+from farandole.protocol.pairing_backoff import (
+    FAIR_BURST,
+    FAIR_SHARE,
+    FIRST_ROUNDS,
+    MAX_PEERS,
+    MAX_ROUNDS,
+    MeetingLimit,
+    PartnerBackoff,
+)
 from farandole.protocol.pairing_events import (
     ContributionReady,
     ExchangeEnded,
@@ -88,3 +96,30 @@ def test_what_is_remembered_is_bounded() -> None:
         backoff.note_failure(number.to_bytes(32, "big"), 0)
     assert not backoff.puts_off(bytes(32), 1), "those that failed first are forgotten"
     assert backoff.puts_off((MAX_PEERS + 9).to_bytes(32, "big"), 1)
+
+
+def test_a_peer_that_takes_every_chance_is_met_little_more_often_than_the_others() -> None:
+    meetings, num_rounds, num_peers = MeetingLimit(), 1_000, 20
+    met = 0
+    for round_ in range(num_rounds):
+        if not meetings.puts_off(BOB, round_, num_peers):
+            meetings.note_meeting(BOB, round_, num_peers)
+            met += 1
+    fair = num_rounds / num_peers
+    assert FAIR_SHARE * fair - 1 <= met <= FAIR_SHARE * fair + FAIR_BURST
+
+
+def test_meetings_that_are_remembered_are_bounded() -> None:
+    meetings = MeetingLimit()
+    for number in range(MAX_PEERS + 10):
+        for _ in range(FAIR_BURST):
+            meetings.note_meeting(number.to_bytes(32, "big"), 0, 100)
+    assert not meetings.puts_off(bytes(32), 1, 100), "those that were met first are forgotten"
+    assert meetings.puts_off((MAX_PEERS + 9).to_bytes(32, "big"), 1, 100)
+
+
+def test_two_nodes_alone_meet_in_every_round() -> None:
+    meetings = MeetingLimit()
+    for round_ in range(100):
+        assert not meetings.puts_off(BOB, round_, 1)
+        meetings.note_meeting(BOB, round_, 1)
