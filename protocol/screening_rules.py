@@ -38,7 +38,7 @@ class GuardConfig(
 ):
     """Clips a contribution that is further away than usual, and refuses it if it makes the loss worse."""
 
-    radius: Annotated[float, msgspec.Meta(ge=1, le=100)] = 3.0
+    radius: Annotated[float, msgspec.Meta(ge=1, le=100)] = 4.0
     """Distances up to this many medians of the accepted ones are not clipped."""
     first_radius: Annotated[float, msgspec.Meta(ge=0, le=100)] = 2.0
     """Nor are those up to this many times the node's own movement in the round: all there is at first."""
@@ -52,12 +52,19 @@ class GuardConfig(
     """The share of exchanges whose loss is compared although nothing was clipped."""
     first_checks: Annotated[int, msgspec.Meta(ge=0, le=64)] = 2
     """The loss is compared in this many first exchanges with a peer."""
-    max_loss_increase: Annotated[float, msgspec.Meta(ge=0, le=10)] = 0.02
-    """In nats a token, on the held-out batches that a rule may ask for."""
+    least_loss_increase: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.1
+    """As a share of the loss on the held-out batches that a rule may ask for: a mean may always be worse by this. Where
+    it is less than the most, means must not be worse than others before them by more than chance explains.
+    """
+    max_loss_increase: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.1
+    """A mean that is worse by more stands out, whatever others before it were. A tenth lets honest members pass in runs
+    of small models at large learning rates, with nodes that come and go; 0.01, with 0.001 as the least, is for runs
+    whose members are there all the time.
+    """
 
 
 ScreeningRules = SimilarityConfig | GuardConfig
 """The rules that a manifest may name, by ``kind``: a union of the structs above."""
 
-DEFAULT_SCREENING = SimilarityConfig()
+DEFAULT_SCREENING = GuardConfig()
 """The rule of a manifest that names none."""

@@ -6,6 +6,7 @@ opinion, or bytes that lie elsewhere, have everything taken in again.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from .codec import Buffer, Form, bytes_of, bytes_to_read, check_length, slices
 from .copying import Copier
 from .errors import CodecError
 from .screening.history import Histories
-from .screening.rule import Encounter, Partner, Refuse, ScreeningRule, Verdict
+from .screening.rule import EVALUATION_BATCHES, EVALUATION_SECONDS, Encounter, Partner, Refuse, ScreeningRule, Verdict
 from .topk import TopK
 
 
@@ -48,7 +49,21 @@ class PartnerContribution:
         self._copier = copier
         self._rule = rule
         self._own: Tensor | None = None
+        self._num_evaluated: int | None = None
         self._begin()
+
+    def loss_in_time(self, evaluate: Callable[[int], float]) -> float | None:
+        """The loss on as many held-out batches as `EVALUATION_SECONDS` are enough for; None if it is not for one.
+
+        Measured once, on a second batch: the first finds nothing warm. ``evaluate``: from a number of them to a loss.
+        """
+        if self._num_evaluated is None:
+            evaluate(1)
+            started_at = time.monotonic()
+            evaluate(1)
+            seconds = max(time.monotonic() - started_at, 1e-9)
+            self._num_evaluated = int(min(EVALUATION_SECONDS / seconds, EVALUATION_BATCHES))
+        return evaluate(self._num_evaluated) if self._num_evaluated else None
 
     def expect(self, own: Tensor | None) -> None:
         """From now on contributions are a partner's for ``own`` (n,), as it was sent; None: no contribution is due."""

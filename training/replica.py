@@ -41,7 +41,7 @@ from .outer_state import OuterState
 from .parameters import flatten_, layout_of
 from .partner import Answers, PartnerContribution
 from .screening.history import Histories
-from .screening.rule import EVALUATION_BATCHES, UNKNOWN, Encounter, Refuse, Verdict, rule_of
+from .screening.rule import UNKNOWN, Encounter, Refuse, Verdict, rule_of
 from .snapshot import Snapshot, SnapshotMemory
 
 
@@ -209,7 +209,7 @@ class Replica(Engine):
         before = theta.clone()
         torch.add(made.theta, partner - own, alpha=share, out=theta)
         try:
-            return self.evaluate(EVALUATION_BATCHES)
+            return self._partner.loss_in_time(self.evaluate)
         except DataError:
             return None
         finally:

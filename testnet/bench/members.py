@@ -9,6 +9,8 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from itertools import product
 from statistics import fmean
 from typing import Annotated, Any, Final
 
@@ -27,7 +29,12 @@ from .simulate_hostile import HostileOutcome, HostileRun, play
 
 ALONE: Final = "the honest alone"
 CLEAN: Final = "all honest"
+UNEQUAL: Final = "all honest, speeds 1 to 5"
+AWAY: Final = "all honest, some away"
 STEPS: Final = 10
+STRICT: Final = GuardConfig(least_loss_increase=0.001, max_loss_increase=0.01)
+# What a liar says of its tokens: more than anybody has, for a large share of the mean; or few, to pass as a slow node.
+CLAIMS: Final = {"many": 10**12, "few": 1}
 
 
 def run(
@@ -36,10 +43,11 @@ def run(
     hostile: Annotated[int, typer.Option(min=1, help="Hostile members.")] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of 10 inner steps.")] = 40,
     seeds: Annotated[int, typer.Option(min=1, help="Repetitions of each attack.")] = 3,
+    strict: Annotated[bool, typer.Option("--strict", help="Screen as strictly as a run file may ask for.")] = False,
     out: Out = OUT,
     write: Write = None,
 ) -> None:
-    """Measure what hostile members cost a run, attack by attack, in simulation (20 minutes a seed on two cores).
+    """Measure what hostile members cost a run, attack by attack, in simulation (15 minutes a seed on two cores).
 
     Examples: [cyan]farandole testnet bench members[/cyan];
     [cyan]farandole testnet bench members --attacks reversed-10,initial --honest 5 --hostile 3 --seeds 1[/cyan]
@@ -48,9 +56,10 @@ def run(
     for name in names:
         if name not in ATTACKS:
             raise BenchError(f"no attack is called {name!r}; there are {', '.join(ATTACKS)}")
-    choices = {"honest": honest, "hostile": hostile, "rounds": rounds, "seeds": seeds}
+    choices = {"honest": honest, "hostile": hostile, "rounds": rounds, "seeds": seeds, "strict": strict}
     with open_bench("members", out, write, **choices) as bench:
-        plays = list(_plays(names, honest, hostile, rounds, seeds))
+        screening = STRICT if strict else GuardConfig()
+        plays = list(_plays(names, honest, hostile, rounds, seeds, screening))
         outcomes: dict[str, list[HostileOutcome]] = defaultdict(list)
         with ProcessPoolExecutor(os.cpu_count()) as processes:
             asked = {processes.submit(play, played): name for name, played in plays}
@@ -61,7 +70,7 @@ def run(
 
 
 def _plays(
-    names: Sequence[str], honest: int, hostile: int, rounds: int, seeds: int
+    names: Sequence[str], honest: int, hostile: int, rounds: int, seeds: int, screening: GuardConfig
 ) -> Iterable[tuple[str, HostileRun]]:
     for seed in range(seeds):
         inner = InnerConfig(
@@ -70,19 +79,23 @@ def _plays(
             total_steps=rounds * STEPS,
             batch_size=BATCH_SIZE,
         )
-        manifest = Manifest("hostile members", MODEL, seed=seed, inner=inner, screening=GuardConfig())
+        manifest = Manifest("hostile members", MODEL, seed=seed, inner=inner, screening=screening)
         manifest = msgspec.structs.replace(manifest, outer=msgspec.structs.replace(manifest.outer, codec="bf16"))
         yield ALONE, HostileRun(manifest, honest=honest, rounds=rounds, steps=STEPS, seed=seed)
-        yield CLEAN, HostileRun(manifest, honest=honest + hostile, rounds=rounds, steps=STEPS, seed=seed)
-        for name in names:
-            yield name, HostileRun(manifest, name, honest, hostile, rounds, STEPS, seed=seed)
+        everybody = HostileRun(manifest, honest=honest + hostile, rounds=rounds, steps=STEPS, seed=seed)
+        yield CLEAN, everybody
+        yield UNEQUAL, replace(everybody, slowest=STEPS // 5)
+        yield AWAY, replace(everybody, are_away=True)
+        for name, (claim, tokens) in product(names, CLAIMS.items()):
+            played = HostileRun(manifest, name, honest, hostile, rounds, STEPS, claimed_tokens=tokens, seed=seed)
+            yield f"{name}, {claim}", played
 
 
 def report(setting: dict[str, Any], names: Sequence[str], outcomes: dict[str, list[HostileOutcome]]) -> BenchReport:
     """The table and data."""
     alone = fmean(outcome.loss for outcome in outcomes[ALONE])
     rows = []
-    for name in (ALONE, CLEAN, *names):
+    for name in (ALONE, CLEAN, UNEQUAL, AWAY, *(f"{name}, {claim}" for name, claim in product(names, CLAIMS))):
         each = outcomes[name]
         loss = fmean(outcome.loss for outcome in each)
         met = sum(outcome.hostile_exchanges for outcome in each)
@@ -104,6 +117,7 @@ def report(setting: dict[str, Any], names: Sequence[str], outcomes: dict[str, li
     data = {name: [msgspec.to_builtins(outcome) for outcome in outcomes[name]] for name in outcomes}
     words = [
         "Loss on held-out text in nats a byte, the mean over honest members, and the worst member's of all seeds. "
-        "*Used*: exchanges with hostile members that were averaged, clipped or not."
+        "*Used*: exchanges with hostile members that were averaged, clipped or not. *Many*, *few*: tokens that they "
+        "claim."
     ]
     return BenchReport(setting, [Grid("What hostile members cost", header, rows)], data, words)

@@ -1,8 +1,9 @@
 """Hostile members in a simulated run: real replicas in one process, paired at random, of which some lie.
 
-Honest members screen as a daemon's trainer does (`farandole.training.replica`). An exchange commits where both ends
-accept; hostile ones accept everything. The figure that counts is the honest members' loss on held-out text beside that
-of the honest members alone, with the same seeds.
+Honest members screen as a daemon's trainer does (`farandole.training.replica`), and meet those last with whom an
+exchange came to nothing, as pairing does. An exchange commits where both ends accept; hostile ones accept everything.
+The figure that counts is the honest members' loss on held-out text beside that of the honest members alone, with the
+same seeds.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from farandole.protocol.manifest import Manifest
+from farandole.protocol.pairing_backoff import PartnerBackoff
 from farandole.training.codec import form_of
 from farandole.training.errors import CodecError, ScreeningError
 from farandole.training.learner import Learner, build_learner
@@ -25,8 +27,8 @@ from .member_attacks import ATTACKS, AttackView
 
 # Held-out batches for the figure at the end; what members screen by is among them.
 VALIDATION_BATCHES = 32
-# What a liar says about its tokens.
-LIE = 10**12
+# Where members are away: one more goes in every round of this many, for at most this many rounds.
+AWAY_EVERY, MAX_AWAY = 4, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,10 @@ class HostileRun:
     steps: int = 10
     slowest: int = 10
     """Inner steps of the slowest member; the others' lie evenly between."""
-    lies_about_tokens: bool = True
+    are_away: bool = False
+    """Whether honest members are away now and then, and come back as they were."""
+    claimed_tokens: int = 10**12
+    """What hostile members say that they have learned from."""
     seed: int = 0
 
 
@@ -77,6 +82,11 @@ class _Member:
         self.memory = bytearray(self.learner.contribution_bytes)
         self.sent: Tensor = self.initial  # (n,), before the codec
         self.chance = 1.0
+        self.backoff = PartnerBackoff()
+        self.back_at = 0
+
+    def puts_off(self, other: _Member, round_index: int) -> bool:
+        return not self.is_hostile and self.backoff.puts_off(other.key, round_index)
 
 
 def play(run: HostileRun, progress: Callable[[int], None] = lambda round_index: None) -> HostileOutcome:
@@ -87,32 +97,53 @@ def play(run: HostileRun, progress: Callable[[int], None] = lambda round_index: 
     members = [_Member(run, index) for index in range(run.honest + run.hostile)]
     outcome = HostileOutcome()
     for round_index in range(run.rounds):
-        for member in members:
+        if run.are_away and round_index % AWAY_EVERY == AWAY_EVERY - 1:
+            members[rng.randrange(run.honest)].back_at = round_index + rng.randint(1, MAX_AWAY)
+        present = [member for member in members if member.back_at <= round_index]
+        for member in present:
             for _ in range(member.steps):
                 member.learner.learn()
             member.sent = member.learner.fast_weights()
             member.chance = rng.random()
             member.learner.contribute(member.memory)
-        for pair in _pairs(members, rng):
-            _meet(run, pair, [member.sent for member in members if not member.is_hostile], generator, outcome)
+        honest = [member.sent for member in present if not member.is_hostile]
+        for pair in _pairs(present, round_index, rng):
+            _meet(run, pair, round_index, honest, generator, outcome)
         progress(round_index)
     outcome.losses = [each.learner.evaluate(VALIDATION_BATCHES) for each in members if not each.is_hostile]
     return outcome
 
 
-def _pairs(members: list[_Member], rng: random.Random) -> Iterator[list[_Member]]:
-    order = rng.sample(members, len(members))
-    for index in range(0, len(order), 2):
-        yield sorted(order[index : index + 2], key=lambda member: member.key)
+def _pairs(members: list[_Member], round_index: int, rng: random.Random) -> Iterator[list[_Member]]:
+    """Each with the first in a random order that neither of them puts off, else with the first."""
+    free = rng.sample(members, len(members))
+    while free:
+        member = free.pop()
+        good = (
+            other
+            for other in free
+            if not member.puts_off(other, round_index) and not other.puts_off(member, round_index)
+        )
+        other = next(good, free[0] if free else None)
+        if other is None:
+            yield [member]
+            return
+        free.remove(other)
+        yield sorted((member, other), key=lambda each: each.key)
 
 
 def _meet(
-    run: HostileRun, pair: list[_Member], honest: list[Tensor], generator: torch.Generator, outcome: HostileOutcome
+    run: HostileRun,
+    pair: list[_Member],
+    round_index: int,
+    honest: list[Tensor],
+    generator: torch.Generator,
+    outcome: HostileOutcome,
 ) -> None:
     if len(pair) == 1:
         pair[0].learner.apply(None)
         return
-    tokens = [LIE if each.is_hostile and run.lies_about_tokens else each.learner.tokens_contributed for each in pair]
+    tokens = [run.claimed_tokens if each.is_hostile else each.learner.tokens_contributed for each in pair]
     sent = [bytes(each.memory) if not each.is_hostile else b"" for each in pair]
     for index, member in enumerate(pair):
         if member.is_hostile:
@@ -138,6 +169,10 @@ def _meet(
             outcome.honest_refused += is_refused
             outcome.honest_clipped += is_clipped
     for index, member in enumerate(pair):
+        if are_accepting:
+            member.backoff.note_success(pair[1 - index].key)
+        else:
+            member.backoff.note_failure(pair[1 - index].key, round_index)
         try:
             member.learner.apply(sent[1 - index] if are_accepting else None, encounters[index], own_first=index == 0)
         except ScreeningError:  # a hostile member's: the honest were asked before

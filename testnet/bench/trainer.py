@@ -21,6 +21,7 @@ from farandole.node.trainer.channel import TrainerSocket
 from farandole.node.trainer_process.process import LOOK_INTERVAL
 from farandole.protocol import trainer_messages as messages
 from farandole.protocol.outer_rules import Codec, NoLoCoConfig
+from farandole.protocol.screening_rules import SimilarityConfig
 from farandole.training.codec import decode, encode, encoded_size
 from farandole.training.device import choose_device
 from farandole.training.replica import Recipe, Replica
@@ -73,7 +74,8 @@ class BenchTrainer:
         module.register_parameter("vector", nn.Parameter(self._vector + self._common))
         outer = NoLoCoConfig(alpha=0.0, beta=1.0, gamma=1.0, codec=codec)
         device = choose_device("cpu")
-        self._replica = Replica(module, Recipe(outer=outer), run_id=bytes(32), device=device)
+        recipe = Recipe(outer=outer, screening=SimilarityConfig())  # these vectors are far apart, as no honest ones are
+        self._replica = Replica(module, recipe, run_id=bytes(32), device=device)
         return {}
 
     def take_round(self, is_first: bool) -> dict[str, Any]:

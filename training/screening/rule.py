@@ -28,6 +28,9 @@ MIN_SHARE = 0.05
 _SHARE_STEP = 2.0**-24
 # Held-out batches on which `Partner.evaluate` takes the loss.
 EVALUATION_BATCHES = 4
+# Seconds that one such loss may take, on fewer batches where a machine is slow: a rule asks for two, or at most seven,
+# while the partner waits and the exchange has its deadline.
+EVALUATION_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +99,9 @@ class Partner:
     rounding counts, as it does in the distance to the partner's."""
     evaluate: Callable[[float], float | None]
     """The loss on `EVALUATION_BATCHES` held-out batches, in nats a token, of one's own weights moved by this share of
-    the difference between the two contributions: 0 for one's own. None where no loss is known: a stage has none, and
-    there may be too little text. It takes as long as that many forward passes."""
+    the difference between the two contributions: 0 for one's own. None where no loss is known: a stage has none, there
+    may be too little text, and a machine may be too slow (`EVALUATION_SECONDS`). It takes as long as that many forward
+    passes."""
 
 
 class ScreeningRule(abc.ABC):

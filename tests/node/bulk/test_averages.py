@@ -15,6 +15,7 @@ from farandole.protocol.exchange_messages import Offer
 from farandole.protocol.manifest import ModelConfig
 from farandole.protocol.outer_rules import Codec, NoLoCoConfig
 from farandole.protocol.pipe import BULK_FROM
+from farandole.protocol.screening_rules import SimilarityConfig
 from farandole.training.codec import CODECS, decode, encode, encoded_size
 from farandole.training.data import Sampler, Text
 from farandole.training.device import choose_device
@@ -102,7 +103,13 @@ async def test_replicas_come_to_the_same_mean_over_every_path(codec: Codec, path
         for index, node in enumerate(nodes):
             sampler = Sampler(text, run_id=bytes(32), author=node.host.author, batch_size=1, context=16)
             device = choose_device("cpu")
-            replica = Learner(build_model(model, seed=7), Recipe(outer=outer), sampler, run_id=bytes(32), device=device)
+            replica = Learner(
+                build_model(model, seed=7),
+                Recipe(outer=outer, screening=SimilarityConfig()),
+                sampler,
+                run_id=bytes(32),
+                device=device,
+            )
             generator = torch.Generator().manual_seed(index)
             replica.theta.add_(torch.randn(len(replica.theta), generator=generator) * 1e-2)
             weights.append(replica.fast_weights())

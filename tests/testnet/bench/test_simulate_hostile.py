@@ -7,6 +7,7 @@ import pytest
 from farandole.protocol.manifest import InnerConfig, Manifest
 from farandole.protocol.outer_rules import NoLoCoConfig
 from farandole.protocol.screening_rules import GuardConfig, ScreeningRules, SimilarityConfig
+from farandole.testnet.bench.members import STRICT
 from farandole.testnet.bench.simulate_hostile import HostileOutcome, HostileRun, play
 from farandole.testnet.compare import MODEL
 
@@ -20,7 +21,7 @@ def outcome_of(attack: str, screening: ScreeningRules, hostile: int = 1) -> Host
 
 @pytest.fixture(scope="module")
 def clean() -> HostileOutcome:
-    return outcome_of("", GuardConfig(), hostile=0)
+    return outcome_of("", STRICT, hostile=0)
 
 
 def test_honest_members_are_neither_clipped_nor_refused(clean: HostileOutcome) -> None:
@@ -36,10 +37,15 @@ def test_without_a_guard_one_liar_ruins_the_run(clean: HostileOutcome) -> None:
 
 @pytest.mark.parametrize("attack", ["scale-3.9", "reversed-10", "initial", "nan"])
 def test_with_the_guard_a_liar_does_little(attack: str, clean: HostileOutcome) -> None:
-    attacked = outcome_of(attack, GuardConfig())
+    attacked = outcome_of(attack, STRICT)
     assert attacked.hostile_exchanges > 0
     assert attacked.loss < 1.1 * clean.loss
 
 
+@pytest.mark.parametrize("attack", ["scale-3.9", "initial"])
+def test_the_default_stops_what_ruins_a_run(attack: str, clean: HostileOutcome) -> None:
+    assert outcome_of(attack, GuardConfig()).loss < 1.1 * clean.loss
+
+
 def test_equal_runs_have_equal_outcomes(clean: HostileOutcome) -> None:
-    assert outcome_of("", GuardConfig(), hostile=0) == clean
+    assert outcome_of("", STRICT, hostile=0) == clean

@@ -11,7 +11,14 @@ from torch import Tensor
 
 from farandole.protocol.screening_rules import GuardConfig
 from farandole.training.codec import CODECS
-from farandole.training.screening.guard import MIN_KNOWN, RECENT_LOSSES, WINDOW
+from farandole.training.screening.guard import (
+    MAX_OUTLIERS,
+    MAX_REFUSALS,
+    MIN_CHANGES,
+    MIN_KNOWN,
+    RECENT_LOSSES,
+    WINDOW,
+)
 from farandole.training.screening.history import History
 from farandole.training.screening.rule import Accept, Encounter, Partner, Refuse, Verdict, rule_of
 
@@ -19,6 +26,7 @@ from ..conftest import ALICE, BOB, MakeReplica
 
 OWN = torch.randn(1_000, generator=torch.Generator().manual_seed(0))
 MOVEMENT = 1.0
+STRICT = GuardConfig(least_loss_increase=0.001, max_loss_increase=0.01)
 PEER = b"p" * 32
 
 
@@ -36,7 +44,7 @@ class Node:
     """What a node remembers, and the rule that it asks."""
 
     def __init__(self, settings: GuardConfig | None = None) -> None:
-        self.rule = rule_of(settings or GuardConfig())
+        self.rule = rule_of(settings or STRICT)
         self.everybody, self.of_peer = History(), History()
 
     def meets(
@@ -59,6 +67,11 @@ class Node:
         return verdict
 
 
+def sloping(loss: float, slope: float) -> Callable[[float], float]:
+    """From a share of the difference to a loss."""
+    return lambda share: loss + slope * share
+
+
 def clip(verdict: Verdict) -> float:
     assert isinstance(verdict, Accept)
     return verdict.clip
@@ -73,8 +86,8 @@ def test_later_it_is_what_was_accepted() -> None:
     node = Node()
     for _ in range(MIN_KNOWN):
         assert clip(node.meets(away(1.5))) == 1.0
-    assert clip(node.meets(away(4.4))) == 1.0
-    assert clip(node.meets(away(9.0))) == pytest.approx(0.5, rel=1e-3)
+    assert clip(node.meets(away(5.9))) == 1.0
+    assert clip(node.meets(away(12.0))) == pytest.approx(0.5, rel=1e-3)
 
 
 def test_a_round_in_which_this_node_hardly_moved_clips_nobody() -> None:
@@ -152,7 +165,53 @@ def test_a_partner_may_be_behind_as_this_node_was_lately() -> None:
     assert isinstance(node.meets(away(1.0), loss=lambda share: 3.0 + 2.1 * share, chance=0.0), Refuse)
     for _ in range(RECENT_LOSSES):
         node.meets(away(1.0), loss=lambda share: 3.0, chance=0.0)
-    assert isinstance(node.meets(away(1.0), loss=lambda share: 3.0 + 0.1 * share, chance=0.0), Refuse)
+    assert isinstance(node.meets(away(1.0), loss=lambda share: 3.0 + 0.3 * share, chance=0.0), Refuse)
+
+
+def gaining(node: Node) -> None:
+    """The node's own loss falls from 5 to 3.5, and partners change nothing."""
+    for loss in (5.0, 4.0, 3.5):
+        node.meets(away(1.0), loss=sloping(loss, 0.0), chance=0.0)
+
+
+def test_who_is_behind_each_time_is_refused() -> None:
+    node = Node()
+    gaining(node)
+    verdicts = [node.meets(away(1.0), loss=lambda share: 3.0 + 1.9 * share, chance=0.0) for _ in range(4)]
+    assert [type(verdict) for verdict in verdicts] == [Accept] + [Refuse] * 3
+
+
+def test_partners_together_are_not_behind_often() -> None:
+    node, accepted = Node(), 0
+    gaining(node)
+    for _ in range(MAX_OUTLIERS + MAX_REFUSALS):
+        node.of_peer = History()
+        accepted += isinstance(node.meets(away(1.0), loss=lambda share: 3.0 + 1.9 * share, chance=0.0), Accept)
+        node.everybody.append("loss", 5.0)
+    assert accepted == MAX_OUTLIERS
+
+
+def test_a_slow_partner_may_always_be_behind_but_no_further_than_this_node_was() -> None:
+    node = Node()
+    for _ in range(10):
+        node.everybody.append("loss", 4.0)
+        assert isinstance(node.meets(away(1.0), tokens=(100, 40), loss=lambda share: 3.0 + 0.9 * share), Accept)
+    node.of_peer = History()
+    node.everybody.append("loss", 4.0)
+    bad = {0.0: 3.0, 1 / 3: 3.2, 1.0: 4.5}
+    verdict = node.meets(away(1.0), tokens=(100, 1), loss=lambda share: bad[min(bad, key=lambda at: abs(at - share))])
+    assert isinstance(verdict, Refuse), "the mean would do, but the partner's own weights are worse than ever"
+
+
+def test_a_mean_that_is_worse_than_usual_stands_out() -> None:
+    node = Node()
+    for number in range(MIN_CHANGES):
+        node.meets(away(1.0), loss=sloping(2.0, -0.01 * (1 + number / 10)), chance=0.0)
+    node.everybody.append("outlier", 1.0)
+    for _ in range(MAX_OUTLIERS):
+        node.everybody.append("outlier", 1.0)
+    assert isinstance(node.meets(away(1.0), loss=lambda share: 2.0 + share * 0.002, chance=0.0), Accept)
+    assert isinstance(node.meets(away(1.0), loss=lambda share: 2.0 + share * 0.02, chance=0.0), Refuse)
 
 
 @pytest.mark.parametrize(
@@ -191,3 +250,23 @@ def test_honest_pairs_are_never_clipped_whatever_the_codec(make_replica: MakeRep
         assert alice.screen(of_bob, met[0]) == bob.screen(of_alice, met[1]) == Accept()
         alice.apply(of_bob, met[0])
         bob.apply(of_alice, met[1], own_first=False)
+
+
+def test_two_that_have_drifted_apart_come_together_again_step_by_step() -> None:
+    node = known()
+
+    def meets() -> Verdict:
+        return node.meets(away(1.0), loss=lambda share: 2.0 + share**2, chance=0.0)
+
+    assert [type(meets()) for _ in range(MAX_REFUSALS)] == [Refuse] * MAX_REFUSALS
+    verdict = meets()
+    assert isinstance(verdict, Accept), "in part, as far as the loss allows"
+    assert verdict.shares[1] ** 2 <= 2.0 * STRICT.max_loss_increase
+    assert isinstance(meets(), Refuse), "and again after as many refusals"
+
+
+def test_by_default_only_what_costs_a_tenth_of_the_loss_is_refused() -> None:
+    node = Node(GuardConfig())
+    for _ in range(20):
+        assert isinstance(node.meets(away(1.0), loss=lambda share: 2.0 + 0.36 * share, chance=0.0), Accept)
+    assert isinstance(node.meets(away(1.0), loss=lambda share: 2.0 + 0.48 * share, chance=0.0), Refuse)

@@ -10,10 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.protocol.screening_rules import ScreeningConfig, ScreeningRules
+from farandole.protocol.screening_rules import GuardConfig, ScreeningConfig, ScreeningRules
+from farandole.training import partner as partner_module
 from farandole.training.learner import Learner
 from farandole.training.screening.history import MAX_NUMBERS, MAX_PEERS, MAX_SERIES, Histories, History
-from farandole.training.screening.rule import Accept, Encounter, Partner, Refuse
+from farandole.training.screening.rule import EVALUATION_BATCHES, Accept, Encounter, Partner, Refuse
 
 from ..conftest import ALICE, BOB, MakeReplica, refusal
 
@@ -137,3 +138,24 @@ def test_a_damaged_file_of_histories_is_refused(raw: bytes) -> None:
 
 def test_an_empty_history_has_no_numbers() -> None:
     assert History()["anything"] == ()
+
+
+@pytest.mark.parametrize(("seconds", "num_batches"), [(1e6, EVALUATION_BATCHES), (0.0, 0)])
+def test_a_slow_machine_takes_the_loss_on_fewer_batches_or_not_at_all(
+    make_replica: MakeReplica, monkeypatch: pytest.MonkeyPatch, seconds: float, num_batches: int
+) -> None:
+    monkeypatch.setattr(partner_module, "EVALUATION_SECONDS", seconds)
+    alice, bob = (make_replica(author, screening=GuardConfig(checked_share=1.0)) for author in (ALICE, BOB))
+    for each in (alice, bob):
+        each.learn()
+    sent(alice)
+    of_bob, asked = sent(bob), list[int]()
+    evaluate = alice.evaluate
+
+    def counting(num_batches: int = 8) -> float:
+        asked.append(num_batches)
+        return evaluate(num_batches)
+
+    monkeypatch.setattr(alice, "evaluate", counting)
+    assert isinstance(alice.screen(of_bob, Encounter(BOB, 1, 1, chance=0.0)), Accept)
+    assert asked[2:] == [num_batches] * (2 if num_batches else 0)
