@@ -22,8 +22,10 @@ import trio
 
 from farandole.protocol.errors import FarandoleError, ManifestError
 from farandole.protocol.identity import public_bytes
+from farandole.protocol.manifest import decode_manifest
 from farandole.protocol.relay import Limits
 
+from .admissions import admission_handlers
 from .base.bandwidth import Shaping
 from .base.control import ControlError, Handler, serve_control
 from .base.exits import Exit
@@ -41,10 +43,11 @@ from .loop.pause.idle_service import IdleKeeper
 from .loop.pause.pause import Rest
 from .loop.pause.pause_service import RestKeeper
 from .loop.traffic.traffic_service import TrafficKeeper
-from .member import Daemon, Mesh, RunMember, open_member
+from .member import Daemon, Mesh, RunMember, close_gate, open_member
 from .mesh.host import open_host
 from .mesh.mdns import open_mdns
 from .mesh.reach.connectivity import open_connectivity
+from .state.credentials import ADMISSION_FACT
 from .state.messenger import open_messenger
 from .state.store import open_store
 from .status.journal import Journal
@@ -245,13 +248,15 @@ async def be_node(daemon: Daemon) -> None:
         return f"still resting: {rest.words}" if rest.is_on else "training again"
 
     limits = Limits() if settings.relay else None
-    questions, deeds = {"checkpoints": checkpoints}, {"pause": pause, "resume": resume}
+    questions = {"checkpoints": checkpoints, **admission_handlers(lambda: member)}
+    deeds = {"pause": pause, "resume": resume}
     async with (
         open_mesh(daemon, [target.run_id], target.peers, limits) as mesh,
         open_messenger(mesh.host) as messenger,
         open_service_nursery() as nursery,
     ):
         await rest_keeper.begin()
+        await _stand_at_gate(daemon, mesh, target)
         async with open_desk(daemon, mesh, target.run_id, questions, deeds) as desk:
             if settings.only_when_idle:
                 watch = IdleWatch(settings.idle_cpu_percent / 100, may_use_battery=settings.on_battery)
@@ -277,6 +282,13 @@ async def be_node(daemon: Daemon) -> None:
                     nodes_of_stages=member.membership.nodes_of_stages,
                 )
                 await member.take_part(target)
+
+
+async def _stand_at_gate(daemon: Daemon, mesh: Mesh, target: Target) -> None:
+    """Show how this node was admitted, and if the run is known to be for its members alone, let nobody else in."""
+    mesh.host.gate.show(target.run_id, (await daemon.store.get_fact(ADMISSION_FACT)) or b"", target.secret)
+    if target.manifest is not None:
+        close_gate(mesh.host, *decode_manifest(target.manifest))
 
 
 async def _join(daemon: Daemon, mesh: Mesh, target: Target) -> bytes | None:

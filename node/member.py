@@ -19,7 +19,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.protocol import trainer_messages as messages
 from farandole.protocol.block_transfer import Question
 from farandole.protocol.entries import CheckpointNotice, Kind, Progress
-from farandole.protocol.manifest import Manifest, decode_manifest
+from farandole.protocol.invitations import Roster
+from farandole.protocol.manifest import Manifest, SignedManifest, decode_manifest
 from farandole.protocol.pairing import Pairing
 from farandole.protocol.records import run_key, shard_key
 from farandole.protocol.state import RunState
@@ -51,6 +52,7 @@ from .mesh.host import Host
 from .mesh.reach.connectivity import Connectivity
 from .state.announcer import Announcer
 from .state.connections import ConnectionKeeper
+from .state.credentials import Credentials
 from .state.gossip import GossipService
 from .state.membership import Membership
 from .state.messenger import Messenger
@@ -227,6 +229,8 @@ class RunMember:
     stage_record: StageRecord
     pipeline: PipelineService | None
     leases: LeaseKeeper | None
+    credentials: Credentials | None
+    """Where the run is not for everybody."""
 
     def checkpoint_notices(self) -> list[tuple[bytes, CheckpointNotice]]:
         """What this node and the live members say that they hold."""
@@ -246,11 +250,15 @@ class RunMember:
             journal.announce("joining", "syncing the run state", "three members' run state")
             # A node that brought the manifest may begin the run; one that got it from a member may not.
             if not await sync_state(self.gossip, journal, JOIN_TIMEOUT, may_begin=target.manifest is not None):
+                refusal = f" They do not admit this node: {host.gate.refusal}." if host.gate.refusal else ""
                 raise JoinError(
                     f"step 3, the run state: members were found, but none gave its run state within {JOIN_TIMEOUT:g} "
-                    "s. Try again later, or with a newer invite."
+                    f"s.{refusal} Try again later, or with a newer invite."
                 )
             membership.refresh()
+            if self.credentials is not None:
+                await self.credentials.publish()
+                nursery.start_soon(self.credentials.run)
             if is_cut:
                 stored = await self.daemon.store.get_fact(STAGE_FACT)
                 await self.stages.begin(None if stored is None else int(stored))
@@ -368,6 +376,13 @@ async def open_member(
         yield member
 
 
+def close_gate(host: Host, manifest: Manifest, signed: SignedManifest) -> Roster | None:
+    """From now on serve members only, unless the run is for anybody; the roster, which the host's gate holds."""
+    if host.gate.roster is None and (roster := manifest.roster(signed.run_id, signed.creator)) is not None:
+        host.gate.close(signed.run_id, roster)
+    return host.gate.roster
+
+
 def make_member(
     daemon: Daemon, mesh: Mesh, messenger: Messenger, raw_manifest: bytes, channels: Channels[Any] | None
 ) -> RunMember:
@@ -380,10 +395,16 @@ def make_member(
     key, store, journal, host = daemon.key, daemon.store, daemon.journal, mesh.host
     run_id, author, shaping, rng = signed.run_id, host.author, mesh.shaping, random.Random()
     num_stages = manifest.model.num_stages
-    state = RunState(run_id, signed.creator)
+    roster = close_gate(host, manifest, signed)
+    state = RunState(run_id, signed.creator, roster=roster)
     gossip = GossipService(
         state, Writer(key, run_id), host, messenger, store, rng, base_period=settings.heartbeat_seconds
     )
+
+    credentials = None
+    if roster is not None:
+        credentials = Credentials(key, run_id, signed.creator, author, host.gate, roster, gossip, store, journal)
+        credentials.admit_self()
 
     def is_paused() -> bool:
         return daemon.rest.is_on
@@ -459,5 +480,16 @@ def make_member(
         on_moved=stage_record.note,
     )
     return RunMember(
-        daemon, mesh, preparation, gossip, membership, weights, training, stages, stage_record, pipeline, leases
+        daemon,
+        mesh,
+        preparation,
+        gossip,
+        membership,
+        weights,
+        training,
+        stages,
+        stage_record,
+        pipeline,
+        leases,
+        credentials,
     )

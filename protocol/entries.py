@@ -17,6 +17,7 @@ import msgspec
 
 from .errors import RemoteProtocolError
 from .identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, is_signed_by
+from .invitations import MAX_ADMISSION_BYTES
 
 DOMAIN = b"farandole/entry/1"
 ID_BYTES = 16
@@ -32,6 +33,8 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**56)]
 """Steps, tokens, bytes: what only counts up. The sum over all authors stays below 2**63 x 2."""
 Small = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 PARTNER_BYTES = 8
+REVOKED_PER_ENTRY = 14
+"""Keys of 32 bytes that a payload of 512 bytes holds."""
 KeyPrefix = Annotated[bytes, msgspec.Meta(max_length=PARTNER_BYTES)]
 """The first bytes of a public key: enough to tell a run's members apart, too few to prove anything."""
 LossMicros = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -51,6 +54,8 @@ class Kind(enum.IntEnum):
     AUDIT = 7
     NOTICE = 9  # 8 was a kind that no node wrote
     STAGE_LEASE = 10
+    ADMISSION = 11
+    REVOCATION = 12
 
 
 class Payload(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -172,6 +177,20 @@ class StageLease(Payload, frozen=True):
     """I have waited for others' leases, none was before mine, and I go."""
 
 
+class AdmissionProof(Payload, frozen=True):
+    """How the author was admitted to a run of invited members."""
+
+    admission: Annotated[bytes, msgspec.Meta(max_length=MAX_ADMISSION_BYTES)]
+    """`farandole.protocol.invitations.Admission`, encoded."""
+
+
+class Revocation(Payload, frozen=True):
+    """The creator's word: these are members no longer, nor are those who were invited by them."""
+
+    keys: Annotated[tuple[Key, ...], msgspec.Meta(max_length=REVOKED_PER_ENTRY)]
+    """Of members, or of bearers, whose invites are then of no use."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """What a kind allows."""
@@ -203,10 +222,13 @@ RULES: dict[Kind, Rule] = {
     Kind.NOTICE: Rule(Notice, slots=4, quantum=60, ttl=7 * _DAY, max_bytes=512, is_metered=True),
     # Renewed while a move goes on; who dies on the way is in nobody's way for long.
     Kind.STAGE_LEASE: Rule(StageLease, slots=1, quantum=1, ttl=3 * _MINUTE, max_bytes=16, is_metered=False),
+    # Both are renewed daily while their authors are there.
+    Kind.ADMISSION: Rule(AdmissionProof, slots=1, quantum=10, ttl=21 * _DAY, max_bytes=512, is_metered=True),
+    Kind.REVOCATION: Rule(Revocation, slots=8, quantum=10, ttl=21 * _DAY, max_bytes=512, is_metered=True),
 }
 MAX_SLOTS = sum(rule.slots for rule in RULES.values())
 PROOF_TTL = 30 * _DAY
-"""A proof outlives every entry (7 days at most)."""
+"""A proof outlives every entry (21 days at most)."""
 
 
 class Signed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -331,8 +353,8 @@ class Checker:
             payload = _payload_decoders[kind](body.data)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             _refuse(str(error), error)
-        if kind is Kind.NOTICE and author != self.creator:
-            _refuse("a NOTICE that is not the creator's")
+        if kind in (Kind.NOTICE, Kind.REVOCATION) and author != self.creator:
+            _refuse(f"a {kind.name} that is not the creator's")
         return make_entry(kind, body.index, body.tick, payload, signed)
 
     def is_genuine(self, entry: Entry) -> bool:

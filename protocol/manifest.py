@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Literal
 
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from .errors import ManifestError, UnknownManifestError
+from .errors import ManifestError, RemoteProtocolError, UnknownManifestError
 from .families import HFConfig
 from .families.base import Context, NumLayers, Vocabulary
-from .identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, is_signed_by, public_bytes, sign
+from .identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, is_signed_by, public_bytes, public_key_of, sign
+from .invitations import Roster
 from .outer_rules import NoLoCoConfig, OuterRules, with_kind
 from .own_model import MAX_PARAMETERS, OwnModel
 from .screening_rules import DEFAULT_SCREENING, ScreeningRules
@@ -37,6 +39,9 @@ _NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 _Width = Annotated[int, msgspec.Meta(ge=0, le=65_536)]
 _NumHeads = Annotated[int, msgspec.Meta(ge=0, le=1_024)]
 _Hidden = Annotated[int, msgspec.Meta(ge=0, le=262_144)]
+_PeerId = Annotated[str, msgspec.Meta(max_length=64)]
+# 1,000 peer ids of 52 letters, which leave room for the rest of a manifest.
+_Members = Annotated[tuple[_PeerId, ...], msgspec.Meta(min_length=1, max_length=1_000)]
 _UnitInterval = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 
 
@@ -204,14 +209,23 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rounds: RoundConfig = RoundConfig()
     pipeline: PipelineConfig = PipelineConfig()
     screening: ScreeningRules = DEFAULT_SCREENING
-    admission: Literal["open"] = "open"
-    """Anybody who has an invite may join; runs that want an admission by the creator are not served yet."""
+    admission: Literal["open", "invited"] | _Members = "open"
+    """``open``: anybody who hears of the run may join; ``invited``: who has an invite that is signed by the creator, or
+    by a member whom the creator lets invite (`farandole.protocol.invitations`); a list of peer ids: these alone."""
     start: StartConfig | None = None
     """Null: the weights begin as the seed makes them."""
 
     def __post_init__(self) -> None:
         for problem in _problems(self):
             raise ManifestError(problem)
+
+    def roster(self, run_id: bytes, creator: bytes) -> Roster | None:
+        """Who may be a member, as the manifest says; None: anybody."""
+        if self.admission == "open":
+            return None
+        is_listed = not isinstance(self.admission, str)
+        listed = frozenset(public_key_of(peer_id) for peer_id in self.admission) if is_listed else None
+        return Roster(run_id, creator, listed)
 
     def slice_order(self, run_id: bytes) -> bytes:
         """Id of the run whose order the data's slices have: ``run_id``, which is this run's, or an earlier run's.
@@ -230,6 +244,8 @@ def _problems(manifest: Manifest) -> list[str]:
             if isinstance(value, float) and not math.isfinite(value):
                 problems.append(f"{field} is {value}: it must be a finite number")
     problems += manifest.outer.problems
+    if not isinstance(manifest.admission, str):
+        problems += [f"admission names {peer_id!r}, which is no peer id" for peer_id in _wrong_ids(manifest.admission)]
     model, rounds = manifest.model, manifest.rounds
     if model.own is not None:
         problems += _problems_of_own(model, model.own)
@@ -281,6 +297,14 @@ def _problems(manifest: Manifest) -> list[str]:
     if not rounds.inner_steps and not rounds.round_seconds:
         problems.append("rounds.inner_steps and rounds.round_seconds are both 0: a round would never end")
     return problems
+
+
+def _wrong_ids(peer_ids: Iterable[str]) -> Iterator[str]:
+    for peer_id in peer_ids:
+        try:
+            public_key_of(peer_id)
+        except RemoteProtocolError:
+            yield peer_id
 
 
 def _problems_of_own(model: ModelConfig, own: OwnModel) -> list[str]:

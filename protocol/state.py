@@ -23,10 +23,11 @@ from typing import TypeVar
 
 from .entries import PROOF_TTL, RULES, Checker, Delta, Entry, Kind, Member, Payload, Progress, Proof, Signed, slot_of
 from .errors import RemoteProtocolError
+from .invitations import InvitationError, RevokedError, Roster, SeatTakenError, decode_admission
 from .token_bucket import TokenBucket
 
 MAX_AUTHORS = 4_096
-"""With at most 37 KB an author this bounds a state to 150 MB under attack; an honest author takes 0.6 KB."""
+"""With at most 40 KB an author this bounds a state to 165 MB under attack; an honest author takes 0.6 KB."""
 NUM_BUCKETS = 256
 DIGEST_BYTES = 16
 MAX_AHEAD = 60.0
@@ -51,6 +52,7 @@ class Outcome(enum.Enum):
     MASKED = "masked"  # its author has forked
     DEFERRED = "deferred"  # too far in the future, or too many at once: welcome later
     EXPIRED = "expired"
+    UNINVITED = "uninvited"  # its author is no member, as far as this node knows
     CROWDED = "crowded"  # over the cap of authors, and every other has precedence
     INVALID = "invalid"  # no honest node can have accepted it
 
@@ -114,11 +116,16 @@ def bucket_of(author: bytes) -> int:
 class RunState:
     """See the head of the file. ``now`` is Unix seconds by this node's clock, in every method."""
 
-    def __init__(self, run_id: bytes, creator: bytes, *, checker: Checker | None = None) -> None:
-        """``checker`` is for simulations, which share its work."""
+    def __init__(
+        self, run_id: bytes, creator: bytes, *, checker: Checker | None = None, roster: Roster | None = None
+    ) -> None:
+        """``roster``: who the members are; None: anybody may be one. ``checker``: for simulations, which share its
+        work.
+        """
         self.run_id = run_id
         self.creator = creator
         self.checker = checker or Checker(run_id, creator)
+        self.roster = roster
         self.beat_ttl = _LEAST_BEAT_TTL
         """Seconds; raised by `fit_beat_ttl` in large runs, where heartbeats are far apart."""
         self.dirty: set[bytes] = set()
@@ -130,6 +137,7 @@ class RunState:
         self._root: bytes | None = None
         self._next_expiry = float("inf")
         self._latest = 0.0  # no entry was written later
+        self._has_roster_changed = False
 
     # merging
 
@@ -137,17 +145,23 @@ class RunState:
         """Take in what a peer (or this node, or its disk) says. Never raises for what is in the delta."""
         report = MergeReport()
         items: list[Proof | Signed] = [*delta.proofs, *delta.entries]
-        for item in items:
-            try:
-                if isinstance(item, Signed):
-                    outcome = self._merge_entry(item, now, report)
-                else:
-                    outcome = self._merge_proof(item, now, report)
-            except RemoteProtocolError as error:
-                outcome = Outcome.INVALID
-                report.faults.append(str(error))
-            report.outcomes.append(outcome)
+        report.outcomes = [self._merge_item(item, now, report) for item in items]
+        if self._has_roster_changed:
+            self._follow_roster(report)
+            for place, item in enumerate(items):
+                if report.outcomes[place] is Outcome.UNINVITED:  # its author's admission may have come after it
+                    report.outcomes[place] = self._merge_item(item, now, report)
+            self._follow_roster(report)
         return report
+
+    def _merge_item(self, item: Proof | Signed, now: float, report: MergeReport) -> Outcome:
+        try:
+            if isinstance(item, Signed):
+                return self._merge_entry(item, now, report)
+            return self._merge_proof(item, now, report)
+        except RemoteProtocolError as error:
+            report.faults.append(str(error))
+            return Outcome.INVALID
 
     def _merge_entry(self, signed: Signed, now: float, report: MergeReport) -> Outcome:
         """Parse, look whether it matters, verify, meter, apply: in the order of what that costs."""
@@ -164,6 +178,8 @@ class RunState:
             return Outcome.DEFERRED
         if self._expiry(entry) <= now:
             return Outcome.EXPIRED
+        if not self._is_invited(entry):
+            return Outcome.UNINVITED
         if record is None and not self._has_room(entry.author):
             return Outcome.CROWDED
         if not self.checker.is_genuine(entry):
@@ -184,6 +200,8 @@ class RunState:
         record = self._authors.get(author)
         if record is not None and record.fork is not None:
             return Outcome.KNOWN
+        if self.roster is not None and not self.roster.is_member(author):
+            return Outcome.UNINVITED
         a, _ = self.checker.check_proof(proof)
         if a.written_at + PROOF_TTL <= now:
             return Outcome.EXPIRED
@@ -201,6 +219,8 @@ class RunState:
             self._next_expiry = min(self._next_expiry, expiry)
         if entry.kind is not _BEAT:
             self._touch(record)
+        if entry.kind is Kind.REVOCATION:
+            self._has_roster_changed = True
 
     def _mask(self, record: _Author, proof: Proof, written_at: float, report: MergeReport) -> None:
         """Its author has forked: all its entries go, and none is taken until the proof expires."""
@@ -213,6 +233,35 @@ class RunState:
         report.new[:] = [entry for entry in report.new if entry.author != record.key]
 
     # who is in
+
+    def _is_invited(self, entry: Entry) -> bool:
+        """Whether its author is a member, maybe by this very entry; `InvitationError` if that is forged."""
+        if self.roster is None:
+            return True
+        if entry.kind is not Kind.ADMISSION:
+            return self.roster.is_member(entry.author)
+        admission = decode_admission(entry.payload.admission)
+        if admission.member != entry.author:
+            raise InvitationError("the admission of another member")
+        try:
+            self.roster.admit(admission)
+        except (RevokedError, SeatTakenError):  # the sender may not have received the other entry yet
+            return False
+        self._has_roster_changed = True
+        return True
+
+    def _follow_roster(self, report: MergeReport) -> None:
+        """Drop the entries of former members."""
+        if self.roster is None:
+            return
+        self._has_roster_changed = False
+        said = (entry for entry in self.entries_of(self.creator) if entry.kind is Kind.REVOCATION)
+        self.roster.revoke(frozenset(key for entry in said for key in entry.payload.keys))
+        gone = [record for author, record in self._authors.items() if not self.roster.is_member(author)]
+        for record in gone:
+            self._drop(record)
+        authors = {record.key for record in gone}
+        report.new[:] = [entry for entry in report.new if entry.author not in authors]
 
     def _rank(self, author: bytes) -> tuple[bool, bytes]:
         """A static total order: the creator, then by a hash. Its best K are a join themselves."""

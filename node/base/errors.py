@@ -9,6 +9,10 @@ class PeerUnreachableError(FarandoleError):
     """No connection to a peer, or no stream of the protocol asked for, in the time given; the message says why."""
 
 
+class NotAdmittedError(PeerUnreachableError):
+    """A run's members do not admit this node, or this node does not admit a peer; the message says why."""
+
+
 class StrangerError(PeerUnreachableError):
     """Another peer than the one that was dialled is at this address."""
 

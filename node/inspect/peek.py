@@ -30,7 +30,7 @@ from ..base.errors import JoinError
 from ..base.nurseries import open_service_nursery
 from ..base.settings import NodeSettings
 from ..bulk.negotiation import open_bulk
-from ..join.bootstrap import Target, dial, obtain_manifest, sync_state, wait_for_anyone
+from ..join.bootstrap import Target, dial, obtain_manifest, secret_of, sync_state, wait_for_anyone
 from ..mesh.host import Host, open_host
 from ..mesh.mdns import open_mdns
 from ..mesh.reach.connectivity import open_connectivity
@@ -89,7 +89,7 @@ async def open_visit(settings: NodeSettings, shaping: Shaping, say: Callable[[st
     """
     key, journal, invite = Ed25519PrivateKey.generate(), Journal(say), decode_invite(settings.invite or "")
     peers = peers_at((*invite.addresses, *settings.bootstrap))
-    target = Target(invite.run_id, None, peers)
+    target = Target(invite.run_id, None, peers, secret_of(invite))
     with tempfile.TemporaryDirectory(prefix="farandole-visit-") as folder:
         async with (
             open_store(Path(folder) / "store.sqlite") as store,
@@ -99,6 +99,7 @@ async def open_visit(settings: NodeSettings, shaping: Shaping, say: Callable[[st
             open_mdns(host, [target.run_id], is_on=settings.mdns),
             open_bulk(host, shaping, connectivity) as channels,
         ):
+            host.gate.show(target.run_id, b"", target.secret)
             await _reach(host, target, journal)
             raw = await _find_run(host, target, journal)
             manifest, signed = decode_manifest(raw)

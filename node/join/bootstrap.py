@@ -16,14 +16,15 @@ from dataclasses import dataclass, field
 
 import trio
 
-from farandole.protocol.errors import ManifestError, UnknownManifestError
+from farandole.protocol.errors import ManifestError, RemoteProtocolError, UnknownManifestError
 from farandole.protocol.identity import peer_id_of, short_name
-from farandole.protocol.invite import decode_invite, peers_at
+from farandole.protocol.invitations import InviteSecret
+from farandole.protocol.invite import Invite, InviteError, decode_invite, peers_at
 from farandole.protocol.manifest import decode_manifest
 from farandole.protocol.records import run_key
 
 from ..base.backoff import pauses
-from ..base.errors import JoinError, PeerUnreachableError
+from ..base.errors import JoinError, NotAdmittedError, PeerUnreachableError
 from ..base.settings import NodeSettings
 from ..mesh.host import Host
 from ..state.gossip import GossipService
@@ -57,6 +58,8 @@ class Target:
     """Its signed bytes, where this node has them already."""
     peers: dict[bytes, list[str]] = field(default_factory=dict)
     """Public key -> addresses, in the order in which to dial: those that were named, then those reached last."""
+    secret: InviteSecret | None = None
+    """Of an invite to a run of invited members."""
 
 
 def find_target(settings: NodeSettings, own: bytes, stored: bytes | None, remembered: dict[bytes, list[str]]) -> Target:
@@ -84,7 +87,15 @@ def find_target(settings: NodeSettings, own: bytes, stored: bytes | None, rememb
         known = peers.setdefault(peer, [])
         known += [address for address in addresses if address not in known]
     peers.pop(own, None)
-    return Target(run_id, manifest or stored, peers)
+    return Target(run_id, manifest or stored, peers, None if invite is None else secret_of(invite))
+
+
+def secret_of(invite: Invite) -> InviteSecret | None:
+    """What an invite to a run of invited members has; `InviteError` if it is damaged."""
+    try:
+        return InviteSecret.decode(invite.admission) if invite.admission else None
+    except RemoteProtocolError as error:
+        raise InviteError(f"the invite is damaged: {error}; copy the whole line again") from error
 
 
 async def dial(host: Host, peers: dict[bytes, list[str]], *, is_one_enough: bool = False) -> dict[bytes, str]:
@@ -175,6 +186,10 @@ async def obtain_manifest(host: Host, target: Target, journal: Journal) -> bytes
         if found is None:
             journal.enter("joining", "looking for members in the DHT", "the DHT")
             found = await _ask_all(host, await find_members(host, target.run_id), target.run_id)
+        if found is None and host.gate.refusal:
+            raise NotAdmittedError(
+                f"step 2, the manifest: members answer, but do not admit this node: {host.gate.refusal}"
+            )
         if found is not None:
             name = decode_manifest(found)[0].name
             journal.say(f"manifest of run {target.run_id.hex()[:16]} verified: {name!r}")
@@ -183,8 +198,8 @@ async def obtain_manifest(host: Host, target: Target, journal: Journal) -> bytes
             advised_at = math.inf
             journal.warn(
                 "step 2, the manifest: bootstrap peers answer, but no member of run "
-                f"{target.run_id.hex()[:16]} was found through them or the DHT. Has the run ended? Ask for a newer "
-                "invite. Trying on."
+                f"{target.run_id.hex()[:16]} was found through them or the DHT. Has the run ended, or is it for "
+                "invited members? Ask for a newer invite, one that is for you. Trying on."
             )
         journal.enter("joining", f"no member found; looking again in {pause:.0f} s", "a member of the run")
         await trio.sleep(pause)

@@ -52,6 +52,9 @@ class Connection:
         self.finished = trio.Event()
         self.num_negotiating = 0
         """Streams of the peer's whose protocol is not agreed yet."""
+        self.is_introduced = False
+        """Whether the peer has admitted this node (`farandole.node.mesh.gate`)."""
+        self.introducing = trio.Lock()
         self._pool = pool
         self._is_asked_to_end = trio.Event()
         self._negotiations = trio.Semaphore(MAX_NEGOTIATIONS_PER_CONNECTION)
@@ -95,6 +98,8 @@ class Connection:
 
     async def open_stream(self, protocol: str) -> Stream:
         """A new stream; `PeerUnreachableError` if there is none of this protocol."""
+        if self._pool.gate is not None:
+            await self._pool.gate.introduce(self, protocol)
         try:
             return await propose(await self.muxed.open_stream(), protocol)
         except (RemoteProtocolError, trio.BrokenResourceError, trio.TooSlowError) as error:

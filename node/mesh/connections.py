@@ -8,6 +8,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -22,6 +23,9 @@ from .rendezvous import Rendezvous
 from .sockets import Listener, Socket
 from .upgrading import Upgrader
 from .yamux import MuxedConn, UnreadBudget
+
+if TYPE_CHECKING:
+    from .gate import Gate
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +45,7 @@ class ConnectionPool:
         self.ping_interval = ping_interval
         self.ping_timeout = ping_timeout
         self.max_connections = MAX_CONNECTIONS
+        self.gate: Gate | None = None
         self.is_offline = False
         """Whether connections are refused, those that come and those that are under way."""
         self.budget = UnreadBudget(self.is_needed)

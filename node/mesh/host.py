@@ -29,6 +29,7 @@ from .connections import Acceptor, ConnectionPool
 from .dht import Dht
 from .dial_plan import dial_target
 from .dialler import DIAL_TIMEOUT, Dialler
+from .gate import Gate
 from .identify import IdentifyService
 from .known_addresses import KnownAddresses
 from .libp2p_stream import Stream
@@ -74,6 +75,8 @@ class Host:
         self._dialler = Dialler(self, nursery)
         self.probes = ProbeConnections(self, nursery)
         self._identify = IdentifyService(self)
+        self.gate = self.connections.gate = Gate(self)
+        self.handlers.admits = self.gate.admits
         self._dht = Dht(self)
         self.relays = RelayClient(self)
         nursery.start_soon(self._dht.run)

@@ -21,6 +21,8 @@ class ProtocolHandlers:
     """The handlers of one host."""
 
     def __init__(self) -> None:
+        self.admits: Callable[[bytes, str], bool] = lambda peer, protocol: True
+        """Whether a peer may open streams of a protocol; to others it is one that this node does not serve."""
         self._handlers: dict[str, tuple[Handler, int | None]] = {}
 
     @property
@@ -45,7 +47,8 @@ class ProtocolHandlers:
         try:
             try:
                 with trio.fail_after(NEGOTIATION_TIMEOUT):
-                    stream.protocol = await Negotiation(stream.receive_some, stream.send_all).answer(self._handlers)
+                    offered = [protocol for protocol in self._handlers if self.admits(stream.peer, protocol)]
+                    stream.protocol = await Negotiation(stream.receive_some, stream.send_all).answer(offered)
                 handler, max_bytes = self._handlers[stream.protocol]
             finally:
                 note_negotiated()

@@ -15,12 +15,14 @@ NOW = 1_750_000_000
 TIME_OF_DAY = {"time", "time_ns", "now", "utcnow", "today", "localtime", "gmtime"}
 READ_IN = {
     "app/commands/checkpoints.py": "when a run was made, in its manifest",
+    "app/commands/output.py": "until when an invite is good",
     "app/commands/runs.py": "when a run was made, in its manifest",
     "app/doctor/examination.py": "compared with that of others",
     "app/doctor/mesh.py": "compared with that of others",
     "daemon.py": "since when the node runs, shown",
     "join/address_book.py": "when a peer was reached last, kept from one life to the next",
     "member.py": "a number that grows from one life to the next",
+    "mesh/gate.py": "whether an invite has expired",
     "mesh/reach/checkup.py": "told to whoever asks what time it is",
     "mesh/reach/relay_server.py": "libp2p says in time of day until when a reservation lasts",
     "mesh/relay_client.py": "libp2p says in time of day until when a reservation lasts",

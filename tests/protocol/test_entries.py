@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from farandole.protocol.entries import (
     MAX_BODY_BYTES,
     MAX_DELTA_BYTES,
+    REVOKED_PER_ENTRY,
     RULES,
+    AdmissionProof,
     Audit,
     Beat,
     Checker,
@@ -25,6 +27,7 @@ from farandole.protocol.entries import (
     Progress,
     Proof,
     Report,
+    Revocation,
     Signed,
     StageLease,
     decode_delta,
@@ -35,6 +38,7 @@ from farandole.protocol.entries import (
 )
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import SMALL_ORDER_KEYS
+from farandole.protocol.invitations import MAX_ADMISSION_BYTES
 
 from .authors import CREATOR, NOW, RUN_ID, accusation, author_of, beat, flipped, member, sign_body, signed, tick_at
 
@@ -50,6 +54,8 @@ LARGEST: dict[Kind, Payload] = {
     Kind.AUDIT: Audit(b"s" * 16, 2**31 - 1, b"p" * 32, b"s" * 32, b"r" * 32, b"c" * 64),
     Kind.NOTICE: Notice("resume", "t" * 256),
     Kind.STAGE_LEASE: StageLease(511, 511, True),
+    Kind.ADMISSION: AdmissionProof(b"a" * MAX_ADMISSION_BYTES),
+    Kind.REVOCATION: Revocation((b"k" * 32,) * REVOKED_PER_ENTRY),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from farandole.protocol.manifest import Manifest, SignedManifest
 
     from ...status.status import NodeStatus
+
+
+# An invite to a run of invited members is good for a week if nothing else is said.
+INVITE_SECONDS = 7 * 86_400.0
 
 
 def print_json(value: object) -> None:
@@ -38,20 +43,31 @@ def node_status(home: Path) -> NodeStatus:
     return msgspec.convert(call(home, "status"), NodeStatus)
 
 
-def own_invite(home: Path, addresses: Sequence[str] | None = None) -> str:
+def own_invite(
+    home: Path,
+    addresses: Sequence[str] | None = None,
+    *,
+    uses: int = 1,
+    seconds: float = INVITE_SECONDS,
+    quota: int = 0,
+) -> str:
     """An invite to the run of the node that runs here, by its own addresses if none are given.
 
-    Raises `NoNodeError` if none runs, and `ManifestError` while it has not found its run.
+    If the run is for invited members, it is for ``uses`` of them, who have ``seconds`` to join, and each of whom may
+    invite ``quota`` others. Raises `NoNodeError` if no node runs, `ControlError` if it may not invite, and
+    `ManifestError` while it has not found its run.
     """
     from farandole.protocol.invite import Invite, encode_invite
 
+    from ...base.control import call
     from ...join.invite_addresses import choose_bootstrap_addresses
 
     status = node_status(home)
     if not status.run.run_id:
         raise ManifestError("the node has not found its run yet; `farandole status` says what it waits for")
     run_id = bytes.fromhex(status.run.run_id)
-    return encode_invite(Invite(run_id, tuple(addresses or choose_bootstrap_addresses(status))))
+    secret = bytes.fromhex(call(home, "invite", uses=uses, expires_at=time.time() + seconds, quota=quota))
+    return encode_invite(Invite(run_id, tuple(addresses or choose_bootstrap_addresses(status)), secret))
 
 
 def read_manifest(path: Path) -> tuple[Manifest, SignedManifest]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from farandole.protocol.manifest import Manifest, SignedManifest
 
     from ...loop.stages.measuring import MeasuredCut
+
+Who = Annotated[
+    list[str], typer.Argument(metavar="PEER_ID|INVITE...", help="Members by their peer ids, or whole invites.")
+]
 
 run_app = typer.Typer(help="Start a run, look at one, invite to one.", no_args_is_help=True)
 
@@ -135,19 +140,95 @@ def make_invite(
         list[str] | None,
         typer.Option("--address", metavar="MULTIADDR", help="To dial first (ends in /p2p/...); repeatable."),
     ] = None,
+    uses: Annotated[
+        int, typer.Option("--uses", min=1, help="In a run of invited members: how many may join with it.")
+    ] = 1,
+    expires: Annotated[
+        str, typer.Option("--expires", metavar="TIME", help="In such a run: for how long, such as 12h or 7d.")
+    ] = "7d",
+    quota: Annotated[
+        int, typer.Option("--quota", min=0, help="In such a run: how many others each of them may invite.")
+    ] = 0,
 ) -> None:
     """Print an invite: one line, all that others need to join.
 
-    Example: [cyan]farandole run invite[/cyan] on a machine where a node of the run is on
+    Examples: [cyan]farandole run invite[/cyan] on a machine where a node of the run is on;
+    [cyan]farandole run invite --uses 5 --expires 2d[/cyan] (in a run of invited members)
     """
     from farandole.protocol.invite import Invite, encode_invite
 
     if manifest is None:
-        typer.echo(own_invite(home, address))
+        typer.echo(own_invite(home, address, uses=uses, seconds=parse_duration(expires), quota=quota))
     elif address:
         typer.echo(encode_invite(Invite(read_manifest(manifest)[1].run_id, tuple(address))))
     else:
         raise ManifestError("an invite from a manifest needs at least one --address that others can dial")
+
+
+@run_app.command("members")
+def show_members(home: Home, as_json: AsJson = False) -> None:
+    """Print the members of the run of the node that is on here, and who invited them.
+
+    Example: [cyan]farandole run members[/cyan]
+    """
+    from ...base.control import call
+
+    rows: list[dict[str, Any]] = call(home, "roster")
+    lines = []
+    for row in rows:
+        role = "creator" if row["is_creator"] else f"invited by {row['invited_by']}" if row["invited_by"] else ""
+        lines.append(f"{row['peer_id']}  {'live' if row['is_live'] else 'away'}  {role}".rstrip())
+    print_answer(as_json, rows, "\n".join(lines) or "no member is known yet")
+
+
+@run_app.command("revoke")
+def revoke(home: Home, who: Who) -> None:
+    """Remove members from a run of invited members, and those whom they invited; or make an invite useless.
+
+    It needs the creator's node. The others disconnect whom it removes within seconds of hearing of it.
+
+    Example: [cyan]farandole run revoke 12D3KooW...[/cyan]
+    """
+    _tell_admission(home, who, is_admitted=False)
+    typer.echo("revoked; `farandole run admit` with the same words takes it back")
+
+
+@run_app.command("admit")
+def admit(home: Home, who: Who) -> None:
+    """Take back what [cyan]farandole run revoke[/cyan] did.
+
+    Example: [cyan]farandole run admit 12D3KooW...[/cyan]
+    """
+    _tell_admission(home, who, is_admitted=True)
+    typer.echo("admitted again")
+
+
+def _tell_admission(home: Path, who: list[str], *, is_admitted: bool) -> None:
+    from ...base.control import call
+
+    call(home, "admit", keys=[_key_of(each).hex() for each in who], is_admitted=is_admitted)
+
+
+def _key_of(who: str) -> bytes:
+    """The key behind a peer id, or of an invite."""
+    from farandole.protocol.identity import public_key_of
+    from farandole.protocol.invitations import InviteSecret
+    from farandole.protocol.invite import decode_invite, is_invite
+
+    if not is_invite(who):
+        return public_key_of(who)
+    secret = decode_invite(who).admission
+    if not secret:
+        raise ManifestError("this invite is to a run for anybody: there is nothing to revoke")
+    return InviteSecret.decode(secret).invitation.bearer
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of a time such as 30m, 12h or 7d; `ManifestError` if it is none."""
+    match = re.fullmatch(r"(\d{1,6})([mhd])", text.strip())
+    if match is None:
+        raise ManifestError(f"{text!r} is no time: write 30m, 12h or 7d, for minutes, hours or days")
+    return int(match[1]) * {"m": 60.0, "h": 3_600.0, "d": 86_400.0}[match[2]]
 
 
 def _show_invite(invite: Invite, as_json: bool) -> None:

@@ -1,0 +1,83 @@
+"""What ``farandole run invite``, ``members``, ``revoke`` and ``admit`` ask of a node, over its control socket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from farandole.protocol.identity import peer_id_of
+
+from .base.control import ControlError, Handler
+from .member import RunMember
+from .state.credentials import CredentialsError
+from .state.store import StoreError
+
+FindMember = Callable[[], RunMember | None]
+"""This node in its run; None until it knows its run."""
+
+
+class InviteWanted(msgspec.Struct, forbid_unknown_fields=True):
+    """What ``farandole run invite`` asks a node of an invited run for."""
+
+    uses: int
+    expires_at: float
+    """Unix seconds."""
+    quota: int
+
+
+class AdmissionWanted(msgspec.Struct, forbid_unknown_fields=True):
+    """What ``farandole run revoke`` and ``run admit`` ask for."""
+
+    keys: list[str]
+    """Public keys in hex."""
+    is_admitted: bool
+
+
+def roster_of(member: RunMember) -> list[dict[str, Any]]:
+    """The members as ``farandole run members`` shows them."""
+    state, credentials = member.gossip.state, member.credentials
+    live = member.membership.everyone | {member.mesh.host.author}
+    rows = []
+    for author in sorted(state.members()):
+        sponsor = None if credentials is None else credentials.roster.sponsor_of(author)
+        row = {"peer_id": peer_id_of(author), "is_live": author in live, "is_creator": author == state.creator}
+        rows.append(row | {"invited_by": None if sponsor is None else peer_id_of(sponsor)})
+    return rows
+
+
+def admission_handlers(find_member: FindMember) -> dict[str, Handler]:
+    """By the names of their methods."""
+
+    async def invite(params: dict[str, Any]) -> object:
+        """The secret of an invite, in hex; empty where the run is for anybody."""
+        member = find_member()
+        if member is None or member.credentials is None:
+            return ""
+        try:
+            wanted = msgspec.convert(params, InviteWanted)
+            secret = await member.credentials.invite(wanted.uses, wanted.expires_at, wanted.quota)
+        except (CredentialsError, StoreError, msgspec.ValidationError) as error:
+            raise ControlError("cannot_invite", str(error)) from error
+        return secret.encode().hex()
+
+    async def admit(params: dict[str, Any]) -> object:
+        """Revoke keys, or revoke them no longer."""
+        member = find_member()
+        if member is None or member.credentials is None:
+            raise ControlError("open_run", "this run is for anybody, so no member can be removed")
+        try:
+            wanted = msgspec.convert(params, AdmissionWanted)
+            keys = [bytes.fromhex(key) for key in wanted.keys]
+            await (member.credentials.restore(keys) if wanted.is_admitted else member.credentials.revoke(keys))
+        except (CredentialsError, StoreError, ValueError) as error:
+            raise ControlError("cannot_revoke", str(error)) from error
+        return "done"
+
+    async def roster(params: dict[str, Any]) -> object:
+        """The members, and who invited them."""
+        member = find_member()
+        return [] if member is None else roster_of(member)
+
+    return {"invite": invite, "admit": admit, "roster": roster}

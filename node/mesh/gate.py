@@ -1,0 +1,225 @@
+"""Admission control for streams: in a run with a roster, only members open streams of the application.
+
+Before a node opens a stream, it introduces itself, once for each connection: it sends its admission
+(`farandole.protocol.invitations`) over a stream of its own and receives the peer's. Peers that are not on the roster
+get only the protocols in `PUBLIC_PROTOCOLS`. This covers every protocol, relays and dial-backs included, because the
+host asks the gate before it negotiates a stream's protocol.
+
+An open run has no roster, and its gate does nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Annotated, Final, Literal
+
+import msgspec
+import trio
+
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.framing import FrameParser, frame
+from farandole.protocol.identity import short_name
+from farandole.protocol.invitations import (
+    MAX_ADMISSION_BYTES,
+    InvitationError,
+    InviteSecret,
+    Roster,
+    SeatTakenError,
+    decode_admission,
+)
+from farandole.protocol.manifest import RUN_ID_BYTES
+from farandole.protocol.reachability import DIALBACK_PROTOCOL
+from farandole.protocol.relay import HOP_PROTOCOL, STOP_PROTOCOL
+from farandole.protocol.wire import MessageDecoder, encode
+
+from ..base.errors import NotAdmittedError, PeerUnreachableError
+from ..base.streams import receive_frame
+from .identify import IDENTIFY_PROTOCOL, PING_PROTOCOL, PUSH_PROTOCOL
+from .libp2p_stream import Stream
+
+if TYPE_CHECKING:
+    from .connection import Connection
+    from .host import Host
+
+logger = logging.getLogger(__name__)
+
+ADMISSION_PROTOCOL: Final = "/farandole/admission/1"
+# Served to any peer: they reveal nothing about a run. The peer at the end of a relay's circuit passes the gate itself.
+PUBLIC_PROTOCOLS: Final = frozenset(
+    (ADMISSION_PROTOCOL, IDENTIFY_PROTOCOL, PUSH_PROTOCOL, PING_PROTOCOL, STOP_PROTOCOL)
+)
+# Requested from peers that need not be members: relays, and peers that dial back.
+HELPERS_PROTOCOLS: Final = frozenset((HOP_PROTOCOL, DIALBACK_PROTOCOL))
+INTRODUCTION_TIMEOUT: Final = 10.0
+MAX_INTRODUCTION_BYTES: Final = 1_024
+# A sentence, which is shown to people.
+MAX_REFUSAL_CHARS: Final = 200
+# Seats of one's invitation that are tried before a person is asked for another invite: each costs a round trip.
+MAX_SEATS_TRIED: Final = 64
+# Between two looks for peers that were revoked.
+LOOK_INTERVAL: Final = 1.0
+
+_Why = Literal["", "seat", "run", "admission"]
+_Proof = Annotated[bytes, msgspec.Meta(max_length=MAX_ADMISSION_BYTES)]
+
+
+class Introduction(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What the dialling side says."""
+
+    run_id: Annotated[bytes, msgspec.Meta(min_length=RUN_ID_BYTES, max_length=RUN_ID_BYTES)]
+    admission: _Proof
+    """Empty: the run's creator, and listed members, need none."""
+
+
+class IntroductionAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What is answered."""
+
+    refusal: Annotated[str, msgspec.Meta(max_length=MAX_REFUSAL_CHARS)]
+    """For people; empty: welcome."""
+    why: _Why
+    """What the refusal is about: the seat, and another one of the invitation may be free; the run id; the admission."""
+    admission: _Proof
+    """The answering side's; empty if it refuses, or needs none."""
+
+
+_decode_introduction: Final = MessageDecoder[Introduction](Introduction, "an introduction")
+_decode_answer: Final = MessageDecoder[IntroductionAnswer](IntroductionAnswer, "an answer to an introduction")
+
+
+class Gate:
+    """The gate of one host; open until `close`."""
+
+    def __init__(self, host: Host) -> None:
+        self.admission = b""
+        """How this node was admitted, encoded; empty if it needs no admission, or has none yet."""
+        self.refusal = ""
+        """Why a member did not admit this node, if none has since."""
+        self._host = host
+        self._run_id = b""
+        self.roster: Roster | None = None
+        """Who is a member; None: anybody may speak to this node."""
+        self._secret: InviteSecret | None = None
+        host.handlers.set(ADMISSION_PROTOCOL, self._serve, MAX_INTRODUCTION_BYTES)
+
+    def show(self, run_id: bytes, admission: bytes, secret: InviteSecret | None) -> None:
+        """Set what this node introduces itself by: its admission, or a new one if the invite is another."""
+        self._run_id, self.admission, self._secret = run_id, admission, secret
+        if secret is not None and (not admission or decode_admission(admission).invitation != secret.invitation):
+            self._take_seat(0)
+
+    def close(self, run_id: bytes, roster: Roster) -> None:
+        """Serve application protocols to members only."""
+        self._run_id, self.roster = run_id, roster
+
+    def admits(self, peer: bytes, protocol: str) -> bool:
+        """Whether a peer may open a stream of this protocol."""
+        return self.roster is None or protocol in PUBLIC_PROTOCOLS or self.roster.is_member(peer)
+
+    async def introduce(self, conn: Connection, protocol: str) -> None:
+        """Exchange admissions with the peer before a stream of this protocol is opened.
+
+        Raises `NotAdmittedError` if either does not, and `PeerUnreachableError` if that could not be found out.
+        """
+        if protocol in PUBLIC_PROTOCOLS or not (self.roster is not None or self.admission or self._secret):
+            return
+        try:
+            async with conn.introducing:
+                if not conn.is_introduced:
+                    await self._introduce(conn)
+                    conn.is_introduced = True
+        except PeerUnreachableError:  # not admitted, or the helper knows nothing of admissions
+            if protocol not in HELPERS_PROTOCOLS:
+                raise
+        if not self.admits(conn.peer, protocol) and protocol not in HELPERS_PROTOCOLS:
+            raise NotAdmittedError(f"{short_name(conn.peer)} is no member of this run")
+
+    async def _introduce(self, conn: Connection) -> None:
+        """Try seat after seat."""
+        num_seats = 1 if self._secret is None else self._secret.invitation.num_seats
+        for seat in range(min(num_seats, MAX_SEATS_TRIED)):
+            answer = await self._ask(conn)
+            if not answer.refusal:
+                self.refusal = ""
+                self._note_admission(conn.peer, answer.admission)
+                return
+            if answer.why != "seat" or self._secret is None:
+                break
+            self._take_seat(seat + 1)
+        if answer.why != "run":
+            self.refusal = answer.refusal
+        raise NotAdmittedError(f"{short_name(conn.peer)} does not admit this node: {answer.refusal}")
+
+    async def _ask(self, conn: Connection) -> IntroductionAnswer:
+        try:
+            with trio.fail_after(INTRODUCTION_TIMEOUT):
+                stream = await conn.open_stream(ADMISSION_PROTOCOL)
+                try:
+                    introduction = encode(Introduction(self._run_id, self.admission))
+                    await stream.send_all(frame(introduction, MAX_INTRODUCTION_BYTES))
+                    return _decode_answer(await receive_frame(stream, FrameParser(MAX_INTRODUCTION_BYTES)))
+                finally:
+                    stream.reset()
+        except (trio.TooSlowError, trio.BrokenResourceError, RemoteProtocolError) as error:
+            raise PeerUnreachableError(f"{short_name(conn.peer)} answers no introduction: {error!r}") from error
+
+    def _take_seat(self, number: int) -> None:
+        """The ``number``-th try; members of one invite begin at different seats."""
+        assert self._secret is not None
+        invitation = self._secret.invitation
+        seat = invitation.first_seat + (self._host.author[0] + number) % invitation.num_seats
+        self.admission = encode(self._secret.admit(self._run_id, self._host.author, seat))
+
+    def _note_admission(self, peer: bytes, raw: bytes) -> None:
+        """Raises `NotAdmittedError` if a peer shows another's admission, or a forged one."""
+        if self.roster is None or not raw:
+            return
+        try:
+            admission = decode_admission(raw)
+            if admission.member != peer:
+                raise InvitationError("it shows another member's admission")
+            self.roster.admit(admission)
+        except RemoteProtocolError as error:
+            raise NotAdmittedError(f"{short_name(peer)} is no member of this run: {error}") from error
+
+    # The other side
+
+    async def _serve(self, stream: Stream) -> None:
+        with trio.fail_after(INTRODUCTION_TIMEOUT):
+            introduction = _decode_introduction(await receive_frame(stream, FrameParser(MAX_INTRODUCTION_BYTES)))
+            await stream.send_all(frame(encode(self._judge(stream.peer, introduction)), MAX_INTRODUCTION_BYTES))
+
+    def _judge(self, peer: bytes, introduction: Introduction) -> IntroductionAnswer:
+        refusal = ""
+        why: _Why = ""
+        if introduction.run_id != self._run_id:
+            refusal, why = "this node is in another run", "run"
+        elif self.roster is not None and not self.roster.is_member(peer):
+            try:
+                self._admit(self.roster, peer, introduction.admission)
+            except RemoteProtocolError as error:
+                refusal = str(error)[:MAX_REFUSAL_CHARS]
+                why = "seat" if isinstance(error, SeatTakenError) else "admission"
+                logger.info("%s is not admitted: %s", short_name(peer), refusal)
+        return IntroductionAnswer(refusal, why, b"" if refusal else self.admission)
+
+    @staticmethod
+    def _admit(roster: Roster, peer: bytes, raw: bytes) -> None:
+        if not raw:
+            raise InvitationError("this run is for invited members: ask one of them for an invite")
+        admission = decode_admission(raw)
+        if admission.member != peer:
+            raise InvitationError("this is another member's admission")
+        roster.admit_newcomer(admission, time.time())
+
+    async def run(self) -> None:
+        """Disconnect members whose admission is revoked, until cancelled."""
+        roster = self.roster
+        if roster is None:
+            return
+        while True:
+            known = {peer for peer in self._host.connected if roster.is_member(peer)}
+            await trio.sleep(LOOK_INTERVAL)
+            for peer in known & self._host.connected:
+                if not roster.is_member(peer):
+                    await self._host.disconnect(peer)

@@ -1,0 +1,176 @@
+"""Publishes this node's admission to a run; signs invitations and, for the creator, revocations.
+
+Entries of both kinds expire after three weeks, and their author's node renews them daily.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.protocol.entries import REVOKED_PER_ENTRY, RULES, AdmissionProof, Kind, Revocation
+from farandole.protocol.errors import FarandoleError, RemoteProtocolError
+from farandole.protocol.identity import PUBLIC_KEY_BYTES
+from farandole.protocol.invitations import (
+    CREATOR_SEATS,
+    MAX_SEATS,
+    SECRET_BYTES,
+    InviteSecret,
+    Roster,
+    decode_admission,
+    invite_members,
+)
+
+from ..base.errors import NotAdmittedError
+from ..mesh.gate import Gate
+from ..status.journal import Journal
+from .gossip import GossipService
+from .store import Store, StoreError
+
+RENEW_INTERVAL: Final = 86_400.0
+ADMISSION_FACT: Final = "admission"
+# Seats that this node has given away, so that no two invites are for one seat.
+SEATS_FACT: Final = "seats"
+# Concatenated keys that the creator has revoked. The run state may be behind: a slot takes a new entry only every 10 s.
+REVOKED_FACT: Final = "revoked"
+
+
+class CredentialsError(FarandoleError):
+    """This node cannot invite or revoke; the message says why and who can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """This node's part in who is a member of an invited run; ``gate`` has its roster."""
+
+    key: Ed25519PrivateKey
+    run_id: bytes
+    creator: bytes
+    author: bytes
+    gate: Gate
+    roster: Roster
+    gossip: GossipService
+    store: Store
+    journal: Journal
+    _lock: trio.Lock = field(default_factory=trio.Lock)
+    """Held while seats are given, and while the set of revoked keys changes."""
+
+    @property
+    def is_creator(self) -> bool:
+        """Whether this node's key made the run."""
+        return self.author == self.creator
+
+    def admit_self(self) -> None:
+        """Put this node on its own roster. Raises `NotAdmittedError` if its admission is none to this run."""
+        if self.roster.is_member(self.author):
+            return
+        try:
+            if not self.gate.admission:
+                raise NotAdmittedError("this run is for invited members: join it with an invite that is for you")
+            self.roster.admit(decode_admission(self.gate.admission))
+        except RemoteProtocolError as error:
+            raise NotAdmittedError(f"not admitted to this run: {error}") from error
+
+    async def publish(self) -> None:
+        """Tell the run how this node was admitted, before anything else."""
+        if self.gate.admission:
+            await self.gossip.publish(Kind.ADMISSION, 0, AdmissionProof(self.gate.admission))
+            try:
+                await self.store.put_fact(ADMISSION_FACT, self.gate.admission)
+            except StoreError as error:
+                self.journal.warn(f"{error}; keep the invite, a next life needs it")
+
+    async def run(self) -> None:
+        """Renew entries, and warn if this node is no longer a member, until cancelled."""
+        renewed_at = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.gate.run)
+            while True:
+                await self.gossip.changed()
+                if not self.roster.is_member(self.author):
+                    self.journal.warn(
+                        "this node is no longer a member of the run: its admission was revoked, or another member has "
+                        "its seat. Ask the run's creator for a new invite, and join again with it"
+                    )
+                    await trio.sleep_forever()
+                if trio.current_time() - renewed_at >= RENEW_INTERVAL:
+                    renewed_at = trio.current_time()
+                    await self.publish()
+                    if self.is_creator:
+                        async with self._lock:
+                            await self._publish_revoked(await self._revoked())
+
+    # Inviting
+
+    async def invite(self, uses: int, expires_at: float, quota: int) -> InviteSecret:
+        """Sign an invitation for ``uses`` members, each of whom may invite ``quota`` others.
+
+        Raises `CredentialsError` if this node may not, and `StoreError`.
+        """
+        admission = self.roster.admission_of(self.author)
+        num_seats = CREATOR_SEATS if self.is_creator else 0 if admission is None else admission.invitation.quota
+        if not self.is_creator and (admission is None or admission.sponsor is not None or not num_seats):
+            raise CredentialsError("this node may not invite: ask the run's creator, or for an invite with a quota")
+        if quota and not self.is_creator:
+            raise CredentialsError("only the run's creator can let those whom it invites invite others (--quota)")
+        if not 1 <= uses <= MAX_SEATS or not 0 <= quota <= MAX_SEATS:
+            raise CredentialsError(f"an invite is for 1 to {MAX_SEATS} members, with a quota of at most {MAX_SEATS}")
+        async with self._lock:
+            first = int((await self.store.get_fact(SEATS_FACT)) or 0)
+            if first + uses > num_seats:
+                raise CredentialsError(f"this node may give {num_seats - first} more seats, not {uses}")
+            await self.store.put_fact(SEATS_FACT, b"%d" % (first + uses))
+        sponsor = None if self.is_creator else admission
+        seats, secret = range(first, first + uses), secrets.token_bytes(SECRET_BYTES)
+        return invite_members(self.key, self.run_id, secret, seats, int(expires_at), quota=quota, sponsor=sponsor)
+
+    # Revoking
+
+    async def _revoked(self) -> frozenset[bytes]:
+        raw = await self.store.get_fact(REVOKED_FACT)
+        if raw is not None:
+            return frozenset(raw[at : at + PUBLIC_KEY_BYTES] for at in range(0, len(raw), PUBLIC_KEY_BYTES))
+        entries = self.gossip.state.entries(Kind.REVOCATION)
+        return frozenset(key for entry in entries for key in entry.payload.keys)
+
+    async def revoke(self, keys: Iterable[bytes]) -> None:
+        """End these memberships, and those that follow from these invites.
+
+        Raises `CredentialsError` if this node is not the creator's, and `StoreError`.
+        """
+        self._require_creator()
+        async with self._lock:
+            await self._set_revoked(await self._revoked() | frozenset(keys))
+
+    async def restore(self, keys: Iterable[bytes]) -> None:
+        """Undo `revoke` for these keys; raises as it does."""
+        self._require_creator()
+        async with self._lock:
+            await self._set_revoked(await self._revoked() - frozenset(keys))
+
+    def _require_creator(self) -> None:
+        if not self.is_creator:
+            raise CredentialsError("only the run's creator can do this: run it where the creator's node runs")
+
+    async def _set_revoked(self, keys: frozenset[bytes]) -> None:
+        num_entries = RULES[Kind.REVOCATION].slots
+        if len(keys) > num_entries * REVOKED_PER_ENTRY:
+            raise CredentialsError(
+                f"a run has at most {num_entries * REVOKED_PER_ENTRY} revoked keys: restore some that have expired"
+            )
+        await self.store.put_fact(REVOKED_FACT, b"".join(sorted(keys)))
+        await self._publish_revoked(keys)
+
+    async def _publish_revoked(self, keys: frozenset[bytes]) -> None:
+        num_entries = RULES[Kind.REVOCATION].slots
+        ordered = sorted(keys)
+        told = {entry.index for entry in self.gossip.state.entries(Kind.REVOCATION)}
+        for index in range(num_entries):
+            part = tuple(ordered[index * REVOKED_PER_ENTRY : (index + 1) * REVOKED_PER_ENTRY])
+            if part or index in told:
+                await self.gossip.publish(Kind.REVOCATION, index, Revocation(part))

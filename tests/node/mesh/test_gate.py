@@ -1,0 +1,208 @@
+"""The gate of an invited run, between real hosts: members pass, and strangers open no stream of the application."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+import trio
+import trio.testing
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.node.base.errors import NotAdmittedError, PeerUnreachableError
+from farandole.node.mesh.gate import PUBLIC_PROTOCOLS
+from farandole.node.mesh.host import Host
+from farandole.node.mesh.identify import IDENTIFY_PROTOCOL
+from farandole.node.mesh.libp2p_stream import Stream
+from farandole.protocol.identity import public_bytes
+from farandole.protocol.invitations import InviteSecret, Roster, invite_members
+from farandole.protocol.relay import HOP_PROTOCOL
+from farandole.protocol.wire import encode
+
+from ...patience import PATIENCE
+from ..hosts import ECHO, echo, host_at_loopback
+
+RUN_ID = b"r" * 32
+TRIES = 20
+
+
+@dataclass
+class Run:
+    creator: Ed25519PrivateKey
+    num_seats: int = 0
+
+    def roster(self) -> Roster:
+        return Roster(RUN_ID, public_bytes(self.creator))
+
+    def invite(self, uses: int = 1, seconds: float = 60.0, issuer: Ed25519PrivateKey | None = None) -> InviteSecret:
+        seats = range(self.num_seats, self.num_seats + uses)
+        self.num_seats += uses
+        expires_at = int(time.time() + seconds)
+        return invite_members(issuer or self.creator, RUN_ID, os.urandom(32), seats, expires_at)
+
+
+@pytest.fixture
+def run() -> Run:
+    return Run(Ed25519PrivateKey.generate())
+
+
+@asynccontextmanager
+async def member_and_visitor(run: Run) -> AsyncIterator[tuple[Host, Host, list[bytes]]]:
+    """A member behind its gate, who serves an echo to the peers in the list, and a host that knows where it is."""
+    served: list[bytes] = []
+    async with host_at_loopback() as member, host_at_loopback() as visitor:
+        invited = run.invite()
+        member.gate.show(RUN_ID, b"", invited)
+        roster = run.roster()
+        roster.admit(invited.admit(RUN_ID, member.author, invited.invitation.first_seat))
+        member.gate.close(RUN_ID, roster)
+
+        async def serve(stream: Stream) -> None:
+            served.append(stream.peer)
+            await echo(stream)
+
+        member.set_handler(ECHO, serve)
+        visitor.add_addresses(member.author, member.addresses)
+        yield member, visitor, served
+
+
+async def is_echoed(host: Host, peer: bytes) -> bool:
+    with trio.fail_after(PATIENCE):
+        stream = await host.open_stream(peer, ECHO)
+        await stream.send_all(b"hello")
+        return bytes(await stream.receive_some()) == b"hello"
+
+
+async def test_who_is_invited_passes_both_ways(run: Run) -> None:
+    async with member_and_visitor(run) as (member, visitor, served):
+        visitor.gate.show(RUN_ID, b"", run.invite())
+        visitor.gate.close(RUN_ID, run.roster())
+        visitor.set_handler(ECHO, echo)
+        assert await is_echoed(visitor, member.author)
+        assert served == [visitor.author]
+        assert visitor.gate.roster is not None
+        assert visitor.gate.roster.is_member(member.author)
+        assert await is_echoed(member, visitor.author)
+
+
+async def test_a_run_for_anybody_asks_for_nothing() -> None:
+    async with host_at_loopback() as alice, host_at_loopback() as bob:
+        alice.set_handler(ECHO, echo)
+        bob.add_addresses(alice.author, alice.addresses)
+        assert await is_echoed(bob, alice.author)
+
+
+async def test_a_stranger_reaches_no_protocol_but_those_of_libp2p(run: Run) -> None:
+    async with member_and_visitor(run) as (member, visitor, served):
+        protocols = set(member.handlers.protocols) - PUBLIC_PROTOCOLS
+        assert ECHO in protocols
+        for protocol in protocols:
+            with pytest.raises(PeerUnreachableError):
+                await visitor.open_stream(member.author, protocol)
+        stream = await visitor.open_stream(member.author, IDENTIFY_PROTOCOL)
+        assert await stream.receive_some()
+        assert served == []
+
+
+async def show_wrong(kind: str, run: Run, member: Host, visitor: Host) -> None:
+    """Have the visitor show what admits nobody."""
+    invited = run.invite()
+    seat = invited.invitation.first_seat
+    match kind:
+        case "uninvited":
+            visitor.gate.show(RUN_ID, b"", None)
+            visitor.gate.close(RUN_ID, run.roster())
+        case "expired":
+            visitor.gate.show(RUN_ID, b"", run.invite(seconds=-1.0))
+        case "forged":
+            visitor.gate.show(RUN_ID, b"", run.invite(issuer=Ed25519PrivateKey.generate()))
+        case "revoked":
+            assert member.gate.roster is not None
+            member.gate.roster.revoke(frozenset((invited.invitation.bearer,)))
+            visitor.gate.show(RUN_ID, b"", invited)
+        case "another's":
+            visitor.gate.show(RUN_ID, encode(invited.admit(RUN_ID, os.urandom(32), seat)), None)
+        case "used":
+            assert member.gate.roster is not None
+            member.gate.roster.admit_newcomer(invited.admit(RUN_ID, os.urandom(32), seat), time.time())
+            visitor.gate.show(RUN_ID, b"", invited)
+        case "of another run":
+            visitor.gate.show(b"x" * 32, b"", invited)
+
+
+KINDS = ["uninvited", "expired", "forged", "revoked", "another's", "used", "of another run"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_what_admits_nobody_opens_no_stream(kind: str, run: Run) -> None:
+    async with member_and_visitor(run) as (member, visitor, served):
+        for _ in range(TRIES):
+            await show_wrong(kind, run, member, visitor)
+            with pytest.raises(NotAdmittedError):
+                await visitor.open_stream(member.author, ECHO)
+        assert served == []
+        assert bool(visitor.gate.refusal) == (kind != "of another run")
+
+
+async def test_a_member_may_ask_a_relay_that_is_in_no_run(run: Run) -> None:
+    async with member_and_visitor(run) as (member, relay, _):
+        relay.set_handler(HOP_PROTOCOL, echo)
+        member.add_addresses(relay.author, relay.addresses)
+        stream = await member.open_stream(relay.author, HOP_PROTOCOL)
+        await stream.send_all(b"reserve")
+        assert await stream.receive_some() == b"reserve"
+        assert not member.gate.refusal
+
+
+async def test_a_member_that_relays_does_so_for_members(run: Run) -> None:
+    async with member_and_visitor(run) as (member, visitor, _):
+        member.set_handler(HOP_PROTOCOL, echo)
+        with pytest.raises(PeerUnreachableError):
+            await visitor.open_stream(member.author, HOP_PROTOCOL)
+        visitor.gate.show(RUN_ID, b"", run.invite())
+        assert await visitor.open_stream(member.author, HOP_PROTOCOL)
+
+
+async def test_an_invite_for_several_finds_each_a_seat(run: Run) -> None:
+    async with member_and_visitor(run) as (member, visitor, _), host_at_loopback() as other:
+        invited = run.invite(uses=2)
+        for host in (visitor, other):
+            host.gate.show(RUN_ID, b"", invited)
+            host.add_addresses(member.author, member.addresses)
+            assert await is_echoed(host, member.author)
+        async with host_at_loopback() as third:
+            third.gate.show(RUN_ID, b"", invited)
+            third.add_addresses(member.author, member.addresses)
+            with pytest.raises(NotAdmittedError, match="has been used"):
+                await third.open_stream(member.author, ECHO)
+
+
+async def test_a_peer_that_is_no_member_is_not_spoken_to(run: Run) -> None:
+    async with member_and_visitor(run) as (member, stranger, _):
+        stranger.set_handler(ECHO, echo)
+        stranger.gate.show(RUN_ID, b"", None)
+        member.add_addresses(stranger.author, stranger.addresses)
+        with pytest.raises(NotAdmittedError):
+            await member.open_stream(stranger.author, ECHO)
+
+
+async def test_who_is_revoked_is_disconnected(run: Run) -> None:
+    async with member_and_visitor(run) as (member, visitor, _), trio.open_nursery() as nursery:
+        invited = run.invite()
+        visitor.gate.show(RUN_ID, b"", invited)
+        assert await is_echoed(visitor, member.author)
+        nursery.start_soon(member.gate.run)
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        assert member.gate.roster is not None
+        member.gate.roster.revoke(frozenset((visitor.author,)))
+        with trio.fail_after(PATIENCE), visitor.connection_events() as events:
+            async for _, is_connected in events:
+                if not is_connected:
+                    break
+        with pytest.raises(PeerUnreachableError):
+            await visitor.open_stream(member.author, ECHO)
+        nursery.cancel_scope.cancel()

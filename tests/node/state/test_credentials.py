@@ -1,0 +1,82 @@
+"""Invitations and revocations that a node signs: none is lost, and no seat is given twice."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.node.state.credentials import Credentials, CredentialsError
+from farandole.protocol.entries import Kind, Payload, Revocation
+from farandole.protocol.identity import public_bytes
+from farandole.protocol.invitations import Roster
+
+RUN_ID = b"r" * 32
+CREATOR = Ed25519PrivateKey.generate()
+ANNA, BEN = b"a" * 32, b"b" * 32
+
+
+class SlowStore:
+    def __init__(self) -> None:
+        self.facts: dict[str, bytes] = {}
+
+    async def get_fact(self, name: str) -> bytes | None:
+        await trio.lowlevel.checkpoint()
+        return self.facts.get(name)
+
+    async def put_fact(self, name: str, value: bytes) -> None:
+        await trio.lowlevel.checkpoint()
+        self.facts[name] = value
+
+
+class PostponingGossip:
+    """Keeps the newest payload of a slot, and writes none of them yet."""
+
+    def __init__(self) -> None:
+        self.state = SimpleNamespace(entries=lambda kind: iter(()))
+        self.postponed: dict[tuple[Kind, int], Payload] = {}
+
+    async def publish(self, kind: Kind, index: int, payload: Payload) -> None:
+        self.postponed[kind, index] = payload
+
+
+def credentials_of(key: Ed25519PrivateKey, store: SlowStore, gossip: PostponingGossip) -> Credentials:
+    creator, unused = public_bytes(CREATOR), SimpleNamespace()
+    parts: Any = (unused, Roster(RUN_ID, creator), gossip, store, unused)
+    return Credentials(key, RUN_ID, creator, public_bytes(key), *parts)
+
+
+async def test_revocations_in_a_row_are_all_published() -> None:
+    store, gossip = SlowStore(), PostponingGossip()
+    credentials = credentials_of(CREATOR, store, gossip)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(credentials.revoke, [ANNA])
+        nursery.start_soon(credentials.revoke, [BEN])
+    assert gossip.postponed[Kind.REVOCATION, 0] == Revocation((ANNA, BEN))
+    restarted = credentials_of(CREATOR, store, gossip)
+    await restarted.restore([ANNA])
+    assert gossip.postponed[Kind.REVOCATION, 0] == Revocation((BEN,))
+
+
+async def test_invites_at_the_same_moment_are_for_different_seats() -> None:
+    credentials, seats = credentials_of(CREATOR, SlowStore(), PostponingGossip()), list[int]()
+
+    async def invite() -> None:
+        invited = (await credentials.invite(2, 2e9, 0)).invitation
+        seats.extend(range(invited.first_seat, invited.first_seat + invited.num_seats))
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(3):
+            nursery.start_soon(invite)
+    assert sorted(seats) == list(range(6))
+
+
+async def test_only_the_creator_revokes() -> None:
+    credentials = credentials_of(Ed25519PrivateKey.generate(), SlowStore(), PostponingGossip())
+    with pytest.raises(CredentialsError, match="only the run's creator"):
+        await credentials.revoke([ANNA])
+    with pytest.raises(CredentialsError, match="may not invite"):
+        await credentials.invite(1, 2e9, 0)
