@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import msgspec
@@ -95,6 +96,8 @@ class Gate:
         """How this node was admitted, encoded; empty if it needs no admission, or has none yet."""
         self.refusal = ""
         """Why a member did not admit this node, if none has since."""
+        self.on_refused: Callable[[bytes, str], None] = lambda peer, refusal: None
+        """Called with who does not admit this node, and why by its own word."""
         self._host = host
         self._run_id = b""
         self.roster: Roster | None = None
@@ -148,6 +151,7 @@ class Gate:
             self._take_seat(seat + 1)
         if answer.why != "run":
             self.refusal = answer.refusal
+            self.on_refused(conn.peer, answer.refusal)
         raise NotAdmittedError(f"{short_name(conn.peer)} does not admit this node: {answer.refusal}")
 
     async def _ask(self, conn: Connection) -> IntroductionAnswer:

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from farandole.protocol.entries import REVOKED_PER_ENTRY, RULES, AdmissionProof, Kind, Revocation
 from farandole.protocol.errors import FarandoleError, RemoteProtocolError
-from farandole.protocol.identity import PUBLIC_KEY_BYTES
+from farandole.protocol.identity import PUBLIC_KEY_BYTES, short_name
 from farandole.protocol.invitations import (
     CREATOR_SEATS,
     MAX_SEATS,
@@ -59,6 +59,8 @@ class Credentials:
     journal: Journal
     _lock: trio.Lock = field(default_factory=trio.Lock)
     """Held while seats are given, and while the set of revoked keys changes."""
+    _refused_by: set[bytes] = field(default_factory=set)
+    """Members that have said that they do not admit this node: at most as many as it has dialled."""
 
     @property
     def is_creator(self) -> bool:
@@ -88,6 +90,7 @@ class Credentials:
     async def run(self) -> None:
         """Renew entries, and warn if this node is no longer a member, until cancelled."""
         renewed_at = trio.current_time()
+        self.gate.on_refused = self._tell_refusal
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.gate.run)
             while True:
@@ -104,6 +107,15 @@ class Credentials:
                     if self.is_creator:
                         async with self._lock:
                             await self._publish_revoked(await self._revoked())
+
+    def _tell_refusal(self, peer: bytes, refusal: str) -> None:
+        """A member that is revoked is disconnected, and may never receive the revocation itself."""
+        if peer not in self._refused_by:
+            self._refused_by.add(peer)
+            self.journal.warn(
+                f"this node is no longer a member of the run, says {short_name(peer)}: {refusal}. If the others say so "
+                "as well, ask the run's creator for a new invite, and join again with it"
+            )
 
     # Inviting
 
