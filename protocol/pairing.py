@@ -175,7 +175,7 @@ class Pairing:
         self._peers: frozenset[bytes] = frozenset()
         self._meter = _Meter()
         self._backoff = PartnerBackoff()
-        self._meetings = MeetingLimit()
+        self._meetings = MeetingLimit(own)
         self._bond: _Bond | None = None
         self._timers: dict[_Timer, float] = {}
         self._timer_set_at: float | None = None
@@ -239,6 +239,7 @@ class Pairing:
         self._bond = None
         self._move(State.SEEKING)
         self.round = round_
+        self._meetings.begin(round_)
         self._current = current = _Round(order=self._rng.randbytes(_ORDER_BYTES), started_at=at)
         current.ends_at = None if self._inner_seconds is None else at + self._inner_seconds
         if self._config.round_seconds:

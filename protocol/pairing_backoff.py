@@ -4,7 +4,7 @@ A contribution that was refused, a partner that was not ready in time, an exchan
 will, and all of it costs a round. A peer is put off for some rounds, twice as many after each failure in a row.
 
 A peer that proposes to all others at once, and early, would be the partner of them all in each round. So each node
-counts for itself: what a peer may have is `FAIR_SHARE` of the meetings that chance would give it, and no more than
+counts for itself: a peer may have `FAIR_SHARE` of the meetings that chance would give it, and no more than
 `FAIR_BURST` at once. If every node counts, nobody has to prove or to announce whom it has met.
 
 Peers are put off, not shut out: where no other peer is free they are met all the same, so two nodes alone go on
@@ -13,6 +13,8 @@ meeting. Nothing here is said to others, so it cannot be used to slander anyone.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -21,6 +23,8 @@ FIRST_ROUNDS, MAX_ROUNDS = 2, 256
 # A peer may be met this many times as often as by chance, which is once in as many rounds as there are peers; honest
 # ones differ by chance, so a second meeting soon after the first is nothing unusual.
 FAIR_SHARE, FAIR_BURST = 1.25, 2
+# Peers that may be met in a node's first round: enough that nearly every node finds a free one.
+FIRST_PEERS = 16
 # Peers that are remembered, those that failed last: as many as a node meets in days.
 MAX_PEERS = 4_096
 
@@ -58,14 +62,27 @@ class PartnerBackoff:
 
 
 class MeetingLimit:
-    """How often each peer was met: a leaky bucket, kept as the round in which it will be empty."""
+    """How often each peer was met: a leaky bucket for each, kept as the round in which it will be empty.
 
-    def __init__(self) -> None:
+    Were all buckets empty at the start, many greedy members of a large run could have all of a node's first rounds
+    between them. So buckets start as full as a hash of both keys says: the two agree on when they may first meet.
+    """
+
+    def __init__(self, own: bytes) -> None:
+        """``own``: the node's public key."""
+        self._own = own
+        self._first_round: int | None = None
         self._empty_at: OrderedDict[bytes, float] = OrderedDict()
+        self._phase = functools.lru_cache(MAX_PEERS)(self._draw_phase)
+
+    def begin(self, round_: int) -> None:
+        """A round begins; the first one counts."""
+        if self._first_round is None:
+            self._first_round = round_
 
     def note_meeting(self, peer: bytes, round_: int, num_peers: int) -> None:
         """An exchange with a peer has begun, where ``num_peers`` could have been met."""
-        self._empty_at[peer] = max(self._empty_at.get(peer, 0.0), round_) + num_peers / FAIR_SHARE
+        self._empty_at[peer] = max(self._emptied_at(peer, num_peers), round_) + num_peers / FAIR_SHARE
         self._empty_at.move_to_end(peer)
         while len(self._empty_at) > MAX_PEERS:
             self._empty_at.popitem(last=False)
@@ -73,4 +90,15 @@ class MeetingLimit:
     def puts_off(self, peer: bytes, round_: int, num_peers: int) -> bool:
         """Whether others come before this peer."""
         full = round_ + (FAIR_BURST - 1) * num_peers / FAIR_SHARE
-        return self._empty_at.get(peer, 0.0) > full
+        return self._emptied_at(peer, num_peers) > full
+
+    def _emptied_at(self, peer: bytes, num_peers: int) -> float:
+        if (empty_at := self._empty_at.get(peer)) is not None:
+            return empty_at
+        pause = (FAIR_BURST - 1 + self._phase(peer)) * num_peers / FAIR_SHARE
+        return (self._first_round or 0) - FIRST_PEERS + pause
+
+    def _draw_phase(self, peer: bytes) -> float:
+        """From 0 to 1; the same for both."""
+        digest = hashlib.sha256(min(self._own, peer) + max(self._own, peer)).digest()
+        return int.from_bytes(digest[:4], "big") / 2**32
