@@ -78,6 +78,7 @@ REMEMBER_INTERVAL: Final = 10.0
 TOKENS_FACT: Final = "tokens"
 STAGE_FACT: Final = "stage"
 MICROBATCH_FACT: Final = "microbatch"
+PARTNERS_FACT: Final = "partners"
 
 
 def leave_timeout(saved_bytes: int) -> float:
@@ -123,11 +124,12 @@ class Preparation:
     supervisor: Supervisor
 
     async def restore_counters(self, told: Progress | None) -> None:
-        """Take up the counts of earlier lives: own tokens, as stored or as last told the run, and the round.
+        """Take up what earlier lives knew: the partners, own tokens, as stored or as last told the run, and the round.
 
         The round goes into the first heartbeat: who hears it must not take the run for one that begins.
         """
         store, journal, supervisor = self.daemon.store, self.daemon.journal, self.supervisor
+        self.membership.partners.restore((await store.get_fact(PARTNERS_FACT)) or b"")
         stored = await store.get_fact(TOKENS_FACT)
         journal.update(tokens=max(int(stored or 0), told.tokens if told else 0))
         if not supervisor.microbatch:  # what fitted into memory on the same device; 0 if all did
@@ -347,12 +349,16 @@ class RunMember:
 
 
 async def remember(daemon: Daemon, host: Host, membership: Membership) -> None:
-    """Keep on disk what a next life needs: this node's count, and addresses for when no bootstrap peer answers."""
+    """Keep on disk what a next life needs: this node's count and partners, and addresses to dial."""
+    kept = b""
     while True:
         for peer in host.connected & membership.everyone:
             daemon.book.note_reached(peer, host.addresses_to_keep(peer))
         try:
             await daemon.store.put_fact(TOKENS_FACT, b"%d" % daemon.journal.state.tokens)
+            if (partners := membership.partners.encode()) != kept:
+                await daemon.store.put_fact(PARTNERS_FACT, partners)
+                kept = partners
             await daemon.book.save()
         except StoreError as error:
             daemon.journal.warn(f"{error}; trying again")
@@ -464,6 +470,8 @@ def make_member(
         on_saved=weights.giving.note_saved,
         on_refused=announcer.accuse,
         current_round=membership.current_round,
+        partners_round=membership.partners_round,
+        on_committed=membership.partners.note,
         may_spend=shaping.may_spend,
     )
     loop = TrainingLoop(config, Pairing(author, manifest.rounds, rng, manifest.outer.fragments), supervisor)

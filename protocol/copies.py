@@ -10,8 +10,9 @@ the model is not cut; by the nodes of the stage before where it is, so that a st
 from __future__ import annotations
 
 import hashlib
+import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .entries import CheckpointNotice
@@ -24,6 +25,8 @@ MIN_HOLDERS = 2
 # By how many rounds these may be newer: where rounds are short, copies lag, as checkpoints are as far apart as ever. As
 # old may be what a single donor gives without saving anew; to copy more often would cost more than it saves.
 MAX_ROUNDS_OLDER = 5
+# Of those that are tried, one after the other: there is hardly ever more than one that is no lie.
+MAX_CHOICES = 4
 
 
 def ranked(run_id: bytes, stage: int, members: Iterable[bytes]) -> list[bytes]:
@@ -55,22 +58,34 @@ class Choice:
     holders: tuple[bytes, ...]
 
 
-def choose(notices: Mapping[bytes, Sequence[CheckpointNotice]], after_round: int) -> Choice | None:
-    """The newest checkpoint that several hold, if hardly any is newer; None: the newest is at one node only.
+def choose(
+    notices: Mapping[bytes, Sequence[CheckpointNotice]], after_round: int, reached: Container[bytes] = frozenset()
+) -> list[Choice]:
+    """Checkpoints that several hold, the best first; none: what is near where the run is, is at one node each.
 
     ``notices``: what each member says that it holds, of one stage. Without those that are no newer than
-    ``after_round``.
+    ``after_round``. Where the run is, is the median of the newest that each member holds: no few keys can move it, by
+    whatever they announce. Those best are what several hold of the members that this node has ``reached``, then what
+    is nearest to that median.
     """
     holders: dict[tuple[int, bytes], list[bytes]] = defaultdict(list)
     for member, held in notices.items():
         for notice in held:
             if notice.round > after_round:
                 holders[notice.round, notice.id].append(member)
-    if not holders:
-        return None
-    newest = max(holders)[0]
-    several = [key for key, members in holders.items() if len(members) >= MIN_HOLDERS]
-    round_index, checkpoint_id = max(several, default=(-1, b""))
-    if not checkpoint_id or newest - round_index > MAX_ROUNDS_OLDER:
-        return None
-    return Choice(checkpoint_id, round_index, tuple(sorted(holders[round_index, checkpoint_id])))
+    newest = {member: max(each.round for each in held) for member, held in notices.items() if held}
+    known = [round_index for member, round_index in newest.items() if member in reached]
+    if not (known := known or list(newest.values())):
+        return []
+    middle = statistics.median_low(known)
+
+    def rank(choice: Choice) -> tuple[int, int, int, bytes]:
+        num_reached = sum(holder in reached for holder in choice.holders)
+        return -min(num_reached, MIN_HOLDERS), abs(choice.round - middle), -choice.round, choice.id
+
+    several = [
+        Choice(checkpoint_id, round_index, tuple(sorted(members)))
+        for (round_index, checkpoint_id), members in holders.items()
+        if len(members) >= MIN_HOLDERS and abs(round_index - middle) <= MAX_ROUNDS_OLDER
+    ]
+    return sorted(several, key=rank)[:MAX_CHOICES]

@@ -105,11 +105,18 @@ class Gossip:
     def candidates(self, now: float) -> list[bytes]:
         """Peers to talk to: live members, without those that could not be reached of late if enough are left.
 
-        In a run of few they are kept: falling silent towards the only other node would make this one look dead.
+        In a run of few they are kept: falling silent towards the only other node would make this one look dead. Peers
+        that were only heard of are never more than those that were reached: else thousands of keys that nothing
+        answers for would come between any two nodes.
         """
         members = [peer for peer in self.liveness.live(now) if self.state.is_member(peer)]
-        reached = [peer for peer in members if peer not in self._avoided and not self.liveness.is_suspect(peer)]
-        return reached if len(reached) >= ENOUGH_CANDIDATES else members
+        fine = [peer for peer in members if peer not in self._avoided and not self.liveness.is_suspect(peer)]
+        if present := [peer for peer in members if self.liveness.is_reached(peer)]:
+            heard = [peer for peer in fine if not self.liveness.is_reached(peer)]
+            well = [peer for peer in fine if self.liveness.is_reached(peer)]
+            present = well if len(well) >= ENOUGH_CANDIDATES else present
+            return present + self._rng.sample(heard, min(len(heard), len(present)))
+        return fine if len(fine) >= ENOUGH_CANDIDATES else members
 
     def choose_partner(self, now: float) -> bytes | None:
         """Whom to sync with next; None: nobody who lives is known."""

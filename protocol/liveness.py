@@ -1,6 +1,10 @@
 """Who lives: a peer whose heartbeat has advanced within three periods of *my* monotonic clock.
 
 Neither the peer's clock nor the network's delay can make a dead peer look alive: an old heartbeat does not advance.
+A heartbeat proves that somebody has a key, no more: one process may send those of thousands. So a peer is *present*,
+and counts when this node decides something, once this node has reached it as well: has had a connection with it, on
+which it proved its key, since it was found unreachable last.
+
 A heartbeat costs everybody its bytes, so the period grows with the run: T = max(base, N / 33) seconds, which keeps a
 node's share of all heartbeats below 33 a second, 4 kB/s; by push each comes 2.3 times, and with all else that a run of
 1,000 says a node sends less than 20 kB/s (`testnet/simulate_state.py`).
@@ -25,6 +29,7 @@ class Liveness:
         self.base_period = base_period
         self._pulses: dict[bytes, tuple[int, float]] = {}  # peer -> its newest heartbeat, and when that came
         self._suspected: dict[bytes, float] = {}  # peer -> since when
+        self._reached: set[bytes] = set()  # of those that have beaten
 
     @property
     def period(self) -> float:
@@ -41,16 +46,19 @@ class Liveness:
         if peer not in self._pulses or tick > self._pulses[peer][0]:
             self._pulses[peer] = tick, now
             if now - self._suspected.get(peer, now) >= SUSPICION_SECONDS:
-                self.trust(peer)
+                self._suspected.pop(peer, None)
 
     def suspect(self, peer: bytes, now: float) -> None:
-        """It could not be reached: taken for dead until it beats again, or is reached (`trust`)."""
+        """It could not be reached: taken for dead until it beats again, and not present until it is reached."""
         if peer in self._pulses:
             self._suspected[peer] = now
+            self._reached.discard(peer)
 
     def trust(self, peer: bytes) -> None:
-        """It was reached."""
+        """It was reached; of a peer that has not beaten yet that is not remembered."""
         self._suspected.pop(peer, None)
+        if peer in self._pulses:
+            self._reached.add(peer)
 
     def is_live(self, peer: bytes, now: float) -> bool:
         """Whether its heartbeat has advanced lately."""
@@ -69,6 +77,14 @@ class Liveness:
         limit = self.silence
         return [peer for peer, (_, advanced_at) in self._pulses.items() if now - advanced_at <= limit]
 
+    def is_reached(self, peer: bytes) -> bool:
+        """Whether it was reached, and has not been found unreachable since."""
+        return peer in self._reached
+
+    def present(self, now: float) -> set[bytes]:
+        """Everybody who lives and was reached."""
+        return self._reached.intersection(self.live(now))
+
     def forget_all_but(self, peers: Container[bytes]) -> None:
         """Forget the others. A peer may be forgotten once its last heartbeat has expired, not before.
 
@@ -76,3 +92,4 @@ class Liveness:
         """
         self._pulses = {peer: pulse for peer, pulse in self._pulses.items() if peer in peers}
         self._suspected = {peer: since for peer, since in self._suspected.items() if peer in peers}
+        self._reached = {peer for peer in self._reached if peer in peers}

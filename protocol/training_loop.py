@@ -219,7 +219,16 @@ class TrainingLoop:
             self._watch(now)
         if self._is_from_start(life) and self.config.validate_every:
             self._validate(life)
-        self._start_round(life, max(prepared.round, self._others_round), now)
+        self._start_round(life, self._first_round(prepared.round), now)
+
+    def _first_round(self, prepared: int) -> int:
+        """The round that the others are in, if these weights may be of it.
+
+        Else it is their word alone, which moves no round of this node's; but where the model is cut, a stage that was
+        lost begins again in the midst of the run.
+        """
+        ahead = self._others_round - prepared
+        return max(prepared, self._others_round) if self._is_cut or ahead <= MAX_ROUNDS_BEHIND else prepared
 
     def _end_life(self, ended: TrainerEnded, now: float) -> None:
         """The trainer process is gone: another one follows, now or later, or none."""
@@ -469,7 +478,7 @@ class TrainingLoop:
     def _end_if_behind(self, life: _Life, now: float) -> None:
         """Between two rounds: take newer weights if this node slept through so many that its own are too old."""
         is_between = life.contributed_round != self.training.round and not self.training.inner_steps_this_round
-        if self.state is not LoopState.TRAINING or not is_between:
+        if self.state is not LoopState.TRAINING or not is_between or not self._others_round:
             return
         behind = self._others_round - self.training.round
         if life.lag.has_slept(behind, now):

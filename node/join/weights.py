@@ -2,12 +2,16 @@
 
 A newcomer takes a checkpoint that several members hold, from all of them at once, or else the newest of one, who saves
 it anew if it is old; where the run state knows of too few, the DHT may know of more.
+
+What a member claims is put to the test here: who says that it is ahead and gives no weights, or weights that the
+trainer judges unfit, is not believed for a while (`farandole.protocol.believing`).
 """
 
 from __future__ import annotations
 
 import itertools
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
@@ -33,6 +37,12 @@ from .giving import CopyKeeper, Giving
 # How long a newcomer to a run that is under way looks for a member that gives it weights.
 WEIGHTS_TIMEOUT: Final = 120.0
 WEIGHTS_RETRY: Final = 2.0
+# How long a node waits until it has reached one of the members that were heard to have trained: a few rounds of dials.
+CONTACT_TIMEOUT: Final = 20.0
+CONTACT_INTERVAL: Final = 0.2
+# Who holds copies of so many checkpoints that were unfit is doubted, as their authors are: an honest member may copy
+# one, since it judges none that it keeps for others.
+MAX_UNFIT_COPIES: Final = 2
 # A stage of which no member says that it has weights begins from the run's seed after this: two announcements' time.
 SEED_AFTER: Final = 20.0
 # Members that are asked for their newest checkpoint in one turn, one after the other, each for as long as it takes to
@@ -54,6 +64,9 @@ class Weights:
         self.giving = Giving(self._library, self._membership, self._journal)
         self._copies = CopyKeeper(downloads, self._library)
         self._taken: set[bytes] = set()  # ids of checkpoints that this life has fetched
+        self._on_trial: tuple[Index, Sequence[bytes]] | None = None  # what was taken last, and its donors
+        self._unfit_copies: Counter[bytes] = Counter()  # by donor
+        self._asked_in_vain: set[bytes] = set()  # since weights are sought
 
     async def run(self) -> None:
         """Give what others ask for, and keep copies, until cancelled."""
@@ -75,40 +88,78 @@ class Weights:
         Raises `JoinError` if the run is under way, this node has none, and no member gives any; `DiskError` if there
         may not be room for any.
         """
-        journal, stage = self._journal, self._membership.stage
+        journal, membership, stage = self._journal, self._membership, self._membership.stage
         await trio.to_thread.run_sync(self.files.clean, stage)
         own_round, fetched_round = await self.rounds()
+        self._note_verdict(own_round, fetched_round)
         newest = own_round if fetched_round is None else max(fetched_round, own_round or 0)
-        if self._membership.current_round() - (newest or 0) <= (0 if newest is None else MAX_ROUNDS_BEHIND):
+        await self._await_contact()
+        if membership.current_round() - (newest or 0) <= (0 if newest is None else MAX_ROUNDS_BEHIND):
             return
         journal.announce("fetching weights", "the run is under way: fetching weights from members", "members' weights")
+        self._asked_in_vain.clear()
+        if await self._seek(stage, own_round):
+            return
+        if newest is not None:
+            membership.doubt_those_ahead(newest + MAX_ROUNDS_BEHIND)
+            journal.warn(f"nobody gave newer weights: going on with this node's own of round {newest}")
+            return
+        membership.credit.lose(self._asked_in_vain, trio.current_time())
+        if not membership.is_beginning():
+            raise JoinError(
+                "step 4, weights: the run is under way, but no member gave weights that are fit within "
+                f"{WEIGHTS_TIMEOUT:g} s. The last warning says why; try again later."
+            )
+        journal.warn("members that claim to be far on gave no weights; the others begin, and so does this node")
+
+    async def _await_contact(self) -> None:
+        """What members say that were only heard of is not believed: give this node the time to reach one of them."""
+        with trio.move_on_after(CONTACT_TIMEOUT):
+            while self._membership.awaits_contact():
+                self._journal.enter("fetching weights", "dialling members that train", "a member that answers")
+                await trio.sleep(CONTACT_INTERVAL)
+
+    async def _seek(self, stage: int, own_round: int | None) -> bool:
+        """Look for weights until some are here, or it is in vain, or none are needed: then a warning has said so."""
+        journal = self._journal
         began_at = trio.current_time()
         has_asked_dht = False
         show = _shown_by(journal)
         while trio.current_time() < began_at + WEIGHTS_TIMEOUT:  # no download is cut short: each has its own limits
             if await self._fetch(stage, own_round or 0, show):
-                return
+                return True
             if self._is_unheard_of(stage) and not has_asked_dht:
                 has_asked_dht = True
                 providers = await reachable_providers(
                     self._downloads.host, shard_key(self._downloads.conditions.run_id, stage)
                 )
                 if await self._fetch_newest(providers, stage, show):
-                    return
+                    return True
             if own_round is None and self._is_unheard_of(stage) and trio.current_time() >= began_at + SEED_AFTER:
                 origin = "seed" if self.files.manifest.start is None else "starting checkpoint"
                 journal.warn(
                     f"NOBODY HAS THE WEIGHTS OF STAGE {stage}: its members are gone, and no backup is to be had. It "
                     f"begins again from the run's {origin}; what it had learnt is lost"
                 )
-                return
+                return True
             await trio.sleep(WEIGHTS_RETRY)
-        if own_round is None:
-            raise JoinError(
-                "step 4, weights: the run is under way, but no member gave its weights within "
-                f"{WEIGHTS_TIMEOUT:g} s. The last warning says why; try again later."
-            )
-        journal.warn(f"nobody gave newer weights: going on with this node's own of round {own_round}")
+        return False
+
+    def _note_verdict(self, own_round: int | None, fetched_round: int | None) -> None:
+        """What was taken last is gone, though it did not become this node's own: the trainer judged it unfit.
+
+        Its author is doubted. So are donors that hold copies, if it happens again: they judge none that they keep.
+        """
+        if self._on_trial is None or fetched_round is not None:
+            return
+        (index, donors), self._on_trial = self._on_trial, None
+        if own_round is not None and own_round >= index.round:
+            return
+        self._unfit_copies.update(donors)
+        doubted = {index.author, *(donor for donor in donors if self._unfit_copies[donor] >= MAX_UNFIT_COPIES)}
+        self._membership.credit.lose(doubted, trio.current_time())
+        names = ", ".join(sorted(map(short_name, doubted)))
+        self._journal.warn(f"the weights of round {index.round} are unfit: {names} is not believed for a while")
 
     async def fetch_ahead(self, stage: int) -> bool:
         """Before a move, beside the training: whether weights of the stage are here now, or no member has any."""
@@ -126,10 +177,11 @@ class Weights:
         notices = membership.notices(stage)
         oldest = max(after, membership.current_round() - MAX_ROUNDS_BEHIND - 1)
         recent = max(after, membership.current_round() - MAX_ROUNDS_OLDER - 1)
-        for choice in (self._begun(notices, stage, oldest), choose(notices, recent)):
+        for choice in (self._begun(notices, stage, oldest), *choose(notices, recent, membership.reached)):
             if choice is not None and choice.id not in self._taken and await self._fetch_chosen(choice, stage, show):
                 return True
-        if await self._fetch_newest(membership.donors(after, stage)[:MAX_ASKED], stage, show):
+        donors = sorted(membership.donors(after, stage), key=lambda donor: donor in self._asked_in_vain)
+        if await self._fetch_newest(donors[:MAX_ASKED], stage, show):
             return True
         if self.files.num_stages == 1:
             return False
@@ -172,8 +224,13 @@ class Weights:
 
     async def _ask(self, donor: bytes, stage: int, known: bytes | None = None) -> tuple[SignedIndex, Index] | None:
         try:
-            return await self._downloads.ask(donor, stage, known)
+            signed, index = await self._downloads.ask(donor, stage, known)
+            most = self._membership.current_round() + MAX_ROUNDS_BEHIND
+            if self.files.num_stages == 1 and index.round > most:
+                raise PeerUnreachableError(f"it claims round {index.round}, where others are in {most} at most")
+            return signed, index
         except PeerUnreachableError as error:
+            self._asked_in_vain.add(donor)
             self._journal.warn(f"no weights from {short_name(donor)}: {error}")
             return None
 
@@ -184,6 +241,12 @@ class Weights:
         if fetched is None:
             return False
         self._taken.add(signed.id)
+        if (await self.rounds())[1] not in (None, index.round):
+            self._journal.warn(f"{short_name(index.author)} lied about the round of its weights")
+            self._membership.credit.lose([index.author], trio.current_time())
+            await trio.to_thread.run_sync(path.unlink)
+            return False
+        self._on_trial = index, tuple(fetched.num_by_donor)
         what = "weights" if self.files.num_stages == 1 else f"weights of stage {index.stage},"
         names = ", ".join(map(short_name, fetched.num_by_donor)) or "this node's own copy"
         size = self.files.required_bytes(index.stage)

@@ -47,7 +47,11 @@ class Surroundings:
     on_refused: Callable[[bytes, str, bytes], None]
     """Called with the peer whose contribution the screening refused, the reason, and its SHA-256."""
     current_round: Callable[[], int]
-    """Returns the round that the others are in; 0 without others."""
+    """Returns the round that the others are in, for a trainer that begins; 0 without others."""
+    partners_round: Callable[[], int]
+    """Returns the round in which the partners of earlier exchanges are: they alone end a trainer. 0 without them."""
+    on_committed: Callable[[bytes], None]
+    """Called with each partner of an exchange that was committed."""
     may_spend: Callable[[int], bool] = lambda num_bytes: True
     """Returns whether there is traffic for an exchange of so many bytes."""
 
@@ -284,7 +288,7 @@ class Training:
                     self._journal.losses.add_training(report.round, report.loss)
                 elif isinstance(report, messages.Saved) and not report.problem:
                     self._surroundings.on_saved(report)
-                self.handle(machine.OthersMoved(self._surroundings.current_round()))
+                self.handle(machine.OthersMoved(self._surroundings.partners_round()))
                 self.handle(report)
 
     def _refuse(self, peer: bytes, reason: str, evidence: bytes) -> None:
@@ -302,6 +306,8 @@ class Training:
             seconds=result.seconds,
             path=result.path,
         )
+        if result.committed:
+            self._surroundings.on_committed(start.peer)
         self.handle(
             machine.ExchangeOver(start, result.committed, result.is_broken, result.partner_size, result.partner_tokens)
         )

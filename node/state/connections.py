@@ -1,5 +1,9 @@
 """Connections with members of the run: a few are kept at all times, and one that breaks is looked into.
 
+Members that were only heard of are dialled, at random and a few at a time, until this node has reached as many as it
+needs to decide anything by (`TARGET_REACHED`). One that is not to be reached is tried again ever more rarely, so keys
+that nothing answers for cost a bounded number of dials.
+
 A peer whose connection breaks, and that cannot be dialled again, is taken for dead until its heartbeat advances: so a
 killed process leaves the live set of its neighbours within a dial, not within three heartbeats.
 """
@@ -21,6 +25,13 @@ from .membership import Membership
 # router. Exchanges dial whom they need beside these.
 TARGET_CONNECTIONS = 12
 KEEP_INTERVAL = 5.0
+# Members that a node dials so as to have reached them; in a run of more, others reach it as well. Pairs that are drawn
+# in a random graph of this degree mix nearly as in a complete one, and a median of so many is off by few.
+TARGET_REACHED = 32
+# Dials at once. And seconds until a peer is dialled again that was not there, twice as many after each further time, up
+# to a limit.
+MAX_DIALS = 16
+FIRST_PAUSE, MAX_PAUSE = 5.0, 600.0
 # A peer whose connection broke is dialled once more before it is taken for dead. In a large run it may have had many
 # connections: all together dial it about so often a second, which costs it a fifth of its time.
 SUSPICION_DIAL_TIMEOUT = 3.0
@@ -37,6 +48,7 @@ class ConnectionKeeper:
         self._membership = membership
         self._liveness = liveness
         self._on_lost = on_lost
+        self._failed: dict[bytes, tuple[int, float]] = {}  # peer -> how often in a row, and until when it is left alone
         self._rng = random.Random()
 
     async def run(self) -> None:
@@ -52,21 +64,33 @@ class ConnectionKeeper:
 
     async def _keep_connected(self) -> None:
         while True:
-            await trio.sleep(KEEP_INTERVAL * self._rng.uniform(0.5, 1.5))
-            connected, everyone = self._host.connected, self._membership.everyone
-            missing = [peer for peer in everyone if peer not in connected]
-            wanted = min(TARGET_CONNECTIONS, len(everyone)) - len(connected & everyone)
-            if wanted <= 0:
-                continue
             async with trio.open_nursery() as nursery:
-                for peer in self._rng.sample(missing, min(wanted, len(missing))):
+                for peer in self._choose():
                     nursery.start_soon(self._try_connect, peer)
+            await trio.sleep(KEEP_INTERVAL * self._rng.uniform(0.5, 1.5))
+
+    def _choose(self) -> list[bytes]:
+        """Whom to dial now, of those that are due."""
+        connected, now = self._host.connected, trio.current_time()
+        everyone, reached = self._membership.everyone, self._membership.reached
+        self._failed = {peer: failed for peer, failed in self._failed.items() if peer in everyone}
+        due = [peer for peer in everyone - connected if self._failed.get(peer, (0, now))[1] <= now]
+        if len(reached) < TARGET_REACHED:
+            due = [peer for peer in due if peer not in reached] or due
+            return self._rng.sample(due, min(MAX_DIALS, len(due)))
+        wanted = max(0, min(TARGET_CONNECTIONS, len(everyone)) - len(connected & everyone))
+        return self._rng.sample(due, min(wanted, len(due)))
 
     async def _try_connect(self, peer: bytes) -> bool:
         try:
             await self._host.connect(peer, timeout=SUSPICION_DIAL_TIMEOUT)
         except PeerUnreachableError:
+            number = self._failed.get(peer, (0, 0.0))[0] + 1
+            pause = min(FIRST_PAUSE * 2.0 ** min(number - 1, 30), MAX_PAUSE)
+            self._failed[peer] = number, trio.current_time() + pause
             return False
+        self._failed.pop(peer, None)
+        self._liveness.trust(peer)
         return True
 
     async def _probe(self, peer: bytes) -> None:

@@ -1,8 +1,13 @@
 """Membership of a run as one node sees it: who lives, which stage each member holds, and how far they are.
 
-Liveness comes from heartbeats alone (`farandole.protocol.liveness`), with one short cut: when a connection breaks and
-the peer cannot be dialled again, it is taken for dead until its heartbeat advances. So a killed process leaves the
-live set of those who were connected to it within a dial, not within three heartbeats.
+Liveness comes from heartbeats (`farandole.protocol.liveness`), with one short cut: when a connection breaks and the
+peer cannot be dialled again, it is taken for dead until its heartbeat advances. So a killed process leaves the live set
+of those who were connected to it within a dial, not within three heartbeats.
+
+A heartbeat costs its sender nothing, so what this node decides by itself (whom it pairs with, how many members there
+are, how far the run is) counts those alone that it has also *reached* (`reached`, `live`). What all nodes must decide
+alike (who copies which checkpoint, which stage needs members) goes by all that are heard of (`everyone`): each node
+has reached others.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from collections.abc import Callable, Iterable
 
 import trio
 
+from farandole.protocol.believing import Credit, Partners
 from farandole.protocol.entries import Beat, CheckpointNotice, Kind, StageLease
 from farandole.protocol.errors import FarandoleError
 from farandole.protocol.identity import short_name
@@ -57,6 +63,9 @@ class Membership:
         first_step: int = 0,
     ) -> None:
         self.announcer = announcer
+        self.partners = Partners()
+        self.credit = Credit()
+        """Which members are believed when they say how far they are, or that they have weights."""
         self._host = host
         self._state = state
         self._gossip = gossip
@@ -66,6 +75,7 @@ class Membership:
         self._first_step = first_step
         self._rng = random.Random()
         self._others: Nodes = (frozenset(),) * num_stages
+        self._reached: frozenset[bytes] = frozenset()  # of the others
         self._paused: frozenset[bytes] = frozenset()  # of the others
         self._told: tuple[frozenset[bytes], Nodes] | None = None
         self._waiting = trio.lowlevel.ParkingLot()  # for a change
@@ -83,12 +93,17 @@ class Membership:
 
     @property
     def live(self) -> frozenset[bytes]:
-        """Live members of this node's stage that train, itself excluded."""
-        return self._others[self.stage] - self._paused
+        """Live members of this node's stage that train and that it has reached, itself excluded."""
+        return (self._others[self.stage] - self._paused) & self._reached
+
+    @property
+    def reached(self) -> frozenset[bytes]:
+        """Live members of all stages that this node has reached, itself excluded."""
+        return self._reached
 
     @property
     def everyone(self) -> frozenset[bytes]:
-        """Live members of all stages, this node excluded."""
+        """Live members of all stages, whether reached or only heard of, this node excluded."""
         return frozenset().union(*self._others)
 
     def nodes_of_stages(self) -> Nodes:
@@ -119,17 +134,43 @@ class Membership:
         return not (self._has_trained(self._journal.state) or any(map(self._has_trained, beats)))
 
     def current_round(self) -> int:
-        """The round that the others are in: the median of the live members' heartbeats, 0 if there are none.
+        """The round that the others are in: the median of what members say in their heartbeats, 0 if none do.
 
-        Newcomers that are still preparing say nothing about it: a crowd of them must not look like a run that begins.
-        Nor do those that are paused, whose rounds stand still, unless nobody else has trained: the run is where they
-        have left it.
+        Those that are asked are the partners of this node's exchanges (`farandole.protocol.believing`); if none of them
+        is here, all members that it has reached and believes. Newcomers that are still preparing say nothing about it:
+        a crowd of them must not look like a run that begins. Nor do those that are paused, whose rounds stand still,
+        unless nobody else has trained: the run is where they have left it.
         """
-        for peers in (self.everyone - self._paused, self._paused):
-            rounds = [beat.round for beat in self._payloads(peers, Beat).values() if self._has_trained(beat)]
-            if rounds:
-                return int(statistics.median_low(rounds))
-        return 0
+        believed = self._believed()
+        return self.partners_round() or self._median(believed - self._paused) or self._median(believed)
+
+    def partners_round(self) -> int:
+        """The round that the partners of this node's exchanges are in, of those that train now; 0: none is here."""
+        return self._median(peer for peer in self._believed() - self._paused if peer in self.partners)
+
+    def _median(self, peers: Iterable[bytes]) -> int:
+        rounds = [beat.round for beat in self._payloads(peers, Beat).values() if self._has_trained(beat)]
+        return int(statistics.median_low(rounds)) if rounds else 0
+
+    def _believed(self) -> frozenset[bytes]:
+        now = trio.current_time()
+        return frozenset(peer for peer in self._reached if self.credit.is_good(peer, now))
+
+    def awaits_contact(self) -> bool:
+        """Whether members that have trained were heard of, and none of them was reached yet."""
+        trained = {peer for peer, beat in self._payloads(self.everyone, Beat).items() if self._has_trained(beat)}
+        return bool(trained) and trained.isdisjoint(self._reached)
+
+    def is_beginning(self) -> bool:
+        """Whether members that this node has reached and believes train, and are in the run's first round."""
+        return self._median(self._believed()) == 0 and any(
+            self._has_trained(beat) for beat in self._payloads(self._believed(), Beat).values()
+        )
+
+    def doubt_those_ahead(self, after_round: int) -> None:
+        """Take their credit from those that are said to be further than that: they gave no weights, or bad ones."""
+        beats = self._payloads(self.everyone, Beat).items()
+        self.credit.lose((peer for peer, beat in beats if beat.round > after_round), trio.current_time())
 
     def _has_trained(self, node: Beat | NodeState) -> bool:
         return bool(node.round) or node.inner_steps > self._first_step
@@ -140,13 +181,21 @@ class Membership:
         return {peer: payload for peer, payload in found if payload is not None}
 
     def donors(self, after_round: int, stage: int) -> list[bytes]:
-        """Live members of a stage further than ``after_round``.
+        """Live members of a stage further than ``after_round``, without those that are doubted.
 
-        Those who have announced a checkpoint of it come first, else the order is random.
+        Those that were reached come first, partners before others; of these, members that have announced a checkpoint
+        of the stage. Else the order is random.
         """
-        ahead = [peer for peer, beat in self._payloads(self._others[stage], Beat).items() if beat.round > after_round]
+        now = trio.current_time()
+        beats = self._payloads(self._others[stage], Beat).items()
+        ahead = [peer for peer, beat in beats if beat.round > after_round and self.credit.is_good(peer, now)]
         self._rng.shuffle(ahead)
-        return sorted(ahead, key=lambda peer: all(notice.stage != stage for notice in self._notices(peer, OWN_SLOT)))
+
+        def rank(peer: bytes) -> tuple[bool, bool, bool]:
+            has_none = all(notice.stage != stage for notice in self._notices(peer, OWN_SLOT))
+            return peer not in self._reached, peer not in self.partners, has_none
+
+        return sorted(ahead, key=rank)
 
     def announced(self, stage: int) -> dict[bytes, CheckpointNotice]:
         """What live members of a stage, this node included, say of their own newest checkpoints."""
@@ -154,10 +203,15 @@ class Membership:
         return {peer: notice for peer in members for notice in self._notices(peer, OWN_SLOT) if notice.stage == stage}
 
     def notices(self, stage: int) -> dict[bytes, list[CheckpointNotice]]:
-        """What checkpoints of a stage the other live members say that they hold, their own or copies."""
+        """What checkpoints of a stage the other live members say that they hold, their own or copies.
+
+        Those that are doubted are left out.
+        """
+        now = trio.current_time()
         held = {
             peer: [notice for notice in self._notices(peer, OWN_SLOT, COPY_SLOT) if notice.stage == stage]
             for peer in self.everyone
+            if self.credit.is_good(peer, now)
         }
         return {peer: notices for peer, notices in held.items() if notices}
 
@@ -215,15 +269,19 @@ class Membership:
 
     def refresh(self) -> None:
         """Work out anew who is live, and tell if that changed."""
-        reached = {peer for peer in self._liveness.live(trio.current_time()) if not self._liveness.is_suspect(peer)}
-        live = {peer: member for peer, member in self._state.members().items() if peer in reached}
-        before = self.everyone
+        now = trio.current_time()
+        for peer in self._host.connected:
+            self._liveness.trust(peer)
+        heard = {peer for peer in self._liveness.live(now) if not self._liveness.is_suspect(peer)}
+        live = {peer: member for peer, member in self._state.members().items() if peer in heard}
+        before = self._reached
         self._others = tuple(
             frozenset(peer for peer, member in live.items() if member.stage == stage)
             for stage in range(self.num_stages)
         )
         self._paused = frozenset(peer for peer, member in live.items() if member.is_paused) & self.everyone
-        self._say_who_came(before, self.everyone)
+        self._reached = self.everyone & self._liveness.present(now)
+        self._say_who_came(before, self._reached)
         told = self.live, self.nodes_of_stages()
         if told != self._told:
             self._told = told

@@ -58,6 +58,8 @@ class MemberStatus(msgspec.Struct, frozen=True):
     """It has no trainer now, because its owner wants it so."""
     last_partner: str = ""
     """Peer id of the member with whom it averaged in its last round; empty: with nobody, or not known."""
+    is_heard: bool = False
+    """It sends heartbeats, but this node has not reached it (yet), so it does not count as live."""
 
 
 class LinkStatus(msgspec.Struct, frozen=True):
@@ -104,6 +106,8 @@ class RunStatus(msgspec.Struct, frozen=True):
     """Hex of the run state's root: equal on two nodes exactly when their entries are (heartbeats excluded)."""
     providers: list[int] = []
     """Live members of each stage, this node included."""
+    members_heard: int = 0
+    """Members whose heartbeats come, but that this node has not reached."""
 
 
 class PipelineStatus(msgspec.Struct, frozen=True):

@@ -161,7 +161,8 @@ class Reporter:
         state, liveness = self.state, self.liveness
         if state is None or liveness is None:
             return []
-        live = {peer for peer in liveness.live(now) if not liveness.is_suspect(peer)}
+        heard = {peer for peer in liveness.live(now) if not liveness.is_suspect(peer)}
+        live = liveness.present(now)
         connected = self.host.connected
         partners = {author[:PARTNER_BYTES]: author for author in state.authors}
         members = []
@@ -175,6 +176,7 @@ class Reporter:
             shown = MemberStatus(
                 peer_id=peer_id_of(author),
                 is_live=author in live and not member.left,
+                is_heard=author in heard - live and not member.left,
                 is_self=author == self.host.author,
                 has_left=member.left,
                 stage=member.stage,
@@ -197,13 +199,15 @@ class Reporter:
 
     def _run(self, members: list[MemberStatus]) -> RunStatus:
         live = [member for member in members if member.is_live]
+        num_heard = sum(member.is_heard for member in members)
         losses = [member.loss for member in live if member.loss is not None]
         gone_tokens = self.state.total_progress().tokens if self.state is not None else 0
         return RunStatus(
             run_id=self.run_id.hex(),
             name=self.run_name,
             members_live=len(live),
-            members_gone=len(members) - len(live),
+            members_heard=num_heard,
+            members_gone=len(members) - len(live) - num_heard,
             tokens=max(gone_tokens, sum(member.tokens for member in members)),
             tokens_per_second=sum(member.tokens_per_second for member in live),
             loss_mean=sum(losses) / len(losses) if losses else None,
@@ -221,6 +225,7 @@ def _as_of_now(member: MemberStatus, state: NodeState) -> MemberStatus:
         member,
         **{name: getattr(state, name) for name in names},
         is_live=not member.has_left,
+        is_heard=False,
         is_paused=state.phase == "paused",
         last_partner=state.partner,
     )

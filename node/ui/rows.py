@@ -163,7 +163,8 @@ def _last_exchange(status: NodeStatus, now: float) -> Row:
 
 def _run(status: NodeStatus) -> Row:
     run = status.run
-    company = f"{run.members_live} live, {run.members_gone} gone"
+    heard = f"{run.members_heard} only heard of, " if run.members_heard else ""
+    company = f"{run.members_live} live, {heard}{run.members_gone} gone"
     tokens, speed = count(run.tokens), count(run.tokens_per_second)
     losses = f"loss {loss(run.loss_mean)} ({loss(run.loss_min)} to {loss(run.loss_max)})"
     brief = f"loss of all {loss(run.loss_mean)}; {company}\n{speed} tokens/s, {tokens} tokens"

@@ -47,16 +47,35 @@ def test_the_first_that_has_announced_is_copied_by_the_two_next() -> None:
     assert not is_copier(RUN, 0, MEMBERS, order[3], order[3])
 
 
-def test_a_newcomer_takes_the_newest_that_two_hold_if_hardly_any_is_newer() -> None:
+def test_a_newcomer_takes_what_two_hold_where_the_run_is() -> None:
     notices = {
         ANN: [notice(20, b"a")],
         BOB: [notice(21, b"b"), notice(20, b"a")],
         CYD: [notice(18, b"c"), notice(20, b"a")],
         DAN: [notice(18, b"c")],
     }
-    assert choose(notices, 0) == Choice(b"a" * 32, 20, (ANN, BOB, CYD))
-    assert choose(notices, 20) is None
-    notices[BOB][0] = notice(20 + MAX_ROUNDS_OLDER + 1, b"b")
-    assert choose(notices, 0) is None
-    assert choose({}, 0) is None
-    assert choose({ANN: [notice(20, b"a")], BOB: [notice(20, b"b")]}, 0) is None
+    first, second = Choice(b"a" * 32, 20, (ANN, BOB, CYD)), Choice(b"c" * 32, 18, (CYD, DAN))
+    assert choose(notices, 0) == [first, second]
+    assert choose(notices, 0, {CYD, DAN}) == [second, first], "of those reached, two hold that"
+    assert choose(notices, 18) == [first]
+    assert choose(notices, 20) == []
+    assert choose({}, 0) == []
+    assert choose({ANN: [notice(20, b"a")], BOB: [notice(20, b"b")]}, 0) == []
+
+
+def test_two_liars_ahead_come_after_the_honest_and_a_round_from_nowhere_disables_nothing() -> None:
+    honest = {member: [notice(60, b"h")] for member in MEMBERS[:6]}
+    liars = {member: [notice(63, b"l")] for member in MEMBERS[6:8]}
+    mad = {member: [notice(2**31 - 1, b"m")] for member in MEMBERS[8:10]}
+    choices = choose(honest | liars | mad, 50)
+    assert [choice.round for choice in choices] == [60, 63]
+    crowd = {member: [notice(100_000, b"g")] for member in MEMBERS[8:]}
+    assert choose({ANN: [notice(60, b"h")], BOB: [notice(60, b"h")]} | crowd, 50, {ANN, BOB})[0].round == 60
+
+
+def test_what_lies_far_behind_the_run_is_not_chosen() -> None:
+    notices = {ANN: [notice(20, b"a")], BOB: [notice(20, b"a")], CYD: [notice(20 + MAX_ROUNDS_OLDER + 1, b"b")]}
+    assert [choice.round for choice in choose(notices, 0)] == [20]
+    assert choose(notices | {DAN: notices[CYD], MEMBERS[4]: notices[CYD]}, 0) == [
+        Choice(b"b" * 32, 20 + MAX_ROUNDS_OLDER + 1, (CYD, DAN, MEMBERS[4]))
+    ]

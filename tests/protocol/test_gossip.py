@@ -49,6 +49,8 @@ def test_live_members_are_talked_to_and_nobody_else() -> None:
 def test_the_unreachable_are_left_alone_for_a_while() -> None:
     numbers = range(2, 2 + ENOUGH_CANDIDATES + 1)
     gossip = gossip_with(*map(member, numbers), *map(beat, numbers))
+    for entry in map(beat, numbers):
+        gossip.reached(entry.author)
     gossip.unreachable(ALICE, 0.5)
     assert ALICE not in gossip.candidates(1.0)
     assert gossip.liveness.is_live(ALICE, 1.0), "that is not a judgement of its life"
@@ -70,6 +72,17 @@ def test_in_a_run_of_few_nobody_falls_silent_towards_another() -> None:
     gossip.push.queue([accusation(1)], [], None)
     assert pushed(gossip, 1.0) == {accusation(1)}
     assert gossip.choose_partner(1.0) == ALICE
+
+
+def test_peers_that_were_only_heard_of_never_outnumber_those_that_were_reached() -> None:
+    numbers = range(2, 62)
+    gossip = gossip_with(*map(member, numbers), *map(beat, numbers))
+    assert len(gossip.candidates(0.5)) == 60, "none was reached yet"
+    gossip.reached(ALICE)
+    for _ in range(20):
+        candidates = gossip.candidates(0.5)
+        assert ALICE in candidates
+        assert len(candidates) == 2
 
 
 def test_news_is_pushed_on_and_the_rest_is_not() -> None:

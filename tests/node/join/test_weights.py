@@ -29,6 +29,7 @@ from farandole.node.store.partial_file import partial_path
 from farandole.node.store.provider import Conditions, DonorBusyError, DonorError
 from farandole.node.store.weight_files import WeightFiles
 from farandole.protocol import trainer_messages as messages
+from farandole.protocol.believing import Credit
 from farandole.protocol.block_transfer import Question
 from farandole.protocol.blocks import Index, SignedIndex, sign_index
 from farandole.protocol.copies import ranked
@@ -39,11 +40,11 @@ from farandole.protocol.records import checkpoint_key, shard_key
 from ..store.files import KEY, RUN, checkpoint_bytes, index_of
 
 MODEL = ModelConfig(num_layers=3, width=16, num_heads=2, hidden=32, context=16, vocabulary=256, num_stages=3)
-ME, ANN, BOB, CYD, DAN = (bytes([number]) * 32 for number in range(5))
+ME, ANN, BOB, CYD, DAN, EVE = (bytes([number]) * 32 for number in range(6))
 
 
 def content_of(peer: bytes, stage: int, round_index: int) -> bytes:
-    return checkpoint_bytes(8, seed=hash((peer, stage, round_index)))
+    return checkpoint_bytes(8, seed=hash((peer, stage, round_index)), round_index=round_index)
 
 
 class World:
@@ -70,6 +71,8 @@ class World:
         self.said: list[str] = []
         self.journal = Journal(say=self.said.append)
         self.announcer = self
+        self.credit = Credit()
+        self.reached: frozenset[bytes] = frozenset()
         self.settings = NodeSettings(home=folder, backup_seconds=10.0)
         self.settings.checkpoints.mkdir()
         self.weights = self.begin()
@@ -97,11 +100,22 @@ class World:
     def current_round(self) -> int:
         return self.round
 
+    def awaits_contact(self) -> bool:
+        return False
+
+    def is_beginning(self) -> bool:
+        return False
+
+    def doubt_those_ahead(self, after_round: int) -> None:
+        self.credit.lose((peer for peer in self.members if self.round > after_round), trio.current_time())
+
     def nodes_of_stages(self) -> tuple[frozenset[bytes], ...]:
         return tuple(frozenset(peer for peer, held in self.members.items() if held == stage) for stage in range(3))
 
     def donors(self, after_round: int, stage: int) -> list[bytes]:
-        return [peer for peer, held in self.members.items() if held == stage and self.round > after_round]
+        now = trio.current_time()
+        ahead = [peer for peer, held in self.members.items() if held == stage and self.round > after_round]
+        return [peer for peer in ahead if self.credit.is_good(peer, now)]
 
     def announced(self, stage: int) -> dict[bytes, CheckpointNotice]:
         return {peer: found[0] for peer, found in self.notices(stage).items() if self.members[peer] == stage}
@@ -223,8 +237,8 @@ async def test_a_checkpoint_that_two_hold_comes_from_both_unless_there_are_newer
     assert set(world.fetched_from[-1]) == {ANN, BOB}
     assert "weights of stage 1, of round 27 from" in "\n".join(world.said)
     world.settings.fetched(1).unlink()
-    world.by_peer[CYD, 1] = (CYD, 33)
-    world.members = {CYD: 1, ANN: 1, BOB: 0}
+    world.by_peer |= {(CYD, 1): (CYD, 33), (DAN, 1): (DAN, 34), (EVE, 1): (EVE, 33)}
+    world.members = {CYD: 1, DAN: 1, EVE: 1, ANN: 1, BOB: 0}
     await world.begin().obtain()
     assert world.is_fetched(CYD, 1, 33)
 

@@ -129,6 +129,8 @@ class Story:
                 self.saved.append,
                 lambda peer, reason, evidence: None,
                 lambda: self.others_round,
+                lambda: self.others_round,
+                lambda peer: None,
                 lambda num_bytes: num_bytes <= self.traffic,
             ),
         )

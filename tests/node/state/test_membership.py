@@ -143,9 +143,11 @@ class Staged:
         member = Member(stage, speed=speed, is_bound=is_bound)
         self.hear_beat(peer, member, Beat(round_index, round_index, None, 0))
 
-    def hear_beat(self, peer: bytes, member: Member, beat: Beat) -> None:
+    def hear_beat(self, peer: bytes, member: Member, beat: Beat, *, is_reached: bool = True) -> None:
         self.state.tell(peer, member, beat)
         self.gossip.liveness.beat(peer, 1, trio.current_time())
+        if is_reached:
+            self.gossip.liveness.trust(peer)
         self.membership.refresh()
 
 

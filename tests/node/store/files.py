@@ -17,11 +17,11 @@ KEY = Ed25519PrivateKey.from_private_bytes(b"k" * 32)
 VECTORS = ("slow", "momentum", "mean", "square")
 
 
-def checkpoint_bytes(num_elements: int, seed: int = 1) -> bytes:
+def checkpoint_bytes(num_elements: int, seed: int = 1, round_index: int = 7) -> bytes:
     """Four vectors of one parameter, in the order that trainers keep to."""
     size = 4 * num_elements
     header: dict[str, object] = {
-        "__metadata__": {"format": "farandole/checkpoint/1", "round": "7", "layout": bytes(32).hex()}
+        "__metadata__": {"format": "farandole/checkpoint/1", "round": str(round_index), "layout": bytes(32).hex()}
     }
     header |= {
         f"{vector}/w": {"dtype": "F32", "shape": [num_elements], "data_offsets": [start * size, (start + 1) * size]}
