@@ -32,6 +32,8 @@ from .parameters import Layout
 
 FORMAT = "farandole/checkpoint/1"
 MAX_COUNTER = 2**53  # exact in JSON everywhere
+# No number of a replica that still learns is larger, by far, but the arithmetic after loading stays finite with it.
+MAX_MAGNITUDE = 1e6
 _SLICE = 1 << 22  # elements that are fetched from a device at a time, 16 MiB
 
 
@@ -185,5 +187,8 @@ def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
         raise CheckpointError(f"the checkpoint's {name} is {tensor.dtype} {tuple(tensor.shape)}, not fp32 {shape}")
     if not bool(tensor.isfinite().all()):
         raise CheckpointError(f"the checkpoint's {name} holds a value that is not finite")
+    limit = MAX_MAGNITUDE**2 if is_square(name) else MAX_MAGNITUDE
+    if tensor.numel() and (largest := float(tensor.abs().max())) > limit:
+        raise CheckpointError(f"the checkpoint's {name} holds {largest:.3g}: no weights are larger than {limit:.0e}")
     if is_square(name) and not bool((tensor >= 0).all()):
         raise CheckpointError(f"the checkpoint's {name} holds a negative square")

@@ -15,6 +15,7 @@ from farandole.protocol.trainer_messages import Prepare, Saved
 from farandole.training.durable import replacing
 from farandole.training.engine import Engine
 from farandole.training.errors import CheckpointError, UnfitWeightsError
+from farandole.training.newcomer import Standing, standing_of, why_unfit
 from farandole.training.screening.history import MAX_BYTES, Histories
 
 from ..store.disk_space import plan_disk, used_bytes
@@ -42,20 +43,33 @@ class Checkpoints:
         """
         fetched = Path(prepare.fetched)
         is_fetched = bool(prepare.fetched) and fetched.exists()
-        resumed, problem = (self._adopt(fetched), "") if is_fetched else self._resume()
+        resumed, problem = (self._adopt(fetched, prepare, manifest), "") if is_fetched else self._resume()
         if resumed is None and manifest.start is not None:
             self._start_from(Path(prepare.start), manifest.start.inner_steps, manifest.start.tokens)
         with contextlib.suppress(OSError, ValueError), self._folder.histories.open("rb") as file:
             self._engine.histories = Histories.decode(file.read(MAX_BYTES))
         return resumed, problem
 
-    def _adopt(self, fetched: Path) -> Saved:
+    def _adopt(self, fetched: Path, prepare: Prepare, manifest: Manifest) -> Saved:
+        """Go on from a peer's, unless they are worse than what this node has by itself."""
+        initial, own = self._known_standings(prepare, manifest)
         try:
             content = self._engine.load(fetched)
+            if reason := why_unfit(standing_of(self._engine), initial, own):
+                raise CheckpointError(reason)
         except CheckpointError as error:
             fetched.unlink()
             raise UnfitWeightsError(f"a peer's weights are unfit: {error}") from error
         return self._saver.adopt(fetched, content, self._engine.counters)
+
+    def _known_standings(self, prepare: Prepare, manifest: Manifest) -> tuple[Standing, Standing | None]:
+        """How good the weights are that the run begins with, and this node's own, if it has any."""
+        if manifest.start is not None and Path(prepare.start).is_file():
+            self._start_from(Path(prepare.start), manifest.start.inner_steps, manifest.start.tokens)
+        initial, own = standing_of(self._engine), None
+        with contextlib.suppress(CheckpointError):  # a peer's weights may take the place of damaged ones
+            own = None if self._resume()[0] is None else standing_of(self._engine)
+        return initial, own
 
     def _resume(self) -> tuple[Saved | None, str]:
         problems: list[str] = []

@@ -235,6 +235,8 @@ def retype(tensors: dict[str, torch.Tensor], _: dict[str, str]) -> None:
         (put("slow/norm.weight", math.nan), "not finite"),
         (put("momentum/norm.weight", math.inf), "not finite"),
         (put("square/norm.weight", -1.0), "negative square"),
+        (put("slow/norm.weight", 1e30), "no weights are larger"),
+        (put("momentum/norm.weight", -1e30), "no weights are larger"),
         (say("round", "-1"), "counter 'round'"),
         (say("steps", "9" * 5_000), "counter 'steps'"),
         (say("tokens", "²"), "counter 'tokens'"),

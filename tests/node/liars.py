@@ -1,0 +1,102 @@
+"""Members that are no nodes: a host that says what it likes to the run, and serves a checkpoint of its own making."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import trio
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from farandole.node.mesh.host import open_host
+from farandole.node.state.messenger import open_messenger
+from farandole.node.store.holdings import Holding
+from farandole.node.store.provider import Conditions
+from farandole.node.store.serve import BlockService
+from farandole.protocol.block_transfer import Question
+from farandole.protocol.blocks import Index, SignedIndex, sign_index
+from farandole.protocol.entries import Beat, CheckpointNotice, Kind, Member, Payload, deltas_of
+from farandole.protocol.push import MAX_BATCH_BYTES, MAX_PUSH_BYTES, PROTOCOL, Batch
+from farandole.protocol.wire import encode
+from farandole.training.blocks import content_of
+
+from ..protocol.authors import author_of, key_of, signed, tick_at
+from .hosts import LOOPBACK
+
+
+def pushes(run_id: bytes, said: Sequence[tuple[int, Kind, Payload]]) -> list[bytes]:
+    """What these authors, by their numbers, say now: messages of push."""
+    now = time.time()
+    entries = [signed(number, kind, 0, tick_at(kind, now), payload, run_id) for number, kind, payload in said]
+    return [encode(Batch(False, delta)) for delta in deltas_of(entries, [], MAX_BATCH_BYTES)]
+
+
+def write_noise(honest: Path, path: Path, rounds_ahead: int, author: int, run_id: bytes) -> tuple[SignedIndex, Index]:
+    """A checkpoint as an honest one is, but for its weights, and its round; its index, signed by an author."""
+    with safe_open(honest, framework="numpy") as file:
+        metadata = file.metadata()
+    rng = np.random.default_rng(1)
+    tensors = {
+        name: rng.standard_normal(tensor.shape, np.float32) if name.startswith("slow/") else tensor
+        for name, tensor in load_file(honest).items()
+    }
+    metadata["round"] = str(int(metadata["round"]) + rounds_ahead)
+    save_file(tensors, path, metadata)
+    content = content_of(path)
+    index = Index(
+        run_id=run_id,
+        author=author_of(author),
+        round=int(metadata["round"]),
+        inner_steps=int(metadata["steps"]),
+        tokens=int(metadata["tokens"]),
+        size=content.size,
+        layout=bytes.fromhex(metadata["layout"]),
+        hashes=content.hashes,
+    )
+    return sign_index(key_of(author), index), index
+
+
+@asynccontextmanager
+async def open_liar(
+    number: int, run_id: bytes, victims: dict[bytes, list[str]], path: Path, signed_index: tuple[SignedIndex, Index]
+) -> AsyncIterator[None]:
+    """A liar that tells these nodes of the checkpoint at ``path``, and gives it to whoever asks."""
+    made, index = signed_index
+    notice = CheckpointNotice(index.round, 0, made.id, index.size, index.tokens, index.inner_steps)
+    holding = Holding.open(path, made, index)
+
+    async def find(question: Question) -> Holding | None:
+        await trio.lowlevel.checkpoint()
+        return holding.hold() if question.id in (None, made.id) else None
+
+    async with (
+        open_host(key_of(number), LOOPBACK) as host,
+        open_messenger(host) as messenger,
+        trio.open_nursery() as nursery,
+    ):
+        messenger.set_receiver(PROTOCOL, MAX_PUSH_BYTES, lambda peer, payload: None)
+        BlockService(Conditions(host, run_id), find).register()
+        addresses = tuple(address.rpartition("/p2p/")[0] for address in host.addresses)
+        beat = Beat(index.inner_steps, index.round, 1_000_000, 1_000)
+
+        async def lie() -> None:
+            said = [
+                (number, Kind.MEMBER, Member(addresses=addresses)),
+                (number, Kind.BEAT, beat),
+                (number, Kind.CHECKPOINT, notice),
+            ]
+            while True:
+                for payload in pushes(run_id, said):
+                    for victim in victims:
+                        messenger.send_nowait(victim, PROTOCOL, payload)
+                await trio.sleep(1.0)
+
+        for victim, places in victims.items():
+            await host.connect(victim, places)
+        nursery.start_soon(lie)
+        yield
+        nursery.cancel_scope.cancel()
