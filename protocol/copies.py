@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import statistics
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .entries import CheckpointNotice
@@ -59,29 +59,32 @@ class Choice:
 
 
 def choose(
-    notices: Mapping[bytes, Sequence[CheckpointNotice]], after_round: int, reached: Container[bytes] = frozenset()
+    notices: Mapping[bytes, Sequence[CheckpointNotice]], after_round: int, networks: Mapping[bytes, str] | None = None
 ) -> list[Choice]:
     """Checkpoints that several hold, the best first; none: what is near where the run is, is at one node each.
 
     ``notices``: what each member says that it holds, of one stage. Without those that are no newer than
     ``after_round``. Where the run is, is the median of the newest that each member holds: no few keys can move it, by
-    whatever they announce. Those best are what several hold of the members that this node has ``reached``, then what
-    is nearest to that median.
+    whatever they announce. ``networks`` has the members that this node has reached, each with the network that it is
+    in. Best is what several hold of these, in different networks rather than in one, then what is nearest to that
+    median.
     """
+    networks = networks or {}
     holders: dict[tuple[int, bytes], list[bytes]] = defaultdict(list)
     for member, held in notices.items():
         for notice in held:
             if notice.round > after_round:
                 holders[notice.round, notice.id].append(member)
     newest = {member: max(each.round for each in held) for member, held in notices.items() if held}
-    known = [round_index for member, round_index in newest.items() if member in reached]
+    known = [round_index for member, round_index in newest.items() if member in networks]
     if not (known := known or list(newest.values())):
         return []
     middle = statistics.median_low(known)
 
-    def rank(choice: Choice) -> tuple[int, int, int, bytes]:
-        num_reached = sum(holder in reached for holder in choice.holders)
-        return -min(num_reached, MIN_HOLDERS), abs(choice.round - middle), -choice.round, choice.id
+    def rank(choice: Choice) -> tuple[int, int, int, int, bytes]:
+        at = [networks[holder] for holder in choice.holders if holder in networks]
+        several, apart = min(len(at), MIN_HOLDERS), min(len(set(at)), MIN_HOLDERS)
+        return -several, -apart, abs(choice.round - middle), -choice.round, choice.id
 
     several = [
         Choice(checkpoint_id, round_index, tuple(sorted(members)))

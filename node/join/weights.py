@@ -94,11 +94,11 @@ class Weights:
         self._note_verdict(own_round, fetched_round)
         newest = own_round if fetched_round is None else max(fetched_round, own_round or 0)
         await self._await_contact()
-        if membership.current_round() - (newest or 0) <= (0 if newest is None else MAX_ROUNDS_BEHIND):
+        if not self._is_behind(newest):
             return
         journal.announce("fetching weights", "the run is under way: fetching weights from members", "members' weights")
         self._asked_in_vain.clear()
-        if await self._seek(stage, own_round):
+        if await self._seek(stage, own_round, newest):
             return
         if newest is not None:
             membership.doubt_those_ahead(newest + MAX_ROUNDS_BEHIND)
@@ -119,7 +119,11 @@ class Weights:
                 self._journal.enter("fetching weights", "dialling members that train", "a member that answers")
                 await trio.sleep(CONTACT_INTERVAL)
 
-    async def _seek(self, stage: int, own_round: int | None) -> bool:
+    def _is_behind(self, newest: int | None) -> bool:
+        """Whether the weights that are here, of this round, are too old."""
+        return self._membership.current_round() - (newest or 0) > (0 if newest is None else MAX_ROUNDS_BEHIND)
+
+    async def _seek(self, stage: int, own_round: int | None, newest: int | None) -> bool:
         """Look for weights until some are here, or it is in vain, or none are needed: then a warning has said so."""
         journal = self._journal
         began_at = trio.current_time()
@@ -143,6 +147,8 @@ class Weights:
                 )
                 return True
             await trio.sleep(WEIGHTS_RETRY)
+            if newest is not None and not self._is_behind(newest):
+                return True  # partners have come that are not ahead
         return False
 
     def _note_verdict(self, own_round: int | None, fetched_round: int | None) -> None:
@@ -177,7 +183,7 @@ class Weights:
         notices = membership.notices(stage)
         oldest = max(after, membership.current_round() - MAX_ROUNDS_BEHIND - 1)
         recent = max(after, membership.current_round() - MAX_ROUNDS_OLDER - 1)
-        for choice in (self._begun(notices, stage, oldest), *choose(notices, recent, membership.reached)):
+        for choice in (self._begun(notices, stage, oldest), *choose(notices, recent, membership.networks())):
             if choice is not None and choice.id not in self._taken and await self._fetch_chosen(choice, stage, show):
                 return True
         donors = sorted(membership.donors(after, stage), key=lambda donor: donor in self._asked_in_vain)

@@ -154,6 +154,10 @@ class Host:
         """The multiaddrs at the other end of the connections to a peer; a relayed one's has /p2p-circuit in it."""
         return list(dict.fromkeys(conn.link.address for conn in self.connections.of(peer)))
 
+    def network(self, peer: bytes) -> str:
+        """The network at the other end of the newest connection to a peer; empty: there is none, or not known which."""
+        return next((conn.link.site.network for conn in reversed(self.connections.of(peer))), "")
+
     async def go_offline(self) -> None:
         """End all connections, and begin and accept none, until `go_online`."""
         self.connections.is_offline = True

@@ -101,6 +101,10 @@ class Membership:
         """Live members of all stages that this node has reached, itself excluded."""
         return self._reached
 
+    def networks(self) -> dict[bytes, str]:
+        """The members that this node has reached, and the network that each is connected from, where that is known."""
+        return {peer: self._host.network(peer) for peer in self._reached}
+
     @property
     def everyone(self) -> frozenset[bytes]:
         """Live members of all stages, whether reached or only heard of, this node excluded."""
@@ -157,9 +161,10 @@ class Membership:
         return frozenset(peer for peer in self._reached if self.credit.is_good(peer, now))
 
     def awaits_contact(self) -> bool:
-        """Whether members that have trained were heard of, and none of them was reached yet."""
+        """Whether members that have trained were heard of, partners if there are any, and none was reached yet."""
         trained = {peer for peer, beat in self._payloads(self.everyone, Beat).items() if self._has_trained(beat)}
-        return bool(trained) and trained.isdisjoint(self._reached)
+        wanted = {peer for peer in trained if peer in self.partners} or trained
+        return bool(wanted) and wanted.isdisjoint(self._reached)
 
     def is_beginning(self) -> bool:
         """Whether members that this node has reached and believes train, and are in the run's first round."""

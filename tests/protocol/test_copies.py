@@ -56,7 +56,9 @@ def test_a_newcomer_takes_what_two_hold_where_the_run_is() -> None:
     }
     first, second = Choice(b"a" * 32, 20, (ANN, BOB, CYD)), Choice(b"c" * 32, 18, (CYD, DAN))
     assert choose(notices, 0) == [first, second]
-    assert choose(notices, 0, {CYD, DAN}) == [second, first], "of those reached, two hold that"
+    assert choose(notices, 0, {CYD: "", DAN: ""}) == [second, first], "of those reached, two hold that"
+    near, far = dict.fromkeys((ANN, BOB, CYD), "home"), {DAN: "elsewhere"}
+    assert choose(notices, 0, near | far) == [second, first], "its holders have less in common"
     assert choose(notices, 18) == [first]
     assert choose(notices, 20) == []
     assert choose({}, 0) == []
@@ -70,7 +72,7 @@ def test_two_liars_ahead_come_after_the_honest_and_a_round_from_nowhere_disables
     choices = choose(honest | liars | mad, 50)
     assert [choice.round for choice in choices] == [60, 63]
     crowd = {member: [notice(100_000, b"g")] for member in MEMBERS[8:]}
-    assert choose({ANN: [notice(60, b"h")], BOB: [notice(60, b"h")]} | crowd, 50, {ANN, BOB})[0].round == 60
+    assert choose({ANN: [notice(60, b"h")], BOB: [notice(60, b"h")]} | crowd, 50, {ANN: "", BOB: ""})[0].round == 60
 
 
 def test_what_lies_far_behind_the_run_is_not_chosen() -> None:

@@ -56,3 +56,22 @@ def test_the_forgotten_are_not_alive() -> None:
     liveness.beat(BOB, 1, now=0.0)
     liveness.forget_all_but({BOB})
     assert liveness.live(1.0) == [BOB]
+
+
+def test_only_who_was_reached_is_present_until_it_is_found_unreachable() -> None:
+    liveness = Liveness(base_period=2.0)
+    liveness.trust(BOB)
+    liveness.beat(ALICE, 1, now=0.0)
+    liveness.beat(BOB, 1, now=0.0)
+    assert liveness.present(1.0) == set(), "a contact before the first heartbeat is not remembered"
+    liveness.trust(ALICE)
+    assert liveness.present(1.0) == {ALICE}
+    liveness.suspect(ALICE, 1.0)
+    liveness.beat(ALICE, 2, now=1.0 + SUSPICION_SECONDS)
+    assert not liveness.is_suspect(ALICE)
+    assert liveness.present(7.0) == set(), "a heartbeat is no contact"
+    liveness.trust(ALICE)
+    assert liveness.present(7.0) == {ALICE}
+    assert liveness.present(100.0) == set(), "nor is a contact a heartbeat"
+    liveness.forget_all_but({BOB})
+    assert not liveness.is_reached(ALICE)

@@ -72,7 +72,6 @@ class World:
         self.journal = Journal(say=self.said.append)
         self.announcer = self
         self.credit = Credit()
-        self.reached: frozenset[bytes] = frozenset()
         self.settings = NodeSettings(home=folder, backup_seconds=10.0)
         self.settings.checkpoints.mkdir()
         self.weights = self.begin()
@@ -99,6 +98,9 @@ class World:
 
     def current_round(self) -> int:
         return self.round
+
+    def networks(self) -> dict[bytes, str]:
+        return {}
 
     def awaits_contact(self) -> bool:
         return False
@@ -524,3 +526,60 @@ async def test_many_members_that_do_not_answer_do_not_keep_a_newcomer_for_hours(
     with pytest.raises(JoinError, match="step 4"):
         await world.weights.obtain()
     assert trio.current_time() - began_at <= WEIGHTS_TIMEOUT + MAX_ASKED * DIAL_TIMEOUT + WEIGHTS_RETRY
+
+
+def refuse(world: World) -> None:
+    """What the trainer does with a file that it judges unfit."""
+    world.settings.fetched(1).unlink()
+
+
+async def test_the_author_of_unfit_weights_is_not_believed_and_another_is_asked(
+    world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    world.members = {ANN: 1, BOB: 1}
+    world.by_peer = {(ANN, 1): (ANN, 29), (BOB, 1): (BOB, 28)}
+    await world.weights.obtain()
+    assert world.is_fetched(ANN, 1, 29)
+    refuse(world)
+    await world.weights.obtain()
+    assert "the weights of round 29 are unfit" in "\n".join(world.said)
+    assert not world.credit.is_good(world.index(ANN, 1).author, trio.current_time())
+    assert world.is_fetched(BOB, 1, 28)
+
+
+async def test_weights_that_were_taken_up_cost_nobody_its_credit(
+    world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    world.members = {ANN: 1}
+    world.by_peer = {(ANN, 1): (ANN, 29)}
+    await world.weights.obtain()
+    world.settings.fetched(1).replace(world.settings.checkpoints / "stage-1-round-29.safetensors")
+    await world.weights.obtain()
+    assert world.credit.is_good(world.index(ANN, 1).author, trio.current_time())
+
+
+async def test_who_claims_to_be_ahead_and_gives_nothing_is_not_believed_a_second_time(
+    world: World, autojump_clock: trio.testing.MockClock
+) -> None:
+    own = world.settings.checkpoints / "stage-1-round-5.safetensors"
+    own.write_bytes(content_of(ME, 1, 5))
+    world.members = {ANN: 1, BOB: 1}
+    world.silent = {ANN, BOB}
+    await world.weights.obtain()
+    assert "going on with this node's own of round 5" in world.journal.warnings[-1]
+    assert not world.credit.is_good(ANN, trio.current_time())
+    assert world.donors(0, 1) == []
+
+
+async def test_a_file_of_another_round_than_its_index_says_is_not_taken(
+    world: World, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.members = {ANN: 1}
+    world.by_peer = {(ANN, 1): (ANN, 29)}
+    index = world.index
+    monkeypatch.setattr(world, "index", lambda peer, stage: msgspec.structs.replace(index(peer, stage), round=28))
+    monkeypatch.setattr("farandole.node.join.weights.WEIGHTS_TIMEOUT", 10.0)
+    with pytest.raises(JoinError, match="step 4"):
+        await world.weights.obtain()
+    assert "lied about the round" in "\n".join(world.said)
+    assert not world.settings.fetched(1).exists()

@@ -263,3 +263,49 @@ async def test_who_is_paused_holds_no_round_back_but_a_run_of_paused_nodes_is_wh
     node.hear_beat(ANN, paused, Beat(900, 30, None, 0))
     node.hear_beat(EVE, Member(), Beat(0, 0, None, 0))  # who has trained nothing knows nothing
     assert node.membership.current_round() == 4
+
+
+AHEAD = Beat(9_000_000, 100_000, None, 0)
+
+
+async def test_who_was_only_heard_of_is_no_member_to_decide_by() -> None:
+    node = Staged()
+    node.hear(ANN, 0, round_index=9)
+    for ghost in (BOB, CYD, EVE):
+        node.hear_beat(ghost, Member(), AHEAD, is_reached=False)
+    membership = node.membership
+    assert membership.everyone == {ANN, BOB, CYD, EVE}
+    assert membership.reached == membership.live == {ANN}
+    assert membership.current_round() == 9
+    assert not membership.awaits_contact()
+    node.host.connected = frozenset((BOB,))
+    membership.refresh()
+    assert membership.live == {ANN, BOB}, "it has proved its key"
+
+
+async def test_the_round_is_that_of_partners_whatever_others_claim() -> None:
+    node = Staged()
+    node.hear(ANN, 0, round_index=9)
+    for liar in (BOB, CYD, EVE):
+        node.hear_beat(liar, Member(), AHEAD)
+    assert node.membership.partners_round() == 0, "it has no partner yet: nothing stops its trainer"
+    assert node.membership.current_round() == 100_000, "a trainer that begins has nothing else to go by"
+    node.membership.partners.note(ANN)
+    assert node.membership.partners_round() == node.membership.current_round() == 9
+    node.hear_beat(ANN, Member(is_paused=True), Beat(9, 9, None, 0))
+    assert node.membership.partners_round() == 0
+    node.membership.doubt_those_ahead(20)
+    assert node.membership.current_round() == 9
+    assert node.membership.donors(0, 0) == [ANN]
+
+
+async def test_a_node_waits_until_it_has_reached_a_member_that_trains_best_a_partner() -> None:
+    node = Staged()
+    node.hear_beat(BOB, Member(), Beat(0, 0, None, 0), is_reached=False)
+    assert not node.membership.awaits_contact(), "a newcomer knows nothing"
+    node.hear_beat(ANN, Member(), Beat(90, 9, None, 0), is_reached=False)
+    assert node.membership.awaits_contact()
+    node.hear_beat(EVE, Member(), AHEAD)
+    assert not node.membership.awaits_contact()
+    node.membership.partners.note(ANN)
+    assert node.membership.awaits_contact()
