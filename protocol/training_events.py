@@ -62,7 +62,7 @@ class ExchangeOver:
 
 @dataclass(frozen=True, slots=True)
 class OthersMoved:
-    """The other nodes are in this round; 0 without others."""
+    """The other nodes are in this round, as far as this node believes them; 0: not known."""
 
     round: int
 

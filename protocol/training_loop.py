@@ -219,7 +219,9 @@ class TrainingLoop:
             self._watch(now)
         if self._is_from_start(life) and self.config.validate_every:
             self._validate(life)
-        self._start_round(life, self._first_round(prepared.round), now)
+        first_round = self._first_round(prepared.round)
+        life.lag = _Lag(self._others_round - first_round)
+        self._start_round(life, first_round, now)
 
     def _first_round(self, prepared: int) -> int:
         """The round that the others are in, if these weights may be of it.
@@ -252,9 +254,13 @@ class TrainingLoop:
         if isinstance(verdict, End):
             self._end(verdict.words)
             return
-        self._change(trainer_restarts=self.training.trainer_restarts + 1, is_trainer_dead=True, tokens_per_second=0.0)
         self._outputs.append(Say(verdict.words, "warn"))
-        if verdict.is_rest:
+        if ended.cause != "weights":
+            restarts = self.training.trainer_restarts + 1
+            self._change(trainer_restarts=restarts, is_trainer_dead=True, tokens_per_second=0.0)
+        if ended.cause == "weights":  # the trainer is well: it has refused what a peer gave
+            self._enter("fetching weights", verdict.words, "another member's weights")
+        elif verdict.is_rest:
             self._enter("failed", verdict.words)
         else:
             self._enter("preparing", "the trainer died", f"{verdict.delay:g} s before it starts again")
@@ -672,7 +678,7 @@ class _Life:
         self.is_save_due = False
         """After the one that is under way."""
         self.watched_at: float | None = None
-        self.lag = _Lag()
+        self.lag = _Lag(0)
         self._recent = deque[tuple[float, float]](maxlen=RECENT_ROUNDS + 1)  # (end of a round, busy seconds in it)
 
     @property
@@ -690,10 +696,13 @@ class _Life:
 
 
 class _Lag:
-    """How many rounds a node is behind the others. Rounds lost one by one are a slow node's, and do no harm."""
+    """How many rounds a node is behind the others. Rounds lost one by one are a slow node's, and do no harm.
 
-    def __init__(self) -> None:
-        self._seen = deque([(-math.inf, 0)])  # (at, rounds behind), the first more than NEWS_SECONDS ago
+    ``behind``: how many it was behind when its trainer began, though it had looked for newer weights.
+    """
+
+    def __init__(self, behind: int) -> None:
+        self._seen = deque([(-math.inf, behind)])  # (at, rounds behind), the first more than NEWS_SECONDS ago
 
     def has_slept(self, behind: int, now: float) -> bool:
         """Add what is known now; returns whether too many rounds were lost at once."""

@@ -40,6 +40,8 @@ WEIGHTS_RETRY: Final = 2.0
 # How long a node waits until it has reached one of the members that were heard to have trained: a few rounds of dials.
 CONTACT_TIMEOUT: Final = 20.0
 CONTACT_INTERVAL: Final = 0.2
+# Rounds that a checkpoint may be ahead of what the heartbeats say, which are a minute old at most: rounds may be short.
+MAX_LEAP: Final = 100
 # Who holds copies of so many checkpoints that were unfit is doubted, as their authors are: an honest member may copy
 # one, since it judges none that it keeps for others.
 MAX_UNFIT_COPIES: Final = 2
@@ -231,9 +233,9 @@ class Weights:
     async def _ask(self, donor: bytes, stage: int, known: bytes | None = None) -> tuple[SignedIndex, Index] | None:
         try:
             signed, index = await self._downloads.ask(donor, stage, known)
-            most = self._membership.current_round() + MAX_ROUNDS_BEHIND
+            most = self._membership.current_round() + MAX_LEAP
             if self.files.num_stages == 1 and index.round > most:
-                raise PeerUnreachableError(f"it claims round {index.round}, where others are in {most} at most")
+                raise PeerUnreachableError(f"its weights claim round {index.round}, members are in {most} at most")
             return signed, index
         except PeerUnreachableError as error:
             self._asked_in_vain.add(donor)

@@ -74,12 +74,13 @@ class ConnectionKeeper:
         connected, now = self._host.connected, trio.current_time()
         everyone, reached = self._membership.everyone, self._membership.reached
         self._failed = {peer: failed for peer, failed in self._failed.items() if peer in everyone}
-        due = [peer for peer in everyone - connected if self._failed.get(peer, (0, now))[1] <= now]
-        if len(reached) < TARGET_REACHED:
-            due = [peer for peer in due if peer not in reached] or due
-            return self._rng.sample(due, min(MAX_DIALS, len(due)))
-        wanted = max(0, min(TARGET_CONNECTIONS, len(everyone)) - len(connected & everyone))
-        return self._rng.sample(due, min(wanted, len(due)))
+        due = {peer for peer in everyone - connected if self._failed.get(peer, (0, now))[1] <= now}
+        num_wanted = max(0, min(TARGET_CONNECTIONS, len(reached)) - len(connected & reached))
+        num_new = min(MAX_DIALS, max(0, TARGET_REACHED - len(reached)))
+        return [*self._sample(due & reached, num_wanted), *self._sample(due - reached, num_new)]
+
+    def _sample(self, peers: frozenset[bytes] | set[bytes], most: int) -> list[bytes]:
+        return self._rng.sample(sorted(peers), min(most, len(peers)))
 
     async def _try_connect(self, peer: bytes) -> bool:
         try:

@@ -224,4 +224,4 @@ def member_state(member: MemberStatus) -> tuple[str, Emphasis]:
         return "left", "faint"
     if member.is_live:
         return ("paused", "warning") if member.is_paused else ("live", "good")
-    return "gone", "trouble"
+    return ("heard of", "faint") if member.is_heard else ("gone", "trouble")

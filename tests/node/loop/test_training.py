@@ -48,6 +48,10 @@ EXCHANGE_SECONDS = 5.0
 HUNG_SECONDS = 30.0
 
 
+def with_weights_of(round_index: int) -> messages.Prepared:
+    return msgspec.structs.replace(PREPARED, round=round_index)
+
+
 def contributed(round_index: int) -> messages.Contributed:
     return messages.Contributed(round_index, SIZE, 8, 1, 1, 8, 2.0, 1.0, 0, 0.5)
 
@@ -493,9 +497,27 @@ async def test_who_slept_takes_newer_weights_and_who_is_slow_does_not(
         await story.play_round()
     assert len(story.trainers) == 1
     story.others_round += MAX_ROUNDS_BEHIND + 2
+    story.prepared = with_weights_of(story.others_round - 2)
     await story.play_round()
     assert len(story.trainers) == 2
     assert story.journal.state.round == story.others_round
+
+
+async def test_a_round_that_others_claim_is_taken_up_only_with_weights_of_about_that_round(
+    story: Story, autojump_clock: trio.testing.MockClock
+) -> None:
+    await story.play_round()
+    story.others_round = 100_000
+    story.prepared = with_weights_of(1)
+    await story.play_round()
+    assert len(story.trainers) == 2
+    assert story.journal.state.round == 1
+    story.others_round = 0  # none of them is believed any more
+    await story.play_round()
+    assert len(story.trainers) == 2
+    story.others_round = 100_000
+    await story.play_round()
+    assert len(story.trainers) == 2, "that was looked into when this trainer began"
 
 
 async def test_who_slept_and_learns_bit_by_bit_how_long_takes_newer_weights_too(
@@ -504,6 +526,7 @@ async def test_who_slept_and_learns_bit_by_bit_how_long_takes_newer_weights_too(
     await story.play_round()
     for _ in range(2):
         story.others_round += MAX_ROUNDS_BEHIND // 2 + 3
+        story.prepared = with_weights_of(story.others_round)
         await trio.sleep(NEWS_SECONDS / 10)
         await story.play_round()
     assert len(story.trainers) == 2
