@@ -350,15 +350,12 @@ class RunMember:
 
 async def remember(daemon: Daemon, host: Host, membership: Membership) -> None:
     """Keep on disk what a next life needs: this node's count and partners, and addresses to dial."""
-    kept = b""
     while True:
         for peer in host.connected & membership.everyone:
             daemon.book.note_reached(peer, host.addresses_to_keep(peer))
         try:
             await daemon.store.put_fact(TOKENS_FACT, b"%d" % daemon.journal.state.tokens)
-            if (partners := membership.partners.encode()) != kept:
-                await daemon.store.put_fact(PARTNERS_FACT, partners)
-                kept = partners
+            await daemon.store.put_fact(PARTNERS_FACT, membership.partners.encode())
             await daemon.book.save()
         except StoreError as error:
             daemon.journal.warn(f"{error}; trying again")

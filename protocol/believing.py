@@ -16,6 +16,9 @@ from collections.abc import Iterable
 
 from .identity import PUBLIC_KEY_BYTES
 
+# Rounds by which a claim may differ from what is known, and be taken as it is: heartbeats are up to a minute old, and a
+# trainer takes a minute to start, while rounds may take a second.
+MAX_LEAP = 100
 # Partners that are remembered, the latest: as many as a node meets in hours; 8 kB in its store.
 MAX_PARTNERS = 256
 # Seconds for which a peer is not believed after its first vain claim: several times as long as the test of a claim

@@ -30,6 +30,7 @@ import msgspec
 
 from . import pairing_events as pairing
 from . import trainer_messages as messages
+from .believing import MAX_LEAP
 from .errors import LocalProtocolError
 from .identity import peer_id_of
 from .manifest import Manifest
@@ -224,13 +225,13 @@ class TrainingLoop:
         self._start_round(life, first_round, now)
 
     def _first_round(self, prepared: int) -> int:
-        """The round that the others are in, if these weights may be of it.
+        """The round that the others are in, if it is near that of the weights, which are known.
 
-        Else it is their word alone, which moves no round of this node's; but where the model is cut, a stage that was
-        lost begins again in the midst of the run.
+        Further away it is their word alone, which moves no round of this node's; but where the model is cut, a stage
+        that was lost begins again in the midst of the run.
         """
-        ahead = self._others_round - prepared
-        return max(prepared, self._others_round) if self._is_cut or ahead <= MAX_ROUNDS_BEHIND else prepared
+        is_near = self._others_round - prepared <= MAX_LEAP
+        return max(prepared, self._others_round) if self._is_cut or is_near else prepared
 
     def _end_life(self, ended: TrainerEnded, now: float) -> None:
         """The trainer process is gone: another one follows, now or later, or none."""

@@ -18,6 +18,7 @@ from typing import Final
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from farandole.protocol.believing import MAX_LEAP
 from farandole.protocol.blocks import Index, SignedIndex
 from farandole.protocol.copies import MAX_ROUNDS_OLDER, Choice, choose
 from farandole.protocol.entries import CheckpointNotice
@@ -40,8 +41,6 @@ WEIGHTS_RETRY: Final = 2.0
 # How long a node waits until it has reached one of the members that were heard to have trained: a few rounds of dials.
 CONTACT_TIMEOUT: Final = 20.0
 CONTACT_INTERVAL: Final = 0.2
-# Rounds that a checkpoint may be ahead of what the heartbeats say, which are a minute old at most: rounds may be short.
-MAX_LEAP: Final = 100
 # Who holds copies of so many checkpoints that were unfit is doubted, as their authors are: an honest member may copy
 # one, since it judges none that it keeps for others.
 MAX_UNFIT_COPIES: Final = 2
