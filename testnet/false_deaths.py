@@ -19,7 +19,7 @@ def false_deaths(records: Iterable[NodeRecord]) -> Iterator[tuple[int, int]]:
         status, seen_at = observer.status, observer.seen_at
         if status is None or seen_at is None or not _is_there(observer, seen_at):
             continue
-        live = {member.peer_id for member in status.members if member.is_live}
+        live = {member.peer_id for member in status.members if member.is_live or member.is_heard}
         for record in records:
             if record is not observer and _is_there(record, seen_at) and record.peer_id not in live:
                 yield record.index, observer.index

@@ -154,7 +154,7 @@ def measure(folder: Path, num_members: int, seconds: float, say: Say) -> PageFig
         status = _wait(home, lambda status: status.phase == "paused")
         say(f"{num_members} members more join the run")
         with _running_crowd(leash, folder, status.addresses[0], signed, num_members):
-            _wait(home, lambda status: status.run.members_live >= num_members)
+            _wait(home, lambda status: status.run.members_live + status.run.members_heard >= num_members)
             time.sleep(SETTLE_SECONDS)  # what the newcomers cause is not measured
             say("the daemon without a page")
             share_without = _share(daemon.pid, seconds)
