@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.protocol import trainer_messages as messages
 from farandole.protocol.block_transfer import Question
 from farandole.protocol.entries import CheckpointNotice, Kind, Progress
+from farandole.protocol.identity import peer_id_of
 from farandole.protocol.invitations import Roster
 from farandole.protocol.manifest import Manifest, SignedManifest, decode_manifest
 from farandole.protocol.pairing import Pairing
@@ -400,6 +401,7 @@ def make_member(
     num_stages = manifest.model.num_stages
     roster = close_gate(host, manifest, signed)
     state = RunState(run_id, signed.creator, roster=roster)
+    state.places.protect(lambda author: journal.exchanges.has_committed_with(peer_id_of(author)))
     gossip = GossipService(
         state, Writer(key, run_id), host, messenger, store, rng, base_period=settings.heartbeat_seconds
     )

@@ -11,8 +11,10 @@
       Done                 ------------------>
 
 Push makes run state fast, this makes it sure: whatever was lost, each session leaves two states equal (up to what one
-side must defer, and up to the session's bound; the next sessions go on). Heartbeats are no part of the root; a node
-that joins, or hears from a peer after a silence, asks for them too (`SyncHello.with_beats`).
+side must defer, and up to the session's bound; the next sessions go on). Full tables may differ for good, so a node
+whose table is full compares a few buckets in a session that it begins, and wants no new authors in the others.
+Heartbeats are no part of the root; a node that joins, or hears from a peer after a silence, asks for them too
+(`SyncHello.with_beats`).
 
 The session is a value without I/O: `receive_data` takes bytes of the stream in any pieces and says what was received
 and what to send. Messages are msgpack, in the frames of `farandole.protocol.framing`.
@@ -41,6 +43,10 @@ MAX_SENT_BYTES = 2 * 1024 * 1024
 """What one side sends in a session; both together 4 MB: two seconds of a 16 Mbit/s line, so none is held up long."""
 MAX_REFS_BYTES = 1024 * 1024
 """Of which references; what does not fit is left to later sessions, buckets being taken in random order."""
+MAX_BUCKETS_OF_FULL = 16
+"""Buckets that a node with a full table compares in a session, drawn at random: 256 authors, 32 KB of references. What
+two full tables do not have in common costs so much a session and no more, and all of it is looked at in three minutes.
+"""
 _REF_BYTES = 2 + 3 + 6 + 2 + ID_BYTES
 _AUTHOR_BYTES = 2 + 32 + 2 + 3
 _MAX_AUTHORS_A_FRAME = 1_800
@@ -251,7 +257,7 @@ class Session:
             if mine[index] != theirs.digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
         ]
         self._rng.shuffle(differing)
-        self._send_refs(differing)
+        self._send_refs(differing[:MAX_BUCKETS_OF_FULL] if self._state.is_full else differing)
         self._expected = (DeltaFrame, Wants)
 
     def _send_refs(self, buckets: list[int]) -> None:
@@ -285,6 +291,8 @@ class Session:
         entries: list[Signed] = []
         proofs: list[Proof] = []
         wanted: list[WantedSlots] = []
+        if self._with_beats:  # first, as they tell the initiator whom others know, too, before a table overflows
+            entries += [entry.signed for entry in self._state.entries(Kind.BEAT)]
         mine = {ref.author: ref for ref in self._state.refs(sorted(self._covered))}
         for author in {**mine, **self._refs}:
             nothing = AuthorRefs(author, False, {})
@@ -302,8 +310,8 @@ class Session:
                 ]
                 if slots := tuple(slot for slot, ref in theirs.slots.items() if _is_news(ref, own.slots.get(slot))):
                     wanted.append(WantedSlots(author, slots))
-        if self._with_beats:
-            entries += [entry.signed for entry in self._state.entries(Kind.BEAT)]
+        if self._state.is_full:
+            wanted = [item for item in wanted if item.author in self._state]
         wants = _wants(wanted)
         self._send_deltas(deltas_of(entries, proofs), reserve=sum(len(encode_frame(part)) for part in wants))
         for part in wants:

@@ -15,6 +15,10 @@ class RemoteProtocolError(FarandoleError):
     """A peer sent bytes that no honest peer sends. Costs that peer its stream, and nobody else anything."""
 
 
+class FloodError(RemoteProtocolError):
+    """A peer sent more than any honest peer sends, be it valid or not. Costs that peer its connection, for a while."""
+
+
 class ManifestError(FarandoleError, ValueError):
     """A manifest, an invite or a run file is not valid; the message says which field and why."""
 

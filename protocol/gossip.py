@@ -7,11 +7,13 @@ It is told what arrives and what time it is, by both clocks: ``unix`` for the en
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from .antientropy import Session
+from .author_places import Introducer
 from .entries import Delta, Entry, Kind
 from .errors import RemoteProtocolError
+from .inbound_meter import InboundMeter
 from .liveness import BASE_PERIOD, Liveness
 from .push import NUM_CHOSEN, Push, SendBatch, decode_batch
 from .state import MergeReport, RunState
@@ -35,10 +37,23 @@ SLICE_ITEMS = 64
 class Gossip:
     """One node's part in the gossip of its run."""
 
-    def __init__(self, state: RunState, author: bytes, rng: random.Random, base_period: float = BASE_PERIOD) -> None:
-        """``author``: this node's own key. ``base_period``: seconds between heartbeats in a small run."""
+    def __init__(
+        self,
+        state: RunState,
+        author: bytes,
+        rng: random.Random,
+        base_period: float = BASE_PERIOD,
+        network_of: Callable[[bytes], str] = lambda peer: "",
+    ) -> None:
+        """``author``: this node's own key. ``base_period``: seconds between heartbeats in a small run.
+
+        ``network_of``: where a connected peer is (`Introducer.network`).
+        """
         self.state = state
         self.author = author
+        state.places.protect(lambda other: other == author)
+        self._network_of = network_of
+        self.inbound = InboundMeter()
         self.liveness = Liveness(base_period)
         self.push = Push(rng)
         self._rng = rng
@@ -51,23 +66,27 @@ class Gossip:
         self.push.queue([entry.signed for entry in report.new], report.proofs, None)
 
     def receive_push(self, peer: bytes, payload: bytes, unix: float, now: float) -> MergeReport:
-        """A batch arrived. Raises `RemoteProtocolError` if the peer sent rubbish, now or too often."""
+        """A batch arrived. Raises `RemoteProtocolError` if the peer sent rubbish, `FloodError` if it sends too much."""
+        self.inbound.count_bytes(peer, len(payload), now)
         batch = decode_batch(payload)
+        self.inbound.count_items(peer, len(batch.delta.entries) + len(batch.delta.proofs), now)
         self.push.heard(peer, batch, now)
         report = self.merge(batch.delta, peer, unix, now)
         self.reached(peer)
         return report
 
-    def merge(self, delta: Delta, peer: bytes, unix: float, now: float, forward: bool = True) -> MergeReport:
+    def merge(
+        self, delta: Delta, peer: bytes, unix: float, now: float, forward: bool = True, *, is_asked: bool = False
+    ) -> MergeReport:
         """Take in what a peer sent; what is new goes on to the neighbours, if ``forward``.
 
-        Raises `RemoteProtocolError` if the peer has sent more invalid items than could be an accident; what was valid
-        is merged nevertheless.
+        ``is_asked``: in a session that this node began. Raises `RemoteProtocolError` if the peer has sent more invalid
+        items than could be an accident; what was valid is merged nevertheless.
         """
         meter = self._faults.of(peer, now)
         if meter.available(now) < 1.0:
             raise RemoteProtocolError("too many invalid entries from this peer")
-        report = self.state.merge(delta, unix)
+        report = self.state.merge(delta, unix, Introducer(peer, self._network_of(peer)), is_asked=is_asked)
         self._note_beats(report.new, now)
         if forward:
             self.push.queue([entry.signed for entry in report.new], report.proofs, peer)

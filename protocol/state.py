@@ -9,25 +9,35 @@ alter, delete or roll back an entry. Entries expire by their own tick, a newer o
 no tombstones. Text CRDTs (pycrdt, loro, automerge) were tried and trust their peers: one spoofed client id left two
 of their replicas different for ever.
 
+Authors and proofs have tables of a fixed size each. Only while neither is full is the above exactly true: a full one
+keeps what `farandole.protocol.author_places` decides, by whom this node heard of it from.
+
 Equal states have equal roots: a hash over 256 buckets of authors, kept up lazily. Heartbeats are no part of it.
 """
 
 from __future__ import annotations
 
-import bisect
 import enum
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from .author_places import AuthorPlaces, Introducer
 from .entries import PROOF_TTL, RULES, Checker, Delta, Entry, Kind, Member, Payload, Progress, Proof, Signed, slot_of
 from .errors import RemoteProtocolError
 from .invitations import InvitationError, RevokedError, Roster, SeatTakenError, decode_admission
-from .token_bucket import TokenBucket
+from .token_bucket import PeerMeters, TokenBucket
 
 MAX_AUTHORS = 4_096
 """With at most 40 KB an author this bounds a state to 165 MB under attack; an honest author takes 0.6 KB."""
+MAX_PROOFS = 1_024
+"""Of forks: 0.6 MB. A run has few, each the end of a key; one that is forgotten is found again if it still matters, as
+its author's two stories then meet."""
+NEWCOMER_BURST = 128
+"""New authors that one peer may bring unasked at once: more than join between two syncs with others."""
+NEWCOMER_RATE = 5.0
+"""And a second; 300 a minute. What is put off so is brought by this node's own syncs, which ask for it."""
 NUM_BUCKETS = 256
 DIGEST_BYTES = 16
 MAX_AHEAD = 60.0
@@ -36,6 +46,11 @@ METERED_BURST = 64
 """Long-lived entries of one author at once: more than it has slots for (41)."""
 METERED_RATE = 1.0
 """A second and author; an honest author rewrites each of 41 slots once a minute at most."""
+SHORT_LIVED_BURST = 64
+"""The other entries of one author at once: more than it has slots for (43). Their ticks alone would let an author write
+14,400 leases of the last hour in one go."""
+SHORT_LIVED_RATE = 4.0
+"""A second and author; an honest author writes a heartbeat a second at most, and little else."""
 _LEAST_BEAT_TTL = float(RULES[Kind.BEAT].ttl)
 
 PayloadType = TypeVar("PayloadType", bound=Payload)
@@ -53,7 +68,7 @@ class Outcome(enum.Enum):
     DEFERRED = "deferred"  # too far in the future, or too many at once: welcome later
     EXPIRED = "expired"
     UNINVITED = "uninvited"  # its author is no member, as far as this node knows
-    CROWDED = "crowded"  # over the cap of authors, and every other has precedence
+    CROWDED = "crowded"  # the table is full, and every other has precedence
     INVALID = "invalid"  # no honest node can have accepted it
 
 
@@ -61,6 +76,10 @@ class Outcome(enum.Enum):
 class MergeReport:
     """What a merge did; `new` and `proofs` are what others may not know yet."""
 
+    introducer: Introducer | None = None
+    """Who said it; None: this node, or its disk."""
+    is_asked: bool = True
+    """Whether this node had asked for it."""
     new: list[Entry] = field(default_factory=list)
     proofs: list[Proof] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
@@ -82,18 +101,17 @@ class AuthorRefs:
 class _Author:
     """All that is known of one author."""
 
-    __slots__ = ("bucket", "digest", "expires_at", "fork", "fork_expires_at", "key", "meter", "rank", "slots")
+    __slots__ = ("bucket", "digest", "expires_at", "fork", "key", "meter", "short_lived_meter", "slots")
 
-    def __init__(self, key: bytes, bucket: int, rank: tuple[bool, bytes], now: float) -> None:
+    def __init__(self, key: bytes, bucket: int, now: float) -> None:
         self.key = key
         self.bucket = bucket
-        self.rank = rank
         self.slots: dict[int, Entry] = {}
         self.fork: Proof | None = None
-        self.fork_expires_at = 0.0
         self.expires_at = float("inf")  # not later than the first of its entries
         self.digest: bytes | None = None
         self.meter = TokenBucket(METERED_BURST, METERED_RATE, now)
+        self.short_lived_meter = TokenBucket(SHORT_LIVED_BURST, SHORT_LIVED_RATE, now)
 
     def refs(self) -> AuthorRefs:
         slots = {slot: (entry.tick, entry.id) for slot, entry in self.slots.items() if entry.kind is not _BEAT}
@@ -117,7 +135,13 @@ class RunState:
     """See the head of the file. ``now`` is Unix seconds by this node's clock, in every method."""
 
     def __init__(
-        self, run_id: bytes, creator: bytes, *, checker: Checker | None = None, roster: Roster | None = None
+        self,
+        run_id: bytes,
+        creator: bytes,
+        *,
+        checker: Checker | None = None,
+        roster: Roster | None = None,
+        max_authors: int = MAX_AUTHORS,
     ) -> None:
         """``roster``: who the members are; None: anybody may be one. ``checker``: for simulations, which share its
         work.
@@ -130,8 +154,13 @@ class RunState:
         """Seconds; raised by `fit_beat_ttl` in large runs, where heartbeats are far apart."""
         self.dirty: set[bytes] = set()
         """Authors whose stored form (`export`) has changed since `take_dirty`."""
+        self.places = AuthorPlaces(max_authors)
+        """Of authors that have not forked."""
+        self.places.protect(lambda author: author == creator)
+        self._newcomer_meters = PeerMeters(NEWCOMER_BURST, NEWCOMER_RATE)
         self._authors: dict[bytes, _Author] = {}
-        self._ranks: list[tuple[tuple[bool, bytes], bytes]] = []  # best first
+        self._proofs: dict[bytes, bool] = {}
+        """Forked authors, the oldest proof first -> whether they had a place when they forked."""
         self._buckets: list[dict[bytes, _Author]] = [{} for _ in range(NUM_BUCKETS)]
         self._bucket_digests: list[bytes | None] = [None] * NUM_BUCKETS
         self._root: bytes | None = None
@@ -141,9 +170,15 @@ class RunState:
 
     # merging
 
-    def merge(self, delta: Delta, now: float) -> MergeReport:
-        """Take in what a peer (or this node, or its disk) says. Never raises for what is in the delta."""
-        report = MergeReport()
+    def merge(
+        self, delta: Delta, now: float, introducer: Introducer | None = None, *, is_asked: bool = True
+    ) -> MergeReport:
+        """Take in what a peer (``introducer``), or this node or its disk (None), says.
+
+        ``is_asked``: this node has asked for it; else the peer brings few new authors at a time. Never raises for what
+        is in the delta.
+        """
+        report = MergeReport(introducer, is_asked)
         items: list[Proof | Signed] = [*delta.proofs, *delta.entries]
         report.outcomes = [self._merge_item(item, now, report) for item in items]
         if self._has_roster_changed:
@@ -169,6 +204,7 @@ class RunState:
         record = self._authors.get(entry.author)
         if record is not None and record.fork is not None:
             return Outcome.MASKED
+        self.places.vouch(entry.author, report.introducer)
         present = None if record is None else record.slots.get(entry.slot)
         if present is not None and entry.id == present.id:
             return Outcome.KNOWN
@@ -180,16 +216,16 @@ class RunState:
             return Outcome.EXPIRED
         if not self._is_invited(entry):
             return Outcome.UNINVITED
-        if record is None and not self._has_room(entry.author):
-            return Outcome.CROWDED
+        if record is None and (refusal := self._refusal(entry.author, now, report)) is not None:
+            return refusal
         if not self.checker.is_genuine(entry):
             raise RemoteProtocolError("not a valid entry: its signature")
-        record = self._admit(entry.author, now)
+        record = record or self._admit(entry.author, now, report)
         if present is not None and entry.tick == present.tick:
             a, b = sorted((present, entry), key=lambda side: side.id)
             self._mask(record, Proof(a.signed, b.signed), entry.written_at, report)
             return Outcome.MASKED
-        if entry.is_metered and not record.meter.take(now):
+        if not (record.meter if entry.is_metered else record.short_lived_meter).take(now):
             return Outcome.DEFERRED
         self._apply(record, entry)
         report.new.append(entry)
@@ -202,12 +238,14 @@ class RunState:
             return Outcome.KNOWN
         if self.roster is not None and not self.roster.is_member(author):
             return Outcome.UNINVITED
+        if record is None and len(self._proofs) >= MAX_PROOFS:
+            return Outcome.CROWDED
+        if record is None and not self._may_bring_another(now, report):
+            return Outcome.DEFERRED
         a, _ = self.checker.check_proof(proof)
         if a.written_at + PROOF_TTL <= now:
             return Outcome.EXPIRED
-        if record is None and not self._has_room(author):
-            return Outcome.CROWDED
-        self._mask(self._admit(author, now), proof, a.written_at, report)
+        self._mask(record or self._record(author, now), proof, a.written_at, report)
         return Outcome.NEW
 
     def _apply(self, record: _Author, entry: Entry) -> None:
@@ -223,10 +261,18 @@ class RunState:
             self._has_roster_changed = True
 
     def _mask(self, record: _Author, proof: Proof, written_at: float, report: MergeReport) -> None:
-        """Its author has forked: all its entries go, and none is taken until the proof expires."""
+        """Its author has forked: all its entries go, and none is taken until the proof expires.
+
+        Its place is free. In a full table its proof takes that of another, best of an author that never had a place.
+        """
+        if len(self._proofs) >= MAX_PROOFS:
+            never_placed = (author for author, was_placed in self._proofs.items() if not was_placed)
+            self._drop(self._authors[next(never_placed, next(iter(self._proofs)))])
+        self._proofs[record.key] = bool(record.slots)
+        self.places.remove(record.key)
         record.slots.clear()
         record.fork = proof
-        record.expires_at = record.fork_expires_at = written_at + PROOF_TTL
+        record.expires_at = written_at + PROOF_TTL
         self._next_expiry = min(self._next_expiry, record.expires_at)
         self._touch(record)
         report.proofs.append(proof)
@@ -263,28 +309,42 @@ class RunState:
         authors = {record.key for record in gone}
         report.new[:] = [entry for entry in report.new if entry.author not in authors]
 
-    def _rank(self, author: bytes) -> tuple[bool, bytes]:
-        """A static total order: the creator, then by a hash. Its best K are a join themselves."""
-        return author != self.creator, hashlib.sha256(self.run_id + author).digest()
+    def _refusal(self, author: bytes, now: float, report: MergeReport) -> Outcome | None:
+        """Why a new author is not let in; None: it is."""
+        if not (self._may_bring_another(now, report) or self.places.is_needed(author)):
+            return Outcome.DEFERRED
+        if self.places.is_full and self.places.rival(author, report.introducer) is None:
+            return Outcome.CROWDED
+        return None
 
-    def _has_room(self, author: bytes) -> bool:
-        return len(self._ranks) < MAX_AUTHORS or (self._rank(author), author) < self._ranks[-1]
+    def _may_bring_another(self, now: float, report: MergeReport) -> bool:
+        """Whether the peer may bring a new author or another's proof, which counts even if it is refused."""
+        if report.is_asked or report.introducer is None:
+            return True
+        return self._newcomer_meters.of(report.introducer.peer, now).take(now)
 
-    def _admit(self, author: bytes, now: float) -> _Author:
-        """The author's record; a new one may cost the last of the order its place."""
-        record = self._authors.get(author)
-        if record is None:
-            if len(self._ranks) >= MAX_AUTHORS:
-                self._drop(self._authors[self._ranks[-1][1]])
-            record = _Author(author, bucket_of(author), self._rank(author), now)
-            bisect.insort(self._ranks, (record.rank, author))
-            self._authors[author] = self._buckets[record.bucket][author] = record
+    def _admit(self, author: bytes, now: float, report: MergeReport) -> _Author:
+        """A new author's record; it may cost another author its place."""
+        if self.places.is_full and (rival := self.places.rival(author, report.introducer)) is not None:
+            self._drop(self._authors[rival])
+        self.places.add(author, report.introducer)
+        return self._record(author, now)
+
+    def _record(self, author: bytes, now: float) -> _Author:
+        record = _Author(author, bucket_of(author), now)
+        self._authors[author] = self._buckets[record.bucket][author] = record
         return record
 
     def _drop(self, record: _Author) -> None:
         self._touch(record)
-        del self._ranks[bisect.bisect_left(self._ranks, (record.rank, record.key))]
+        self.places.remove(record.key)
+        self._proofs.pop(record.key, None)
         del self._authors[record.key], self._buckets[record.bucket][record.key]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a table is full, so that this state need not become equal to others."""
+        return self.places.is_full or len(self._proofs) >= MAX_PROOFS
 
     # expiry
 
@@ -310,15 +370,15 @@ class RunState:
             for entry in expired:
                 del record.slots[entry.slot]
             gone += expired
-            if record.fork is not None and record.fork_expires_at <= now:
-                record.fork = None
-                self._touch(record)
-            elif any(entry.kind is not _BEAT for entry in expired):
-                self._touch(record)
-            if record.fork is None:
-                record.expires_at = min(map(self._expiry, record.slots.values()), default=float("inf"))
-                if not record.slots:
+            if record.fork is not None:
+                if record.expires_at <= now:
                     self._drop(record)
+                continue
+            if any(entry.kind is not _BEAT for entry in expired):
+                self._touch(record)
+            record.expires_at = min(map(self._expiry, record.slots.values()), default=float("inf"))
+            if not record.slots:
+                self._drop(record)
         self._next_expiry = min((record.expires_at for record in self._authors.values()), default=float("inf"))
         if is_ahead:
             self._latest = max((entry.written_at for entry in self), default=0.0)
@@ -365,6 +425,10 @@ class RunState:
     def __len__(self) -> int:
         """Entries, heartbeats included."""
         return sum(len(record.slots) for record in self._authors.values())
+
+    def __contains__(self, author: bytes) -> bool:
+        """Whether there is an entry of an author, or the proof of a fork."""
+        return author in self._authors
 
     def __iter__(self) -> Iterator[Entry]:
         """Every entry, in no order that means anything."""

@@ -22,7 +22,7 @@ from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.gossip import SYNC_PERIOD, Gossip, is_worth_forwarding, sync_periods
 from farandole.protocol.liveness import BASE_PERIOD
 from farandole.protocol.push import TICK_SECONDS
-from farandole.protocol.state import RunState
+from farandole.protocol.state import MAX_AUTHORS, RunState
 from farandole.protocol.writer import Mark, Writer
 
 from .simulation import UNIX_EPOCH, Clock, Network, Simulation
@@ -80,10 +80,11 @@ class SimulatedNode:
         self.author = self.writer.author
 
     def _new_life(self) -> None:
-        self.state = RunState(RUN_ID, self.world.creator, checker=self.world.checker)
+        world = self.world
+        self.state = RunState(RUN_ID, world.creator, checker=world.checker, max_authors=world.max_authors)
         self.writer = Writer(self.key, RUN_ID)
         self.writer.resume(self.mark)
-        self.gossip = Gossip(self.state, self.writer.author, self._rng, self.world.base_period)
+        self.gossip = Gossip(self.state, self.writer.author, self._rng, world.base_period, world.network_of)
         self.incarnation += 1
         self._sessions.clear()
 
@@ -243,7 +244,8 @@ class SimulatedNode:
         try:
             received = session.receive_data(data)
             for delta in received.deltas:
-                report = self.gossip.merge(delta, peer, unix, now, forward=is_worth_forwarding(delta))
+                forward = is_worth_forwarding(delta)
+                report = self.gossip.merge(delta, peer, unix, now, forward, is_asked=session.is_initiator)
                 self._note(report.new)
         except RemoteProtocolError:
             del self._sessions[key]
@@ -264,6 +266,8 @@ class World:
     num_nodes: int
     loss: float = 0.0
     base_period: float = BASE_PERIOD
+    max_authors: int = MAX_AUTHORS
+    network_of: Callable[[bytes], str] = lambda peer: ""
     clocks: dict[int, tuple[float, float]] = field(default_factory=dict)
     """Node number -> (offset in seconds, drift) of its clock, where it is wrong."""
 
@@ -309,7 +313,7 @@ class World:
         ]
         everything = Delta(tuple(entry.signed for entry in entries))
         for node in self.nodes:
-            node.gossip.merge(everything, node.author, now, node.clock.monotonic(), forward=False)
+            node.gossip.merge(everything, node.author, now, node.clock.monotonic(), forward=False, is_asked=True)
             node.start_settled([other.author for other in self.nodes if other is not node][:NUM_JOIN_SESSIONS])
 
     def publish_progress(self, node: SimulatedNode) -> Entry:

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 MAX_CONNECTIONS = 512
 # Both ends may dial at once, and a peer that restarted dials before its old connections are found dead.
 MAX_CONNECTIONS_PER_PEER = 4
+# Peers that are kept out; the oldest is let in again when there are more.
+MAX_SHUT_OUT = 1024
 
 
 class ConnectionPool:
@@ -55,6 +57,7 @@ class ConnectionPool:
         self._needs: list[Callable[[bytes], bool]] = []
         self._subscribers: set[ConnectionEvents] = set()
         self._told_connected: set[bytes] = set()
+        self._shut_out: dict[bytes, float] = {}  # until when
         self._changed = trio.Event()
         nursery.start_soon(self.turns.run)
 
@@ -90,6 +93,9 @@ class ConnectionPool:
         if self.is_offline:
             await muxed.link.close()
             raise PeerUnreachableError("this node is offline for now")
+        if self.is_shut_out(muxed.peer):
+            await muxed.link.close()
+            raise PeerUnreachableError(f"{peer_id_of(muxed.peer)} is kept out for a while")
         if len(self.live) >= self.max_connections and not self._make_room(muxed.peer):
             await muxed.link.close()
             raise PeerUnreachableError("too many connections, and all of use")
@@ -102,6 +108,19 @@ class ConnectionPool:
         await muxed.event_started.wait()
         self._note_change(muxed.peer)
         return conn
+
+    def shut_out(self, peer: bytes, seconds: float) -> None:
+        """End every connection to a peer, and have none for so long."""
+        self._shut_out.pop(peer, None)
+        self._shut_out[peer] = trio.current_time() + seconds
+        if len(self._shut_out) > MAX_SHUT_OUT:
+            del self._shut_out[next(iter(self._shut_out))]
+        for conn in self.of(peer):
+            conn.end()
+
+    def is_shut_out(self, peer: bytes) -> bool:
+        """Whether there may be no connection to a peer for now."""
+        return self._shut_out.get(peer, 0.0) > trio.current_time()
 
     def remove(self, conn: Connection) -> None:
         """A connection has ended."""
@@ -183,6 +202,10 @@ class ConnectionPool:
             events.put(peer, is_connected)
 
     # How a peer's streams travel
+
+    def network_of(self, peer: bytes) -> str:
+        """Where a connected peer is, an IPv4 /24 or an IPv6 /48; empty for one behind a relay, or not connected."""
+        return next((conn.link.site.network for conn in self.of(peer)), "")
 
     def path(self, peer: bytes) -> str:
         """How a peer's streams travel: "direct", "punched" (directly, through a hole), "relayed"; or "": not at all."""

@@ -172,6 +172,14 @@ class Host:
         """End every connection to a peer."""
         await self.connections.disconnect(peer)
 
+    def shut_out(self, peer: bytes, seconds: float) -> None:
+        """End every connection to a peer, and have none for so long, whoever dials."""
+        self.connections.shut_out(peer, seconds)
+
+    def network_of(self, peer: bytes) -> str:
+        """Where a connected peer is, an IPv4 /24 or an IPv6 /48; empty where that is not known."""
+        return self.connections.network_of(peer)
+
     def protect(self, is_needed: Callable[[bytes], bool]) -> None:
         """Keep connections to peers for which this is true when there are too many; see `ConnectionPool.protect`."""
         self.connections.protect(is_needed)
@@ -271,6 +279,8 @@ class Host:
         def is_done() -> bool:
             return self.is_direct(peer) if is_direct else self.is_connected(peer)
 
+        if self.connections.is_shut_out(peer):
+            raise PeerUnreachableError(f"{peer_id_of(peer)} is kept out for a while")
         with _deadline(peer, timeout):
             while not is_done():
                 error = await self._dialler.dial(peer, addresses, is_direct=is_direct)

@@ -20,9 +20,10 @@ from farandole.protocol.antientropy import PROTOCOL as SYNC_PROTOCOL
 from farandole.protocol.antientropy import Session
 from farandole.protocol.entries import Delta, Entry, Kind, Payload, decode_delta
 from farandole.protocol.entries import Member as MemberPayload
-from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.errors import FloodError, RemoteProtocolError
 from farandole.protocol.gossip import Gossip, is_worth_forwarding, slices_of, sync_periods
 from farandole.protocol.identity import peer_id_of, short_name
+from farandole.protocol.inbound_meter import InboundMeter
 from farandole.protocol.liveness import BASE_PERIOD, Liveness
 from farandole.protocol.push import MAX_PUSH_BYTES, TICK_SECONDS
 from farandole.protocol.push import PROTOCOL as PUSH_PROTOCOL
@@ -56,6 +57,9 @@ SERVED_BURST = 6
 SERVED_RATE = 0.5
 """Sessions that one peer may begin at once, and a second: an honest one begins one in ten seconds, or two in small
 testnets."""
+SHUT_OUT_SECONDS = 300.0
+"""How long a peer that flooded this node is kept out: it then costs it 0.1 % of a core, and an honest one, if it ever
+came to that, misses little, as others bring its entries."""
 MAX_CLOCKS = 31
 """Peers whose clocks are compared with ours."""
 
@@ -66,6 +70,12 @@ class GossipHost(StreamHost, Protocol):
     @property
     def connected(self) -> frozenset[bytes]:
         """Peers with a connection."""
+
+    def network_of(self, peer: bytes) -> str:
+        """An IPv4 /24 or IPv6 /48; empty where that is not known."""
+
+    def shut_out(self, peer: bytes, seconds: float) -> None:
+        """End all connections to a peer, and have none for so long."""
 
     def add_hearsay(self, peer: bytes, addresses: Sequence[str]) -> None:
         """Where a peer may be dialled."""
@@ -120,12 +130,14 @@ class GossipService:
         self._store = store
         self._rng = rng
         self._unix = unix
-        self._gossip = Gossip(state, writer.author, rng, base_period)
+        self._gossip = Gossip(state, writer.author, rng, base_period, host.network_of)
+        state.places.protect(lambda author: author in host.connected)
         self._postponed: dict[tuple[Kind, int], Payload] = {}
         self._write_lock = trio.Lock()
         self._waiting = trio.lowlevel.ParkingLot()  # for new entries
         self._served: set[bytes] = set()
         self._serving_meters = PeerMeters(SERVED_BURST, SERVED_RATE)
+        self._served_inbound = InboundMeter()
         self._clock_offsets: dict[bytes, float] = {}
 
     @property
@@ -221,11 +233,14 @@ class GossipService:
             self._messenger.send_nowait(batch.peer, PUSH_PROTOCOL, batch.payload)
 
     def _receive_push(self, peer: bytes, payload: bytes) -> None:
-        """Raises `RemoteProtocolError`, which costs the peer its stream."""
+        """Raises `RemoteProtocolError`, which costs the peer its stream, or for a flood its connections."""
         try:
             report = self._gossip.receive_push(peer, payload, self._unix(), trio.current_time())
-        except RemoteProtocolError:
+        except RemoteProtocolError as error:
             self._gossip.unreachable(peer, trio.current_time())
+            if isinstance(error, FloodError):
+                logger.warning("%s floods this node, and is kept out for a while: %s", short_name(peer), error)
+                self._host.shut_out(peer, SHUT_OUT_SECONDS)
             raise
         self._take_note(report.new)
 
@@ -325,18 +340,22 @@ class GossipService:
             if not data:
                 session.receive_eof()
                 return
+            if not session.is_initiator:
+                self._served_inbound.count_bytes(stream.peer, len(data), trio.current_time(), num_messages=0)
             received = session.receive_data(bytes(data))
             if session.peer_now is not None:
                 self._compare_clocks(stream.peer, session.peer_now)
             for delta in received.deltas:
-                await self._merge(delta, stream.peer)
+                await self._merge(delta, stream.peer, is_asked=session.is_initiator)
             if received.to_send:
                 await stream.send_all(received.to_send)
 
-    async def _merge(self, delta: Delta, peer: bytes) -> None:
+    async def _merge(self, delta: Delta, peer: bytes, *, is_asked: bool) -> None:
         forward = is_worth_forwarding(delta)
         for part in slices_of(delta):
-            report = self._gossip.merge(part, peer, self._unix(), trio.current_time(), forward)
+            if not is_asked:
+                self._served_inbound.count_items(peer, len(part.entries) + len(part.proofs), trio.current_time())
+            report = self._gossip.merge(part, peer, self._unix(), trio.current_time(), forward, is_asked=is_asked)
             self._take_note(report.new)
             await trio.lowlevel.checkpoint()
 

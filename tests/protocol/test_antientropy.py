@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farandole.protocol.antientropy import (
+    MAX_BUCKETS_OF_FULL,
     MAX_FRAME_BYTES,
     MAX_SENT_BYTES,
     Done,
@@ -17,9 +18,10 @@ from farandole.protocol.antientropy import (
     decode_frame,
     encode_frame,
 )
+from farandole.protocol.author_places import Introducer
 from farandole.protocol.entries import Checker, Delta, Entry, Kind, Notice, Signed
 from farandole.protocol.errors import LocalProtocolError, RemoteProtocolError
-from farandole.protocol.state import RunState
+from farandole.protocol.state import NUM_BUCKETS, RunState
 
 from .authors import CREATOR, NOW, RUN_ID, accusation, author_of, beat, contents, member, signed, state_of, tick_at
 
@@ -27,8 +29,10 @@ from .authors import CREATOR, NOW, RUN_ID, accusation, author_of, beat, contents
 class Transcript:
     """A session between two states, carried out: who sent how much, and what happened."""
 
-    def __init__(self, alice: RunState, bob: RunState, *, with_beats: bool = False, piece: int = 1 << 20) -> None:
-        rng = random.Random(1)
+    def __init__(
+        self, alice: RunState, bob: RunState, *, with_beats: bool = False, piece: int = 1 << 20, seed: int = 1
+    ) -> None:
+        rng = random.Random(seed)
         self.initiator = Session(alice, rng, NOW, is_initiator=True, with_beats=with_beats)
         self.responder = Session(bob, rng, NOW, is_initiator=False)
         self.sent = {True: b"", False: b""}
@@ -42,7 +46,7 @@ class Transcript:
                 received = receiver.receive_data(data[start : start + piece])
                 answer += received.to_send
                 for delta in received.deltas:
-                    state.merge(delta, NOW)
+                    state.merge(delta, NOW, Introducer(b"other"))
             data, to_bob = answer, not to_bob
         assert self.initiator.is_done
         assert self.responder.is_done
@@ -195,3 +199,37 @@ def test_notices_travel_like_everything() -> None:
     alice, bob = state_of(signed(255, Kind.NOTICE, 0, tick_at(Kind.NOTICE), Notice("stop"))), state_of()
     Transcript(alice, bob)
     assert bob.payload(CREATOR, Notice) == Notice("stop")
+
+
+def full_state(first: int, number: int, *common: Signed) -> RunState:
+    """A full table with these and so many authors of its own."""
+    state = RunState(RUN_ID, CREATOR, max_authors=len(common) + number)
+    state.merge(Delta((*common, *(member(index) for index in range(first, first + number)))), NOW)
+    assert state.is_full
+    return state
+
+
+def test_full_tables_that_differ_cost_each_session_little_and_still_bring_what_is_new() -> None:
+    """They never become equal; what one says of an author that both have comes across all the same."""
+    common = [member(number) for number in range(1, 40)]
+    alice, bob = full_state(1_000, 160, *common), full_state(2_000, 160, *common)
+    news = [accusation(number) for number in range(1, 40)]
+    bob.merge(Delta(tuple(news)), NOW)
+    bytes_of_all = len(Delta(tuple(entry.signed for entry in bob)).encode())
+    most, num_sessions = 0, 0
+    while not all(alice.get(item.author, Kind.REPORT) for item in news):
+        transcript = Transcript(alice, bob, seed=num_sessions)
+        most = max(most, sum(map(len, transcript.sent.values())))
+        num_sessions += 1
+        assert num_sessions < 20 * NUM_BUCKETS / MAX_BUCKETS_OF_FULL
+    assert most < bytes_of_all / 2
+    assert alice.root != bob.root
+    assert len(alice.authors) == len(bob.authors) == 199
+    assert all(item.author in state for item in common for state in (alice, bob))
+
+
+def test_a_full_table_wants_no_new_authors_of_who_begins_a_session() -> None:
+    full, other = full_state(1_000, 20), state_of(*map(member, range(1, 20)))
+    Transcript(other, full)
+    assert len(other.authors) == 39
+    assert len(full.authors) == 20

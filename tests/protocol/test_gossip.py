@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from farandole.protocol.entries import Delta, Kind, Signed
-from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.errors import FloodError, RemoteProtocolError
 from farandole.protocol.gossip import (
     AVOID_SECONDS,
     ENOUGH_CANDIDATES,
@@ -19,6 +19,7 @@ from farandole.protocol.gossip import (
 )
 from farandole.protocol.push import Batch, decode_batch
 from farandole.protocol.state import RunState
+from farandole.protocol.wire import encode
 
 from .authors import CREATOR, NOW, RUN_ID, accusation, author_of, beat, member, tick_at
 
@@ -105,6 +106,17 @@ def test_faults_are_counted_and_a_flooder_is_cut_off() -> None:
         gossip.merge(Delta((accusation(3),)), ALICE, NOW, 1.0)
     gossip.merge(Delta((accusation(3),)), BOB, NOW, 1.0)
     gossip.merge(Delta((accusation(3),)), ALICE, NOW, 60.0)
+
+
+def test_a_flood_of_valid_messages_is_a_fault() -> None:
+    gossip = gossip_with(member(2), beat(2))
+    known = encode(Batch(False, Delta((member(2),))))
+    for payload in (known, encode(Batch(True, Delta()))):
+        with pytest.raises(FloodError):
+            for _ in range(1_000):
+                gossip.receive_push(ALICE, payload, NOW, 0.0)
+    gossip.receive_push(BOB, known, NOW, 0.0)
+    gossip.receive_push(ALICE, known, NOW, 60.0)
 
 
 def test_honest_staleness_is_never_a_fault() -> None:

@@ -127,6 +127,18 @@ def test_bounds_hold_whatever_floods_in() -> None:
     assert tick(push) != []
 
 
+def test_who_floods_delays_its_own_alone() -> None:
+    push = Push(random.Random(1))
+    flood = [Signed(bytes(32), index.to_bytes(8, "big"), bytes(64)) for index in range(MAX_PENDING + 100)]
+    quiet = [member(number) for number in range(1, 20)]
+    push.queue(flood[:-100], [], source=author_of(98))
+    push.queue(quiet, [], source=author_of(97))
+    push.queue(flood[-100:], [], source=author_of(98))
+    [first, *_] = sent_to(tick(push)).values()
+    assert set(quiet) < set(first)
+    assert len(first) == MAX_ITEMS_A_TICK
+
+
 def test_proofs_go_on_too() -> None:
     push = Push(random.Random(1))
     proof = Proof(member(1, device="a"), member(1, device="b"))

@@ -11,19 +11,31 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from farandole.protocol import state as state_module
+from farandole.protocol.author_places import Introducer
 from farandole.protocol.entries import (
     MAX_SLOTS,
     PROOF_TTL,
     RULES,
     Delta,
     Kind,
+    Lease,
     Member,
     Notice,
     Proof,
     Signed,
     decode_delta,
+    entry_id,
 )
-from farandole.protocol.state import METERED_BURST, METERED_RATE, NUM_BUCKETS, Outcome, RunState, bucket_of
+from farandole.protocol.state import (
+    METERED_BURST,
+    METERED_RATE,
+    NEWCOMER_BURST,
+    NUM_BUCKETS,
+    SHORT_LIVED_BURST,
+    Outcome,
+    RunState,
+    bucket_of,
+)
 
 from .authors import (
     CREATOR,
@@ -256,25 +268,76 @@ def test_roots_tell_states_apart() -> None:
     assert state_of(member(1)).refs([bucket_of(author_of(1))])[0].author == author_of(1)
 
 
-def test_over_the_cap_the_best_of_a_static_order_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_module, "MAX_AUTHORS", 5)
-    items = [member(number) for number in range(1, 30)]
+def test_a_full_table_shares_its_places_among_those_who_brought_the_authors() -> None:
+    state = RunState(RUN_ID, author_of(27), max_authors=10)
+    honest, liar = Introducer(author_of(40), "10.0.0.0/24"), Introducer(author_of(41), "10.0.1.0/24")
+    state.merge(Delta(tuple(member(number) for number in (1, 2, 3))), NOW, honest)
+    outcomes = state.merge(Delta(tuple(member(number) for number in range(4, 20))), NOW, liar).outcomes
+    assert (outcomes.count(Outcome.NEW), outcomes.count(Outcome.CROWDED)) == (7, 9)
+    assert state.merge(Delta((member(27), member(20), member(21))), NOW, honest).outcomes == [
+        Outcome.NEW,
+        Outcome.NEW,
+        Outcome.CROWDED,  # it would have more than the liar
+    ]
+    assert len(state.authors) == 10
+    assert {author_of(number) for number in (1, 2, 3, 20, 27)} <= set(state.authors)
+    assert state.merge(Delta((member(22),)), NOW).outcomes == [Outcome.NEW], "this node's own words"
 
-    def limited(order: list[Signed]) -> RunState:
-        state = RunState(RUN_ID, author_of(27))
-        state.merge(Delta(tuple(order)), NOW)
-        return state
 
-    shuffled = random.Random(3).sample(items, len(items))
-    one, two = limited(items), limited(shuffled)
-    assert contents(one) == contents(two)
-    assert len(one.authors) == 5
-    assert author_of(27) in one.authors
-    merged = limited([])
-    for half in (items[:15], items[15:]):
-        merged.merge(everything(limited(half)), NOW)
-    assert merged.root == one.root
-    assert Outcome.CROWDED in one.merge(Delta(tuple(items)), NOW).outcomes
+def test_nobody_brings_many_authors_unasked() -> None:
+    state, peer = RunState(RUN_ID, CREATOR), Introducer(author_of(200))
+    many = Delta(tuple(member(number) for number in range(1, 200)))
+    outcomes = state.merge(many, NOW, peer, is_asked=False).outcomes
+    assert (outcomes.count(Outcome.NEW), outcomes.count(Outcome.DEFERRED)) == (NEWCOMER_BURST, 199 - NEWCOMER_BURST)
+    update = member(1, MEMBER_TICK + 1), accusation(2)
+    assert state.merge(Delta(update), NOW, peer, is_asked=False).outcomes == [Outcome.NEW] * 2, "who is known is heard"
+    assert state.merge(many, NOW, peer).outcomes.count(Outcome.NEW) == 199 - NEWCOMER_BURST, "asked for"
+
+
+def fork_of(number: int) -> Proof:
+    a, b = sorted((member(number, device="a"), member(number, device="b")), key=lambda it: entry_id(it.author, it.body))
+    return Proof(a, b)
+
+
+def test_proofs_cost_no_author_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_module, "MAX_PROOFS", 4)
+    state = RunState(RUN_ID, CREATOR, max_authors=5)
+    state.merge(Delta(tuple(member(number, device="a") for number in range(1, 6))), NOW)
+    flood = Delta((), tuple(fork_of(number) for number in range(10, 30)))
+    outcomes = state.merge(flood, NOW, Introducer(author_of(99))).outcomes
+    assert (outcomes.count(Outcome.NEW), outcomes.count(Outcome.CROWDED)) == (4, 16)
+    assert all(state.is_member(author_of(number)) for number in range(1, 6))
+    assert state.merge(Delta((), (fork_of(1),)), NOW).outcomes == [Outcome.NEW], "of an author that has a place"
+    assert [state.proof_of(author_of(number)) is not None for number in (1, 10, 11)] == [True, False, True]
+    assert state.merge(Delta((member(6),)), NOW).outcomes == [Outcome.NEW], "it has freed its place"
+    for number in (2, 3, 4, 5):
+        state.merge(Delta((member(number, device="b"),)), NOW)
+    assert {number for number in range(30) if state.proof_of(author_of(number)) is not None} == {2, 3, 4, 5}
+    state.expire(NOW + PROOF_TTL + 1)
+    assert state.authors == []
+    assert not state.is_full
+
+
+def test_nobody_brings_many_proofs_unasked() -> None:
+    state, peer = RunState(RUN_ID, CREATOR), Introducer(author_of(200))
+    flood = Delta((), tuple(fork_of(number) for number in range(1, NEWCOMER_BURST + 10)))
+    assert state.merge(flood, NOW, peer, is_asked=False).outcomes.count(Outcome.DEFERRED) == 9
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(50, 55), st.booleans()), max_size=120))
+@examples(60)
+def test_a_full_table_keeps_its_bound_and_its_digests(heard: list[tuple[int, int, bool]]) -> None:
+    """Authors and forks of authors, from six peers."""
+    state = RunState(RUN_ID, author_of(1), max_authors=10)
+    for author, peer, is_fork in heard:
+        item = fork_of(author) if is_fork else member(author, device="a")
+        delta = Delta((), (item,)) if isinstance(item, Proof) else Delta((item,))
+        state.merge(delta, NOW, Introducer(author_of(peer), str(peer // 2)))
+        placed = [author for author in state.authors if state.proof_of(author) is None]
+        assert len(placed) == len(state.places) <= 10
+    fresh = RunState(RUN_ID, author_of(1))
+    fresh.merge(everything(state), NOW)
+    assert fresh.root == state.root
 
 
 def test_long_lived_entries_are_metered() -> None:
@@ -285,6 +348,33 @@ def test_long_lived_entries_are_metered() -> None:
     assert outcomes.count(Outcome.DEFERRED) == 150 - METERED_BURST
     assert state.merge(Delta((accusation(2),)), NOW).outcomes == [Outcome.NEW]
     assert state.merge(Delta((accusation(1),)), NOW + 2).outcomes == [Outcome.NEW]
+
+
+def test_an_author_does_not_write_a_past_hour_at_once() -> None:
+    state = RunState(RUN_ID, CREATOR)
+    hour = tuple(lease(1, index, tick_at(Kind.LEASE) - 1_700 + ago) for ago in range(100) for index in range(8))
+    outcomes = state.merge(Delta(hour), NOW).outcomes
+    assert outcomes.count(Outcome.NEW) == SHORT_LIVED_BURST
+    assert outcomes.count(Outcome.DEFERRED) == len(hour) - SHORT_LIVED_BURST
+    assert state.merge(Delta((lease(2, 0, tick_at(Kind.LEASE)),)), NOW).outcomes == [Outcome.NEW]
+
+
+def test_an_honest_author_is_never_put_off() -> None:
+    """All its slots at once, as a newcomer hears them; then a heartbeat a second, leases and where it is every five."""
+    state = RunState(RUN_ID, CREATOR)
+    slots = [(kind, index) for kind, rule in RULES.items() if not rule.is_metered for index in range(rule.slots)]
+    assert len(slots) == 43
+    assert len(slots) < SHORT_LIVED_BURST
+    for second in range(600):
+        now = NOW + second
+        said = [beat(1, tick_at(Kind.BEAT, now))]
+        if second % 5 == 0:
+            said += [member(1, tick_at(Kind.MEMBER, now)), lease(1, 0, tick_at(Kind.LEASE, now))]
+        assert set(state.merge(Delta(tuple(said)), now).outcomes) == {Outcome.NEW}
+
+
+def lease(number: int, index: int, tick: int) -> Signed:
+    return signed(number, Kind.LEASE, index, tick, Lease(0, bytes(8)))
 
 
 def test_an_author_is_heard_as_ever_once_a_clock_that_was_fast_is_right_again() -> None:

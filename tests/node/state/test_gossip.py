@@ -19,8 +19,11 @@ from farandole.protocol.antientropy import SyncHello, encode_frame
 from farandole.protocol.entries import Beat, Delta, Kind, Member, Progress
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import peer_id_of, public_bytes
+from farandole.protocol.inbound_meter import MESSAGES
 from farandole.protocol.push import PROTOCOL as PUSH_PROTOCOL
+from farandole.protocol.push import Batch
 from farandole.protocol.state import RunState
+from farandole.protocol.wire import encode
 from farandole.protocol.writer import Mark, Writer
 
 from ...protocol.authors import CREATOR, NOW, RUN_ID, accusation, author_of, key_of, member
@@ -65,12 +68,19 @@ class MemoryHost:
         self.on_failed: Callable[[bytes, str], None] | None = None
         self.addresses: dict[bytes, list[str]] = {}
         self.faults: list[bytes] = []
+        self.shut_out_peers: list[bytes] = []
         self.num_opened = 0
         self.connected: frozenset[bytes] = frozenset()
         wires.hosts[author] = self
 
     def set_handler(self, protocol: str, handler: Callable[..., Awaitable[None]]) -> None:
         self.handlers[protocol] = handler
+
+    def network_of(self, peer: bytes) -> str:
+        return ""
+
+    def shut_out(self, peer: bytes, seconds: float) -> None:
+        self.shut_out_peers.append(peer)
 
     def add_hearsay(self, peer: bytes, addresses: Sequence[str]) -> None:
         self.addresses[peer] = list(addresses)
@@ -326,6 +336,17 @@ async def test_garbage_costs_its_sender_and_nobody_else(mock_clock: trio.testing
             await stream.send_all(data)
             assert await stream.receive_some(1000) == b""
         assert node.host.faults == [attacker.author] * 5
+
+
+async def test_a_flood_of_valid_messages_costs_its_sender_its_connection(mock_clock: trio.testing.MockClock) -> None:
+    async with wired(mock_clock) as wires:
+        node, attacker, honest = GossipNode(wires, 1), MemoryHost(wires, author_of(2)), MemoryHost(wires, author_of(3))
+        await wires.nursery.start(node.service.run)
+        for _ in range(int(MESSAGES.burst) + 1):
+            attacker.send_nowait(node.author, PUSH_PROTOCOL, encode(Batch(False, Delta())))
+        honest.send_nowait(node.author, PUSH_PROTOCOL, encode(Batch(False, Delta((member(3),)))))
+        assert node.host.shut_out_peers == [attacker.author]
+        assert node.state.is_member(honest.author)
 
 
 async def test_sessions_that_peers_begin_are_bounded(mock_clock: trio.testing.MockClock) -> None:

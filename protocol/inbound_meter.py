@@ -1,0 +1,54 @@
+"""How much valid gossip a peer may send: what no honest peer sends as much of is a fault.
+
+An honest peer's worst case sets the bounds. In a run of 1,000 it forwards 33 heartbeats and up to 50 other entries a
+second, in two messages; a link that stalls holds up a minute of that, which then comes at once. Whatever floods in,
+it forwards no more than `farandole.protocol.push.MAX_ITEMS_A_TICK` a tick, so that a flood of others' never makes an
+honest peer a flooder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import FloodError
+from .token_bucket import PeerMeters
+
+
+@dataclass(frozen=True, slots=True)
+class InboundLimit:
+    """What one peer may send at once, and a second."""
+
+    what: str
+    burst: float
+    rate: float
+
+
+MESSAGES = InboundLimit("messages", burst=512, rate=20)
+"""An honest peer sends a batch a tick, two a second, or 12 where its entries are as long as can be; a stall of a minute
+holds up 120 of them. A message costs 50 us before its entries are looked at."""
+BYTES = InboundLimit("bytes", burst=4 * 1024 * 1024, rate=256 * 1024)
+"""What an honest peer's queue holds for another (`farandole.node.state.messenger`), and more than the longest entries
+make of `MAX_ITEMS_A_TICK`."""
+ITEMS = InboundLimit("entries", burst=6_000, rate=400)
+"""A stall of a minute, 80 a second; and half more than `MAX_ITEMS_A_TICK` allows an honest peer. An entry costs 0.1 ms
+if it is new, so a peer costs 4 % of a core in the long run."""
+
+
+class InboundMeter:
+    """Counts what each peer sends without being asked. ``now``: monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._meters = {limit: PeerMeters(limit.burst, limit.rate) for limit in (MESSAGES, BYTES, ITEMS)}
+
+    def count_bytes(self, peer: bytes, num_bytes: int, now: float, num_messages: int = 1) -> None:
+        """Before anything is parsed; `FloodError` if it is more than an honest peer sends."""
+        self._count(MESSAGES, peer, num_messages, now)
+        self._count(BYTES, peer, num_bytes, now)
+
+    def count_items(self, peer: bytes, num_items: int, now: float) -> None:
+        """Before anything is verified; `FloodError` likewise."""
+        self._count(ITEMS, peer, num_items, now)
+
+    def _count(self, limit: InboundLimit, peer: bytes, count: int, now: float) -> None:
+        if not self._meters[limit].of(peer, now).take(now, count):
+            raise FloodError(f"more than {limit.burst:,.0f} {limit.what} at once, or {limit.rate:,.0f} a second")
