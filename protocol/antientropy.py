@@ -291,7 +291,7 @@ class Session:
         entries: list[Signed] = []
         proofs: list[Proof] = []
         wanted: list[WantedSlots] = []
-        if self._with_beats:  # first, as they tell the initiator whom others know, too, before a table overflows
+        if self._with_beats:  # first, the oldest authors before others: if there is no room for all, then for these
             entries += [entry.signed for entry in self._state.entries(Kind.BEAT)]
         mine = {ref.author: ref for ref in self._state.refs(sorted(self._covered))}
         for author in {**mine, **self._refs}:

@@ -204,7 +204,6 @@ class RunState:
         record = self._authors.get(entry.author)
         if record is not None and record.fork is not None:
             return Outcome.MASKED
-        self.places.vouch(entry.author, report.introducer)
         present = None if record is None else record.slots.get(entry.slot)
         if present is not None and entry.id == present.id:
             return Outcome.KNOWN
@@ -313,9 +312,19 @@ class RunState:
         """Why a new author is not let in; None: it is."""
         if not (self._may_bring_another(now, report) or self.places.is_needed(author)):
             return Outcome.DEFERRED
-        if self.places.is_full and self.places.rival(author, report.introducer) is None:
+        if self.places.is_full and not self._is_better(author, report):
             return Outcome.CROWDED
         return None
+
+    def _is_better(self, author: bytes, report: MergeReport) -> bool:
+        """Whether another author of a full table gives way to a new one.
+
+        Of sessions that this node began it takes no new authors then: what others still hold, though it is no news,
+        would come as if they had brought it, be it whose invention.
+        """
+        if report.is_asked and report.introducer is not None and not self.places.is_needed(author):
+            return False
+        return self.places.rival(author, report.introducer) is not None
 
     def _may_bring_another(self, now: float, report: MergeReport) -> bool:
         """Whether the peer may bring a new author or another's proof, which counts even if it is refused."""

@@ -1,0 +1,81 @@
+"""Four invented authors to each honest one, and tables that hold fewer than all of them."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import partial
+
+import pytest
+
+from farandole.protocol.entries import Delta, Kind, Member
+from farandole.protocol.state import MAX_AUTHORS
+from farandole.protocol.writer import Writer
+from farandole.testnet.simulate_state import RUN_ID, SimulatedNode, World, key_of
+from farandole.testnet.simulation import UNIX_EPOCH
+
+NUM_LIARS = 4
+SYBILS_PER_HONEST = 4
+AUTHORS_PER_HONEST = MAX_AUTHORS / 1_000
+
+
+def network_of(peer: bytes) -> str:
+    """A network of its own for each peer, as far as a liar can wish for."""
+    return hashlib.sha256(peer).hexdigest()
+
+
+def sybil_entries(number: int, now: float) -> Delta:
+    """What so many invented authors say of themselves."""
+    entries = []
+    for index in range(number):
+        writer = Writer(key_of(1_000_000 + index), RUN_ID)
+        writer.marked(((0, int(now) + 100),))
+        entries.append(writer.write(Kind.MEMBER, 0, Member(device="invented"), now).signed)
+    return Delta(tuple(entries))
+
+
+def let_lie(world: World, liar: SimulatedNode, sybils: Delta) -> None:
+    """A member that knows every invented author, tells its neighbours again and again, and whoever syncs with it."""
+    liar.state.places.capacity = 1_000_000
+    liar.start(world.contacts())
+
+    def tell() -> bool:
+        now, unix = world.simulation.now, liar.clock.unix()
+        liar.gossip.merge(sybils, liar.author, unix, now, forward=False, is_asked=True)
+        liar.gossip.push.queue(sybils.entries, (), None)
+        return True
+
+    world.simulation.call_every(10.0, tell)
+
+
+@pytest.mark.parametrize("num_honest", [50, pytest.param(1_000, marks=pytest.mark.soak)])
+def test_honest_authors_stay_and_reach_all_beside_four_times_as_many_invented_ones(num_honest: int) -> None:
+    capacity = int(num_honest * AUTHORS_PER_HONEST)
+    world = World(7, num_honest, loss=0.02, max_authors=capacity, network_of=network_of)
+    world.settle()
+    honest = list(world.nodes)
+    sybils = sybil_entries(num_honest * SYBILS_PER_HONEST, UNIX_EPOCH + 1.0)
+    invented = {signed.author for signed in sybils.entries}
+    liars = [world.add_node() for _ in range(NUM_LIARS)]
+    for liar in liars:
+        world.simulation.call_at(1.0, partial(let_lie, world, liar, sybils))
+    newcomers = [world.add_node() for _ in range(max(3, num_honest // 50))]
+    contacts = [node.author for node in honest]
+    for node in newcomers:
+        world.simulation.call_at(40.0, partial(node.start, world.simulation.rng.sample(contacts, 3)))
+    world.simulation.run_until(60.0)
+    everybody = [*honest, *newcomers]
+    assert any(node.state.is_full for node in everybody), "there are enough to crowd others out"
+    for node in everybody:
+        assert len(node.state.places) <= capacity
+        assert all(other.author in node.state for other in honest)
+    written = {world.publish_progress(node).id for node in honest}
+    world.simulation.run_until(75.0)
+    assert all(written <= node.seen_at.keys() for node in everybody)
+
+    def are_newcomers_known() -> bool:
+        return all(other.author in node.state for node in everybody for other in newcomers)
+
+    assert world.simulation.run_until(900.0, done=world.simulation.at_most_every(10.0, are_newcomers_known))
+    print(f"newcomers are known to all {world.simulation.now - 40.0:.0f} s after they came")
+    assert all(other.author in node.state for node in everybody for other in honest)
+    assert all(len(invented & set(node.state.authors)) < len(invented) for node in everybody)
