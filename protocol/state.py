@@ -310,21 +310,14 @@ class RunState:
 
     def _refusal(self, author: bytes, now: float, report: MergeReport) -> Outcome | None:
         """Why a new author is not let in; None: it is."""
-        if not (self._may_bring_another(now, report) or self.places.is_needed(author)):
+        is_needed = self.places.is_needed(author)
+        if not (is_needed or self._may_bring_another(now, report)):
             return Outcome.DEFERRED
-        if self.places.is_full and not self._is_better(author, report):
-            return Outcome.CROWDED
-        return None
-
-    def _is_better(self, author: bytes, report: MergeReport) -> bool:
-        """Whether another author of a full table gives way to a new one.
-
-        Of sessions that this node began it takes no new authors then: what others still hold, though it is no news,
-        would come as if they had brought it, be it whose invention.
-        """
-        if report.is_asked and report.introducer is not None and not self.places.is_needed(author):
-            return False
-        return self.places.rival(author, report.introducer) is not None
+        if not self.places.is_full:
+            return None
+        # What a session brings is no news: its sender would pass for the one that brought what others have invented.
+        is_news = is_needed or not report.is_asked or report.introducer is None
+        return None if is_news and self.places.rival(author, report.introducer) is not None else Outcome.CROWDED
 
     def _may_bring_another(self, now: float, report: MergeReport) -> bool:
         """Whether the peer may bring a new author or another's proof, which counts even if it is refused."""
@@ -352,7 +345,7 @@ class RunState:
 
     @property
     def is_full(self) -> bool:
-        """Whether a table is full, so that this state need not become equal to others."""
+        """Whether a table is full; then this state need not become equal to others."""
         return self.places.is_full or len(self._proofs) >= MAX_PROOFS
 
     # expiry

@@ -1,0 +1,180 @@
+"""Floods of valid gossip between real hosts: who sends them is kept out, and others are heard as ever."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.node.base.errors import PeerUnreachableError
+from farandole.node.mesh.host import Host, open_host
+from farandole.node.state.gossip import GossipService
+from farandole.node.state.messenger import Messenger, open_messenger
+from farandole.protocol.entries import (
+    DOMAIN,
+    RULES,
+    Delta,
+    Kind,
+    Lease,
+    Member,
+    Payload,
+    Proof,
+    Signed,
+    encode_body,
+    entry_id,
+)
+from farandole.protocol.framing import frame
+from farandole.protocol.identity import public_bytes, sign
+from farandole.protocol.inbound_meter import ITEMS, MESSAGES
+from farandole.protocol.push import MAX_PUSH_BYTES, Batch
+from farandole.protocol.push import PROTOCOL as PUSH_PROTOCOL
+from farandole.protocol.state import RunState
+from farandole.protocol.wire import encode
+from farandole.protocol.writer import Writer
+
+from ...patience import PATIENCE
+from ..hosts import LOOPBACK, host_at_loopback
+from .test_gossip import MemoryStore
+
+RUN_ID, CREATOR = b"r" * 32, bytes(32)
+
+
+@dataclass
+class Victim:
+    """A node that gossips, and a member that it knows."""
+
+    host: Host
+    gossip: GossipService
+    friend: Host
+    friends_messenger: Messenger
+    friends_key: Ed25519PrivateKey
+
+    async def hears_friend(self, tick_ahead: int) -> None:
+        """Have the friend say something, and wait for it to come."""
+        entry = signed(self.friends_key, Kind.MEMBER, Member(device="friend"), ahead=tick_ahead)
+        self.friends_messenger.send_nowait(self.host.author, PUSH_PROTOCOL, push(entry))
+        while entry not in {known.signed for known in self.gossip.state.entries_of(entry.author)}:
+            await self.gossip.changed()
+
+
+def signed(
+    key: Ed25519PrivateKey, kind: Kind, payload: Payload, index: int = 0, ahead: int = 0, run_id: bytes = RUN_ID
+) -> Signed:
+    body = encode_body(kind, index, int(time.time() // RULES[kind].quantum) + ahead, payload)
+    return Signed(public_bytes(key), body, sign(key, DOMAIN, run_id, body))
+
+
+def push(*entries: Signed, proofs: tuple[Proof, ...] = ()) -> bytes:
+    return encode(Batch(False, Delta(entries, proofs)))
+
+
+@asynccontextmanager
+async def open_victim() -> AsyncIterator[Victim]:
+    keys = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
+    with trio.fail_after(PATIENCE):
+        async with (
+            open_host(keys[0], LOOPBACK) as host,
+            open_host(keys[1], LOOPBACK) as friend,
+            open_messenger(host) as messenger,
+            open_messenger(friend) as friends_messenger,
+            trio.open_nursery() as nursery,
+        ):
+            writer = Writer(keys[0], RUN_ID)
+            state = RunState(RUN_ID, CREATOR)
+            gossip = GossipService(state, writer, host, messenger, MemoryStore(), random.Random(1))
+            await nursery.start(gossip.run)
+            await friend.connect(host.author, host.addresses)
+            victim = Victim(host, gossip, friend, friends_messenger, keys[1])
+            await victim.hears_friend(0)
+            yield victim
+            nursery.cancel_scope.cancel()
+
+
+def empty_batches() -> Iterable[bytes]:
+    return [push()] * 20_000
+
+
+def one_known_entry() -> Iterable[bytes]:
+    return [push(signed(Ed25519PrivateKey.generate(), Kind.MEMBER, Member(device="loud")))] * 20_000
+
+
+def ever_newer_leases() -> Iterable[bytes]:
+    key = Ed25519PrivateKey.generate()
+    leases = (signed(key, Kind.LEASE, Lease(0, bytes(8)), index, ago) for ago in range(-1_500, 0) for index in range(8))
+    return map(push, leases)
+
+
+def fresh_authors() -> Iterable[bytes]:
+    keys = (Ed25519PrivateKey.generate() for _ in range(20_000))
+    return (push(signed(key, Kind.MEMBER, Member(device="invented"))) for key in keys)
+
+
+@pytest.mark.parametrize("make", [empty_batches, one_known_entry, ever_newer_leases, fresh_authors])
+async def test_who_floods_with_valid_messages_is_kept_out(
+    make: Callable[[], Iterable[bytes]], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_victim() as victim, host_at_loopback() as attacker:
+        await attacker.connect(victim.host.author, victim.host.addresses)
+        stream = await attacker.open_stream(victim.host.author, PUSH_PROTOCOL)
+        num_sent = 0
+        with pytest.raises(trio.BrokenResourceError):
+            for payload in make():
+                await stream.send_all(frame(payload, MAX_PUSH_BYTES))
+                num_sent += 1
+        assert num_sent > MESSAGES.burst
+        while victim.host.is_connected(attacker.author):
+            await victim.host.connections.wait_for_change()
+        assert "is kept out" in caplog.text
+        with pytest.raises((PeerUnreachableError, trio.BrokenResourceError)):
+            again = await attacker.open_stream(victim.host.author, PUSH_PROTOCOL)
+            while True:
+                await again.send_all(frame(push(), MAX_PUSH_BYTES))
+        with pytest.raises(PeerUnreachableError, match="kept out"):
+            await victim.host.connect(attacker.author, attacker.addresses)
+        assert len(victim.gossip.state.authors) < num_sent
+        assert victim.host.is_connected(victim.friend.author)
+        await victim.hears_friend(1)
+
+
+async def test_large_batches_of_valid_entries_are_a_flood_too() -> None:
+    async with open_victim() as victim, host_at_loopback() as attacker:
+        await attacker.connect(victim.host.author, victim.host.addresses)
+        stream = await attacker.open_stream(victim.host.author, PUSH_PROTOCOL)
+        batch = push(*[signed(Ed25519PrivateKey.generate(), Kind.MEMBER, Member()) for _ in range(100)])
+        num_sent = 0
+        with pytest.raises(trio.BrokenResourceError):
+            while num_sent < MESSAGES.burst:
+                await stream.send_all(frame(batch, MAX_PUSH_BYTES))
+                num_sent += 1
+        assert num_sent * 100 >= ITEMS.burst
+        await victim.hears_friend(1)
+
+
+async def test_a_flood_of_proofs_costs_no_author_its_place() -> None:
+    """Of keys that no peer has heard of."""
+    async with open_victim() as victim, host_at_loopback() as attacker:
+        await attacker.connect(victim.host.author, victim.host.addresses)
+        stream = await attacker.open_stream(victim.host.author, PUSH_PROTOCOL)
+        batches = [push(proofs=tuple(fork() for _ in range(20))) for _ in range(20)]
+        with pytest.raises(trio.BrokenResourceError):
+            for batch in itertools.cycle(batches):
+                await stream.send_all(frame(batch, MAX_PUSH_BYTES))
+        state = victim.gossip.state
+        proofs = [author for author in state.authors if state.proof_of(author) is not None]
+        assert 0 < len(proofs) <= 400
+        assert len(state.places) == len(state.authors) - len(proofs)
+        await victim.hears_friend(1)
+
+
+def fork(run_id: bytes = RUN_ID) -> Proof:
+    key = Ed25519PrivateKey.generate()
+    stories = [signed(key, Kind.MEMBER, Member(device=device), run_id=run_id) for device in ("a", "b")]
+    a, b = sorted(stories, key=lambda story: entry_id(story.author, story.body))
+    return Proof(a, b)

@@ -1,0 +1,119 @@
+"""Real daemons, and a member that tells them of thousands of invented authors: they go on together."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from pathlib import Path
+
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from farandole.node.mesh.host import Host, open_host
+from farandole.node.mesh.libp2p_stream import Stream
+from farandole.node.state.gossip import GossipService
+from farandole.node.state.messenger import open_messenger
+from farandole.protocol.antientropy import PROTOCOL as SYNC_PROTOCOL
+from farandole.protocol.entries import Beat, Delta, Kind, Member
+from farandole.protocol.identity import public_bytes, public_key_of
+from farandole.protocol.push import PROTOCOL as PUSH_PROTOCOL
+from farandole.protocol.state import MAX_AUTHORS, RunState
+from farandole.protocol.writer import Writer
+
+from ..patience import PATIENCE
+from .daemons import joined
+from .hosts import LOOPBACK
+from .small_runs import small_manifest, write_run
+from .state.test_floods import fork, push, signed
+from .state.test_gossip import MemoryStore
+
+NUM_KEYS = 5_389
+"""All of them before a real member, in the order of a hash that once decided who stays."""
+BATCH = 60
+
+
+def ground_keys(run_id: bytes, victims: list[bytes]) -> list[Ed25519PrivateKey]:
+    def rank(key: bytes) -> bytes:
+        return hashlib.sha256(run_id + key).digest()
+
+    found: list[Ed25519PrivateKey] = []
+    while len(found) < NUM_KEYS:
+        key = Ed25519PrivateKey.generate()
+        if rank(public_bytes(key)) < max(map(rank, victims)):
+            found.append(key)
+    return found
+
+
+class Liar:
+    """A member, live and connected to all, whose run state is full of authors that it has invented.
+
+    It is asked for them by anti-entropy, and pushes them too.
+    """
+
+    def __init__(self, key: Ed25519PrivateKey, host: Host, gossip: GossipService) -> None:
+        self.key = key
+        self.host = host
+        self.gossip = gossip
+        self.asked_by: set[bytes] = set()
+        self.was_asked = trio.Event()
+
+    async def serve(self, stream: Stream) -> None:
+        await self.gossip._serve(stream)
+        self.asked_by.add(stream.peer)
+        self.was_asked.set()
+
+    async def live(self) -> None:
+        while True:
+            await self.gossip.publish(Kind.MEMBER, 0, Member(device="liar", is_paused=True))
+            await self.gossip.publish(Kind.BEAT, 0, Beat(0, 0, None, 0))
+            await trio.sleep(1.0)
+
+    async def push(self, peer: bytes, payloads: list[bytes]) -> None:
+        """Slowly enough not to be taken for a flood."""
+        for payload in payloads:
+            self.gossip._messenger.send_nowait(peer, PUSH_PROTOCOL, payload)
+            await trio.sleep(0.02)
+
+
+async def test_ground_keys_and_proofs_expel_nobody(tmp_path: Path, texts: Path) -> None:
+    inner = {"learning_rate": 3e-3, "warmup_steps": 2, "batch_size": 2}
+    run = write_run(tmp_path, small_manifest(inner=inner))
+    data, key = ("--data", str(texts)), Ed25519PrivateKey.generate()
+    async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:
+        await alice.says("listening on")
+        async with joined(tmp_path / "bob", alice.invite(run.run_id), *data) as bob:
+            await bob.says("averaged with", alice.name)
+            victims = [public_key_of((await daemon.status()).peer_id) for daemon in (alice, bob)]
+            authors = ground_keys(run.run_id, victims)
+            invented = [signed(author, Kind.MEMBER, Member(), run_id=run.run_id) for author in authors]
+            proofs = [fork(run.run_id) for _ in range(300)]
+            async with (
+                open_host(key, LOOPBACK) as host,
+                open_messenger(host) as messenger,
+                trio.open_nursery() as nursery,
+            ):
+                state = RunState(run.run_id, run.creator, max_authors=2 * NUM_KEYS)
+                writer = Writer(key, run.run_id)
+                liar = Liar(key, host, GossipService(state, writer, host, messenger, MemoryStore(), random.Random(1)))
+                state.merge(Delta(tuple(invented), tuple(proofs)), time.time())
+                await nursery.start(liar.gossip.run)
+                host.set_handler(SYNC_PROTOCOL, liar.serve)
+                for victim, daemon in zip(victims, (alice, bob), strict=True):
+                    await host.connect(victim, daemon.addresses)
+                nursery.start_soon(liar.live)
+                batches = [push(*invented[first : first + BATCH]) for first in range(0, 3_000, BATCH)]
+                batches += [push(proofs=tuple(proofs[first : first + 20])) for first in range(0, 300, 20)]
+                for victim in victims:
+                    nursery.start_soon(liar.push, victim, batches)
+                with trio.fail_after(PATIENCE):
+                    while not liar.asked_by >= set(victims):
+                        liar.was_asked = trio.Event()
+                        await liar.was_asked.wait()
+                    for daemon, other in ((alice, bob), (bob, alice)):
+                        await daemon.says("averaged with", other.name)
+                        assert not any(f"{other.name} is gone" in line for line in daemon.said)
+                assert host.connected >= set(victims), "they have not been flooded"
+                nursery.cancel_scope.cancel()
+            await bob.says("averaged with", alice.name)
+    assert NUM_KEYS > MAX_AUTHORS
