@@ -19,7 +19,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.protocol import trainer_messages as messages
 from farandole.protocol.block_transfer import Question
 from farandole.protocol.entries import CheckpointNotice, Kind, Progress
-from farandole.protocol.identity import peer_id_of
 from farandole.protocol.invitations import Roster
 from farandole.protocol.manifest import Manifest, SignedManifest, decode_manifest
 from farandole.protocol.pairing import Pairing
@@ -401,7 +400,6 @@ def make_member(
     num_stages = manifest.model.num_stages
     roster = close_gate(host, manifest, signed)
     state = RunState(run_id, signed.creator, roster=roster)
-    state.places.protect(lambda author: journal.exchanges.has_committed_with(peer_id_of(author)))
     gossip = GossipService(
         state, Writer(key, run_id), host, messenger, store, rng, base_period=settings.heartbeat_seconds
     )
@@ -433,6 +431,7 @@ def make_member(
         is_paused=is_paused,
         first_step=0 if manifest.start is None else manifest.start.inner_steps,
     )
+    state.places.protect(membership.partners.__contains__)
     files = WeightFiles(settings, manifest)
     conditions = Conditions(host, run_id, shaping, channels, Room(settings.home, files.disk))
     downloads = Downloads(host, conditions, files, membership, journal)

@@ -40,10 +40,6 @@ class ExchangeHistory:
         """The newest exchange, or round without one."""
         return self.recent[-1] if self.recent else None
 
-    def has_committed_with(self, peer_id: str) -> bool:
-        """Whether an exchange with a recent partner was committed."""
-        return peer_id in self.bandwidths
-
     def add(self, exchange: ExchangeStatus) -> None:
         """Add an exchange that has ended, or a round that was taken alone (an empty ``partner``)."""
         name = exchange.partner
