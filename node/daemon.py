@@ -279,6 +279,7 @@ async def be_node(daemon: Daemon) -> None:
                     liveness=member.gossip.liveness,
                     pipeline=member.pipeline,
                     leases=member.leases,
+                    audits=member.audits,
                     nodes_of_stages=member.membership.nodes_of_stages,
                 )
                 await member.take_part(target)

@@ -41,6 +41,7 @@ from .join.downloads import Downloads
 from .join.manifests import serve_manifest
 from .join.start import Start
 from .join.weights import Weights
+from .loop.audit_service import AuditKeeper
 from .loop.lease_service import LeaseKeeper
 from .loop.pause.pause import Rest
 from .loop.stages.links import Links
@@ -63,6 +64,7 @@ from .store.holdings import Holding
 from .store.own_model import require_allowed_model
 from .store.provider import Conditions
 from .store.serve import BlockService
+from .store.starts import Starts
 from .store.weight_files import WeightFiles
 from .trainer.trainer import TrainerError
 
@@ -231,6 +233,7 @@ class RunMember:
     stage_record: StageRecord
     pipeline: PipelineService | None
     leases: LeaseKeeper | None
+    audits: AuditKeeper | None
     credentials: Credentials | None
     """Where the run is not for everybody."""
 
@@ -278,6 +281,9 @@ class RunMember:
             for service in services:
                 nursery.start_soon(service.run)
             nursery.start_soon(self._follow_members)
+            if self.audits is not None:
+                nursery.start_soon(self.audits.run)
+                nursery.start_soon(self._follow_audits, self.audits)
             nursery.start_soon(self._follow_wishes)
             nursery.start_soon(remember, self.daemon, host, membership)
             failure = await self._train()
@@ -294,11 +300,21 @@ class RunMember:
         while True:
             if membership.live != told:
                 told = membership.live
-                self.training.set_peers(told)
+                self._set_peers()
             if self.pipeline is not None:
                 self.pipeline.set_nodes(membership.nodes_of_stages())
             self.mesh.connectivity.members = membership.everyone
             await membership.changed()
+
+    async def _follow_audits(self, audits: AuditKeeper) -> None:
+        while True:
+            await audits.avoided_changed()
+            self._set_peers()
+
+    def _set_peers(self) -> None:
+        """Who may be a partner: the live members, but for those that audits have caught."""
+        avoided = frozenset() if self.audits is None else self.audits.avoided
+        self.training.set_peers(self.membership.live - avoided)
 
     async def _follow_wishes(self) -> None:
         """Have the trainer save whenever a peer wants newer weights than there are."""
@@ -439,8 +455,13 @@ def make_member(
     start = None if manifest.start is None else Start(manifest.start, downloads)
     exchanges = ExchangeService(host, channels, shaping)
 
+    audits = starts = None
+    if manifest.audits:
+        starts = Starts(settings.checkpoints / "replays", key, run_id)
+        audits = AuditKeeper(author, manifest.audits, gossip, downloads, starts, daemon.rest)
+
     async def find(question: Question) -> Holding | None:
-        found = None if start is None else start.find(question)
+        found = (start and start.find(question)) or (starts and starts.find(question))
         return found or await weights.giving.find(question)
 
     serve_manifest(host, run_id, raw_manifest)
@@ -470,6 +491,7 @@ def make_member(
         current_round=membership.current_round,
         partners_round=membership.partners_round,
         on_committed=membership.partners.note,
+        audits=audits,
         may_spend=shaping.may_spend,
     )
     loop = TrainingLoop(config, Pairing(author, manifest.rounds, rng, manifest.outer.fragments), supervisor)
@@ -497,5 +519,6 @@ def make_member(
         stage_record,
         pipeline,
         leases,
+        audits,
         credentials,
     )

@@ -23,6 +23,9 @@ DOMAIN = b"farandole/entry/1"
 ID_BYTES = 16
 MAX_BODY_BYTES = 600
 """512 bytes of payload at most, and what encloses them (15 bytes), with room to spare."""
+MAX_COMMITMENT_BYTES = 272
+MAX_COMMITMENT_BODY_BYTES = MAX_COMMITMENT_BYTES + 16
+"""An accusation, of at most 512 bytes, has a whole commitment in it."""
 MAX_TICK = 2**40 - 1
 
 # msgspec's Meta: checked while decoding, before anything is kept
@@ -56,6 +59,8 @@ class Kind(enum.IntEnum):
     STAGE_LEASE = 10
     ADMISSION = 11
     REVOCATION = 12
+    COMMITMENT = 16
+    ACCUSATION = 17
 
 
 class Payload(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -191,6 +196,42 @@ class Revocation(Payload, frozen=True):
     """Of members, or of bearers, whose invites are then of no use."""
 
 
+class Commitment(Payload, frozen=True):
+    """How I trained in one round, in the slot of its number modulo the slots: what an auditor replays and compares.
+
+    The batches follow from the run, the author, ``first_step`` and ``steps`` (`farandole.training.data`).
+    """
+
+    round: Small
+    start: Sha256
+    """Id of the checkpoint (`farandole.protocol.blocks.SignedIndex.id`) of the state before the first inner step."""
+    first_step: Count
+    steps: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+    begun_at: Count
+    """Inner step at which AdamW's means began, which the ramp of the learning rate counts from."""
+    microbatch: Annotated[int, msgspec.Meta(ge=0, le=65_536)]
+    fragment: Annotated[int, msgspec.Meta(ge=0, le=65_535)]
+    end: Sha256
+    """BLAKE3 of AdamW's means after the last inner step, before the outer step, which does not change them."""
+    contribution: Sha256
+    """BLAKE3 of what the partner gets: the weights after the last inner step, by the run's rule and codec."""
+    corpus: Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
+    """Hash of the author's text."""
+    build: Annotated[str, msgspec.Meta(max_length=48, pattern=_Text)]
+    """Releases of farandole and PyTorch."""
+    device: Annotated[str, msgspec.Meta(max_length=48, pattern=_Text)]
+    """Class of the processor (`farandole.training.determinism.device_class`)."""
+
+
+class Accusation(Payload, frozen=True):
+    """I replayed this signed commitment twice, and both times something else came out. Others replay it themselves."""
+
+    author: Key
+    body: Annotated[bytes, msgspec.Meta(max_length=MAX_COMMITMENT_BODY_BYTES)]
+    """Of the `Signed` entry that is a `Commitment`, with the field below."""
+    signature: SignatureField
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """What a kind allows."""
@@ -225,6 +266,9 @@ RULES: dict[Kind, Rule] = {
     # Both are renewed daily while their authors are there.
     Kind.ADMISSION: Rule(AdmissionProof, slots=1, quantum=10, ttl=21 * _DAY, max_bytes=512, is_metered=True),
     Kind.REVOCATION: Rule(Revocation, slots=8, quantum=10, ttl=21 * _DAY, max_bytes=512, is_metered=True),
+    # The last four rounds, which is how long an author keeps their starts.
+    Kind.COMMITMENT: Rule(Commitment, slots=4, quantum=1, ttl=_HOUR, max_bytes=MAX_COMMITMENT_BYTES, is_metered=False),
+    Kind.ACCUSATION: Rule(Accusation, slots=4, quantum=60, ttl=_DAY, max_bytes=448, is_metered=True),
 }
 MAX_SLOTS = sum(rule.slots for rule in RULES.values())
 PROOF_TTL = 30 * _DAY

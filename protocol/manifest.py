@@ -214,6 +214,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     by a member whom the creator lets invite (`farandole.protocol.invitations`); a list of peer ids: these alone."""
     start: StartConfig | None = None
     """Null: the weights begin as the seed makes them."""
+    audits: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    """Share of the rounds of each member that others replay (`farandole.protocol.audits`); 0: rounds are not committed
+    to. Costs each member about 1.2 times this share of its time, and five checkpoints of its disk."""
 
     def __post_init__(self) -> None:
         for problem in _problems(self):
@@ -294,9 +297,23 @@ def _problems(manifest: Manifest) -> list[str]:
         problems.append(
             "rounds.round_seconds is 0: with stages, a round that waits for others' microbatches needs an end"
         )
+    if manifest.audits:
+        problems += [f"audits = {manifest.audits:g} {problem}" for problem in _problems_of_audits(manifest)]
     if not rounds.inner_steps and not rounds.round_seconds:
         problems.append("rounds.inner_steps and rounds.round_seconds are both 0: a round would never end")
     return problems
+
+
+def _problems_of_audits(manifest: Manifest) -> Iterator[str]:
+    """Why rounds cannot be replayed by others."""
+    if not manifest.inner.deterministic:
+        yield "needs inner.deterministic = true: otherwise two replays of one round differ"
+    if manifest.model.num_stages > 1 or manifest.model.own is not None or manifest.model.hf is not None:
+        yield "needs farandole's own model, not cut into stages: others may draw random numbers as they train"
+    if manifest.rounds.overlap or manifest.data.epochs:
+        yield "needs rounds without overlap, and data without epochs"
+    if manifest.outer.codec == "topk":
+        yield "has no replay of the codec topk"
 
 
 def _wrong_ids(peer_ids: Iterable[str]) -> Iterator[str]:

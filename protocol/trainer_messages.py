@@ -19,6 +19,8 @@ from .blocks import HASH_BYTES, MAX_BLOCKS
 MAX_HASHES_BYTES: Final = MAX_BLOCKS * HASH_BYTES
 # Both ends are ours; the bound catches a torn stream, not an enemy. Beside hashes the most is Prepare's manifest.
 MAX_MESSAGE_BYTES: Final = MAX_HASHES_BYTES + (1 << 20)
+# Starts of rounds that lie in a node's folder: those of the commitments in the run state, and the running round's.
+KEPT_STARTS: Final = 5
 LENGTH: Final = struct.Struct(">I")
 
 
@@ -155,6 +157,22 @@ class Save(msgspec.Struct, frozen=True, tag=True):
     """Nothing is to be trained any more: all the machine's strength is for this one."""
 
 
+class Replay(msgspec.Struct, frozen=True, tag=True):
+    """Take a round's inner steps again, of whatever author, on a replica of their own; between two rounds.
+
+    Otherwise as `farandole.protocol.entries.Commitment`; of a model that is not cut.
+    """
+
+    path: str
+    """The checkpoint of its start."""
+    author: bytes
+    first_step: int
+    steps: int
+    begun_at: int
+    microbatch: int
+    fragment: int
+
+
 class Validate(msgspec.Struct, frozen=True, tag=True):
     """Measure the loss on held-out text; of a stage, what has gone through all of them (`Work.is_held_out`)."""
 
@@ -180,6 +198,7 @@ Command = (
     | Screen
     | TakeOuterStep
     | Save
+    | Replay
     | Validate
     | Ping
     | Stop
@@ -308,6 +327,33 @@ class OuterStepTaken(msgspec.Struct, frozen=True, tag=True):
     """Inner steps between the contribution and the outer step."""
 
 
+class Recorded(msgspec.Struct, frozen=True, tag=True):
+    """What a round was, and its start, which is kept for `KEPT_STARTS` rounds: as `Commitment` and `Saved`."""
+
+    round: int
+    first_step: int
+    steps: int
+    begun_at: int
+    microbatch: int
+    fragment: int
+    end: bytes
+    contribution: bytes
+    corpus: bytes
+    build: str
+    device: str
+    start: Saved
+
+
+class Replayed(msgspec.Struct, frozen=True, tag=True):
+    """What came of a `Replay`, or why nothing did (``problem``)."""
+
+    end: bytes = b""
+    contribution: bytes = b""
+    problem: str = ""
+    is_unfit: bool = False
+    """The problem is the start: no replica can begin with it."""
+
+
 class Validated(msgspec.Struct, frozen=True, tag=True):
     """Loss of the slow weights on held-out text, or why there is none (``problem``)."""
 
@@ -344,6 +390,8 @@ Report = (
     | Screened
     | OuterStepTaken
     | Saved
+    | Recorded
+    | Replayed
     | Validated
     | Pong
     | Failed

@@ -95,11 +95,19 @@ class DataOver:
     """All epochs are done: exchange what this round has, and end."""
 
 
+@dataclass(frozen=True, slots=True)
+class ReplayAsked:
+    """A round is to be replayed before the next one begins; one at a time."""
+
+    command: messages.Replay
+
+
 TrainerReport = (
     messages.Progress
     | messages.Contributed
     | messages.OuterStepTaken
     | messages.Validated
+    | messages.Replayed
     | messages.Saved
     | messages.Pong
 )
@@ -117,6 +125,7 @@ Event = (
     | SaveAsked
     | RestartAsked
     | DataOver
+    | ReplayAsked
     | RoundDrained
     | Measured
     | pairing.MessageReceived

@@ -55,6 +55,7 @@ from .training_events import (
     OthersMoved,
     Output,
     Publish,
+    ReplayAsked,
     RestartAsked,
     RestChanged,
     RoundOver,
@@ -173,6 +174,8 @@ class TrainingLoop:
             case DataOver():
                 self._is_data_over = True
                 self._finish_inner_steps(self.training.round)
+            case ReplayAsked(command) if life is not None:
+                life.replay = command
             case SaveAsked() if life is not None:
                 self._save_if_none_is_written(life, now)
             case RestartAsked() if life is not None:
@@ -391,6 +394,11 @@ class TrainingLoop:
             self._say(f"{words}; staying for the others")
             self._save_and_end(life, now)
             return
+        if life.replay is not None:
+            self._enter("training", "replaying a round, to compare")
+            self._tell(life.replay)
+            life.replay, life.round_after_replay = None, round_index
+            return
         self._train(round_index)
         self._tell_pairing(pairing.RoundStarted(round_index), now)
 
@@ -437,6 +445,8 @@ class TrainingLoop:
                 self._finish_round(life, report, now)
             case messages.Validated():
                 self._record_validation(life, report)
+            case messages.Replayed():
+                self._start_round(life, life.round_after_replay, now)
             case messages.Saved():
                 self._note_saved(life, report, now)
             case messages.Pong():
@@ -669,6 +679,9 @@ class _Life:
         self.ahead_since: float | None = None
         """When the round began that overlaps with the one whose partner is sought."""
         self.exchange: pairing.StartExchange | None = None
+        self.replay: messages.Replay | None = None
+        """Asked for, and not begun."""
+        self.round_after_replay = 0
         self.has_given_up = False
         """The exchange, since the node leaves."""
         self.ends_to_rest = False

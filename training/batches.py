@@ -33,6 +33,15 @@ class Batches(abc.ABC):
         """T, tokens a sequence."""
         self._held_out = held_out
 
+    @property
+    def corpus(self) -> bytes:
+        """Hash of the text; empty where it is not known, as of a stream."""
+        return b""
+
+    def of_author(self, author: bytes) -> Batches:
+        """The batches of another author with the same text. Raises `DataError` where these cannot be known."""
+        raise DataError("the batches of another author are not known: its text is a stream")
+
     @abc.abstractmethod
     def batch(self, step: int) -> Batch:
         """Tokens (B, T + 1) of inner step ``step``."""

@@ -15,6 +15,7 @@ and their hash, the *corpus*, says who has the same text: only with those can sl
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
 import os
@@ -192,6 +193,17 @@ class Sampler(Batches):
             )
         if text.found.largest >= vocabulary:
             raise DataError(f"the tokenizer yields token {text.found.largest}, but the model has only {vocabulary}")
+
+    @property
+    def corpus(self) -> bytes:
+        """As `Batches.corpus`."""
+        return self._text.found.corpus
+
+    def of_author(self, author: bytes) -> Sampler:
+        """As `Batches.of_author`."""
+        other = copy.copy(self)
+        other._key = (self._key[0], author)
+        return other
 
     def batch(self, step: int) -> Batch:
         """Tokens (B, T + 1) of inner step ``step``."""

@@ -16,13 +16,46 @@ Across classes the last bits differ. So do the initial weights, where a processo
 
 from __future__ import annotations
 
+import contextlib
 import os
+import platform
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
 from typing import Final
 
 import torch
 
 # Read when MKL or cuBLAS is first called, which is later than `import torch`.
 ENVIRONMENT: Final = {"MKL_CBWR": "AUTO", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+
+def build() -> str:
+    """The releases on which bits depend, at most 48 characters."""
+    return f"farandole {version('farandole')} torch {torch.__version__}"[:48]
+
+
+def device_class(device: torch.device) -> str:
+    """Class of the processor, at most 48 characters: those of one class and `build` compute the same bits.
+
+    The vendor's family and model of it, as libraries choose their code by these, and PyTorch's vector instructions.
+    Empty for GPUs, of which it was not measured.
+    """
+    if device.type != "cpu":
+        return ""
+    kind = " ".join(_processor()) or platform.processor()
+    return f"{platform.machine()} {kind} {torch.backends.cpu.get_cpu_capability()}"[:48]
+
+
+def _processor() -> Iterator[str]:
+    """Vendor, family and model, where Linux says them."""
+    names = {"vendor_id", "cpu family", "model", "CPU implementer", "CPU part"}
+    with contextlib.suppress(OSError):
+        first = Path("/proc/cpuinfo").read_text(errors="replace").partition("\n\n")[0]
+        for line in first.splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in names:
+                yield value.strip()
 
 
 def make_deterministic() -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from blake3 import blake3
 from torch import Tensor, nn
 
 from farandole.protocol.manifest import InnerConfig
@@ -97,12 +99,13 @@ class FlatAdamW:
         self._parameters = parameters
         self._mean = torch.zeros_like(weights)
         self._square = torch.zeros_like(weights)
-        self._begun_at = 0
+        self.begun_at = 0
+        """Inner step at which the means began."""
 
     def rate(self, steps: int) -> float:
         """The learning rate of inner step ``steps`` (from 0): the schedule's, ramped up after a `restart`."""
         rate = learning_rate(steps, self._settings)
-        return rate * ramp(steps - self._begun_at, self._settings) if self._begun_at else rate
+        return rate * ramp(steps - self.begun_at, self._settings) if self.begun_at else rate
 
     def step(self, steps: int, divisor: int) -> None:
         """Take inner step ``steps`` (from 0), with the gradient over ``divisor``, clipped. The gradient is changed."""
@@ -115,12 +118,19 @@ class FlatAdamW:
             if parameter.ndim > 1:
                 decay_(parameter, rate, self._settings)
         step_ = fused_adamw_ if self._weights.is_cuda else adamw_
-        number = steps - self._begun_at
+        number = steps - self.begun_at
         step_(self._weights, self._gradient, self._mean, self._square, number, rate, self._settings)
 
     def restart(self, steps: int) -> None:
         """The means were loaded after ``steps`` inner steps; if they are zeros, the rate is ramped up from there."""
-        self._begun_at = 0 if bool(self._square.any()) else steps
+        self.begun_at = 0 if bool(self._square.any()) else steps
+
+    def digest(self) -> bytes:
+        """BLAKE3 of the running means, 32 bytes."""
+        digest = blake3()
+        for mean in (self._mean, self._square):
+            digest.update(mean.cpu().numpy().view(np.uint8).data)
+        return digest.digest()
 
     def state(self) -> dict[str, Tensor]:
         """The running means, flat vectors (n,), by name."""

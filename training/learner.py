@@ -44,8 +44,9 @@ class Learner(Replica):
         is_compiled: bool = False,
     ) -> None:
         super().__init__(module, recipe, run_id=run_id, device=device)
-        self._sampler = sampler
-        self._microbatch_size = min(microbatch_size or sampler.batch_size, sampler.batch_size)
+        self.sampler = sampler
+        """Its batches."""
+        self.microbatch_size = min(microbatch_size or sampler.batch_size, sampler.batch_size)
         self._losses: Tensor | float = 0.0  # their sum stays on the device: reading it would wait for the steps
         self._num_losses = 0
         self._forward = self.module
@@ -58,7 +59,7 @@ class Learner(Replica):
             raise TrainingError("this run is deterministic (inner.deterministic): leave out --compile")
         self._forward = cast("nn.Module", torch.compile(self.module))
         try:
-            self._add_gradient(np.zeros((self._microbatch_size, self._sampler.context + 1), np.int64), 1.0)
+            self._add_gradient(np.zeros((self.microbatch_size, self.sampler.context + 1), np.int64), 1.0)
         except Exception as error:  # compilers are other packages, and raise errors of their own
             if not is_out_of_memory(error):  # the first inner step is, too, and is tried again with less
                 why = " ".join(str(error).splitlines()[:2])
@@ -85,16 +86,16 @@ class Learner(Replica):
         Raises `NoSliceError` if there is none now.
         """
         if self.slices is None:
-            return self._learn(self._sampler.batch(self.steps))
+            return self._learn(self.sampler.batch(self.steps))
         epoch, index, part = self.slices.draw()
-        loss = self._learn(self._sampler.slice_batch(epoch, index))
+        loss = self._learn(self.sampler.slice_batch(epoch, index))
         self.slices.settle(epoch, index, part, is_kept=True)
         return loss
 
     def _learn(self, batch: Tokens) -> Tensor:
         self.clear_gradient()
         losses = [self._add_gradient(part, share) for part, share in self._microbatches(batch)]
-        self.inner_step(self._sampler.batch_size * self._sampler.context)
+        self.inner_step(self.sampler.batch_size * self.sampler.context)
         return torch.stack(losses).sum()
 
     def _add_gradient(self, tokens: Tokens, share: float) -> Tensor:
@@ -106,8 +107,8 @@ class Learner(Replica):
 
     def _microbatches(self, batch: Tokens) -> Iterator[tuple[Tokens, float]]:
         """Consecutive parts of a batch (B, T + 1), each with its share of the sequences."""
-        for first in range(0, len(batch), self._microbatch_size):
-            part = batch[first : first + self._microbatch_size]
+        for first in range(0, len(batch), self.microbatch_size):
+            part = batch[first : first + self.microbatch_size]
             yield part, len(part) / len(batch)
 
     @torch.no_grad()
@@ -117,7 +118,7 @@ class Learner(Replica):
         self.module.eval()  # one's own may have dropout
         try:
             for index in range(num_batches):
-                for part, share in self._microbatches(self._sampler.held_out_batch(index)):
+                for part, share in self._microbatches(self.sampler.held_out_batch(index)):
                     with self.device.autocast():
                         losses.append(share * language_loss(self.module, self._to_device(part)))
         finally:

@@ -103,6 +103,7 @@ class Replica(Engine):
         )
         self._round_end: _RoundEnd | None = None
         self._snapshots: SnapshotMemory | None = None
+        self._starts: SnapshotMemory | None = None
 
     @property
     def awaits_outer_step(self) -> bool:
@@ -118,6 +119,19 @@ class Replica(Engine):
     def learning_rate(self) -> float:
         """Rate of the next inner step."""
         return self._optimizer.rate(self.steps)
+
+    @property
+    def begun_at(self) -> int:
+        """Inner step at which AdamW's means began, which no checkpoint has."""
+        return self._optimizer.begun_at
+
+    @begun_at.setter
+    def begun_at(self, step: int) -> None:
+        self._optimizer.begun_at = step
+
+    def optimizer_digest(self) -> bytes:
+        """BLAKE3 of AdamW's means, 32 bytes."""
+        return self._optimizer.digest()
 
     def fast_weights(self) -> Tensor:
         """A copy of theta, (n,) fp32."""
@@ -252,10 +266,19 @@ class Replica(Engine):
     @torch.no_grad()
     def snapshot(self) -> Snapshot:
         """As `Engine.snapshot`."""
-        vectors = self.vectors()
         if self._snapshots is None:
-            self._snapshots = SnapshotMemory(vectors, self._copier)
-        copies, copied = self._snapshots.fill(vectors)
+            self._snapshots = SnapshotMemory(self.vectors(), self._copier)
+        return self._snapshot_in(self._snapshots)
+
+    @torch.no_grad()
+    def start(self) -> Snapshot:
+        """As `snapshot`, in memory of its own: what a round starts from, good until the next one is taken."""
+        if self._starts is None:
+            self._starts = SnapshotMemory(self.vectors(), self._copier)
+        return self._snapshot_in(self._starts)
+
+    def _snapshot_in(self, memory: SnapshotMemory) -> Snapshot:
+        copies, copied = memory.fill(self.vectors())
         return Snapshot(self.counters, self.layout.tensors(copies), self.layout, self.run_id, copied)
 
     @torch.no_grad()

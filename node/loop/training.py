@@ -24,6 +24,7 @@ from ..bulk.exchange_service import ExchangeService
 from ..state.messenger import Messenger
 from ..status.journal import Journal
 from ..trainer.trainer import Trainer, TrainerError, open_trainer
+from .audit_service import AuditKeeper
 from .lease_service import LeaseKeeper
 from .pause.pause import Rest
 from .stages.pipeline import PipelineService
@@ -54,6 +55,8 @@ class Surroundings:
     """Called with each partner of an exchange that was committed."""
     may_spend: Callable[[int], bool] = lambda num_bytes: True
     """Returns whether there is traffic for an exchange of so many bytes."""
+    audits: AuditKeeper | None = None
+    """Where the run has audits."""
 
 
 class Training:
@@ -248,6 +251,8 @@ class Training:
                     self._pipeline.end()
                 if self._leases is not None:
                     self._leases.end()
+                if self._surroundings.audits is not None:
+                    self._surroundings.audits.end()
             nursery.cancel_scope.cancel()
         if failure is not None:
             raise failure
@@ -262,6 +267,8 @@ class Training:
             self._pipeline.begin(Worker(prepare.stage, prepared.activation_bytes, memory, session.send, self.handle))
         if self._leases is not None:
             self._leases.begin(prepared, session.send)
+        if self._surroundings.audits is not None:
+            self._surroundings.audits.begin(lambda command: self.handle(machine.ReplayAsked(command)))
         self.handle(machine.OthersMoved(self._surroundings.current_round()))
         self.handle(machine.TrainerReady(prepared, prepare.stage, prepare.microbatch))
 
@@ -272,6 +279,9 @@ class Training:
                 session.seal(report)
             case messages.Screened():
                 session.note_verdict(report)
+            case messages.Recorded():
+                if self._surroundings.audits is not None:
+                    self._surroundings.audits.note_recorded(report)
             case messages.SlicesTrained():
                 if self._leases is not None:
                     self._leases.trained(report)
@@ -286,6 +296,8 @@ class Training:
                 if isinstance(report, messages.Contributed):
                     session.contribute(report)
                     self._journal.losses.add_training(report.round, report.loss)
+                elif isinstance(report, messages.Replayed) and self._surroundings.audits is not None:
+                    self._surroundings.audits.note_replayed(report)
                 elif isinstance(report, messages.Saved) and not report.problem:
                     self._surroundings.on_saved(report)
                 self.handle(machine.OthersMoved(self._surroundings.partners_round()))

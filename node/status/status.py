@@ -179,6 +179,17 @@ class DataStatus(msgspec.Struct, frozen=True):
     """Live nodes whose text is another, with whom no slices are shared."""
 
 
+class AuditStatus(msgspec.Struct, frozen=True):
+    """Rounds that this node has replayed, where the run has audits."""
+
+    own: int
+    """That gave what this node had computed before."""
+    others: int
+    """That gave what their authors committed to."""
+    avoided: dict[str, str]
+    """Peer id -> why it is not met."""
+
+
 class NodeStatus(NodeState, frozen=True, kw_only=True):
     """Everything that ``farandole status`` shows: the node's own state, and what its other parts know."""
 
@@ -238,5 +249,7 @@ class NodeStatus(NodeState, frozen=True, kw_only=True):
     """Connections, and then partners of before, at most `MAX_LINKS`; of each, who exchanged last comes first."""
     events: list[Event] = msgspec.field(default_factory=list)
     """What happened lately, newest last."""
+    audits: AuditStatus | None = None
+    """Where the run has audits."""
     mapped_addresses: list[str] = msgspec.field(default_factory=list)
     """Where the router says that this node can be dialled; in ``addresses`` once others have done so."""

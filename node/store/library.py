@@ -90,29 +90,9 @@ class Library:
 
     def _open_saved(self, saved: Saved, stage: int) -> Holding:
         path = Path(saved.path)
-        with open_tensors(path) as file:
-            layout = bytes.fromhex(file.metadata.get("layout", ""))
-        index = blocks.Index(
-            run_id=self._run_id,
-            author=public_bytes(self._key),
-            stage=stage,
-            num_stages=self._files.num_stages,
-            round=saved.round,
-            inner_steps=saved.inner_steps,
-            tokens=saved.tokens,
-            size=saved.size,
-            layout=layout,
-            hashes=saved.hashes,
-        )
-        signed = blocks.sign_index(self._key, index)
-        holding = Holding.open(path, signed, index)
-        with contextlib.ExitStack() as unless_it_is_right:
-            unless_it_is_right.callback(holding.let_go)
-            if not index.is_block(0, holding.read(0)):  # which has the counters
-                raise OSError(f"{path.name} has been replaced since")
-            unless_it_is_right.pop_all()
+        holding = open_own(saved, self._key, self._run_id, stage, self._files.num_stages)
         try:
-            _write_index(path, signed)
+            _write_index(path, holding.signed)
         except OSError as error:  # a full disk: the checkpoint is there all the same
             logger.warning("the index of %s is not written: %s", path.name, error)
         return holding
@@ -176,6 +156,35 @@ class Library:
             if kept is None or not path.name.startswith(kept.name):
                 with contextlib.suppress(OSError):
                     path.unlink()
+
+
+def open_own(saved: Saved, key: Ed25519PrivateKey, run_id: bytes, stage: int = 0, num_stages: int = 1) -> Holding:
+    """What this node's trainer has written, with its index, signed.
+
+    Raises `OSError`, `ConsolidatedError` or `ValueError` if it is not there any more.
+    """
+    path = Path(saved.path)
+    with open_tensors(path) as file:
+        layout = bytes.fromhex(file.metadata.get("layout", ""))
+    index = blocks.Index(
+        run_id=run_id,
+        author=public_bytes(key),
+        stage=stage,
+        num_stages=num_stages,
+        round=saved.round,
+        inner_steps=saved.inner_steps,
+        tokens=saved.tokens,
+        size=saved.size,
+        layout=layout,
+        hashes=saved.hashes,
+    )
+    holding = Holding.open(path, blocks.sign_index(key, index), index)
+    with contextlib.ExitStack() as unless_it_is_right:
+        unless_it_is_right.callback(holding.let_go)
+        if not index.is_block(0, holding.read(0)):  # which has the counters
+            raise OSError(f"{path.name} has been replaced since")
+        unless_it_is_right.pop_all()
+    return holding
 
 
 def _write_index(path: Path, signed: blocks.SignedIndex) -> None:

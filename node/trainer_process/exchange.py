@@ -34,6 +34,8 @@ class Exchange:
         report: Callable[[messages.Report], None],
         draw: Callable[[], float] = _draw,
     ) -> None:
+        self.digest = b""
+        """BLAKE3 of the newest contribution, once it is encoded."""
         self._author = prepare.author
         self._engine = engine
         self._report = report
@@ -67,8 +69,8 @@ class Exchange:
             self._encode(round_index)
 
     def _encode(self, round_index: int) -> None:
-        digest = self._engine.encode(self._outgoing, partial(self._encoded.store, round_index))
-        self._report(messages.Encoded(round_index, digest))
+        self.digest = self._engine.encode(self._outgoing, partial(self._encoded.store, round_index))
+        self._report(messages.Encoded(round_index, self.digest))
 
     def _finish_encoding(self) -> None:
         """Raises what went wrong with it."""

@@ -21,10 +21,13 @@ from farandole.protocol import trainer_messages as messages
 from farandole.protocol.manifest import Manifest
 from farandole.training.engine import Engine
 from farandole.training.errors import DataError
+from farandole.training.learner import Learner
+from farandole.training.replay import replay_round
 
 from ..trainer.channel import TrainerSocket
 from .checkpoints import Checkpoints
 from .exchange import Exchange
+from .recorder import recorder_of
 
 PROGRESS_INTERVAL = 0.5
 # How often to look, in seconds, how much of the partner's contribution has arrived, while there is nothing else to do.
@@ -92,6 +95,7 @@ class TrainerProcess:
 
     def __init__(self, channel: TrainerSocket, prepare: messages.Prepare, manifest: Manifest, engine: Engine) -> None:
         self._channel = channel
+        self._manifest = manifest
         self._engine = engine
         self._pace = Pace(prepare.slow, prepare.step_seconds)
         self._fragment = 0
@@ -100,6 +104,7 @@ class TrainerProcess:
         self._checkpoints = Checkpoints(prepare, engine, channel.send)
         resumed, problem = self._checkpoints.begin(prepare, manifest)
         self._exchange = Exchange(prepare, engine, channel.send)
+        self._recorder = recorder_of(prepare, manifest, engine, channel.send)
         channel.send(
             messages.Prepared(
                 device=engine.device.description,
@@ -142,6 +147,8 @@ class TrainerProcess:
                 self._checkpoints.save(is_last=is_last)
             case messages.Validate(num_batches):
                 self._validate(num_batches)
+            case messages.Replay():
+                self._replay(command)
             case messages.Ping():
                 self._channel.send(messages.Pong())
             case messages.DrawSlices(epoch, ranges):
@@ -159,6 +166,8 @@ class TrainerProcess:
         now = time.monotonic()
         self._began_at = now if self._began_at is None else self._began_at
         self._round = begun = _Round(command, engine.steps, engine.tokens, pace.busy_seconds, now, now)
+        if self._recorder is not None:
+            self._recorder.begin()
         engine.inner_steps(self._is_round_over)
         loss = engine.mean_loss()
         self._report_slices()
@@ -183,6 +192,30 @@ class TrainerProcess:
             )
         )
         self._exchange.encode(command.round)
+        if self._recorder is not None:
+            self._recorder.end(command.round, self._fragment, self._exchange.digest)
+
+    def _replay(self, command: messages.Replay) -> None:
+        """Take another's inner steps, at this node's own pace, and look between two of them at what comes."""
+        if isinstance(self._engine, Learner):
+            replayed = replay_round(self._engine, self._manifest, command, self._may_not_go_on)
+            if self._pace.is_stepping:
+                self._pace.end_step()
+            self._channel.send(replayed)
+
+    def _may_not_go_on(self) -> bool:
+        """Before each inner step of a replay: pause, and obey what cannot wait; whether the replay ends, never."""
+        pause_until = self._pace.end_step() if self._pace.is_stepping else 0.0
+        while (command := self._channel.poll(max(0.0, pause_until - time.monotonic()))) is not None:
+            match command:
+                case messages.Ping() | messages.Save():
+                    self.handle(command)
+                case messages.Stop():
+                    raise EOFError("asked to stop")
+                case _:
+                    self._channel.put_off(command)
+        self._pace.begin_step()
+        return False
 
     def _is_round_over(self) -> bool:
         """Before each inner step: report the one before, pause, and obey what comes; whether the round ends."""

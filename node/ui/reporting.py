@@ -18,6 +18,7 @@ from farandole.protocol.state import RunState
 
 from ..base.bandwidth import Shaping
 from ..base.figures import BYTES_PER_MBIT
+from ..loop.audit_service import AuditKeeper
 from ..loop.lease_service import LeaseKeeper
 from ..loop.stages.pipeline import PipelineService
 from ..loop.traffic.traffic_service import TrafficKeeper
@@ -50,6 +51,7 @@ class Reporter:
     liveness: Liveness | None = None
     pipeline: PipelineService | None = None
     leases: LeaseKeeper | None = None
+    audits: AuditKeeper | None = None
     nodes_of_stages: Callable[[], Sequence[frozenset[bytes]]] = tuple
     traffic: TrafficKeeper | None = None
     _seen: tuple[float, list[MemberStatus], RunStatus] | None = None
@@ -104,6 +106,7 @@ class Reporter:
             members=shown,
             pipeline=None if self.pipeline is None else self.pipeline.status(),
             data=None if self.leases is None else self.leases.status(),
+            audits=None if self.audits is None else self.audits.status(),
             traffic=None if self.traffic is None else self.traffic.status(),
             resources=self._resources(),
         )

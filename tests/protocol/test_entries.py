@@ -9,14 +9,17 @@ from hypothesis import strategies as st
 
 from farandole.protocol.entries import (
     MAX_BODY_BYTES,
+    MAX_COMMITMENT_BODY_BYTES,
     MAX_DELTA_BYTES,
     REVOKED_PER_ENTRY,
     RULES,
+    Accusation,
     AdmissionProof,
     Audit,
     Beat,
     Checker,
     CheckpointNotice,
+    Commitment,
     Delta,
     Kind,
     Lease,
@@ -55,6 +58,10 @@ LARGEST: dict[Kind, Payload] = {
     Kind.NOTICE: Notice("resume", "t" * 256),
     Kind.STAGE_LEASE: StageLease(511, 511, True),
     Kind.ADMISSION: AdmissionProof(b"a" * MAX_ADMISSION_BYTES),
+    Kind.COMMITMENT: Commitment(
+        2**31 - 1, b"s" * 32, BIG, 2**31 - 1, BIG, 65_536, 65_535, b"e" * 32, b"c" * 32, b"t" * 8, "b" * 48, "d" * 48
+    ),
+    Kind.ACCUSATION: Accusation(b"a" * 32, bytes(MAX_COMMITMENT_BODY_BYTES), b"s" * 64),
     Kind.REVOCATION: Revocation((b"k" * 32,) * REVOKED_PER_ENTRY),
 }
 
@@ -225,3 +232,8 @@ def test_encodings_are_those_of_the_spec() -> None:
     body = encode_body(Kind.BEAT, 0, tick_at(Kind.BEAT), Beat(1, 2, None, 3, b"partner."))
     assert msgspec.msgpack.decode(body) == [2, 0, int(NOW), [1, 2, None, 3, b"partner."]]
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(beat(1)))[0] == author_of(1)
+
+
+def test_an_accusation_holds_the_largest_commitment() -> None:
+    item = signed(255, Kind.COMMITMENT, RULES[Kind.COMMITMENT].slots - 1, 2**40 - 1, LARGEST[Kind.COMMITMENT])
+    assert len(item.body) <= MAX_COMMITMENT_BODY_BYTES

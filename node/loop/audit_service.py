@@ -1,0 +1,206 @@
+"""Keeps this node's audits: publishes its commitments, gives their starts, has others' rounds replayed.
+
+`farandole.protocol.audits` decides which, and what follows; here its words are carried out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import trio
+
+from farandole.protocol import audits as machine
+from farandole.protocol.audits import Audits, Claim, name_of
+from farandole.protocol.blocks import Index, SignedIndex
+from farandole.protocol.entries import RULES, Accusation, Commitment, Entry, Kind, Signed
+from farandole.protocol.errors import RemoteProtocolError
+from farandole.protocol.identity import peer_id_of, short_name
+from farandole.protocol.trainer_messages import Recorded, Replay, Replayed
+
+from ..base.driver import Driver
+from ..base.errors import PeerUnreachableError
+from ..join.downloads import Downloads
+from ..state.gossip import GossipService
+from ..status.status import AuditStatus
+from ..store.fetch import ask_for_index, fetch_checkpoint
+from ..store.provider import DonorBusyError
+from ..store.starts import Starts
+from .pause.pause import Rest
+
+logger = logging.getLogger(__name__)
+
+# Rounds that wait to be committed to. More means that the disk hangs; these are not committed to.
+MAX_QUEUED: Final = 16
+FAULT: Final = "fault"
+"""The reason to rest (`Rest`) of a machine that computes wrongly."""
+
+
+class AuditKeeper:
+    """One node's audits, in a run that has them for ``rate`` of all rounds; ``rest`` begins if its machine errs."""
+
+    def __init__(
+        self, author: bytes, rate: float, gossip: GossipService, downloads: Downloads, starts: Starts, rest: Rest
+    ) -> None:
+        self._author = author
+        self._gossip = gossip
+        self._downloads = downloads
+        self._starts = starts
+        self._rest = rest
+        self._driver = Driver[machine.Event, machine.Output](self._carry_out)
+        self._driver.begin(Audits(author, rate))
+        self._ask: Callable[[Replay], None] | None = None
+        self._recorded, self._to_commit = trio.open_memory_channel[Recorded](MAX_QUEUED)
+        self._wanted, self._to_fetch = trio.open_memory_channel[machine.FetchStart](1)
+        self._fetched: tuple[SignedIndex, Index] | None = None
+        self._accusations: dict[bytes, Accusation] = {}  # own ones that are to be published
+        self._avoided: dict[bytes, machine.Avoid] = {}
+        self._changed = trio.Event()
+        self._counts = {True: 0, False: 0}  # is it an own round -> replayed ones that were right
+
+    def status(self) -> AuditStatus:
+        """For people."""
+        avoided = {peer_id_of(peer): self._avoided[peer].reason for peer in self.avoided}
+        return AuditStatus(self._counts[True], self._counts[False], avoided)
+
+    @property
+    def avoided(self) -> frozenset[bytes]:
+        """Members that are not to be met."""
+        return frozenset(peer for peer, avoid in self._avoided.items() if avoid.until > trio.current_time())
+
+    async def avoided_changed(self) -> None:
+        """Wait until there is another."""
+        await self._changed.wait()
+
+    # The trainer
+
+    def begin(self, ask: Callable[[Replay], None]) -> None:
+        """A trainer is ready, which replays what it is asked to."""
+        self._ask = ask
+
+    def note_recorded(self, recorded: Recorded) -> None:
+        """The trainer has recorded a round."""
+        try:
+            self._recorded.send_nowait(recorded)
+        except trio.WouldBlock:
+            logger.warning("round %d is not committed to: others wait already", recorded.round)
+
+    def note_replayed(self, replayed: Replayed) -> None:
+        """The trainer has replayed what it was asked to."""
+        self._driver.handle(replayed)
+
+    def end(self) -> None:
+        """There is no trainer."""
+        self._ask = None
+        self._driver.handle(machine.TrainerGone())
+
+    # The run
+
+    async def run(self) -> None:
+        """Publish, fetch, and hear accusations, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._commit)
+            nursery.start_soon(self._fetch)
+            nursery.start_soon(self._hear)
+
+    async def _commit(self) -> None:
+        async for recorded in self._to_commit:
+            start = await self._starts.open(recorded.start)
+            if start is None:
+                continue
+            fields = set(Commitment.__struct_fields__) & set(Recorded.__struct_fields__)
+            commitment = Commitment(**{name: getattr(recorded, name) for name in fields} | {"start": start})
+            slot = commitment.round % RULES[Kind.COMMITMENT].slots
+            await self._gossip.publish(Kind.COMMITMENT, slot, commitment)
+            others = [claim for claim in self._claims() if claim.author != self._author]
+            self._driver.handle(machine.OwnRound(Claim(self._author, commitment), recorded.start.path, others))
+            for index, accusation in enumerate(self._accusations.values()):
+                await self._gossip.publish(Kind.ACCUSATION, index, accusation)
+
+    def _claims(self) -> Iterator[Claim]:
+        """Of the members that are there."""
+        live = self._downloads.membership.live
+        for entry in self._gossip.state.entries(Kind.COMMITMENT):
+            if entry.author in live:
+                yield Claim(entry.author, entry.payload, entry.signed)
+
+    async def _fetch(self) -> None:
+        """The starts that are wanted, one after the other."""
+        async for wanted in self._to_fetch:
+            try:
+                self._driver.handle(machine.StartFetched(str(await self._fetch_from(wanted))))
+            except DonorBusyError:
+                self._driver.handle(machine.StartFetched(is_busy=True))
+            except PeerUnreachableError as error:
+                self._downloads.journal.note(f"no start of {name_of(wanted.claim)}, to replay it: {error}")
+                self._driver.handle(machine.StartFetched())
+
+    async def _fetch_from(self, wanted: machine.FetchStart) -> Path:
+        """Raises `PeerUnreachableError` if none of the donors gives it."""
+        checkpoint_id, conditions = wanted.claim.commitment.start, self._downloads.conditions
+        path = await self._starts.make_room(checkpoint_id)
+        max_bytes = self._downloads.files.max_bytes(0)
+        for donor in wanted.donors:
+            try:
+                signed, index = await ask_for_index(conditions, donor, 0, max_bytes, checkpoint_id)
+                break
+            except PeerUnreachableError:
+                if donor == wanted.donors[-1]:
+                    raise
+        self._fetched = signed, index
+        await fetch_checkpoint(conditions, signed, index, lambda: wanted.donors, lambda name: True, path)
+        return path
+
+    async def _hear(self) -> None:
+        """Accusations, each once."""
+        heard: set[bytes] = set()
+        while True:
+            entries = [entry for entry in self._gossip.state.entries(Kind.ACCUSATION) if entry.author != self._author]
+            for entry in entries:
+                if entry.id not in heard and (claim := self._claim_of(entry.payload)) is not None:
+                    self._driver.handle(machine.Accused(entry.author, claim))
+            heard = {entry.id for entry in entries}
+            await self._gossip.changed()
+
+    def _claim_of(self, accusation: Accusation) -> Claim | None:
+        """The commitment that an accusation has in it, if it is genuine."""
+        signed = Signed(accusation.author, accusation.body, accusation.signature)
+        try:
+            entry: Entry = self._gossip.state.checker.check(signed)
+        except RemoteProtocolError:
+            return None
+        return Claim(entry.author, entry.payload, signed) if entry.kind is Kind.COMMITMENT else None
+
+    # Outputs
+
+    def _carry_out(self, output: machine.Output) -> None:
+        journal = self._downloads.journal
+        match output:
+            case Replay():
+                if self._ask is not None:
+                    self._ask(output)
+            case machine.FetchStart():
+                self._wanted.send_nowait(output)
+            case machine.Audited(claim):
+                self._counts[claim.author == self._author] += 1
+                journal.note(f"replayed {name_of(claim)}: it gives what was committed to")
+            case machine.Avoid(author, _, reason):
+                self._avoided[author] = output
+                journal.warn(f"{short_name(author)} is not met any more: {reason}")
+                changed, self._changed = self._changed, trio.Event()
+                changed.set()
+            case machine.Denounce(claim, path):
+                self._denounce(claim, Path(path))
+            case machine.Distrust(reason):
+                journal.warn(reason)
+                self._rest.begin(FAULT, reason)
+
+    def _denounce(self, claim: Claim, path: Path) -> None:
+        if claim.signed is None or self._fetched is None:
+            return
+        self._starts.keep_proof(path, *self._fetched)
+        slots = RULES[Kind.ACCUSATION].slots
+        newest = {claim.author: Accusation(claim.author, claim.signed.body, claim.signed.signature)}
+        self._accusations = dict([*newest.items(), *self._accusations.items()][:slots])

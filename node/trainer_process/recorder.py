@@ -1,0 +1,117 @@
+"""What rounds were: their starts, kept for those who replay them, and the hashes of what came out.
+
+A thread writes a round's start while its inner steps are taken, and hashes its end while the exchange goes on; the
+inner steps wait for a copy within memory alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+from farandole.protocol.manifest import Manifest
+from farandole.protocol.trainer_messages import KEPT_STARTS, Prepare, Recorded, Report, Saved
+from farandole.training.determinism import build, device_class
+from farandole.training.engine import Engine
+from farandole.training.learner import Learner
+from farandole.training.snapshot import Snapshot
+
+from ..base.system.priority import lower_thread_priority
+from ..store.save import NICENESS
+
+FOLDER: Final = "starts"
+
+
+class Recorder:
+    """Records one learner's rounds; ``report`` is called from its thread. What the disk refuses is not recorded."""
+
+    def __init__(self, folder: Path, learner: Learner, report: Callable[[Report], None]) -> None:
+        self._folder = folder
+        self._learner = learner
+        self._report = report
+        self._device = device_class(learner.device.torch_device)
+        self._build = build()
+        self._kept: deque[Path] = deque()
+        self._thread = ThreadPoolExecutor(1, "recorder", lower_thread_priority, (NICENESS,))
+        self._work: Future[None] | None = None
+        self._start: Saved | None = None
+        self._begun_at = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        """Remove what an earlier life kept."""
+        with contextlib.suppress(OSError):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for path in self._folder.iterdir():
+                path.unlink()
+
+    def begin(self) -> None:
+        """The inner steps of a round begin."""
+        self.wait()
+        try:
+            snapshot = self._learner.start()
+        except MemoryError:
+            self._start = None
+            return
+        self._begun_at = self._learner.begun_at
+        self._work = self._thread.submit(self._write, snapshot)
+
+    def wait(self) -> None:
+        """Until the thread is done with what it looks at."""
+        if self._work is not None:
+            self._work.result()
+            self._work = None
+
+    def _write(self, snapshot: Snapshot) -> None:
+        counters, self._start = snapshot.counters, None
+        path = self._folder / f"round-{counters.round}.safetensors"
+        with contextlib.suppress(OSError):
+            content = snapshot.save(path)
+            self._start = Saved(
+                counters.round, counters.steps, counters.tokens, str(path), content.size, content.hashes
+            )
+        if path not in self._kept:
+            self._kept.append(path)
+        while len(self._kept) > KEPT_STARTS:
+            with contextlib.suppress(OSError):
+                self._kept.popleft().unlink(missing_ok=True)
+
+    def end(self, round_index: int, fragment: int, contribution: bytes) -> None:
+        """The contribution is made; no inner step comes before `wait`, or the next `begin`."""
+        self._work = self._thread.submit(self._tell, round_index, fragment, contribution)
+
+    def _tell(self, round_index: int, fragment: int, contribution: bytes) -> None:
+        learner, start = self._learner, self._start
+        if start is None or start.round != round_index or learner.steps == start.inner_steps:
+            return
+        recorded = Recorded(
+            round=round_index,
+            first_step=start.inner_steps,
+            steps=learner.steps - start.inner_steps,
+            begun_at=self._begun_at,
+            microbatch=learner.microbatch_size,
+            fragment=fragment,
+            end=learner.optimizer_digest(),
+            contribution=contribution,
+            corpus=learner.sampler.corpus,
+            build=self._build,
+            device=self._device,
+            start=start,
+        )
+        with contextlib.suppress(OSError):  # the mesh process is gone: the trainer sees it too, and ends
+            self._report(recorded)
+
+
+def recorder_of(
+    prepare: Prepare, manifest: Manifest, engine: Engine, report: Callable[[Report], None]
+) -> Recorder | None:
+    """For runs with audits, of an engine whose rounds others can replay."""
+    if not manifest.audits or not isinstance(engine, Learner) or not engine.sampler.corpus:
+        return None
+    if not device_class(engine.device.torch_device):
+        return None
+    return Recorder(Path(prepare.checkpoints) / FOLDER, engine, report)

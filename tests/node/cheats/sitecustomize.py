@@ -1,0 +1,82 @@
+"""Has a trainer process train otherwise than it says: as CHEAT names. Python runs this where PYTHONPATH has the folder.
+
+half     every other inner step is counted and not taken
+idle     no inner step is taken: what a partner gets is what it has just given
+data     every batch is the first one
+fault    every now and then a bit of a gradient flips, as in bad memory
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+_CHEAT = os.environ.get("CHEAT", "")
+_LEARNER = "farandole.training.learner"
+# The inner step after which a bit flips: rounds before are right. It counts replays' steps as well.
+_SOUND_STEPS = 30
+
+
+def _spoil(module: ModuleType) -> None:
+    learner: Any = module.__dict__["Learner"]
+    learn, inner_step = learner.learn, learner.inner_step
+    taken = [0]
+
+    def without(self: Any, num_tokens: int, divisor: int = 1) -> None:
+        if _CHEAT == "half" and self.steps % 2:
+            inner_step(self, num_tokens, divisor)
+            return
+        self.steps += 1
+        self.tokens += num_tokens
+        self.tokens_this_round += num_tokens
+
+    def with_flips(self: Any, num_tokens: int, divisor: int = 1) -> None:
+        taken[0] += 1
+        if taken[0] > _SOUND_STEPS and taken[0] % 7 == 0:
+            self.gradient[taken[0] % len(self.gradient)] += 0.5
+        inner_step(self, num_tokens, divisor)
+
+    def of_first_batch(self: Any) -> Any:
+        return self._learn(self.sampler.batch(0))
+
+    match _CHEAT:
+        case "half" | "idle":
+            learner.inner_step = without
+        case "data":
+            learner.learn = of_first_batch
+        case "fault":
+            learner.inner_step = with_flips
+        case _:
+            learner.learn = learn
+
+
+class _Spoiler(importlib.abc.MetaPathFinder):
+    """Spoils the learner as soon as it is imported."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _LEARNER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        assert spec is not None, "the learner is there"
+        assert spec.loader is not None, "it is a file"
+        execute = spec.loader.exec_module
+
+        def spoil(module: ModuleType) -> None:
+            execute(module)
+            _spoil(module)
+
+        spec.loader.exec_module = spoil  # type: ignore[method-assign]
+        return spec
+
+
+if _CHEAT:
+    sys.meta_path.insert(0, _Spoiler())

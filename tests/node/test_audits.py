@@ -1,0 +1,81 @@
+"""A run with audits, with real daemons: who trains otherwise than it says is found and avoided, and nobody else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from farandole.node.status.status import NodeStatus
+
+from .daemons import Daemon, joined
+from .small_runs import small_manifest, write_run
+
+CHEATS = Path(__file__).parent / "cheats"
+MANIFEST = small_manifest(
+    inner={"batch_size": 2, "learning_rate": 3e-3, "warmup_steps": 2, "deterministic": True},
+    rounds={"inner_steps": 10, "round_seconds": 0.0, "exchange_seconds": 5.0},
+    audits=1.0,
+)
+
+
+@asynccontextmanager
+async def cheating(cheat: str, home: Path, *arguments: str) -> AsyncIterator[Daemon]:
+    """A daemon whose trainer trains otherwise than it says."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CHEAT", cheat)
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(CHEATS), os.environ.get("PYTHONPATH", "")))))
+        starting = joined(home, *arguments)
+        daemon = await starting.__aenter__()
+    try:
+        yield daemon
+    finally:
+        await starting.__aexit__(None, None, None)
+
+
+def has_caught(status: NodeStatus, peer: str) -> bool:
+    return status.audits is not None and peer in status.audits.avoided
+
+
+async def met_again(daemon: Daemon, peer: str) -> None:
+    """Two more exchanges with a peer are committed."""
+    met = (await daemon.status()).partners.get(peer, 0)
+    await daemon.until(lambda status: status.partners.get(peer, 0) > met + 1)
+
+
+@pytest.mark.parametrize("cheat", ["half", "data", "idle"])
+async def test_a_cheat_is_caught_by_all_and_no_honest_member_is(tmp_path: Path, texts: Path, cheat: str) -> None:
+    run, data = write_run(tmp_path, MANIFEST), ("--data", str(texts))
+    async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:
+        await alice.says("step")
+        invite = alice.invite(run.run_id)
+        async with (
+            joined(tmp_path / "bob", invite, *data) as bob,
+            cheating(cheat, tmp_path / "mallory", invite, *data) as mallory,
+        ):
+            await mallory.says("step")
+            peer = (await mallory.status()).peer_id
+            for honest in (alice, bob):
+                status = await honest.until(lambda status: has_caught(status, peer))
+                assert status.audits is not None
+                assert set(status.audits.avoided) == {peer}
+                assert "gives something else" in status.audits.avoided[peer]
+                assert status.audits.own
+            for honest, other in ((alice, bob), (bob, alice)):
+                await met_again(honest, (await other.status()).peer_id)
+            for honest in (alice, bob):
+                status = await honest.status()
+                assert status.audits is not None
+                assert set(status.audits.avoided) == {peer}, "the cheat accuses honest members, in vain"
+
+
+async def test_a_machine_that_computes_wrongly_stops_and_says_why(tmp_path: Path, texts: Path) -> None:
+    write_run(tmp_path, MANIFEST)
+    async with cheating("fault", tmp_path / "alice", str(tmp_path / "run.manifest"), "--data", str(texts)) as alice:
+        assert "memory" in await alice.says("computes wrongly")
+        status = await alice.until(lambda status: status.phase == "paused")
+        assert "computes wrongly" in status.phase_detail
+        assert any("computes wrongly" in warning for warning in status.warnings)

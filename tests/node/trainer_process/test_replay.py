@@ -1,0 +1,196 @@
+"""Rounds that a trainer records are replayed to the bit, and what was done otherwise comes out otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import pytest
+import torch
+
+from farandole.node.base.system.memory import open_shared_memory
+from farandole.node.trainer.channel import TrainerSocket
+from farandole.node.trainer_process.engines import make_engine
+from farandole.node.trainer_process.process import TrainerProcess
+from farandole.protocol.manifest import Manifest
+from farandole.protocol.trainer_messages import (
+    KEPT_STARTS,
+    LENGTH,
+    Ping,
+    Pong,
+    Prepare,
+    Recorded,
+    Replay,
+    Replayed,
+    Report,
+    TakeOuterStep,
+    Train,
+    decode_report,
+    encode,
+)
+from farandole.training.learner import Learner
+
+from ...patience import PATIENCE
+from ..small_runs import small_manifest
+from ..trainer_commands import prepare_for
+
+DETERMINISTIC = {"batch_size": 2, "learning_rate": 1e-2, "warmup_steps": 2, "deterministic": True}
+MANIFEST = small_manifest(
+    inner=DETERMINISTIC, audits=0.03, rounds={"inner_steps": 4, "round_seconds": 0.0, "exchange_seconds": 5.0}
+)
+STEPS = 4
+
+
+class Trainer:
+    """A trainer process's commands, carried out in this process."""
+
+    def __init__(
+        self, prepare: Prepare, manifest: Manifest, mesh: socket.socket, stream: BinaryIO, trainers: socket.socket
+    ) -> None:
+        channel = TrainerSocket(trainers)
+        engine = make_engine(channel, prepare, manifest)
+        assert isinstance(engine, Learner)
+        self.author = prepare.author
+        self.learner = engine
+        self.process = TrainerProcess(channel, prepare, manifest, engine)
+        self.mesh = mesh
+        self.reports = self._read(stream)
+
+    def _read(self, stream: BinaryIO) -> Iterator[Report]:
+        while True:
+            (length,) = LENGTH.unpack(stream.read(LENGTH.size))
+            yield decode_report(stream.read(length))
+
+    def round(self, index: int) -> Recorded:
+        """Inner steps, and the outer step alone."""
+        self.process.handle(Train(index, STEPS))
+        recorded = next(report for report in self.reports if isinstance(report, Recorded))
+        self.process.handle(TakeOuterStep(index))
+        return recorded
+
+    def replay(self, recorded: Recorded, author: bytes, **changes: object) -> Replayed:
+        """What comes of a round here."""
+        names = set(Replay.__struct_fields__) & set(Recorded.__struct_fields__)
+        command = Replay(path=recorded.start.path, author=author, **{name: getattr(recorded, name) for name in names})
+        self.process.handle(msgspec.structs.replace(command, **changes))
+        return next(report for report in self.reports if isinstance(report, Replayed))
+
+
+MakeTrainer = Callable[..., Trainer]
+
+
+@pytest.fixture
+def make_trainer(tmp_path: Path, texts: Path) -> Iterator[MakeTrainer]:
+    """Makes trainers of authors, each with a folder of its own, and the same text."""
+    with contextlib.ExitStack() as held:
+
+        def make(author: bytes = b"a" * 32, manifest: Manifest = MANIFEST) -> Trainer:
+            folder = tmp_path / author[:1].decode()
+            folder.mkdir()
+            memory = [held.enter_context(open_shared_memory(name, folder)).place for name in ("outgoing", "incoming")]
+            mesh, trainers = (held.enter_context(end) for end in socket.socketpair())
+            prepare = prepare_for(
+                manifest, folder, author=author, data=[str(texts)], outgoing=memory[0], incoming=memory[1]
+            )
+            mesh.settimeout(PATIENCE)
+            return Trainer(prepare, manifest, mesh, held.enter_context(mesh.makefile("rb")), trainers)
+
+        yield make
+
+
+def is_equal(replayed: Replayed, recorded: Recorded) -> bool:
+    assert not replayed.problem
+    return (replayed.end, replayed.contribution) == (recorded.end, recorded.contribution)
+
+
+@pytest.mark.parametrize(
+    "outer",
+    [
+        {"kind": "noloco"},
+        {"kind": "noloco", "codec": "int8"},
+        {"kind": "noloco", "codec": "int4", "error_feedback": True},
+        {"kind": "noloco", "fragments": 2},
+    ],
+)
+def test_every_round_is_replayed_to_the_bit(make_trainer: MakeTrainer, outer: dict[str, object]) -> None:
+    manifest = small_manifest(inner=DETERMINISTIC, audits=0.03, outer=outer)
+    author, auditor = make_trainer(b"a" * 32, manifest), make_trainer(b"b" * 32, manifest)
+    rounds = [author.round(index) for index in range(3)]
+    assert [recorded.first_step for recorded in rounds] == [0, STEPS, 2 * STEPS]
+    for recorded in rounds:
+        assert is_equal(auditor.replay(recorded, author.author), recorded)
+        assert is_equal(author.replay(recorded, author.author), recorded)
+    before = auditor.learner.fast_weights()
+    auditor.replay(rounds[-1], author.author)
+    assert torch.equal(auditor.learner.fast_weights(), before), "an auditor's own replica stays as it is"
+
+
+def test_a_round_after_a_newcomers_ramp_is_replayed(make_trainer: MakeTrainer) -> None:
+    author, auditor = make_trainer(b"a" * 32), make_trainer(b"b" * 32)
+    author.learner.steps = author.learner.begun_at = 100  # weights without AdamW's means came from a peer
+    for recorded in (author.round(0), author.round(1)):
+        assert recorded.begun_at == 100
+        assert is_equal(auditor.replay(recorded, author.author), recorded)
+        assert not is_equal(auditor.replay(recorded, author.author, begun_at=0), recorded)
+
+
+def test_what_was_done_otherwise_comes_out_otherwise(make_trainer: MakeTrainer) -> None:
+    author, auditor = make_trainer(b"a" * 32), make_trainer(b"b" * 32)
+    author.round(0)
+    recorded = author.round(1)
+    assert not is_equal(auditor.replay(recorded, author.author, steps=2 * STEPS), recorded), "half of the steps"
+    assert not is_equal(auditor.replay(recorded, b"c" * 32), recorded), "other data"
+    assert not is_equal(auditor.replay(recorded, author.author, microbatch=1), recorded)
+    assert auditor.replay(recorded, author.author, first_step=0).problem
+    Path(recorded.start.path).write_bytes(b"no checkpoint")
+    assert auditor.replay(recorded, author.author).problem
+
+
+def test_a_flipped_bit_is_found_in_a_replay_of_ones_own(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, step = make_trainer(), Learner.inner_step
+    calls = itertools.count()
+
+    def inner_step(learner: Learner, num_tokens: int, divisor: int = 1) -> None:
+        if next(calls) == STEPS + 1:  # the last bit of one gradient, once
+            learner.gradient.view(torch.int32)[7] ^= 1 << 20
+        step(learner, num_tokens, divisor)
+
+    monkeypatch.setattr(Learner, "inner_step", inner_step)
+    first, second, third = (trainer.round(index) for index in range(3))
+    assert is_equal(trainer.replay(first, trainer.author), first)
+    assert not is_equal(trainer.replay(second, trainer.author), second)
+    assert is_equal(trainer.replay(third, trainer.author), third), "it came after, from what it had become"
+
+
+def test_a_replay_answers_signs_of_life_and_puts_off_the_rest(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer()
+    recorded = trainer.round(0)
+    trainer.mesh.sendall(encode(Ping()) + encode(Train(1, STEPS)) + encode(Ping()))
+    names = set(Replay.__struct_fields__) & set(Recorded.__struct_fields__)
+    fields = {name: getattr(recorded, name) for name in names}
+    trainer.process.handle(Replay(path=recorded.start.path, author=trainer.author, **fields))
+    reports = itertools.takewhile(lambda report: not isinstance(report, Replayed), trainer.reports)
+    assert [report for report in reports if isinstance(report, Pong)] == [Pong(), Pong()]
+    assert trainer.process.next_command() == Train(1, STEPS)
+
+
+def test_starts_are_kept_for_a_few_rounds(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer()
+    paths = [Path(trainer.round(index).start.path) for index in range(KEPT_STARTS + 2)]
+    assert [path.exists() for path in paths] == [False] * 2 + [True] * KEPT_STARTS
+
+
+def test_rounds_are_recorded_only_where_the_run_has_audits(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(manifest=small_manifest(inner=DETERMINISTIC))
+    trainer.process.handle(Train(0, STEPS))
+    trainer.process.handle(TakeOuterStep(0))
+    trainer.process.handle(Ping())
+    reports = itertools.takewhile(lambda report: not isinstance(report, Pong), trainer.reports)
+    assert not [report for report in reports if isinstance(report, Recorded)]

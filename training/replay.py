@@ -1,0 +1,56 @@
+"""Replays of rounds: anybody's inner steps again, from the state in which they began, and the hashes of what comes out.
+
+A round's batches follow from its author and the numbers of its inner steps, so a checkpoint of its start is all that a
+replay needs. Where the run is deterministic and both processors are of one class (`farandole.training.determinism`),
+the hashes are those of the author. A replay has a replica of its own: memory for about eight copies of the model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from farandole.protocol.manifest import Manifest
+from farandole.protocol.trainer_messages import Replay, Replayed
+
+from .engine import Until
+from .errors import TrainingError
+from .learner import Learner
+from .replica import Recipe
+from .stages import build_module
+
+
+def replay_round(own: Learner, manifest: Manifest, command: Replay, until: Until) -> Replayed:
+    """What came of a round, with the text and the device of ``own``, which stays as it is.
+
+    ``until`` is asked before each inner step; if it says True before the last one, the replay has a problem.
+    """
+    try:
+        learner = _learner_at(own, manifest, command)
+        learner.inner_steps(lambda: learner.steps == command.first_step + command.steps or until())
+        if learner.steps != command.first_step + command.steps:
+            return Replayed(problem="it was interrupted")
+        _, contribution = learner.contribute(bytearray(learner.contribution_bytes), command.fragment)
+    except TrainingError as error:
+        return Replayed(problem=str(error), is_unfit=True)
+    except MemoryError as error:
+        return Replayed(problem=str(error) or "there is no memory for a second replica")
+    return Replayed(learner.optimizer_digest(), contribution)
+
+
+def _learner_at(own: Learner, manifest: Manifest, command: Replay) -> Learner:
+    """A replica at the start of a round. Raises `TrainingError` if that is none of this run, or of another step."""
+    learner = Learner(
+        build_module(manifest.model, manifest.seed),
+        Recipe.of(manifest),
+        own.sampler.of_author(command.author),
+        run_id=own.run_id,
+        device=own.device,
+        microbatch_size=command.microbatch,
+    )
+    learner.load(Path(command.path))
+    learner.begun_at = command.begun_at
+    if learner.steps != command.first_step:
+        raise TrainingError(f"it begins at inner step {learner.steps}, not {command.first_step}")
+    if not 0 <= command.fragment < manifest.outer.fragments:
+        raise TrainingError(f"there is no fragment {command.fragment}")
+    return learner
