@@ -7,11 +7,14 @@ author signed. So no author knows which rounds are replayed, or by whom, and wha
 the others. (One auditor for each round, by rendezvous hashing, was rejected: an author tries starts until the hash
 names a friend.) The chances add up to the run's rate, for each author and round.
 
+The partner of an exchange compares what it got with what the author has committed to for that round. An author that
+sends something else, or has no commitment for the round, is avoided for a while when that has happened in several
+rounds: the partner knows, but cannot prove it, and one that dies and comes back may do it once.
+
 An auditor fetches the start from the author, which the commitment proves, and replays. What comes out twice alike, and
 is not what was signed, is proof: anybody who replays it sees the same. The auditor avoids the author from then on, and
-publishes the signed commitment. Others believe nothing: they replay it too, seldom enough that false accusers, whom
-each member hears once, cost little. An author that does not give its starts is avoided for a while, after several
-rounds.
+publishes the signed commitment. Others believe nothing: they replay it too, and hear each accuser once, so that false
+ones cost little. An author that does not give its starts is avoided for a while, after several rounds.
 
 A member replays its own rounds in the same way: the first one of each trainer, before it judges any other's, and some
 later. If its own replay differs, its machine computes wrongly, and it stops. No author is judged by a machine whose
@@ -29,7 +32,7 @@ from typing import Final
 
 import msgspec
 
-from .entries import Commitment, Signed
+from .entries import RULES, Commitment, Kind, Signed
 from .identity import framed, short_name
 from .trainer_messages import Replay, Replayed
 
@@ -39,9 +42,14 @@ OWN_SHARE: Final = 0.2
 MAX_WAITING: Final = 4
 # A round with more inner steps than this many of one's own is left to faster members.
 MAX_TIMES_OWN_STEPS: Final = 4
-# Rounds whose start an author does not give, before it is avoided, and for how long, in seconds.
-MAX_WITHHELD: Final = 3
-WITHHELD_SECONDS: Final = 3_600.0
+# Rounds in which an author does not give its start, or not what it has committed to, before it is avoided; and for how
+# long, in seconds.
+MAX_FAILED: Final = 3
+# Of so many rounds.
+FAILED_WITHIN: Final = 100
+AVOID_SECONDS: Final = 3_600.0
+# An entry reaches all nodes within seconds; one of a machine that hangs for a while comes later.
+COMMIT_SECONDS: Final = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +71,11 @@ class Claim:
         """Build, processor and text: what two must share to compute the same."""
         return self.commitment.build, self.commitment.device, self.commitment.corpus
 
+    @property
+    def is_comparable(self) -> bool:
+        """Whether replays give equal bits: of GPUs it was not measured, and a stream of text cannot be read again."""
+        return not self.commitment.device.startswith("cuda") and any(self.commitment.corpus)
+
 
 # Events
 
@@ -75,6 +88,23 @@ class OwnRound:
     path: str
     """Of its start."""
     others: Sequence[Claim]
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """An exchange was committed: of that round of the peer's, by its word, with this BLAKE3 of what it gave."""
+
+    peer: bytes
+    round: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """There may be new commitments: these are what the run state has of the other live members, who are ``live``."""
+
+    claims: Sequence[Claim]
+    live: frozenset[bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +129,7 @@ class TrainerGone:
     """There is no trainer; what it replayed is not known."""
 
 
-Event = OwnRound | Accused | StartFetched | Replayed | TrainerGone
+Event = OwnRound | Received | Heard | Accused | StartFetched | Replayed | TrainerGone
 
 
 # Outputs
@@ -165,8 +195,10 @@ class _Memory:
 
     considered: dict[bytes, int] = field(default_factory=dict)
     """Author -> newest round that it has drawn for."""
-    withheld: dict[bytes, set[int]] = field(default_factory=dict)
-    """Author -> rounds whose start it did not give."""
+    failed: dict[bytes, set[int]] = field(default_factory=dict)
+    """Author -> rounds whose start it did not give, or in which it gave something else than it committed to."""
+    received: dict[bytes, tuple[Received, float]] = field(default_factory=dict)
+    """Author -> what it gave in the last exchange, and when; until it is compared."""
     proved: set[bytes] = field(default_factory=set)
     """Authors of false commitments."""
     liars: set[bytes] = field(default_factory=set)
@@ -199,6 +231,10 @@ class Audits:
         match event:
             case OwnRound():
                 self._draw(event)
+            case Received():
+                self._memory.received[event.peer] = event, now
+            case Heard():
+                outputs += self._compare_received(event, now)
             case Accused():
                 self._hear(event)
             case StartFetched():
@@ -214,6 +250,8 @@ class Audits:
 
     def _draw(self, event: OwnRound) -> None:
         own = self._own = event.claim
+        if not own.is_comparable:
+            return
         if not self._is_proved:
             if not any(case.claim.author == self._author for case in self._cases):
                 self._waiting.appendleft(_Case(own, event.path))
@@ -232,11 +270,32 @@ class Audits:
             if self._may_judge(claim) and is_drawn(claim.id, own.id, chance):
                 self._waiting.append(_Case(claim))
 
+    def _compare_received(self, event: Heard, now: float) -> list[Output]:
+        """Whether partners gave what they have committed to.
+
+        Nothing follows where that may have been replaced by what they have committed to since.
+        """
+        committed: dict[bytes, dict[int, bytes]] = {}
+        for claim in event.claims:
+            committed.setdefault(claim.author, {})[claim.commitment.round] = claim.commitment.contribution
+        outputs: list[Output] = []
+        for peer, (received, at) in list(self._memory.received.items()):
+            rounds = committed.get(peer, {})
+            digest = rounds.get(received.round)
+            if digest is None and now < at + COMMIT_SECONDS:
+                continue
+            del self._memory.received[peer]
+            is_there = digest is not None or max(rounds, default=0) < received.round + RULES[Kind.COMMITMENT].slots
+            if digest != received.digest and is_there and peer in event.live:
+                outputs += self._note_failed(peer, received.round, now)
+        return outputs
+
     def _may_judge(self, claim: Claim) -> bool:
         own = self._own
         return (
             own is not None
             and self._is_proved
+            and claim.is_comparable
             and claim.kind == own.kind
             and claim.author not in (self._author, *self._memory.proved)
             and claim.commitment.steps <= MAX_TIMES_OWN_STEPS * own.commitment.steps
@@ -271,20 +330,21 @@ class Audits:
             case.path = event.path
             return [_replay_of(case)]
         self._case = None
-        return [] if event.is_busy else self._note_withheld(case, now)
-
-    def _note_withheld(self, case: _Case, now: float) -> list[Output]:
-        author, withheld = case.claim.author, self._memory.withheld
+        if event.is_busy:
+            return []
         if case.accuser:  # the round may be long ago: no fault of the accused
             self._memory.liars.add(case.accuser)
             return []
-        rounds = withheld.setdefault(author, set())
-        rounds.add(case.claim.commitment.round)
-        if len(rounds) < MAX_WITHHELD:
+        return self._note_failed(case.claim.author, case.claim.commitment.round, now)
+
+    def _note_failed(self, author: bytes, round_index: int, now: float) -> list[Output]:
+        before = self._memory.failed.pop(author, set())
+        rounds = {round_index, *(other for other in before if other > round_index - FAILED_WITHIN)}
+        if len(rounds) < MAX_FAILED:
+            self._memory.failed[author] = rounds
             return []
-        del withheld[author]
-        reason = f"it did not give the starts of {MAX_WITHHELD} rounds to be replayed"
-        return [Avoid(author, now + WITHHELD_SECONDS, reason)]
+        reason = f"in {MAX_FAILED} rounds it gave no start to replay, or a partner something else than it committed to"
+        return [Avoid(author, now + AVOID_SECONDS, reason)]
 
     def _compare(self, replayed: Replayed) -> list[Output]:
         case = self._case
@@ -313,7 +373,6 @@ class Audits:
     def _accept(self, case: _Case) -> list[Output]:
         self._case = None
         self._is_proved = self._is_proved or case.claim.author == self._author
-        self._memory.withheld.pop(case.claim.author, None)
         if case.accuser:
             self._memory.liars.add(case.accuser)
         return [Audited(case.claim, case.path)]

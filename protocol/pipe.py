@@ -189,6 +189,8 @@ class Pipe:
         self.num_routes = 0
         self.outgoing = Direction(is_hashed)
         self.incoming = Direction(is_hashed)
+        self.received_digest = b""
+        """BLAKE3 of the last transfer that has come, of a hashed pipe."""
         self.num_sent = 0
         """The position of what is sent next; over a channel, as far as the user said so or the other end has it."""
         self.proposed: bytes | None = None
@@ -260,6 +262,7 @@ class Pipe:
         if head.digest is not None and head.incoming.digest() != head.digest:
             raise RemoteProtocolError("the hash of a transfer is not what its sender says")
         head.is_whole = True
+        self.received_digest = head.digest or b""
 
     # Sending
 

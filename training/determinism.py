@@ -38,11 +38,11 @@ def build() -> str:
 def device_class(device: torch.device) -> str:
     """Class of the processor, at most 48 characters: those of one class and `build` compute the same bits.
 
-    The vendor's family and model of it, as libraries choose their code by these, and PyTorch's vector instructions.
-    Empty for GPUs, of which it was not measured.
+    The vendor's family and model of it, as libraries choose their code by these, and PyTorch's vector instructions. Of
+    GPUs it was not measured: `farandole.protocol.audits` compares none.
     """
     if device.type != "cpu":
-        return ""
+        return f"{device.type} {torch.cuda.get_device_name(device)}"[:48]
     kind = " ".join(_processor()) or platform.processor()
     return f"{platform.machine()} {kind} {torch.backends.cpu.get_cpu_capability()}"[:48]
 

@@ -73,6 +73,8 @@ class ExchangeResult:
     """Bytes of the contribution received; 0, like the two above, if it was not committed."""
     path: str
     """"bulk" if the contributions moved, or were to move, over a bulk channel, else "stream"."""
+    partner_digest: bytes = b""
+    """BLAKE3 of that contribution."""
     is_broken: bool = False
     """It was not committed, and nobody refused a contribution."""
 
@@ -159,6 +161,7 @@ class ExchangeService:
             partner_round=partner.round if partner else 0,
             partner_tokens=partner.tokens if partner else 0,
             partner_size=partner.size if partner else 0,
+            partner_digest=exchange.pipe.received_digest if partner else b"",
             path="stream" if exchange.pipe.channel is None else "bulk",
             is_broken=not is_committed and not session.is_refused,
         )

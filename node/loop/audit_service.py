@@ -91,6 +91,10 @@ class AuditKeeper:
         """The trainer has replayed what it was asked to."""
         self._driver.handle(replayed)
 
+    def note_received(self, peer: bytes, round_index: int, digest: bytes) -> None:
+        """A peer's contribution, with this BLAKE3, is used: of that round, by its word."""
+        self._driver.handle(machine.Received(peer, round_index, digest))
+
     def end(self) -> None:
         """There is no trainer."""
         self._ask = None
@@ -114,14 +118,14 @@ class AuditKeeper:
             commitment = Commitment(**{name: getattr(recorded, name) for name in fields} | {"start": start})
             slot = commitment.round % RULES[Kind.COMMITMENT].slots
             await self._gossip.publish(Kind.COMMITMENT, slot, commitment)
-            others = [claim for claim in self._claims() if claim.author != self._author]
-            self._driver.handle(machine.OwnRound(Claim(self._author, commitment), recorded.start.path, others))
+            own = Claim(self._author, commitment)
+            self._driver.handle(machine.OwnRound(own, recorded.start.path, list(self._claims())))
             for index, accusation in enumerate(self._accusations.values()):
                 await self._gossip.publish(Kind.ACCUSATION, index, accusation)
 
     def _claims(self) -> Iterator[Claim]:
-        """Of the members that are there."""
-        live = self._downloads.membership.live
+        """Of the other members that are there."""
+        live = self._downloads.membership.live - {self._author}
         for entry in self._gossip.state.entries(Kind.COMMITMENT):
             if entry.author in live:
                 yield Claim(entry.author, entry.payload, entry.signed)
@@ -154,9 +158,10 @@ class AuditKeeper:
         return path
 
     async def _hear(self) -> None:
-        """Accusations, each once."""
+        """Commitments, and accusations, each once."""
         heard: set[bytes] = set()
         while True:
+            self._driver.handle(machine.Heard(list(self._claims()), self._downloads.membership.live))
             entries = [entry for entry in self._gossip.state.entries(Kind.ACCUSATION) if entry.author != self._author]
             for entry in entries:
                 if entry.id not in heard and (claim := self._claim_of(entry.payload)) is not None:
@@ -186,7 +191,9 @@ class AuditKeeper:
             case machine.Audited(claim):
                 self._counts[claim.author == self._author] += 1
                 journal.note(f"replayed {name_of(claim)}: it gives what was committed to")
-            case machine.Avoid(author, _, reason):
+            case machine.Avoid(author, until, reason):
+                if author in self._avoided and self._avoided[author].until >= until:
+                    return
                 self._avoided[author] = output
                 journal.warn(f"{short_name(author)} is not met any more: {reason}")
                 changed, self._changed = self._changed, trio.Event()

@@ -320,6 +320,8 @@ class Training:
         )
         if result.committed:
             self._surroundings.on_committed(start.peer)
+            if self._surroundings.audits is not None:
+                self._surroundings.audits.note_received(start.peer, result.partner_round, result.partner_digest)
         self.handle(
             machine.ExchangeOver(start, result.committed, result.is_broken, result.partner_size, result.partner_tokens)
         )

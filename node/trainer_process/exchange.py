@@ -34,8 +34,7 @@ class Exchange:
         report: Callable[[messages.Report], None],
         draw: Callable[[], float] = _draw,
     ) -> None:
-        self.digest = b""
-        """BLAKE3 of the newest contribution, once it is encoded."""
+        self._digest = b""
         self._author = prepare.author
         self._engine = engine
         self._report = report
@@ -69,8 +68,13 @@ class Exchange:
             self._encode(round_index)
 
     def _encode(self, round_index: int) -> None:
-        self.digest = self._engine.encode(self._outgoing, partial(self._encoded.store, round_index))
-        self._report(messages.Encoded(round_index, self.digest))
+        self._digest = self._engine.encode(self._outgoing, partial(self._encoded.store, round_index))
+        self._report(messages.Encoded(round_index, self._digest))
+
+    def digest(self) -> bytes:
+        """BLAKE3 of the newest contribution; waits until it is encoded."""
+        self._finish_encoding()
+        return self._digest
 
     def _finish_encoding(self) -> None:
         """Raises what went wrong with it."""

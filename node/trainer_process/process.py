@@ -193,7 +193,7 @@ class TrainerProcess:
         )
         self._exchange.encode(command.round)
         if self._recorder is not None:
-            self._recorder.end(command.round, self._fragment, self._exchange.digest)
+            self._recorder.end(command.round, self._fragment, self._exchange.digest())
 
     def _replay(self, command: messages.Replay) -> None:
         """Take another's inner steps, at this node's own pace, and look between two of them at what comes."""

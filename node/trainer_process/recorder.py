@@ -15,6 +15,7 @@ from typing import Final
 
 from farandole.protocol.manifest import Manifest
 from farandole.protocol.trainer_messages import KEPT_STARTS, Prepare, Recorded, Report, Saved
+from farandole.training.data import CORPUS_BYTES
 from farandole.training.determinism import build, device_class
 from farandole.training.engine import Engine
 from farandole.training.learner import Learner
@@ -97,7 +98,7 @@ class Recorder:
             fragment=fragment,
             end=learner.optimizer_digest(),
             contribution=contribution,
-            corpus=learner.sampler.corpus,
+            corpus=learner.sampler.corpus or bytes(CORPUS_BYTES),
             build=self._build,
             device=self._device,
             start=start,
@@ -109,9 +110,7 @@ class Recorder:
 def recorder_of(
     prepare: Prepare, manifest: Manifest, engine: Engine, report: Callable[[Report], None]
 ) -> Recorder | None:
-    """For runs with audits, of an engine whose rounds others can replay."""
-    if not manifest.audits or not isinstance(engine, Learner) or not engine.sampler.corpus:
-        return None
-    if not device_class(engine.device.torch_device):
+    """For runs with audits, of an engine that has rounds."""
+    if not manifest.audits or not isinstance(engine, Learner):
         return None
     return Recorder(Path(prepare.checkpoints) / FOLDER, engine, report)
