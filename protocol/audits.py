@@ -319,7 +319,7 @@ class Audits:
             return []
         self._case = case = self._waiting.popleft()
         if case.path:
-            return [_replay_of(case)]
+            return [replay_of(case.claim, case.path)]
         return [FetchStart(case.claim, tuple(filter(None, (case.claim.author, case.accuser))))]
 
     def _take_start(self, event: StartFetched, now: float) -> list[Output]:
@@ -328,7 +328,7 @@ class Audits:
             return []
         if event.path:
             case.path = event.path
-            return [_replay_of(case)]
+            return [replay_of(case.claim, case.path)]
         self._case = None
         if event.is_busy:
             return []
@@ -360,7 +360,7 @@ class Audits:
             return self._accept(case)
         if case.first is None:
             case.first = replayed
-            return [_replay_of(case)]
+            return [replay_of(case.claim, case.path)]
         if replayed != case.first:
             return self._distrust("two replays of one round differ")
         if is_own:
@@ -388,11 +388,12 @@ def is_drawn(audited: bytes, following: bytes, chance: float) -> bool:
     return int.from_bytes(digest[:8]) < chance * 2**64
 
 
-def _replay_of(case: _Case) -> Replay:
-    commitment = case.claim.commitment
+def replay_of(claim: Claim, path: str) -> Replay:
+    """The command to replay a round whose start lies at ``path``."""
+    commitment = claim.commitment
     return Replay(
-        path=case.path,
-        author=case.claim.author,
+        path=path,
+        author=claim.author,
         first_step=commitment.first_step,
         steps=commitment.steps,
         begun_at=commitment.begun_at,

@@ -352,6 +352,10 @@ class Replayed(msgspec.Struct, frozen=True, tag=True):
     problem: str = ""
     is_unfit: bool = False
     """The problem is the start: no replica can begin with it."""
+    build: str = ""
+    device: str = ""
+    corpus: bytes = b""
+    """Of this trainer, as in `Recorded`."""
 
 
 class Validated(msgspec.Struct, frozen=True, tag=True):

@@ -12,6 +12,7 @@ from pathlib import Path
 from farandole.protocol.manifest import Manifest
 from farandole.protocol.trainer_messages import Replay, Replayed
 
+from .determinism import build, device_class
 from .engine import Until
 from .errors import TrainingError
 from .learner import Learner
@@ -34,7 +35,8 @@ def replay_round(own: Learner, manifest: Manifest, command: Replay, until: Until
         return Replayed(problem=str(error), is_unfit=True)
     except MemoryError as error:
         return Replayed(problem=str(error) or "there is no memory for a second replica")
-    return Replayed(learner.optimizer_digest(), contribution)
+    kind = build(), device_class(own.device.torch_device), own.sampler.corpus
+    return Replayed(learner.optimizer_digest(), contribution, "", False, *kind)
 
 
 def _learner_at(own: Learner, manifest: Manifest, command: Replay) -> Learner:

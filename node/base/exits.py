@@ -55,8 +55,8 @@ class Exit(enum.IntEnum):
     )
     VERDICT_FAILED = (
         8,
-        "The testnet ran, and its verdict is not a pass.",
-        "The reasons stand above the verdict and in report.json; each node's log is beside it.",
+        "The testnet ran, and its verdict is not a pass; or `run audit` found a round that is not as its author says.",
+        "Of the testnet, the reasons stand above the verdict and in report.json; each node's log is beside it.",
     )
     INTERRUPTED = (
         130,

@@ -56,6 +56,7 @@ def status_rows(status: NodeStatus, now: float) -> list[Row]:
         _microbatches(status),
         _exchanges(status),
         _last_exchange(status, now),
+        _audits(status),
         _run(status),
         _links(status),
         _reached(status),
@@ -159,6 +160,14 @@ def _last_exchange(status: NodeStatus, now: float) -> Row:
     end = _joined(", ", exchange.verdict, took, f"{duration(now - exchange.ended_at)} ago")
     emphasis: Emphasis = "good" if exchange.verdict == "committed" else "warning"
     return Row("last exchange", f"round {exchange.round}{partner}: {end}", emphasis)
+
+
+def _audits(status: NodeStatus) -> Row | None:
+    if (audits := status.audits) is None:
+        return None
+    done = f"{audits.others} rounds of others and {audits.own} of its own replayed as they were committed to"
+    avoided = ", ".join(f"{peer[-8:]} ({reason})" for peer, reason in audits.avoided.items())
+    return Row("audits", _joined("; not met: ", done, avoided), "warning" if avoided else "")
 
 
 def _run(status: NodeStatus) -> Row:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import trio
 
+from farandole.node.base.exits import Exit
 from farandole.node.status.status import NodeStatus
 
 from .daemons import Daemon, joined
@@ -46,15 +50,21 @@ async def met_again(daemon: Daemon, peer: str) -> None:
     await daemon.until(lambda status: status.partners.get(peer, 0) > met + 1)
 
 
-@pytest.mark.parametrize("cheat", ["half", "data", "idle"])
-async def test_a_cheat_is_caught_by_all_and_no_honest_member_is(tmp_path: Path, texts: Path, cheat: str) -> None:
+async def audit(invite: str, texts: Path) -> tuple[int, dict[str, str]]:
+    """What an outsider finds: the exit code, and the verdict on each member."""
+    command = [sys.executable, "-m", "farandole.node", "run", "audit", invite, "--data", str(texts), "--json"]
+    done = await trio.run_process([*command, "--listen", "/ip4/127.0.0.1/tcp/0"], capture_stdout=True, check=False)
+    return done.returncode, {row["peer_id"]: row["verdict"] for row in json.loads(done.stdout)}
+
+
+async def test_a_cheat_is_caught_by_all_and_no_honest_member_is(tmp_path: Path, texts: Path) -> None:
     run, data = write_run(tmp_path, MANIFEST), ("--data", str(texts))
     async with joined(tmp_path / "alice", str(tmp_path / "run.manifest"), *data) as alice:
         await alice.says("step")
         invite = alice.invite(run.run_id)
         async with (
             joined(tmp_path / "bob", invite, *data) as bob,
-            cheating(cheat, tmp_path / "mallory", invite, *data) as mallory,
+            cheating("half", tmp_path / "mallory", invite, *data) as mallory,
         ):
             await mallory.says("step")
             peer = (await mallory.status()).peer_id
@@ -70,6 +80,11 @@ async def test_a_cheat_is_caught_by_all_and_no_honest_member_is(tmp_path: Path, 
                 status = await honest.status()
                 assert status.audits is not None
                 assert set(status.audits.avoided) == {peer}, "the cheat accuses honest members, in vain"
+            code, verdicts = await audit(invite, texts)
+            assert code == Exit.VERDICT_FAILED
+            assert verdicts.pop(peer) == "wrong"
+            assert set(verdicts) == {(await honest.status()).peer_id for honest in (alice, bob)}
+            assert set(verdicts.values()) <= {"right", "not given"}, "fast rounds may be over before they are fetched"
 
 
 async def test_a_machine_that_computes_wrongly_stops_and_says_why(tmp_path: Path, texts: Path) -> None:

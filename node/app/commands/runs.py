@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,7 @@ import typer
 
 from farandole.protocol.errors import ManifestError
 
+from ...base.exits import Exit
 from ...base.settings import NodeSettings
 from .options import AsJson, Home, takes_settings
 from .output import own_invite, print_answer, print_json, read_manifest, split_source, write_manifest
@@ -201,6 +203,44 @@ def admit(home: Home, who: Who) -> None:
     """
     _tell_admission(home, who, is_admitted=True)
     typer.echo("admitted again")
+
+
+@run_app.command("audit")
+@takes_settings("invite", "listen", "bootstrap", "mdns", "data", "data_field", "tokenizer")
+def audit(
+    settings: NodeSettings,
+    author: Annotated[
+        str | None, typer.Option("--author", metavar="PEER_ID", help="Of this member alone.", show_default="all")
+    ] = None,
+    round_index: Annotated[
+        int | None,
+        typer.Option("--round", min=0, help="One of the last four rounds.", show_default="a recent one of each"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Replay rounds of a run's members, to see whether they train as they say; without joining the run.
+
+    The run must have audits, and this machine the run's text and a processor like the members'. Exit code 8 if a round
+    is not what its author has committed to. Without an invite it is the run of the node that runs here.
+
+    Example: [cyan]farandole run audit farandole1... --data ~/texts[/cyan]
+    """
+    from functools import partial
+
+    import msgspec
+
+    from farandole.protocol.identity import public_key_of
+
+    from ...base.running import run_to_end
+    from ...inspect.audit import audit_run
+
+    settings = replace(settings, invite=settings.invite or own_invite(settings.home))
+    key = None if author is None else public_key_of(author)
+    rows = run_to_end(partial(audit_run, settings, key, round_index, partial(typer.echo, err=True)))
+    lines = [f"{row.peer_id}  round {row.round}  {row.verdict}  {row.detail}".rstrip() for row in rows]
+    print_answer(as_json, msgspec.to_builtins(rows), "\n".join(lines) or "no member has committed to such a round")
+    if any(row.verdict in ("wrong", "broken") for row in rows):
+        raise typer.Exit(Exit.VERDICT_FAILED)
 
 
 def _tell_admission(home: Path, who: list[str], *, is_admitted: bool) -> None:

@@ -12,6 +12,7 @@ from typing import BinaryIO
 import msgspec
 import pytest
 import torch
+from torch import Tensor
 
 from farandole.node.base.system.memory import open_shared_memory
 from farandole.node.trainer.channel import TrainerSocket
@@ -44,6 +45,7 @@ MANIFEST = small_manifest(
     inner=DETERMINISTIC, audits=0.03, rounds={"inner_steps": 4, "round_seconds": 0.0, "exchange_seconds": 5.0}
 )
 STEPS = 4
+LEARN = Learner.learn
 
 
 class Trainer:
@@ -149,6 +151,34 @@ def test_what_was_done_otherwise_comes_out_otherwise(make_trainer: MakeTrainer) 
     assert auditor.replay(recorded, author.author, first_step=0).problem
     Path(recorded.start.path).write_bytes(b"no checkpoint")
     assert auditor.replay(recorded, author.author).problem
+
+
+def idle(learner: Learner) -> Tensor:
+    learner.steps += 1
+    learner.tokens_this_round += 1
+    return torch.zeros(())
+
+
+def on_the_first_batch(learner: Learner) -> Tensor:
+    first = learner.sampler.batch(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(learner.sampler, "batch", lambda step: first)
+        return LEARN(learner)
+
+
+def every_other_time(learner: Learner) -> Tensor:
+    return idle(learner) if learner.steps % 2 else LEARN(learner)
+
+
+@pytest.mark.parametrize("cheat", [idle, on_the_first_batch, every_other_time])
+def test_a_cheat_is_seen_in_its_first_round_and_in_later_ones(
+    make_trainer: MakeTrainer, cheat: Callable[[Learner], Tensor]
+) -> None:
+    author, auditor = make_trainer(b"a" * 32), make_trainer(b"b" * 32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Learner, "learn", cheat)
+        rounds = [author.round(index) for index in range(3)]
+    assert not any(is_equal(auditor.replay(recorded, author.author), recorded) for recorded in rounds)
 
 
 def test_a_flipped_bit_is_found_in_a_replay_of_ones_own(
