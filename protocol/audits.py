@@ -120,8 +120,8 @@ class StartFetched:
     """The start that `FetchStart` asked for is here; ``path`` is empty if the author did not give it."""
 
     path: str = ""
-    is_busy: bool = False
-    """It gives to others now."""
+    is_excused: bool = False
+    """It gives to others now, or has replaced the commitment since."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +330,7 @@ class Audits:
             case.path = event.path
             return [replay_of(case.claim, case.path)]
         self._case = None
-        if event.is_busy:
+        if event.is_excused:
             return []
         if case.accuser:  # the round may be long ago: no fault of the accused
             self._memory.liars.add(case.accuser)

@@ -75,17 +75,22 @@ class _Audit:
         self._say = say
 
     async def run(self, author: bytes | None, round_index: int | None) -> list[AuditedRound]:
+        rows = []
+        async with self._open_trainer() as trainer:
+            for each in sorted(self._committed()) if author is None else [author]:
+                rounds = self._committed().get(each, {})  # as of now: starts are not kept for long
+                chosen = random.choice(sorted(rounds)[-2:]) if rounds and round_index is None else round_index
+                if chosen in rounds:
+                    rows.append(await self._replay(trainer, rounds, chosen))
+        return rows
+
+    def _committed(self) -> dict[bytes, dict[int, Claim]]:
+        """The commitments of each author, by round."""
         committed: dict[bytes, dict[int, Claim]] = {}
         for entry in self._visit.gossip.state.entries(Kind.COMMITMENT):
-            if author in (None, entry.author):
-                claim = Claim(entry.author, entry.payload, entry.signed)
-                committed.setdefault(entry.author, {})[claim.commitment.round] = claim
-        async with self._open_trainer() as trainer:
-            rows = []
-            for rounds in committed.values():
-                chosen = [round_index] if round_index is not None else [random.choice(sorted(rounds)[-2:])]
-                rows += [await self._replay(trainer, rounds, each) for each in chosen if each in rounds]
-        return rows
+            claim = Claim(entry.author, entry.payload, entry.signed)
+            committed.setdefault(entry.author, {})[claim.commitment.round] = claim
+        return committed
 
     @asynccontextmanager
     async def _open_trainer(self) -> AsyncIterator[Trainer]:

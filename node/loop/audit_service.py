@@ -136,10 +136,11 @@ class AuditKeeper:
             try:
                 self._driver.handle(machine.StartFetched(str(await self._fetch_from(wanted))))
             except DonorBusyError:
-                self._driver.handle(machine.StartFetched(is_busy=True))
+                self._driver.handle(machine.StartFetched(is_excused=True))
             except PeerUnreachableError as error:
                 self._downloads.journal.note(f"no start of {name_of(wanted.claim)}, to replay it: {error}")
-                self._driver.handle(machine.StartFetched())
+                is_current = any(claim.id == wanted.claim.id for claim in self._claims())
+                self._driver.handle(machine.StartFetched(is_excused=not is_current))
 
     async def _fetch_from(self, wanted: machine.FetchStart) -> Path:
         """Raises `PeerUnreachableError` if none of the donors gives it."""

@@ -45,7 +45,7 @@ class Starts:
         except (OSError, ConsolidatedError, ValueError) as error:
             logger.warning("the start of round %d cannot be given: %s", saved.round, error)
             return None
-        _keep(self._own, holding, KEPT_STARTS - 1)
+        _keep(self._own, holding, KEPT_STARTS)
         return holding.id
 
     def find(self, question: Question) -> Holding | None:

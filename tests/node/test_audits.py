@@ -21,7 +21,7 @@ from .small_runs import small_manifest, write_run
 CHEATS = Path(__file__).parent / "cheats"
 MANIFEST = small_manifest(
     inner={"batch_size": 2, "learning_rate": 3e-3, "warmup_steps": 2, "deterministic": True},
-    rounds={"inner_steps": 10, "round_seconds": 1.0, "exchange_seconds": 5.0},
+    rounds={"inner_steps": 10, "round_seconds": 2.0, "exchange_seconds": 5.0},
     audits=1.0,
 )
 

@@ -184,7 +184,7 @@ def test_one_that_is_busy_withholds_nothing() -> None:
         outputs = audits.handle(OwnRound(claim(ALICE, round_index), "own", [claim(BOB, round_index)]), 0.0)
         while outputs:
             assert not of(Avoid, outputs)
-            outputs = audits.handle(RIGHT if isinstance(outputs[-1], Replay) else StartFetched(is_busy=True), 0.0)
+            outputs = audits.handle(RIGHT if isinstance(outputs[-1], Replay) else StartFetched(is_excused=True), 0.0)
 
 
 def test_a_machine_whose_replays_differ_accuses_nobody_and_stops() -> None:
