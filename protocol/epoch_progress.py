@@ -8,28 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .entries import Entry, Kind, Lease
-from .slices import part_mask
+from .slices import part_mask, said_by
 from .state import RunState
 
-# So many authors must say that a section is done, of whom nobody has heard it as a lease's; fewer in runs of fewer.
+# Authors that must say that a section is done, to a visitor; half of them in runs of fewer.
 MAX_WITNESSES = 3
-
-
-class Witnesses:
-    """Which sections of an epoch authors say to be done: a mask of those that one says, at least, that two say, ..."""
-
-    def __init__(self) -> None:
-        self._masks = [0] * MAX_WITNESSES
-
-    def add(self, said: int) -> None:
-        """One author more says that these are done."""
-        for number in range(len(self._masks) - 1, 0, -1):
-            self._masks[number] |= self._masks[number - 1] & said
-        self._masks[0] |= said
-
-    def believed(self, num_live: int) -> int:
-        """The sections of which enough say so: half of those who live, and never many."""
-        return self._masks[max(1, min(MAX_WITNESSES, -(-num_live // 2))) - 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +36,8 @@ def epoch_progress(state: RunState, live: Iterable[bytes]) -> EpochProgress | No
     [(corpus, num_authors)] = Counter(lease.corpus for lease in said.values()).most_common(1)
     epoch = median_epoch(lease for lease in said.values() if lease.corpus == corpus)
     assert epoch is not None, "somebody has this text"
-    witnesses = Witnesses()
-    for author in said:
-        witnesses.add(_told(state.entries_of(author), corpus, epoch))
-    return EpochProgress(corpus, epoch, witnesses.believed(num_authors))
+    told = [_told(state.entries_of(author), corpus, epoch) for author in said]
+    return EpochProgress(corpus, epoch, said_by(told, min(MAX_WITNESSES, -(-num_authors // 2))))
 
 
 def _told(entries: Iterable[Entry], corpus: bytes, epoch: int) -> int:

@@ -5,8 +5,8 @@ What the trainer reports, and what it is told to draw, are the messages of `fara
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from .entries import Kind, Lease
 from .state import RunState
@@ -39,6 +39,10 @@ class Ticked:
     """The live members that draw data, this node excluded."""
     period: float
     """Seconds between heartbeats."""
+    proven: frozenset[bytes] = frozenset()
+    """Authors whose word counts (`farandole.protocol.acquaintance`), live or not."""
+    signed_speeds: Mapping[bytes, float] = field(default_factory=dict)
+    """Slices a second of live members, as each says of itself."""
 
 
 @dataclass(frozen=True, slots=True)

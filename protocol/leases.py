@@ -10,15 +10,15 @@ only what nodes have done since they last spoke when they died, or while the net
 Leases are sized for a few heartbeats' work, and become smaller towards the end of an epoch, so that all end at about
 the same time (guided self-scheduling: Polychronopoulos and Kuck, 1987). The next epoch begins when all is done.
 
-**What is remembered.** What a node has heard from a lease to be done, it keeps, and says it in entries of its own, with
-all else that it knows to be done, a bit a section. So it outlives the entries of those who did it. A newcomer believes
-these when a few authors say so.
+**What is remembered.** What a node believes to be done, it keeps, and says it in entries of its own, a bit a section.
+So it outlives the entries of those who did it.
 
-**Whom to believe.** Who says that it has trained on its leases is believed, as it is by its partners: nobody can tell.
-What a peer can do beyond that is bounded. Leases that are too large, or too many, are nobody's. A single author's bits
-do not count in a run of several. The epoch is what the median says. Who holds a lease and does not finish it holds up
-the end of an epoch for `Leases.patience`, once, and no more: then his leases are done by others, as by the backup tasks
-of MapReduce (Dean and Ghemawat, 2004).
+**Whom to believe.** Members with whom there have been exchanges, and within bounds: `farandole.protocol.lease_claims`.
+What others say beyond that decides only what is leased last. Where the run is, most of those members say; a node that
+has not met any yet begins where the live say that the run is, and does not take that for certain. Of a lease that is
+not finished the others wait for `Leases.patience`, once, and no more: then it is done by others, as by the backup tasks
+of MapReduce (Dean and Ghemawat, 2004). A node gives way to one author once in `GIVE_WAY_SECONDS`, so keys that were
+chosen for their hashes do not drive it from place to place.
 
 Sans-IO: `handle(event, now)`, with `Ticked` once a second or so.
 """
@@ -30,8 +30,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from .entries import Lease, LeasedSlices
-from .epoch_progress import Witnesses, median_epoch
+from .epoch_vote import EpochVote
 from .identity import framed
+from .lease_claims import MAX_UNFINISHED, Claimant, Claims, Standing, max_sections
 from .lease_events import Announce, EpochBegan, Event, Forgotten, Heard, Left, Output, Ticked
 from .pace import Pace
 from .slices import DoneSlices, Sections, next_bit, part_mask, parts, run_length
@@ -45,10 +46,6 @@ LEASE_PERIODS = 6.0
 MIN_LEASE_SECONDS = 3 * SETTLE_SECONDS
 # The next lease is claimed when the work left is for less than this.
 CLAIM_AHEAD_SECONDS = 2 * SETTLE_SECONDS
-# Leases that are not finished, of one node: the one that it works on, and the next.
-MAX_UNFINISHED = 2
-# A lease has one in sixteen of an epoch's sections at most: with two, a peer can keep an eighth from the others.
-MAX_SHARE = 16
 # Finished leases that are still told of; older ones are in the bits.
 MAX_FINISHED = 5
 # Each node tells what it knows to be done so often, if there is news: a second for each node of the run, so that this
@@ -60,6 +57,8 @@ MAX_REFRESH_SECONDS = 900.0
 ASLEEP_SECONDS = 60.0
 # How far it is, a node says once a heartbeat, and not more often than its entries' ticks allow.
 MIN_ANNOUNCE_SECONDS = 5.0
+# A node gives way to one author so often. Two that have agreed who gives way are in each other's way again by chance.
+GIVE_WAY_SECONDS = 60.0
 # Of so many places for a lease, the one with the most room is taken: nodes that look at once look elsewhere.
 NUM_PLACES = 4
 
@@ -74,24 +73,11 @@ class _OwnLease:
 
 
 @dataclass(slots=True)
-class _Peer:
-    """What another author last said, of this epoch."""
-
-    claims: tuple[LeasedSlices, ...] = ()
-    """What it has not finished, if that can be respected."""
-    mask: int = 0
-    """The sections of these."""
-    told: int = 0
-    """The sections that it has said to be done."""
-
-
-@dataclass(slots=True)
 class _Epoch:
     """What is known of one epoch, and forgotten with it."""
 
     done: DoneSlices
-    peers: dict[bytes, _Peer] = field(default_factory=dict)
-    witnesses: Witnesses = field(default_factory=Witnesses)
+    claims: Claims
     own: list[_OwnLease] = field(default_factory=list)
     finished: list[LeasedSlices] = field(default_factory=list)
     cursor: int | None = None
@@ -101,13 +87,25 @@ class _Epoch:
     waited_for: frozenset[bytes] = frozenset()
     overdue: frozenset[bytes] = frozenset()
     told_parts: dict[int, bytes] = field(default_factory=dict)
+    gave_way_at: dict[bytes, float] = field(default_factory=dict)
 
 
 class Leases:
-    """One node's leases, see above. ``corpus``: hash of its text. ``exchange_seconds``: as in the manifest."""
+    """One node's leases, see above.
+
+    ``corpus``: hash of its text. ``exchange_seconds``: as in the manifest. ``salt``: 16 random bytes that nobody else
+    knows; none: what others have done is not trained again as a sample.
+    """
 
     def __init__(
-        self, author: bytes, corpus: bytes, num_slices: int, num_epochs: int, *, exchange_seconds: float = 0.0
+        self,
+        author: bytes,
+        corpus: bytes,
+        num_slices: int,
+        num_epochs: int,
+        *,
+        exchange_seconds: float = 0.0,
+        salt: bytes = b"",
     ) -> None:
         self.corpus = corpus
         self.num_epochs = num_epochs
@@ -117,7 +115,9 @@ class Leases:
         self._exchange_seconds = exchange_seconds
         self._heard: dict[bytes, dict[int, Lease]] = {}
         self._corpora: dict[bytes, bytes] = {}  # of those whose text is another
-        self._live: frozenset[bytes] = frozenset()
+        self._standing = Standing()
+        self._salt = salt
+        self._vote = EpochVote()
         self._period = 10.0
         self._ticked_at: float | None = None
         self._has_left = False
@@ -126,12 +126,21 @@ class Leases:
         self._announced: Lease | None = None
         self._announced_at = self._refreshed_at = 0.0
         self._is_urgent = True
-        self._current = _Epoch(DoneSlices(self.sections))
+        self._current = self._epoch_of()
+
+    def _epoch_of(self) -> _Epoch:
+        done = DoneSlices(self.sections)
+        return _Epoch(done, Claims(done, self._salt and self._salt + self.epoch.to_bytes(4, "big")))
 
     @property
     def done(self) -> DoneSlices:
-        """Slices of the present epoch that are done, by any node."""
+        """Slices of the present epoch that are done, by any node, as far as this one believes it."""
         return self._current.done
+
+    @property
+    def num_doubted(self) -> int:
+        """Slices of which others say that they are done, and this node does not believe it; whole sections."""
+        return (self._current.claims.doubted & ~self.done.whole).bit_count() * self.sections.size
 
     def handle(self, event: Event, now: float) -> list[Output]:
         """What to do now."""
@@ -141,11 +150,13 @@ class Leases:
             case Forgotten(author):
                 self._heard.pop(author, None)
                 self._corpora.pop(author, None)
-                self._current.peers.pop(author, None)
+                self._current.claims.forget(author)
             case SlicesTrained(epoch, ranges):
                 self._note_trained(epoch, ranges, now)
-            case Ticked(live, period):
-                self._live, self._period = live, period
+            case Ticked(live, period, proven, speeds):
+                self._period = period
+                pace = self._pace.slices_per_second
+                self._standing = Standing(live, proven, speeds, pace, self._lease_seconds)
                 return [] if self._has_left else list(self._tick(now))
             case Left():
                 return list(self._leave())
@@ -169,7 +180,7 @@ class Leases:
     @property
     def strangers(self) -> frozenset[bytes]:
         """Live members whose text is another: slices are not shared with them."""
-        return frozenset(self._corpora.keys() & self._live)
+        return frozenset(self._corpora.keys() & self._standing.live)
 
     @property
     def patience(self) -> float:
@@ -191,42 +202,21 @@ class Leases:
         self._heard.setdefault(author, {})[index] = lease
         if lease.epoch == self.epoch:
             self._take_in(author, index, lease)
-        elif lease.epoch > self.epoch and author in self._current.peers:  # it holds nothing of this one any more
-            self._current.peers[author].claims, self._current.peers[author].mask = (), 0
+        elif lease.epoch > self.epoch and author != self._author:
+            self._current.claims.release(author)
         elif author == self._author and self.epoch < lease.epoch <= self.num_epochs:
+            self._vote.is_new = False
             self._begin_epoch(lease.epoch)
 
     def _take_in(self, author: bytes, index: int, lease: Lease) -> None:
         if author == self._author:
             self._take_in_own(index, lease)
-            return
-        peer = self._current.peers.setdefault(author, _Peer())
-        if index:
-            said = part_mask(index - 1, lease.done) & self.sections.all & ~peer.told
-            peer.told |= said
-            self._current.witnesses.add(said)
-            return
-        fit = [slices for slices in lease.leases if self._is_fit(slices)]
-        for slices in fit:
-            self.done.add_lease(slices.first, slices.first + slices.done)
-        peer.claims = tuple(slices for slices in fit if slices.done < slices.count)[:MAX_UNFINISHED]
-        peer.mask = 0
-        for slices in peer.claims:
-            peer.mask |= self.sections.mask(slices.first + slices.done, slices.first + slices.count)
-
-    def _is_fit(self, slices: LeasedSlices) -> bool:
-        """Whether an honest node may have such a lease."""
-        end = slices.first + slices.count
-        if slices.done > slices.count or end > self.sections.num_slices or not slices.count:
-            return False
-        return self.sections.of(end - 1) - self.sections.of(slices.first) < self._max_sections
-
-    @property
-    def _max_sections(self) -> int:
-        return max(1, self.sections.count // MAX_SHARE)
+        else:
+            self._current.claims.hear(author, index, lease, self._standing)
 
     def _take_in_own(self, index: int, lease: Lease) -> None:
         """Of an earlier life: go on where that was. Nobody else can have written it."""
+        self._vote.is_new = False
         if index:
             self.done.add_sections(part_mask(index - 1, lease.done))
             return
@@ -236,24 +226,23 @@ class Leases:
             self._current.own = [
                 _OwnLease(slices.first + slices.done, slices.first + slices.count, 0.0)
                 for slices in lease.leases
-                if slices.done < slices.count and self._is_fit(slices)
+                if slices.done < slices.count and slices.first + slices.count <= self.sections.num_slices
             ][:MAX_UNFINISHED]
 
-    def _respected(self) -> Iterator[tuple[bytes, _Peer]]:
+    def _respected(self) -> Iterator[tuple[bytes, Claimant]]:
         """Those whose leases count."""
-        for author, peer in self._current.peers.items():
-            if peer.mask and author in self._live and author not in self._current.overdue:
-                yield author, peer
+        return self._current.claims.held(self._standing.live, self._current.overdue)
 
     # Time
 
     def _tick(self, now: float) -> Iterator[Output]:
-        was_asleep = self._ticked_at is not None and now - self._ticked_at > ASLEEP_SECONDS
+        seconds = 0.0 if self._ticked_at is None else now - self._ticked_at
+        was_asleep = seconds > ASLEEP_SECONDS
         self._ticked_at = now
         if was_asleep:
             self._current.own.clear()
             self._is_urgent = True
-        self.done.add_sections(self._current.witnesses.believed(len(self._live)))
+        self._current.claims.believe(self._standing, seconds)
         self._finish_leases()
         yield from self._follow_epoch(now)
         if not self.is_over:
@@ -265,13 +254,9 @@ class Leases:
 
     def _follow_epoch(self, now: float) -> Iterator[Output]:
         """To the next one when all is done, and the others have heard it of our leases; or to where the others are."""
-        others = median_epoch(
-            entries[0] for author, entries in self._heard.items() if author in self._live and 0 in entries
-        )
-        epoch = self.epoch
-        if others is not None and others > epoch:
-            epoch = min(others, self.num_epochs)
-        elif self.done.is_complete and not self.is_over:
+        said = {author: entries[0].epoch for author, entries in self._heard.items() if 0 in entries}
+        epoch = self._vote.decide(self.epoch, said, self._standing, self.num_epochs)
+        if epoch == self.epoch and self.done.is_complete and not self.is_over:
             if self._current.completed_at is None:
                 self._current.completed_at, self._is_urgent = now, True
             if now - self._current.completed_at >= SETTLE_SECONDS:
@@ -283,19 +268,18 @@ class Leases:
     def _begin_epoch(self, epoch: int) -> None:
         self.epoch = epoch
         self._is_urgent = True
-        self._current = _Epoch(DoneSlices(self.sections))
+        self._current = self._epoch_of()
         for author, entries in self._heard.items():
-            for index, lease in list(entries.items()):
+            for index, lease in entries.items():
                 if lease.epoch == epoch:
                     self._take_in(author, index, lease)
-                elif lease.epoch < epoch:
-                    del entries[index]
 
     # The own leases
 
     def _note_trained(self, epoch: int, ranges: Iterable[tuple[int, int]], now: float) -> None:
         if epoch != self.epoch:
             return
+        self._vote.is_new = False
         for first, count in ranges:
             for index in range(first, first + count):
                 self.done.add(index)
@@ -314,13 +298,13 @@ class Leases:
 
     def _give_way(self, now: float) -> None:
         """Where another one's lease is on the same sections, and its hash is less."""
-        own_mask = self._own_mask
+        own_mask, gave_way_at = self._own_mask, self._current.gave_way_at
         for author, peer in self._respected():
-            if not peer.mask & own_mask:
+            if not peer.mask & own_mask or now - gave_way_at.get(author, -GIVE_WAY_SECONDS) < GIVE_WAY_SECONDS:
                 continue
-            for slices in peer.claims:
-                for lease in list(self._current.own):
-                    self._give_way_to(author, slices, lease, now)
+            for lease in list(self._current.own):
+                if self._give_way_to(author, peer, lease, now):
+                    gave_way_at[author] = now
 
     @property
     def _own_mask(self) -> int:
@@ -330,13 +314,13 @@ class Leases:
             mask |= self.sections.mask(self.done.next(lease.first), lease.end)
         return mask
 
-    def _give_way_to(self, author: bytes, slices: LeasedSlices, lease: _OwnLease, now: float) -> None:
+    def _give_way_to(self, author: bytes, peer: Claimant, lease: _OwnLease, now: float) -> bool:
+        """Whether it has done so."""
         sections, position = self.sections, self.done.next(lease.first)
-        theirs = sections.mask(slices.first + slices.done, slices.first + slices.count)
-        contested = theirs & sections.mask(position, lease.end)
+        contested = peer.mask & sections.mask(position, lease.end)
         last = contested.bit_length() - 1  # the first one changes while we work, and each of us sees that later
         if not contested or self._rank(self._author, last) < self._rank(author, last):
-            return
+            return False
         first = next_bit(contested, 0)
         assert first is not None
         begin, rest = max(position, sections.begin(first)), sections.end(last)
@@ -350,6 +334,7 @@ class Leases:
         if rest < lease.end and len(self._current.own) < MAX_UNFINISHED:
             self._current.own.insert(place, _OwnLease(rest, lease.end, max(now, lease.settled_at)))
         self._is_urgent = True
+        return True
 
     def _rank(self, author: bytes, section: int) -> bytes:
         """32 bytes that nobody chooses."""
@@ -381,7 +366,7 @@ class Leases:
             self._wait(now)
             return
         self._current.idle_since = None
-        first = self._place(free)
+        first, free = self._place(free)
         last = first + min(run_length(free, first), self._wanted(free)) - 1
         last = next((section - 1 for section in range(first + 1, last + 1) if section in self.done.fronts), last)
         self._current.cursor = last + 1
@@ -395,8 +380,17 @@ class Leases:
             taken |= peer.mask
         return self.sections.all & ~taken
 
-    def _place(self, free: int) -> int:
-        """Where to lease: behind the last lease, or else where the hash says and there is much room."""
+    def _place(self, free: int) -> tuple[int, int]:
+        """Where to lease; with what is free for that: what nobody says to be done, unless little of it is there."""
+        undoubted = free & ~self._current.claims.doubted
+        if undoubted:
+            first = self._place_in(undoubted)
+            if 2 * run_length(undoubted, first) >= self._wanted(undoubted):
+                return first, undoubted
+        return self._place_in(free), free
+
+    def _place_in(self, free: int) -> int:
+        """Behind the last lease, or else where the hash says and there is much room."""
         if self._current.cursor is not None and free >> self._current.cursor & 1:
             return self._current.cursor
         best, most = 0, 0
@@ -413,14 +407,14 @@ class Leases:
 
     def _wanted(self, free: int) -> int:
         """Sections of the next lease: some heartbeats' work, or this node's part of half of what is left."""
-        share = -(-free.bit_count() // (2 * (len(self._live) + 1)))
+        share = -(-free.bit_count() // (2 * (len(self._standing.live) + 1)))
         pace = self._pace.slices_per_second
         if pace is None:
-            return max(1, min(share, self._max_sections))
+            return max(1, min(share, max_sections(self.sections.count)))
         least, most = (
             -(-int(seconds * pace) // self.sections.size) for seconds in (CLAIM_AHEAD_SECONDS, self._lease_seconds)
         )
-        return max(1, min(max(share, least), most, self._max_sections))
+        return max(1, min(max(share, least), most, max_sections(self.sections.count)))
 
     def _wait(self, now: float) -> None:
         """All is done, or leased by others. Who holds it and does not finish it is not waited for much longer."""
@@ -452,7 +446,7 @@ class Leases:
     # What this node says
 
     def _announce(self, now: float) -> Iterator[Output]:
-        refresh_seconds = min(MAX_REFRESH_SECONDS, max(MIN_REFRESH_SECONDS, float(len(self._live))))
+        refresh_seconds = min(MAX_REFRESH_SECONDS, max(MIN_REFRESH_SECONDS, float(len(self._standing.live))))
         if now - self._refreshed_at >= refresh_seconds or len(self._current.finished) > MAX_FINISHED:
             is_old = now - self._refreshed_at >= MAX_REFRESH_SECONDS
             self._refreshed_at = now

@@ -8,7 +8,7 @@ those that are whole. A run with fewer slices has sections of one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 # What one author can tell in its entries: seven of 192 bytes (`farandole.protocol.entries`, LEASE but for slot 0).
 PART_BYTES = 192
@@ -139,6 +139,28 @@ def run_length(mask: int, position: int) -> int:
     """How many bits are set one after the other from ``position`` on."""
     rest = ~(mask >> position)
     return (rest & -rest).bit_length() - 1
+
+
+def said_by(masks: Iterable[int], needed: int) -> int:
+    """The sections that are in at least ``needed`` of these masks."""
+    digits: list[int] = []  # how many masks have each section: a mask for each binary digit of that
+    everything = 0
+    for mask in masks:
+        everything |= mask
+        carry = mask
+        for place, digit in enumerate(digits):
+            digits[place], carry = digit ^ carry, digit & carry
+        if carry:
+            digits.append(carry)
+    more, equal = 0, everything
+    for place in reversed(range(max(len(digits), needed.bit_length()))):
+        digit = digits[place] if place < len(digits) else 0
+        if needed >> place & 1:
+            equal &= digit
+        else:
+            more |= equal & digit
+            equal &= ~digit
+    return more | equal
 
 
 def parts(mask: int) -> Iterator[bytes]:

@@ -10,16 +10,19 @@ loses with it, the inner steps since its last outer step.
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, KeysView
 from typing import Final, Protocol
 
 import msgspec
 import trio
 
 from farandole.protocol import trainer_messages as messages
-from farandole.protocol.entries import Kind, Lease, Payload
+from farandole.protocol.acquaintance import Acquaintance
+from farandole.protocol.entries import Beat, Kind, Lease, Payload
 from farandole.protocol.epoch_progress import median_epoch
+from farandole.protocol.identity import public_key_of
 from farandole.protocol.lease_events import Announce, EpochBegan, Event, Heard, Left, Output, Ticked, news
 from farandole.protocol.leases import Leases
 from farandole.protocol.liveness import Liveness
@@ -38,6 +41,7 @@ TICK_SECONDS: Final = 1.0
 # The run state has the same for an hour; this is for runs in which all have been away for longer.
 SAVE_SECONDS: Final = 10.0
 LEASES_FACT: Final = "leases"
+SALT_BYTES: Final = 16
 
 _Saved = tuple[bytes, list[tuple[int, Lease]]]
 """Whose text, and what `Leases.saved` gave."""
@@ -63,7 +67,8 @@ class FactStore(Protocol):
 class LeaseKeeper:
     """One node's leases. For runs that count epochs.
 
-    ``origins`` returns the live members that draw data, this node excluded; ``liveness`` knows the heartbeats' period.
+    ``origins`` returns the live members that draw data, this node excluded; ``liveness`` knows the heartbeats' period;
+    ``journal`` knows with whom this node has committed exchanges.
     """
 
     def __init__(
@@ -93,6 +98,8 @@ class LeaseKeeper:
         self._send: Callable[[messages.DrawSlices], None] | None = None
         self._seen: dict[tuple[bytes, int], int] = {}
         self._unsaid: deque[Announce] = deque()
+        self._acquaintance = Acquaintance()
+        self._met: dict[str, bytes] = {}  # peer id -> key, of those with whom there have been exchanges
         self._restored: _Saved | None = None
         self._saved_at = 0.0
 
@@ -107,6 +114,7 @@ class LeaseKeeper:
             slices=leases.sections.num_slices,
             done=leases.sections.num_slices if leases.is_over else leases.done.count,
             leased=leases.num_leased,
+            doubted=leases.num_doubted,
             others_texts=len(leases.strangers),
         )
 
@@ -157,6 +165,7 @@ class LeaseKeeper:
             num_slices,
             self._manifest.data.epochs,
             exchange_seconds=self._manifest.rounds.exchange_seconds,
+            salt=os.urandom(SALT_BYTES),
         )
         self._driver.begin(self._leases)
         self._go_on_from_start()
@@ -204,7 +213,7 @@ class LeaseKeeper:
             if event.author != self._author:
                 self._driver.handle(event)
         num_strangers = len(self._leases.strangers)
-        self._driver.handle(Ticked(self._origins(), self._liveness.period))
+        self._driver.handle(self._ticked())
         if self._leases.is_over:
             self.over.set()
         if len(self._leases.strangers) > num_strangers:
@@ -212,6 +221,23 @@ class LeaseKeeper:
                 f"{len(self._leases.strangers)} of {len(self._origins())} other nodes train on another text than this "
                 "one, and share no slices with it: all should name the same files or folders with --data"
             )
+
+    def _ticked(self) -> Ticked:
+        """Who lives, and whose word counts for how much."""
+        origins = self._origins()
+        found = ((author, self._state.payload(author, Beat)) for author in origins)
+        beats = {author: beat for author, beat in found if beat is not None}
+        tokens = self._manifest.inner.batch_size * self._manifest.model.context
+        met = self._met_in(self._journal.exchanges.partners.keys())
+        proven = self._acquaintance.proven(met, {author: beat.partner for author, beat in beats.items()})
+        speeds = {author: beat.tokens_per_second / tokens for author, beat in beats.items()}
+        return Ticked(origins, self._liveness.period, proven, speeds)
+
+    def _met_in(self, partners: KeysView[str]) -> frozenset[bytes]:
+        """The keys of these peers, as many as the journal counts."""
+        if partners != self._met.keys():
+            self._met = {name: self._met.get(name) or public_key_of(name) for name in partners}
+        return frozenset(self._met.values())
 
     def _note_others(self) -> None:
         """Whether those who draw data have come to the end of it."""

@@ -177,6 +177,8 @@ class DataStatus(msgspec.Struct, frozen=True):
     """By this node, and not trained on yet."""
     others_texts: int
     """Live nodes whose text is another, with whom no slices are shared."""
+    doubted: int = 0
+    """Slices of which others say that they are done, and this node does not believe it: they are trained on last."""
 
 
 class AuditStatus(msgspec.Struct, frozen=True):

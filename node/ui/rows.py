@@ -15,6 +15,8 @@ import msgspec
 from ..base.figures import BYTES_PER_MBIT, count, duration, loss, size, sparkline
 from ..status.status import ExchangeStatus, MemberStatus, NodeStatus, PipelineStatus
 
+# Share of an epoch from which on doubted slices are shown: there are always some of members that have just come.
+MUCH_DOUBTED: Final = 0.05
 SPARKLINE_WIDTH: Final = 40
 MAX_WARNINGS_SHOWN: Final = 3
 
@@ -100,7 +102,9 @@ def _data(status: NodeStatus) -> Row | None:
         return None
     epoch = f"epoch {data.epoch} of {data.epochs}, {data.done / data.slices:.1%} of it done by all nodes"
     others = f"{data.others_texts} nodes train on another text" if data.others_texts else ""
-    value = _joined("; ", epoch, f"{data.leased:,} of {data.slices:,} slices are this node's now", others)
+    is_much = data.doubted > MUCH_DOUBTED * data.slices
+    doubted = f"{data.doubted:,} more are said to be done, and not believed yet" if is_much else ""
+    value = _joined("; ", epoch, f"{data.leased:,} of {data.slices:,} slices are this node's now", doubted, others)
     return Row("data", value, "warning" if others else "", epoch)
 
 

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 import pytest
 
 from farandole.protocol.entries import Lease, LeasedSlices
+from farandole.protocol.lease_claims import MAX_SHARE
 from farandole.protocol.lease_events import Announce, EpochBegan, Event, Heard, Left, Output, Ticked
-from farandole.protocol.leases import ASLEEP_SECONDS, MAX_SHARE, SETTLE_SECONDS, Leases
+from farandole.protocol.leases import ASLEEP_SECONDS, SETTLE_SECONDS, Leases
 from farandole.protocol.slices import parts
 from farandole.protocol.trainer_messages import DrawSlices, SlicesTrained
 
@@ -29,6 +30,8 @@ class Node:
         self.author = author
         self.leases = Leases(author, CORPUS, NUM_SLICES, num_epochs)
         self.live = frozenset(live)
+        self.proven = self.live
+        self.speeds = dict.fromkeys(self.live, 5.0)
         self.now = 1_000.0
         self.entries: dict[int, Lease] = {}
         self.assigned: DrawSlices | None = None
@@ -50,8 +53,8 @@ class Node:
     def tick(self, seconds: float = 0.0) -> None:
         for _ in range(int(seconds)):
             self.now += 1.0
-            self.handle(Ticked(self.live, PERIOD))
-        self.handle(Ticked(self.live, PERIOD))
+            self.handle(Ticked(self.live, PERIOD, self.proven, self.speeds))
+        self.handle(Ticked(self.live, PERIOD, self.proven, self.speeds))
 
     def hear(self, author: bytes, *entries: tuple[int, Lease]) -> None:
         for index, lease in entries:
@@ -212,7 +215,7 @@ def test_leases_that_cannot_be_honest_are_nobodys(lease: LeasedSlices) -> None:
 def test_a_peer_has_two_leases_at_a_time() -> None:
     alice = Node(live=[BOB])
     alice.hear(BOB, (0, Lease(0, CORPUS, tuple(LeasedSlices(20 * number, 20) for number in range(8)))))
-    alice.handle(Ticked(alice.live, PERIOD))
+    alice.tick()
     ((_, bob),) = alice.leases._respected()
     assert bob.mask.bit_count() == 40
 
@@ -245,3 +248,38 @@ def test_who_never_finishes_is_waited_for_once() -> None:
         alice.train(10)
         alice.hear(BOB, (0, Lease(0, CORPUS, (LeasedSlices(int(alice.now) % 20, 10),))))
         assert alice.now - began_at < alice.leases.patience + 60
+
+
+def test_what_an_unmet_author_says_to_be_done_is_leased_last_and_trained_on() -> None:
+    alice = Node(live=[BOB], num_epochs=1)
+    alice.proven = frozenset()
+    done = tuple(LeasedSlices(first, 20, 20) for first in range(0, 160, 20))
+    alice.hear(BOB, (0, Lease(0, CORPUS, done)), *bits((1 << 160) - 1))
+    trained: set[int] = set()
+    while len(trained) < 150:
+        alice.tick(1)
+        trained |= alice.train(10)
+    assert trained <= set(range(160, NUM_SLICES))
+    assert alice.leases.num_doubted == 160
+    while not alice.leases.is_over:
+        alice.tick(1)
+        trained |= alice.train(10)
+    assert trained == set(range(NUM_SLICES))
+
+
+def test_keys_that_were_ground_do_not_drive_a_node_from_place_to_place() -> None:
+    """Bob's hash goes before all others, and he leases whatever Alice has."""
+
+    class Trampled(Leases):
+        def _rank(self, author: bytes, section: int) -> bytes:
+            return b"" if author == BOB else super()._rank(author, section)
+
+    alice = Node(live=[BOB], num_epochs=1)
+    alice.proven = frozenset()
+    alice.leases = Trampled(ALICE, CORPUS, NUM_SLICES, 1)
+    num_trained = 0
+    for _ in range(300):
+        alice.tick(1)
+        alice.hear(BOB, (0, Lease(0, CORPUS, alice.entries[0].leases[-2:])))
+        num_trained += len(alice.train(2))
+    assert num_trained == NUM_SLICES

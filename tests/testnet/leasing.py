@@ -28,7 +28,7 @@ class LeasingNode:
     def __init__(self, epochs: Epochs, node: SimulatedNode, pace: float) -> None:
         self.node = node
         self.pace = pace
-        self.leases = Leases(node.author, epochs.corpus, epochs.num_slices, epochs.num_epochs)
+        self.leases = Leases(node.author, epochs.corpus, epochs.num_slices, epochs.num_epochs, salt=node.author)
         self.is_training = True
         """Whether its trainer works; if not, it leases and never trains."""
         self._epochs = epochs
@@ -53,7 +53,9 @@ class LeasingNode:
         self._train()
         self._report()
         liveness = self.node.gossip.liveness
-        self._handle(Ticked(frozenset(liveness.live(self.node.clock.monotonic())), liveness.period))
+        live = frozenset(liveness.live(self.node.clock.monotonic()))
+        speeds = {author: self._epochs.speeds.get(author, 0.0) for author in live}
+        self._handle(Ticked(live, liveness.period, frozenset(self._epochs.proven), speeds))
         self._write()
         return True
 
@@ -101,6 +103,10 @@ class Epochs:
     counts: list[Counter[int]] = field(default_factory=list)
     """Epoch -> slice -> how often it was trained on."""
     nodes: list[LeasingNode] = field(default_factory=list)
+    proven: set[bytes] = field(default_factory=set)
+    """Authors that have exchanged with all others: those that train, unless a test says otherwise."""
+    speeds: dict[bytes, float] = field(default_factory=dict)
+    """What each signs of itself."""
 
     def __post_init__(self) -> None:
         self.counts = [Counter() for _ in range(self.num_epochs)]
@@ -110,6 +116,8 @@ class Epochs:
         """A node begins to train."""
         leasing = LeasingNode(self, node, self._rng.uniform(*self.paces) if pace is None else pace)
         self.nodes.append(leasing)
+        self.proven.add(node.author)
+        self.speeds[node.author] = leasing.pace
         return leasing
 
     def join(self, preparation: float = 10.0) -> None:

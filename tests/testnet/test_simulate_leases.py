@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from farandole.protocol.entries import Kind, Lease, LeasedSlices
-from farandole.protocol.leases import MAX_SHARE
+from farandole.protocol.lease_claims import FASTEST_RATIO, MAX_SHARE
 from farandole.protocol.slices import Sections, parts
 from farandole.testnet.simulate_state import SimulatedNode, World
 
@@ -147,3 +147,64 @@ def test_two_liars_among_eight_cost_the_others_little(seed: int) -> None:
     assert epochs.missed() == 0
     assert epochs.mean() <= MAX_MEAN
     assert seconds <= 60.0 + 3 * epochs.nodes[0].leases.patience
+
+
+class EndsEpochs(Liar):
+    """Says that whole leases are done which it has never held, that all is done, and that the epochs are over."""
+
+    def _leases(self) -> Lease:
+        largest = self._sections.num_slices // MAX_SHARE
+        firsts = [self._rng.randrange(MAX_SHARE) * largest for _ in range(8)]
+        whole = tuple(LeasedSlices(first, largest, largest) for first in firsts)
+        return self._rng.choice((Lease(0, CORPUS, whole), Lease(0, CORPUS, whole), Lease(1, CORPUS)))
+
+
+def end_epochs(epochs: Epochs, num_liars: int, *, are_met: bool = False) -> None:
+    """Liars join; ``are_met``: they have exchanged with everybody, and sign the greatest speed that there is."""
+    for _ in range(num_liars):
+        node = epochs.world.add_node()
+        node.start(epochs.world.contacts())
+        EndsEpochs(epochs, node)
+        if are_met:
+            epochs.proven.add(node.author)
+            epochs.speeds[node.author] = 1e9
+
+
+@pytest.mark.parametrize(("num_honest", "num_liars", "seconds"), [(4, 1, 60.0), (4, 9, 60.0), (31, 2, 20.0)])
+def test_who_was_never_met_ends_no_epoch(num_honest: int, num_liars: int, seconds: float) -> None:
+    """One liar among four ended it within 22 seconds, whatever its length, where everybody was believed."""
+    epochs = epochs_of(1, num_honest, seconds)
+    end_epochs(epochs, num_liars)
+    took = epochs.play(1_200.0)
+    print(
+        f"\n{num_honest} honest, {num_liars} liars: over after {took:.0f} s, {epochs.missed()} missed, "
+        f"each trained on {epochs.mean():.4f} times"
+    )
+    assert epochs.is_over
+    assert epochs.missed() == 0
+    assert epochs.mean() <= MAX_MEAN
+
+
+def test_who_was_met_and_lies_claims_no_more_than_the_fastest_node_could_have_done() -> None:
+    epochs = epochs_of(1, 4, 60.0, num_slices=100_000)
+    end_epochs(epochs, 1, are_met=True)
+    epochs.play(30.0)
+    fastest = FASTEST_RATIO * max(leasing.pace for leasing in epochs.nodes)
+    for leasing in epochs.nodes:
+        assert not leasing.leases.epoch
+        assert leasing.leases.done.count <= fastest * 30.0 + epochs.counts[0].total()
+
+
+def test_a_node_a_hundred_times_as_fast_is_not_held_up_and_its_work_is_not_done_again() -> None:
+    world = World(5, 5, base_period=2.0)
+    world.settle()
+    epochs = Epochs(world, 30_000)
+    for node in world.nodes[1:]:
+        epochs.begin(node, 4.0)
+    epochs.begin(world.nodes[0], 400.0)
+    took = epochs.play(600.0)
+    print(f"\nover after {took:.0f} s, each trained on {epochs.mean():.4f} times")
+    assert epochs.is_over
+    assert epochs.missed() == 0
+    assert epochs.mean() <= MAX_MEAN
+    assert took <= 2 * 30_000 / 416, "109 s where all are believed at once, and the slow ones train their samples last"
