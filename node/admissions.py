@@ -1,4 +1,4 @@
-"""What ``farandole run invite``, ``members``, ``revoke`` and ``admit`` ask of a node, over its control socket."""
+"""What the ``farandole run`` commands about members ask of a node, over its control socket: invite, revoke, notice."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import msgspec
 from farandole.protocol.identity import peer_id_of
 
 from .base.control import ControlError, Handler
+from .loop.notices import NoticeError
 from .member import RunMember
 from .state.credentials import CredentialsError
 from .state.store import StoreError
@@ -33,6 +34,13 @@ class AdmissionWanted(msgspec.Struct, forbid_unknown_fields=True):
     keys: list[str]
     """Public keys in hex."""
     is_admitted: bool
+
+
+class NoticeWanted(msgspec.Struct, forbid_unknown_fields=True):
+    """What ``farandole run notice`` asks the creator's node for."""
+
+    action: str
+    text: str
 
 
 def roster_of(member: RunMember) -> list[dict[str, Any]]:
@@ -80,4 +88,16 @@ def admission_handlers(find_member: FindMember) -> dict[str, Handler]:
         member = find_member()
         return [] if member is None else roster_of(member)
 
-    return {"invite": invite, "admit": admit, "roster": roster}
+    async def notice(params: dict[str, Any]) -> object:
+        """Publish a notice of the creator's."""
+        member = find_member()
+        if member is None:
+            raise ControlError("no_run", "this node is not in its run yet")
+        try:
+            wanted = msgspec.convert(params, NoticeWanted)
+            await member.notices.publish(wanted.action, wanted.text)
+        except (NoticeError, msgspec.ValidationError) as error:
+            raise ControlError("cannot_notify", str(error)) from error
+        return "done"
+
+    return {"invite": invite, "admit": admit, "roster": roster, "notice": notice}

@@ -280,6 +280,7 @@ async def be_node(daemon: Daemon) -> None:
                     pipeline=member.pipeline,
                     leases=member.leases,
                     audits=member.audits,
+                    notices=member.notices,
                     nodes_of_stages=member.membership.nodes_of_stages,
                 )
                 await member.take_part(target)

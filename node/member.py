@@ -43,6 +43,7 @@ from .join.start import Start
 from .join.weights import Weights
 from .loop.audit_service import AuditKeeper
 from .loop.lease_service import LeaseKeeper
+from .loop.notices import NoticeBoard
 from .loop.pause.pause import Rest
 from .loop.stages.links import Links
 from .loop.stages.pipeline import PipelineService
@@ -234,6 +235,7 @@ class RunMember:
     pipeline: PipelineService | None
     leases: LeaseKeeper | None
     audits: AuditKeeper | None
+    notices: NoticeBoard
     credentials: Credentials | None
     """Where the run is not for everybody."""
 
@@ -261,6 +263,7 @@ class RunMember:
                     f"s.{refusal} Try again later, or with a newer invite."
                 )
             membership.refresh()
+            self.notices.begin()
             if self.credentials is not None:
                 await self.credentials.publish()
                 nursery.start_soon(self.credentials.run)
@@ -278,7 +281,7 @@ class RunMember:
             connections = ConnectionKeeper(host, membership, self.gossip.liveness, self.training.lose_peer)
             reconnector = Reconnector(host, self.daemon.book, target, lambda: membership.everyone, journal)
             services = membership, membership.announcer, connections, reconnector, self.weights, self.stage_record
-            for service in services:
+            for service in (*services, self.notices):
                 nursery.start_soon(service.run)
             nursery.start_soon(self._follow_members)
             if self.audits is not None:
@@ -495,7 +498,10 @@ def make_member(
         may_spend=shaping.may_spend,
     )
     loop = TrainingLoop(config, Pairing(author, manifest.rounds, rng, manifest.outer.fragments), supervisor)
-    training = Training(loop, messenger, exchanges, journal, daemon.rest, surroundings, pipeline, leases)
+    notices = NoticeBoard(signed.creator, author, gossip, daemon.rest, journal, is_ignored=settings.ignore_notices)
+    training = Training(
+        loop, messenger, exchanges, journal, daemon.rest, surroundings, pipeline, leases, notices.stopped
+    )
     stage_record = StageRecord(daemon, host, run_id, membership)
     stages = StageKeeper(
         membership,
@@ -520,5 +526,6 @@ def make_member(
         pipeline,
         leases,
         audits,
+        notices,
         credentials,
     )

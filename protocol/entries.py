@@ -166,9 +166,10 @@ class Audit(Payload, frozen=True):
 
 
 class Notice(Payload, frozen=True):
-    """The creator's word to everybody."""
+    """The creator's word to all members."""
 
-    action: Literal["pause", "resume", "stop"]
+    action: Literal["pause", "resume", "stop", "say"]
+    """What holds from now on, in slot 0; ``say``: a message alone, in slot 1."""
     text: Annotated[str, msgspec.Meta(max_length=256, pattern=_Text)] = ""
 
 
@@ -260,7 +261,7 @@ RULES: dict[Kind, Rule] = {
     Kind.CHECKPOINT: Rule(CheckpointNotice, slots=4, quantum=10, ttl=_DAY, max_bytes=256, is_metered=True),
     Kind.REPORT: Rule(Report, slots=32, quantum=60, ttl=_DAY, max_bytes=256, is_metered=True),
     Kind.AUDIT: Rule(Audit, slots=32, quantum=5, ttl=_HOUR, max_bytes=512, is_metered=False),
-    Kind.NOTICE: Rule(Notice, slots=4, quantum=60, ttl=7 * _DAY, max_bytes=512, is_metered=True),
+    Kind.NOTICE: Rule(Notice, slots=4, quantum=10, ttl=7 * _DAY, max_bytes=512, is_metered=True),
     # Renewed while a move goes on; who dies on the way is in nobody's way for long.
     Kind.STAGE_LEASE: Rule(StageLease, slots=1, quantum=1, ttl=3 * _MINUTE, max_bytes=16, is_metered=False),
     # Both are renewed daily while their authors are there.

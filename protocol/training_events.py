@@ -102,6 +102,11 @@ class ReplayAsked:
     command: messages.Replay
 
 
+@dataclass(frozen=True, slots=True)
+class RunStopped:
+    """The run's creator has stopped it: exchange what this round has, and end."""
+
+
 TrainerReport = (
     messages.Progress
     | messages.Contributed
@@ -126,6 +131,7 @@ Event = (
     | RestartAsked
     | DataOver
     | ReplayAsked
+    | RunStopped
     | RoundDrained
     | Measured
     | pairing.MessageReceived

@@ -59,6 +59,7 @@ from .training_events import (
     RestartAsked,
     RestChanged,
     RoundOver,
+    RunStopped,
     SaveAsked,
     Say,
     StartTrainer,
@@ -130,7 +131,7 @@ class TrainingLoop:
         self._others_round = 0
         self._rest = ""
         self._is_last_life = False  # no trainer follows
-        self._is_data_over = False
+        self._over = ""  # why no further round begins
         self._has_validated = False
 
     def handle(self, event: Event, now: float) -> list[Output]:
@@ -172,8 +173,9 @@ class TrainingLoop:
             case LeaveAsked():
                 self._leave(now)
             case DataOver():
-                self._is_data_over = True
-                self._finish_inner_steps(self.training.round)
+                self._end_rounds(f"all {self.config.manifest.data.epochs} epochs are done")
+            case RunStopped():
+                self._end_rounds("the run's creator has stopped it")
             case ReplayAsked(command) if life is not None:
                 life.replay = command
             case SaveAsked() if life is not None:
@@ -406,7 +408,12 @@ class TrainingLoop:
         maximum = self.config.max_rounds
         if maximum is not None and round_index >= maximum:
             return f"all {maximum} rounds are done"
-        return f"all {self.config.manifest.data.epochs} epochs are done" if self._is_data_over else None
+        return self._over or None
+
+    def _end_rounds(self, words: str) -> None:
+        """Exchange what this round has, and begin no other."""
+        self._over = words
+        self._finish_inner_steps(self.training.round)
 
     def _train(self, round_index: int) -> None:
         """Have the trainer take the inner steps of a round."""
@@ -423,9 +430,7 @@ class TrainingLoop:
 
     def _is_followed(self, round_index: int) -> bool:
         """Whether the inner steps of the next round begin before this one's outer step."""
-        return (
-            self.config.manifest.rounds.overlap and round_index + 1 != self.config.max_rounds and not self._is_data_over
-        )
+        return self.config.manifest.rounds.overlap and round_index + 1 != self.config.max_rounds and not self._over
 
     def _hear(self, life: _Life, report: TrainerReport, now: float) -> None:
         """Take a report of the trainer in."""

@@ -145,6 +145,9 @@ class NodeSettings:
         most=100.0,
         or_zero=True,
     )
+    ignore_notices: bool = setting(
+        False, "Train on when the run's creator pauses or stops the run; its messages are shown all the same."
+    )
     microbatch: int = setting(
         0,
         "Sequences of a batch that the trainer takes at a time; 0: as many as fit, which is all of them until its "

@@ -63,7 +63,7 @@ class Training:
     """Trains until every round is done, or the node leaves.
 
     ``pipeline`` gives a stage's trainer its work; ``leases`` say what of the data it trains on, in runs that count
-    epochs.
+    epochs. ``stopped`` is set when the run's creator stops it.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class Training:
         surroundings: Surroundings,
         pipeline: PipelineService | None = None,
         leases: LeaseKeeper | None = None,
+        stopped: trio.Event | None = None,
     ) -> None:
         self._loop = loop
         self._messenger = messenger
@@ -85,6 +86,7 @@ class Training:
         self._surroundings = surroundings
         self._pipeline = pipeline
         self._leases = leases
+        self._stopped = trio.Event() if stopped is None else stopped
         self._driver = Driver[machine.Event, machine.Output](self._carry_out, pairing.TimerFired())
         self._driver.begin(loop)
         self._nursery: trio.Nursery | None = None
@@ -107,6 +109,7 @@ class Training:
                 self._nursery.start_soon(self._watch_traffic)
                 if self._leases is not None:
                     self._nursery.start_soon(self._watch_data, self._leases)
+                self._nursery.start_soon(self._watch_stop)
                 await self._over.wait()
                 self._nursery.cancel_scope.cancel()
         finally:
@@ -161,6 +164,10 @@ class Training:
     async def _watch_data(self, leases: LeaseKeeper) -> None:
         await leases.over.wait()
         self.handle(machine.DataOver())
+
+    async def _watch_stop(self) -> None:
+        await self._stopped.wait()
+        self.handle(machine.RunStopped())
 
     # Outputs
 

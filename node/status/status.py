@@ -253,5 +253,7 @@ class NodeStatus(NodeState, frozen=True, kw_only=True):
     """What happened lately, newest last."""
     audits: AuditStatus | None = None
     """Where the run has audits."""
+    notice: str = ""
+    """What the run's creator has to say to all members; empty: nothing."""
     mapped_addresses: list[str] = msgspec.field(default_factory=list)
     """Where the router says that this node can be dialled; in ``addresses`` once others have done so."""

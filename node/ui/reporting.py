@@ -20,6 +20,7 @@ from ..base.bandwidth import Shaping
 from ..base.figures import BYTES_PER_MBIT
 from ..loop.audit_service import AuditKeeper
 from ..loop.lease_service import LeaseKeeper
+from ..loop.notices import NoticeBoard
 from ..loop.stages.pipeline import PipelineService
 from ..loop.traffic.traffic_service import TrafficKeeper
 from ..mesh.host import Host
@@ -52,6 +53,7 @@ class Reporter:
     pipeline: PipelineService | None = None
     leases: LeaseKeeper | None = None
     audits: AuditKeeper | None = None
+    notices: NoticeBoard | None = None
     nodes_of_stages: Callable[[], Sequence[frozenset[bytes]]] = tuple
     traffic: TrafficKeeper | None = None
     _seen: tuple[float, list[MemberStatus], RunStatus] | None = None
@@ -107,6 +109,7 @@ class Reporter:
             pipeline=None if self.pipeline is None else self.pipeline.status(),
             data=None if self.leases is None else self.leases.status(),
             audits=None if self.audits is None else self.audits.status(),
+            notice="" if self.notices is None else self.notices.words,
             traffic=None if self.traffic is None else self.traffic.status(),
             resources=self._resources(),
         )

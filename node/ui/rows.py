@@ -51,6 +51,7 @@ def status_rows(status: NodeStatus, now: float) -> list[Row]:
         _doing(status, now),
         Row("waits for", waits or "nothing", "warning" if waits else "", f"waits for {waits}" if waits else ""),
         Row("isolated", status.isolation, "warning"),
+        Row("notice", status.notice, "warning", status.notice),
         _progress(status),
         _data(status),
         _loss(status),

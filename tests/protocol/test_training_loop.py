@@ -49,6 +49,7 @@ from farandole.protocol.training_events import (
     RestartAsked,
     RestChanged,
     RoundOver,
+    RunStopped,
     SaveAsked,
     StartTrainer,
     TellTrainer,
@@ -433,10 +434,10 @@ class Walk(RuleBasedStateMachine):
     def hear_of_the_run(self, event: Event) -> None:
         self.handle(event)
 
-    @rule(chance=st.integers(0, 7))
-    def end_data(self, chance: int) -> None:
+    @rule(chance=st.integers(0, 7), event=st.sampled_from((DataOver(), RunStopped())))
+    def end_rounds(self, chance: int, event: DataOver | RunStopped) -> None:
         if chance == 0:
-            self.handle(DataOver())
+            self.handle(event)
 
     # What holds at any time
 

@@ -243,6 +243,33 @@ def audit(
         raise typer.Exit(Exit.VERDICT_FAILED)
 
 
+@run_app.command("notice")
+def notify(
+    home: Home,
+    message: Annotated[str, typer.Argument(metavar="MESSAGE", help="For all members, in ASCII.")] = "",
+    pause: Annotated[bool, typer.Option("--pause", help="All members stop training until --resume.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="They train again.")] = False,
+    stop: Annotated[
+        bool, typer.Option("--stop", help="They save their weights, end training, and stay to give the weights.")
+    ] = False,
+) -> None:
+    """Tell all members of the run something, or have them pause, resume or stop training.
+
+    It needs the creator's node. A pause ends by itself a week after that node was last on. A member's owner may train
+    on with [cyan]farandole join --ignore-notices[/cyan].
+
+    Examples: [cyan]farandole run notice "a new release is out"[/cyan];
+    [cyan]farandole run notice --pause "back at noon"[/cyan]
+    """
+    from ...base.control import call
+
+    deeds = [name for name, is_wanted in (("pause", pause), ("resume", resume), ("stop", stop)) if is_wanted]
+    if len(deeds) > 1 or not (deeds or message):
+        raise typer.BadParameter("a message, or one of --pause, --resume and --stop, or both")
+    call(home, "notice", action=deeds[0] if deeds else "say", text=message)
+    typer.echo("published: connected members hear of it within seconds")
+
+
 def _tell_admission(home: Path, who: list[str], *, is_admitted: bool) -> None:
     from ...base.control import call
 
