@@ -389,7 +389,11 @@ async def open_member(
 
     Raises `JoinError` unless the owner allows the run's model.
     """
-    async with open_bulk(mesh.host, mesh.shaping, mesh.connectivity) as channels, open_service_nursery() as nursery:
+    run_id = decode_manifest(raw_manifest)[1].run_id
+    async with (
+        open_bulk(mesh.host, run_id, mesh.shaping, mesh.connectivity) as channels,
+        open_service_nursery() as nursery,
+    ):
         member = make_member(daemon, mesh, messenger, raw_manifest, channels)
         mesh.traffic.needs_traffic = member.membership.num_stages > 1
         if member.pipeline is not None:

@@ -10,11 +10,14 @@ meanwhile. The records' keys come from the proposals (`agree`), and who they are
 
 - Noise says who sent a proposal, and that nobody changed it or read it. Whoever can seal a record is that peer.
 - A proposal's X25519 key is of one negotiation. Nobody can find the channel's keys once both have forgotten theirs.
-- The keys hang on both peers' names, both proposals' keys and tokens, the session and the direction. So a peer that
-  passes another's proposal on, or an end that hears itself, gets different keys or none.
+- The keys hang on the run, the hash of the Noise handshake of the stream's connection, both peers' names, both
+  proposals' keys and tokens, the session and the direction. So a peer that passes another's proposal on, over another
+  connection or in another run, or an end that hears itself, gets different keys or none.
 - Before a channel is used each end opens the other's first record, so both have the same keys.
 - Who sits on the path, and so reads the greeting, can take a peer's place in the race or break the connection; then
   the contributions move over another channel, or the libp2p stream. He sees how much moves when, and nothing else.
+
+docs/bulk-channel.md is the specification, and says who may learn or break what.
 
 The greeting (the session and the receiver's one-time token) keeps strangers away from the channel, and makes a plain
 dial, a reverse dial and a simultaneous open look alike.
@@ -39,7 +42,7 @@ from .identity import framed
 from .record_layer import SECRET_BYTES
 from .wire import MessageDecoder
 
-BULK_VERSION = 2
+BULK_VERSION = 3
 SESSION_BYTES = 16
 TOKEN_BYTES = 32
 GREETING_BYTES = SESSION_BYTES + TOKEN_BYTES
@@ -86,6 +89,15 @@ class Side(NamedTuple):
     proposal: Proposal
 
 
+class Binding(NamedTuple):
+    """What a negotiation belongs to: channels of different ones have different keys."""
+
+    run_id: bytes
+    handshake_hash: bytes
+    """Of the connection whose stream carries the proposals: 32 bytes, which both of its ends know and no others have
+    (Noise, section 11.2: channel binding)."""
+
+
 class Secrets(NamedTuple):
     """What a channel's records are sealed and opened with, 32 bytes each; the other end has them reversed."""
 
@@ -93,7 +105,7 @@ class Secrets(NamedTuple):
     opening: bytes
 
 
-def agree(own_key: X25519PrivateKey, ours: Side, theirs: Side, is_asker: bool) -> Secrets:
+def agree(own_key: X25519PrivateKey, ours: Side, theirs: Side, binding: Binding, is_asker: bool) -> Secrets:
     """The secrets of both directions, of the key that `ours` proposes and the other's.
 
     X25519 (RFC 7748) and HKDF-SHA256 (RFC 5869). Raises `RemoteProtocolError` if the other's key is of small order.
@@ -104,7 +116,7 @@ def agree(own_key: X25519PrivateKey, ours: Side, theirs: Side, is_asker: bool) -
     except ValueError as error:
         raise RemoteProtocolError("a key of small order") from error
     named = [part for side in (asker, answerer) for part in (side.author, side.proposal.key, side.proposal.token)]
-    info = framed(b"farandole/bulk/2", *named)
+    info = framed(b"farandole/bulk/3", *binding, *named)
     both = HKDF(SHA256(), 2 * SECRET_BYTES, salt=asker.proposal.session, info=info).derive(shared)
     by_asker, by_answerer = both[:SECRET_BYTES], both[SECRET_BYTES:]
     return Secrets(by_asker, by_answerer) if is_asker else Secrets(by_answerer, by_asker)

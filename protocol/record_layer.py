@@ -1,10 +1,12 @@
 """The record layer of bulk channels: bytes sealed by AES-256-GCM, record after record, under a key for one direction.
 
-    record      length (4 bytes, big-endian)   ciphertext and tag (as many bytes)
+    record      header (4 bytes, big-endian)   ciphertext and tag (as many bytes as the header's low 31 bits say)
 
-The length is the record's associated data, its number under the key is the nonce. So a record opens only whole, once
+The header is the record's associated data, its number on the channel is the nonce. So a record opens only whole, once
 and in its turn: one that is flipped, dropped, repeated, swapped, or another channel's, or the other direction's, ends
-the channel, and nothing of it counts. An end between two records looks like an end; who waits for more calls it one.
+the channel, and nothing of it counts. The header's top bit says that the record is the first under the next key: the
+sender sets it when `KeyLife` is over. A record without plaintext is the last; a connection that ends without one was
+cut off. docs/bulk-channel.md specifies the channel; tests/protocol/vectors/bulk_channel.json has known answers.
 
 AES with 256 bits, not 128: it costs a tenth of the cipher's rate, which is a fiftieth of the channel's, and nonces may
 then count from 0 in each channel: against keys of 128 bits, who records 2^k channels that begin alike would find one
@@ -13,7 +15,7 @@ of their keys in 2^(128-k) steps (RFC 8446 has a secret first nonce against that
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -33,57 +35,98 @@ RECORD_BYTES: Final = 1 << 18
 # What a record needs on the wire beside its plaintext, and the longest record there.
 OVERHEAD_BYTES: Final = HEADER_BYTES + TAG_BYTES
 MAX_SEALED_BYTES: Final = RECORD_BYTES + OVERHEAD_BYTES
-# Records under one key: of full ones 2^30 blocks of AES. RFC 8446 (5.5) allows a key 2^34.5 blocks, for an attacker's
+# On the wire under one key: 2^28 blocks of AES at most. RFC 8446 (5.5) allows a key 2^34.5 blocks, for an attacker's
 # advantage of 2^-57, RFC 9001 (6.6, B.1) 2^35; NIST SP 800-38D (5.2.1.1, 8.2.1, 8.3) allows 2^36 bytes a record, and as
-# many nonces as are counted. A forged record is the last of its channel. It is fewer than need be (16 GiB), so that a
-# channel of some use does come to its next key.
-RECORDS_PER_KEY: Final = 1 << 16
+# many nonces as are counted. A forged record is the last of its channel. It is fewer than need be, so that a channel of
+# some use does come to its next key; to find one costs 20 microseconds.
+BYTES_PER_KEY: Final = 1 << 32
+# A key that is stolen from memory opens what was sent since it began. SSH has an hour (RFC 4253, 9).
+SECONDS_PER_KEY: Final = 600.0
+# In a header: this record is the first under the next key.
+NEXT_KEY: Final = 1 << 31
+
+
+class KeyLife(NamedTuple):
+    """How long a key is used; the receiver holds the sender to the bytes."""
+
+    num_bytes: int = BYTES_PER_KEY
+    seconds: float = SECONDS_PER_KEY
 
 
 class _Keys:
-    """One key after the other, each with its nonces; from no key can those before be found (as RFC 8446, 7.2)."""
+    """One key after the other; from no key can those before be found (as RFC 8446, 7.2).
 
-    def __init__(self, secret: bytes, records_per_key: int) -> None:
+    Records are numbered through all keys, so a record that is cut out before a new key is missed like any other.
+    """
+
+    def __init__(self, secret: bytes, max_bytes: int) -> None:
         if len(secret) != SECRET_BYTES:
             raise ValueError(f"a secret has {SECRET_BYTES} bytes, this has {len(secret)}")
         self._secret = secret
-        self._records_per_key = records_per_key
+        self._max_bytes = max_bytes
+        self._number = 0
         self._begin_key()
 
-    def nonce(self) -> bytes:
-        """Of the next record."""
-        return self._number.to_bytes(NONCE_BYTES, "big")
+    def has_room(self, size: int) -> bool:
+        """Whether this key may seal a record of so many bytes on the wire: any record, if it is the key's first."""
+        return not self._num_bytes or self._num_bytes + size <= self._max_bytes
 
-    def advance(self) -> None:
-        """That record is done."""
+    def use(self, size: int) -> bytes:
+        """The nonce of the next record, which has so many bytes on the wire."""
+        nonce = self._number.to_bytes(NONCE_BYTES, "big")
         self._number += 1
-        if self._number == self._records_per_key:
-            self._secret = _expand(self._secret, b"next secret", SECRET_BYTES)
-            self._begin_key()
+        self._num_bytes += size
+        return nonce
+
+    def next_key(self) -> None:
+        """Forget this key."""
+        self._secret = _expand(self._secret, b"next secret", SECRET_BYTES)
+        self._begin_key()
 
     def _begin_key(self) -> None:
         self.cipher = AESGCM(_expand(self._secret, b"key", KEY_BYTES))
-        self._number = 0
+        self._num_bytes = 0
 
 
 class Sealer:
-    """Makes records. ``secret``: 32 bytes, shared with the `Opener` and used for nothing else."""
+    """Makes records. ``secret``: 32 bytes, shared with the `Opener` and used for nothing else.
 
-    def __init__(self, secret: bytes, records_per_key: int = RECORDS_PER_KEY) -> None:
-        self._keys = _Keys(secret, records_per_key)
+    ``now``, here and below: any clock that never goes back, in seconds.
+    """
+
+    def __init__(self, secret: bytes, now: float, life: KeyLife | None = None) -> None:
+        self._life = life or KeyLife()
+        self._keys = _Keys(secret, self._life.num_bytes)
+        self._key_until = now + self._life.seconds
         self._buffer = memoryview(bytearray())
+        self._has_finished = False
 
-    def seal(self, data: memoryview) -> memoryview:
+    def seal(self, data: memoryview, now: float) -> memoryview:
         """The record of 1 to `RECORD_BYTES` bytes, `OVERHEAD_BYTES` longer; good until the next call."""
         if not 0 < data.nbytes <= RECORD_BYTES:
             raise LocalProtocolError(f"a record of {data.nbytes} bytes")
+        return self._seal(data, now)
+
+    def finish(self, now: float) -> memoryview:
+        """The final record, after which there is none."""
+        record = self._seal(memoryview(b""), now)
+        self._has_finished = True
+        return record
+
+    def _seal(self, data: memoryview, now: float) -> memoryview:
+        if self._has_finished:
+            raise LocalProtocolError("a record after the final one")
         size = data.nbytes + OVERHEAD_BYTES
+        word = size - HEADER_BYTES
+        if now >= self._key_until or not self._keys.has_room(size):
+            self._keys.next_key()
+            self._key_until = now + self._life.seconds
+            word |= NEXT_KEY
         if len(self._buffer) < size:
             self._buffer = memoryview(bytearray(size))
         record = self._buffer[:size]
-        record[:HEADER_BYTES] = header = (size - HEADER_BYTES).to_bytes(HEADER_BYTES, "big")
-        self._keys.cipher.encrypt_into(self._keys.nonce(), data, header, record[HEADER_BYTES:])
-        self._keys.advance()
+        record[:HEADER_BYTES] = header = word.to_bytes(HEADER_BYTES, "big")
+        self._keys.cipher.encrypt_into(self._keys.use(size), data, header, record[HEADER_BYTES:])
         return record
 
 
@@ -93,8 +136,10 @@ class Opener:
     No more is wanted than the record that has begun, and the next one's header. After an error it only repeats it.
     """
 
-    def __init__(self, secret: bytes, records_per_key: int = RECORDS_PER_KEY) -> None:
-        self._keys = _Keys(secret, records_per_key)
+    def __init__(self, secret: bytes, life: KeyLife | None = None) -> None:
+        self.has_ended = False
+        """Whether the final record has come."""
+        self._keys = _Keys(secret, (life or KeyLife()).num_bytes)
         self._buffer = memoryview(bytearray(2 * HEADER_BYTES))
         self._num_in = (
             0  # bytes from the wire that are in the buffer: a record, or its beginning; a header at most more
@@ -105,12 +150,15 @@ class Opener:
 
     @property
     def is_clean(self) -> bool:
-        """Whether all that has come has been taken."""
-        return not (self._num_in or self._spare or self._failure)
+        """Whether all that has come has been taken, and more may come."""
+        return not (self._num_in or self._spare or self._failure or self.has_ended)
 
     @property
     def wanted(self) -> memoryview:
-        """Where the next bytes of the wire go, some or all of them; never empty while `take` gives nothing."""
+        """Where the next bytes of the wire go, some or all of them; never empty while `take` gives nothing.
+
+        Nothing may come once the opener `has_ended`.
+        """
         return self._buffer[self._num_in : (self._size or 0) + HEADER_BYTES]
 
     def received(self, count: int) -> None:
@@ -118,7 +166,8 @@ class Opener:
         self._num_in += count
 
     def take(self, memory: memoryview) -> int:
-        """Put what is verified at the front of the memory; how many bytes, 0 if more of the wire is needed first.
+        """Put what is verified at the front of the memory; how many bytes, 0 if more of the wire is needed first, or
+        if that was the final record.
 
         What lies behind them is undefined. Raises `RemoteProtocolError` for a record that the peer has not made so.
         """
@@ -137,6 +186,8 @@ class Opener:
         return count
 
     def _take_record(self, memory: memoryview) -> int:
+        if self.has_ended and self._num_in:
+            raise RemoteProtocolError("bytes after the final record")
         if not self._size and self._num_in >= HEADER_BYTES:
             self._begin_record()
         if not self._size or self._num_in < self._size:
@@ -152,9 +203,14 @@ class Opener:
 
     def _begin_record(self) -> None:
         """The length comes first, so a peer's word allocates `MAX_SEALED_BYTES` at most."""
-        size = HEADER_BYTES + int.from_bytes(self._buffer[:HEADER_BYTES], "big")
-        if not OVERHEAD_BYTES < size <= MAX_SEALED_BYTES:
+        word = int.from_bytes(self._buffer[:HEADER_BYTES], "big")
+        size = HEADER_BYTES + (word & ~NEXT_KEY)
+        if not OVERHEAD_BYTES <= size <= MAX_SEALED_BYTES:
             raise RemoteProtocolError(f"a record of {size} bytes")
+        if word & NEXT_KEY:
+            self._keys.next_key()
+        elif not self._keys.has_room(size):
+            raise RemoteProtocolError("a record under a key that has sealed enough")
         if len(self._buffer) < size + HEADER_BYTES:
             begun = self._buffer[: self._num_in]
             self._buffer = memoryview(bytearray(size + HEADER_BYTES))
@@ -165,13 +221,13 @@ class Opener:
         record, begun = self._buffer[: self._size], self._buffer[self._size : self._num_in]
         header, sealed = record[:HEADER_BYTES], record[HEADER_BYTES:]
         try:
-            self._keys.cipher.decrypt_into(self._keys.nonce(), sealed, header, memory)
+            self._keys.cipher.decrypt_into(self._keys.use(len(record)), sealed, header, memory)
         except InvalidTag:
             raise RemoteProtocolError("a record that was not sealed so, or not in this turn") from None
-        self._keys.advance()
+        self.has_ended = self._size == OVERHEAD_BYTES
         self._buffer[: len(begun)] = begun
         self._num_in, self._size = len(begun), 0
 
 
 def _expand(secret: bytes, name: bytes, size: int) -> bytes:
-    return HKDFExpand(SHA256(), size, b"farandole/record/1 " + name).derive(secret)
+    return HKDFExpand(SHA256(), size, b"farandole/record/2 " + name).derive(secret)

@@ -28,6 +28,10 @@ class Stream(Protocol):
     def peer(self) -> bytes:
         """The remote's public key, authenticated."""
 
+    @property
+    def handshake_hash(self) -> bytes:
+        """32 bytes that name the connection: both ends know them, and no other connection has them."""
+
     async def send_all(self, data: bytes) -> None:
         """Send all of it, or raise `trio.BrokenResourceError`."""
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import trio
@@ -62,6 +63,7 @@ class BulkChannel:
     ) -> None:
         self.peer = peer
         self.session = session
+        self.opened_at = trio.current_time()
         self.idle_since = 0.0
         self.num_sent = 0
         """Bytes given to it so far, whether they have arrived or not."""
@@ -72,7 +74,8 @@ class BulkChannel:
         self._connection = connection
         prefer_bbr(connection)
         self._shaping = shaping
-        self._sealer, self._opener = Sealer(secrets.sealing), Opener(secrets.opening)
+        self._sealer, self._opener = Sealer(secrets.sealing, time.monotonic()), Opener(secrets.opening)
+        self._is_between_records = True  # as far as what is sent goes
         self._num_reserved = 0  # bytes that may be received
         self._is_broken_off = threading.Event()
         self._threads = trio.CapacityLimiter(2)
@@ -124,14 +127,17 @@ class BulkChannel:
     def announce(self) -> None:
         """Tell the other end that this one is ready: a few bytes, which a fresh connection takes at once."""
         with contextlib.suppress(OSError), self._without_waiting():
-            self._connection.send(self._sealer.seal(memoryview(_READY)))
+            self._connection.send(self._sealer.seal(memoryview(_READY), time.monotonic()))
 
     async def confirm(self) -> None:
         """Wait until the other end has announced itself. Otherwise as `send`."""
         await self._run(self._confirm)
 
     def close(self) -> None:
-        """Close at once. Nothing may be moving."""
+        """Close at once, and say so by a final record if the connection takes it. Nothing may be moving."""
+        if self._is_between_records and not self._is_broken_off.is_set():
+            with contextlib.suppress(OSError), self._without_waiting():
+                self._connection.send(self._sealer.finish(time.monotonic()))
         self._is_broken_off.set()
         self._connection.close()
 
@@ -141,9 +147,11 @@ class BulkChannel:
         shaper = self._shaping.up
         size = shaper.quantum - OVERHEAD_BYTES
         for start in range(0, data.nbytes, size):
-            record = self._sealer.seal(data[start : start + size])
+            record = self._sealer.seal(data[start : start + size], time.monotonic())
+            self._is_between_records = False
             self._pause(shaper.reserve(record.nbytes))
             self._connection.sendall(record)
+            self._is_between_records = True
             self.num_sent += record.nbytes - OVERHEAD_BYTES
 
     def _receive(self, incoming: Incoming) -> None:
@@ -164,9 +172,11 @@ class BulkChannel:
         self._num_reserved -= self._read(self._num_reserved)
 
     def _read(self, most: int) -> int:
+        if self._opener.has_ended:
+            raise ChannelError("the peer closed the channel")
         got = self._connection.recv_into(self._opener.wanted[:most])
         if not got:
-            raise ChannelError("the peer closed the channel")
+            raise ChannelError("the connection ended without a final record")
         self._opener.received(got)
         self.num_received += got
         return got

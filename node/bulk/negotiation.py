@@ -30,6 +30,7 @@ from farandole.protocol.bulk import (
     SESSION_BYTES,
     TOKEN_BYTES,
     Address,
+    Binding,
     Proposal,
     Side,
     agree,
@@ -55,7 +56,7 @@ from .channel import BulkChannel, ChannelError, open_channel
 
 logger = logging.getLogger(__name__)
 
-BULK_PROTOCOL = "/farandole/bulk/2"
+BULK_PROTOCOL = "/farandole/bulk/3"
 # From the proposal to the channel: two round trips on the stream, a TCP handshake, greetings and ready records, over a
 # bad line.
 OPEN_TIMEOUT = 5.0
@@ -65,6 +66,8 @@ OPEN_TIMEOUT = 5.0
 FIRST_RETRY_AFTER, MAX_RETRY_AFTER = 10.0, 600.0
 # Longer than a round of most runs; a NAT forgets a connection after a quarter of an hour at the earliest, mostly.
 IDLE_TIMEOUT = 300.0
+# After this a channel is not kept: the next one is negotiated with keys that no part of this one's tell.
+MAX_AGE = 3_600.0
 # A node exchanges with one partner at a time, and meets it again by chance.
 MAX_IDLE = 8
 # A greeting is written as soon as the connection opens.
@@ -123,11 +126,13 @@ class BulkService:
     def __init__(
         self,
         host: BulkHost,
+        run_id: bytes,
         listeners: dict[socket.AddressFamily, trio.socket.SocketType],
         shaping: Shaping,
         reach: PeerReach | None,
     ) -> None:
         self._host = host
+        self._run_id = run_id
         self._listeners = listeners
         self._shaping = shaping
         self._reach = reach
@@ -203,10 +208,11 @@ class BulkService:
         return channel
 
     def release(self, channel: BulkChannel) -> None:
-        """Keep a channel, on which nothing is under way in either direction, for the next exchange."""
-        if self._is_closed:
+        """Keep a channel, on which nothing is under way in either direction, for the next one; close an old one."""
+        now = trio.current_time()
+        if self._is_closed or now - channel.opened_at > MAX_AGE:
             return channel.close()
-        channel.idle_since = trio.current_time()
+        channel.idle_since = now
         self._idle[channel.session] = channel
         if len(self._idle) > MAX_IDLE:
             self._idle.popitem(last=False)[1].close()
@@ -309,7 +315,7 @@ class BulkService:
     ) -> BulkChannel:
         """Dial, let the answerer choose, confirm the keys; give up if the peer does, and closes the stream."""
         us, them = Side(self._host.author, race.proposal), Side(race.peer, theirs)
-        channel_secrets = agree(key, us, them, is_asker)
+        channel_secrets = agree(key, us, them, Binding(self._run_id, stream.handshake_hash), is_asker)
         race.begin(theirs)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_cancel_at_end, stream, nursery.cancel_scope)
@@ -481,11 +487,11 @@ class _Race:
 
 @contextlib.asynccontextmanager
 async def open_bulk(
-    host: BulkHost, shaping: Shaping | None = None, reach: PeerReach | None = None
+    host: BulkHost, run_id: bytes, shaping: Shaping | None = None, reach: PeerReach | None = None
 ) -> AsyncIterator[BulkService]:
-    """Bulk channels for as long as the block runs; listens where the host does, on any ports."""
+    """Bulk channels of a run for as long as the block runs; listens where the host does, on any ports."""
     listeners = _open_listeners(interfaces(host))
-    service = BulkService(host, listeners, shaping or Shaping(), reach)
+    service = BulkService(host, run_id, listeners, shaping or Shaping(), reach)
     ports = {listener.getsockname()[1] for listener in listeners.values()}
     host.bulk_ports.update(ports)
     try:

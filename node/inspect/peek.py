@@ -97,7 +97,7 @@ async def open_visit(settings: NodeSettings, shaping: Shaping, say: Callable[[st
             open_messenger(host) as messenger,
             open_connectivity(host, key, target.run_id, shaping, peers) as connectivity,
             open_mdns(host, [target.run_id], is_on=settings.mdns),
-            open_bulk(host, shaping, connectivity) as channels,
+            open_bulk(host, target.run_id, shaping, connectivity) as channels,
         ):
             host.gate.show(target.run_id, b"", target.secret)
             await _reach(host, target, journal)

@@ -41,6 +41,11 @@ class Stream(trio.abc.HalfCloseableStream):
         self.state.is_bulk = value
 
     @property
+    def handshake_hash(self) -> bytes:
+        """The hash of the connection's Noise handshake: 32 bytes, the same at both ends and nowhere else."""
+        return self._conn.handshake_hash
+
+    @property
     def is_relayed(self) -> bool:
         """Whether a relay carries the connection."""
         return self._conn.link.is_relayed

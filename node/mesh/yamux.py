@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, cast
 
 import trio
 from libp2p.abc import ISecureConn
@@ -22,6 +23,10 @@ from farandole.protocol.yamux import MAX_WINDOW, PingAnswered, StreamChanged, St
 from ..base.bandwidth import Shaping
 from .libp2p_stream import Stream
 from .raw_link import RawLink
+
+if TYPE_CHECKING:
+    from libp2p.security.noise.io import NoiseTransportReadWriter
+    from libp2p.security.secure_session import SecureSession
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +87,12 @@ class MuxedConn:
         self._opened = trio.Event()  # by the peer, or the connection is over
         self._work = trio.Event()  # something is queued
         self._room = trio.Event()  # something was written
+
+    @property
+    def handshake_hash(self) -> bytes:
+        """The hash of the connection's Noise handshake: 32 bytes, the same at both ends and nowhere else."""
+        encrypted = cast("NoiseTransportReadWriter", cast("SecureSession", self.session).conn)
+        return bytes(encrypted.noise_state.get_handshake_hash())
 
     @property
     def num_unread(self) -> int:

@@ -52,7 +52,7 @@ class JoinNode:
         key = Ed25519PrivateKey.generate()
         host = open_host(key, [f"/ip4/{ip}/tcp/0"], shaping=self._shaping)
         self._host = await self._stack.enter_async_context(host)
-        self._channels = await self._stack.enter_async_context(open_bulk(self._host, self._shaping))
+        self._channels = await self._stack.enter_async_context(open_bulk(self._host, RUN_ID, self._shaping))
         self._exchanges = ExchangeService(self._host, self._channels, self._shaping)
         conditions = Conditions(self._host, RUN_ID, self._shaping, self._channels)
         BlockService(conditions, self._find, self._exchanges).register()

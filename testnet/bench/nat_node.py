@@ -82,7 +82,7 @@ async def open_member(run_id: bytes, port: int, peers: dict[bytes, list[str]]) -
             membership = Membership(host, state, gossip, journal, announcer)
             connections = ConnectionKeeper(host, membership, gossip.liveness, lambda peer: None)
             await connect_to_run(host, Target(run_id, None, peers), journal)
-            async with open_bulk(host, shaping, connectivity) as channels, trio.open_nursery() as nursery:
+            async with open_bulk(host, run_id, shaping, connectivity) as channels, trio.open_nursery() as nursery:
                 exchanges = ExchangeService(host, channels, shaping)
                 await nursery.start(gossip.run)
                 if peers and await gossip.join() == 0:

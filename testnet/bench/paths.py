@@ -201,7 +201,7 @@ async def open_node(
     address: str | None, announce: Announce
 ) -> AsyncIterator[tuple[Host, BulkService, BulkChannel, bytes]]:
     """A host, its bulk channels, one of them that is open, and the peer."""
-    async with open_host(Ed25519PrivateKey.generate(), [LOOPBACK]) as host, open_bulk(host) as channels:
+    async with open_host(Ed25519PrivateKey.generate(), [LOOPBACK]) as host, open_bulk(host, bytes(32)) as channels:
         async with _meet(host, address, announce) as stream:
             peer = stream.peer
             channel = await _negotiate(channels, stream, is_asker=address is not None)

@@ -22,6 +22,7 @@ SOURCES = [
     path for folder in ("node", "protocol", "testnet", "tests", "training") for path in (ROOT / folder).rglob("*.py")
 ]
 pages = pytest.mark.parametrize("page", PAGES, ids=name_of)
+NO_GUIDES = ("bulk-channel.md", "decisions.md", "errors.md", "faq.md", "reference.md", "threat-model.md")
 # Folders of the repository; what stands before them is no path of it.
 _PATH = re.compile(r"(?:\.ci|\.typing|docs|examples|grafana|node|protocol|testnet|tests|training)/[\w./-]*")
 _JOIN = re.compile(r"^(farandole )?join ((farandole1|\S+\.manifest)\S* )?")
@@ -126,7 +127,7 @@ def test_every_page_of_blocks_says_what_they_are(page: Path) -> None:
 
 def test_a_guide_begins_with_what_its_reader_will_have() -> None:
     for page in ROOT.glob("docs/*.md"):
-        if page.name not in ("reference.md", "errors.md", "faq.md", "decisions.md", "threat-model.md"):
+        if page.name not in NO_GUIDES:
             paragraph = page.read_text().split("\n\n")[1]
             assert paragraph.startswith("At the end of this page "), page
 

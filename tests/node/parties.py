@@ -25,6 +25,7 @@ from farandole.protocol.pipe import CHUNK_BYTES
 
 ALICE, BOB, CAROL = b"a" * 32, b"b" * 32, b"c" * 32  # the one whose key is less initiates
 SESSION = b"s" * 16
+RUN_ID = b"r" * 32
 SIZE = 3 * CHUNK_BYTES + 1_000
 PATIENCE = 30.0
 
@@ -35,6 +36,7 @@ class MemoryStream:
     """One end of a stream between two hosts: cuts, freezes or drips as the test says."""
 
     is_bulk = False
+    handshake_hash = b"h" * 32
 
     def __init__(self, stream: trio.abc.Stream, peer: bytes, faults: Faults) -> None:
         self.peer = peer
@@ -273,7 +275,7 @@ class Party:
 
 def offer_of(contribution: bytes, round: int = 1, tokens: int = 1) -> Offer:
     return Offer(
-        run_id=b"r" * 32,
+        run_id=RUN_ID,
         session=SESSION,
         stage=0,
         layout=b"l" * 32,

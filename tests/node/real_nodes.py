@@ -76,8 +76,8 @@ async def open_nodes() -> AsyncIterator[tuple[Node, Node]]:
         async with (
             open_host(keys[0], LOOPBACK) as first,
             open_host(keys[1], LOOPBACK) as second,
-            open_bulk(first) as ones,
-            open_bulk(second) as twos,
+            open_bulk(first, bytes(32)) as ones,
+            open_bulk(second, bytes(32)) as twos,
         ):
             await first.connect(second.author, second.addresses)
             yield Node(first, ones, ExchangeService(first, ones)), Node(second, twos, ExchangeService(second, twos))

@@ -13,6 +13,7 @@ from farandole.protocol.bulk import (
     MAX_PROPOSAL_BYTES,
     MIN_PORT,
     Address,
+    Binding,
     Proposal,
     Secrets,
     Side,
@@ -58,7 +59,8 @@ def test_the_longest_proposal_fits_its_frame() -> None:
     "lie",
     [
         {"version": 1},
-        {"version": 3},
+        {"version": 2},
+        {"version": 4},
         {"session": b"s" * 15},
         {"token": b"t" * 33},
         {"key": b""},
@@ -99,12 +101,17 @@ ALICE, BOB = (
 )
 
 
-def alices(asker: Side = ALICE, answerer: Side = BOB, key: X25519PrivateKey = KEYS[0]) -> Secrets:
-    return agree(key, asker, answerer, is_asker=True)
+BINDING = Binding(b"r" * 32, b"h" * 32)
+
+
+def alices(
+    asker: Side = ALICE, answerer: Side = BOB, key: X25519PrivateKey = KEYS[0], binding: Binding = BINDING
+) -> Secrets:
+    return agree(key, asker, answerer, binding, is_asker=True)
 
 
 def test_both_have_the_same_secrets_one_for_each_direction() -> None:
-    by_alice, by_bob = alices(), agree(KEYS[1], BOB, ALICE, is_asker=False)
+    by_alice, by_bob = alices(), agree(KEYS[1], BOB, ALICE, BINDING, is_asker=False)
     assert (by_alice.sealing, by_alice.opening) == (by_bob.opening, by_bob.sealing)
     assert by_alice.sealing != by_alice.opening
     assert len(by_alice.sealing) == len(by_alice.opening) == SECRET_BYTES
@@ -129,8 +136,14 @@ def test_another_private_key_brings_other_secrets() -> None:
     assert not set(alices(key=KEYS[2])) & set(alices())
 
 
+@pytest.mark.parametrize("field", ["run_id", "handshake_hash"])
+def test_another_run_or_connection_brings_other_secrets(field: str) -> None:
+    assert not set(alices(binding=BINDING._replace(**{field: b"x" * 32}))) & set(alices())
+
+
 def test_who_hears_himself_has_other_secrets() -> None:
-    asking, answering = agree(KEYS[0], ALICE, ALICE, is_asker=True), agree(KEYS[0], ALICE, ALICE, is_asker=False)
+    asking = agree(KEYS[0], ALICE, ALICE, BINDING, is_asker=True)
+    answering = agree(KEYS[0], ALICE, ALICE, BINDING, is_asker=False)
     assert asking.sealing != asking.opening
     assert (asking.sealing, asking.opening) == (answering.opening, answering.sealing)
 
@@ -140,7 +153,7 @@ def test_who_hears_himself_has_other_secrets() -> None:
 def test_a_key_of_small_order_is_refused(key: bytes, is_asker: bool) -> None:
     theirs = BOB._replace(proposal=msgspec.structs.replace(BOB.proposal, key=key))
     with pytest.raises(RemoteProtocolError):
-        agree(KEYS[0], ALICE, theirs, is_asker)
+        agree(KEYS[0], ALICE, theirs, BINDING, is_asker)
 
 
 def test_a_greeting_needs_the_session_and_the_token() -> None:

@@ -36,7 +36,7 @@ async def give(ip: str, mbit: float, folder: Path) -> None:
     key = Ed25519PrivateKey.generate()
     async with (
         open_host(key, [f"/ip4/{ip}/tcp/0"], shaping=shaping) as host,
-        open_bulk(host, shaping) as channels,
+        open_bulk(host, b"r" * 32, shaping) as channels,
     ):
         BlockService(Conditions(host, RUN, shaping, channels), find).register()
         print(host.addresses[0], flush=True)
@@ -47,7 +47,7 @@ async def take(address: str, ip: str, mbit: float, folder: Path) -> None:
     shaping, donor = Shaping.of_mbit(0, mbit), public_key_of(address.rpartition("/")[2])
     async with (
         open_host(Ed25519PrivateKey.generate(), [f"/ip4/{ip}/tcp/0"], shaping=shaping) as host,
-        open_bulk(host, shaping) as channels,
+        open_bulk(host, b"r" * 32, shaping) as channels,
     ):
         host.add_addresses(donor, [address])
         conditions = Conditions(host, RUN, shaping, channels)

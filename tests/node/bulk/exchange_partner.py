@@ -20,7 +20,7 @@ from node.real_nodes import Node  # type: ignore[import-not-found]  # a script f
 async def main(size: int, partner: bytes, address: str) -> None:
     shaping = Shaping.of_mbit(32, 0)
     key = Ed25519PrivateKey.generate()
-    async with open_host(key, ["/ip4/127.0.0.1/tcp/0"]) as host, open_bulk(host, shaping) as channels:
+    async with open_host(key, ["/ip4/127.0.0.1/tcp/0"]) as host, open_bulk(host, b"r" * 32, shaping) as channels:
         node = Node(host, channels, ExchangeService(host, channels, shaping))
         node.outgoing = bytearray(b"\x55" * size)
         await host.connect(partner, [address])

@@ -33,6 +33,7 @@ from ..parties import (
     BOB,
     CAROL,
     PATIENCE,
+    RUN_ID,
     SIZE,
     Handler,
     MemoryChannels,
@@ -62,6 +63,7 @@ class FaultyStream:
     """Mallory's end: well up to a message of this name, and never again."""
 
     is_bulk = False
+    handshake_hash = MemoryStream.handshake_hash
 
     def __init__(self, stream: MemoryStream, stage: str, fault: str) -> None:
         self.peer = stream.peer
@@ -306,7 +308,11 @@ async def real_pair(author: bytes, fault: str) -> AsyncIterator[RealPair]:
     async with trio.open_nursery() as nursery:
         for name in (ALICE, BOB, CAROL):
             MemoryHost(name, nursery, hosts)
-        async with open_bulk(hosts[ALICE]) as alice, open_bulk(hosts[BOB]) as bob, open_bulk(hosts[CAROL]) as carol:
+        async with (
+            open_bulk(hosts[ALICE], RUN_ID) as alice,
+            open_bulk(hosts[BOB], RUN_ID) as bob,
+            open_bulk(hosts[CAROL], RUN_ID) as carol,
+        ):
             yield RealPair(hosts, author, {ALICE: alice, BOB: bob, CAROL: carol}, fault)
         nursery.cancel_scope.cancel()
 

@@ -88,6 +88,26 @@ async def test_the_listener_knows_who_dialled() -> None:
             assert callers == [alice.author]
 
 
+async def test_a_connection_has_a_name_that_its_ends_share_and_no_other_connection_has() -> None:
+    names: list[bytes] = []
+
+    async def note(stream: Stream) -> None:
+        names.append(stream.handshake_hash)
+
+    with trio.fail_after(PATIENCE):
+        async with host_at_loopback() as alice, host_at_loopback() as bob, host_at_loopback() as carol:
+            alice.set_handler(ECHO, note)
+            shared = set()
+            for host in (bob, carol, bob):
+                host.add_addresses(alice.author, alice.addresses)
+                stream = await host.open_stream(alice.author, ECHO)
+                assert await stream.receive_some() == b""
+                shared.add(stream.handshake_hash)
+            assert len(shared) == 2
+            assert set(names) == shared
+            assert {len(name) for name in names} == {32}
+
+
 async def test_sixteen_megabytes_arrive_intact_in_both_directions_at_once() -> None:
     with trio.fail_after(PATIENCE):
         async with host_at_loopback() as alice, host_at_loopback() as bob:

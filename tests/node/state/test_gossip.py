@@ -33,6 +33,7 @@ class MemoryStream:
     """One end of a pair of `trio.testing.memory_stream_pair`, with the other's name."""
 
     is_bulk = False
+    handshake_hash = bytes(32)
 
     def __init__(self, stream: trio.abc.Stream, peer: bytes) -> None:
         self._stream = stream

@@ -86,6 +86,7 @@ class Reluctant:
 
     peer = b"p" * 32
     is_bulk = False
+    handshake_hash = bytes(32)
 
     def __init__(self) -> None:
         pipe = Pipe(True, max_message_bytes=MAX_MESSAGE_BYTES, is_large=True)

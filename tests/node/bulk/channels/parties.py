@@ -20,7 +20,7 @@ from farandole.protocol.bulk import Proposal, decode_proposal
 from farandole.protocol.framing import frame
 
 from ....patience import PATIENCE
-from ...parties import ALICE, BOB, MemoryHost, MemoryStream
+from ...parties import ALICE, BOB, RUN_ID, MemoryHost, MemoryStream
 
 
 class BulkStream(MemoryStream):
@@ -29,6 +29,7 @@ class BulkStream(MemoryStream):
     def __init__(self, stream: trio.abc.Stream, peer: bytes, host: BulkHost) -> None:
         super().__init__(stream, peer, host.faults)
         self._host = host
+        self.handshake_hash = host.handshake_hash
 
     async def send_all(self, data: bytes) -> None:
         if self._host.is_frozen:
@@ -49,6 +50,8 @@ class BulkHost(MemoryHost):
     remote_port: int = 4_001
     unreachable: set[bytes] = field(default_factory=set)
     observed: list[tuple[str, int]] = field(default_factory=list)
+    run_id: bytes = RUN_ID
+    handshake_hash: bytes = MemoryStream.handshake_hash
 
     def is_out_of_reach(self, peer: bytes) -> bool:
         return peer in self.unreachable
@@ -83,12 +86,19 @@ class Party:
 
 
 @asynccontextmanager
-async def two_parties() -> AsyncIterator[tuple[Party, Party]]:
+async def two_parties(
+    run_id: bytes = RUN_ID, handshake_hash: bytes = MemoryStream.handshake_hash
+) -> AsyncIterator[tuple[Party, Party]]:
+    """Alice and Bob; the run and the connection are what Bob believes."""
     network: dict[bytes, MemoryHost] = {}
     with trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
-            hosts = [BulkHost(author, nursery, network) for author in (ALICE, BOB)]
-            async with open_bulk(hosts[0], reach=hosts[0]) as first, open_bulk(hosts[1], reach=hosts[1]) as second:
+            hosts = [BulkHost(ALICE, nursery, network), BulkHost(BOB, nursery, network)]
+            hosts[1].run_id, hosts[1].handshake_hash = run_id, handshake_hash
+            async with (
+                open_bulk(hosts[0], hosts[0].run_id, reach=hosts[0]) as first,
+                open_bulk(hosts[1], hosts[1].run_id, reach=hosts[1]) as second,
+            ):
                 yield Party(hosts[0], first), Party(hosts[1], second)
             nursery.cancel_scope.cancel()
 

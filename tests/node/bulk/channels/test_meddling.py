@@ -17,7 +17,7 @@ from farandole.node.base.bandwidth import Shaping
 from farandole.node.bulk.channel import BulkChannel, ChannelError, open_channel
 from farandole.protocol.bulk import Secrets
 from farandole.protocol.incoming import Incoming
-from farandole.protocol.record_layer import HEADER_BYTES, RECORD_BYTES, Sealer
+from farandole.protocol.record_layer import HEADER_BYTES, RECORD_BYTES, Opener, Sealer
 
 from ....patience import PATIENCE
 from ...parties import ALICE, BOB
@@ -162,7 +162,51 @@ async def test_ends_with_different_keys_open_no_channel(answerers: Secrets, num_
 async def test_whose_first_record_says_something_else_is_refused() -> None:
     dialled, accepted = tcp_pair()
     with accepted, trio.fail_after(PATIENCE):
-        accepted.sendall(Sealer(SECRETS.opening).seal(memoryview(b"hello")))
+        accepted.sendall(Sealer(SECRETS.opening, 0.0).seal(memoryview(b"hello"), 0.0))
         with pytest.raises(ChannelError, match="ready"):
             await open_channel(b"p" * 32, b"s" * 16, dialled, SECRETS, True, Shaping())
     assert dialled.fileno() == -1
+
+
+async def test_an_end_that_closes_says_so_and_a_cut_connection_does_not() -> None:
+    async def error_after(ends: Callable[[BulkChannel, socket.socket], None]) -> str:
+        alices, bobs = tcp_pair()
+        near = BulkChannel(BOB, b"s" * 16, alices, SECRETS, Shaping())
+        far = BulkChannel(ALICE, b"s" * 16, bobs, Secrets(SECRETS.opening, SECRETS.sealing), Shaping())
+        await near.send(memoryview(b"data"))
+        await far.receive(Incoming(memoryview(bytearray(4))))
+        assert far.is_fit
+        ends(near, alices)
+        with pytest.raises(ChannelError) as caught:
+            await far.receive(Incoming(memoryview(bytearray(4))))
+        assert not far.is_fit
+        near.close()
+        far.close()
+        return str(caught.value)
+
+    with trio.fail_after(PATIENCE):
+        assert await error_after(lambda near, _: near.close()) == "the peer closed the channel"
+        cut = await error_after(lambda _, alices: alices.shutdown(socket.SHUT_RDWR))
+        assert cut == "the connection ended without a final record"
+
+
+async def test_no_final_record_follows_one_that_was_cut_short() -> None:
+    alices, bobs = tcp_pair()
+    near = BulkChannel(BOB, b"s" * 16, alices, SECRETS, Shaping())
+    with bobs, trio.fail_after(PATIENCE):
+        with trio.move_on_after(0.05):
+            await near.send(memoryview(bytes(100 * RECORD_BYTES)))
+        near.close()
+        received = b""
+        while piece := bobs.recv(1 << 20):
+            received += piece
+    opener, memory = Opener(SECRETS.sealing), memoryview(bytearray(RECORD_BYTES))
+    while received:
+        if not opener.take(memory):
+            room = opener.wanted
+            piece, received = received[: len(room)], received[len(room) :]
+            room[: len(piece)] = piece
+            opener.received(len(piece))
+    while opener.take(memory):
+        pass
+    assert not opener.has_ended

@@ -273,3 +273,12 @@ async def test_who_passes_anothers_proposals_on_gets_between_nobody(alice: Party
     with bob.service.expecting(ALICE):
         assert await alice.service.acquire(mallory) is None
     await assert_no_channel(alice, bob)
+
+
+@pytest.mark.parametrize("other", [{"run_id": b"x" * 32}, {"handshake_hash": b"x" * 32}])
+async def test_ends_in_different_runs_or_on_different_connections_get_no_channel(other: dict[str, bytes]) -> None:
+    """As where somebody passes proposals on, between two connections of its own."""
+    async with two_parties(**other) as (alice, bob):
+        with bob.service.expecting(ALICE):
+            assert await alice.service.acquire(BOB) is None
+        await assert_no_channel(alice, bob)

@@ -46,6 +46,7 @@ class Line:
 
     def __init__(self, stream: trio.abc.Stream) -> None:
         self.is_bulk = False
+        self.handshake_hash = bytes(32)
         self.peer = b"alice"
         self.num_sent = 0
         self.on_sent: Callable[[int], None] = lambda number: None
@@ -349,7 +350,7 @@ async def test_who_stops_in_the_middle_of_a_channel_s_data_loses_the_link(
                 await alice.read()
                 assert alice.link.next_event() is None
             await alice.say(FORWARD)
-            record = bytes(Sealer(OPENING).seal(memoryview(bytes(100_000))))
+            record = bytes(Sealer(OPENING, 0.0).seal(memoryview(bytes(100_000)), 0.0))
             channels.alice.sendall(record[:50_000])
             for byte in record[50_000:]:
                 with contextlib.suppress(OSError):

@@ -148,7 +148,7 @@ async def open_nodes(manifest: Manifest, folder: Path, *, with_channels: bool = 
                 RUN_ID,
                 Shaping(),
                 is_neighbour=lambda peer, stage: peer in authors and authors.index(peer) == stage,
-                channels=await stack.enter_async_context(open_bulk(host)) if with_channels else None,
+                channels=await stack.enter_async_context(open_bulk(host, RUN_ID)) if with_channels else None,
             )
             service = PipelineService(links, messenger, manifest, authors[stage], random.Random(stage))
             trainer = await stack.enter_async_context(

@@ -28,8 +28,8 @@ async def open_relayed_nodes() -> AsyncIterator[tuple[Node, Node]]:
             open_relay() as relay,
             open_host(keys[0], []) as first,
             open_host(keys[1], []) as second,
-            open_bulk(first) as ones,
-            open_bulk(second) as twos,
+            open_bulk(first, b"r" * 32) as ones,
+            open_bulk(second, b"r" * 32) as twos,
         ):
             await first.connect(second.author, [await reserve(second, relay.host)])
             yield Node(first, ones, ExchangeService(first, ones)), Node(second, twos, ExchangeService(second, twos))
