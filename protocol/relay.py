@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Final
 
@@ -25,6 +25,9 @@ STOP_PROTOCOL: Final = "/libp2p/circuit/relay/0.2.0/stop"
 MAX_MESSAGE_BYTES: Final = 4_096
 # go-libp2p's too. A reservation ends with its connection anyway; its renewal costs one round trip.
 RESERVATION_SECONDS: Final = 3_600
+# go-libp2p's limits of a circuit: enough for two peers to make a direct connection, or to introduce themselves.
+STRANGERS_CIRCUIT_BYTES: Final = 128 * 1024
+STRANGERS_CIRCUIT_SECONDS: Final = 120
 
 _CIRCUIT = re.compile(
     r"(/(?:ip4|ip6|dns|dns4|dns6)/[^/]+/tcp/\d{1,5})/p2p/([^/]+)/p2p-circuit(?:/p2p/([^/]+))?", re.ASCII
@@ -64,6 +67,15 @@ class Limits:
     circuit_seconds: int = 6 * 3_600
     # What both ends leave unused for so long is over: over one that they use, they ping every ten seconds.
     idle_seconds: float = 60
+
+    @property
+    def for_strangers(self) -> Limits:
+        """The limits of a circuit of which neither end is a member of the relay's run."""
+        return replace(
+            self,
+            circuit_bytes=min(self.circuit_bytes, STRANGERS_CIRCUIT_BYTES),
+            circuit_seconds=min(self.circuit_seconds, STRANGERS_CIRCUIT_SECONDS),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from farandole.protocol.errors import FarandoleError
 from farandole.training.durable import sync_file
 
-from .system.files import OWNER_ALONE, OWNER_ALONE_FOLDER, open_binary, others_may
+from .system.files import OWNER_ALONE, OWNER_ALONE_FOLDER, open_binary, others_may, user_id
 from .system.locking import HeldError, locked_file
 
 KEY_BYTES = 32
@@ -45,10 +45,15 @@ def make_home(path: Path) -> None:
 def keep_private(home: Path) -> None:
     """Make what this process and its children write their owner's alone, and what others of a node's files are there.
 
-    The folder itself stays as it is: it may be somebody else's too. Raises `IdentityError` if it cannot be used.
+    So is the folder itself, if it is this user's and holds a node's store or nothing. Any other one serves another
+    purpose too, and stays as it is. Raises `IdentityError` if it cannot be used.
     """
     os.umask(0o777 & ~OWNER_ALONE_FOLDER)
     make_home(home)
+    with contextlib.suppress(OSError):
+        is_nodes = (home / "store.sqlite").exists() or not any(home.iterdir())
+        if is_nodes and others_may(home) and home.stat().st_uid == user_id():
+            home.chmod(OWNER_ALONE_FOLDER)
     for name in _PRIVATE:
         for path in home.glob(name):
             with contextlib.suppress(OSError):  # another's file, which this user may only read

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import stat
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -187,12 +188,14 @@ async def test_what_a_node_writes_is_its_owners_alone_also_in_a_folder_that_is_n
 ) -> None:
     home = tmp_path / "alice"
     home.mkdir(mode=0o755)
-    (home / "log").touch(mode=0o644)
+    for name in ("log", "store.sqlite"):
+        (home / name).touch(mode=0o644)
     async with joined(home, str(tmp_path / "run.manifest"), "--data", str(texts)) as alice:
         await alice.says("listening on")
         files = [path for path in home.rglob("*") if path.is_file()]
         assert {"log", "key", "store.sqlite"} <= {path.name for path in files}
         assert [str(path) for path in files if path.stat().st_mode & 0o077] == []
+        assert stat.S_IMODE(home.stat().st_mode) == 0o700
 
 
 async def test_a_run_outlives_its_bootstrap_peer(tmp_path: Path, run: SignedManifest, texts: Path) -> None:

@@ -86,7 +86,7 @@ def dashboard(
     open_browser: Annotated[bool, typer.Option("--open", help="Open it in this machine's browser.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print the address of the page about the node that runs here; it bears the token that its buttons need.
+    """Print the address of the page about the node that runs here; includes the access token.
 
     Example: [cyan]farandole dashboard --open[/cyan]
     """

@@ -49,8 +49,7 @@ class Connectivity:
         server: RelayServer | None,
     ) -> None:
         self.reachability = reachability
-        self.members: frozenset[bytes] = frozenset()
-        """Live members of the run, as last told: they may relay."""
+        self._members: frozenset[bytes] = frozenset()
         self._server = server
         self._host = host
         self._key = relay_key(run_id)
@@ -60,6 +59,17 @@ class Connectivity:
         self.keeper = RelayKeeper(host, reachability, self._find_relays, self._rng)
         self.examiner = Examiner(host, reachability, self._rng)
         self.puncher = Puncher(host, self.examiner.dialback, reachability)
+
+    @property
+    def members(self) -> frozenset[bytes]:
+        """Live members of the run, as last told: they may relay, and are relayed for."""
+        return self._members
+
+    @members.setter
+    def members(self, members: frozenset[bytes]) -> None:
+        self._members = members
+        if self._server is not None:
+            self._server.members = members
 
     @property
     def num_reservations(self) -> int:

@@ -2,7 +2,8 @@
 
 What is relayed waits for what this node leaves of its caps (`farandole.node.base.bandwidth.Leftover`), and behind
 everything else that goes over the same connections. A circuit holds at most a window of `WINDOW_BYTES` in each
-direction.
+direction. One end of it must be a member of this node's run, or it carries little (`Limits.for_strangers`): a newcomer
+can still reach a member, and a member a newcomer.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class RelayServer:
     def __init__(
         self, host: Host, key: Ed25519PrivateKey, shaping: Shaping | None = None, limits: Limits | None = None
     ) -> None:
+        self.members: frozenset[bytes] | None = None
+        """Live members of this node's run; None: it is in no run, or not yet, and relays for all alike."""
         self._host = host
         self._key = key
         self._limits = limits or Limits()
@@ -94,19 +97,23 @@ class RelayServer:
         else:
             await self._connect(stream, peer)
 
-    async def _answer(self, stream: Stream, status: Status, reservation: Reservation | None = None) -> None:
+    async def _answer(
+        self, stream: Stream, status: Status, reservation: Reservation | None = None, limit: Limit | None = None
+    ) -> None:
         answer = HopMessage(
             type=HopMessage.STATUS,
             status=WireStatus.ValueType(status),
             reservation=reservation,
-            limit=self._limit if status is Status.OK else None,
+            limit=limit,
         )
         with trio.fail_after(REQUEST_TIMEOUT):
             await stream.send_all(encode_delimited(answer))
 
-    @property
-    def _limit(self) -> Limit:
-        return Limit(data=self._limits.circuit_bytes, duration=self._limits.circuit_seconds)
+    def _limits_of(self, *ends: bytes) -> Limits:
+        """Of a circuit between these peers."""
+        if self.members is None or not self.members.isdisjoint(ends):
+            return self._limits
+        return self._limits.for_strangers
 
     # Reservations
 
@@ -119,7 +126,8 @@ class RelayServer:
             own = [address for address in self._host.addresses if "/p2p-circuit" not in address][:MAX_ADDRESSES]
             voucher = self._sign_voucher(stream.peer, expires_at)
             reservation = Reservation(expire=expires_at, addrs=multiaddr_bytes(own), voucher=voucher)
-        await self._answer(stream, status, reservation)
+        limit = None if reservation is None else _limit_of(self._limits_of(stream.peer))
+        await self._answer(stream, status, reservation, limit)
 
     def _sign_voucher(self, peer: bytes, expires_at: int) -> bytes:
         """Say that a peer has a reservation: a signed envelope (libp2p RFC 0002), which others may check."""
@@ -135,13 +143,14 @@ class RelayServer:
         if status is not Status.OK:
             await self._answer(source, status)
             return
+        limits = self._limits_of(source.peer, peer)
         try:
-            target = await self._call(peer, source.peer)
+            target = await self._call(peer, source.peer, _limit_of(limits))
             try:
                 for stream in (source, target):
                     stream.limit_window(WINDOW_BYTES)
-                await self._answer(source, Status.OK)
-                await self._relay(source, target)
+                await self._answer(source, Status.OK, limit=_limit_of(limits))
+                await self._relay(source, target, limits)
             finally:
                 target.reset()
         except PeerUnreachableError as error:
@@ -150,7 +159,7 @@ class RelayServer:
         finally:
             self.table.close_circuit(source.peer, peer)
 
-    async def _call(self, peer: bytes, source: bytes) -> Stream:
+    async def _call(self, peer: bytes, source: bytes, limit: Limit) -> Stream:
         """A stream to a peer with a reservation, which has agreed to be connected; or `PeerUnreachableError`."""
         if not self._host.is_direct(peer):
             raise PeerUnreachableError("it has gone")
@@ -160,7 +169,7 @@ class RelayServer:
                 raise PeerUnreachableError("it has gone")
             with trio.fail_after(STOP_TIMEOUT):
                 peer_id = PeerId(id=peer_id_bytes(source))
-                request = StopMessage(type=StopMessage.CONNECT, peer=peer_id, limit=self._limit)
+                request = StopMessage(type=StopMessage.CONNECT, peer=peer_id, limit=limit)
                 await stream.send_all(encode_delimited(request))
                 answer = await receive_message(stream, StopMessage, MAX_MESSAGE_BYTES)
             if answer.type != StopMessage.STATUS or answer.status != WireStatus.OK:
@@ -173,12 +182,12 @@ class RelayServer:
             raise
         return stream
 
-    async def _relay(self, first: Stream, second: Stream) -> None:
+    async def _relay(self, first: Stream, second: Stream, limits: Limits) -> None:
         """Copy two streams to each other until both have ended, or one breaks, or a limit is reached.
 
         Both are broken off at the end unless they ended by themselves.
         """
-        limits, num_moved = self._limits, 0
+        num_moved = 0
         first.is_bulk = second.is_bulk = True
 
         async def copy(source: Stream, target: Stream) -> None:
@@ -206,3 +215,7 @@ class RelayServer:
             return
         first.reset()
         second.reset()
+
+
+def _limit_of(limits: Limits) -> Limit:
+    return Limit(data=limits.circuit_bytes, duration=limits.circuit_seconds)

@@ -2,7 +2,9 @@
 
 It listens on loopback, and that is not enough: any web page in the same browser can send requests there. So a request
 must name a loopback host (a name of an attacker's that resolves to 127.0.0.1 does not pass: DNS rebinding), come from
-the page itself where the browser says where it comes from, and, if it changes anything, bear the node's token. The page
+the page itself where the browser says where it comes from, and carry the node's token: other users of the machine
+reach loopback too, and the members' addresses are not theirs to read. Not in a cookie, which a browser would also send
+to their servers on other ports. Only the empty page and ``/metrics``, which has no addresses, need no token. The page
 runs no script but its own file (Content-Security-Policy).
 """
 
@@ -80,14 +82,26 @@ class Dashboard:
         return Starlette(
             routes=[
                 *(Route(path, _file(*served)) for path, served in _PAGE.items()),
-                Route("/api/overview", self._overview),
-                Route("/api/members", self._members),
+                Route("/api/overview", self._with_token(self._overview)),
+                Route("/api/members", self._with_token(self._members)),
                 Route("/metrics", self._metrics),
-                Route("/events", self._events),
-                Route("/api/{deed}", self._do, methods=["POST"]),
+                Route("/events", self._with_token(self._events)),
+                Route("/api/{deed}", self._with_token(self._do), methods=["POST"]),
             ],
             middleware=[Middleware(_same_origin)],
         )
+
+    def _with_token(self, answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """Answer requests that carry the token, as a bearer's or, from an EventSource, in the query."""
+
+        async def guarded(request: Request) -> Response:
+            query = request.query_params.get("token", "")
+            given = request.headers.get("authorization", "").removeprefix("Bearer ") or query
+            if not hmac.compare_digest(given.encode(), self.token.encode()):
+                return _problem(401, "open the page by the address that `farandole dashboard` prints: it has the token")
+            return await answer(request)
+
+        return guarded
 
     async def _overview(self, request: Request) -> Response:
         return _json(overview(self.status(), self.history, self.clock()))
@@ -121,9 +135,6 @@ class Dashboard:
             self._num_listeners -= 1
 
     async def _do(self, request: Request) -> Response:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), self.token.encode()):
-            return _problem(401, "open the page by the address that `farandole dashboard` prints: it bears the token")
         deed = self.deeds.get(request.path_params["deed"])
         if deed is None:
             return _problem(404, f"there are: {', '.join(sorted(self.deeds))}")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import errno
+import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from farandole.node.base.identity import IdentityError, IdentityInUseError, load_or_create_key, locked
+from farandole.node.base.identity import IdentityError, IdentityInUseError, keep_private, load_or_create_key, locked
 from farandole.node.base.system import features, files, locking
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import SMALL_ORDER_KEYS, is_signed_by, peer_id_of, public_bytes, public_key_of, sign
@@ -37,6 +39,29 @@ def test_where_files_have_no_modes_none_is_refused(tmp_path: Path, monkeypatch: 
     key = load_or_create_key(path)
     path.chmod(0o666)
     assert public_bytes(load_or_create_key(path)) == public_bytes(key)
+
+
+@pytest.mark.parametrize(
+    ("content", "mode"),
+    [((), 0o700), (("store.sqlite", "key"), 0o700), (("thesis.tex",), 0o755)],
+    ids=["empty", "a node's", "another's"],
+)
+def test_a_nodes_folder_is_its_owners_alone_and_another_stays_as_it_is(
+    tmp_path: Path, content: tuple[str, ...], mode: int
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    home.chmod(0o755)
+    for name in content:
+        (home / name).touch()
+    umask = os.umask(0o022)
+    try:
+        keep_private(home)
+        (home / "new").touch()
+    finally:
+        os.umask(umask)
+    assert stat.S_IMODE(home.stat().st_mode) == mode
+    assert stat.S_IMODE((home / "new").stat().st_mode) == 0o600
 
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ if (location.hash.length > 1) {
   history.replaceState(null, "", location.pathname);
 }
 
+const token = sessionStorage.getItem("token") ?? "";
+
 const figure = (value, digits = 3) => {
   for (const [unit, letter] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
     if (Math.abs(value) >= unit) return `${(value / unit).toPrecision(digits)} ${letter}`;
@@ -124,9 +126,7 @@ function roundSeconds(meetings) {
 async function ask(deed) {
   const answer = byId("answer");
   try {
-    const response = await fetch(`api/${deed}`, {
-      method: "POST", headers: { Authorization: `Bearer ${sessionStorage.getItem("token") ?? ""}` },
-    });
+    const response = await fetch(`api/${deed}`, { method: "POST", headers: { Authorization: `Bearer ${token}` } });
     const said = await response.json();
     answer.textContent = response.ok ? String(said.ok) : said.error;
   } catch {
@@ -148,10 +148,15 @@ byId("before").addEventListener("click", () => turnTo(firstRow - ROWS));
 byId("after").addEventListener("click", () => turnTo(firstRow + ROWS));
 window.addEventListener("resize", () => { if (overview) { showOverview(); showMembers(); } });
 
-const events = new EventSource("events");
+const events = new EventSource(`events?token=${encodeURIComponent(token)}`);
 events.addEventListener("overview", (event) => { overview = JSON.parse(event.data); showOverview(); });
 events.addEventListener("members", (event) => { membersView = JSON.parse(event.data); showMembers(); });
-events.addEventListener("error", () => {
-  byId("headline").textContent = "the node does not answer: it has left, or was stopped";
+events.addEventListener("error", async () => {
+  let trouble = "the node does not answer: it has left, or was stopped";
+  try {
+    const response = await fetch("api/overview", { headers: { Authorization: `Bearer ${token}` } });
+    if (!response.ok) trouble = (await response.json()).error;
+  } catch { /* it does not answer */ }
+  byId("headline").textContent = trouble;
   byId("headline").className = "trouble";
 });

@@ -1,5 +1,6 @@
 """Circuits between real hosts, on loopback: what they carry, who refuses what, and what is left when one breaks."""
 
+import contextlib
 import hashlib
 import os
 
@@ -19,7 +20,7 @@ from farandole.node.mesh.known_addresses import MAX_ADDRESSES
 from farandole.node.mesh.libp2p_stream import Stream
 from farandole.protocol.errors import RemoteProtocolError
 from farandole.protocol.identity import peer_id_bytes, public_bytes
-from farandole.protocol.relay import HOP_PROTOCOL, MAX_MESSAGE_BYTES, STOP_PROTOCOL, Limits
+from farandole.protocol.relay import HOP_PROTOCOL, MAX_MESSAGE_BYTES, STOP_PROTOCOL, STRANGERS_CIRCUIT_BYTES, Limits
 
 from ....patience import PATIENCE
 from ...relayed import open_home, open_public, open_relay, reserve, until
@@ -185,6 +186,42 @@ async def test_circuits_end_at_their_limits() -> None:
                     await stream.receive_some()
             await until(lambda: relay.server.table.num_circuits == 0)
             await carol.connect(bob.author, [address])
+
+
+@pytest.mark.parametrize("member", ["source", "target", None])
+async def test_strangers_get_a_little_and_members_what_they_need_also_with_a_newcomer(member: str | None) -> None:
+    payload = bytes(16_384)
+    num_pieces = 4 * STRANGERS_CIRCUIT_BYTES // len(payload)
+    with trio.fail_after(PATIENCE):
+        async with open_relay() as relay, open_home() as alice, open_home() as bob:
+            who = {"source": alice.author, "target": bob.author}
+            relay.server.members = frozenset((who[member],) if member else ())
+            bob.set_handler(ECHO, echo)
+            await alice.connect(bob.author, [await reserve(bob, relay.host)])
+            stream = await alice.open_stream(bob.author, ECHO)
+            num_echoed = 0
+            with contextlib.suppress(trio.BrokenResourceError):
+                for _ in range(num_pieces):
+                    await stream.send_all(payload)
+                    num_back = 0
+                    while num_back < len(payload):
+                        num_back += len(await stream.receive_some())
+                    num_echoed += 1
+            if member is None:
+                assert 0 < 2 * num_echoed * len(payload) < STRANGERS_CIRCUIT_BYTES
+            else:
+                assert num_echoed == num_pieces
+
+
+async def test_strangers_are_told_of_their_limits() -> None:
+    with trio.fail_after(PATIENCE):
+        async with open_relay() as relay, open_home() as bob:
+            for members, expected in ((frozenset({bob.author}), Limits()), (frozenset(), Limits().for_strangers)):
+                relay.server.members = members
+                await bob.connect(relay.host.author, relay.host.addresses)
+                answer = await ask(bob, relay.host, RESERVE)
+                assert (answer.limit.data, answer.limit.duration) == (expected.circuit_bytes, expected.circuit_seconds)
+            assert answer.limit.data == STRANGERS_CIRCUIT_BYTES
 
 
 @pytest.mark.parametrize("limits", [Limits(circuit_seconds=1), Limits(idle_seconds=0.3)])

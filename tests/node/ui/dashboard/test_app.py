@@ -35,6 +35,10 @@ async def answer(shown: Shown, method: str, path: str, **headers: str) -> tuple[
     return await trio.to_thread.run_sync(lambda: ask(shown, method, path, **headers))
 
 
+def get_events(shown: Shown) -> bytes:
+    return f"GET /events?token={shown.place.token} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode()
+
+
 @pytest.mark.parametrize(
     ("path", "kind"),
     [
@@ -58,8 +62,9 @@ async def test_the_page_and_its_parts_are_served_and_run_no_script_of_others(
 
 async def test_the_overview_says_what_the_status_says(tmp_path: Path) -> None:
     async with open_page(tmp_path) as shown:
-        overview = json.loads((await answer(shown, "GET", "/api/overview"))[2])
-        members = json.loads((await answer(shown, "GET", "/api/members"))[2])
+        token = f"Bearer {shown.place.token}"
+        overview = json.loads((await answer(shown, "GET", "/api/overview", Authorization=token))[2])
+        members = json.loads((await answer(shown, "GET", "/api/members", Authorization=token))[2])
 
     assert overview["headline"]["level"] == "well"
     rows = {row["label"]: (row["value"], row["emphasis"]) for row in overview["rows"]}
@@ -76,7 +81,7 @@ async def test_events_come_as_they_happen(tmp_path: Path) -> None:
     async with open_page(tmp_path) as shown:
         stream = await trio.open_tcp_stream("127.0.0.1", shown.port)
         async with stream:
-            await stream.send_all(b"GET /events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            await stream.send_all(get_events(shown))
             received = b""
             with trio.fail_after(PATIENCE):
                 while b"event: members" not in received:
@@ -91,7 +96,7 @@ async def test_pages_that_are_left_open_do_not_add_up(tmp_path: Path) -> None:
 
         async def listen(task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
             async with await trio.open_tcp_stream("127.0.0.1", shown.port) as stream:
-                await stream.send_all(b"GET /events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+                await stream.send_all(get_events(shown))
                 received = b""
                 while b"event: overview" not in received:
                     received += await stream.receive_some()
@@ -101,10 +106,10 @@ async def test_pages_that_are_left_open_do_not_add_up(tmp_path: Path) -> None:
         with trio.fail_after(PATIENCE):
             for _ in range(MAX_LISTENERS):
                 await nursery.start(listen)
-            assert (await answer(shown, "GET", "/events"))[0] == 503
+            assert (await answer(shown, "GET", f"/events?token={shown.place.token}"))[0] == 503
             nursery.cancel_scope.cancel()
     async with open_page(tmp_path) as shown:
-        assert (await answer(shown, "GET", "/api/overview"))[0] == 200
+        assert (await answer(shown, "GET", f"/api/overview?token={shown.place.token}"))[0] == 200
 
 
 async def test_pages_that_come_at_the_same_moment_do_not_add_up_either(tmp_path: Path) -> None:
@@ -169,6 +174,18 @@ async def test_other_pages_do_not_even_read(tmp_path: Path, path: str, headers: 
         assert (await answer(shown, "GET", path, **headers))[0] == 403
 
 
+@pytest.mark.parametrize("query", ["", "?token=", "?token=wrong", "?token=%c3%a9"])
+@pytest.mark.parametrize("path", ["/api/overview", "/api/members", "/events"])
+async def test_another_user_of_the_machine_reads_nothing_about_members(tmp_path: Path, path: str, query: str) -> None:
+    async with open_page(tmp_path) as shown:
+        code, _, body = await answer(shown, "GET", path + query)
+        assert code == 401
+        assert ALICE.encode() not in body
+        code, _, body = await answer(shown, "GET", "/metrics")
+        assert code == 200
+        assert not [member for member in STATUS.members if member.peer_id != ALICE and member.peer_id.encode() in body]
+
+
 async def test_where_the_page_is_is_the_owners_to_know_and_gone_with_the_node(tmp_path: Path) -> None:
     async with open_page(tmp_path) as shown:
         place_file = tmp_path / "dashboard.json"
@@ -201,4 +218,4 @@ async def test_garbage_costs_nobody_else(tmp_path: Path) -> None:
                 except trio.BrokenResourceError:
                     pass
             await stream.aclose()
-        assert (await answer(shown, "GET", "/api/overview"))[0] == 200
+        assert (await answer(shown, "GET", "/"))[0] == 200

@@ -34,7 +34,7 @@ class Browser:
 
 
 @contextmanager
-def open_browser(link: str, **context: Any) -> Iterator[Browser]:
+def open_browser(link: str, *, awaited: str = "#members tr", **context: Any) -> Iterator[Browser]:
     sandbox = [] if os.geteuid() else ["--no-sandbox"]
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=sandbox)
@@ -52,7 +52,7 @@ def open_browser(link: str, **context: Any) -> Iterator[Browser]:
             ),
         )
         page.goto(link)
-        page.wait_for_selector("#members tr")
+        page.wait_for_selector(awaited)
         yield browser
         chromium.close()
 
@@ -94,9 +94,11 @@ async def test_pause_is_a_click(tmp_path: Path) -> None:
     assert (await in_browser(tmp_path, look)).deeds == ["pause"]
 
 
-async def test_without_the_token_a_click_says_where_to_get_it(tmp_path: Path) -> None:
+async def test_without_the_token_the_page_and_a_click_say_where_to_get_it(tmp_path: Path) -> None:
     def look(shown: Shown) -> None:
-        with open_browser(shown.place.url) as browser:
+        with open_browser(shown.place.url, awaited="#headline.trouble") as browser:
+            expect(browser.page.locator("#headline")).to_contain_text("farandole dashboard")
+            assert browser.page.locator("#members tr").count() == 0
             browser.page.click("#pause")
             expect(browser.page.locator("#answer")).to_contain_text("farandole dashboard")
 
