@@ -262,6 +262,7 @@ class RunMember:
                     f"step 3, the run state: members were found, but none gave its run state within {JOIN_TIMEOUT:g} "
                     f"s.{refusal} Try again later, or with a newer invite."
                 )
+            host.gate.knows_members = True
             membership.refresh()
             self.notices.begin()
             if self.credentials is not None:

@@ -84,8 +84,10 @@ class IntroductionAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_un
     """The answering side's; empty if it refuses, or needs none."""
 
 
-_decode_introduction: Final = MessageDecoder[Introduction](Introduction, "an introduction")
-_decode_answer: Final = MessageDecoder[IntroductionAnswer](IntroductionAnswer, "an answer to an introduction")
+decode_introduction: Final = MessageDecoder[Introduction](Introduction, "an introduction")
+decode_introduction_answer: Final = MessageDecoder[IntroductionAnswer](
+    IntroductionAnswer, "an answer to an introduction"
+)
 
 
 class Gate:
@@ -102,6 +104,8 @@ class Gate:
         self._run_id = b""
         self.roster: Roster | None = None
         """Who is a member; None: anybody may speak to this node."""
+        self.knows_members = False
+        """Whether the roster has the run state's members: a peer that is not on it is a newcomer then."""
         self._secret: InviteSecret | None = None
         host.handlers.set(ADMISSION_PROTOCOL, self._serve, MAX_INTRODUCTION_BYTES)
 
@@ -161,7 +165,7 @@ class Gate:
                 try:
                     introduction = encode(Introduction(self._run_id, self.admission))
                     await stream.send_all(frame(introduction, MAX_INTRODUCTION_BYTES))
-                    return _decode_answer(await receive_frame(stream, FrameParser(MAX_INTRODUCTION_BYTES)))
+                    return decode_introduction_answer(await receive_frame(stream, FrameParser(MAX_INTRODUCTION_BYTES)))
                 finally:
                     stream.reset()
         except (trio.TooSlowError, trio.BrokenResourceError, RemoteProtocolError) as error:
@@ -176,13 +180,16 @@ class Gate:
 
     def _note_admission(self, peer: bytes, raw: bytes) -> None:
         """Raises `NotAdmittedError` if a peer shows another's admission, or a forged one."""
-        if self.roster is None or not raw:
+        if self.roster is None or not raw or self.roster.is_member(peer):
             return
         try:
             admission = decode_admission(raw)
             if admission.member != peer:
                 raise InvitationError("it shows another member's admission")
-            self.roster.admit(admission)
+            if self.knows_members:  # or expired and used invites would pass wherever a member speaks first
+                self.roster.admit_newcomer(admission, time.time())
+            else:
+                self.roster.admit(admission)
         except RemoteProtocolError as error:
             raise NotAdmittedError(f"{short_name(peer)} is no member of this run: {error}") from error
 
@@ -190,7 +197,7 @@ class Gate:
 
     async def _serve(self, stream: Stream) -> None:
         with trio.fail_after(INTRODUCTION_TIMEOUT):
-            introduction = _decode_introduction(await receive_frame(stream, FrameParser(MAX_INTRODUCTION_BYTES)))
+            introduction = decode_introduction(await receive_frame(stream, FrameParser(MAX_INTRODUCTION_BYTES)))
             await stream.send_all(frame(encode(self._judge(stream.peer, introduction)), MAX_INTRODUCTION_BYTES))
 
     def _judge(self, peer: bytes, introduction: Introduction) -> IntroductionAnswer:

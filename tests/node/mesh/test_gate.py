@@ -27,7 +27,6 @@ from ...patience import PATIENCE
 from ..hosts import ECHO, echo, host_at_loopback
 
 RUN_ID = b"r" * 32
-TRIES = 20
 
 
 @dataclass
@@ -60,6 +59,7 @@ async def member_and_visitor(run: Run) -> AsyncIterator[tuple[Host, Host, list[b
         roster = run.roster()
         roster.admit(invited.admit(RUN_ID, member.author, invited.invitation.first_seat))
         member.gate.close(RUN_ID, roster)
+        member.gate.knows_members = True
 
         async def serve(stream: Stream) -> None:
             served.append(stream.peer)
@@ -137,15 +137,40 @@ async def show_wrong(kind: str, run: Run, member: Host, visitor: Host) -> None:
 KINDS = ["uninvited", "expired", "forged", "revoked", "another's", "used", "of another run"]
 
 
+@pytest.mark.parametrize("tries", [20, pytest.param(1_000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("kind", KINDS)
-async def test_what_admits_nobody_opens_no_stream(kind: str, run: Run) -> None:
+async def test_what_admits_nobody_opens_no_stream(kind: str, tries: int, run: Run) -> None:
     async with member_and_visitor(run) as (member, visitor, served):
-        for _ in range(TRIES):
+        for _ in range(tries):
             await show_wrong(kind, run, member, visitor)
             with pytest.raises(NotAdmittedError):
                 await visitor.open_stream(member.author, ECHO)
         assert served == []
         assert bool(visitor.gate.refusal) == (kind != "of another run")
+
+
+@pytest.mark.parametrize("kind", ["expired", "used"])
+async def test_nor_where_a_member_speaks_first(kind: str, run: Run) -> None:
+    """As its part of the DHT does, once in a while, to all that are connected."""
+    async with member_and_visitor(run) as (member, visitor, served):
+        visitor.set_handler(ECHO, echo)
+        await show_wrong(kind, run, member, visitor)
+        await visitor.connect(member.author, member.addresses)
+        with pytest.raises(NotAdmittedError):
+            await member.open_stream(visitor.author, ECHO)
+        with pytest.raises(NotAdmittedError):
+            await visitor.open_stream(member.author, ECHO)
+        assert served == []
+
+
+async def test_a_newcomer_speaks_to_members_whose_invites_have_expired_since(run: Run) -> None:
+    async with member_and_visitor(run) as (member, visitor, _):
+        expired = run.invite(seconds=-1.0)
+        seat = expired.invitation.first_seat
+        member.gate.show(RUN_ID, encode(expired.admit(RUN_ID, member.author, seat)), None)
+        visitor.gate.show(RUN_ID, b"", run.invite())
+        visitor.gate.close(RUN_ID, run.roster())
+        assert await is_echoed(visitor, member.author)
 
 
 async def test_a_member_may_ask_a_relay_that_is_in_no_run(run: Run) -> None:
