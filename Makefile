@@ -7,7 +7,7 @@ STAMP := $(VENV)/.set-up
 # Tests at once: on two cores more than these, since most tests wait more than they compute.
 NUM_TESTERS ?= 4
 
-.PHONY: help setup demo test lint types lint-platforms unit soak reference bench bench-exchange bench-join bench-stages bench-save bench-deterministic bench-faults bench-nat bench-dashboard wheel clean
+.PHONY: help setup demo test lint types lint-platforms unit soak fuzz lock release-check reference bench bench-exchange bench-join bench-stages bench-save bench-deterministic bench-faults bench-nat bench-dashboard wheel clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,9 +47,21 @@ unit: $(STAMP)
 	@.ci/packages
 	$(BIN)/pytest -m "not soak" --numprocesses $(NUM_TESTERS) --dist worksteal
 
-soak: $(STAMP) ## The long tests: 100 starts of a testnet, churn, many simulated runs
+fuzz: $(STAMP) ## A million mutations for each decoder of a peer's bytes (2 hours; Linux)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
+	$(BIN)/python -m tests.fuzz.run
+
+soak: $(STAMP) fuzz ## The long tests: fuzzing, 100 starts of a testnet, churn, many simulated runs
 	@.ci/packages
 	$(BIN)/pytest -m soak -s
+
+lock: $(STAMP) ## Write requirements.lock and requirements-cuda.lock from constraints.txt: hashes, for image and releases
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[release]'
+	PATH=$(CURDIR)/$(BIN):$$PATH .ci/lock
+
+release-check: $(STAMP) ## What a release needs besides `make test`: no known vulnerability in what is locked
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[release]'
+	$(BIN)/pip-audit --disable-pip --require-hashes --requirement requirements.lock --requirement requirements-cuda.lock
 
 reference: $(STAMP) ## Write docs/reference.md, docs/errors.md and the figures of docs/faq.md from the code
 	$(BIN)/farandole reference > docs/reference.md

@@ -1,0 +1,70 @@
+"""The kept corpus: for each decoder the inputs that between them reach most of its code and all its refusals."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from .decoders import DECODERS, Decoder
+
+CORPUS = Path(__file__).parent / "corpus"
+# Of one decoder. What is longer, or comes after so many, adds little.
+MAX_FILES, MAX_FILE_BYTES = 20, 1_024
+MAX_CORPUS_BYTES = 300_000
+
+
+def read(name: str) -> list[bytes]:
+    """What is kept for a decoder."""
+    return [path.read_bytes() for path in sorted((CORPUS / name).glob("*"))]
+
+
+def verdict_on(decoder: Decoder, data: bytes) -> str:
+    """What a decoder says of an input, without the numbers and names in it. Raises whatever it should not."""
+    try:
+        decoder.decode(data)
+    except decoder.refusal as error:
+        return re.sub(r"\d+|'[^']*'|\"[^\"]*\"", "#", f"{type(error).__name__}: {error}")[:200]
+    return "accepted"
+
+
+def features(decoder: Decoder, data: bytes) -> set[object]:
+    """The verdict, and the lines of farandole that were run."""
+    lines: set[object] = set()
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        code: CodeType = frame.f_code
+        if "/protocol/" not in code.co_filename and "/node/" not in code.co_filename:
+            return None
+        if event == "line":
+            lines.add((code.co_filename, frame.f_lineno))
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        verdict = verdict_on(decoder, data)
+    finally:
+        sys.settrace(before)
+    return lines | {verdict}
+
+
+def keep(name: str, found: Iterable[bytes]) -> int:
+    """Add to what is kept what reaches something new, the shortest first; the bytes that are kept now."""
+    decoder, folder = DECODERS[name], CORPUS / name
+    reached: set[object] = set()
+    kept: list[bytes] = []
+    for data in sorted({*read(name), *decoder.seeds, *found}, key=lambda data: (len(data), data)):
+        if len(kept) < MAX_FILES and len(data) <= MAX_FILE_BYTES and not (new := features(decoder, data)) <= reached:
+            reached |= new
+            kept.append(data)
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob("*"):
+        path.unlink()
+    for data in kept:
+        (folder / hashlib.sha256(data).hexdigest()[:12]).write_bytes(data)
+    return sum(map(len, kept))

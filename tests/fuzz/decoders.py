@@ -1,0 +1,373 @@
+"""The table of what reads a peer's bytes: one line for each decoder, with good inputs from which mutation begins.
+
+`tests/fuzz/test_corpus.py` fails where a decoder of protocol/ is missing here.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any, NamedTuple, cast
+
+import msgspec
+from blake3 import blake3
+from google.protobuf.message import Message as Protobuf
+from libp2p.identity.identify.pb.identify_pb2 import Identify
+from libp2p.kad_dht.pb.kademlia_pb2 import Message as DhtMessage
+from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage, Limit, PeerId, Reservation, StopMessage
+from libp2p.relay.circuit_v2.pb.dcutr_pb2 import HolePunch
+
+from farandole.node.mesh.delimited import encode_delimited, multiaddr_texts, receive_message
+from farandole.node.mesh.gate import Introduction, IntroductionAnswer, decode_introduction, decode_introduction_answer
+from farandole.node.mesh.multistream import MULTISTREAM, Negotiation
+from farandole.protocol import (
+    activations,
+    antientropy,
+    block_transfer,
+    blocks,
+    checkup,
+    entries,
+    exchange_messages,
+    invitations,
+    manifest,
+    outcomes,
+    pairing_messages,
+    pipe,
+    push,
+    reachability,
+)
+from farandole.protocol.bulk import Proposal, decode_proposal
+from farandole.protocol.errors import ManifestError, RemoteProtocolError
+from farandole.protocol.framing import FrameParser, frame
+from farandole.protocol.identity import (
+    peer_id_bytes,
+    peer_id_of,
+    public_bytes,
+    public_key_of,
+    public_key_of_bytes,
+    sign,
+)
+from farandole.protocol.invite import Invite, InviteError, decode_invite, encode_invite
+from farandole.protocol.record_layer import KeyLife, Opener, Sealer
+from farandole.protocol.relay import circuit_address, parse_circuit
+from farandole.protocol.safetensors import encode_header, parse_header, parse_tensors
+from farandole.protocol.state import RunState
+from farandole.protocol.yamux import Yamux
+
+from ..protocol import authors
+from ..protocol.activations import test_fuzz as links
+from ..protocol.activations.sides import Side as LinkSide
+from ..protocol.exchange import test_fuzz as exchanges
+from ..protocol.exchange.sides import Side
+from ..protocol.test_manifest import manifest as a_manifest
+from .samples import samples
+
+NOW = authors.NOW
+RUN_ID = authors.RUN_ID
+KEY = authors.key_of(1)
+SECRET = bytes(range(32))
+
+
+class Decoder(NamedTuple):
+    """Something that reads what a peer sent. Nothing but ``refusal`` may come out of it."""
+
+    decode: Callable[[bytes], object]
+    seeds: list[bytes]
+    refusal: type[Exception] | tuple[type[Exception], ...] = RemoteProtocolError
+    share: float = 1.0
+    """Of the mutations that others get, where each costs much more."""
+
+
+def of(decode: Callable[[bytes], object], kind: Any) -> Decoder:
+    """For messages of a type."""
+    return Decoder(decode, samples(kind))
+
+
+# Conversations
+
+
+def sync(data: bytes, *, is_initiator: bool) -> object:
+    session = antientropy.Session(_state(), random.Random(0), NOW, is_initiator=is_initiator, with_beats=True)
+    if is_initiator:
+        session.start()
+    received = session.receive_data(data)
+    return [state.merge(delta, NOW) for state in (_state(),) for delta in received.deltas]
+
+
+def _state(*more: entries.Signed) -> RunState:
+    return authors.state_of(authors.member(1), authors.beat(1), authors.progress(2, 5), *more)
+
+
+def _synced() -> tuple[list[bytes], list[bytes]]:
+    """What either end says in a whole session: the initiator's, and the responder's."""
+    ends = [
+        antientropy.Session(state, random.Random(0), NOW, is_initiator=not number, with_beats=True)
+        for number, state in enumerate((_state(authors.member(3)), _state(authors.member(4))))
+    ]
+    said, data, turn = ([b""], [b""]), ends[0].start(), 0
+    while data:
+        said[turn].append(said[turn][-1] + data)
+        turn = 1 - turn
+        data = ends[turn].receive_data(data).to_send
+    return said[0][1:], said[1][1:]
+
+
+def hear_pipe(data: bytes) -> object:
+    """The first byte says which end of which pipe hears the rest, and in what pieces."""
+    how = (data or b"\0")[0]
+    end, piece, num_transfers = pipe.Pipe(bool(how & 1), max_message_bytes=100, is_large=bool(how & 2)), 1 + how // 4, 0
+    end.begin()
+    for start in range(1, len(data), piece):
+        end.receive_data(data[start : start + piece])
+        while (event := end.next_event()) is not None:
+            if isinstance(event, pipe.Message):  # its length says how much follows
+                end.expect(num_transfers, memoryview(bytearray(len(event.payload))))
+                num_transfers += 1
+    assert end.buffered <= 5 + 100 + piece
+    return end
+
+
+def hear_exchange(data: bytes) -> object:
+    side, digest = Side(False, 200), b""
+    for start in range(0, len(data), 5):
+        for event in side.receive(data[start : start + 5]):
+            if isinstance(event, exchange_messages.Offer):
+                side.send(side.offer)
+                side.send(side.sealed)
+                for chunk in side.chunks():
+                    side.send(chunk)
+            if isinstance(event, pipe.Sealed):
+                digest = event.digest
+            if isinstance(event, pipe.TransferReceived):
+                assert blake3(side.incoming).digest() == digest
+                side.exchange.send(exchange_messages.Accepted())
+    return side
+
+
+def hear_link(data: bytes, *, is_upstream: bool) -> object:
+    return links.expose(LinkSide(is_upstream, links.FUZZ_SIZE), data, 100)
+
+
+def hear_yamux(data: bytes, *, is_initiator: bool) -> object:
+    conn = Yamux(is_initiator=is_initiator, now=0.0)
+    conn.open_stream()
+    events = conn.receive_data(data, 1.0)
+    while (stream := conn.accept_stream()) is not None:
+        stream.read(None, 1.0)
+    return events
+
+
+def _yamux_talk(*, is_initiator: bool) -> bytes:
+    alice = Yamux(is_initiator=is_initiator, now=0.0)
+    for number in range(3):
+        stream = alice.open_stream()
+        stream.send(memoryview(b"hello" * number))
+        (stream.finish, stream.reset, lambda: None)[number]()
+    alice.ping(0.0)
+    alice.go_away()
+    return alice.data_to_send()
+
+
+def open_records(data: bytes) -> bytes:
+    opener, memory, plain = Opener(SECRET, KeyLife(100)), memoryview(bytearray(64)), b""
+    while not opener.has_ended:
+        if taken := opener.take(memory):
+            plain += memory[:taken]
+        elif data:
+            piece, data = data[: len(opener.wanted)], data[len(opener.wanted) :]
+            opener.wanted[: len(piece)] = piece
+            opener.received(len(piece))
+        else:
+            break
+    return plain
+
+
+def _records() -> bytes:
+    sealer = Sealer(SECRET, 0.0, KeyLife(100))
+    sealed = [bytes(sealer.seal(memoryview(bytes(30)), 0.0)) for _ in range(4)]
+    return b"".join([*sealed, sealer.finish(0.0)])
+
+
+def cut_frames(data: bytes) -> list[bytes]:
+    parser, found = FrameParser(100), []
+    for start in range(0, len(data), 7):
+        parser.receive_data(data[start : start + 7])
+        while (payload := parser.next_frame()) is not None:
+            found.append(payload)
+    parser.receive_eof()
+    return found
+
+
+# What is signed: by who sends it, so that a forger's lies get as far as those of a member
+
+
+def merge_signed(body: bytes) -> object:
+    return _state().merge(entries.Delta((authors.sign_body(1, body),)), NOW)
+
+
+def merge_delta(raw: bytes) -> object:
+    return _state().merge(entries.decode_delta(raw), NOW)
+
+
+def _bodies() -> list[bytes]:
+    items = (authors.member(1), authors.beat(1), authors.progress(1, 9), authors.accusation(1))
+    signed = [item.body for item in items]
+    for kind, rule in entries.RULES.items():
+        payloads = map(msgspec.msgpack.decode, samples(rule.payload))
+        signed += [msgspec.msgpack.encode([kind, 0, authors.tick_at(kind), payload]) for payload in payloads]
+    return signed
+
+
+def read_index(body: bytes, *, is_signed: bool) -> object:
+    raw = body
+    if is_signed:
+        raw = blocks.encode_signed_index(blocks.SignedIndex(body, sign(KEY, blocks.DOMAIN, RUN_ID, body)))
+    return blocks.decode_signed_index(raw, RUN_ID, 2**30)
+
+
+def _index() -> blocks.SignedIndex:
+    index = msgspec.msgpack.decode(samples(blocks.Index)[0], type=blocks.Index)
+    size = blocks.BLOCK_BYTES + 1
+    index = msgspec.structs.replace(index, author=public_bytes(KEY), run_id=RUN_ID, num_stages=1, stage=0, size=size)
+    return blocks.sign_index(KEY, msgspec.structs.replace(index, hashes=bytes(2 * blocks.HASH_BYTES)))
+
+
+def read_manifest(body: bytes) -> object:
+    signed = manifest.SignedManifest(body, public_bytes(KEY), sign(KEY, b"farandole/manifest/1", body))
+    return manifest.decode_manifest(signed.encode())
+
+
+def check_admission(raw: bytes) -> None:
+    invitations.check_admission(invitations.decode_admission(raw), RUN_ID, public_bytes(KEY))
+
+
+_INVITED = invitations.invite_members(KEY, RUN_ID, SECRET, range(3), int(NOW))
+_ADMISSION = msgspec.msgpack.encode(_INVITED.admit(RUN_ID, authors.author_of(2), 0))
+_MANIFEST = msgspec.msgpack.encode(a_manifest())
+
+
+_HEADER = encode_header({"a": "b"}, [("w", (3, 8)), ("v", (1,))])
+
+
+# Of libp2p
+
+
+class _Bytes:
+    """A stream that holds these bytes and ends."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes:
+        piece, self._data = self._data[:max_bytes], self._data[max_bytes or len(self._data) :]
+        return piece
+
+    async def send_all(self, data: bytes) -> None:
+        pass
+
+
+def finish(work: Coroutine[Any, Any, object]) -> object:
+    """Run what never waits."""
+    try:
+        work.send(None)
+    except StopIteration as result:
+        return result.value
+    raise AssertionError("it waits")
+
+
+def protobuf(kind: type[Protobuf], *seeds: Protobuf) -> Decoder:
+    def decode(data: bytes) -> object:
+        message = cast("Any", finish(receive_message(cast("Any", _Bytes(data)), kind, 4_096)))
+        return [multiaddr_texts(getattr(message, name, ())) for name in ("listen_addrs", "ObsAddrs")]
+
+    return Decoder(decode, [encode_delimited(seed) for seed in seeds])
+
+
+def negotiate(data: bytes) -> object:
+    stream = _Bytes(data)
+    return finish(Negotiation(stream.receive_some, stream.send_all).answer(("/a", "/b")))
+
+
+_ADDRESS = b"\x04\x7f\0\0\1\x06\x0f\xa1"  # /ip4/127.0.0.1/tcp/4001
+_PEER = peer_id_bytes(authors.author_of(1))
+_PAIR = PeerId(id=_PEER, addrs=[_ADDRESS])
+
+DECODERS: dict[str, Decoder] = {
+    "activations-downstream": Decoder(
+        lambda data: hear_link(data, is_upstream=False), [b"".join(links.TRANSCRIPTS[True])], share=0.1
+    ),
+    "activations-upstream": Decoder(
+        lambda data: hear_link(data, is_upstream=True), [b"".join(links.TRANSCRIPTS[False])], share=0.1
+    ),
+    "activations-question": of(activations.decode_question, activations.Question | activations.Answer),
+    "admission": Decoder(check_admission, [_ADMISSION]),
+    "admission-secret": Decoder(invitations.InviteSecret.decode, [_INVITED.encode()]),
+    "antientropy-frame": of(antientropy.decode_frame, antientropy.Frame),
+    "antientropy-initiator": Decoder(lambda data: sync(data, is_initiator=True), _synced()[1], share=0.1),
+    "antientropy-responder": Decoder(lambda data: sync(data, is_initiator=False), _synced()[0], share=0.1),
+    "block-answered": of(block_transfer.decode_answered, block_transfer.Answered),
+    "block-asked": of(block_transfer.decode_asked, block_transfer.Asked),
+    "block-given": of(block_transfer.decode_given, block_transfer.Given),
+    "block-question": of(block_transfer.decode_question, block_transfer.Question),
+    "block-index": Decoder(lambda raw: read_index(raw, is_signed=False), [blocks.encode_signed_index(_index())]),
+    "block-index-body": Decoder(lambda body: read_index(body, is_signed=True), [_index().body]),
+    "bulk-proposal": of(decode_proposal, Proposal),
+    "bulk-records": Decoder(open_records, [_records()]),
+    "checkup-clock": of(checkup.decode_clock, checkup.ClockAnswer),
+    "checkup-echo": of(checkup.decode_echo, checkup.EchoAnswer),
+    "checkup-speed": of(checkup.decode_speed, checkup.SpeedAnswer),
+    "checkup-speed-request": of(checkup.decode_speed_request, checkup.SpeedRequest),
+    "circuit-address": Decoder(
+        lambda data: parse_circuit(data.decode(errors="replace")),
+        [circuit_address("/ip4/1.2.3.4/tcp/1", authors.author_of(1)).encode()],
+    ),
+    "delta": Decoder(merge_delta, [authors.everything(_state()).encode()], share=0.2),
+    "entry": Decoder(merge_signed, _bodies(), share=0.2),
+    "exchange-control": of(exchange_messages.decode_control, exchange_messages.Control),
+    "exchange-offer": Decoder(exchange_messages.peek_offer, [exchanges.TRANSCRIPT[:200]]),
+    "exchange-session": Decoder(hear_exchange, [exchanges.TRANSCRIPT], share=0.1),
+    "framing": Decoder(cut_frames, [frame(b"x" * 10, 100) + frame(b"", 100)]),
+    "introduction": of(decode_introduction, Introduction),
+    "introduction-answer": of(decode_introduction_answer, IntroductionAnswer),
+    "invite": Decoder(
+        lambda data: decode_invite(data.decode(errors="replace")),
+        [encode_invite(Invite(RUN_ID, (f"/ip4/1.2.3.4/tcp/1/p2p/{peer_id_of(authors.author_of(1))}",))).encode()],
+        InviteError,
+        share=0.005,
+    ),
+    "manifest": Decoder(
+        manifest.decode_manifest, [manifest.sign_manifest(manifest.decode_body(_MANIFEST), KEY).encode()], ManifestError
+    ),
+    "manifest-body": Decoder(read_manifest, [_MANIFEST], ManifestError, share=0.2),
+    "multistream": Decoder(negotiate, [b"\x13" + MULTISTREAM.encode() + b"\n\x03/x\n\x03/b\n"]),
+    "outcome-question": of(outcomes.decode_resolve, outcomes.Resolve),
+    "outcome-answer": of(outcomes.decode_resolution, outcomes.Resolution),
+    "pairing": of(pairing_messages.decode_message, pairing_messages.Message),
+    "peer-id": Decoder(public_key_of_bytes, [_PEER]),
+    "peer-id-text": Decoder(
+        lambda data: public_key_of(data.decode(errors="replace")), [peer_id_of(authors.author_of(1)).encode()]
+    ),
+    "pipe": Decoder(
+        hear_pipe,
+        [bytes((number,)) + frame(b"\0" + message, 1_000) for number in (3, 251) for message in samples(pipe.Control)],
+    ),
+    "pipe-control": of(pipe.decode_control, pipe.Control),
+    "protobuf-dht": protobuf(DhtMessage, DhtMessage(type=DhtMessage.FIND_NODE, key=bytes(34))),
+    "protobuf-hop": protobuf(
+        HopMessage,
+        HopMessage(type=HopMessage.CONNECT, peer=_PAIR),
+        HopMessage(type=HopMessage.STATUS, reservation=Reservation(expire=9, addrs=[_ADDRESS])),
+    ),
+    "protobuf-identify": protobuf(Identify, Identify(listen_addrs=[_ADDRESS], protocols=["/a"])),
+    "protobuf-punch": protobuf(HolePunch, HolePunch(type=HolePunch.CONNECT, ObsAddrs=[_ADDRESS])),
+    "protobuf-stop": protobuf(StopMessage, StopMessage(type=StopMessage.CONNECT, peer=_PAIR, limit=Limit(data=5))),
+    "push": of(push.decode_batch, push.Batch),
+    "reachability-request": of(reachability.decode_request, reachability.Request),
+    "reachability-answer": of(
+        lambda raw: reachability.decode_answer(raw, reachability.Request((4_001,))), reachability.DialBackAnswer
+    ),
+    "safetensors": Decoder(lambda raw: parse_header(raw, len(_HEADER) + 100), [_HEADER]),
+    "safetensors-any": Decoder(lambda raw: parse_tensors(raw, 10_000), [encode_header({}, [("w", (3, 8))])]),
+    "yamux-dialled": Decoder(lambda data: hear_yamux(data, is_initiator=True), [_yamux_talk(is_initiator=False)]),
+    "yamux-accepted": Decoder(lambda data: hear_yamux(data, is_initiator=False), [_yamux_talk(is_initiator=True)]),
+}
