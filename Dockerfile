@@ -2,22 +2,28 @@
 #     docker build -t farandole .
 #     docker run -d --name node --restart on-failure:5 --stop-timeout 60 -p 4001:4001 -v farandole:/data farandole join farandole1...
 #     docker exec node farandole status
-# For models of transformers, Parquet or --stream: docker build --build-arg EXTRAS=tokenizers,hf,data
-# On a GPU: docker build --build-arg TORCH_INDEX=https://pypi.org/simple (whose PyTorch has CUDA), and docker run --gpus all.
+# On a GPU: docker build --build-arg TORCH=cuda, and docker run --gpus all.
+# For the same image again: docker build --build-arg BASE=python:3.11-slim@sha256:... (the digest that `docker pull` prints;
+# none is written here, since one that is not updated keeps the faults of that day's Debian).
 # --stop-timeout, since leaving in good order takes longer than the 10 s that Docker waits of its own accord.
-ARG PYTHON=3.11
+ARG BASE=python:3.11-slim
 
-FROM python:${PYTHON}-slim AS build
+FROM ${BASE} AS build
 # fastecdsa, of libp2p's, comes as source.
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev libgmp-dev && rm -rf /var/lib/apt/lists/*
 WORKDIR /source
 COPY . .
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-ARG EXTRAS=tokenizers
+ARG TORCH=cpu
+# Each package comes from one index and nowhere else. Only torch for the CPU has no hash here: PyPI does not have it.
 RUN python -m venv /opt/farandole \
- && /opt/farandole/bin/pip install --no-cache-dir --extra-index-url "$TORCH_INDEX" -c constraints.txt ".[$EXTRAS]"
+ && install() { /opt/farandole/bin/pip install --no-cache-dir --no-deps "$@"; } \
+ && PYPI="--index-url https://pypi.org/simple --require-hashes" \
+ && install $PYPI -r requirements.lock \
+ && if [ "$TORCH" = cuda ]; then install $PYPI -r requirements-cuda.lock; \
+    else install --index-url "https://download.pytorch.org/whl/$TORCH" -c constraints.txt torch; fi \
+ && install --no-index --no-build-isolation .
 
-FROM python:${PYTHON}-slim
+FROM ${BASE}
 RUN apt-get update && apt-get install -y --no-install-recommends libgmp10 && rm -rf /var/lib/apt/lists/* \
  && useradd --uid 1000 --create-home farandole && install -d -o farandole -g farandole -m 700 /data
 COPY --from=build /opt/farandole /opt/farandole

@@ -3,6 +3,7 @@ from the wheel, so the list is checked against the disk."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # Benchmarks and attack tools are no part of what a volunteer installs.
 FROM_SOURCE_ALONE = {"farandole.testnet.bench"}
+# What the image and releases are made of, with hashes; CUDA's apart.
+LOCKS = ("requirements.lock", "requirements-cuda.lock")
 
 
 def test_every_package_on_disk_is_listed() -> None:
@@ -89,6 +92,33 @@ def test_protocol_imports_no_io() -> None:
 def test_the_image_is_built_of_all_that_the_package_needs() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     folders = {Path(folder).parts[0] for folder in settings["tool"]["setuptools"]["package-dir"].values()}
-    needed = {"pyproject.toml", "constraints.txt", settings["project"]["readme"], *settings["project"]["license-files"]}
+    project = settings["project"]
+    needed = {"pyproject.toml", "constraints.txt", *LOCKS, project["readme"], *project["license-files"]}
     kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert kept == needed | folders
+
+
+def pins(name: str) -> dict[str, str]:
+    """Package -> version."""
+    found = re.findall(r"^([A-Za-z0-9._-]+)==([^ ;\n]+)", (ROOT / name).read_text(), re.MULTILINE)
+    return {re.sub(r"[-_.]+", "-", package).lower(): version for package, version in found}
+
+
+def test_the_locks_hold_what_was_tested_with_hashes() -> None:
+    """`make lock` brings them up to date."""
+    tested, locked = pins("constraints.txt"), pins("requirements.lock") | pins("requirements-cuda.lock")
+    assert {name: version for name, version in locked.items() if tested.get(name, version) != version} == {}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = [
+        *project["dependencies"],
+        *(name for extra in ("tokenizers", "hf", "data") for name in project["optional-dependencies"][extra]),
+    ]
+    assert {re.split(r"[^a-z0-9-]", name.lower())[0] for name in needed} <= set(locked)
+    for lock in LOCKS:
+        packages = re.split(r"\n(?=\S)", (ROOT / lock).read_text().strip())
+        assert [text for text in packages if not re.search(r"--hash=sha256:[0-9a-f]{64}", text)] == []
+
+
+def test_the_image_takes_no_package_from_two_indexes() -> None:
+    """Of two indexes pip takes the newer version, whoever put it there."""
+    assert "extra-index-url" not in (ROOT / "Dockerfile").read_text().lower()
