@@ -62,6 +62,7 @@ def member_at(folder: Path, journal: Journal | None = None, store: Any = None) -
         addresses=[],
         set_handler=lambda *args: None,
         find_providers=nobody,
+        network_of=lambda peer: "",
         gate=SimpleNamespace(roster=None),
     )
     messenger: Any = SimpleNamespace(set_receiver=lambda *args: None)
