@@ -317,6 +317,8 @@ class Screened(msgspec.Struct, frozen=True, tag=True):
     reason: str
     number: int = 0
     """As `Screen` said."""
+    clip: float = 1.0
+    """How far towards the contribution the mean goes, where it is accepted: 1 for all of its share."""
 
 
 class OuterStepTaken(msgspec.Struct, frozen=True, tag=True):

@@ -7,12 +7,13 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from farandole.node.app.commands.output import print_json
 from farandole.node.base.exits import Exit
+from farandole.protocol.errors import FarandoleError
 
 from .section import Write
 
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from .report import PlayReport
+    from .scenario import Scenario
+
+
+class HostileMissingError(FarandoleError):
+    """This installation has no hostile members."""
+
 
 testnet_app = typer.Typer(no_args_is_help=True)
 if find_spec(f"{__package__}.bench") is not None:  # it is left out of the wheel
@@ -93,6 +100,8 @@ def run_testnet(
     played = load_scenario(
         scenario, nodes=nodes, rounds=rounds, seed=seed, stages=stages, nat=nat, clean=clean, say=say
     )
+    if played.hostile is not None:
+        _run_hostile(played, out or Path("out") / Path(scenario).stem, console, as_json=as_json)
     clean_report = load_report(beside) if beside else None
     if clean_report is not None:
         check_clean(clean_report, str(played.run.get("name", "")), played.nodes)
@@ -113,6 +122,26 @@ def run_testnet(
     if testnet.is_interrupted:
         raise typer.Exit(Exit.INTERRUPTED)
     raise typer.Exit(Exit.OK if report.verdict == "pass" else Exit.VERDICT_FAILED)
+
+
+def _run_hostile(played: Scenario, folder: Path, console: Console, *, as_json: bool) -> NoReturn:
+    """Play it beside the honest alone, and end with the verdict."""
+    if find_spec(f"{__package__}.zoo") is None:  # it is left out of the wheel
+        raise HostileMissingError("hostile members come with farandole's source alone: git clone, then make setup")
+    import msgspec
+
+    from .live import open_view
+    from .zoo.play import play_grid, play_hostile, said_lines
+
+    with open_view(console) as view:
+        made = play_hostile(played, folder.absolute(), view)
+    console.print(play_grid(made).rich())
+    for line in said_lines(made):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    console.print("[bold red]FAIL" if made.reasons else "[bold green]PASS")
+    if as_json:
+        print_json(msgspec.to_builtins(made))
+    raise typer.Exit(Exit.VERDICT_FAILED if made.reasons else Exit.OK)
 
 
 def _draw(report: PlayReport, folder: Path, console: Console) -> None:

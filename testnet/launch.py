@@ -14,7 +14,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
@@ -54,6 +54,9 @@ REPORT_NAME: Final = "report.json"
 PICTURE_NAME: Final = "loss.png"
 MERGED_NAME: Final = "merged.safetensors"
 
+TARGETS: Final = "TESTNET_TARGETS"
+"""Environment variable of intruders: the addresses of all nodes."""
+
 Measure = Callable[[Manifest, bytes, Sequence[Path], Path], Merged]
 
 
@@ -80,6 +83,16 @@ def measure_with_torch(manifest: Manifest, run_id: bytes, checkpoints: Sequence[
     return measure_merged(manifest, run_id, checkpoints, out)
 
 
+@dataclass(frozen=True)
+class Intruder:
+    """A process that takes part and is not judged, as a node is started: ``command join INVITE OPTIONS``."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    is_daemon: bool = True
+    """Whether it tells its status; then the other nodes start once it does."""
+
+
 @dataclass
 class Testnet:
     """One play of a scenario in the folder ``out``."""
@@ -92,10 +105,13 @@ class Testnet:
     command: Sequence[str] = NODE_COMMAND
     measure: Measure = measure_with_torch
     is_interrupted: bool = False
+    intruders: Sequence[Intruder] = ()
+    """They come once the first node is up, and are gone before the run state is compared."""
     _events: list[str] = field(default_factory=list)
     _problems: list[str] = field(default_factory=list)
     _lodgings: list[Lodging] = field(default_factory=list)
     _nodes: list[NodeProcess] = field(default_factory=list)
+    _intruding: list[NodeProcess] = field(default_factory=list)
     _started_at: float = 0.0
     _exchanges_before: dict[int, int] = field(default_factory=dict)
     """Node -> its exchanges until the last fault was over."""
@@ -123,6 +139,7 @@ class Testnet:
             open_lodgings(self.scenario, leash) as self._lodgings,
         ):
             self._nodes = self._make_nodes(leash)
+            self._intruding = self._make_intruders(leash)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._watch_signals, signals)
                 nodes, seconds = await self._run_nodes(signed)
@@ -166,13 +183,28 @@ class Testnet:
             nodes.append(NodeProcess(NodeRecord(index, peer_id), home, options, leash, self._say, command, clock))
         return nodes
 
+    def _make_intruders(self, leash: Leash) -> list[NodeProcess]:
+        targets = " ".join(
+            f"{node.options[node.options.index('--listen') + 1]}/p2p/{node.record.peer_id}" for node in self._nodes
+        )
+        made = []
+        for number, (intruder, port) in enumerate(zip(self.intruders, free_ports(len(self.intruders)), strict=True)):
+            index = len(self._nodes) + number
+            home = self.out / "nodes" / f"{index:02d}"
+            peer_id = peer_id_of(public_bytes(load_or_create_key(home / "key")))
+            options = self._options(index, "127.0.0.1", port)
+            environment = {**intruder.environment, TARGETS: targets}
+            record = NodeRecord(index, peer_id)
+            made.append(NodeProcess(record, home, options, leash, self._say, intruder.command, environment))
+        return made
+
     def _options(self, index: int, ip: str, port: int) -> list[str]:
         scenario = self.scenario
         upload_mbit, download_mbit = scenario.caps(index)
         settings = {
             "--listen": f"/ip4/{ip}/tcp/{port}",
             "--device": scenario.device,
-            "--max-rounds": scenario.rounds,
+            **({"--max-rounds": scenario.rounds} if index < scenario.nodes else {}),
             "--slow": scenario.slowness(index),
             "--step-seconds": scenario.step_seconds,
             "--heartbeat-seconds": scenario.heartbeat_seconds,
@@ -196,15 +228,21 @@ class Testnet:
                 if limit.cancelled_caught:
                     self._problems.append(f"the training was not over after {self.scenario.timeout:g} s")
                 seconds = trio.current_time() - self._started_at
+                died = [node for node in self._intruding if node.record.died]
+                self._problems += [f"{node.name}, an intruder, ended early" for node in died]
+                await self._leave(self._intruding)
                 await self._settle()
             if self._stage.cancelled_caught:
                 seconds = trio.current_time() - self._started_at
             nodes = self._node_reports()
             self._say("ending all nodes")
-            async with trio.open_nursery() as ending:
-                for node in self._nodes:
-                    ending.start_soon(node.leave)
+            await self._leave([*self._nodes, *self._intruding])
         return nodes, seconds
+
+    async def _leave(self, nodes: Sequence[NodeProcess]) -> None:
+        async with trio.open_nursery() as ending:
+            for node in nodes:
+                ending.start_soon(node.leave)
 
     def _node_reports(self) -> list[NodeReport]:
         for node in self._nodes:
@@ -299,6 +337,10 @@ class Testnet:
         self._say(f"starting {len(self._nodes) - len(self.scenario.late_joiners)} nodes in {self.out / 'nodes'}")
         await start(first)
         await first.is_up.wait()
+        for node, intruder in zip(self._intruding, self.intruders, strict=True):
+            await start(node)
+            if intruder.is_daemon:
+                await node.is_up.wait()
         for node in others:
             if node.record.index not in self.scenario.late_joiners:
                 await trio.sleep(self.scenario.start_interval)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -65,6 +65,29 @@ class HomeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             kind_named(self.kind)
         except KindError as error:
             raise ValueError(str(error)) from error
+
+
+class HostileSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Hostile processes among the nodes (`farandole.testnet.zoo`), of which none is in the wheel."""
+
+    members: Annotated[int, msgspec.Meta(ge=1, le=MAX_NODES)] = 2
+    """How many, on top of the honest nodes; of a ``program`` as many processes."""
+    program: Literal["daemon", "ghosts", "flood"] = "daemon"
+    """A daemon with a hostile part, or a program that speaks to the run state alone."""
+    attack: str = "echo"
+    """What a daemon sends for its contribution: a name of `farandole.testnet.bench.member_attacks.ATTACKS`."""
+    tokens: Annotated[int, msgspec.Meta(ge=0, le=10**12)] = 10**12
+    """What it says it has learned from in a round."""
+    trains: bool = True
+    """Whether it takes inner steps; who does not is always ready to meet others."""
+    pairing: Literal["honest", "greedy", "absent"] = "honest"
+    """How it finds partners: greedy ones propose to all at once and agree with all, absent ones never exchange then."""
+    max_loss_above_clean: Annotated[float, msgspec.Meta(gt=0, le=10)] = 0.01
+    """Share by which the honest members' held-out loss may be above that of the honest alone."""
+    min_exchanges: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
+    """Share of the exchanges that the honest alone had among themselves, which they must have here."""
+    max_fair_share: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.0
+    """How many times its fair share of the honest members' rounds a hostile one may have; 0: not asked."""
 
 
 # For scenarios that are played in homes without saying in which: two nodes can be called, the others have one of each.
@@ -142,6 +165,9 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_loss_above_clean: _Positive | None = None
     """Share by which the merged model's loss may be above the clean run's."""
 
+    hostile: HostileSettings | None = None
+    """Who attacks the nodes; the same scenario without is played first (`farandole.testnet.zoo.play`)."""
+
     def __post_init__(self) -> None:
         for fault in self.fault:
             if max(fault.nodes, default=0) >= self.nodes:
@@ -203,13 +229,20 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return manifest_of(run, Path(), now)
 
 
-def _folder() -> Traversable:
-    return files("farandole.testnet") / "scenarios"
+# Those with hostile members come with the source alone, as these do.
+_FOLDERS: Final = ("scenarios", "zoo/scenarios")
+
+
+def _delivered() -> dict[str, Traversable]:
+    """The scenarios that come with farandole, by name."""
+    folders = [files("farandole.testnet").joinpath(name) for name in _FOLDERS]
+    entries = [entry for folder in folders if folder.is_dir() for entry in folder.iterdir()]
+    return {entry.name.removesuffix(".toml"): entry for entry in entries if entry.name.endswith(".toml")}
 
 
 def scenario_names() -> list[str]:
     """Those that come with farandole."""
-    return sorted(entry.name.removesuffix(".toml") for entry in _folder().iterdir() if entry.name.endswith(".toml"))
+    return sorted(_delivered())
 
 
 def load_scenario(
@@ -230,8 +263,8 @@ def load_scenario(
 
     Raises `ScenarioError`, or `ManifestError` for its run settings.
     """
-    if name_or_path in scenario_names():
-        settings = read_toml(Path(str(_folder() / f"{name_or_path}.toml")))
+    if (delivered := _delivered().get(name_or_path)) is not None:
+        settings = read_toml(Path(str(delivered)))
     elif Path(name_or_path).exists():
         settings = read_toml(Path(name_or_path))
     else:
@@ -243,7 +276,7 @@ def load_scenario(
     if nat and not settings.get("home"):
         settings["home"] = [{"kind": kind} for kind in DEFAULT_HOMES]
     if clean:
-        settings |= {"fault": [], "chaos": None}
+        settings |= {"fault": [], "chaos": None, "hostile": None}
     return parse_scenario(settings)
 
 

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 # Benchmarks and attack tools are no part of what a volunteer installs.
-FROM_SOURCE_ALONE = {"farandole.testnet.bench"}
+FROM_SOURCE_ALONE = {"farandole.testnet.bench", "farandole.testnet.zoo"}
 # What the image and releases are made of, with hashes; CUDA's apart.
 LOCKS = ("requirements.lock", "requirements-cuda.lock")
 
@@ -51,7 +51,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_has_neither_benchmarks_nor_attack_tools(wheel: Path) -> None:
     modules = {str(path.relative_to(wheel)) for path in wheel.rglob("*.py")}
     assert {"farandole/node/cli.py", "farandole/testnet/cli.py", "farandole/testnet/natlab/lab.py"} <= modules
-    assert not [module for module in modules if "bench" in module or "attack" in module]
+    assert not [module for module in modules if any(word in module for word in ("bench", "attack", "zoo"))]
+    assert not list(wheel.rglob("hostile-*.toml"))
 
 
 def test_the_testnet_works_without_benchmarks(wheel: Path) -> None:

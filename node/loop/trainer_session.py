@@ -52,7 +52,9 @@ class TrainerSession:
         self._on_refused = on_refused
         self._commands, self._queued = trio.open_memory_channel[messages.Command](MAX_QUEUED_COMMANDS)
         self._contribution: tuple[messages.Contributed, Outgoing] | None = None
-        self._verdict: trio.MemorySendChannel[str] | None = None
+        self._verdict: trio.MemorySendChannel[messages.Screened] | None = None
+        self.clip = 1.0
+        """Of the contribution that was judged last: how far towards it the mean goes."""
         self._encoded = SharedCounter(trainer.outgoing)
         self._arrived = SharedCounter(trainer.incoming)
         self._num_exchanges = 0
@@ -99,13 +101,14 @@ class TrainerSession:
 
     async def screen(self, peer: bytes, size: int, tokens: int) -> str | None:
         """Have the trainer judge what was received; returns None, or why it is refused."""
-        self._verdict, verdict = trio.open_memory_channel[str](1)
+        self._verdict, verdict = trio.open_memory_channel[messages.Screened](1)
         self.send(messages.Screen(size, self._num_exchanges, peer, tokens))
         try:
-            reason = await verdict.receive()
+            judged = await verdict.receive()
         finally:
             self._verdict = None
-        if not reason:
+        self.clip = judged.clip
+        if not (reason := judged.reason):
             return None
         received = memoryview(self.trainer.incoming)[:size]
         evidence = await trio.to_thread.run_sync(lambda: hashlib.sha256(received).digest())
@@ -115,7 +118,7 @@ class TrainerSession:
     def note_verdict(self, report: messages.Screened) -> None:
         """Take in a verdict; one on a contribution of an earlier exchange is dropped."""
         if self._verdict is not None and report.number == self._num_exchanges:
-            self._verdict.send_nowait(report.reason)
+            self._verdict.send_nowait(report)
 
 
 class _Judge:

@@ -324,6 +324,7 @@ class Training:
             received=result.bytes_received,
             seconds=result.seconds,
             path=result.path,
+            clip=session.clip if result.committed else 1.0,
         )
         if result.committed:
             self._surroundings.on_committed(start.peer)

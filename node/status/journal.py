@@ -52,6 +52,7 @@ class Journal:
         self._say = say
         self._tell_round = tell_round
         self._told_validation: tuple[int, float] | None = None
+        self._failed: tuple[int, str, str] | None = None  # the newest exchange that did: round, partner, verdict
 
     # The state
 
@@ -108,11 +109,14 @@ class Journal:
         received: int = 0,
         seconds: float = 0.0,
         path: str = "",
+        clip: float = 1.0,
     ) -> None:
         """Record the end of an exchange, or a round without one (``partner`` None)."""
         name = peer_id_of(partner) if partner else ""
-        self.exchanges.add(ExchangeStatus(round_index, name, verdict, sent, received, seconds, self.clock(), path))
+        at = self.clock()
+        self.exchanges.add(ExchangeStatus(round_index, name, verdict, sent, received, seconds, at, path, clip))
         if partner and verdict != "committed":
+            self._failed = round_index, name, verdict
             self._note_failure(name, round_index, verdict)
 
     def _note_failure(self, name: str, round_index: int, verdict: str) -> None:
@@ -133,6 +137,7 @@ class Journal:
         last = self.exchanges.last
         if last is None or last.round != done.round:
             last = ExchangeStatus(done.round, "", "", 0, 0, 0.0, 0.0)
+        failed = self._failed if self._failed is not None and self._failed[0] == done.round else (0, "", "")
         measured = self.losses.validation[-1] if self.losses.validation else None
         record = RoundRecord(
             at=self.clock(),
@@ -149,6 +154,9 @@ class Journal:
             exchange_seconds=last.seconds,
             path=last.path,
             late_steps=late_steps,
+            clip=last.clip,
+            failed_partner=failed[1],
+            failure=failed[2],
         )
         self._told_validation = measured
         if self._tell_round is None:

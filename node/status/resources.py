@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import trio
 
@@ -20,4 +21,5 @@ def measure_resources(trainer_pid: int | None) -> Resources | None:
         trainer_memory=None if trainer_pid is None else resident_bytes(trainer_pid),
         descriptors=descriptors,
         tasks=trio.lowlevel.current_statistics().tasks_living,
+        processor_seconds=time.process_time(),
     )

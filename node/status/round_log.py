@@ -41,6 +41,12 @@ class RoundRecord(msgspec.Struct, frozen=True):
     """``bulk`` or ``stream``."""
     late_steps: int
     """Inner steps between the contribution and the outer step."""
+    clip: float = 1.0
+    """As in `farandole.node.status.status.ExchangeStatus`."""
+    failed_partner: str = ""
+    """Peer id of the partner with whom an exchange of this round came to nothing; empty if none did."""
+    failure: str = ""
+    """That exchange's verdict, ``failed: <reason>``, where `verdict` is that of what came after it."""
 
     @property
     def line(self) -> str:
@@ -53,9 +59,10 @@ class RoundRecord(msgspec.Struct, frozen=True):
         if self.verdict != "committed":
             return f"{line}; {self.verdict}" if self.verdict else line
         megabytes = self.bytes_sent / 1e6
-        return (
-            f"{line}; averaged with {self.partner[-8:]}, {megabytes:.2f} MB each way in {self.exchange_seconds:.2f} s"
-        )
+        line += f"; averaged with {self.partner[-8:]}"
+        if self.clip < 1.0:
+            line += f", of whose contribution {self.clip:.0%} counted"
+        return f"{line}, {megabytes:.2f} MB each way in {self.exchange_seconds:.2f} s"
 
 
 def read_rounds(path: Path) -> Iterator[RoundRecord]:

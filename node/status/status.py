@@ -31,6 +31,8 @@ class ExchangeStatus(msgspec.Struct, frozen=True):
     ended_at: float
     path: str = ""
     """How the contributions moved: ``bulk`` (a channel of their own) or ``stream`` (libp2p's); empty when alone."""
+    clip: float = 1.0
+    """How far towards the partner's contribution the mean went: below 1, the screening has clipped it."""
 
 
 class MemberStatus(msgspec.Struct, frozen=True):
@@ -148,6 +150,8 @@ class Resources(msgspec.Struct, frozen=True):
     """Of the GPU, taken by the trainer; None where it computes on the CPU."""
     device_memory_total: int | None = None
     """That the GPU has."""
+    processor_seconds: float | None = None
+    """Processor time of the daemon, since it began."""
 
 
 class TrafficStatus(msgspec.Struct, frozen=True):

@@ -104,7 +104,10 @@ class Exchange:
         self._look_at(Count(command.number % MAX_EPOCHS, command.size))
         encounter = self._encounter(command.partner, command.partner_tokens)
         verdict = self._engine.screen(self._incoming[: command.size], encounter)
-        self._report(messages.Screened(verdict.reason if isinstance(verdict, Refuse) else "", command.number))
+        if isinstance(verdict, Refuse):
+            self._report(messages.Screened(verdict.reason, command.number))
+        else:
+            self._report(messages.Screened("", command.number, verdict.clip))
 
     def take_outer_step(self, command: messages.TakeOuterStep) -> None:
         """With the partner's contribution, or alone."""

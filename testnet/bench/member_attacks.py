@@ -10,8 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from farandole.training.codec import Form
+from farandole.training.errors import CodecError
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,3 +112,13 @@ ATTACKS: dict[str, Attack] = {
     "slow": lambda view: view.slow,
 }
 """By name. ``echo`` and ``slow`` are free riders: they send back what they got, or never train."""
+
+
+def forge(values: Tensor, form: Form) -> bytes:
+    """What goes over the wire for an attack's values (n,): what no honest codec sends is all ones."""
+    encoded = torch.zeros(form.size(len(values)), dtype=torch.uint8)
+    try:
+        form.encode(values.contiguous(), encoded)
+    except CodecError:
+        encoded.fill_(255)
+    return np.asarray(encoded).tobytes()

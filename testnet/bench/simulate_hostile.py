@@ -12,18 +12,17 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from farandole.protocol.manifest import Manifest
 from farandole.protocol.pairing_backoff import PartnerBackoff
 from farandole.training.codec import form_of
-from farandole.training.errors import CodecError, ScreeningError
+from farandole.training.errors import ScreeningError
 from farandole.training.learner import Learner, build_learner
 from farandole.training.screening.rule import Encounter, Refuse
 
-from .member_attacks import ATTACKS, AttackView
+from .member_attacks import ATTACKS, AttackView, forge
 
 # Held-out batches for the figure at the end; what members screen by is among them.
 VALIDATION_BATCHES = 32
@@ -184,11 +183,4 @@ def _forge(
 ) -> bytes:
     slow = member.learner.slow_weights()
     view = AttackView(member.sent, slow, member.initial, victim.sent, honest, generator)
-    values = ATTACKS[run.attack](view)
-    form = form_of(run.manifest.outer.codec)
-    encoded = torch.zeros(form.size(len(values)), dtype=torch.uint8)
-    try:
-        form.encode(values.contiguous(), encoded)
-    except CodecError:  # what no honest codec sends
-        encoded.fill_(255)
-    return np.asarray(encoded).tobytes()
+    return forge(ATTACKS[run.attack](view), form_of(run.manifest.outer.codec))

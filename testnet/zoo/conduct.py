@@ -1,0 +1,142 @@
+"""What the honest members of a play went through, from their own records and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+import torch
+
+from farandole.node.base.identity import load_or_create_key
+from farandole.node.base.settings import NodeSettings
+from farandole.node.status.round_log import RoundRecord, read_rounds
+from farandole.node.status.status import REFUSED_HERE, REFUSED_THERE
+from farandole.node.store.folder import CheckpointFolder
+from farandole.protocol.identity import peer_id_of, public_bytes
+from farandole.protocol.manifest import decode_manifest
+from farandole.training.learner import build_learner
+
+from ..launch import MANIFEST_NAME
+from ..report import PlayReport
+
+# 32 batches of 16 x 64 tokens measure the loss to about 0.01; the same ones in both plays, so that it cancels out.
+VALIDATION_BATCHES: Final = 32
+_REFUSED: Final = (f"failed: {REFUSED_HERE}", f"failed: {REFUSED_THERE}")
+
+
+class Conduct(msgspec.Struct, frozen=True):
+    """Of all honest members together; a meeting of two of them counts at both."""
+
+    losses: list[float]
+    """Each member's, of its own weights on held-out text, in nats a token."""
+    rounds: int
+    alone: int
+    """Rounds whose outer step was taken alone."""
+    honest_exchanges: int
+    """Committed, with one another."""
+    honest_refused: int
+    """With one another, by the screening of either."""
+    honest_clipped: int
+    hostile_met: int
+    """Exchanges with hostile members that came to a verdict, or to nothing."""
+    hostile_used: int
+    """Committed."""
+    hostile_clipped: int
+    detected_after: list[int | None]
+    """Of each member: its meetings with hostile ones until it refused the first; None: it refused none."""
+    warnings: list[str]
+    """The first warning of each member that names a hostile one."""
+    processor_share: float | None
+    """Of one core, the mean of the members' daemons over their lives; None where the system does not say."""
+
+    @property
+    def loss(self) -> float:
+        """The mean over members."""
+        return sum(self.losses) / len(self.losses)
+
+
+def conduct_of(folder: Path, report: PlayReport) -> Conduct:
+    """From a play's folder; `TrainingError` if a checkpoint cannot be read."""
+    homes = [folder / "nodes" / f"{node.index:02d}" for node in report.nodes]
+    honest = {node.peer_id for node in report.nodes}
+    rounds = [list(read_rounds(NodeSettings(home=home).rounds)) for home in homes]
+    meetings = [list(_meetings(each)) for each in rounds]
+    among = [met for each in meetings for met in each if met.partner in honest]
+    hostile = [[met for met in each if met.partner not in honest] for each in meetings]
+    with_hostile = [met for each in hostile for met in each]
+    all_rounds = [record for each in rounds for record in each]
+    return Conduct(
+        losses=list(_losses(folder, homes)),
+        rounds=len(all_rounds),
+        alone=sum(record.verdict != "committed" for record in all_rounds),
+        honest_exchanges=sum(met.is_committed for met in among),
+        honest_refused=sum(met.is_refused for met in among),
+        honest_clipped=sum(met.clip < 1.0 for met in among),
+        hostile_met=len(with_hostile),
+        hostile_used=sum(met.is_committed for met in with_hostile),
+        hostile_clipped=sum(met.clip < 1.0 for met in with_hostile),
+        detected_after=[_detected_after(each) for each in hostile],
+        warnings=list(_warnings(homes, _intruders(folder, len(homes)))),
+        processor_share=_processor_share(report),
+    )
+
+
+class _Meeting(NamedTuple):
+    """An exchange with a partner, and what came of it."""
+
+    partner: str
+    verdict: str
+    clip: float = 1.0
+
+    @property
+    def is_committed(self) -> bool:
+        return self.verdict == "committed"
+
+    @property
+    def is_refused(self) -> bool:
+        return self.verdict.startswith(_REFUSED)
+
+
+def _meetings(rounds: Iterable[RoundRecord]) -> Iterator[_Meeting]:
+    for record in rounds:
+        if record.failed_partner:
+            yield _Meeting(record.failed_partner, record.failure)
+        if record.verdict == "committed":
+            yield _Meeting(record.partner, record.verdict, record.clip)
+
+
+def _detected_after(meetings: Sequence[_Meeting]) -> int | None:
+    return next((index + 1 for index, met in enumerate(meetings) if met.is_refused), None)
+
+
+def _intruders(folder: Path, num_honest: int) -> list[str]:
+    """The names by which others call the processes that were no nodes of the scenario."""
+    homes = sorted((folder / "nodes").iterdir())[num_honest:]
+    return [peer_id_of(public_bytes(load_or_create_key(home / "key")))[-8:] for home in homes]
+
+
+def _warnings(homes: Sequence[Path], intruders: Sequence[str]) -> Iterator[str]:
+    for home in homes:
+        lines = (home / "output").read_text(errors="replace").splitlines()
+        named = (line for line in lines if "warning:" in line and any(name in line for name in intruders))
+        if (first := next(named, None)) is not None:
+            yield first
+
+
+def _losses(folder: Path, homes: Sequence[Path]) -> Iterator[float]:
+    torch.set_num_threads(1)
+    manifest, signed = decode_manifest((folder / MANIFEST_NAME).read_bytes())
+    learner = build_learner(manifest, run_id=signed.run_id, author=bytes(32), device="cpu")
+    for home in homes:
+        newest = next(iter(CheckpointFolder(NodeSettings(home=home).checkpoints, 0).files()), None)
+        if newest is not None:
+            learner.load(newest)
+            yield learner.evaluate(VALIDATION_BATCHES)
+
+
+def _processor_share(report: PlayReport) -> float | None:
+    seconds = [node.resources.processor_seconds for node in report.nodes if node.resources is not None]
+    known = [each for each in seconds if each is not None]
+    return sum(known) / len(known) / report.seconds if known else None

@@ -1,0 +1,99 @@
+"""Pairing as a hostile member does it: it proposes to all, agrees with all, and meets those that are ready in turn."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from typing import Final
+
+from farandole.protocol import pairing_messages as messages
+from farandole.protocol.manifest import RoundConfig
+from farandole.protocol.pairing_events import (
+    ContributionReady,
+    Event,
+    ExchangeEnded,
+    GoAlone,
+    MessageReceived,
+    Output,
+    PeersChanged,
+    RoundStarted,
+    SendMessage,
+    SetTimer,
+    StartExchange,
+    TimerFired,
+)
+
+# Seconds between two proposals to each peer: as fast as no honest node's meter minds.
+PROPOSE_INTERVAL: Final = 0.5
+
+
+class GreedyPairing:
+    """What the training loop uses of `farandole.protocol.pairing.Pairing`.
+
+    ``does_exchange``: whether it follows through. Else each partner waits for it until its patience ends.
+    """
+
+    def __init__(
+        self, own: bytes, config: RoundConfig, rng: random.Random, num_fragments: int = 1, *, does_exchange: bool
+    ) -> None:
+        self._own = own
+        self._deadline = config.exchange_seconds
+        self._rng = rng
+        self._does_exchange = does_exchange
+        self._peers: frozenset[bytes] = frozenset()
+        self._waiting: OrderedDict[bytes, bytes] = OrderedDict()  # peer -> session of ours for which it is ready
+        self._round = -1
+        self._is_free = False  # a contribution waits for a partner
+        self._has_timer = False
+
+    def handle(self, event: Event, now: float) -> list[Output]:
+        """As `Pairing.handle`."""
+        match event:
+            case RoundStarted(round=round_):
+                self._round, self._is_free = round_, False
+            case ContributionReady():
+                self._is_free = True
+            case PeersChanged(peers=peers):
+                self._peers = peers - {self._own}
+            case MessageReceived(peer=peer, payload=payload):
+                return [*self._answer(peer, messages.decode_message(payload), now), *self._meet_next(now)]
+            case ExchangeEnded(committed=False):
+                return [GoAlone(self._round, "the exchange failed")]
+            case TimerFired():
+                return [*self._propose(), SetTimer(now + PROPOSE_INTERVAL)]
+        timer = [] if self._has_timer else [SetTimer(now)]
+        self._has_timer = True
+        return [*timer, *self._meet_next(now)]
+
+    def _propose(self) -> list[Output]:
+        return [self._say(peer, messages.Propose(self._draw_session(), 0.0)) for peer in sorted(self._peers)]
+
+    def _answer(self, peer: bytes, message: messages.Message, now: float) -> list[Output]:
+        match message:
+            case messages.Propose(session=session):
+                ready = [self._say(peer, messages.Ready(session))] if self._does_exchange else []
+                return [self._say(peer, messages.Agree(session, 0.0)), *ready]
+            case messages.Ready(session=session) if self._does_exchange:
+                self._waiting[peer] = session
+            case messages.Withdraw():
+                self._waiting.pop(peer, None)
+            case messages.Begin(session=session) if self._does_exchange and self._is_free:
+                self._is_free = False
+                return [self._start(session, peer, now, is_initiator=False)]
+        return []
+
+    def _meet_next(self, now: float) -> list[Output]:
+        if not self._is_free or not self._waiting:
+            return []
+        self._is_free = False
+        peer, session = self._waiting.popitem(last=False)
+        return [self._say(peer, messages.Begin(session)), self._start(session, peer, now, is_initiator=True)]
+
+    def _start(self, session: bytes, peer: bytes, now: float, *, is_initiator: bool) -> StartExchange:
+        return StartExchange(session, peer, self._round, is_initiator, now + self._deadline)
+
+    def _draw_session(self) -> bytes:
+        return self._rng.randbytes(messages.SESSION_BYTES)
+
+    def _say(self, peer: bytes, message: messages.Message) -> SendMessage:
+        return SendMessage(peer, messages.encode_message(message))

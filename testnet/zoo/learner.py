@@ -1,0 +1,79 @@
+"""A learner that sends what an attack says instead of its contribution."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from farandole.training.codec import Buffer
+from farandole.training.engine import Until, no_progress
+from farandole.training.errors import CodecError, ScreeningError
+from farandole.training.learner import Learner
+from farandole.training.screening.rule import UNKNOWN, Accept, Encounter, Verdict
+
+from ..bench.member_attacks import ATTACKS, AttackView, forge
+from .plan import plan_of
+
+# Of what it has received: all that a real attacker knows of the honest members.
+REMEMBERED: Final = 8
+
+
+class HostileLearner(Learner):
+    """Trains honestly besides, unless it is told not to, and accepts whatever it is sent."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._plan = plan_of()
+        self._initial = self.slow_weights()
+        self._received: deque[Tensor] = deque(maxlen=REMEMBERED)
+        self._generator = torch.Generator().manual_seed(0)
+
+    def inner_steps(self, until: Until) -> None:
+        """As `Engine.inner_steps`; none, for who only wants to meet others."""
+        if self._plan.trains:
+            super().inner_steps(until)
+
+    @property
+    def tokens_contributed(self) -> int:
+        """What the plan claims."""
+        return self._plan.tokens
+
+    @torch.no_grad()
+    def encode(self, out: Buffer, progress: Callable[[int], None] = no_progress) -> bytes:
+        """As `Engine.encode`, of what the attack makes of the contribution."""
+        super().encode(out)
+        assert self._round_end is not None
+        made = self._round_end.contribution
+        seen = [made.theta.clone(), *self._received]
+        view = AttackView(
+            seen[0], self.slow_weights()[made.part], self._initial[made.part], seen[-1], seen, self._generator
+        )
+        forged = forge(ATTACKS[self._plan.attack](view), self._outer.contributor.form)
+        np.frombuffer(out, np.uint8)[: len(forged)] = np.frombuffer(forged, np.uint8)
+        progress(len(forged))
+        return blake3(forged).digest()
+
+    @torch.no_grad()
+    def screen(self, partner: Buffer, encounter: Encounter = UNKNOWN) -> Verdict:
+        """Accept, and remember what was sent."""
+        assert self._round_end is not None
+        values = torch.empty_like(self._round_end.contribution.theta)
+        try:
+            self._outer.contributor.form.decode(torch.from_numpy(np.frombuffer(partner, np.uint8).copy()), values)
+        except CodecError:  # of another hostile member
+            return Accept()
+        self._received.append(values)
+        return Accept()
+
+    def apply(self, partner: Buffer | None, encounter: Encounter = UNKNOWN, *, own_first: bool = True) -> int:
+        """As `Engine.apply`; alone, if the contribution is one that no learner can use."""
+        try:
+            return super().apply(partner, encounter, own_first=own_first)
+        except ScreeningError:
+            return super().apply(None)

@@ -1,0 +1,63 @@
+"""What a hostile process is to do, and the limits that keep it from harming the machine that it runs on."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from farandole.protocol.errors import FarandoleError
+from farandole.protocol.invite import split_address
+
+from ..launch import TARGETS
+from ..scenario import HostileSettings
+
+PLAN: Final = "TESTNET_HOSTILE"
+# Of programs that send as fast as they can: behind everything else on the machine, the honest nodes included.
+NICENESS: Final = 10
+# A play takes five minutes; a process that outlives it, or goes mad, is ended by the kernel.
+MAX_CPU_SECONDS: Final = 600
+# Of one file: a log, a checkpoint.
+MAX_FILE_BYTES: Final = 256 * 1024 * 1024
+# No hostile process dials anything but this machine.
+_LOOPBACK: Final = "/ip4/127.0.0.1/tcp/"
+
+
+class HostileError(FarandoleError):
+    """A hostile process was started with what it must not do."""
+
+
+def environment_of(settings: HostileSettings) -> dict[str, str]:
+    """For the processes that are to act so."""
+    return {PLAN: msgspec.json.encode(settings).decode()}
+
+
+def plan_of(environment: Mapping[str, str] = os.environ) -> HostileSettings:
+    """What this process is to do; `HostileError` if it was not started by a testnet."""
+    if PLAN not in environment:
+        raise HostileError("hostile members are started by farandole testnet run hostile-..., and by nothing else")
+    return msgspec.json.decode(environment[PLAN], type=HostileSettings)
+
+
+def targets_of(environment: Mapping[str, str] = os.environ) -> dict[bytes, str]:
+    """The honest nodes' keys and addresses; `HostileError` if one is not on the loopback interface."""
+    targets = {}
+    for address in environment.get(TARGETS, "").split():
+        if not address.startswith(_LOOPBACK):
+            raise HostileError(f"{address} is not on the loopback interface: hostile programs dial nothing else")
+        targets[split_address(address)[1]] = address
+    return targets
+
+
+def tame(niceness: int = 0) -> None:
+    """Limit this process, and those that it starts: processor time, files, and the priority of who floods."""
+    if sys.platform == "win32":
+        raise HostileError("hostile members need a system whose processes can be limited, which Windows is not")
+    import resource
+
+    os.nice(niceness)
+    for limit, most in ((resource.RLIMIT_CPU, MAX_CPU_SECONDS), (resource.RLIMIT_FSIZE, MAX_FILE_BYTES)):
+        resource.setrlimit(limit, (most, most))

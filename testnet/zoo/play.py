@@ -1,0 +1,171 @@
+"""Play a scenario with hostile members, and before it the honest alone: what the hostile have cost them.
+
+Both plays have the same settings, seed and number of rounds. A round ends with its exchange and not with a clock, so a
+busy machine makes both plays longer and neither worse.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import trio
+
+from ..bench.member_attacks import ATTACKS
+from ..grid import Grid, cell
+from ..launch import Intruder, PlayView, Testnet, write_report
+from ..report import PlayReport
+from ..scenario import HostileSettings, Scenario, ScenarioError
+from .conduct import Conduct, conduct_of
+from .plan import environment_of
+
+CLEAN, HOSTILE = "clean", "hostile"
+OUTCOME_NAME: Final = "hostile.json"
+
+
+class HostileReport(msgspec.Struct, frozen=True):
+    """What came of it: ``hostile.json``."""
+
+    name: str
+    reasons: list[str]
+    """Why the honest are not unharmed; empty: a pass."""
+    clean: Conduct
+    """Of the honest alone."""
+    attacked: Conduct
+    seconds: float
+    """Of both plays."""
+    fair_share: float
+    """Of the honest members' rounds with a partner: what chance would give the hostile daemons."""
+
+    @property
+    def loss_above(self) -> float:
+        """Share by which the honest members' loss is above that of the honest alone."""
+        return self.attacked.loss / self.clean.loss - 1
+
+    @property
+    def hostile_share(self) -> float:
+        """Share of the honest members' rounds in which they met a hostile one, or waited for one in vain."""
+        return self.attacked.hostile_met / max(self.attacked.rounds, 1)
+
+
+def intruders_of(settings: HostileSettings) -> list[Intruder]:
+    """The hostile processes; `ScenarioError` if there is no such attack."""
+    if settings.attack not in ATTACKS:
+        raise ScenarioError(f"hostile.attack: no attack is called {settings.attack!r}; there are {', '.join(ATTACKS)}")
+    command = [sys.executable, "-m", f"{__package__}.{settings.program}"]
+    is_daemon = settings.program == "daemon"
+    return [Intruder(command, environment_of(settings), is_daemon)] * settings.members
+
+
+def play_hostile(scenario: Scenario, out: Path, view: PlayView) -> HostileReport:
+    """Both plays, in folders of ``out``, and the verdict. Raises as `Testnet.play`, and `ScenarioError`."""
+    assert scenario.hostile is not None, "there are hostile members"
+    intruders = intruders_of(scenario.hostile)
+    reports, conducts = [], []
+    for name, played, taking_part in (
+        (CLEAN, msgspec.structs.replace(scenario, hostile=None), []),
+        (HOSTILE, scenario, intruders),
+    ):
+        view.say(f"{name}: {scenario.nodes} honest nodes and {len(taking_part)} hostile processes")
+        testnet = Testnet(played, out / name, view, intruders=taking_part)
+        report = trio.run(testnet.play)
+        write_report(report, out / name)
+        if testnet.is_interrupted:
+            raise KeyboardInterrupt
+        reports.append(report)
+        conducts.append(conduct_of(out / name, report))
+    made = judge(scenario, reports[0], reports[1], conducts[0], conducts[1])
+    (out / OUTCOME_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(made), indent=2) + b"\n")
+    return made
+
+
+def judge(
+    scenario: Scenario, clean_report: PlayReport, report: PlayReport, clean: Conduct, attacked: Conduct
+) -> HostileReport:
+    """The verdict on both plays."""
+    hostile = scenario.hostile
+    assert hostile is not None
+    fair_share = hostile.members / (scenario.nodes + hostile.members - 1) if hostile.program == "daemon" else 0.0
+    seconds = clean_report.seconds + report.seconds
+    made = HostileReport(str(scenario.run.get("name", "")), [], clean, attacked, seconds, fair_share)
+    reasons = [f"the honest alone: {reason}" for reason in clean_report.reasons]
+    reasons += [*report.reasons, *_harm(scenario, hostile, made)]
+    return msgspec.structs.replace(made, reasons=reasons)
+
+
+def _harm(scenario: Scenario, hostile: HostileSettings, made: HostileReport) -> Iterator[str]:
+    clean, attacked, most = made.clean, made.attacked, hostile.max_loss_above_clean
+    for name, conduct in ((CLEAN, clean), (HOSTILE, attacked)):
+        if len(conduct.losses) < scenario.nodes:
+            yield f"{name}: {scenario.nodes - len(conduct.losses)} honest members have left no weights"
+            return
+    if not made.loss_above <= most:
+        yield f"the honest members' loss is {made.loss_above:+.1%} of that of the honest alone, not at most {most:+.1%}"
+    if attacked.honest_exchanges < hostile.min_exchanges * clean.honest_exchanges:
+        yield (
+            f"the honest members had {attacked.honest_exchanges} exchanges with one another, "
+            f"and {clean.honest_exchanges} alone: less than {hostile.min_exchanges:.0%}"
+        )
+    if hostile.max_fair_share and made.hostile_share > hostile.max_fair_share * made.fair_share:
+        yield (
+            f"hostile members took {made.hostile_share:.0%} of the honest members' rounds, "
+            f"more than {hostile.max_fair_share:g} times their fair share of {made.fair_share:.0%}"
+        )
+    if hostile.program == "daemon" and not attacked.hostile_met:
+        yield "no honest member met a hostile one: nothing was tried"
+
+
+HEADER: Final = (
+    *("loss", "compared with alone", "worst member", "honest exchanges", "rounds alone", "rounds with hostile ones"),
+    *("hostile used", "of them clipped", "honest refused", "honest clipped", "noticed", "daemon's CPU"),
+)
+
+
+def _cells(conduct: Conduct, clean: Conduct) -> list[str]:
+    """One play's figures, in the order of `HEADER`."""
+    known = [after for after in conduct.detected_after if after is not None]
+    met = conduct.hostile_met
+    noticed = f"by {len(known)} of {len(conduct.losses)}" + (
+        f", at meeting {sum(known) / len(known):.1f}" if known else ""
+    )
+    return [
+        f"{conduct.loss:.3f}",
+        f"{conduct.loss / clean.loss - 1:+.1%}",
+        f"{max(conduct.losses) / clean.loss - 1:+.1%}",
+        str(conduct.honest_exchanges),
+        str(conduct.alone),
+        f"{met / max(conduct.rounds, 1):.0%}",
+        f"{conduct.hostile_used / met:.0%}" if met else "",
+        str(conduct.hostile_clipped),
+        str(conduct.honest_refused),
+        str(conduct.honest_clipped),
+        noticed if conduct is not clean else "",
+        cell(conduct.processor_share, "{:.0%}"),
+    ]
+
+
+def play_grid(made: HostileReport) -> Grid:
+    """The table of one play: a row for each figure."""
+    columns = zip(HEADER, _cells(made.clean, made.clean), _cells(made.attacked, made.clean), strict=True)
+    return Grid(made.name, ["", "the honest alone", "attacked"], [list(row) for row in columns])
+
+
+def zoo_grid(reports: Sequence[HostileReport]) -> Grid:
+    """The table of several plays: a row for each."""
+    rows = [
+        [made.name.removeprefix("hostile-"), f"{made.clean.loss:.3f}", *_cells(made.attacked, made.clean), verdict]
+        for made in reports
+        for verdict in ["FAIL" if made.reasons else "pass"]
+    ]
+    return Grid("Hostile members among real daemons", ["attack", "loss alone", *HEADER, "verdict"], rows)
+
+
+def said_lines(made: HostileReport) -> Iterator[str]:
+    """What the honest members' terminals say of the hostile ones, and why it is no pass."""
+    for warning in made.attacked.warnings:
+        yield f"  {warning}"
+    for reason in made.reasons:
+        yield f"  - {reason}"

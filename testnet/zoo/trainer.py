@@ -1,0 +1,13 @@
+"""The trainer process of a hostile member: the honest one, with a `HostileLearner`."""
+
+from __future__ import annotations
+
+from farandole.node.trainer_process.main import main
+
+if __name__ == "__main__":
+    from farandole.training import learner
+
+    from .learner import HostileLearner
+
+    learner.Learner = HostileLearner  # type: ignore[misc]  # what `build_learner` makes
+    main()
