@@ -7,7 +7,7 @@ STAMP := $(VENV)/.set-up
 # Tests at once: on two cores more than these, since most tests wait more than they compute.
 NUM_TESTERS ?= 4
 
-.PHONY: help setup demo test lint types lint-platforms unit soak fuzz lock release-check reference bench bench-exchange bench-join bench-stages bench-save bench-deterministic bench-faults bench-nat bench-dashboard wheel clean
+.PHONY: help setup demo test lint types lint-platforms unit soak fuzz lock release-check reference bench bench-exchange bench-join bench-stages bench-save bench-deterministic bench-faults bench-hostile bench-nat bench-dashboard wheel clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -89,6 +89,11 @@ bench-deterministic: $(STAMP) ## What equal bits cost an inner step (5 minutes)
 bench-faults: $(STAMP) ## What kills, freezes, partitions, bad lines cost a run; needs root (3 hours, goes on if stopped)
 	@.ci/packages
 	$(BIN)/farandole testnet bench faults --out out/faults --write BENCHMARKS.md
+
+bench-hostile: $(STAMP) ## What strangers and hostile members cost: connections, daemons, every attack simulated (2 hours)
+	$(BIN)/farandole testnet bench hostile --out out/bench --write BENCHMARKS.md
+	$(BIN)/farandole testnet bench zoo --attacks noise-1,alie-1.5,dissensus-1,drift-0.5 --out out/bench --write BENCHMARKS.md
+	$(BIN)/farandole testnet bench members --out out/bench
 
 bench-dashboard: $(STAMP) ## What a page about a run of 1,000 members costs; needs Chromium (5 minutes)
 	@.ci/packages

@@ -28,7 +28,7 @@ from farandole.node.mesh.addresses import rank
 from farandole.protocol.errors import FarandoleError
 from farandole.protocol.identity import peer_id_of, public_bytes
 from farandole.protocol.invite import Invite, encode_invite
-from farandole.protocol.manifest import Manifest, SignedManifest, sign_manifest
+from farandole.protocol.manifest import Manifest, SignedManifest, decode_manifest, sign_manifest
 
 from . import wrong_clock
 from .false_deaths import false_deaths
@@ -107,6 +107,8 @@ class Testnet:
     is_interrupted: bool = False
     intruders: Sequence[Intruder] = ()
     """They come once the first node is up, and are gone before the run state is compared."""
+    like: Path | None = None
+    """Folder of a play whose run and keys this one has again: its nodes draw the same batches."""
     _events: list[str] = field(default_factory=list)
     _problems: list[str] = field(default_factory=list)
     _lodgings: list[Lodging] = field(default_factory=list)
@@ -129,8 +131,11 @@ class Testnet:
         Raises `TestnetError` if the folder cannot be used, `NamespaceError` if its networks cannot be made here,
         `NoFaketimeError` if clocks cannot be set.
         """
-        manifest = self.scenario.manifest(time.time())
-        signed = sign_manifest(manifest, Ed25519PrivateKey.generate())
+        if self.like is None:
+            manifest = self.scenario.manifest(time.time())
+            signed = sign_manifest(manifest, Ed25519PrivateKey.generate())
+        else:
+            manifest, signed = decode_manifest((self.like / MANIFEST_NAME).read_bytes())
         prepare_folder(self.out)
         (self.out / MANIFEST_NAME).write_bytes(signed.encode())
         with (
@@ -177,6 +182,9 @@ class Testnet:
         for index, (lodging, port) in enumerate(zip(self._lodgings, free_ports(self.scenario.nodes), strict=True)):
             place = lodging.place
             home = self.out / "nodes" / f"{index:02d}"
+            if self.like is not None:
+                home.mkdir(parents=True, mode=0o700)
+                shutil.copy(self.like / "nodes" / home.name / "key", home / "key")
             peer_id = peer_id_of(public_bytes(load_or_create_key(home / "key")))
             options, command = self._options(index, place.ip, place.port or port), [*place.enter, *self.command]
             clock = wrong_clock.environment(home) if index in self.scenario.clocked else {}
@@ -345,6 +353,20 @@ class Testnet:
             if node.record.index not in self.scenario.late_joiners:
                 await trio.sleep(self.scenario.start_interval)
                 await start(node)
+        if self.scenario.start_together:
+            await self._train_together()
+
+    async def _train_together(self) -> None:
+        """Have all pause as soon as they are up, before their trainers are, and go on together."""
+        daemons = [node for node, intruder in zip(self._intruding, self.intruders, strict=True) if intruder.is_daemon]
+        nodes = [*self._early_nodes, *daemons]
+        for what in (NodeProcess.pause, NodeProcess.resume):
+            async with trio.open_nursery() as nursery:
+                for node in nodes:
+                    nursery.start_soon(what, node)
+        for node in nodes:
+            node.record.excuse(trio.current_time())
+        self._say("all nodes are up, and begin to train")
 
     def _source(self, node: NodeProcess, signed: SignedManifest) -> str | None:
         """What the node joins with: nothing when it was here before, since it remembers."""

@@ -194,8 +194,15 @@ class NodeProcess:
 
     async def pause(self) -> None:
         """Have it stop training and stay in the mesh; a node that does not answer is asked again."""
+        await self._have("pause")
+
+    async def resume(self) -> None:
+        """Have a node that pauses train again; it is asked as `pause` does."""
+        await self._have("resume")
+
+    async def _have(self, deed: str) -> None:
         while self.is_running:
-            if await ask_daemon(self.home, "pause") is not None:
+            if await ask_daemon(self.home, deed) is not None:
                 return
             await trio.sleep(POLL_INTERVAL)
 

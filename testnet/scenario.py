@@ -115,6 +115,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     download_mbit: _Caps = ()
     start_interval: Annotated[float, msgspec.Meta(ge=0, le=600)] = 0.3
     """Seconds between the starts of two nodes: many at once only fight for the cores."""
+    start_together: bool = False
+    """Whether no node trains before all are up: else those that start first are some rounds ahead."""
     stages: Annotated[int, msgspec.Meta(ge=0, le=512)] = 0
     """Into which the model is cut; replaces ``run.model.num_stages``, 0: as that says."""
     device: str = "cpu"

@@ -1,13 +1,15 @@
 """Play a scenario with hostile members, and before it the honest alone: what the hostile have cost them.
 
-Both plays have the same settings, seed and number of rounds. A round ends with its exchange and not with a clock, so a
-busy machine makes both plays longer and neither worse.
+Both plays have the same run and keys, and so the same weights to begin with and the same batches, for as many rounds;
+who meets whom is up to chance. A round ends with its exchange and not with a clock, so a busy machine makes both plays
+longer and neither worse.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -60,45 +62,60 @@ def intruders_of(settings: HostileSettings) -> list[Intruder]:
     return [Intruder(command, environment_of(settings), is_daemon)] * settings.members
 
 
-def play_hostile(scenario: Scenario, out: Path, view: PlayView) -> HostileReport:
-    """Both plays, in folders of ``out``, and the verdict. Raises as `Testnet.play`, and `ScenarioError`."""
+@dataclass(frozen=True)
+class Played:
+    """One play, and what the honest members went through."""
+
+    folder: Path
+    report: PlayReport
+    conduct: Conduct
+
+
+def play_hostile(scenario: Scenario, out: Path, view: PlayView, clean: Played | None = None) -> HostileReport:
+    """Play the honest alone, unless that was done (``clean``), and with the hostile, in folders of ``out``; judge.
+
+    Raises as `Testnet.play`, and `ScenarioError`; `KeyboardInterrupt` if a person ends it.
+    """
     assert scenario.hostile is not None, "there are hostile members"
     intruders = intruders_of(scenario.hostile)
-    reports, conducts = [], []
-    for name, played, taking_part in (
-        (CLEAN, msgspec.structs.replace(scenario, hostile=None), []),
-        (HOSTILE, scenario, intruders),
-    ):
-        view.say(f"{name}: {scenario.nodes} honest nodes and {len(taking_part)} hostile processes")
-        testnet = Testnet(played, out / name, view, intruders=taking_part)
-        report = trio.run(testnet.play)
-        write_report(report, out / name)
-        if testnet.is_interrupted:
-            raise KeyboardInterrupt
-        reports.append(report)
-        conducts.append(conduct_of(out / name, report))
-    made = judge(scenario, reports[0], reports[1], conducts[0], conducts[1])
+    clean = clean or play_clean(scenario, out / CLEAN, view)
+    view.say(f"attacked: {scenario.nodes} honest nodes and {len(intruders)} hostile processes")
+    attacked = _play(Testnet(scenario, out / HOSTILE, view, intruders=intruders, like=clean.folder))
+    made = judge(scenario, clean, attacked)
     (out / OUTCOME_NAME).write_bytes(msgspec.json.format(msgspec.json.encode(made), indent=2) + b"\n")
     return made
 
 
-def judge(
-    scenario: Scenario, clean_report: PlayReport, report: PlayReport, clean: Conduct, attacked: Conduct
-) -> HostileReport:
+def play_clean(scenario: Scenario, folder: Path, view: PlayView) -> Played:
+    """Play the honest alone; raises as `play_hostile`."""
+    view.say(f"alone: {scenario.nodes} honest nodes")
+    return _play(Testnet(msgspec.structs.replace(scenario, hostile=None), folder, view))
+
+
+def _play(testnet: Testnet) -> Played:
+    report = trio.run(testnet.play)
+    write_report(report, testnet.out)
+    if testnet.is_interrupted:
+        raise KeyboardInterrupt
+    return Played(testnet.out, report, conduct_of(testnet.out, report))
+
+
+def judge(scenario: Scenario, clean: Played, attacked: Played) -> HostileReport:
     """The verdict on both plays."""
     hostile = scenario.hostile
     assert hostile is not None
     fair_share = hostile.members / (scenario.nodes + hostile.members - 1) if hostile.program == "daemon" else 0.0
-    seconds = clean_report.seconds + report.seconds
-    made = HostileReport(str(scenario.run.get("name", "")), [], clean, attacked, seconds, fair_share)
-    reasons = [f"the honest alone: {reason}" for reason in clean_report.reasons]
-    reasons += [*report.reasons, *_harm(scenario, hostile, made)]
+    seconds = clean.report.seconds + attacked.report.seconds
+    name = str(scenario.run.get("name", ""))
+    made = HostileReport(name, [], clean.conduct, attacked.conduct, seconds, fair_share)
+    reasons = [f"the honest alone: {reason}" for reason in clean.report.reasons]
+    reasons += [*attacked.report.reasons, *_harm(scenario, hostile, made)]
     return msgspec.structs.replace(made, reasons=reasons)
 
 
 def _harm(scenario: Scenario, hostile: HostileSettings, made: HostileReport) -> Iterator[str]:
     clean, attacked, most = made.clean, made.attacked, hostile.max_loss_above_clean
-    for name, conduct in ((CLEAN, clean), (HOSTILE, attacked)):
+    for name, conduct in (("alone", clean), ("attacked", attacked)):
         if len(conduct.losses) < scenario.nodes:
             yield f"{name}: {scenario.nodes - len(conduct.losses)} honest members have left no weights"
             return

@@ -1,0 +1,66 @@
+"""What hostile members cost a run of real daemons: every hostile scenario, compared with the honest alone.
+
+The scenarios share their run, so the honest alone are played once. Exit code and section do not depend on the verdicts:
+the table states them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+import typer
+
+from ..live import LineView
+from ..scenario import Scenario, load_scenario, scenario_names
+from ..zoo.play import HostileReport, play_clean, play_hostile, zoo_grid
+from .member_attacks import ATTACKS
+from .process import BenchError
+from .report import OUT, BenchReport, Out, Write, open_bench
+
+# The scenario whose frame other attacks are played in.
+FRAME: Final = "hostile-reversed"
+WORDS: Final = (
+    "Six honest nodes, 40 rounds of 10 inner steps, 41 k parameters; two hostile members on top, or one process of "
+    "ghosts or flood. *Loss*: of the honest members' own weights on held-out text, in nats a token, the mean over "
+    "members. *Hostile used*: share of the exchanges with hostile members that were committed; *clipped* ones counted "
+    "in part or for nothing. *Noticed*: honest members that refused a hostile one, and at which of their meetings. "
+    "*CPU*: of an honest member's daemon, in cores, without its trainer."
+)
+
+
+def run(
+    attacks: Annotated[str, typer.Option(help="Further attacks, as of `members`, with commas between them.")] = "",
+    only: Annotated[str, typer.Option(help="Scenarios, with commas between them; all without this.")] = "",
+    out: Out = OUT,
+    write: Write = None,
+) -> None:
+    """Measure what hostile members cost a run of real daemons (20 minutes on two cores).
+
+    Examples: [cyan]farandole testnet bench zoo[/cyan];
+    [cyan]farandole testnet bench zoo --only hostile-scale --attacks nan,signs[/cyan]
+    """
+    names = only.split(",") if only else [name for name in scenario_names() if name.startswith("hostile-")]
+    scenarios = [load_scenario(name) for name in names]
+    scenarios += [_framed(attack) for attack in attacks.split(",") if attack]
+    with open_bench("zoo", out, write, scenarios=len(scenarios)) as bench:
+        view = LineView(bench.console)
+        clean = play_clean(load_scenario(FRAME), out / "zoo" / "alone", view)
+        made: list[HostileReport] = []
+        for scenario in scenarios:
+            name = str(scenario.run["name"])
+            made.append(play_hostile(scenario, out / "zoo" / name, view, clean))
+            bench.tell(f"{name}: {'; '.join(made[-1].reasons) or 'unharmed'}")
+            data = {report.name: msgspec.to_builtins(report) for report in made}
+            report = BenchReport(bench.setting, [zoo_grid(made)], data, [WORDS])
+            bench.write(report)
+        bench.publish(report)
+
+
+def _framed(attack: str) -> Scenario:
+    if attack not in ATTACKS:
+        raise BenchError(f"no attack is called {attack!r}; there are {', '.join(ATTACKS)}")
+    frame = load_scenario(FRAME)
+    assert frame.hostile is not None
+    hostile = msgspec.structs.replace(frame.hostile, attack=attack)
+    return msgspec.structs.replace(frame, hostile=hostile, run={**frame.run, "name": f"hostile-{attack}"})

@@ -1,0 +1,69 @@
+"""Greedy pairing: it asks all, agrees with all, and meets them one after the other, or nobody."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from farandole.protocol import pairing_messages as messages
+from farandole.protocol.manifest import RoundConfig
+from farandole.protocol.pairing_events import (
+    ContributionReady,
+    ExchangeEnded,
+    GoAlone,
+    MessageReceived,
+    Output,
+    PeersChanged,
+    RoundStarted,
+    SendMessage,
+    StartExchange,
+    TimerFired,
+)
+from farandole.testnet.zoo.greedy import GreedyPairing
+
+OWN, ALICE, BOB = (bytes((number,)) * 32 for number in range(3))
+
+
+def greedy(*, does_exchange: bool) -> GreedyPairing:
+    pairing = GreedyPairing(OWN, RoundConfig(), random.Random(0), does_exchange=does_exchange)
+    pairing.handle(PeersChanged(frozenset({OWN, ALICE, BOB})), 0.0)
+    pairing.handle(RoundStarted(0), 0.0)
+    return pairing
+
+
+def said(outputs: list[Output]) -> list[tuple[bytes, messages.Message]]:
+    return [(each.peer, messages.decode_message(each.payload)) for each in outputs if isinstance(each, SendMessage)]
+
+
+def ready(peer: bytes, session: bytes) -> MessageReceived:
+    return MessageReceived(peer, messages.encode_message(messages.Ready(session)))
+
+
+def test_it_proposes_to_all_and_meets_those_that_are_ready_one_after_the_other() -> None:
+    pairing = greedy(does_exchange=True)
+    sessions = {peer: message.session for peer, message in said(pairing.handle(TimerFired(), 1.0))}
+    assert sessions.keys() == {ALICE, BOB}
+    assert not said(pairing.handle(ready(BOB, sessions[BOB]), 2.0)), "it has no contribution yet"
+    begun = pairing.handle(ContributionReady(0), 3.0)
+    assert said(begun) == [(BOB, messages.Begin(sessions[BOB]))]
+    assert [each.peer for each in begun if isinstance(each, StartExchange)] == [BOB]
+    assert not said(pairing.handle(ready(ALICE, sessions[ALICE]), 4.0)), "one at a time"
+    assert GoAlone(0, "the exchange failed") in pairing.handle(ExchangeEnded(sessions[BOB], BOB, False), 5.0)
+    pairing.handle(RoundStarted(1), 6.0)
+    begun = pairing.handle(ContributionReady(1), 7.0)
+    assert [each.peer for each in begun if isinstance(each, StartExchange)] == [ALICE]
+
+
+@pytest.mark.parametrize("does_exchange", [False, True])
+def test_it_agrees_with_everybody_and_an_absent_one_never_follows_through(does_exchange: bool) -> None:
+    pairing, session = greedy(does_exchange=does_exchange), bytes(messages.SESSION_BYTES)
+    pairing.handle(ContributionReady(0), 1.0)
+    proposal = messages.encode_message(messages.Propose(session, 1.0))
+    for peer in (ALICE, BOB):
+        answers = [message for _, message in said(pairing.handle(MessageReceived(peer, proposal), 2.0))]
+        assert isinstance(answers[0], messages.Agree)
+        assert (messages.Ready(session) in answers) == does_exchange
+    begin = MessageReceived(ALICE, messages.encode_message(messages.Begin(session)))
+    outputs = [*pairing.handle(ready(BOB, session), 3.0), *pairing.handle(begin, 4.0)]
+    assert any(isinstance(each, StartExchange) for each in outputs) == does_exchange
