@@ -31,6 +31,7 @@ class Answers:
     movement: Callable[[], float]
     evaluate: Callable[[float, Tensor, Tensor], float | None]
     """From (share of the difference, own, partner's) to a loss, as `Partner.evaluate`."""
+    loss_before: Callable[[], float | None]
 
 
 _NO_OWN = Refuse("no contribution of this replica's own awaits one")
@@ -142,6 +143,7 @@ class PartnerContribution:
             answers.fragment,
             answers.movement,
             lambda share: answers.evaluate(share, own, values),
+            answers.loss_before,
         )
         verdict = self._rule.judge(partner)
         self._judged = partner, verdict

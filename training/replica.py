@@ -205,7 +205,7 @@ class Replica(Engine):
     def _answers(self) -> Answers:
         """What a screening rule may ask of this round."""
         fragment = 0 if self._round_end is None else self._round_end.fragment
-        return Answers(fragment, functools.cache(self._movement), self._loss_towards)
+        return Answers(fragment, functools.cache(self._movement), self._loss_towards, self._loss_before)
 
     def _movement(self) -> float:
         """As `Partner.movement`."""
@@ -215,13 +215,22 @@ class Replica(Engine):
 
     def _loss_towards(self, share: float, own: Tensor, partner: Tensor) -> float | None:
         """As `Partner.evaluate`: of the fast weights as they were contributed, moved towards the partner's."""
+        assert self._round_end is not None
+        return self._loss_at(torch.add(self._round_end.contribution.theta, partner - own, alpha=share))
+
+    def _loss_before(self) -> float | None:
+        """As `Partner.loss_before`."""
+        assert self._round_end is not None
+        return self._loss_at(self._outer.slow[self._round_end.contribution.part])
+
+    def _loss_at(self, weights: Tensor) -> float | None:
+        """The held-out loss with these in the place of the contributed fast weights (n,); None where none is known."""
         if self.is_driven:  # it computes no loss by itself
             return None
         assert self._round_end is not None
-        made = self._round_end.contribution
-        theta = self.theta[made.part]
+        theta = self.theta[self._round_end.contribution.part]
         before = theta.clone()
-        torch.add(made.theta, partner - own, alpha=share, out=theta)
+        theta.copy_(weights)
         try:
             return self._partner.loss_in_time(self.evaluate)
         except DataError:

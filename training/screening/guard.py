@@ -10,14 +10,20 @@ as those before, so a contribution is averaged only as far as a few medians of t
 The limit has a cap that follows this node's own movement in a round, which no partner sets and which shrinks with the
 learning rate (BALANCE, arXiv 2406.10416): else an attacker that is met often would widen it threefold each time.
 
-Clipping bounds the harm of an exchange, not its direction. So the loss of the mean on held-out text is compared with
-the loss of one's own weights whenever something was clipped, the first times that a peer is met, always if it was
-refused before, and in some other exchanges, which cannot be foreseen. The mean of honest contributions is nearly always
-the better one, by an amount that is known from the comparisons before, so a mean that stands out is noticed. It may
-still be honest: by chance, or because the partner is behind. A partner's own weights may be as far behind as this node
-was at its last comparisons, and the mean by its share of that: always if the partner says that it has learned from
-fewer tokens, which costs it its share of the mean; else now and then, since after an exchange both have the mean and
-are level. From all partners together such means are not accepted often: else liars would use the allowance each time.
+Clipping bounds the harm of an exchange, not its direction. So two losses on held-out text are compared with that of
+one's own weights whenever something was clipped, the first times that a peer is met, always if it was refused before,
+and in some other exchanges, which cannot be foreseen:
+
+- that of the mean. Averaging small models at large learning rates costs up to a tenth of the loss, which the next inner
+  steps gain back, so this bound is wide, and many liars pass it.
+- that of the partner's own weights. Honest members have learned as much from other batches, so theirs is as often
+  better as worse, by little; a liar's is worse each time, however little of it shows in the mean. What is usual, past
+  comparisons say: their lower quartile, which a third of liars, and members that these have just harmed, move little.
+  A partner may also lack what this node's inner steps of the round have gained: all of it if it says that it has
+  learned from fewer tokens, which costs it its share of the mean, and half in any case, since rounds may cross.
+
+A partner that stands out may still be honest: one that was away for some rounds does. Its contribution counts for
+nothing here, while mine helps it; the next times it is refused, and met last.
 
 The number of tokens behind a contribution is its sender's word, so it moves the shares within narrow bounds.
 Among honest partners nothing is clipped, and both compute the same mean to the bit.
@@ -51,16 +57,23 @@ MAX_REFUSALS: Final = 3
 PARTS: Final = (0.5, 0.25, 0.125)
 # What is compared may be so many times further away than what is not.
 CHECKED_RADIUS: Final = 2.0
-# Comparisons of the loss by which a partner may be behind: as many as a run's first rounds have.
-RECENT_LOSSES: Final = 4
-# Means that stand out are accepted once in this many exchanges with a partner, and from all together this often.
-OUTLIER_ONCE_IN: Final = 8
-OUTLIER_WINDOW: Final = 32
-MAX_OUTLIERS: Final = 4
+# Of a partner's last exchanges so many may stand out without a refusal; they count for nothing.
+OUTLIER_WINDOW: Final = 8
+MAX_OUTLIERS: Final = 1
+# Comparisons of losses that say what is usual.
+COMPARED: Final = 32
 # Comparisons from which the usual change of the loss is known, and median absolute deviations from it that stand out:
 # two standard deviations.
 MIN_CHANGES: Final = 8
 MAX_DEVIATIONS: Final = 3.0
+# A partner's own weights stand out if they are worse than this node's by so many lower quartiles of what others'
+# differed: four standard deviations, little moved by a third of liars and by those whom they have just harmed. This
+# share of the loss is never unusual. Comparisons from which that is known.
+MAX_LAG_QUARTILES: Final = 12.0
+LEAST_LAG: Final = 0.0125
+MIN_LAGS: Final = 3
+# The share of a round's gain that a partner may lack whose rounds begin and end between this node's.
+CROSSING: Final = 0.5
 
 
 class Guard(ScreeningRule):
@@ -72,7 +85,8 @@ class Guard(ScreeningRule):
 
     def begin(self) -> None:
         """Zero the sum."""
-        self._losses: tuple[float, float] | None = None
+        self._losses: tuple[float, float, float] | None = None
+        self._lacked = 0.0
         self._is_outlier = False
         self._square = torch.zeros((), dtype=torch.float64)
 
@@ -104,32 +118,27 @@ class Guard(ScreeningRule):
         if clip < settings.min_clip:
             return Refuse(f"the contribution is {distance:.3g} away from mine, usual is {usual:.3g}")
         verdict = Accept(share, clip)
-        return verdict if before is None else self._compare(partner, verdict, before, is_far)
+        return verdict if before is None else self._compare(partner, verdict, before)
 
-    def _compare(self, partner: Partner, verdict: Accept, before: float, is_far: bool) -> Verdict:
-        """The verdict, or a refusal if the mean is worse than one's own weights, whose loss is ``before``."""
-        settings, after = self._settings, partner.evaluate(verdict.shares[1])
-        if after is None:
+    def _compare(self, partner: Partner, verdict: Accept, before: float) -> Verdict:
+        """The verdict, or less, if the mean or the partner's own weights are worse than one's own (``before``)."""
+        settings, after, of_partner = self._settings, partner.evaluate(verdict.shares[1]), partner.evaluate(1.0)
+        if after is None or of_partner is None:
             return verdict
-        self._losses = before, after
-        scale = max(before, LEAST_LOSS)
-        self._is_outlier = not after - before <= max(
-            scale * self._usual_change(partner.everybody), self._fluctuation(partner.everybody)
-        )
+        self._losses = before, after, of_partner
+        everybody, scale = partner.everybody, max(before, LEAST_LOSS)
+        self._lacked = lacking = self._lacking(partner, before)
+        most_lag = before + scale * self._usual_lag(everybody)
+        most_change = max(scale * self._usual_change(everybody), self._fluctuation(everybody))
+        is_behind = not of_partner <= most_lag + lacking
+        self._is_outlier = is_behind or not after <= before + most_change + verdict.shares[1] * lacking
         if not self._is_outlier:
             return verdict
-        # This node's first comparison may be with one that is behind as well, unless it is far away too.
-        gained = max(partner.everybody["loss"][-RECENT_LOSSES:], default=before if is_far else math.inf) - before
-        of_partner = partner.evaluate(1.0) if gained > 0.0 else None
-        behind = math.inf if of_partner is None else of_partner - before
-        is_behind = behind <= gained and after - before <= verdict.shares[1] * gained and after < math.inf
-        if is_behind and behind <= self._slowness(partner) * gained:
-            self._is_outlier = False
-            return verdict
-        most = before + max(scale * settings.max_loss_increase, self._fluctuation(partner.everybody))
-        if self._may_be_outlier(partner) and (is_behind or after <= most):
-            return verdict
-        refusal = Refuse(f"with the contribution the loss on held-out text is {after:.3f}, without it {before:.3f}")
+        if self._may_be_outlier(partner) and after < math.inf:
+            return Accept(verdict.weight, 0.0)
+        most = most_lag if is_behind else before + scale * settings.max_loss_increase
+        words = f"{of_partner:.3f} of its own" if is_behind else f"{after:.3f} with it"
+        refusal = Refuse(f"the loss on held-out text is {words}, and {before:.3f} of mine")
         return self._partly(partner, verdict, most) or refusal
 
     def _partly(self, partner: Partner, verdict: Accept, most: float) -> Verdict | None:
@@ -159,7 +168,7 @@ class Guard(ScreeningRule):
 
     def _usual_change(self, everybody: History) -> float:
         """By which share of the loss a mean may be worse without being an outlier."""
-        settings, changes = self._settings, everybody["change"][-OUTLIER_WINDOW:]
+        settings, changes = self._settings, everybody["change"][-COMPARED:]
         if len(changes) < MIN_CHANGES:
             return settings.max_loss_increase
         median = statistics.median(changes)
@@ -168,22 +177,33 @@ class Guard(ScreeningRule):
         return min(max(usual, settings.least_loss_increase), settings.max_loss_increase)
 
     @staticmethod
-    def _slowness(partner: Partner) -> float:
-        """1 for a partner that has learned from half as many tokens as this node, or from fewer; 0 for an equal one."""
-        met = partner.encounter
-        return min(max(2.0 * (1.0 - met.partner_tokens / max(met.own_tokens, 1)), 0.0), 1.0)
+    def _lacking(partner: Partner, before: float) -> float:
+        """By how much, in nats a token, a partner's own weights may be worse than this node's for want of inner steps.
+
+        Partners are level after an exchange, so it lacks at most what this node has gained since: all of that if it
+        says that it has learned from half as many tokens, or from fewer, and half of it if their rounds cross.
+        """
+        met, began = partner.encounter, partner.loss_before()
+        slowness = 2.0 * (1.0 - met.partner_tokens / max(met.own_tokens, 1))
+        return 0.0 if began is None else min(max(slowness, CROSSING), 1.0) * max(began - before, 0.0)
+
+    def _usual_lag(self, everybody: History) -> float:
+        """By which share of the loss more than that a partner's own weights may be worse without standing out."""
+        settings, lags = self._settings, sorted(everybody["lag"][-COMPARED:])
+        if len(lags) < MIN_LAGS:
+            return LEAST_LAG
+        return min(max(MAX_LAG_QUARTILES * lags[max(1, len(lags) // 4)], LEAST_LAG), settings.max_loss_increase)
 
     @staticmethod
     def _may_be_outlier(partner: Partner) -> bool:
-        """Whether the allowance for outliers is not used up."""
-        of_all = partner.everybody["outlier"][-OUTLIER_WINDOW:]
-        return not any(partner.history["outlier"][-OUTLIER_ONCE_IN + 1 :]) and sum(of_all) < MAX_OUTLIERS
+        """Whether the partner has not used up its allowance."""
+        return sum(partner.history["outlier"][-OUTLIER_WINDOW:]) < MAX_OUTLIERS
 
     def _is_suspect(self, partner: Partner) -> bool:
         """Whether the peer is new here, was refused once, or stood out. A peer whose key is not known is new."""
         history = partner.history
         is_new = len(history["accepted"]) < self._settings.first_checks
-        return is_new or bool(history["refused"]) or any(history["outlier"][-OUTLIER_ONCE_IN + 1 :])
+        return is_new or bool(history["refused"]) or any(history["outlier"][-OUTLIER_WINDOW:])
 
     def _usual(self, partner: Partner) -> tuple[float, bool]:
         """The distance up to which nothing is clipped, and whether it follows from what was accepted."""
@@ -197,21 +217,23 @@ class Guard(ScreeningRule):
     def remember(self, partner: Partner, verdict: Verdict) -> None:
         """The distance as far as it was accepted, the losses if they were compared, and which peer was refused."""
         everybody, history = partner.everybody, partner.history
+        is_used = isinstance(verdict, Accept) and verdict.clip > 0.0
         if self._losses is not None:
+            own, mean, of_partner = self._losses
             if everybody["mean loss"]:
-                everybody.append("inner change", self._losses[0] - everybody["mean loss"][-1])
-            everybody.append("mean loss", self._losses[0] if isinstance(verdict, Refuse) else self._losses[1])
-            everybody.append("loss", self._losses[0])
+                everybody.append("inner change", own - everybody["mean loss"][-1])
+            everybody.append("mean loss", mean if is_used else own)
         everybody.append("refused", float(isinstance(verdict, Refuse)))
         if isinstance(verdict, Refuse):
             history.append("refused", 1.0)
             return
         if self._losses is not None:
-            everybody.append("change", (self._losses[1] - self._losses[0]) / max(self._losses[0], LEAST_LOSS))
-        for each in (history, everybody):
-            each.append("outlier", float(self._is_outlier))
-        everybody.append(self._series(partner), self._distance * verdict.clip)
-        everybody.append("movement", partner.movement())
+            everybody.append("change", (mean - own) / max(own, LEAST_LOSS))
+            everybody.append("lag", max(abs(of_partner - own) - self._lacked, 0.0) / max(own, LEAST_LOSS))
+        history.append("outlier", float(self._is_outlier))
+        if is_used:
+            everybody.append(self._series(partner), self._distance * verdict.clip)
+            everybody.append("movement", partner.movement())
         if len(history["accepted"]) < self._settings.first_checks:
             history.append("accepted", 1.0)
 

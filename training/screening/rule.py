@@ -102,6 +102,8 @@ class Partner:
     the difference between the two contributions: 0 for one's own. None where no loss is known: a stage has none, there
     may be too little text, and a machine may be too slow (`EVALUATION_SECONDS`). It takes as long as that many forward
     passes."""
+    loss_before: Callable[[], float | None]
+    """The same of the weights with which the round began; None likewise."""
 
 
 class ScreeningRule(abc.ABC):

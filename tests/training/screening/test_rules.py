@@ -158,4 +158,4 @@ def test_a_slow_machine_takes_the_loss_on_fewer_batches_or_not_at_all(
 
     monkeypatch.setattr(alice, "evaluate", counting)
     assert isinstance(alice.screen(of_bob, Encounter(BOB, 1, 1, chance=0.0)), Accept)
-    assert asked[2:] == [num_batches] * (2 if num_batches else 0)
+    assert asked[2:] == [num_batches] * (4 if num_batches else 0)

@@ -11,12 +11,18 @@ OWN = torch.randn(1_000, generator=torch.Generator().manual_seed(0))
 NOISE = torch.randn(1_000, generator=torch.Generator().manual_seed(1))
 
 
+def no_loss(share: float) -> None:
+    return None
+
+
 def judged(contribution: Tensor, settings: ScreeningConfig = SIMILARITY) -> Verdict:
     rule = rule_of(settings)
     for piece in (slice(0, 300), slice(300, 1_000)):
         rule.feed(OWN[piece], contribution[piece])
     encounter = Encounter(b"p" * 32, own_tokens=300, partner_tokens=100)
-    return rule.judge(Partner(encounter, OWN, contribution, History(), History(), 0, lambda: 1.0, lambda share: None))
+    return rule.judge(
+        Partner(encounter, OWN, contribution, History(), History(), 0, lambda: 1.0, no_loss, lambda: None)
+    )
 
 
 def reason(verdict: Verdict) -> str:
