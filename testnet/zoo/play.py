@@ -41,6 +41,8 @@ class HostileReport(msgspec.Struct, frozen=True):
     """Of both plays."""
     fair_share: float
     """Of the honest members' rounds with a partner: what chance would give the hostile daemons."""
+    hostile_rounds: int = 0
+    """Of the honest members: those with a hostile partner, or, where these never exchange, without any for that."""
 
     @property
     def loss_above(self) -> float:
@@ -49,8 +51,8 @@ class HostileReport(msgspec.Struct, frozen=True):
 
     @property
     def hostile_share(self) -> float:
-        """Share of the honest members' rounds in which they met a hostile one, or waited for one in vain."""
-        return self.attacked.hostile_met / max(self.attacked.rounds, 1)
+        """`hostile_rounds`, as a share."""
+        return self.hostile_rounds / max(self.attacked.rounds, 1)
 
 
 def intruders_of(settings: HostileSettings) -> list[Intruder]:
@@ -107,7 +109,9 @@ def judge(scenario: Scenario, clean: Played, attacked: Played) -> HostileReport:
     fair_share = hostile.members / (scenario.nodes + hostile.members - 1) if hostile.program == "daemon" else 0.0
     seconds = clean.report.seconds + attacked.report.seconds
     name = str(scenario.run.get("name", ""))
-    made = HostileReport(name, [], clean.conduct, attacked.conduct, seconds, fair_share)
+    lost = max(attacked.conduct.alone - clean.conduct.alone, 0)
+    rounds = lost if hostile.pairing == "absent" else attacked.conduct.hostile_met
+    made = HostileReport(name, [], clean.conduct, attacked.conduct, seconds, fair_share, rounds)
     reasons = [f"the honest alone: {reason}" for reason in clean.report.reasons]
     reasons += [*attacked.report.reasons, *_harm(scenario, hostile, made)]
     return msgspec.structs.replace(made, reasons=reasons)
@@ -131,7 +135,7 @@ def _harm(scenario: Scenario, hostile: HostileSettings, made: HostileReport) -> 
             f"hostile members took {made.hostile_share:.0%} of the honest members' rounds, "
             f"more than {hostile.max_fair_share:g} times their fair share of {made.fair_share:.0%}"
         )
-    if hostile.program == "daemon" and not attacked.hostile_met:
+    if hostile.program == "daemon" and not made.hostile_rounds:
         yield "no honest member met a hostile one: nothing was tried"
 
 

@@ -67,6 +67,13 @@ def test_each_harm_fails(changes: dict[str, Any], words: str) -> None:
     assert any(words in reason for reason in made.reasons), made.reasons
 
 
+def test_of_who_never_exchanges_the_rounds_count_in_which_it_was_waited_for() -> None:
+    alone = Played(Path(), PASSED, CONDUCT)
+    attacked = Played(Path(), PASSED, msgspec.structs.replace(CONDUCT, alone=82, hostile_met=0))
+    made = judge(load_scenario("hostile-absent"), alone, attacked)
+    assert (made.reasons, made.hostile_share) == ([], 0.3)
+
+
 @pytest.mark.parametrize("name", [name for name in scenario_names() if name.startswith("hostile-")])
 def test_the_scenarios_are_of_one_run_and_their_attacks_exist(name: str) -> None:
     scenario = load_scenario(name)
