@@ -340,32 +340,37 @@ class Testnet:
         self._exchanges_before = {node.record.index: node.record.total("exchanges_ok") for node in self._nodes}
 
     async def _start_nodes(self, start: Callable[[NodeProcess], Awaitable[None]]) -> None:
-        """The first, and when it can be dialled the others, one after the other."""
-        first, *others = self._nodes
-        self._say(f"starting {len(self._nodes) - len(self.scenario.late_joiners)} nodes in {self.out / 'nodes'}")
-        await start(first)
-        await first.is_up.wait()
-        for node, intruder in zip(self._intruding, self.intruders, strict=True):
-            await start(node)
-            if intruder.is_daemon:
-                await node.is_up.wait()
-        for node in others:
-            if node.record.index not in self.scenario.late_joiners:
-                await trio.sleep(self.scenario.start_interval)
+        """The first, and when it can be dialled intruders and the others, one after the other."""
+        first, *others = self._early_nodes
+        self._say(f"starting {len(self._early_nodes)} nodes in {self.out / 'nodes'}")
+        async with trio.open_nursery() as nursery:
+
+            async def begin(node: NodeProcess) -> None:
                 await start(node)
+                if self.scenario.start_together:
+                    nursery.start_soon(node.pause)
+
+            await begin(first)
+            await first.is_up.wait()
+            for node, intruder in zip(self._intruding, self.intruders, strict=True):
+                if intruder.is_daemon:
+                    await begin(node)
+                    await node.is_up.wait()
+                else:
+                    await start(node)
+            for node in others:
+                await trio.sleep(self.scenario.start_interval)
+                await begin(node)
         if self.scenario.start_together:
             await self._train_together()
 
     async def _train_together(self) -> None:
-        """Have all pause as soon as they are up, before their trainers are, and go on together."""
+        """Have all go on that pause, now that all do."""
         daemons = [node for node, intruder in zip(self._intruding, self.intruders, strict=True) if intruder.is_daemon]
-        nodes = [*self._early_nodes, *daemons]
-        for what in (NodeProcess.pause, NodeProcess.resume):
-            async with trio.open_nursery() as nursery:
-                for node in nodes:
-                    nursery.start_soon(what, node)
-        for node in nodes:
-            node.record.excuse(trio.current_time())
+        async with trio.open_nursery() as nursery:
+            for node in (*self._early_nodes, *daemons):
+                node.record.excuse(trio.current_time())
+                nursery.start_soon(node.resume)
         self._say("all nodes are up, and begin to train")
 
     def _source(self, node: NodeProcess, signed: SignedManifest) -> str | None:

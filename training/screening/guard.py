@@ -19,8 +19,8 @@ and in some other exchanges, which cannot be foreseen:
 - that of the partner's own weights. Honest members have learned as much from other batches, so theirs is as often
   better as worse, by little; a liar's is worse each time, however little of it shows in the mean. What is usual, past
   comparisons say: their lower quartile, which a third of liars, and members that these have just harmed, move little.
-  A partner may also lack what this node's inner steps of the round have gained: all of it if it says that it has
-  learned from fewer tokens, which costs it its share of the mean, and half in any case, since rounds may cross.
+  A partner may also lack what this node's inner steps of the round have gained: half of it in any case, since rounds
+  may cross, and all of it if it says that it has learned from fewer tokens, which costs it its share of the mean.
 
 A partner that stands out may still be honest: one that was away for some rounds does. Its contribution counts for
 nothing here, while mine helps it; the next times it is refused, and met last.
@@ -59,7 +59,7 @@ PARTS: Final = (0.5, 0.25, 0.125)
 CHECKED_RADIUS: Final = 2.0
 # Of a partner's last exchanges so many may stand out without a refusal; they count for nothing.
 OUTLIER_WINDOW: Final = 8
-MAX_OUTLIERS: Final = 1
+MAX_OUTLIERS: Final = 2
 # Comparisons of losses that say what is usual.
 COMPARED: Final = 32
 # Comparisons from which the usual change of the loss is known, and median absolute deviations from it that stand out:
@@ -70,7 +70,7 @@ MAX_DEVIATIONS: Final = 3.0
 # differed: four standard deviations, little moved by a third of liars and by those whom they have just harmed. This
 # share of the loss is never unusual. Comparisons from which that is known.
 MAX_LAG_QUARTILES: Final = 12.0
-LEAST_LAG: Final = 0.0125
+LEAST_LAG: Final = 0.015
 MIN_LAGS: Final = 3
 # The share of a round's gain that a partner may lack whose rounds begin and end between this node's.
 CROSSING: Final = 0.5
@@ -180,12 +180,12 @@ class Guard(ScreeningRule):
     def _lacking(partner: Partner, before: float) -> float:
         """By how much, in nats a token, a partner's own weights may be worse than this node's for want of inner steps.
 
-        Partners are level after an exchange, so it lacks at most what this node has gained since: all of that if it
-        says that it has learned from half as many tokens, or from fewer, and half of it if their rounds cross.
+        Partners are level after an exchange, so it lacks what this node has gained since: half of it where their rounds
+        cross, and all of it besides if it says that it has learned from half as many tokens, or from fewer.
         """
         met, began = partner.encounter, partner.loss_before()
-        slowness = 2.0 * (1.0 - met.partner_tokens / max(met.own_tokens, 1))
-        return 0.0 if began is None else min(max(slowness, CROSSING), 1.0) * max(began - before, 0.0)
+        slowness = min(max(2.0 * (1.0 - met.partner_tokens / max(met.own_tokens, 1)), 0.0), 1.0)
+        return 0.0 if began is None else (CROSSING + slowness) * max(began - before, 0.0)
 
     def _usual_lag(self, everybody: History) -> float:
         """By which share of the loss more than that a partner's own weights may be worse without standing out."""

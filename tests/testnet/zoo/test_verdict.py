@@ -53,7 +53,7 @@ def test_the_unharmed_pass() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"losses": [2.0] * 3 + [2.1] * 3}, "loss is +2.5%"),
+        ({"losses": [2.0] * 3 + [2.2] * 3}, "loss is +5.0%"),
         ({"losses": [float("nan")] * 6}, "loss is +nan%"),
         ({"losses": [2.0] * 5}, "1 honest members have left no weights"),
         ({"honest_exchanges": 99}, "99 exchanges with one another"),
