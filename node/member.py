@@ -492,6 +492,7 @@ def make_member(
         validate_every=settings.validate_every,
         hung_seconds=settings.hung_seconds,
     )
+    notices = NoticeBoard(signed.creator, author, gossip, daemon.rest, journal, is_ignored=settings.ignore_notices)
     surroundings = Surroundings(
         prepare=preparation.prepare,
         on_saved=weights.giving.note_saved,
@@ -500,13 +501,11 @@ def make_member(
         partners_round=membership.partners_round,
         on_committed=membership.partners.note,
         audits=audits,
+        stopped=notices.stopped,
         may_spend=shaping.may_spend,
     )
     loop = TrainingLoop(config, Pairing(author, manifest.rounds, rng, manifest.outer.fragments), supervisor)
-    notices = NoticeBoard(signed.creator, author, gossip, daemon.rest, journal, is_ignored=settings.ignore_notices)
-    training = Training(
-        loop, messenger, exchanges, journal, daemon.rest, surroundings, pipeline, leases, notices.stopped
-    )
+    training = Training(loop, messenger, exchanges, journal, daemon.rest, surroundings, pipeline, leases)
     stage_record = StageRecord(daemon, host, run_id, membership)
     stages = StageKeeper(
         membership,

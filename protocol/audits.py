@@ -53,7 +53,7 @@ COMMIT_SECONDS: Final = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class RoundClaim:
     """A member's commitment, and the signature on it; None for one's own, which proves nothing to oneself."""
 
     author: bytes
@@ -84,14 +84,14 @@ class Claim:
 class OwnRound:
     """A round of this node is committed to; ``others`` are what the run state has of the other live members."""
 
-    claim: Claim
+    claim: RoundClaim
     path: str
     """Of its start."""
-    others: Sequence[Claim]
+    others: Sequence[RoundClaim]
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
+class ContributionReceived:
     """An exchange was committed: of that round of the peer's, by its word, with this BLAKE3 of what it gave."""
 
     peer: bytes
@@ -100,10 +100,10 @@ class Received:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class CommitmentsHeard:
     """There may be new commitments: these are what the run state has of the other live members, who are ``live``."""
 
-    claims: Sequence[Claim]
+    claims: Sequence[RoundClaim]
     live: frozenset[bytes]
 
 
@@ -112,7 +112,7 @@ class Accused:
     """A live member says that a replay of this commitment, which is genuine, gives something else."""
 
     accuser: bytes
-    claim: Claim
+    claim: RoundClaim
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class TrainerGone:
     """There is no trainer; what it replayed is not known."""
 
 
-Event = OwnRound | Received | Heard | Accused | StartFetched | Replayed | TrainerGone
+Event = OwnRound | ContributionReceived | CommitmentsHeard | Accused | StartFetched | Replayed | TrainerGone
 
 
 # Outputs
@@ -139,7 +139,7 @@ Event = OwnRound | Received | Heard | Accused | StartFetched | Replayed | Traine
 class FetchStart:
     """Fetch the start of this round from these, the likeliest first."""
 
-    claim: Claim
+    claim: RoundClaim
     donors: tuple[bytes, ...]
 
 
@@ -156,7 +156,7 @@ class Avoid:
 class Denounce:
     """Publish this claim as false, and keep its start for those who replay it."""
 
-    claim: Claim
+    claim: RoundClaim
     path: str
 
 
@@ -171,7 +171,7 @@ class Distrust:
 class Audited:
     """A round was as its author committed to."""
 
-    claim: Claim
+    claim: RoundClaim
     path: str
 
 
@@ -182,7 +182,7 @@ Output = FetchStart | Replay | Avoid | Denounce | Distrust | Audited
 class _Case:
     """A round to be replayed."""
 
-    claim: Claim
+    claim: RoundClaim
     path: str = ""
     accuser: bytes = b""
     first: Replayed | None = None
@@ -197,7 +197,7 @@ class _Memory:
     """Author -> newest round that it has drawn for."""
     failed: dict[bytes, set[int]] = field(default_factory=dict)
     """Author -> rounds whose start it did not give, or in which it gave something else than it committed to."""
-    received: dict[bytes, tuple[Received, float]] = field(default_factory=dict)
+    received: dict[bytes, tuple[ContributionReceived, float]] = field(default_factory=dict)
     """Author -> what it gave in the last exchange, and when; until it is compared."""
     proved: set[bytes] = field(default_factory=set)
     """Authors of false commitments."""
@@ -216,7 +216,7 @@ class Audits:
     def __init__(self, author: bytes, rate: float) -> None:
         self._author = author
         self._rate = rate
-        self._own: Claim | None = None
+        self._own: RoundClaim | None = None
         self._is_proved = False  # a replay of an own round by this trainer was right
         self._is_distrusted = False
         self._waiting = deque[_Case](maxlen=MAX_WAITING)
@@ -231,9 +231,9 @@ class Audits:
         match event:
             case OwnRound():
                 self._draw(event)
-            case Received():
+            case ContributionReceived():
                 self._memory.received[event.peer] = event, now
-            case Heard():
+            case CommitmentsHeard():
                 outputs += self._compare_received(event, now)
             case Accused():
                 self._hear(event)
@@ -270,7 +270,7 @@ class Audits:
             if self._may_judge(claim) and is_drawn(claim.id, own.id, chance):
                 self._waiting.append(_Case(claim))
 
-    def _compare_received(self, event: Heard, now: float) -> list[Output]:
+    def _compare_received(self, event: CommitmentsHeard, now: float) -> list[Output]:
         """Whether partners gave what they have committed to.
 
         Nothing follows where that may have been replaced by what they have committed to since.
@@ -290,7 +290,7 @@ class Audits:
                 outputs += self._note_failed(peer, received.round, now)
         return outputs
 
-    def _may_judge(self, claim: Claim) -> bool:
+    def _may_judge(self, claim: RoundClaim) -> bool:
         own = self._own
         return (
             own is not None
@@ -388,7 +388,7 @@ def is_drawn(audited: bytes, following: bytes, chance: float) -> bool:
     return int.from_bytes(digest[:8]) < chance * 2**64
 
 
-def replay_of(claim: Claim, path: str) -> Replay:
+def replay_of(claim: RoundClaim, path: str) -> Replay:
     """The command to replay a round whose start lies at ``path``."""
     commitment = claim.commitment
     return Replay(
@@ -402,6 +402,6 @@ def replay_of(claim: Claim, path: str) -> Replay:
     )
 
 
-def name_of(claim: Claim) -> str:
+def name_of(claim: RoundClaim) -> str:
     """A claim's author and round, for people."""
     return f"round {claim.commitment.round} of {short_name(claim.author)}"

@@ -75,7 +75,7 @@ class HostileSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     program: Literal["daemon", "ghosts", "flood"] = "daemon"
     """A daemon with a hostile part, or a program that speaks to the run state alone."""
     attack: str = "echo"
-    """What a daemon sends for its contribution: a name of `farandole.testnet.bench.member_attacks.ATTACKS`."""
+    """What a daemon sends for its contribution: a name of `farandole.testnet.zoo.member_attacks.ATTACKS`."""
     tokens: Annotated[int, msgspec.Meta(ge=0, le=10**12)] = 10**12
     """What it says it has learned from in a round."""
     trains: bool = True

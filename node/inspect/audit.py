@@ -17,7 +17,7 @@ import msgspec
 import trio
 from blake3 import blake3
 
-from farandole.protocol.audits import Claim, replay_of
+from farandole.protocol.audits import RoundClaim, replay_of
 from farandole.protocol.cut import stage_parameters
 from farandole.protocol.entries import Kind
 from farandole.protocol.errors import ManifestError
@@ -84,11 +84,11 @@ class _Audit:
                     rows.append(await self._replay(trainer, rounds, chosen))
         return rows
 
-    def _committed(self) -> dict[bytes, dict[int, Claim]]:
+    def _committed(self) -> dict[bytes, dict[int, RoundClaim]]:
         """The commitments of each author, by round."""
-        committed: dict[bytes, dict[int, Claim]] = {}
+        committed: dict[bytes, dict[int, RoundClaim]] = {}
         for entry in self._visit.gossip.state.entries(Kind.COMMITMENT):
-            claim = Claim(entry.author, entry.payload, entry.signed)
+            claim = RoundClaim(entry.author, entry.payload, entry.signed)
             committed.setdefault(entry.author, {})[claim.commitment.round] = claim
         return committed
 
@@ -115,7 +115,7 @@ class _Audit:
         async with open_trainer(prepare, None) as trainer:
             yield trainer
 
-    async def _replay(self, trainer: Trainer, rounds: Mapping[int, Claim], round_index: int) -> AuditedRound:
+    async def _replay(self, trainer: Trainer, rounds: Mapping[int, RoundClaim], round_index: int) -> AuditedRound:
         claim = rounds[round_index]
         peer_id = peer_id_of(claim.author)
 
@@ -142,7 +142,7 @@ class _Audit:
         is_right = (replayed.end, replayed.contribution) == (claim.commitment.end, claim.commitment.contribution)
         return judged("right" if is_right else "wrong")
 
-    async def _fetch(self, claim: Claim, path: Path) -> None:
+    async def _fetch(self, claim: RoundClaim, path: Path) -> None:
         manifest, conditions = self._visit.manifest, self._visit.conditions
         max_bytes = max_checkpoint_bytes(manifest.outer, stage_parameters(manifest.model, 0))
         signed, index = await ask_for_index(conditions, claim.author, 0, max_bytes, claim.commitment.start)

@@ -13,7 +13,7 @@ from typing import Final
 import trio
 
 from farandole.protocol import audits as machine
-from farandole.protocol.audits import Audits, Claim, name_of
+from farandole.protocol.audits import Audits, RoundClaim, name_of
 from farandole.protocol.blocks import Index, SignedIndex
 from farandole.protocol.entries import RULES, Accusation, Commitment, Entry, Kind, Signed
 from farandole.protocol.errors import RemoteProtocolError
@@ -93,7 +93,7 @@ class AuditKeeper:
 
     def note_received(self, peer: bytes, round_index: int, digest: bytes) -> None:
         """A peer's contribution, with this BLAKE3, is used: of that round, by its word."""
-        self._driver.handle(machine.Received(peer, round_index, digest))
+        self._driver.handle(machine.ContributionReceived(peer, round_index, digest))
 
     def end(self) -> None:
         """There is no trainer."""
@@ -118,17 +118,17 @@ class AuditKeeper:
             commitment = Commitment(**{name: getattr(recorded, name) for name in fields} | {"start": start})
             slot = commitment.round % RULES[Kind.COMMITMENT].slots
             await self._gossip.publish(Kind.COMMITMENT, slot, commitment)
-            own = Claim(self._author, commitment)
+            own = RoundClaim(self._author, commitment)
             self._driver.handle(machine.OwnRound(own, recorded.start.path, list(self._claims())))
             for index, accusation in enumerate(self._accusations.values()):
                 await self._gossip.publish(Kind.ACCUSATION, index, accusation)
 
-    def _claims(self) -> Iterator[Claim]:
+    def _claims(self) -> Iterator[RoundClaim]:
         """Of the other members that are there."""
         live = self._downloads.membership.live - {self._author}
         for entry in self._gossip.state.entries(Kind.COMMITMENT):
             if entry.author in live:
-                yield Claim(entry.author, entry.payload, entry.signed)
+                yield RoundClaim(entry.author, entry.payload, entry.signed)
 
     async def _fetch(self) -> None:
         """The starts that are wanted, one after the other."""
@@ -162,7 +162,7 @@ class AuditKeeper:
         """Commitments, and accusations, each once."""
         heard: set[bytes] = set()
         while True:
-            self._driver.handle(machine.Heard(list(self._claims()), self._downloads.membership.live))
+            self._driver.handle(machine.CommitmentsHeard(list(self._claims()), self._downloads.membership.live))
             entries = [entry for entry in self._gossip.state.entries(Kind.ACCUSATION) if entry.author != self._author]
             for entry in entries:
                 if entry.id not in heard and (claim := self._claim_of(entry.payload)) is not None:
@@ -170,14 +170,14 @@ class AuditKeeper:
             heard = {entry.id for entry in entries}
             await self._gossip.changed()
 
-    def _claim_of(self, accusation: Accusation) -> Claim | None:
+    def _claim_of(self, accusation: Accusation) -> RoundClaim | None:
         """The commitment that an accusation has in it, if it is genuine."""
         signed = Signed(accusation.author, accusation.body, accusation.signature)
         try:
             entry: Entry = self._gossip.state.checker.check(signed)
         except RemoteProtocolError:
             return None
-        return Claim(entry.author, entry.payload, signed) if entry.kind is Kind.COMMITMENT else None
+        return RoundClaim(entry.author, entry.payload, signed) if entry.kind is Kind.COMMITMENT else None
 
     # Outputs
 
@@ -205,7 +205,7 @@ class AuditKeeper:
                 journal.warn(reason)
                 self._rest.begin(FAULT, reason)
 
-    def _denounce(self, claim: Claim, path: Path) -> None:
+    def _denounce(self, claim: RoundClaim, path: Path) -> None:
         if claim.signed is None or self._fetched is None:
             return
         self._starts.keep_proof(path, *self._fetched)

@@ -6,7 +6,7 @@ Trainer processes, exchanges, pairing messages, the timer and the display are he
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import trio
@@ -57,13 +57,15 @@ class Surroundings:
     """Returns whether there is traffic for an exchange of so many bytes."""
     audits: AuditKeeper | None = None
     """Where the run has audits."""
+    stopped: trio.Event = field(default_factory=trio.Event)
+    """Set when the run's creator stops the run."""
 
 
 class Training:
     """Trains until every round is done, or the node leaves.
 
     ``pipeline`` gives a stage's trainer its work; ``leases`` say what of the data it trains on, in runs that count
-    epochs. ``stopped`` is set when the run's creator stops it.
+    epochs.
     """
 
     def __init__(
@@ -76,7 +78,6 @@ class Training:
         surroundings: Surroundings,
         pipeline: PipelineService | None = None,
         leases: LeaseKeeper | None = None,
-        stopped: trio.Event | None = None,
     ) -> None:
         self._loop = loop
         self._messenger = messenger
@@ -86,7 +87,6 @@ class Training:
         self._surroundings = surroundings
         self._pipeline = pipeline
         self._leases = leases
-        self._stopped = trio.Event() if stopped is None else stopped
         self._driver = Driver[machine.Event, machine.Output](self._carry_out, pairing.TimerFired())
         self._driver.begin(loop)
         self._nursery: trio.Nursery | None = None
@@ -166,7 +166,7 @@ class Training:
         self.handle(machine.DataOver())
 
     async def _watch_stop(self) -> None:
-        await self._stopped.wait()
+        await self._surroundings.stopped.wait()
         self.handle(machine.RunStopped())
 
     # Outputs

@@ -22,7 +22,7 @@ from farandole.protocol.screening_rules import GuardConfig
 
 from ..compare import BATCH_SIZE, LEARNING_RATE, MODEL
 from ..grid import Grid
-from .member_attacks import ATTACKS
+from ..zoo.member_attacks import ATTACKS
 from .process import BenchError
 from .report import OUT, BenchReport, Out, Write, open_bench
 from .simulate_hostile import HostileOutcome, HostileRun, play

@@ -22,7 +22,7 @@ from farandole.training.errors import ScreeningError
 from farandole.training.learner import Learner, build_learner
 from farandole.training.screening.rule import Encounter, Refuse
 
-from .member_attacks import ATTACKS, AttackView, forge
+from ..zoo.member_attacks import ATTACKS, AttackView, forge
 
 # Held-out batches for the figure at the end; what members screen by is among them.
 VALIDATION_BATCHES = 32

@@ -13,8 +13,8 @@ import typer
 
 from ..live import LineView
 from ..scenario import Scenario, load_scenario, scenario_names
+from ..zoo.member_attacks import ATTACKS
 from ..zoo.play import HostileReport, play_clean, play_hostile, zoo_grid
-from .member_attacks import ATTACKS
 from .process import BenchError
 from .report import OUT, BenchReport, Out, Write, open_bench
 

@@ -17,7 +17,7 @@ from farandole.training.errors import CodecError, ScreeningError
 from farandole.training.learner import Learner
 from farandole.training.screening.rule import UNKNOWN, Accept, Encounter, Verdict
 
-from ..bench.member_attacks import ATTACKS, AttackView, forge
+from .member_attacks import ATTACKS, AttackView, forge
 from .plan import plan_of
 
 # Of what it has received: all that a real attacker knows of the honest members.

@@ -16,12 +16,12 @@ from typing import Final
 import msgspec
 import trio
 
-from ..bench.member_attacks import ATTACKS
 from ..grid import Grid, cell
 from ..launch import Intruder, PlayView, Testnet, write_report
 from ..report import PlayReport
 from ..scenario import HostileSettings, Scenario, ScenarioError
 from .conduct import Conduct, conduct_of
+from .member_attacks import ATTACKS
 from .plan import environment_of
 
 CLEAN, HOSTILE = "clean", "hostile"

@@ -19,15 +19,15 @@ from farandole.protocol.audits import (
     Audited,
     Audits,
     Avoid,
-    Claim,
+    CommitmentsHeard,
+    ContributionReceived,
     Denounce,
     Distrust,
     Event,
     FetchStart,
-    Heard,
     Output,
     OwnRound,
-    Received,
+    RoundClaim,
     StartFetched,
     TrainerGone,
     is_drawn,
@@ -40,17 +40,17 @@ RIGHT = Replayed(b"e" * 32, b"c" * 32)
 WRONG = Replayed(b"x" * 32, b"y" * 32)
 
 
-def claim(author: bytes, round_index: int, **changes: object) -> Claim:
+def claim(author: bytes, round_index: int, **changes: object) -> RoundClaim:
     """A commitment to what `RIGHT` gives; no two have the same start."""
     start = random.Random(f"{author.hex()} {round_index}").randbytes(32)
     commitment = Commitment(
         round_index, start, 10 * round_index, 10, 0, 2, 0, b"e" * 32, b"c" * 32, b"t" * 8, "torch", "cpu"
     )
-    return Claim(author, msgspec.structs.replace(commitment, **changes))
+    return RoundClaim(author, msgspec.structs.replace(commitment, **changes))
 
 
-def heard(*claims: Claim) -> Heard:
-    return Heard(claims, frozenset({BOB, MALLORY}))
+def heard(*claims: RoundClaim) -> CommitmentsHeard:
+    return CommitmentsHeard(claims, frozenset({BOB, MALLORY}))
 
 
 class Auditor:
@@ -63,7 +63,7 @@ class Auditor:
         self.false: dict[bytes, Replayed] = {}
         """Author -> what replays of its rounds give."""
         self.withholds: set[bytes] = set()
-        self.fetched: list[Claim] = []
+        self.fetched: list[RoundClaim] = []
 
     def handle(self, event: Event) -> list[Output]:
         """What comes of it, and of what the trainer and the network say then."""
@@ -83,7 +83,7 @@ class Auditor:
             waiting += following
         return outputs
 
-    def train(self, *others: Claim) -> list[Output]:
+    def train(self, *others: RoundClaim) -> list[Output]:
         """The next round, after which the others are known to have committed to these."""
         self.round += 1
         self.now += 60.0
@@ -237,8 +237,8 @@ def test_who_gives_its_partner_something_else_than_it_commits_to_is_avoided_for_
     alice, outputs = Auditor(), list[Output]()
     for round_index in range(MAX_FAILED):
         assert not outputs
-        alice.handle(Received(MALLORY, round_index, b"other" * 6))
-        alice.handle(Received(BOB, round_index, RIGHT.contribution))
+        alice.handle(ContributionReceived(MALLORY, round_index, b"other" * 6))
+        alice.handle(ContributionReceived(BOB, round_index, RIGHT.contribution))
         outputs = alice.handle(heard(claim(MALLORY, round_index), claim(BOB, round_index)))
     assert [(avoid.author, avoid.until) for avoid in outputs if isinstance(avoid, Avoid)] == [(MALLORY, AVOID_SECONDS)]
 
@@ -246,8 +246,8 @@ def test_who_gives_its_partner_something_else_than_it_commits_to_is_avoided_for_
 def test_who_commits_to_fewer_rounds_than_it_takes_part_in_is_avoided_and_a_late_entry_does_no_harm() -> None:
     alice, outputs = Auditor(), list[Output]()
     for round_index in range(2 * MAX_FAILED):
-        alice.handle(Received(MALLORY, 2 * round_index + 1, RIGHT.contribution))
-        alice.handle(Received(BOB, round_index, RIGHT.contribution))
+        alice.handle(ContributionReceived(MALLORY, 2 * round_index + 1, RIGHT.contribution))
+        alice.handle(ContributionReceived(BOB, round_index, RIGHT.contribution))
         assert not alice.handle(heard(claim(MALLORY, 2 * round_index))), "the entries may be on their way"
         alice.now += COMMIT_SECONDS
         outputs += alice.handle(heard(claim(MALLORY, 2 * round_index), claim(BOB, round_index)))
@@ -257,17 +257,17 @@ def test_who_commits_to_fewer_rounds_than_it_takes_part_in_is_avoided_and_a_late
 def test_a_member_that_is_gone_or_whose_commitment_was_replaced_has_done_nothing() -> None:
     alice = Auditor()
     for round_index in range(2 * MAX_FAILED):
-        alice.handle(Received(BOB, 10 * round_index, RIGHT.contribution))
-        alice.handle(Received(MALLORY, round_index, RIGHT.contribution))
+        alice.handle(ContributionReceived(BOB, 10 * round_index, RIGHT.contribution))
+        alice.handle(ContributionReceived(MALLORY, round_index, RIGHT.contribution))
         alice.now += COMMIT_SECONDS
         later = claim(BOB, 10 * round_index + RULES[Kind.COMMITMENT].slots)
-        assert not alice.handle(Heard([later], frozenset({BOB})))
+        assert not alice.handle(CommitmentsHeard([later], frozenset({BOB})))
 
 
 def test_a_member_that_never_commits_is_avoided_for_a_while() -> None:
     alice, outputs = Auditor(), list[Output]()
     for round_index in range(MAX_FAILED):
-        alice.handle(Received(MALLORY, round_index, RIGHT.contribution))
+        alice.handle(ContributionReceived(MALLORY, round_index, RIGHT.contribution))
         alice.now += COMMIT_SECONDS
         outputs += alice.handle(heard())
     assert [avoid.author for avoid in outputs if isinstance(avoid, Avoid)] == [MALLORY]
