@@ -477,7 +477,7 @@ def make_member(
     pipeline = leases = None
     if num_stages > 1:
         links = Links(host, manifest, run_id, shaping, is_neighbour=membership.is_in_stage, channels=channels)
-        pipeline = PipelineService(links, messenger, manifest, author, rng)
+        pipeline = PipelineService(links, messenger, manifest, author, rng, journal.warn)
     if manifest.data.epochs:
         leases = LeaseKeeper(
             manifest, author, state, gossip, store, journal, origins=membership.origins, liveness=gossip.liveness

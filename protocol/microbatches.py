@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import enum
 import math
-from collections import Counter
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
 from .inner_steps import InnerStep
 
 MAX_REASONS = 32
+# Outcomes that an origin remembers for those who ask.
+MAX_OUTCOMES = 4_096
 
 
 class MicrobatchStep(enum.Enum):
@@ -62,6 +64,8 @@ class Microbatch:
     """Where it came back to its origin."""
     tried: set[bytes] = field(default_factory=set)
     """Hops that refused or lost it."""
+    sender: bytes = b""
+    """The peer that sent what came last: its activations, or its gradient."""
     num_lost: int = 0
     """How often that was."""
     begun_at: float = math.inf
@@ -75,6 +79,48 @@ class Microbatch:
     """How it ended."""
     inner_step: InnerStep | None = None
     """For which it has begun."""
+
+
+class Microbatches:
+    """All microbatches at a node, each with a slot of its own, and how the newest that it drew have ended."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.by_ticket: dict[bytes, Microbatch] = {}
+        self._free_slots = set(range(num_slots))
+        self._outcomes: OrderedDict[bytes, bool] = OrderedDict()
+
+    @property
+    def num_free(self) -> int:
+        """Slots that are free."""
+        return len(self._free_slots)
+
+    def at(self, *steps: MicrobatchStep) -> list[Microbatch]:
+        """Those that are this far."""
+        return [microbatch for microbatch in self.by_ticket.values() if microbatch.step in steps]
+
+    def add(self, ticket: bytes, origin: bytes, deadline: float, step: MicrobatchStep) -> Microbatch:
+        """A microbatch takes the first free slot; there must be one."""
+        microbatch = Microbatch(ticket, origin, min(self._free_slots), deadline, step)
+        self._free_slots.remove(microbatch.slot)
+        self.by_ticket[ticket] = microbatch
+        return microbatch
+
+    def release(self, microbatch: Microbatch) -> None:
+        """Its slot is free again."""
+        del self.by_ticket[microbatch.ticket]
+        self._free_slots.add(microbatch.slot)
+
+    def note_outcome(self, microbatch: Microbatch) -> None:
+        """Remember how one that was drawn here has ended."""
+        self._outcomes[microbatch.ticket] = bool(microbatch.is_kept)
+        if len(self._outcomes) > MAX_OUTCOMES:
+            self._outcomes.popitem(last=False)
+
+    def outcome(self, ticket: bytes) -> bool | None:
+        """Whether one that was drawn here is kept; None: it has not ended. What is not known was dropped."""
+        microbatch = self.by_ticket.get(ticket)
+        is_undecided = microbatch is not None and microbatch.is_kept is None
+        return None if is_undecided else self._outcomes.get(ticket, False)
 
 
 @dataclass(slots=True)

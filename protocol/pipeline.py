@@ -14,6 +14,10 @@ origin decides, when the gradient is back, and tells it along the route; a node 
 origin. Who has no answer by the deadline takes the gradient out again. What cannot hold (as with any commit): if the
 origin dies while it tells, some stages count one microbatch more.
 
+**Falsified data.** The trainer judges what peers send (`farandole.training.link_statistics`). An outlier is dropped. A
+peer that sends several, or over which most is lost, is avoided (`farandole.protocol.avoidance`): its links are closed
+and, if it is an origin, its microbatches are refused. A node that has no link to the next stage gives no credits.
+
 Sans-IO: `handle(event, now)`. The memory of a microbatch is a *slot* (`farandole.node.loop.stages.pipeline`).
 """
 
@@ -21,14 +25,26 @@ from __future__ import annotations
 
 import math
 import random
-from collections import OrderedDict, deque
 
 from . import activations as wire
+from .avoidance import LOSES_ALL, Avoidance
 from .held_out import HeldOut
 from .inner_steps import Schedule
-from .microbatches import GIVEN_BACK, SUMMED, UNTOUCHED, Counts, Hop, Microbatch, MicrobatchLink, MicrobatchStep
+from .microbatch_jobs import MicrobatchJobs
+from .microbatches import (
+    GIVEN_BACK,
+    SUMMED,
+    UNTOUCHED,
+    Counts,
+    Hop,
+    Microbatch,
+    Microbatches,
+    MicrobatchLink,
+    MicrobatchStep,
+)
 from .pairing_events import SetTimer, TimerFired
 from .pipeline_events import (
+    Avoided,
     CloseLink,
     Event,
     LinkClosed,
@@ -54,10 +70,6 @@ from .trainer_messages import InnerStepTaken, Job, TakeInnerStep, Work, Worked
 
 # A microbatch that three hops have refused or lost is dropped: the fault may be its own.
 MAX_ATTEMPTS = 3
-# Work given to the trainer at once: one it does, one that waits, so that it never waits for us.
-MAX_JOBS = 2
-# Outcomes that an origin remembers for those who ask.
-MAX_OUTCOMES = 4_096
 # How long a node waits for an answer before it asks the origin again.
 ASK_INTERVAL = 1.0
 # A trainer that could not draw, for want of data say, is asked again after so long.
@@ -70,28 +82,32 @@ GRACE_SECONDS = 3.0
 # Links of a node: to the next stage, from the one before, and between origins and the last stage; for a run of 1,000
 # nodes with two stages, one of which has all but a few.
 MAX_LINKS = 1_024
-
-# What frees memory comes first. Forward passes, and draws after them, as the inner step allows.
-_PRIORITIES: tuple[Job, ...] = ("backward", "tail", "keep", "drop", "forward")
+AVOIDED_ORIGIN = "its origin is avoided"
+# Jobs on what a peer has sent, which the trainer judges.
+JUDGED: tuple[Job, ...] = ("forward", "tail", "backward")
 
 
 class Pipeline:
     """See above. One for each life of the trainer."""
 
-    def __init__(self, settings: PipelineSettings, rng: random.Random, counts: Counts | None = None) -> None:
-        """``counts`` go on from earlier lives."""
+    def __init__(
+        self,
+        settings: PipelineSettings,
+        rng: random.Random,
+        counts: Counts | None = None,
+        avoidance: Avoidance | None = None,
+    ) -> None:
+        """``counts`` and ``avoidance`` go on from earlier lives."""
         self.counts = counts or Counts()
+        self._avoidance = avoidance or Avoidance()
         self._settings = settings
         self._rng = rng
         self._nodes = NodesChanged(frozenset(), 1, 1, 1)
         self._links: dict[int, MicrobatchLink] = {}
         self._dialling = Dialling(rng)
         self._promises = Promises(settings.in_flight)
-        self._free_slots = set(range(settings.in_flight))
-        self._microbatches: dict[bytes, Microbatch] = {}
-        self._outcomes: OrderedDict[bytes, bool] = OrderedDict()
-        self._jobs: deque[tuple[Job, Microbatch]] = deque()
-        self._waiting: dict[Job, deque[Microbatch]] = {job: deque() for job in _PRIORITIES}
+        self._microbatches = Microbatches(settings.in_flight)
+        self._jobs = MicrobatchJobs()
         self._schedule = Schedule(settings, quota=lambda: self.quota, num_coming=self._num_coming)
         self._held_out = HeldOut()
         self._draw_after = -math.inf
@@ -101,7 +117,7 @@ class Pipeline:
     @property
     def num_in_flight(self) -> int:
         """Microbatches that the trainer holds something of."""
-        return sum(microbatch.has_begun for microbatch in self._microbatches.values())
+        return sum(microbatch.has_begun for microbatch in self._microbatches.by_ticket.values())
 
     @property
     def quota(self) -> int:
@@ -146,8 +162,8 @@ class Pipeline:
                 self._be_asked(peer, ticket)
             case Told(peer, wire.Answer(ticket, is_kept)):
                 self._be_told(peer, ticket, is_kept)
-            case Worked(problem):
-                self._worked(problem)
+            case Worked():
+                self._worked(event)
             case InnerStepTaken():
                 if self._schedule.stepped(self._now):
                     self._drained()
@@ -167,15 +183,23 @@ class Pipeline:
         self._links[event.link] = link
         if event.is_upstream:
             self._dialling.note_open(event.peer, event.is_return)
-        elif len(self._links) > MAX_LINKS:
+        if len(self._links) > MAX_LINKS or self._avoidance.is_avoided(event.peer, self._now):
             self._hang_up(event.link)
 
     def _fail_link(self, event: LinkFailed) -> None:
         self._dialling.note_failed(event.peer, event.is_return, self._now)
-        if not event.is_return:
-            return
-        for microbatch in list(self._microbatches.values()):
-            if microbatch.step is MicrobatchStep.ROUTING and microbatch.origin == event.peer:
+        if event.is_return:
+            self._lose_origin(event.peer)
+
+    def _give_up_routing(self) -> None:
+        """Without a link to the next stage, what waits for a hop goes back: another node of this stage may have one."""
+        if self._settings.stage and not any(link.is_upstream for link in self._links.values()):
+            for microbatch in self._microbatches.at(MicrobatchStep.ROUTING):
+                self._drop(microbatch, "no node of the next stage takes it")
+
+    def _lose_origin(self, peer: bytes) -> None:
+        for microbatch in self._microbatches.at(MicrobatchStep.ROUTING):
+            if microbatch.origin == peer:
                 self._drop(microbatch, "its origin cannot be reached")
 
     def _hang_up(self, number: int) -> None:
@@ -186,8 +210,11 @@ class Pipeline:
         link = self._links.pop(number, None)
         if link is None:
             return
-        if link.is_upstream and not link.is_return:
+        if link.is_upstream and link.is_return:
+            self._lose_origin(link.peer)
+        elif link.is_upstream:
             self._dialling.note_lost(link.peer, self._now)
+            self._give_up_routing()
         for microbatch in link.open.values():
             if link.is_upstream:
                 microbatch.onward = None
@@ -204,20 +231,18 @@ class Pipeline:
                     self._drop(microbatch, "an earlier stage's node was lost")
 
     def _grant(self) -> None:
+        has_way_on = self._is_last or any(link.is_upstream for link in self._links.values())
         granted = self._promises.grant(
             self._links,
             self._nodes,
-            num_free=len(self._free_slots),
+            num_free=self._microbatches.num_free if has_way_on else 0,
             num_waiting=self._num_coming(),
-            is_starving=not self._jobs and self._schedule.may_begin(self._now),
+            is_starving=not self._jobs.given and self._schedule.may_begin(self._now),
         )
         self._outputs += [Send(number, wire.Credits(self._links[number].credits)) for number in granted]
 
     def _num_coming(self) -> int:
-        return self._num_at(MicrobatchStep.COMING, MicrobatchStep.QUEUED)
-
-    def _num_at(self, *steps: MicrobatchStep) -> int:
-        return sum(microbatch.step in steps for microbatch in self._microbatches.values())
+        return len(self._microbatches.at(MicrobatchStep.COMING, MicrobatchStep.QUEUED))
 
     def _leave(self, hop: Hop | None) -> None:
         """A microbatch is no more on this link."""
@@ -225,18 +250,20 @@ class Pipeline:
             self._links[hop[0]].open.pop(hop[1], None)
 
     def _forget_hops(self) -> None:
-        """Close links to nodes that are no more of the next stage, or no more alive."""
+        """Close links to nodes that are no more of the next stage, or no more alive; and those of avoided peers."""
         for number, link in list(self._links.items()):
-            if link.is_upstream and not link.is_return and link.peer not in self._nodes.next_hops:
+            is_gone = link.is_upstream and not link.is_return and link.peer not in self._nodes.next_hops
+            if is_gone or self._avoidance.is_avoided(link.peer, self._now):
                 self._hang_up(number)
 
     def _dial(self) -> None:
         links = self._links.values()
         if self._is_last:
-            origins = {m.origin for m in self._microbatches.values() if m.step is MicrobatchStep.ROUTING}
+            origins = {microbatch.origin for microbatch in self._microbatches.at(MicrobatchStep.ROUTING)}
             peers = self._dialling.origins(links, origins)
         else:
-            peers = self._dialling.next_hops(links, self._nodes.next_hops, self._now)
+            hops = frozenset(hop for hop in self._nodes.next_hops if not self._avoidance.is_avoided(hop, self._now))
+            peers = self._dialling.next_hops(links, hops, self._now)
         self._outputs += [OpenLink(peer, self._is_last) for peer in peers]
 
     # What links say
@@ -264,24 +291,25 @@ class Pipeline:
         problem = self._problem(forward, link)
         if problem:
             self.counts.refused += 1
-            self._outputs.append(Send(number, wire.Dropped(index, problem, is_untouched=True)))
+            is_untouched = problem != AVOIDED_ORIGIN  # other nodes of this stage would refuse it as well
+            self._outputs.append(Send(number, wire.Dropped(index, problem, is_untouched)))
             return
         if link.is_return:
-            microbatch = self._microbatches[forward.ticket]
+            microbatch = self._microbatches.by_ticket[forward.ticket]
             microbatch.homeward, microbatch.step = (number, index), MicrobatchStep.HOME_COMING
         else:
             seconds = min(forward.seconds_left, self._settings.microbatch_seconds)
             self._schedule.note_arrival(self._settings.microbatch_seconds - seconds, self._now)
             deadline = self._now + seconds + GRACE_SECONDS
-            microbatch = self._add(forward.ticket, forward.origin, deadline, MicrobatchStep.COMING)
+            microbatch = self._microbatches.add(forward.ticket, forward.origin, deadline, MicrobatchStep.COMING)
             microbatch.is_held_out = forward.is_held_out
             microbatch.inward = (number, index)
-        link.open[index] = microbatch
+        link.open[index], microbatch.sender = microbatch, link.peer
         self._outputs.append(ReceiveInto(number, index, microbatch.slot))
 
     def _problem(self, forward: wire.Forward, link: MicrobatchLink) -> str:
         """Why a microbatch cannot be taken; empty if it can."""
-        known = self._microbatches.get(forward.ticket)
+        known = self._microbatches.by_ticket.get(forward.ticket)
         if link.is_return:
             if known is None or known.origin != self._settings.author:
                 return "it is not mine"
@@ -290,7 +318,9 @@ class Pipeline:
             return f"of round {forward.round}, this is round {self._schedule.round}"
         if known is not None:
             return "it is here already"
-        return "" if self._free_slots else "no slot is free"
+        if self._avoidance.is_avoided(forward.origin, self._now):
+            return AVOIDED_ORIGIN
+        return "" if self._microbatches.num_free else "no slot is free"
 
     def _gradient_arrives(self, microbatch: Microbatch, number: int, index: int) -> None:
         is_due = microbatch.step is (MicrobatchStep.OUT if self._settings.stage else MicrobatchStep.HOME_OUT)
@@ -300,7 +330,7 @@ class Pipeline:
             self._hang_up(number)  # a gradient of nothing
             self._drop(microbatch, "a gradient that cannot be")
             return
-        microbatch.step = MicrobatchStep.RETURNING
+        microbatch.step, microbatch.sender = MicrobatchStep.RETURNING, self._links[number].peer
         self._outputs.append(ReceiveInto(number, index, microbatch.slot))
 
     def _arrived(self, microbatch: Microbatch) -> None:
@@ -311,15 +341,16 @@ class Pipeline:
         }
         if microbatch.step in following:
             microbatch.step, job = following[microbatch.step]
-            self._waiting[job].append(microbatch)
+            self._jobs.add(job, microbatch)
 
     def _hop_dropped(self, microbatch: Microbatch, link: MicrobatchLink, reason: str, is_untouched: bool) -> None:
         self._leave(microbatch.onward)
         microbatch.onward = None
-        link.wait_until = self._now + RETRY_INTERVAL
         if is_untouched and not link.is_return:
+            link.wait_until = self._now + RETRY_INTERVAL
             self._lose_hop(microbatch, link.peer, reason)
         else:
+            self._note_end(microbatch, link.peer, is_kept=False)
             self._drop(microbatch, reason)
 
     def _hop_settled(self, microbatch: Microbatch, link: MicrobatchLink, is_kept: bool) -> None:
@@ -342,15 +373,13 @@ class Pipeline:
         The hop may have passed the gradient on before it died; but where it has not, another hop is being sought in
         vain, and whole steps wait. So it is dropped.
         """
-        microbatch = self._microbatches.get(ticket)
+        microbatch = self._microbatches.by_ticket.get(ticket)
         if microbatch is not None and microbatch.step is MicrobatchStep.HOME_OUT:
             self._drop(microbatch, "its way back was lost")
-        is_undecided = microbatch is not None and microbatch.is_kept is None
-        is_kept = None if is_undecided else self._outcomes.get(ticket, False)
-        self._outputs.append(Tell(peer, wire.Answer(ticket, is_kept)))
+        self._outputs.append(Tell(peer, wire.Answer(ticket, self._microbatches.outcome(ticket))))
 
     def _be_told(self, peer: bytes, ticket: bytes, is_kept: bool | None) -> None:
-        microbatch = self._microbatches.get(ticket)
+        microbatch = self._microbatches.by_ticket.get(ticket)
         if microbatch is None or microbatch.step is not MicrobatchStep.DONE or microbatch.origin != peer:
             return
         if is_kept is None:
@@ -363,7 +392,7 @@ class Pipeline:
     # Routes
 
     def _route(self) -> None:
-        for microbatch in [m for m in self._microbatches.values() if m.step is MicrobatchStep.ROUTING]:
+        for microbatch in self._microbatches.at(MicrobatchStep.ROUTING):
             links = self._links
             if self._is_last:
                 links = {number: link for number, link in links.items() if link.peer == microbatch.origin}
@@ -399,53 +428,44 @@ class Pipeline:
     # The trainer
 
     def _give_work(self) -> None:
-        while self._schedule.is_open and len(self._jobs) < MAX_JOBS:
-            following = self._next_job()
+        while self._schedule.is_open and self._jobs.has_room:
+            following = self._jobs.take(may_begin=self._schedule.may_begin(self._now))
             if following is not None:
                 self._work(*following)
             elif self._can_draw() and (self._held_out.is_waiting or self._schedule.may_begin(self._now)):
                 ticket = self._rng.randbytes(wire.TICKET_BYTES)
                 deadline = self._now + self._settings.microbatch_seconds
-                microbatch = self._add(ticket, self._settings.author, deadline, MicrobatchStep.QUEUED)
+                microbatch = self._microbatches.add(ticket, self._settings.author, deadline, MicrobatchStep.QUEUED)
                 if self._held_out.is_waiting:
                     microbatch.is_held_out, microbatch.number = True, self._held_out.next()
                 self._work("draw", microbatch)
             else:
                 return
 
-    def _next_job(self) -> tuple[Job, Microbatch] | None:
-        """What waits, the most urgent first; forward passes as the inner step allows, but for what is held out."""
-        for job in _PRIORITIES:
-            waiting = self._waiting[job]
-            may_do = job != "forward" or self._schedule.may_begin(self._now)
-            microbatch = next((each for each in waiting if may_do or each.is_held_out), None)
-            if microbatch is not None:
-                waiting.remove(microbatch)
-                return job, microbatch
-        return None
-
     def _can_draw(self) -> bool:
         """Whether what is drawn has a slot, and somewhere to go."""
-        if self._settings.stage or not self._free_slots or self._now < self._draw_after:
+        if self._settings.stage or not self._microbatches.num_free or self._now < self._draw_after:
             return False
         links = self._links.values()
         num_credits = sum(link.free for link in links if link.is_upstream and link.wait_until <= self._now)
-        return num_credits > self._num_at(MicrobatchStep.STARTING, MicrobatchStep.ROUTING)
+        return num_credits > len(self._microbatches.at(MicrobatchStep.STARTING, MicrobatchStep.ROUTING))
 
     def _work(self, job: Job, microbatch: Microbatch) -> None:
-        microbatch.is_working = True
         if job in ("draw", "forward"):
             if not microbatch.is_held_out:
                 microbatch.inner_step = self._schedule.begin(self._now)
                 self.counts.begun += 1
             microbatch.step, microbatch.has_begun, microbatch.begun_at = MicrobatchStep.STARTING, True, self._now
-        self._jobs.append((job, microbatch))
+        self._jobs.give(job, microbatch)
         is_following = microbatch.inner_step is self._schedule.following
-        self._outputs.append(Work(job, microbatch.slot, is_following, microbatch.is_held_out, microbatch.number))
+        sender = microbatch.sender if job in JUDGED else b""
+        self._outputs.append(
+            Work(job, microbatch.slot, is_following, microbatch.is_held_out, microbatch.number, sender)
+        )
 
-    def _worked(self, problem: str) -> None:
-        job, microbatch = self._jobs.popleft()
-        microbatch.is_working = False
+    def _worked(self, event: Worked) -> None:
+        job, microbatch = self._jobs.done()
+        problem = event.problem
         if job in ("keep", "drop"):
             if microbatch.inner_step is not None:
                 microbatch.inner_step.num_kept += job == "keep"
@@ -462,6 +482,9 @@ class Pipeline:
             self._drop(microbatch, problem)
         else:
             self._go_on(job, microbatch)
+        if job in JUDGED:
+            seconds = self._avoidance.note_judged(microbatch.sender, event.is_outlier, self._now)
+            self._avoid(microbatch.sender, problem, seconds)
 
     def _go_on(self, job: Job, microbatch: Microbatch) -> None:
         if job in ("draw", "forward"):
@@ -484,6 +507,16 @@ class Pipeline:
         self._outputs.append(Send(link, wire.Gradient(index), microbatch.slot))
 
     # The end of a microbatch
+
+    def _note_end(self, microbatch: Microbatch, peer: bytes, *, is_kept: bool) -> None:
+        """A peer has had its part in a microbatch that is at its end."""
+        if not microbatch.is_held_out:
+            self._avoid(peer, LOSES_ALL, self._avoidance.note_end(peer, is_kept, self._now))
+
+    def _avoid(self, peer: bytes, reason: str, seconds: float | None) -> None:
+        """Say so, where a peer is avoided from now on; its links are closed after each event."""
+        if seconds is not None:
+            self._outputs.append(Avoided(peer, reason, seconds))
 
     def _drop(self, microbatch: Microbatch, reason: str) -> None:
         """It counts nowhere: tell those who do not know it, and take out what is in the sum."""
@@ -509,36 +542,28 @@ class Pipeline:
         if microbatch.onward is not None and microbatch.onward[0] in self._links:
             number, index = microbatch.onward
             self._outputs.append(Send(number, wire.Settled(index, is_kept)))
+        for hop in (microbatch.onward, microbatch.inward):
+            if hop is not None and hop[0] in self._links and not self._schedule.is_draining_over(self._now):
+                self._note_end(microbatch, self._links[hop[0]].peer, is_kept=is_kept)
         for hop in (microbatch.onward, microbatch.inward, microbatch.homeward):
             self._leave(hop)
         microbatch.onward = microbatch.inward = microbatch.homeward = None
         if microbatch.origin == self._settings.author:
-            self._outcomes[microbatch.ticket] = is_kept
+            self._microbatches.note_outcome(microbatch)
             if microbatch.is_held_out and self._held_out.note_end(microbatch.number):
                 self._outputs.append(Measured())
-            if len(self._outcomes) > MAX_OUTCOMES:
-                self._outcomes.popitem(last=False)
-        for waiting in self._waiting.values():
-            if microbatch in waiting:
-                waiting.remove(microbatch)
+        self._jobs.discard(microbatch)
         if not microbatch.is_working:
             self._tell_trainer(microbatch)
 
     def _tell_trainer(self, microbatch: Microbatch) -> None:
         if microbatch.has_begun:
-            self._waiting["keep" if microbatch.is_kept else "drop"].append(microbatch)
+            self._jobs.add("keep" if microbatch.is_kept else "drop", microbatch)
         else:
             self._release(microbatch)
 
-    def _add(self, ticket: bytes, origin: bytes, deadline: float, step: MicrobatchStep) -> Microbatch:
-        microbatch = Microbatch(ticket, origin, min(self._free_slots), deadline, step)
-        self._free_slots.remove(microbatch.slot)
-        self._microbatches[ticket] = microbatch
-        return microbatch
-
     def _release(self, microbatch: Microbatch) -> None:
-        del self._microbatches[microbatch.ticket]
-        self._free_slots.add(microbatch.slot)
+        self._microbatches.release(microbatch)
         if microbatch.inner_step is not None:
             microbatch.inner_step.num_open -= 1
 
@@ -558,7 +583,7 @@ class Pipeline:
 
     def _expire(self) -> None:
         is_drained = self._schedule.is_draining_over(self._now)
-        for microbatch in list(self._microbatches.values()):
+        for microbatch in list(self._microbatches.by_ticket.values()):
             if self._now >= microbatch.deadline:
                 self._leave_if_silent(microbatch)
                 self._drop(microbatch, "out of time")
@@ -591,8 +616,9 @@ class Pipeline:
             *self._schedule.deadlines,
             self._schedule.drain_until + GRACE_SECONDS,
             *self._dialling.retries_at,
+            *self._avoidance.until(self._now),
         ]
         times += [link.wait_until for link in self._links.values()]
-        for microbatch in self._microbatches.values():
+        for microbatch in self._microbatches.by_ticket.values():
             times += (microbatch.deadline, microbatch.ask_at)
         return min((at for at in times if at > self._now), default=math.inf)

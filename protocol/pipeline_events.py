@@ -180,4 +180,25 @@ class Measured:
     """The trainer has the losses of what was to be measured; not all, if some were lost again and again."""
 
 
-Output = OpenLink | CloseLink | ReceiveInto | Send | Tell | Work | TakeInnerStep | RoundDrained | Measured | SetTimer
+@dataclass(frozen=True, slots=True)
+class Avoided:
+    """Nothing goes to a peer for some seconds, and nothing is taken from it."""
+
+    peer: bytes
+    reason: str
+    seconds: float
+
+
+Output = (
+    OpenLink
+    | CloseLink
+    | ReceiveInto
+    | Send
+    | Tell
+    | Work
+    | TakeInnerStep
+    | RoundDrained
+    | Measured
+    | Avoided
+    | SetTimer
+)

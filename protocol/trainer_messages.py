@@ -113,6 +113,8 @@ class Work(msgspec.Struct, frozen=True, tag=True):
     """Whether what begins is for its loss alone; `Validate` asks for that of all of them."""
     number: int = 0
     """Which microbatch of the held-out text is drawn, if one is."""
+    sender: bytes = b""
+    """The key of the peer that sent what lies in the incoming memory, 32 bytes; empty: it is not judged."""
 
 
 class TakeInnerStep(msgspec.Struct, frozen=True, tag=True):
@@ -276,6 +278,8 @@ class Worked(msgspec.Struct, frozen=True, tag=True):
     """The oldest `Work` is done, or why it came to nothing (``problem``)."""
 
     problem: str = ""
+    is_outlier: bool = False
+    """Whether the problem is that what a peer sent is unlike what came before."""
 
 
 class InnerStepTaken(msgspec.Struct, frozen=True, tag=True):

@@ -37,3 +37,7 @@ class UnfitWeightsError(CheckpointError):
 
 class ActivationError(TrainingError):
     """Activations or their gradient are not finite, or not of the size that they must have."""
+
+
+class OutlierError(ActivationError):
+    """Activations or their gradient are unlike what came before (`farandole.training.link_statistics`)."""

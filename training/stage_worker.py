@@ -42,7 +42,8 @@ from .codec import Buffer, decode, encode, encoded_size
 from .data import NOTHING, Bring, build_sampler
 from .device import Device, choose_device
 from .engine import Until
-from .errors import ActivationError, CodecError, DataError, NoSliceError, TrainingError
+from .errors import ActivationError, CodecError, DataError, NoSliceError, OutlierError, TrainingError
+from .link_statistics import LinkStatistics
 from .model import cross_entropy
 from .parameters import bind_
 from .replica import Recipe, Replica
@@ -82,6 +83,8 @@ class _Microbatch:
     """The stage's input (B, T, C); None where it is the tokens."""
     y: Tensor | None = None
     """The stage's output with its graph, from the forward pass to the backward, unless that is to be recomputed."""
+    mark: Tensor | None = None
+    """Of the stage's output, by which its gradient is judged (`LinkStatistics.mark`)."""
     y_gradient: Tensor | None = None
     """Once it is in the sum."""
     last: Tensor | None = None
@@ -124,6 +127,7 @@ class StageWorker(Replica):
         self.activation_bytes = encoded_size(pipeline.codec, math.prod(self._shape))
         self.memory = memoryview(b"")
         """Shared: slot i has its incoming activations at 2 i times `activation_bytes`, its outgoing ones after them."""
+        self.statistics = LinkStatistics(model.width, device.torch_device)
         self.clear_gradient()
 
     @property
@@ -152,7 +156,7 @@ class StageWorker(Replica):
         try:
             self._work(command)
         except (ActivationError, NoSliceError, DataError) as error:
-            return Worked(str(error))
+            return Worked(str(error), is_outlier=isinstance(error, OutlierError))
         return Worked()
 
     def _work(self, told: Work) -> None:
@@ -165,14 +169,16 @@ class StageWorker(Replica):
             case "draw":
                 self.draw(told.slot, outgoing, is_following=told.is_following)
             case "forward":
-                is_following, is_held_out = told.is_following, told.is_held_out
-                self.forward(told.slot, incoming, outgoing, is_following=is_following, is_held_out=is_held_out)
+                is_following, is_held_out, sender = told.is_following, told.is_held_out, told.sender
+                self.forward(
+                    told.slot, incoming, outgoing, is_following=is_following, is_held_out=is_held_out, sender=sender
+                )
             case "tail":
-                loss = float(self.tail(told.slot, incoming, outgoing))
+                loss = float(self.tail(told.slot, incoming, outgoing, sender=told.sender))
                 if not told.is_held_out:
                     self._losses.append(loss)
             case "backward":
-                self.backward(told.slot, incoming, outgoing)
+                self.backward(told.slot, incoming, outgoing, sender=told.sender)
             case "keep" | "drop":
                 self.settle(told.slot, told.work == "keep")
 
@@ -233,28 +239,38 @@ class StageWorker(Replica):
         return sum(losses.values()) / num_microbatches
 
     def forward(
-        self, slot: int, data: Buffer, out: Buffer, *, is_following: bool = False, is_held_out: bool = False
+        self,
+        slot: int,
+        data: Buffer,
+        out: Buffer,
+        *,
+        is_following: bool = False,
+        is_held_out: bool = False,
+        sender: bytes = b"",
     ) -> None:
         """Take the activations ``data`` through this stage, and write those that come out to ``out``.
 
-        ``is_following`` as in `draw`; ``is_held_out``: for its loss alone, nothing comes back. Raises `ActivationError`
-        if they are unfit, and keeps nothing of them.
+        ``is_following`` as in `draw`; ``is_held_out``: for its loss alone, nothing comes back. ``sender``: the peer by
+        whose earlier ones they are judged; empty: they are not. Raises `ActivationError` if they are unfit, and keeps
+        nothing of them.
         """
         x = self._decode_activations(data)
+        self._judge_activations(sender, x)
         microbatch = self._new_microbatch(is_following)
         if is_held_out:
             microbatch.number = _HELD_OUT
         microbatch.x = x
         self._start(slot, microbatch, out)
 
-    def tail(self, slot: int, data: Buffer, out: Buffer) -> Tensor:
+    def tail(self, slot: int, data: Buffer, out: Buffer, *, sender: bytes = b"") -> Tensor:
         """The loss of a drawn microbatch whose last activations are ``data``; writes their gradient to ``out``.
 
         Of held-out text there is no gradient, and the loss is kept for `evaluate`. A scalar left on the device,
-        in nats a token. Raises `ActivationError` if they are unfit, with nothing added.
+        in nats a token. ``sender`` as in `forward`. Raises `ActivationError` if they are unfit, with nothing added.
         """
         microbatch = self._microbatches[slot]
         last = self._decode_activations(data)
+        self._judge_activations(sender, last)
         if microbatch.number == _HELD_OUT:
             loss = self._loss(microbatch, last.detach())
             self._held_out_losses[microbatch.held_out] = float(loss)
@@ -265,13 +281,15 @@ class StageWorker(Replica):
         self._encode_activations(last.grad, out)
         return loss
 
-    def backward(self, slot: int, data: Buffer, out: Buffer | None) -> None:
+    def backward(self, slot: int, data: Buffer, out: Buffer | None, *, sender: bytes = b"") -> None:
         """Add a microbatch's gradient, given that of this stage's output; writes that of its input to ``out``.
 
-        Raises `ActivationError` if it is unfit, with nothing added.
+        ``sender`` as in `forward`. Raises `ActivationError` if it is unfit, with nothing added.
         """
         microbatch = self._microbatches[slot]
         y_gradient = self._decode_activations(data, is_input=False)
+        if sender and microbatch.mark is not None:
+            _refuse(self.statistics.judge_gradient(sender, y_gradient, microbatch.mark))
         x_gradient = self._add(microbatch, y_gradient)
         microbatch.y, microbatch.y_gradient = None, y_gradient
         if out is not None and x_gradient is not None:
@@ -350,6 +368,7 @@ class StageWorker(Replica):
             y = self._advance(microbatch)
         self._encode_activations(y.detach(), out)
         microbatch.y = y if y.requires_grad else None
+        microbatch.mark = self.statistics.mark(y) if is_to_come_back else None
         microbatch.version.num_users += 1
         self._microbatches[slot] = microbatch
 
@@ -392,6 +411,10 @@ class StageWorker(Replica):
         with self.device.autocast(), torch.set_grad_enabled(last.requires_grad):
             return cross_entropy(stage.logits(last), microbatch.tokens[:, 1:])
 
+    def _judge_activations(self, sender: bytes, activations: Tensor) -> None:
+        if sender:
+            _refuse(self.statistics.judge_activations(sender, activations.detach()))
+
     def _decode_activations(self, data: Buffer, *, is_input: bool = True) -> Tensor:
         try:
             values = decode(self._pipeline.codec, data, math.prod(self._shape), self.device.torch_device)
@@ -404,6 +427,11 @@ class StageWorker(Replica):
             encode(self._pipeline.codec, values.float().flatten(), out)
         except CodecError as error:
             raise ActivationError(f"what this stage computed cannot be sent: {error}") from error
+
+
+def _refuse(reason: str) -> None:
+    if reason:
+        raise OutlierError(reason)
 
 
 def build_stage_worker(

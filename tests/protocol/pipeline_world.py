@@ -56,6 +56,9 @@ class Node:
         self.has_held_out = True
         self.measured: list[int] = []
         self.num_measured = 0  # how often the pipeline was through with it
+        self.falsifies = ""  # "activations" or "gradients": the others' trainers find outliers
+        self.num_forward = 0
+        self.avoided: dict[bytes, str] = {}
         self.kept: list[bytes] = []
         self.steps: list[int] = []
         self.drained: list[int] = []
@@ -103,6 +106,8 @@ class Node:
                 self.num_measured += 1
             case TakeInnerStep():
                 self.work(self.seconds, self.step)
+            case machine.Avoided(peer, reason, _):
+                self.avoided[peer] = reason
             case machine.RoundDrained(round_index):
                 assert self.is_followed or (not self.summed and not self.began)
                 self.drained.append(round_index)
@@ -144,12 +149,20 @@ class Node:
     def compute(self, job: Work) -> None:
         work, slot = job.work, job.slot
 
+        def world_falsifies(job: Work) -> bool:
+            kind = "gradients" if job.work == "backward" else "activations"
+            return self.world.nodes[job.sender].falsifies == kind
+
         def done() -> None:
             if not self.is_alive:
                 return
             if work == "draw" and job.is_held_out and not self.has_held_out:
                 self.handle(Worked("nothing is held out"))
                 return
+            if job.sender and world_falsifies(job):
+                self.handle(Worked("an outlier", is_outlier=True))
+                return
+            self.num_forward += work == "forward"
             if work in ("draw", "forward"):
                 assert slot not in self.began.keys() | self.held_out
                 if job.is_held_out:
@@ -157,10 +170,10 @@ class Node:
                 else:
                     self.began[slot] = int(job.is_following)
             if work == "draw":
-                self.tickets[slot] = self.pipeline._jobs[0][1].ticket
+                self.tickets[slot] = self.pipeline._jobs.given[0][1].ticket
                 self.out[slot] = self.tickets[slot] + b"a0"
             elif work == "forward":
-                self.tickets[slot] = self.pipeline._jobs[0][1].ticket
+                self.tickets[slot] = self.pipeline._jobs.given[0][1].ticket
                 assert self.memory[slot] == self.tickets[slot] + b"a%d" % (self.stage - 1)
                 self.out[slot] = self.tickets[slot] + b"a%d" % self.stage
             elif work == "tail":

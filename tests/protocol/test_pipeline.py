@@ -45,6 +45,25 @@ def test_stages_take_as_many_steps_whatever_their_size() -> None:
     assert max(means) <= 1.3 * min(means), steps
 
 
+@pytest.mark.parametrize("what", ["activations", "gradients"])
+@pytest.mark.parametrize("stage", range(3))
+def test_a_node_that_falsifies_is_off_the_routes_and_the_others_go_on(stage: int, what: str) -> None:
+    """From some time on, whichever stage it holds; its neighbours' trainers notice."""
+    world = World([2, 2, 2], seed=stage)
+    world.run(1)
+    hostile = world.of_stage(stage)[0]
+    hostile.falsifies = what
+    begun = hostile.pipeline.counts.begun
+    world.run(3)
+    kept = len(world.kept())
+    world.run(2)
+
+    assert hostile.pipeline.counts.begun - begun < 50
+    honest = [node for node in world.nodes.values() if node is not hostile]
+    assert {peer for node in honest for peer in node.avoided} == {hostile.author}
+    assert len(world.kept()) - kept > 20
+
+
 def test_an_inner_step_has_the_quota() -> None:
     world = World([1, 1, 1], quota=5)
     world.run(5)
@@ -357,7 +376,7 @@ def test_unfit_activations_are_dropped_and_the_next_are_taken() -> None:
     pipeline = open_pipeline(1)
     pipeline.handle(arriving(b"a"), 0.0)
     outputs = pipeline.handle(machine.Received(1, wire.DataReceived(0)), 0.0)
-    assert Work("forward", 0) in outputs
+    assert Work("forward", 0, sender=b"previous") in outputs
     outputs = pipeline.handle(Worked("not finite"), 0.1)
     assert machine.Send(1, wire.Dropped(0, "not finite", is_untouched=True)) in outputs
     assert machine.ReceiveInto(1, 1, 0) in pipeline.handle(arriving(b"b"), 0.2)
@@ -371,7 +390,7 @@ def test_only_the_origin_is_believed_about_how_a_microbatch_ended() -> None:
     pipeline.handle(machine.LinkOpened(2, b"origin", is_upstream=True, is_return=True), 0.0)
     pipeline.handle(machine.Received(2, wire.Credits(4)), 0.0)
     pipeline.handle(machine.Received(2, wire.Gradient(0)), 0.0)
-    assert Work("backward", 0) in pipeline.handle(machine.Received(2, wire.DataReceived(0)), 0.0)
+    assert Work("backward", 0, sender=b"origin") in pipeline.handle(machine.Received(2, wire.DataReceived(0)), 0.0)
     assert machine.Send(1, wire.Gradient(0), 0) in pipeline.handle(Worked(), 0.0)
     assert machine.Tell(b"origin", wire.Question(b"a")) in pipeline.handle(machine.LinkClosed(1), 0.0)
 

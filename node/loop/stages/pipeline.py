@@ -7,7 +7,7 @@ shares, and go out from there. The machine lives as long as its trainer does: wi
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -16,6 +16,8 @@ import trio
 from farandole.protocol import pipeline_events as machine
 from farandole.protocol import trainer_messages as messages
 from farandole.protocol.activations import MAX_QUESTION_BYTES, decode_question, encode_question
+from farandole.protocol.avoidance import Avoidance
+from farandole.protocol.identity import short_name
 from farandole.protocol.manifest import Manifest
 from farandole.protocol.microbatches import Counts
 from farandole.protocol.pairing_events import SetTimer, TimerFired
@@ -36,11 +38,17 @@ MICROBATCH_PROTOCOL: Final = "/farandole/microbatch/1"
 class PipelineService:
     """This node's part in the pipeline.
 
-    ``links`` lead to the nodes of the neighbouring stages.
+    ``links`` lead to the nodes of the neighbouring stages. ``warn`` shows the owner which peers are avoided, and why.
     """
 
     def __init__(
-        self, links: Links, messenger: Messenger, manifest: Manifest, author: bytes, rng: random.Random
+        self,
+        links: Links,
+        messenger: Messenger,
+        manifest: Manifest,
+        author: bytes,
+        rng: random.Random,
+        warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.links = links
         self.counts = Counts()
@@ -49,6 +57,8 @@ class PipelineService:
         self._manifest = manifest
         self._author = author
         self._rng = rng
+        self._warn = warn
+        self._avoidance = Avoidance()
         self._nodes: Sequence[frozenset[bytes]] = [frozenset()] * manifest.model.num_stages
         self._worker: Worker | None = None
         self._machine: Pipeline | None = None
@@ -96,6 +106,7 @@ class PipelineService:
             ),
             self._rng,
             self.counts,
+            self._avoidance,
         )
         self.links.begin(worker, self.handle)
         self._driver.begin(self._machine)
@@ -136,6 +147,8 @@ class PipelineService:
                 worker.report(output)
             case machine.Tell(peer, message):
                 self._messenger.send_nowait(peer, MICROBATCH_PROTOCOL, encode_question(message))
+            case machine.Avoided(peer, reason, seconds):
+                self._warn(f"no microbatches to or from {short_name(peer)} for {seconds:.0f} s: {reason}")
             case machine.OpenLink(peer, is_return):
                 assert self._nursery is not None, "links are opened while the service runs"
                 self._nursery.start_soon(self.links.open, peer, is_return)

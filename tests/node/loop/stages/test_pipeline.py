@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 import trio
@@ -28,7 +31,7 @@ from farandole.node.trainer.trainer import Trainer, open_trainer
 from farandole.protocol import pipeline_events as machine
 from farandole.protocol import trainer_messages as messages
 from farandole.protocol.activations import DATA_BYTES, Forward, Hello, Link, shape_hash
-from farandole.protocol.identity import public_bytes
+from farandole.protocol.identity import public_bytes, short_name
 from farandole.protocol.manifest import Manifest, PipelineConfig, manifest_from_dict
 from farandole.protocol.pipe import Chunk
 from farandole.training.data import Bring
@@ -40,6 +43,8 @@ from ...trainer_commands import prepare_for
 
 STEPS = 8
 NUM_HELD_OUT = 2  # batches, which are microbatches here
+Values = npt.NDArray[np.float32]
+NUM_HONEST = 30  # microbatches, before a node falsifies
 RUN_ID = b"r" * 32
 
 
@@ -72,6 +77,8 @@ class Node:
     contributed: trio.Event = field(default_factory=trio.Event)
     saved: trio.Event = field(default_factory=trio.Event)
     has_used_channels: bool = False
+    falsify: Callable[[messages.Work, memoryview], None] = lambda work, outgoing: None
+    """Changes what a job has written, before it is sent."""
 
     async def run(self, manifest: Manifest, stage: int, steps: int = STEPS) -> None:
         sender, receiver = trio.open_memory_channel[messages.Command](100)
@@ -89,9 +96,15 @@ class Node:
                 machine.Measured(): messages.Validate(NUM_HELD_OUT),
             }
             size = self.trainer.prepared.activation_bytes
-            self.service.begin(
-                Worker(stage, size, memory, sender.send_nowait, lambda report: sender.send_nowait(replies[report]))
-            )
+            works = deque[messages.Work]()
+
+            def send(command: messages.Command) -> None:
+                if isinstance(command, messages.Work):
+                    works.append(command)
+                sender.send_nowait(command)
+
+            worker = Worker(stage, size, memory, send, lambda report: sender.send_nowait(replies[report]))
+            self.service.begin(worker)
             sender.send_nowait(messages.Train(0, 0))
             if stage == 0:
                 self.service.handle(machine.Measure(NUM_HELD_OUT))
@@ -100,8 +113,10 @@ class Node:
                 report = await self.trainer.receive()
                 self.reports.append(report)
                 match report:
-                    case messages.Worked(problem):
-                        assert problem == ""
+                    case messages.Worked(problem, is_outlier):
+                        assert is_outlier or problem == ""
+                        work = works.popleft()
+                        self.falsify(work, worker.outgoing(work.slot))
                         self.service.handle(report)
                     case messages.InnerStepTaken(is_taken):
                         assert is_taken
@@ -122,21 +137,29 @@ class Node:
         return loss
 
 
-def prepare(manifest: Manifest, author: bytes, stage: int, folder: Path) -> messages.Prepare:
-    return prepare_for(manifest, folder, run_id=RUN_ID, author=author, data=[str(folder / "texts")], stage=stage)
+def prepare(manifest: Manifest, author: bytes, stage: int, folder: Path, texts: Path) -> messages.Prepare:
+    return prepare_for(manifest, folder, run_id=RUN_ID, author=author, data=[str(texts)], stage=stage)
 
 
 @contextlib.asynccontextmanager
-async def open_nodes(manifest: Manifest, folder: Path, *, with_channels: bool = False) -> AsyncIterator[list[Node]]:
-    """One node a stage, connected with each other; the trainers are ready."""
+async def open_nodes(
+    manifest: Manifest,
+    folder: Path,
+    *,
+    with_channels: bool = False,
+    stages: Sequence[int] = (),
+    warn: Callable[[str], None] = lambda text: None,
+) -> AsyncIterator[list[Node]]:
+    """One node a stage, or one for each of ``stages``, connected with each other; the trainers are ready."""
+    stages = stages or range(manifest.model.num_stages)
     folder.joinpath("texts").mkdir()
     for number in range(20):
         folder.joinpath("texts", f"{number}.txt").write_text(f"text {number}, which goes on and on; " * 100)
     async with contextlib.AsyncExitStack() as stack:
         nodes: list[Node] = []
         authors: list[bytes] = []
-        for stage in range(manifest.model.num_stages):
-            key = Ed25519PrivateKey.from_private_bytes(bytes([stage + 1]) * 32)
+        for number, stage in enumerate(stages):
+            key = Ed25519PrivateKey.from_private_bytes(bytes([number + 1]) * 32)
             authors.append(public_bytes(key))
             host = await stack.enter_async_context(open_host(key, LOOPBACK))
             messenger = await stack.enter_async_context(open_messenger(host))
@@ -147,16 +170,22 @@ async def open_nodes(manifest: Manifest, folder: Path, *, with_channels: bool = 
                 manifest,
                 RUN_ID,
                 Shaping(),
-                is_neighbour=lambda peer, stage: peer in authors and authors.index(peer) == stage,
+                is_neighbour=lambda peer, stage: peer in authors and stages[authors.index(peer)] == stage,
                 channels=await stack.enter_async_context(open_bulk(host, RUN_ID)) if with_channels else None,
             )
-            service = PipelineService(links, messenger, manifest, authors[stage], random.Random(stage))
-            trainer = await stack.enter_async_context(
-                open_trainer(prepare(manifest, authors[stage], stage, folder), None)
-            )
+            service = PipelineService(links, messenger, manifest, authors[-1], random.Random(number), warn)
+            home = folder if stage == number else folder / str(number)
+            home.mkdir(exist_ok=True)
+            command = prepare(manifest, authors[-1], stage, home, folder / "texts")
+            trainer = await stack.enter_async_context(open_trainer(command, None))
             nodes.append(Node(host, service, trainer))
         for node in nodes:
-            node.service.set_nodes([frozenset({author}) for author in authors])
+            node.service.set_nodes(
+                [
+                    frozenset(author for author, held in zip(authors, stages, strict=True) if held == stage)
+                    for stage in range(manifest.model.num_stages)
+                ]
+            )
         yield nodes
 
 
@@ -204,6 +233,55 @@ async def test_nodes_of_one_stage_each_learn_what_one_node_learns_alone(
     }
     assert learnt.keys() == slow.keys()
     assert all(torch.equal(learnt[name], slow[name]) for name in slow)
+
+
+def reversed_sign(values: Values) -> Values:
+    return -values
+
+
+def scaled(values: Values) -> Values:
+    return 1_000.0 * values
+
+
+@pytest.mark.parametrize(
+    ("stages", "job", "change"),
+    [
+        ((0, 1, 1), "backward", scaled),
+        ((0, 1, 1), "forward", reversed_sign),
+        ((0, 1, 0), "draw", reversed_sign),
+    ],
+)
+async def test_a_node_that_falsifies_is_off_the_routes_within_50_microbatches(
+    tmp_path: Path,
+    stages: tuple[int, ...],
+    job: messages.Job,
+    change: Callable[[Values], Values],
+) -> None:
+    """The last of three nodes, after it has been honest for a while. A neighbour notices, and says so to its owner."""
+    manifest = manifest_of(2)
+    warnings: list[str] = []
+    is_avoided = trio.Event()
+    done: Counter[str] = Counter()
+
+    def warn(text: str) -> None:
+        warnings.append(text)
+        is_avoided.set()
+
+    def falsify(work: messages.Work, outgoing: memoryview) -> None:
+        done[work.work] += 1
+        if work.work == job and done[work.work] > NUM_HONEST:
+            values = np.frombuffer(outgoing, dtype="<f4")
+            values[:] = change(values.copy())
+
+    with trio.fail_after(PATIENCE):
+        async with open_nodes(manifest, tmp_path, stages=stages, warn=warn) as nodes, trio.open_nursery() as nursery:
+            nodes[-1].falsify = falsify
+            for node, stage in zip(nodes, stages, strict=True):
+                nursery.start_soon(node.run, manifest, stage, 100_000)
+            await is_avoided.wait()
+            nursery.cancel_scope.cancel()
+    assert {short_name(nodes[-1].host.author) in warning for warning in warnings} == {True}, warnings
+    assert 0 < done[job] - NUM_HONEST <= 50
 
 
 async def test_who_falls_silent_in_the_middle_of_activations_gives_the_slot_back(

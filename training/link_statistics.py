@@ -1,0 +1,237 @@
+"""What activations and gradients from each neighbour look like, and which of them are unlike those before.
+
+A stage cannot know what a neighbour should have computed. What it has is what came before, and what other nodes of the
+same stage send (Sentinel, arXiv 2603.03592, keeps running means of activations and gradients and measures distances).
+Two numbers are kept of each microbatch, besides a few means by sender:
+
+- its *level*, the logarithm of the mean norm of a token's activation. Of gradients, of the mean of |gradient| times
+  |activation|: that product varies a third to a half as much between microbatches, since layers after a norm scale
+  gradients by the inverse of the activation;
+- its *direction*, a vector whose cosine with the mean direction of earlier microbatches is near 1 if all is well, -1 if
+  the sign is reversed, and 0 for noise, whatever the norm. Of activations it is the mean of the tokens' vectors, and
+  their correlation with random projections of themselves.
+
+Of gradients the direction is the correlation of their signs with random projections of the activations that were sent.
+Their mean over all tokens would not do: it goes to zero as training proceeds, since a parameter could follow it, and
+its cosine falls to 0.1 standard deviations above zero. That of signs does not: most tokens are predicted well and have
+small gradients in a usual direction, a few have large ones in others. It stays 1 to 4 standard deviations above zero.
+One microbatch tells little and ten tell enough: evidence is summed by sender (CUSUM, Page 1954).
+
+**What an attacker can do.** It does not know the projections, which each node draws for itself. Outliers are not
+learned, and the expected direction is the median of the senders' where there are three or more, so a minority does not
+move it. A level within `SLACK` deviations of the usual, a factor of 1.5 at least, gives no evidence, and a sender that
+has nobody beside it may drift by that much every few microbatches, as honest ones do in the first inner steps. A few
+falsified microbatches in ten are not noticed if none is an outlier by itself. Of two senders who disagree from their
+first microbatch on, none is believed. Where the cosine of honest gradients is within a deviation of zero, reversed ones
+and noise are not noticed.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+from torch.linalg import vector_norm
+
+# Random directions onto which activations are projected: 32 detect hardly more than 8, and cost four times as much.
+NUM_PROJECTIONS: Final = 8
+# Of the mean, in the direction of activations: a reversed sign turns it, and leaves their correlation with themselves.
+MEAN_WEIGHT: Final = math.sqrt(3.0)
+# Senders whose directions are kept, the newest ones: as many as the next hops of a node.
+MAX_SENDERS: Final = 8
+# Microbatches by which the usual is known.
+NUM_WARM: Final = 16
+# Microbatches of a sender after which its direction counts.
+MIN_KNOWN: Final = 8
+# The level is compared with the median of the newest ones: a third of them may be hostile, and the level may change
+# by a factor of e in 100 microbatches, as it does in the first inner steps.
+NUM_LEVELS: Final = 16
+# Of running means: the newest 20 microbatches.
+RATE: Final = 0.05
+# Least standard deviations of level and cosine: replicas of a stage differ by this much between outer steps.
+LEAST_LEVEL: Final = 0.2
+LEAST_COSINE: Final = 0.1
+# What is an outlier at once: e^3 = 20 times as large or as small (the gradients of an unsteady model are 5 times so
+# now and then), or a cosine below zero that is so many standard deviations from the usual. What is learned.
+OUTLIER_LEVEL: Final = 3.0
+OUTLIER_COSINE: Final = 8.0
+USUAL: Final = 2.5
+# Deviations are summed, by sender, as far as they exceed a slack: half of those that noise (its cosine is 0) and a
+# level of three times the usual would have, within these limits. From `MAX_SUMS` on (larger, smaller, turned ones)
+# all that comes is an outlier: the level of honest gradients wanders for longer than their direction.
+SLACK: Final = (0.5, 2.0)
+SMALL_LEVEL: Final = math.log(3.0)
+MAX_DEVIATION: Final = 4.0
+# A usual cosine within one deviation of zero tells nothing of the direction, so no evidence is summed.
+LEAST_SIGNAL: Final = 1.0
+MAX_SUMS: Final = (32.0, 32.0, 16.0)
+# After so many outliers, and nothing else, this node begins anew: there is no other sender to compare with. A sender
+# that is avoided after three of them, for longer each time, has been so for a quarter of an hour.
+MAX_REFUSED: Final = 12
+_TINY: Final = 1e-30
+
+Kind = Literal["activations", "gradients"]
+_FAULTS: Final = ("are larger than usual", "are smaller than usual", "point elsewhere than usual")
+
+
+@dataclass(slots=True)
+class _Sender:
+    """What is known of one peer."""
+
+    num_known: int = 0
+    direction: Tensor = field(default_factory=lambda: torch.zeros(0))
+    """Running mean of its microbatches' directions."""
+    sums: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    """Evidence, for each of `_FAULTS`, in shares of `MAX_SUMS`."""
+
+
+class UsualTraffic:
+    """What the microbatches of one kind look like, from all peers that send them."""
+
+    def __init__(self) -> None:
+        self.num_resets = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._senders = OrderedDict[bytes, _Sender]()
+        self._levels = deque[float](maxlen=NUM_LEVELS)
+        self._num_seen = 0
+        self._level_deviation = self._cosine_deviation = 0.3
+        self._cosine = 0.0
+        self._num_refused = 0
+        self._expected = torch.zeros(0)
+
+    def judge(self, peer: bytes, level: float, direction: Tensor) -> str:
+        """Why a microbatch is an outlier; empty if it is not: then it is learned. ``direction`` has norm 1."""
+        if not self._num_seen:
+            self._learn(self._sender(peer), level, direction)
+            return ""
+        sender = self._sender(peer)
+        is_warm = self._num_seen >= NUM_WARM
+        distance, cosine = level - statistics.median(self._levels), float(direction @ self._expected)
+        by_level, by_cosine = max(self._level_deviation, LEAST_LEVEL), max(self._cosine_deviation, LEAST_COSINE)
+        deviations = (distance / by_level, -distance / by_level, (self._cosine - cosine) / by_cosine)
+        is_outlier = not abs(distance) < OUTLIER_LEVEL
+        if is_warm:
+            self._sum_up(sender, deviations, (SMALL_LEVEL / by_level, SMALL_LEVEL / by_level, self._cosine / by_cosine))
+            is_outlier |= cosine < 0.0 and deviations[2] > OUTLIER_COSINE
+        if max(sender.sums) >= 1.0 and self._is_common(sender):
+            self._begin()
+            self.num_resets += 1
+            return ""
+        if is_outlier or max(sender.sums) >= 1.0:
+            self._num_refused += 1
+            if self._num_refused < MAX_REFUSED:
+                return _FAULTS[deviations.index(max(deviations)) if is_outlier else sender.sums.index(max(sender.sums))]
+            self._begin()
+            return ""
+        self._num_refused = 0
+        self._note(distance, cosine, by_level, by_cosine)
+        if not is_warm or max(deviations) < USUAL:
+            self._learn(sender, level, direction)
+        return ""
+
+    def _sender(self, peer: bytes) -> _Sender:
+        sender = self._senders.setdefault(peer, _Sender())
+        self._senders.move_to_end(peer)
+        while len(self._senders) > MAX_SENDERS:
+            self._senders.popitem(last=False)
+        return sender
+
+    @staticmethod
+    def _sum_up(sender: _Sender, deviations: tuple[float, ...], alternatives: tuple[float, ...]) -> None:
+        for fault, (deviation, alternative) in enumerate(zip(deviations, alternatives, strict=True)):
+            if alternative < LEAST_SIGNAL:
+                deviation = 0.0
+            slack = min(max(alternative / 2, SLACK[0]), SLACK[1])
+            excess = min(max(deviation, -MAX_DEVIATION), MAX_DEVIATION) - slack
+            sender.sums[fault] = min(max(sender.sums[fault] + excess / MAX_SUMS[fault], 0.0), 1.0)
+
+    def _is_common(self, sender: _Sender) -> bool:
+        """Whether most senders deviate as this one does: then the model has changed."""
+        fault = sender.sums.index(max(sender.sums))
+        num_alike = sum(other.sums[fault] >= 0.25 for other in self._senders.values())
+        return len(self._senders) > 1 and 2 * num_alike > len(self._senders)
+
+    def _note(self, distance: float, cosine: float, by_level: float, by_cosine: float) -> None:
+        """Running means of the cosine, and of absolute deviations (1.25 of which are a standard deviation)."""
+        rate = max(RATE, 1 / self._num_seen)
+        self._cosine += rate * (cosine - self._cosine)
+        off_level, off_cosine = min(abs(distance), USUAL * by_level), min(abs(cosine - self._cosine), USUAL * by_cosine)
+        self._level_deviation += rate * (1.25 * off_level - self._level_deviation)
+        self._cosine_deviation += rate * (1.25 * off_cosine - self._cosine_deviation)
+
+    def _learn(self, sender: _Sender, level: float, direction: Tensor) -> None:
+        self._num_seen += 1
+        self._levels.append(level)
+        sender.num_known += 1
+        if sender.num_known == 1:
+            sender.direction = direction.clone()
+        sender.direction += max(RATE, 1 / sender.num_known) * (direction - sender.direction)
+        if self._num_seen % 4 == 1 or self._num_seen < MIN_KNOWN:
+            self._expected = self._expect()
+
+    def _expect(self) -> Tensor:
+        """The direction of the next microbatch, of norm 1: the median of those of known senders."""
+        first = [sender for sender in self._senders.values() if sender.num_known]
+        known = [sender for sender in first if sender.num_known >= MIN_KNOWN] or first
+        directions = torch.stack([_unit(sender.direction) for sender in known])
+        return _unit(directions.median(0).values if len(known) > 2 else directions.mean(0))
+
+
+class LinkStatistics:
+    """Judges what comes over a node's links. ``width``: of activations; ``generator`` draws the projections."""
+
+    def __init__(self, width: int, device: torch.device, generator: torch.Generator | None = None) -> None:
+        if generator is None:
+            generator = torch.Generator()
+            generator.seed()  # of the operating system
+        projections = torch.randn(width, NUM_PROJECTIONS, generator=generator) / math.sqrt(width)
+        self._projections = projections.to(device)
+        self.usual: dict[Kind, UsualTraffic] = {"activations": UsualTraffic(), "gradients": UsualTraffic()}
+
+    def mark(self, activations: Tensor) -> Tensor:
+        """What is kept of activations (B, T, C) until their gradient comes.
+
+        (B T, 1 + P): the norm of each token's, and their random projections divided by it.
+        """
+        tokens = activations.detach().flatten(0, -2)
+        norms = _norms(tokens)
+        return torch.cat((norms, tokens @ self._projections / norms), 1)
+
+    def judge_activations(self, peer: bytes, activations: Tensor) -> str:
+        """Why activations (B, T, C) are outliers; empty if they are not."""
+        tokens = activations.detach().flatten(0, -2)
+        norms = _norms(tokens)
+        weights = torch.cat((torch.ones_like(norms), tokens @ self._projections / norms), 1) / norms
+        return self._judge("activations", peer, norms.mean(), weights.T @ tokens)
+
+    def judge_gradient(self, peer: bytes, gradient: Tensor, mark: Tensor) -> str:
+        """Why the gradient (B, T, C) of activations with this mark is an outlier; empty if it is not."""
+        tokens = gradient.detach().flatten(0, -2)
+        return self._judge("gradients", peer, (mark[:, :1] * _norms(tokens)).mean(), mark[:, 1:].T @ tokens.sign())
+
+    def _judge(self, kind: Kind, peer: bytes, mean_norm: Tensor, sums: Tensor) -> str:
+        """``sums``: P rows of C numbers; where there is one more, the first is the mean."""
+        numbers = torch.cat((mean_norm[None], sums.flatten())).float().cpu()
+        split = (len(sums) - NUM_PROJECTIONS) * sums.size(1)
+        mean, correlation = (_unit(part) for part in numbers[1:].split([split, len(numbers) - 1 - split]))
+        direction = _unit(torch.cat((mean * MEAN_WEIGHT, correlation)))
+        fault = self.usual[kind].judge(peer, math.log(max(float(numbers[0]), _TINY)), direction)
+        return f"{kind} {fault}" if fault else ""
+
+
+def _norms(tokens: Tensor) -> Tensor:
+    """(N, 1) for (N, C), none of them zero."""
+    norms: Tensor = vector_norm(tokens.detach(), dim=1, keepdim=True)
+    return norms.clamp_min(_TINY)
+
+
+def _unit(vector: Tensor) -> Tensor:
+    norm: Tensor = vector_norm(vector, dim=-1, keepdim=True)
+    return vector / norm.clamp_min(_TINY)
