@@ -35,7 +35,7 @@ MAX_GROWTH: Final = 100.0
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class Fitness:
     """How good an engine's weights are."""
 
     loss: float | None
@@ -44,14 +44,14 @@ class Standing:
     """The largest one of the vectors that a newcomer fetches."""
 
 
-def standing_of(engine: Engine) -> Standing:
+def fitness_of(engine: Engine) -> Fitness:
     """Measure an engine's weights."""
     squares: dict[str, float] = {}
     for name, tensor in engine.state().items():
         vector = name.partition("/")[0]
         if vector not in OPTIMIZER_VECTORS:
             squares[vector] = squares.get(vector, 0.0) + _square(tensor)
-    return Standing(_loss(engine), math.sqrt(max(squares.values(), default=0.0)))
+    return Fitness(_loss(engine), math.sqrt(max(squares.values(), default=0.0)))
 
 
 def _square(tensor: Tensor) -> float:
@@ -67,7 +67,7 @@ def _loss(engine: Engine) -> float | None:
         return None
 
 
-def why_unfit(fetched: Standing, initial: Standing, own: Standing | None) -> str:
+def why_unfit(fetched: Fitness, initial: Fitness, own: Fitness | None) -> str:
     """Compare a peer's weights with the run's initial ones, and with this node's own; empty: they are fit."""
     if not fetched.norm <= MAX_GROWTH * initial.norm:
         return f"their norm is {fetched.norm:.3g}, that of the run's initial weights {initial.norm:.3g}"

@@ -15,7 +15,7 @@ from farandole.protocol.trainer_messages import Prepare, Saved
 from farandole.training.durable import replacing
 from farandole.training.engine import Engine
 from farandole.training.errors import CheckpointError, UnfitWeightsError
-from farandole.training.newcomer import Standing, standing_of, why_unfit
+from farandole.training.newcomer import Fitness, fitness_of, why_unfit
 from farandole.training.screening.history import MAX_BYTES, Histories
 
 from ..store.disk_space import plan_disk, used_bytes
@@ -55,20 +55,20 @@ class Checkpoints:
         initial, own = self._known_standings(prepare, manifest)
         try:
             content = self._engine.load(fetched)
-            if reason := why_unfit(standing_of(self._engine), initial, own):
+            if reason := why_unfit(fitness_of(self._engine), initial, own):
                 raise CheckpointError(reason)
         except CheckpointError as error:
             fetched.unlink()
             raise UnfitWeightsError(f"a peer's weights are unfit: {error}") from error
         return self._saver.adopt(fetched, content, self._engine.counters)
 
-    def _known_standings(self, prepare: Prepare, manifest: Manifest) -> tuple[Standing, Standing | None]:
+    def _known_standings(self, prepare: Prepare, manifest: Manifest) -> tuple[Fitness, Fitness | None]:
         """How good the weights are that the run begins with, and this node's own, if it has any."""
         if manifest.start is not None and Path(prepare.start).is_file():
             self._start_from(Path(prepare.start), manifest.start.inner_steps, manifest.start.tokens)
-        initial, own = standing_of(self._engine), None
+        initial, own = fitness_of(self._engine), None
         with contextlib.suppress(CheckpointError):  # a peer's weights may take the place of damaged ones
-            own = None if self._resume()[0] is None else standing_of(self._engine)
+            own = None if self._resume()[0] is None else fitness_of(self._engine)
         return initial, own
 
     def _resume(self) -> tuple[Saved | None, str]:
