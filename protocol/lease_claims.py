@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import hashlib
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from .entries import Lease, LeasedSlices
@@ -232,13 +232,17 @@ class Claims:
 
     @property
     def doubted(self) -> int:
-        """The sections that somebody says to be done, whether it is believed or not."""
+        """The sections that somebody says to be done, whether it is believed or not; without the sample."""
+        return self.claimed(self._claimants)
+
+    def claimed(self, authors: Iterable[bytes]) -> int:
+        """The sections that one of these says to be done; without the sample."""
         mask = 0
-        for claimant in self._claimants.values():
+        for claimant in (self._claimants[author] for author in authors if author in self._claimants):
             mask |= claimant.told
             for first, end in claimant.owed.items():
                 mask |= self._sections.mask(first, end)
-        return mask
+        return mask & ~self._sections.mask(self._sample.start, self._sample.stop)
 
     def held(self, live: frozenset[bytes], overdue: frozenset[bytes]) -> Iterator[tuple[bytes, Claimant]]:
         """Those whose leases count."""

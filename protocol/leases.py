@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from .entries import Lease, LeasedSlices
 from .epoch_vote import EpochVote
 from .identity import framed
-from .lease_claims import MAX_UNFINISHED, Claimant, Claims, Standing, max_sections
+from .lease_claims import MAX_SHARE, MAX_UNFINISHED, Claimant, Claims, Standing, max_sections
 from .lease_events import Announce, EpochBegan, Event, Forgotten, Heard, Left, Output, Ticked
 from .pace import Pace
 from .slices import DoneSlices, Sections, next_bit, part_mask, parts, run_length
@@ -50,7 +50,7 @@ CLAIM_AHEAD_SECONDS = 2 * SETTLE_SECONDS
 MAX_FINISHED = 5
 # Each node tells what it knows to be done so often, if there is news: a second for each node of the run, so that this
 # takes a few kilobytes a second of each at any size.
-MIN_REFRESH_SECONDS = 30.0
+MIN_REFRESH_SECONDS = 10.0
 # An entry lives for an hour: three may be lost.
 MAX_REFRESH_SECONDS = 900.0
 # Who was not asked anything for so long was asleep, and others have its leases.
@@ -87,6 +87,7 @@ class _Epoch:
     waited_for: frozenset[bytes] = frozenset()
     overdue: frozenset[bytes] = frozenset()
     told_parts: dict[int, bytes] = field(default_factory=dict)
+    is_patient: bool = True
     gave_way_at: dict[bytes, float] = field(default_factory=dict)
 
 
@@ -361,12 +362,12 @@ class Leases:
         if is_enough or len(self._current.own) >= MAX_UNFINISHED:
             self._current.idle_since = None
             return
-        free = self._free()
+        free = self._worthwhile(self._free())
         if not free:
             self._wait(now)
             return
         self._current.idle_since = None
-        first, free = self._place(free)
+        first = self._place(free)
         last = first + min(run_length(free, first), self._wanted(free)) - 1
         last = next((section - 1 for section in range(first + 1, last + 1) if section in self.done.fronts), last)
         self._current.cursor = last + 1
@@ -380,17 +381,22 @@ class Leases:
             taken |= peer.mask
         return self.sections.all & ~taken
 
-    def _place(self, free: int) -> tuple[int, int]:
-        """Where to lease; with what is free for that: what nobody says to be done, unless little of it is there."""
-        undoubted = free & ~self._current.claims.doubted
-        if undoubted:
-            first = self._place_in(undoubted)
-            if 2 * run_length(undoubted, first) >= self._wanted(undoubted):
-                return first, undoubted
-        return self._place_in(free), free
+    def _worthwhile(self, free: int) -> int:
+        """What is free and not said to be done; where that is much and in pieces, or was waited for, the rest too.
 
-    def _place_in(self, free: int) -> int:
-        """Behind the last lease, or else where the hash says and there is much room."""
+        So a liar that says so of every second section cuts no leases short. At the end of an epoch, what members say
+        whose word counts is waited for once: most of it will be believed when most of them have met its authors.
+        """
+        undoubted = free & ~self._current.claims.doubted
+        if not undoubted:
+            is_patient = self._current.is_patient
+            return free & ~self._current.claims.claimed(self._standing.voters) if is_patient else free
+        is_little = undoubted.bit_count() <= MAX_SHARE * (len(self._standing.live) + 1)
+        num_runs = (undoubted & ~(undoubted << 1)).bit_count()
+        return undoubted if is_little or undoubted.bit_count() >= num_runs * self._wanted(undoubted) // 2 else free
+
+    def _place(self, free: int) -> int:
+        """Where to lease: behind the last lease, or else where the hash says and there is much room."""
         if self._current.cursor is not None and free >> self._current.cursor & 1:
             return self._current.cursor
         best, most = 0, 0
@@ -425,7 +431,7 @@ class Leases:
             self._current.waited_for = frozenset(author for author, _ in self._respected())
         elif now - self._current.idle_since > self.patience:
             self._current.overdue |= self._current.waited_for
-            self._current.idle_since = None
+            self._current.idle_since, self._current.is_patient = None, False
 
     def _assign(self, now: float) -> Iterator[Output]:
         bounds = tuple((lease.first, lease.end) for lease in self._current.own if now >= lease.settled_at)

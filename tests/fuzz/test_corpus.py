@@ -60,7 +60,7 @@ def readers() -> Iterator[tuple[str, object]]:
 
 
 # Of the same name, but of no peer's bytes.
-OTHERS = {"farandole.protocol.dial_caution.DialBudget.take"}
+OTHERS = {"farandole.protocol.dial_caution.DialBudget.take", "farandole.protocol.microbatch_jobs.MicrobatchJobs.take"}
 
 
 def test_no_decoder_is_missing_from_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
