@@ -22,8 +22,8 @@ learned, and the expected direction is the median of the senders' where there ar
 move it. A level within `SLACK` deviations of the usual, a factor of 1.5 at least, gives no evidence, and a sender that
 has nobody beside it may drift by that much every few microbatches, as honest ones do in the first inner steps. A few
 falsified microbatches in ten are not noticed if none is an outlier by itself. Of two senders who disagree from their
-first microbatch on, none is believed. Where the cosine of honest gradients is within a deviation of zero, reversed ones
-and noise are not noticed.
+first microbatch on, none is believed. Where the cosine of honest gradients is within half a deviation of zero, neither
+reversed gradients nor noise is noticed.
 """
 
 from __future__ import annotations
@@ -51,8 +51,10 @@ MIN_KNOWN: Final = 8
 # The level is compared with the median of the newest ones: a third of them may be hostile, and the level may change
 # by a factor of e in 100 microbatches, as it does in the first inner steps.
 NUM_LEVELS: Final = 16
-# Of running means: the newest 20 microbatches.
+# Of the running mean of a sender's direction: its newest 20 microbatches. Of the usual cosine and the deviations: the
+# newest 50, so that what is falsified and not noticed yet moves them little.
 RATE: Final = 0.05
+SLOW_RATE: Final = 0.02
 # Least standard deviations of level and cosine: replicas of a stage differ by this much between outer steps.
 LEAST_LEVEL: Final = 0.2
 LEAST_COSINE: Final = 0.1
@@ -67,8 +69,8 @@ USUAL: Final = 2.5
 SLACK: Final = (0.5, 2.0)
 SMALL_LEVEL: Final = math.log(3.0)
 MAX_DEVIATION: Final = 4.0
-# A usual cosine within one deviation of zero tells nothing of the direction, so no evidence is summed.
-LEAST_SIGNAL: Final = 1.0
+# A usual cosine within half a deviation of zero tells nothing of the direction, so no evidence is summed.
+LEAST_SIGNAL: Final = 0.5
 MAX_SUMS: Final = (32.0, 32.0, 16.0)
 # After so many outliers, and nothing else, this node begins anew: there is no other sender to compare with. A sender
 # that is avoided after three of them, for longer each time, has been so for a quarter of an hour.
@@ -160,7 +162,7 @@ class UsualTraffic:
 
     def _note(self, distance: float, cosine: float, by_level: float, by_cosine: float) -> None:
         """Running means of the cosine, and of absolute deviations (1.25 of which are a standard deviation)."""
-        rate = max(RATE, 1 / self._num_seen)
+        rate = max(SLOW_RATE, 1 / self._num_seen)
         self._cosine += rate * (cosine - self._cosine)
         off_level, off_cosine = min(abs(distance), USUAL * by_level), min(abs(cosine - self._cosine), USUAL * by_cosine)
         self._level_deviation += rate * (1.25 * off_level - self._level_deviation)
